@@ -17,7 +17,14 @@ from neox.architecture.choices import (
 )
 from neox.architecture.experts import BALANCE_LOSS, DROPPED, LARGEST_SHARE, ROUTERS, Z_LOSS, RouterName
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
-from neox.architecture.kernels import FP8_MULTIPLE, LOSS_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
+from neox.architecture.kernels import (
+    FP8_MULTIPLE,
+    LOSS_CHUNK,
+    MASKED_QUERY_BLOCK,
+    MOST_BLOCKED,
+    QUERY_BLOCK,
+    AttentionImpl,
+)
 from neox.architecture.layers import (
     BLOCK_OFFSET,
     RESIDUALS,
@@ -46,6 +53,7 @@ __all__ = [
     "GATED_KINDS",
     "LARGEST_SHARE",
     "LOSS_CHUNK",
+    "MASKED_QUERY_BLOCK",
     "MLPS",
     "MOST_BLOCKED",
     "NORMS",

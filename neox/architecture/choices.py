@@ -251,7 +251,8 @@ POSITIONS: Mapping[str, Positions] = MappingProxyType(
         "none": Positions(),
     }
 )
-_SELF_ATTENTION = Attention(_self_attention, lambda _, length: length)  # sparse kinds mask a dense product
+# Sparse kinds are counted whole, like the later tokens of causal attention.
+_SELF_ATTENTION = Attention(_self_attention, lambda _, length: length)
 ATTENTION: Mapping[str, Attention] = MappingProxyType(
     {
         **dict.fromkeys(("global", *SPARSITY), _SELF_ATTENTION),

@@ -14,7 +14,11 @@ QUERY_BLOCK: Final = 128
 """Queries of a block when a CPU computes causal flash attention block by block."""
 
 MOST_BLOCKED: Final = 512
-"""Longest sequence that a CPU computes in blocks. Beyond, torch's own flash attention is as fast."""
+"""Longest sequence whose attention to all earlier tokens a CPU computes in blocks. Beyond, torch's own flash attention
+is as fast."""
+
+MASKED_QUERY_BLOCK: Final = 64
+"""Queries of a block when a CPU computes causal flash attention of windows, documents or patterns of blocks."""
 
 LOSS_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"cpu": 2**21, "cuda": 2**27})
 """Logits that head and cross entropy hold at once: what stays in a CPU's cache, what keeps a GPU busy."""

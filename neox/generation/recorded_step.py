@@ -28,7 +28,7 @@ class RecordedStep:
         self.compute = compute
         self.cache = cache
         self.state = CacheStep(cache)
-        self.tokens = torch.zeros(cache.pairs.shape[1], 1, dtype=torch.long, device=cache.pairs.device)
+        self.tokens = torch.zeros(cache.batch, 1, dtype=torch.long, device=cache.device)
         self._loaded = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None

@@ -16,12 +16,22 @@ from typing import Any, Unpack, cast
 import torch
 from torch import Tensor, nn
 
+from neox.architecture import POSITIONS as POSITIONS_ON_PAPER
 from neox.architecture import SPARSITY, Architecture, settings_of
 from neox.config.sections.training import RecomputedPart
 from neox.model.context import BlockContext
 from neox.model.head_norms import query_key_norms
 from neox.model.positions import POSITIONS, PositionEncoding, Tables
-from neox.ops import AttentionImpl, block_layout, core_attention, linear, sparse_pairs
+from neox.ops import (
+    AttentionImpl,
+    PairRule,
+    VisiblePairs,
+    block_layout,
+    core_attention,
+    linear,
+    sparse_rule,
+    window_rule,
+)
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, Summand, TensorOptions, mark_split
 
 _GLOBAL = "global"
@@ -60,6 +70,8 @@ class SelfAttention(nn.Module):
     """
 
     recompute: RecomputedPart = "none"
+    reach: int | None = None
+    pair_heads = 1
 
     def __init__(
         self,
@@ -110,6 +122,7 @@ class SelfAttention(nn.Module):
         self.sinks: nn.Parameter | None = None
         if architecture.attention_sinks:
             self.sinks = mark_split(nn.Parameter(torch.empty(self.heads_here, **options)), grid.tp_size > 1)
+        self.adds_bias = POSITIONS_ON_PAPER[architecture.positions].biases_scores
         self._encoding_name: str | None = None
         self.tables_key = _LOCAL if is_local else _GLOBAL
         build_encoding = POSITIONS[architecture.positions].attention
@@ -145,17 +158,17 @@ class SelfAttention(nn.Module):
         positions = context.positions
         cache = context.cache
         if cache is not None:
-            pairs = self.pairs(positions, cache.positions)
+            pairs = None
+            if cache.positions is not None:
+                pairs = self._pairs_of_positions(positions, cache.positions)
             out = cache.attend(q, k, v, self.score_scale, pairs, bias, softcap=self.softcap, sinks=self.sinks)
+        elif self.impl == "flash" and bias is None:  # this kernel keeps no scores, so recomputing would save nothing
+            out = self._core(q, k, v, context, bias)
         else:
-            mask = _both(context.visible, self.pairs(positions, positions))
-            if self.impl == "flash" and bias is None:  # this kernel keeps no scores, so recomputing would save nothing
-                out = self._core(q, k, v, mask, bias)
-            else:
-                out = self._recomputed("core_attn", self._core, q, k, v, mask, bias)
+            out = self._recomputed("core_attn", self._core, q, k, v, context, bias)
         return out.flatten(2)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: BlockContext, bias: Tensor | None) -> Tensor:
         dropout_p = 0.0
         dropout_context = None
         if self.training and self.dropout > 0.0:
@@ -172,7 +185,9 @@ class SelfAttention(nn.Module):
             dropout_p=dropout_p,
             dropout_context=dropout_context,
             causal=self.causal,
-            mask=mask,
+            pairs=self.visible_pairs(q.shape[1], q.device, context.document_starts),
+            block_mask=context.block_masks.get(self.pairs_name),
+            mask=context.visible,
             bias=bias,
             softcap=self.softcap,
             sinks=self.sinks,
@@ -238,17 +253,59 @@ class SelfAttention(nn.Module):
         key_norm = self.get_submodule(self._norm_names[-1])
         return query_norm(queries), key_norm(keys), values
 
-    def pairs(self, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """Return which queries may see which keys in this kind of attention.
+    def pairs(self, length: int) -> PairRule | None:
+        """Return which queries may see which keys in this kind of attention, in rows of at most `length` tokens.
 
-        Args:
-            queries: Positions of the queries, [S] or [B, S].
-            keys: Positions of the keys, [L] or [B, L].
-
-        Returns:
-            Bool [B or 1, N or 1, S, L], causal; None if each query sees itself and all earlier keys.
+        It is the only description: dense masks and masks by block follow from it. None stands for all earlier keys.
         """
         return None
+
+    def visible_pairs(
+        self, length: int, device: torch.device, document_starts: Tensor | None = None
+    ) -> VisiblePairs | None:
+        """Return which queries see which keys in whole rows of tokens; None if each sees all earlier ones.
+
+        Args:
+            length: Number of tokens in a row, S.
+            device: Device of the tokens.
+            document_starts: Index in the row at which each token's document starts, [B, S].
+        """
+        rule = self.pairs(length)
+        if rule is None and document_starts is None:
+            return None
+        return VisiblePairs(length, device, document_starts, rule, self.reach, self.pair_heads)
+
+    @property
+    def pairs_name(self) -> str:
+        """Name that blocks share if the same pairs see each other in them."""
+        return "all"
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Most tokens that generation has to keep; None for all. Biases, bounds and sinks of scores need all tokens."""
+        if self.adds_bias or self.softcap or self.sinks is not None:
+            return None
+        return self.reach
+
+    @property
+    def takes_block_masks(self) -> bool:
+        """Whether the kernel of GPUs computes these pairs by block now: it has no dropout, and takes no bias."""
+        drops = self.training and self.dropout > 0.0
+        return self.impl == "flash" and not drops and not self.adds_bias
+
+    def _pairs_of_positions(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Return which queries, at positions [S] or [B, S], see which keys, at [L] or [B, L].
+
+        Returns:
+            Bool [B or 1, N or 1, S, L], causal; None if each query sees all earlier keys.
+        """
+        rule = self.pairs(keys.shape[-1])
+        if rule is None:
+            return None
+        heads = torch.arange(self.pair_heads, device=queries.device).view(-1, 1, 1)
+        rows_of_queries = torch.atleast_2d(queries)[:, None, :, None]
+        rows_of_keys = torch.atleast_2d(keys)[:, None, None, :]
+        return rule(rows_of_queries, rows_of_keys, heads)
 
     @property
     def encoding(self) -> PositionEncoding | None:
@@ -289,18 +346,24 @@ class SparseSelfAttention(SelfAttention):
         self.longest_blocks = -(-architecture.max_positions // self.block)
         layout = self._layout_of(self.longest_blocks).to(arguments.get("device"))
         self.register_buffer("layout", layout, persistent=False)
+        self.pair_heads = layout.shape[0]
 
     def reset(self) -> None:
         """Fill the buffer again, after a module from the meta device got memory."""
         self.layout.copy_(self._layout_of(self.longest_blocks))
 
-    def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return the pairs whose blocks see each other."""
+    def pairs(self, length: int) -> PairRule:
+        """Return the rule that allows pairs whose blocks see each other."""
         layout = self.layout
-        blocks = -(-keys.shape[-1] // self.block)
+        blocks = -(-length // self.block)
         if blocks > self.longest_blocks:  # rows with padding may be longer than the network is meant for
-            layout = self._layout_of(blocks).to(queries.device)
-        return sparse_pairs(layout, self.block, queries, keys)
+            layout = self._layout_of(blocks).to(layout.device)
+        return sparse_rule(layout, self.block)
+
+    @property
+    def pairs_name(self) -> str:
+        """The kind and the block's number, because patterns may be drawn for each block."""
+        return f"{self.kind} of block {self.number}"
 
     def _layout_of(self, blocks: int) -> Tensor:
         first = self.grid.tp_rank * self.heads_here
@@ -314,24 +377,17 @@ class WindowedSelfAttention(SelfAttention):
     def __init__(self, architecture: Architecture, number: int, grid: ParallelGrid, **arguments: Any) -> None:
         assert not architecture.bidirectional, "a window is causal"
         super().__init__(architecture, number, grid, **arguments)
-        self.window = architecture.window
+        self.reach = architecture.window
 
-    def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return the pairs that lie at most `window` - 1 positions apart."""
-        distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
-        seen = (distance >= 0) & (distance < self.window)
-        if seen.dim() == 2:
-            return seen[None, None]
-        return seen.unsqueeze(1)
+    def pairs(self, length: int) -> PairRule:
+        """Return the rule that allows pairs at most `reach` - 1 positions apart."""
+        assert self.reach is not None
+        return window_rule(self.reach)
 
-
-def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return the pairs that both masks allow; None allows all."""
-    if a is None:
-        return b
-    if b is None:
-        return a
-    return a & b
+    @property
+    def pairs_name(self) -> str:
+        """The window."""
+        return f"window of {self.reach}"
 
 
 ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType(

@@ -5,6 +5,7 @@ Legend: L layers, B batch, N heads of queries and K of keys here, T slots, S new
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,43 +14,82 @@ from torch import Tensor
 
 from neox.architecture import Architecture
 from neox.errors import NeoXError
-from neox.ops import explicit_attention, masked_bias
+from neox.ops import VisiblePairs, blocked_attention, explicit_attention, masked_bias, window_rule
 from neox.parallel import ParallelGrid
 
 
+class SlotStore(NamedTuple):
+    """Memory of the blocks of a cache that keep equally many tokens.
+
+    Attributes:
+        blocks: Numbers of the blocks on this rank.
+        pairs: Their keys and values, [L, B, K, 2, T, D].
+        is_ring: Whether a token goes to the slot of its index modulo T, in place of the token that leaves the window.
+            Otherwise it goes to the slot of its index.
+    """
+
+    blocks: tuple[int, ...]
+    pairs: Tensor
+    is_ring: bool
+
+    @property
+    def slots(self) -> int:
+        """Number of slots, T."""
+        return self.pairs.shape[4]
+
+
 class KVCache:
-    """Keys and values of all blocks on this rank, next to each other in one tensor.
+    """Keys and values of all blocks on this rank; of blocks with a window, those of the window only.
 
     `reset` makes it ready for other prompts without new memory.
 
+    Args:
+        architecture: The network.
+        grid: Process groups.
+        windows: For each block on this rank, the most tokens that it has to keep; None for all.
+        batch: Number of sequences.
+        max_length: Most tokens of a sequence, without a soft prompt.
+        device: Device of the cache.
+        dtype: Type of keys and values.
+
     Attributes:
-        pairs: Keys and values, [L, B, K, 2, T, D].
-        max_length: Number of slots, T.
-        length: Number of slots that are filled, from the first.
-        start: First slot of each row that holds a token, [B], if rows are padded on the left; positions count from
-            there. None if all rows begin at 0.
+        stores: The memory, one tensor for all blocks that keep equally many tokens.
+        batch: Number of sequences.
+        device: Device of the cache.
+        max_length: Most tokens of a sequence, T.
+        length: Number of tokens that were read.
+        start: Index of the first token of each row, [B], if rows are padded on the left; positions count from there.
+            None if all rows begin at 0.
     """
 
     def __init__(
         self,
         architecture: Architecture,
         grid: ParallelGrid,
-        num_blocks: int,
+        windows: Sequence[int | None],
         batch: int,
         max_length: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        heads = architecture.attended_heads // grid.tp_size
         if not architecture.has_cache:
             raise NeoXError(
                 "blocks that gate over positions (gmlp, amlp) have no keys and values to keep: generate with the whole "
                 "sequence computed at each step, as the runner does for such a network"
             )
-        max_length += architecture.soft_prompt_tokens
-        shape = (num_blocks, batch, heads, 2, max_length, architecture.head_dim)
-        self.pairs = torch.zeros(shape, device=device, dtype=dtype)
-        self.max_length = max_length
+        heads = architecture.attended_heads // grid.tp_size
+        self.max_length = max_length + architecture.soft_prompt_tokens
+        blocks_of: dict[int, list[int]] = {}
+        for number, window in enumerate(windows):
+            slots = self.max_length if window is None else min(window, self.max_length)
+            blocks_of.setdefault(slots, []).append(number)
+        self.stores: list[SlotStore] = []
+        for slots, blocks in blocks_of.items():
+            shape = (len(blocks), batch, heads, 2, slots, architecture.head_dim)
+            pairs = torch.zeros(shape, device=device, dtype=dtype)
+            self.stores.append(SlotStore(tuple(blocks), pairs, is_ring=slots < self.max_length))
+        self.batch = batch
+        self.device = torch.device(device or "cpu")
         self.length = 0
         self.start: Tensor | None = None
 
@@ -69,25 +109,37 @@ class KVCache:
 
     def positions(self, new_tokens: int) -> Tensor:
         """Return the positions of the next tokens: [S], or [B, S] for padded rows (0 in the padding)."""
-        return self._positions(torch.arange(self.length, self.length + new_tokens, device=self.pairs.device))
+        return self._positions(torch.arange(self.length, self.length + new_tokens, device=self.device))
 
-    def layers(self, new_tokens: int) -> list[LayerCache]:
+    def layers(self, new_tokens: int) -> list[LayerCache | RingLayer]:
         """Return each layer's view for a forward pass of `new_tokens`.
 
         Raises:
             NeoXError: If they do not fit.
         """
         self.check_room(new_tokens)
+        by_number: dict[int, LayerCache | RingLayer] = {}
+        for store in self.stores:
+            views = self._ring_layers(store) if store.is_ring else self._whole_layers(store, new_tokens)
+            by_number.update(zip(store.blocks, views, strict=True))
+        return [by_number[number] for number in sorted(by_number)]
+
+    def _whole_layers(self, store: SlotStore, new_tokens: int) -> list[LayerCache]:
+        """Return the views of blocks that keep all tokens."""
         end = self.keys(new_tokens)
         mask, causal = self._mask(new_tokens)
-        positions = self._positions(torch.arange(end, device=self.pairs.device))
+        positions = self._positions(torch.arange(end, device=self.device))
         # Views of all layers at once: layer by layer they would cost a fifth of a small model's step.
-        new = self.pairs.narrow(4, self.length, new_tokens).unbind(0)
-        keys, values = self.pairs.narrow(4, 0, end).unbind(3)
+        new = store.pairs.narrow(4, self.length, new_tokens).unbind(0)
+        keys, values = store.pairs.narrow(4, 0, end).unbind(3)
         return [
             LayerCache(n, k, v, mask, causal, positions)
             for n, k, v in zip(new, keys.unbind(0), values.unbind(0), strict=True)
         ]
+
+    def _ring_layers(self, store: SlotStore) -> list[RingLayer]:
+        """Return the views of blocks that keep a window."""
+        return [RingLayer(pairs, self.length, self.start) for pairs in store.pairs.unbind(0)]
 
     def check_room(self, new_tokens: int) -> None:
         """Raise NeoXError if new tokens do not fit."""
@@ -99,19 +151,24 @@ class KVCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows [B'] in this order, as beam search does; a row may be kept several times."""
-        filled = self.pairs[:, rows, ..., : self.length, :]
-        if len(rows) != self.pairs.shape[1]:  # new memory only if their number changes
-            self.pairs = self.pairs.new_zeros(self.pairs.shape[0], len(rows), *self.pairs.shape[2:])
-        self.pairs[..., : self.length, :] = filled
+        for number, store in enumerate(self.stores):
+            filled = min(self.length, store.slots)
+            kept = store.pairs[:, rows, ..., :filled, :]
+            pairs = store.pairs
+            if len(rows) != self.batch:  # new memory only if their number changes
+                pairs = pairs.new_zeros(pairs.shape[0], len(rows), *pairs.shape[2:])
+            pairs[..., :filled, :] = kept
+            self.stores[number] = store._replace(pairs=pairs)
+        self.batch = len(rows)
         if self.start is not None:
             self.start = self.start[rows]
 
     def advance(self, new_tokens: int) -> None:
-        """Count `new_tokens` slots as filled; called once after all layers have appended."""
+        """Count `new_tokens` as read; called once after all layers have appended."""
         self.length += new_tokens
 
     def _positions(self, slots: Tensor) -> Tensor:
-        """Return the positions of the tokens in these slots."""
+        """Return the positions of the tokens with these indices."""
         if self.start is None:
             return slots
         return (slots - self.start.unsqueeze(1)).clamp_(min=0)
@@ -120,7 +177,7 @@ class KVCache:
         """Return a mask, bool [B or 1, 1, S, length + S] or None, and whether plain causality has to be added."""
         if self.start is None and (new_tokens == 1 or self.length == 0):
             return None, new_tokens > 1
-        slots = torch.arange(self.length + new_tokens, device=self.pairs.device)
+        slots = torch.arange(self.length + new_tokens, device=self.device)
         allowed = slots.unsqueeze(0) <= slots[self.length :].unsqueeze(1)  # [S, length + S]
         if self.start is None:
             return allowed[None, None], False
@@ -199,3 +256,100 @@ class LayerCache(NamedTuple):
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return out.transpose(1, 2)
+
+
+class RingLayer(NamedTuple):
+    """One layer's part of a KVCache that keeps a window of T tokens: the token of index i is in slot i modulo T.
+
+    Attributes:
+        pairs: Keys and values of the window, [B, K, 2, T, D].
+        length: Number of earlier tokens.
+        start: Index of the first token of each row, [B]; None if all rows begin at 0.
+        positions: None: the slots hold only a window, which the block sees whole.
+    """
+
+    pairs: Tensor
+    length: int
+    start: Tensor | None
+    positions: None = None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        pairs: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Append k, v [B, S, K, D] and attend over the window: q [B, S, N, D] -> [B, S, N, D].
+
+        Args:
+            q: Queries.
+            k: New keys.
+            v: New values.
+            scale: Factor of the scores.
+            pairs: Always None: the window follows from the slots.
+            bias: Always None: blocks whose scores have a bias, a bound or sinks keep all tokens.
+            softcap: Always 0.
+            sinks: Always None.
+        """
+        assert pairs is None
+        assert bias is None
+        assert softcap == 0.0
+        assert sinks is None
+        new = torch.stack((k, v), dim=2).permute(0, 3, 2, 1, 4)  # [B, K, 2, S, D]
+        if k.shape[1] == 1:
+            return self._attend_once(q, new, scale)
+        return self._attend_by_blocks(q, new, scale)
+
+    def _attend_once(self, q: Tensor, new: Tensor, scale: float) -> Tensor:
+        """Attend with one token: the order of keys does not matter."""
+        slots = self.pairs.shape[3]
+        self.pairs[:, :, :, self.length % slots] = new.squeeze(3)
+        filled = min(self.length + 1, slots)
+        mask = None
+        if self.start is not None:
+            held = held_indices(torch.arange(filled, device=q.device), slots, self.length)
+            mask = (held >= self.start.unsqueeze(1))[:, None, None]  # [B, 1, 1, filled]
+        keys, values = self.pairs[:, :, :, :filled].unbind(2)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != keys.shape[1]
+        )
+        return out.transpose(1, 2)
+
+    def _attend_by_blocks(self, q: Tensor, new: Tensor, scale: float) -> Tensor:
+        """Attend with several tokens: to the window of earlier ones, joined with the new ones in order."""
+        slots = self.pairs.shape[3]
+        end = self.length + new.shape[3]
+        old = min(self.length, slots)
+        joined = new
+        if old:
+            earlier = torch.arange(self.length - old, self.length, device=q.device) % slots
+            joined = torch.cat((self.pairs.index_select(3, earlier), new), dim=3)
+        length = joined.shape[3]
+        starts = None
+        if self.start is not None:  # padding before the first token is a document of its own
+            indices = torch.arange(length, device=q.device)
+            first = (self.start - (self.length - old)).unsqueeze(1)
+            starts = torch.where(indices >= first, first.clamp(min=0), 0)
+        seen = VisiblePairs(length, q.device, starts, window_rule(slots), slots)
+        keys, values = joined.unbind(2)
+        out = blocked_attention(q.transpose(1, 2), keys, values, seen, scale, first_query=old)
+        kept = min(slots, length)
+        self.pairs.index_copy_(3, torch.arange(end - kept, end, device=q.device) % slots, joined[:, :, :, -kept:])
+        return out.transpose(1, 2)
+
+
+def held_indices(slots: Tensor, number: int, last: int | Tensor) -> Tensor:
+    """Return the index of the token in each of these slots of a ring; negative for empty slots.
+
+    Args:
+        slots: Numbers of slots.
+        number: Number of all slots of the ring.
+        last: Index of the newest token.
+    """
+    return last - (last - slots) % number

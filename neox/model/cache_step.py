@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.model.cache import KVCache, LayerCache
+from neox.model.cache import KVCache, LayerCache, RingLayer, held_indices
 from neox.ops import explicit_attention, masked_bias
 
 
@@ -25,7 +25,7 @@ class CacheStep:
     and checks that there is room.
 
     Attributes:
-        slot: Index of the next token's slot, [1].
+        slot: Index of the next token, [1].
         begun: Whether there are earlier tokens: always.
     """
 
@@ -33,15 +33,16 @@ class CacheStep:
 
     def __init__(self, cache: KVCache) -> None:
         """Continue behind what the cache holds now."""
-        device = cache.pairs.device
-        self.pairs = cache.pairs
+        self.stores = tuple(cache.stores)
         self.start = cache.start
-        self.slots = torch.arange(cache.pairs.shape[4], device=device)
-        self.slot = torch.full((1,), cache.length, device=device)
+        self.slots = torch.arange(cache.max_length, device=cache.device)
+        self.slot = torch.full((1,), cache.length, device=cache.device)
 
     def belongs_to(self, cache: KVCache) -> bool:
         """Return whether the cache still has the memory and the padding of this step."""
-        return self.pairs is cache.pairs and self.start is cache.start
+        memory = [store.pairs for store in self.stores]
+        same = all(mine is store.pairs for mine, store in zip(memory, cache.stores, strict=True))
+        return same and self.start is cache.start
 
     def keys(self, new_tokens: int) -> int:
         """Return the number of keys that queries are compared with: all slots."""
@@ -54,13 +55,28 @@ class CacheStep:
     def layers(self, new_tokens: int) -> list[StepLayer]:
         """Return each layer's part for a forward pass of one token."""
         assert new_tokens == 1
-        seen = self.slots <= self.slot
+        by_number: dict[int, StepLayer] = {}
+        for store in self.stores:
+            slot = self.slot
+            indices = self.slots
+            if store.is_ring:
+                slot = self.slot % store.slots
+                indices = held_indices(self.slots[: store.slots], store.slots, self.slot)
+            unseen = self._unseen(indices, store.pairs.dtype)
+            positions = None
+            if not store.is_ring:
+                positions = self._positions(indices)
+            for number, pairs in zip(store.blocks, store.pairs.unbind(0), strict=True):
+                by_number[number] = StepLayer(pairs, slot, unseen, positions)
+        return [by_number[number] for number in sorted(by_number)]
+
+    def _unseen(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the summand of scores with the tokens of these indices [T]: [B or 1, 1, 1, T]."""
+        seen = (indices >= 0) & (indices <= self.slot)
         if self.start is not None:
-            seen = seen & (self.slots >= self.start.unsqueeze(1))
-        unseen = torch.zeros_like(seen, dtype=self.pairs.dtype).masked_fill(~seen, -math.inf)
-        unseen = unseen.view(-1, 1, 1, seen.shape[-1])
-        positions = self._positions(self.slots)
-        return [StepLayer(pairs, self.slot, unseen, positions) for pairs in self.pairs.unbind(0)]
+            seen = seen & (indices >= self.start.unsqueeze(1))
+        unseen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -math.inf)
+        return unseen.view(-1, 1, 1, seen.shape[-1])
 
     def advance(self, new_tokens: int) -> None:
         """Go on to the next slot, on the device."""
@@ -79,13 +95,13 @@ class StepLayer(NamedTuple):
         pairs: Keys and values of all slots, [B, K, 2, T, D].
         slot: Index of the new token's slot, [1].
         unseen: Summand of scores: -inf for slots that are empty or padding, else 0, [B or 1, 1, 1, T].
-        positions: Positions of all slots, [T] or [B, T].
+        positions: Positions of all slots, [T] or [B, T]; None if they hold only a window, which the block sees whole.
     """
 
     pairs: Tensor
     slot: Tensor
     unseen: Tensor
-    positions: Tensor
+    positions: Tensor | None
 
     @property
     def keys(self) -> Tensor:
@@ -136,5 +152,5 @@ class StepLayer(NamedTuple):
         return out.reshape(batch, 1, heads, width)
 
 
-CachedLayer = LayerCache | StepLayer
+CachedLayer = LayerCache | RingLayer | StepLayer
 """One layer's part of what generation keeps, as its attention uses it."""

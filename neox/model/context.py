@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from neox.model.cache import KVCache
 from neox.model.cache_step import CachedLayer, CacheStep
@@ -57,7 +58,9 @@ class BlockContext(NamedTuple):
     Attributes:
         positions: Positions of the tokens, [S], or [B, S] if rows differ.
         tables: What position encodings computed from them (`PositionEncoding.tables`), by `SelfAttention.tables_key`.
-        visible: Pairs (query, key) that see each other, bool [B, 1, S or 1, S]; all (earlier) ones if None.
+        document_starts: Index in the row at which each token's document starts, [B, S]; None for one document a row.
+        block_masks: Pairs of each kind of attention by block, by `SelfAttention.pairs_name`, for the kernel of GPUs.
+        visible: Keys that are not padding, in a bidirectional network, bool [B, 1, 1, S]; all if None.
         cache: This block's keys and values of earlier tokens, in generation.
         routes: Number of a block -> experts of its tokens, kept from the forward pass for its recomputation. A block
             whose experts are here is computed again.
@@ -65,6 +68,8 @@ class BlockContext(NamedTuple):
 
     positions: Tensor
     tables: Mapping[str, Tables] = MappingProxyType({})
+    document_starts: Tensor | None = None
+    block_masks: Mapping[str, BlockMask] = MappingProxyType({})
     visible: Tensor | None = None
     cache: CachedLayer | None = None
     routes: dict[int, Tensor] | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from neox.architecture import Architecture
 from neox.errors import NeoXError
 from neox.model.context import Aux, BlockContext
-from neox.ops import ACTIVATIONS, NORMS, linear
+from neox.ops import ACTIVATIONS, NORMS, VisiblePairs, linear
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -119,7 +119,10 @@ class GatedMLPLayer(TokenShares):
         """Run the block: [B, S, H] -> [B, S, H]. It adds no losses to the objective's."""
         assert context.cache is None, "refused by KVCache"
         inner = self.activation(self.input_linear(self.norm(x)))
-        return self.output_linear(self.sgu(inner, context.positions, context.visible)), {}
+        visible = None
+        if context.document_starts is not None:
+            visible = VisiblePairs(inner.shape[1], inner.device, context.document_starts).dense()
+        return self.output_linear(self.sgu(inner, context.positions, visible)), {}
 
     def parameters_on_shares(self) -> list[nn.Parameter]:
         """Return the norm's parameters."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from neox.architecture import BLOCK_OFFSET
 from neox.model.attention import SelfAttention
@@ -22,7 +23,7 @@ from neox.model.encoder import MaskedLMHead, SentenceHead, encoder_head
 from neox.model.positions import Tables
 from neox.model.recomputation import Recomputation
 from neox.model.soft_prompt import SoftPrompt
-from neox.ops import same_document_pairs, unpadded_keys
+from neox.ops import block_mask_of, unpadded_keys
 from neox.parallel import ParallelGrid, gather_tokens
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import LayerRange
@@ -119,8 +120,13 @@ class Stage:
             device: Device of the cache.
             dtype: Type of hidden states.
         """
-        blocks = len(self.blocks)
-        return KVCache(self.architecture, self.grid, blocks, batch, max_length, device=device, dtype=dtype)
+        windows: list[int | None] = []
+        for block in self.blocks:
+            window = None
+            if isinstance(block, TransformerLayer):
+                window = block.attention.cached_tokens
+            windows.append(window)
+        return KVCache(self.architecture, self.grid, windows, batch, max_length, device=device, dtype=dtype)
 
 
 class StagePart:
@@ -236,9 +242,7 @@ class StagePart:
         """Return what all blocks share, for `length` tokens with hidden states x."""
         cache = context.cache
         visible = None
-        if context.document_starts is not None:
-            visible = same_document_pairs(context.document_starts)
-        elif context.lengths is not None:
+        if context.lengths is not None:
             visible = unpadded_keys(context.lengths, length)
         positions = token_positions(length, x.device, context)
         keys = length if cache is None else cache.keys(length)
@@ -246,7 +250,28 @@ class StagePart:
         tables: dict[str, Tables] = {}
         for attention in self._with_tables.values():
             tables |= attention.position_tables(positions, keys, x.dtype, slots)
-        return BlockContext(positions, tables, visible)
+        block_masks: dict[str, BlockMask] = {}
+        if cache is None and x.device.type == "cuda":
+            block_masks = self._block_masks(length, x.device, context.document_starts)
+        return BlockContext(positions, tables, context.document_starts, block_masks, visible)
+
+    def _block_masks(self, length: int, device: torch.device, document_starts: Tensor | None) -> dict[str, BlockMask]:
+        """Return the blocks of pairs for each kind of attention that computes them so, by `pairs_name`.
+
+        Args:
+            length: Number of tokens in a row, S.
+            device: Device of the tokens.
+            document_starts: Index in the row at which each token's document starts, [B, S].
+        """
+        masks: dict[str, BlockMask] = {}
+        for block in self.blocks:
+            if not isinstance(block, TransformerLayer) or not block.attention.takes_block_masks:
+                continue
+            name = block.attention.pairs_name
+            pairs = block.attention.visible_pairs(length, device, document_starts)
+            if pairs is not None and name not in masks:
+                masks[name] = block_mask_of(pairs)
+        return masks
 
 
 def token_positions(length: int, device: torch.device, context: Context) -> Tensor:
@@ -267,7 +292,7 @@ def _run(
     context = shared
     for number, block in enumerate(blocks):
         if caches is not None:
-            context = BlockContext(shared.positions, shared.tables, shared.visible, caches[number])
+            context = shared._replace(cache=caches[number])
         x, aux = block(x, context)
         if aux:
             total = add_aux(total, aux)

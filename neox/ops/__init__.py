@@ -6,8 +6,10 @@ import torch
 
 from neox.architecture import AttentionImpl
 from neox.ops.activations import ACTIVATIONS
-from neox.ops.attention import core_attention, explicit_attention, masked_bias, same_document_pairs, unpadded_keys
+from neox.ops.attention import core_attention, explicit_attention, masked_bias, unpadded_keys
+from neox.ops.blocked_attention import blocked_attention
 from neox.ops.cross_entropy import label_scores, logits_gradient
+from neox.ops.flex import block_mask_of
 from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
 from neox.ops.grouped_linear import ExpertOrder, from_experts, grouped_linear, sort_by_expert, to_experts
 from neox.ops.linear import add_product, linear
@@ -18,7 +20,8 @@ from neox.ops.rotary import rotary_factor, rotary_inv_freq, rotary_tables, rotat
 from neox.ops.routing import SCORES, Routes, balance_loss, route, sinkhorn, tokens_per_expert, z_loss
 from neox.ops.softcap import softly_capped
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
-from neox.ops.sparsity import block_layout, sparse_pairs
+from neox.ops.sparsity import block_layout, sparse_rule
+from neox.ops.visible_pairs import PairRule, VisiblePairs, window_rule
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 """Type of a precision's parameters."""
@@ -35,12 +38,16 @@ __all__ = [
     "Fp8Recipe",
     "PackedWeight",
     "Routes",
+    "PairRule",
     "add_product",
     "alibi_slopes",
     "balance_loss",
     "can_pack",
     "SoftmaxImpl",
+    "VisiblePairs",
     "block_layout",
+    "blocked_attention",
+    "block_mask_of",
     "core_attention",
     "from_experts",
     "grouped_linear",
@@ -55,14 +62,14 @@ __all__ = [
     "rotary_tables",
     "rotate",
     "route",
-    "same_document_pairs",
     "sinkhorn",
     "sort_by_expert",
     "softly_capped",
-    "sparse_pairs",
+    "sparse_rule",
     "scale_mask_softmax",
     "to_experts",
     "tokens_per_expert",
     "unpadded_keys",
     "z_loss",
+    "window_rule",
 ]

@@ -1,7 +1,8 @@
 """Attention of one layer, causal or not: three implementations with one signature.
 
-There is a mask tensor only if documents in one row are kept apart, if samples are padded, or if the kind of attention
-needs one; and a bias only if the position encoding adds to scores.
+Pairs are described only if documents in one row are kept apart, or if the kind of attention hides earlier tokens. There
+is a mask tensor only if samples of a bidirectional network are padded, and a bias only if the position encoding adds to
+scores.
 
 Legend: B batch, S sequence, N heads of queries, K of keys and values, G = N / K, D head dim.
 """
@@ -14,10 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from neox.architecture import MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
+from neox.ops.blocked_attention import blocked_attention
+from neox.ops.flex import attention_by_block_mask
 from neox.ops.softcap import softly_capped
 from neox.ops.softmax import SoftmaxImpl, scale_mask_softmax, softmax_with_sinks
+from neox.ops.visible_pairs import VisiblePairs
 
 
 def core_attention(
@@ -31,6 +36,8 @@ def core_attention(
     dropout_p: float = 0.0,
     dropout_context: AbstractContextManager[None] | None = None,
     causal: bool = True,
+    pairs: VisiblePairs | None = None,
+    block_mask: BlockMask | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float = 0.0,
@@ -50,49 +57,64 @@ def core_attention(
         dropout_p: Dropout probability of the attention weights.
         dropout_context: Context of the dropout, which chooses its random stream.
         causal: Whether queries see earlier keys only.
-        mask: Pairs (query, key) that see each other, bool [B or 1, N or 1, S or 1, S]; all (earlier) ones if None. It
-            must be causal itself if attention is. "fused" takes only [B, 1, 1, S], and not if attention is causal.
+        pairs: Which queries see which keys if attention is causal; all earlier ones if None. Not with "fused".
+        block_mask: Blocks of these pairs (`block_mask_of`), for the kernel of GPUs; without it they get a mask tensor.
+        mask: Keys that are not padding if attention is not causal, bool [B, 1, 1, S]; all if None.
         bias: Summand of the scaled scores, [1, N, S, S], with -inf for later keys.
         softcap: Bound of the scaled scores (`softly_capped`); 0 for none. "flash" has none, and no sinks.
         sinks: Scores [N] that take part in the softmax and add nothing ("eager" only).
     """
     assert impl != "flash" or (softcap == 0.0 and sinks is None), "the configuration chooses another kernel"
-    assert mask is None or impl != "fused" or not causal, "refused by the configuration's validation"
+    assert pairs is None or impl != "fused", "refused by the configuration's validation"
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     q = q.transpose(1, 2)  # [B, N, S, D]
     k = k.transpose(1, 2)  # [B, K, S, D]
     v = v.transpose(1, 2)
     context = dropout_context or nullcontext()
-    if impl == "flash":
-        if bias is not None:
-            mask = masked_bias(bias, mask)
-        if causal and mask is None and dropout_p == 0.0 and _goes_by_blocks(q):
-            return _attention_in_blocks(q, k, v, scale * softmax_scale).transpose(1, 2)
+    if impl != "flash":
+        if pairs is not None:
+            mask = pairs.dense()
+        kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
+        scores = _scores(q * scale, k, bias, softmax_scale, softcap)
+        sink_scores = None if sinks is None else sinks.view(-1, 1, 1)
+        weights = scale_mask_softmax(scores, softmax_scale, kernel, causal=causal, visible=mask, sinks=sink_scores)
+        if dropout_p > 0.0:
+            with context:
+                weights = F.dropout(weights, dropout_p)
+        return _grouped_matmul(weights, v).transpose(1, 2)
+    scale = scale * softmax_scale
+    if block_mask is not None:
+        return attention_by_block_mask(q, k, v, block_mask, scale).transpose(1, 2)
+    if pairs is not None and bias is None and _takes_blocks(q):
         with context:
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout_p,
-                is_causal=causal and mask is None,
-                scale=scale * softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        return out.transpose(1, 2)
-    kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
-    scores = softly_capped(_grouped_matmul(q * scale, k.transpose(-1, -2)), softcap)  # [B, N, S, S]
+            return blocked_attention(q, k, v, pairs, scale, dropout_p=dropout_p).transpose(1, 2)
+    if pairs is not None:
+        mask = pairs.dense()
     if bias is not None:
-        if softmax_scale != 1.0:
-            bias = bias / softmax_scale
-        scores = scores + bias
-    sink_scores = None if sinks is None else sinks.view(-1, 1, 1)
-    weights = scale_mask_softmax(scores, softmax_scale, kernel, causal=causal, visible=mask, sinks=sink_scores)
-    if dropout_p > 0.0:
-        with context:
-            weights = F.dropout(weights, dropout_p)
-    return _grouped_matmul(weights, v).transpose(1, 2)
+        mask = masked_bias(bias, mask)
+    if causal and mask is None and dropout_p == 0.0 and _goes_by_blocks(q):
+        return _attention_in_blocks(q, k, v, scale).transpose(1, 2)
+    with context:
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p, causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out.transpose(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, softmax_scale: float, softcap: float) -> Tensor:
+    """Return the scores [B, N, S, S] of scaled q [B, N, S, D] and k [B, K, S, D], which the softmax scales again."""
+    scores = softly_capped(_grouped_matmul(q, k.transpose(-1, -2)), softcap)
+    if bias is None:
+        return scores
+    if softmax_scale != 1.0:
+        bias = bias / softmax_scale
+    return scores + bias
+
+
+def _takes_blocks(q: Tensor) -> bool:
+    """Return whether queries are divided into blocks that look at visible keys only. No compiler sees through them."""
+    return q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def explicit_attention(
@@ -165,17 +187,6 @@ def masked_bias(bias: Tensor, visible: Tensor | None) -> Tensor:
     if visible is None:
         return bias
     return bias.masked_fill(~visible, -math.inf)
-
-
-def same_document_pairs(document_starts: Tensor) -> Tensor:
-    """Return which pairs (query, key) are in one document, with the key not later, bool [B, 1, S, S].
-
-    Args:
-        document_starts: Index in the row at which each token's document starts, [B, S].
-    """
-    positions = torch.arange(document_starts.shape[1], device=document_starts.device)
-    not_later = positions <= positions.unsqueeze(1)
-    return ((positions >= document_starts.unsqueeze(-1)) & not_later).unsqueeze(1)
 
 
 def unpadded_keys(lengths: Tensor, length: int) -> Tensor:

@@ -4,7 +4,7 @@ A layout says which blocks of keys each block of queries sees. It depends only o
 the length of the sequence. The last, incomplete window of `sparse_fixed` is the exception: there the layout is that of
 the longest sequence.
 
-Legend: B batch, S queries, T keys, N heads here, C blocks.
+Legend: N heads here, C blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from neox.ops.visible_pairs import PairRule
 
 
 def block_layout(kind: str, settings: Mapping[str, Any], *, blocks: int, heads: Sequence[int], layer: int) -> Tensor:
@@ -99,16 +101,15 @@ def _random(settings: Mapping[str, Any], blocks: int, layer: int, head: int) -> 
     return chosen
 
 
-def sparse_pairs(layout: Tensor, block: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return which pairs (query, key) a layout allows, with the key not later: bool [B or 1, N or 1, S, T].
+def sparse_rule(layout: Tensor, block: int) -> PairRule:
+    """Return the rule of a layout: which pairs of positions, with the key not later, it allows for each head.
 
     Args:
         layout: Blocks that see each other, bool [N or 1, C, C].
         block: Number of tokens in a block.
-        queries: Positions of the queries, [S] or [B, S].
-        keys: Positions of the keys, [T] or [B, T].
     """
-    q = torch.atleast_2d(queries)
-    k = torch.atleast_2d(keys)
-    seen = layout[:, (q // block).unsqueeze(-1), (k // block).unsqueeze(-2)]  # [N or 1, B or 1, S, T]
-    return seen.transpose(0, 1) & (k.unsqueeze(-2) <= q.unsqueeze(-1)).unsqueeze(1)
+
+    def allows(queries: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
+        return layout[heads, queries // block, keys // block] & (keys <= queries)
+
+    return allows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neox.architecture import BLOCK_OFFSET, POSITIONS
 from neox.plan.architecture import layer_plan
 from neox.plan.precision import BYTES
 from neox.plan.run_plan import RunPlan
@@ -24,20 +25,33 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
     stages = plan_stages(layers, pp_size, Division.of(config), tp_size)
     precision = config.generation.inference_precision or plan.precision
     number = BYTES[precision]
-    block_cache = _cached_numbers(plan, tp_size)
+    caches = [_cached_numbers(plan, kind, tp_size) for kind in plan.architecture.attention]
     most = 0
     for stage in stages:
         weights = sum(spec.shard_numel(tp_size) for spec in stage.parameter_specs(layers))
-        blocks = sum(layer.kind == "block" for layer in stage.entries(layers))
-        most = max(most, number * (weights + blocks * block_cache))
+        cached = 0
+        for layer in stage.entries(layers):
+            if layer.kind == "block":
+                cached += caches[layer.index - BLOCK_OFFSET]
+        most = max(most, number * (weights + cached))
     return most
 
 
-def _cached_numbers(plan: RunPlan, tp_size: int) -> int:
-    """Return the elements of a block's cache on a tensor rank: 2 x sequences x new tokens x key heads x head size."""
+def _cached_numbers(plan: RunPlan, kind: str, tp_size: int) -> int:
+    """Return the elements of a block's cache on a tensor rank: 2 x sequences x tokens x key heads x head size.
+
+    The tokens are the new ones; in a block with a window at most the window's, unless scores have biases, a bound or
+    sinks.
+    """
     generation = plan.config.generation
     sequences = generation.generation_batch_size
     if generation.num_beams > 1:
         sequences = generation.num_beams
     network = plan.architecture
-    return 2 * sequences * generation.maximum_tokens * network.attended_heads * network.head_dim // tp_size
+    tokens = generation.maximum_tokens
+    plain_scores = not (
+        POSITIONS[network.positions].biases_scores or network.attention_softcap or network.attention_sinks
+    )
+    if kind == "sliding_window" and plain_scores:
+        tokens = min(tokens, network.window)
+    return 2 * sequences * tokens * network.attended_heads * network.head_dim // tp_size

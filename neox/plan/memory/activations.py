@@ -229,9 +229,8 @@ def _attention_memory(layers: LayerPlan, setting: MemorySetting) -> AttentionMem
     number = setting.bytes_per_number
     split = setting.tp_size
     operands = setting.tokens * _operand_bytes(network, setting)
-    if not SPARSITY.keys().isdisjoint(network.attention):
-        # One byte for each pair of tokens and (at most) each head.
-        operands += network.num_attention_heads * setting.sequence_length**2 // split
+    if _needs_dense_mask(network, setting):
+        operands += _dense_mask_bytes(network, setting)
     bias = 0
     if _trains_bias(network):
         bias = network.num_attention_heads * setting.sequence_length**2 * number // split
@@ -283,11 +282,41 @@ def _score_bytes(network: Architecture, setting: MemorySetting) -> int:
     return copies + per_score * network.num_attention_heads * setting.sequence_length // split
 
 
+def _needs_dense_mask(network: Architecture, setting: MemorySetting) -> bool:
+    """Return whether which pairs see each other is a tensor of all pairs, instead of blocks of visible ones."""
+    if not setting.separate_documents and _sees_all_earlier(network):
+        return False
+    if setting.attention != "flash" or POSITIONS[network.positions].biases_scores:
+        return True
+    return setting.attention_dropout and not setting.on_cpu  # the GPU's kernel for blocks has no dropout
+
+
+def _dense_mask_bytes(network: Architecture, setting: MemorySetting) -> int:
+    """Return bytes of a mask of all pairs: one for each pair, and for each row and each head if theirs differ.
+
+    Flash attention takes a bias of scores and the mask as one tensor, a number for each pair and head.
+    """
+    heads = network.num_attention_heads // setting.tp_size
+    pairs: int = setting.sequence_length**2
+    if setting.separate_documents:
+        pairs *= setting.micro_batch_size
+    if setting.attention == "flash" and POSITIONS[network.positions].biases_scores:
+        return pairs * heads * setting.bytes_per_number
+    if not SPARSITY.keys().isdisjoint(network.attention):
+        pairs *= heads
+    return pairs
+
+
+def _sees_all_earlier(network: Architecture) -> bool:
+    """Return whether the queries of each block of a causal network see all earlier keys of the document."""
+    return SPARSITY.keys().isdisjoint(network.attention) and "sliding_window" not in network.attention
+
+
 def _goes_by_blocks(network: Architecture, setting: MemorySetting) -> bool:
-    """Return whether attention is computed by blocks of queries, which keep their weights (`neox.ops.attention`)."""
+    """Return whether attention to all earlier keys goes by blocks of queries, which keep their weights."""
     if not setting.on_cpu or setting.attention != "flash" or setting.precision == "fp16":
         return False
-    if network.bidirectional or set(network.attention) != {"global"}:
+    if network.bidirectional or setting.separate_documents or set(network.attention) != {"global"}:
         return False
     if POSITIONS[network.positions].biases_scores or setting.attention_dropout:
         return False

@@ -41,6 +41,7 @@ class MemorySetting:
         sequence_length: Tokens of a sample.
         predicted_tokens: Tokens of a sample that go through the head.
         attention: The run's attention kernel that needs the most memory.
+        separate_documents: Whether attention keeps the documents of a row apart.
         attention_dropout: Whether attention probabilities are dropped.
         hidden_dropout: Whether hidden states are dropped.
         recompute_chunk: Blocks that are recomputed together; 0 for no recomputation.
@@ -83,6 +84,7 @@ class MemorySetting:
     sequence_length: int
     predicted_tokens: int
     attention: AttentionImpl
+    separate_documents: bool
     attention_dropout: bool
     hidden_dropout: bool
     recompute_chunk: int
@@ -168,6 +170,7 @@ def memory_setting(
         sequence_length=sequence_length,
         predicted_tokens=predicted_tokens,
         attention=min(attention, key=_MOST_MEMORY_FIRST.index),
+        separate_documents=config.data.reset_attention_mask,
         attention_dropout=training.attention_dropout > 0,
         hidden_dropout=training.hidden_dropout > 0,
         recompute_chunk=recompute_chunk,

@@ -88,7 +88,7 @@ def test_steps_are_the_same_operations_on_the_same_memory(name: str, lengths: tu
     assert step is not None
     kept = [
         step.tokens,
-        step.state.pairs,
+        step.state.stores[0].pairs,
         step.state.slot,
         step.state.slots,
         *(() if step.state.start is None else [step.state.start]),
@@ -100,7 +100,7 @@ def test_steps_are_the_same_operations_on_the_same_memory(name: str, lengths: tu
             decoding.feed(torch.full((len(lengths), 1), token + 2))
         runs.append(recorder.calls)
     assert decoding._step is step
-    assert any(step.state.pairs.untyped_storage().data_ptr() in map(_address, call[1:]) for call in runs[0])
+    assert any(step.state.stores[0].pairs.untyped_storage().data_ptr() in map(_address, call[1:]) for call in runs[0])
     for run in runs[1:]:
         assert run[1:] == runs[0][1:]  # the first makes the tokens
     waits = [call[0] for call in runs[0][1:] if any(name in call[0] for name in WAITS)]

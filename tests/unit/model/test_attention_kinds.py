@@ -11,7 +11,7 @@ from neox.architecture import ACTIVATIONS, SPARSITY, settings_of
 from neox.config import NeoXConfig
 from neox.errors import NeoXError
 from neox.model import GPT, BlockContext
-from neox.ops import block_layout, sparse_pairs
+from neox.ops import VisiblePairs, block_layout, sparse_rule
 from neox.parallel import ParallelGrid
 from neox.plan.rules import notes_without_effect
 from tests.errors import raises_naming
@@ -43,7 +43,8 @@ def test_a_sparse_layer_is_the_softmax_over_the_pairs_of_its_layout(kind: str) -
     q, k = attention.rotary_emb(torch.stack([q, k], 3), tables).unbind(3)
     settings = settings_of(kind, model.architecture.sparsity)
     layout = block_layout(kind, settings, blocks=8, heads=range(4), layer=0)
-    seen = sparse_pairs(layout, 2, torch.arange(16), torch.arange(16))
+    rule = sparse_rule(layout, 2)
+    seen = VisiblePairs(16, x.device, rule=rule, rule_heads=layout.shape[0]).dense()
     assert not torch.equal(seen.expand(1, 4, 16, 16), torch.ones(1, 4, 16, 16).tril().bool()), "hides nothing"
     scores = torch.einsum("bsnd,btnd->bnst", q, k) / 8**0.5
     expected = torch.einsum("bnst,btnd->bsnd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).reshape(2, 16, 32)

@@ -106,3 +106,20 @@ def test_a_full_cache_is_an_error():
     cache = model.new_cache(batch=2, max_length=4)
     with raises_naming(NeoXError, 4, 12):
         model(TOKENS, Context(cache))
+
+
+@pytest.mark.parametrize("steps", [(12,), (9, 1, 2), (2,) * 6, (1,) * 12])
+@torch.no_grad()
+def test_a_cache_keeps_the_window_only(steps: tuple[int, ...]) -> None:
+    """Blocks with a window and blocks without, in one network."""
+    keys = {"attention_config": ["sliding_window", "global"], "sliding_window_width": 3}
+    model = GPT(small_plan(**keys), ParallelGrid.single()).eval()
+    cache = model.new_cache(batch=2, max_length=12)
+    assert [store.slots for store in cache.stores] == [3, 12]
+    logits = torch.cat([model(part, Context(cache)) for part in TOKENS.split(steps, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(TOKENS), atol=1e-6, rtol=1e-5)
+    cache.reset()
+    model(TOKENS[:, :5], Context(cache))
+    cache.reorder(torch.tensor([1, 1, 0]))
+    following = model(TOKENS[[1, 1, 0], 5:6], Context(cache))
+    torch.testing.assert_close(following, model(TOKENS)[[1, 1, 0], 5:6], atol=1e-6, rtol=1e-5)

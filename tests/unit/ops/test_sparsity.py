@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem
-from neox.ops.sparsity import block_layout, sparse_pairs
+from neox.ops.sparsity import block_layout, sparse_rule
 
 
 def _full(kind: str, **given: Any) -> dict[str, Any]:
@@ -92,12 +92,13 @@ def test_random_blocks_depend_on_seed_layer_and_head_alone(kind: str) -> None:
 
 def test_pairs_follow_positions_of_padded_rows() -> None:
     s = _full("local", block=2, num_local_blocks=2)
-    layout = block_layout("local", s, blocks=4, heads=[0], layer=0)
-    plain = sparse_pairs(layout, 2, torch.arange(6), torch.arange(6))
-    assert plain.shape == (1, 1, 6, 6)
-    assert plain[0, 0, 4].tolist() == [False, False, True, True, True, False]
-    shifted = sparse_pairs(layout, 2, torch.tensor([[0, 0, 0, 1, 2, 3]]), torch.tensor([[0, 0, 0, 1, 2, 3]]))
-    assert torch.equal(shifted[0, 0, 2:, 2:], plain[0, 0, :4, :4])
+    rule = sparse_rule(block_layout("local", s, blocks=4, heads=[0], layer=0), 2)
+    head = torch.tensor(0)
+    plain = rule(torch.arange(6).unsqueeze(1), torch.arange(6), head)
+    assert plain[4].tolist() == [False, False, True, True, True, False]
+    padded = torch.tensor([0, 0, 0, 1, 2, 3])
+    shifted = rule(padded.unsqueeze(1), padded, head)
+    assert torch.equal(shifted[2:, 2:], plain[:4, :4])
 
 
 def test_settings_that_contradict_each_other_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -86,10 +87,16 @@ def test_activations_are_what_autograd_keeps():
     positions = torch.arange(256)
     parallel, learned = {"gpt_j_residual": True}, {"pos_emb": "learned"}
     others = ({**learned, "norm": "scalenorm"}, {**parallel, "norm": "rmsnorm_v2.0"})
-    for keys in ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned, *others):
-        flat = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 256, "pos_emb": "rotary", **keys}
+    masked: tuple[dict[str, Any], ...] = (
+        {"sliding_window_width": 64},
+        {"reset_attention_mask": True},
+        {"attention_config": ["bigbird", "bigbird"]},
+        {"attention_config": ["flash", "flash"], "sliding_window_width": 64, "pos_emb": "alibi"},
+    )
+    for keys in ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned, *others, *masked):
+        flat = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 256, "pos_emb": "rotary"}
         flat |= {"num_layers": 2, "train_micro_batch_size_per_gpu": 2, "attention_config": [[["flash"], 2]]}
-        flat |= {"attention_dropout": 0, "hidden_dropout": 0, "rotary_pct": 0.25}
+        flat |= {"attention_dropout": 0, "hidden_dropout": 0, "rotary_pct": 0.25, **keys}
         plan = resolve(NeoXConfig.from_flat(flat), 1, 100)
         layer = build_layer(plan, 2, ParallelGrid.single(), device="cpu", dtype=torch.bfloat16)
         weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
@@ -101,7 +108,9 @@ def test_activations_are_what_autograd_keeps():
 
         x = torch.randn(2, 256, plan.layers.architecture.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            layer(x, BlockContext(positions, layer.attention.position_tables(positions, 256, x.dtype)))
+            tables = layer.attention.position_tables(positions, 256, x.dtype)
+            starts = torch.zeros(2, 256, dtype=torch.long) if plan.config.data.reset_attention_mask else None
+            layer(x, BlockContext(positions, tables, starts))
         measured = sum(size for pointer, size in kept.items() if pointer not in weights)
         setting = replace(plan.memory_setting, precision="bf16", on_cpu=True)
         assert block_bytes(plan.layers, setting) == pytest.approx(measured, rel=0.1), keys

@@ -1,0 +1,221 @@
+"""Causal attention by blocks of queries, each of which computes scores only with keys that it may see.
+
+Nothing has the shape [S, S]: the largest tensors have the queries of one block and the keys that they see. The backward
+pass computes the weights again, block by block.
+
+Legend: B batch, S queries, T keys, N heads of queries, K of keys and values, G = N / K, D head dim, Q queries of a
+block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neox.architecture import MASKED_QUERY_BLOCK
+from neox.ops.visible_pairs import VisiblePairs
+
+# A block takes only its visible keys out of their range if they are at most this share of it.
+_SPARSE = 0.75
+
+
+def blocked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pairs: VisiblePairs,
+    scale: float,
+    *,
+    dropout_p: float = 0.0,
+    first_query: int = 0,
+) -> Tensor:
+    """Attend to visible keys: q [B, N, S, D], k and v [B, K, T, D] -> [B, N, S, D].
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        pairs: Which queries see which keys, of T tokens. Each query sees a key at least.
+        scale: Factor of the scores.
+        dropout_p: Dropout probability of the weights.
+        first_query: Index of the first query among the keys.
+    """
+    seed = 0
+    if dropout_p > 0.0:
+        seed = int(torch.randint(2**62, ()))
+    dtype = q.dtype
+    if dtype == torch.float16:  # in which scores overflow
+        q, k, v = (x.float() for x in (q, k, v))
+    dropout = _Dropout(dropout_p, seed)
+    out: Tensor = _BlockedAttention.apply(q, k, v, pairs, scale, dropout, first_query)
+    return out.to(dtype)
+
+
+class _Dropout(NamedTuple):
+    """Dropout whose masks are drawn again in the backward pass.
+
+    Attributes:
+        probability: Probability of dropping a weight.
+        seed: What all masks of one call are drawn from.
+    """
+
+    probability: float
+    seed: int
+
+    def factors(self, weights: Tensor, number: int) -> Tensor | None:
+        """Return what the weights of a block are multiplied by; None without dropout."""
+        if self.probability == 0.0:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + number)
+        kept = torch.full_like(weights, 1.0 - self.probability).bernoulli_(generator=generator)
+        return kept.div_(1.0 - self.probability)
+
+
+class _Block(NamedTuple):
+    """One block of queries and the keys that it looks at.
+
+    Attributes:
+        number: Number of the block among all of the call.
+        heads: Index of the rows' heads of keys, among all B x K.
+        queries: Index of the queries.
+        keys: Index of the keys.
+        unseen: Summand of the scores: 0, or -inf for pairs that are not visible, [G*Q, T] or [K, G*Q, T].
+    """
+
+    number: int
+    heads: slice
+    queries: slice
+    keys: slice | Tensor
+    unseen: Tensor
+
+
+class _BlockedAttention(torch.autograd.Function):
+    """Attention of queries [B, N, S, D] with keys and values [B, K, T, D], block by block in both passes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs, scale: float, dropout: _Dropout, first: int
+    ) -> Tensor:
+        grouped, keys, values = _grouped(q, k, v)
+        groups = grouped.shape[1]
+        out = grouped.new_empty((*grouped.shape[:-1], v.shape[-1]))
+        for block in _blocks(grouped, k, pairs, first):
+            index = (block.heads, slice(None), block.queries)
+            weights = _weights(grouped[index].flatten(1, 2), keys[block.heads, block.keys], block, scale)
+            factors = dropout.factors(weights, block.number)
+            if factors is not None:
+                weights.mul_(factors)
+            out[index] = torch.bmm(weights, values[block.heads, block.keys]).unflatten(1, (groups, -1))
+        ctx.save_for_backward(q, k, v, out)
+        ctx.arguments = (pairs, scale, dropout, first)
+        return out.view(*q.shape[:-1], v.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out = ctx.saved_tensors
+        pairs, scale, dropout, first = ctx.arguments
+        grouped, keys, values = _grouped(q, k, v)
+        gradient = gradient.reshape(out.shape)
+        groups = grouped.shape[1]
+        of_q = torch.empty_like(grouped)
+        of_k = torch.zeros_like(keys, dtype=torch.float32)
+        of_v = torch.zeros_like(values, dtype=torch.float32)
+        # The gradient of a row of weights is orthogonal to the row: this is what the softmax subtracts.
+        projections = (gradient * out).sum(-1, keepdim=True, dtype=torch.float32).to(q.dtype)
+        for block in _blocks(grouped, k, pairs, first):
+            index = (block.heads, slice(None), block.queries)
+            part_q = grouped[index].flatten(1, 2)
+            part_gradient = gradient[index].flatten(1, 2)
+            part_k = keys[block.heads, block.keys]
+            part_v = values[block.heads, block.keys]
+            weights = _weights(part_q, part_k, block, scale)
+            factors = dropout.factors(weights, block.number)
+            if factors is None:
+                _add_product(of_v, block, weights, part_gradient)
+                of_weights = torch.baddbmm(
+                    projections[index].flatten(1, 2), part_gradient, part_v.transpose(1, 2), beta=-1
+                )
+            else:
+                _add_product(of_v, block, weights * factors, part_gradient)
+                of_weights = torch.bmm(part_gradient, part_v.transpose(1, 2)).mul_(factors)
+                of_weights.sub_(projections[index].flatten(1, 2))
+            of_scores = of_weights.mul_(weights).mul_(scale)
+            of_q[index] = torch.bmm(of_scores, part_k).unflatten(1, (groups, -1))
+            _add_product(of_k, block, of_scores, part_q)
+        return of_q.view_as(q), of_k.to(k.dtype).view_as(k), of_v.to(v.dtype).view_as(v), None, None, None, None
+
+
+def _weights(q: Tensor, k: Tensor, block: _Block, scale: float) -> Tensor:
+    """Return the weights of a block [heads, G*Q, T] for queries [heads, G*Q, D] and keys [heads, T, D]."""
+    return torch.baddbmm(block.unseen, q, k.transpose(1, 2), alpha=scale).softmax(-1)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [B*K, G, S, D], keys [B*K, T, D] and values [B*K, T, D]."""
+    batch, heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(batch * kv_heads, heads // kv_heads, length, dim)
+    return grouped, k.flatten(0, 1), v.flatten(0, 1)
+
+
+def _blocks(grouped: Tensor, k: Tensor, pairs: VisiblePairs, first_query: int) -> Iterator[_Block]:
+    """Yield the blocks of all rows; rows whose pairs are alike are computed together.
+
+    Args:
+        grouped: Queries [B*K, G, S, D].
+        k: Keys [B, K, T, D].
+        pairs: Which queries see which keys.
+        first_query: Index of the first query among the keys.
+    """
+    _, groups, length, _ = grouped.shape
+    kv_heads = k.shape[1]
+    number = 0
+    separate = pairs.rows > 1 or pairs.rule_heads > 1
+    for row in range(k.shape[0] if separate else 1):
+        heads = slice(None)
+        if separate:
+            heads = slice(row * kv_heads, (row + 1) * kv_heads)
+        described_row = row if pairs.rows > 1 else 0
+        for start in range(0, length, MASKED_QUERY_BLOCK):
+            end = min(start + MASKED_QUERY_BLOCK, length)
+            keys, seen = _visible_keys(pairs, described_row, first_query + start, first_query + end)
+            unseen = torch.zeros(seen.shape, dtype=grouped.dtype, device=seen.device).masked_fill_(
+                ~seen, -math.inf
+            )  # [N or 1, Q, T]
+            if pairs.rule_heads > 1:
+                unseen = unseen.view(kv_heads, groups * (end - start), -1)
+            else:
+                unseen = unseen.squeeze(0).repeat(groups, 1)
+            yield _Block(number, heads, slice(start, end), keys, unseen)
+            number += 1
+
+
+def _visible_keys(pairs: VisiblePairs, row: int, start: int, end: int) -> tuple[slice | Tensor, Tensor]:
+    """Return the keys that the queries [start, end) look at, and which of them each sees, bool [N or 1, Q, T]."""
+    first = pairs.first_key(row, start, end)
+    keys = torch.arange(first, end, device=pairs.device)
+    queries = torch.arange(start, end, device=pairs.device)
+    seen = pairs.part(torch.tensor([row], device=pairs.device), queries, keys).squeeze(0)
+    if pairs.rule is None or pairs.reach is not None:  # visible keys are neighbours
+        return slice(first, end), seen
+    visible = seen.any(dim=(0, 1))
+    if int(visible.sum()) > _SPARSE * (end - first):
+        return slice(first, end), seen
+    return keys[visible], seen[..., visible]
+
+
+def _add_product(total: Tensor, block: _Block, left: Tensor, right: Tensor) -> None:
+    """Add left^T [heads, T, G*Q] times right [heads, G*Q, D] to the block's keys in a sum [B*K, T, D] in fp32."""
+    left = left.transpose(1, 2)
+    if isinstance(block.keys, Tensor):
+        total[block.heads].index_add_(1, block.keys, torch.bmm(left, right).float())
+        return
+    part = total[block.heads, block.keys]
+    if right.dtype == torch.float32:
+        part.baddbmm_(left, right)
+    else:
+        part.add_(torch.bmm(left, right))

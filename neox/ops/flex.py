@@ -1,0 +1,59 @@
+"""Causal attention on GPUs by blocks of visible pairs, with torch's FlexAttention (arXiv:2412.05496).
+
+It is compiled. Blocks without a visible pair are not computed, and nothing has the shape [S, S]. It has no dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from neox.ops.visible_pairs import VisiblePairs
+
+
+def block_mask_of(pairs: VisiblePairs) -> BlockMask:
+    """Return the blocks of pairs to compute, of 128 queries and 128 keys each, for all rows."""
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if pairs.rule_heads == 1:  # the rule knows one head; the kernel asks for all
+            head = torch.zeros_like(head)
+        return pairs.sees(row, head, query, key)
+
+    make: Callable[..., BlockMask] = create_block_mask
+    if pairs.device.type != "cpu":
+        make = _compiled_block_mask()
+    return make(mask_mod, pairs.rows, pairs.rule_heads, pairs.length, pairs.length, device=pairs.device)
+
+
+def attention_by_block_mask(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float) -> Tensor:
+    """Attend to visible keys: q [B, N, S, D], k and v [B, K, S, D] -> [B, N, S, D].
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        block_mask: Blocks of pairs to compute.
+        scale: Factor of the scores.
+    """
+    attend = flex_attention
+    if not torch.compiler.is_compiling() and q.device.type != "cpu":
+        attend = _compiled_attention()
+    out: Tensor = attend(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out
+
+
+@cache
+def _compiled_block_mask() -> Any:
+    """Return torch's function, compiled: as it is, it makes a tensor of all pairs."""
+    return torch.compile(create_block_mask)
+
+
+@cache
+def _compiled_attention() -> Any:
+    """Return torch's function, compiled: as it is, it makes a tensor of all pairs."""
+    return torch.compile(flex_attention, dynamic=False)

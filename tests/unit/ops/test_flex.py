@@ -1,0 +1,47 @@
+"""Masks by block of FlexAttention against dense masks, and its numbers against blocks of queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neox.architecture.sparsity import settings_of, sparsity_of
+from neox.ops import VisiblePairs, block_layout, block_mask_of, core_attention, sparse_rule, window_rule
+
+LENGTH = 300
+CPU = torch.device("cpu")
+DOCUMENTS = torch.tensor([[0] * 100 + [100] * 200, [0] * 299 + [299]])
+
+
+def described(kind: str) -> VisiblePairs:
+    """Pairs of one kind in two rows of `LENGTH` tokens."""
+    if kind == "window":
+        return VisiblePairs(LENGTH, CPU, rule=window_rule(40), reach=40)
+    if kind == "documents":
+        return VisiblePairs(LENGTH, CPU, DOCUMENTS)
+    settings = settings_of(kind, sparsity_of({kind}, {"block": 16, "different_layout_per_head": True}))
+    layout = block_layout(kind, settings, blocks=19, heads=range(4), layer=0)
+    return VisiblePairs(LENGTH, CPU, DOCUMENTS, sparse_rule(layout, 16), rule_heads=layout.shape[0])
+
+
+@pytest.mark.parametrize("kind", ["window", "documents", "bigbird", "local"])
+def test_blocks_hold_the_pairs_of_the_dense_mask(kind: str) -> None:
+    pairs = described(kind)
+    mask = block_mask_of(pairs)
+    dense = pairs.dense()
+    padded = torch.zeros(*dense.shape[:2], 384, 384, dtype=torch.bool)
+    padded[..., :LENGTH, :LENGTH] = dense
+    tiles = padded.unflatten(-1, (3, 128)).unflatten(-3, (3, 128))  # [rows, heads, 3, 128, 3, 128]
+    assert torch.equal(mask.to_dense().bool(), tiles.any(dim=(-3, -1)))
+
+
+@pytest.mark.parametrize("kind", ["window", "documents", "bigbird", "local"])
+@torch.no_grad()
+def test_attention_by_block_masks_equals_blocks_of_queries(kind: str) -> None:
+    """The forward pass only: FlexAttention has no backward pass on CPUs."""
+    pairs = described(kind)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, LENGTH, heads, 16, generator=generator) for heads in (4, 2, 2))
+    blocks = core_attention(q, k, v, impl="flash", scale=0.3, pairs=pairs)
+    flex = core_attention(q, k, v, impl="flash", scale=0.3, pairs=pairs, block_mask=block_mask_of(pairs))
+    torch.testing.assert_close(flex, blocks)
