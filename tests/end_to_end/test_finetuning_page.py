@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def blocks() -> list[tuple[str, str]]:
-    """The page's blocks of code in order: (language, text)."""
-    page = (ROOT / "docs" / "finetuning.md").read_text()
-    return re.findall(r"```(bash|python|yaml|jinja)\n(.*?)```", page, re.DOTALL)
-
-
-def run(directory: Path, *command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, (command, done.stdout[-3000:], done.stderr[-3000:])
-    return done.stdout + done.stderr
+from tests.end_to_end.pages import type_page
 
 
 @pytest.mark.slow
@@ -43,18 +23,7 @@ def test_every_command_of_the_page(tmp_path: Path) -> None:
         for n in range(40)
     ]
     (tmp_path / "data" / "chats.jsonl").write_text("".join(chats))
-    said = []
-    for language, text in blocks():
-        if language in ("yaml", "jinja"):
-            (tmp_path / text.split()[1]).write_text(text)
-        elif language == "python":
-            said.append(run(tmp_path, "-c", text))
-        else:
-            for line in text.splitlines():
-                python, script, *arguments = shlex.split(line)
-                assert python == "python"
-                said.append(run(tmp_path, str(ROOT / script), *arguments))
-    whole = "\n".join(said)
+    whole = type_page("finetuning.md", tmp_path)
     assert whole.count("runs/own/global_step10, 10 steps") >= 2  # text and export
     assert "parameters are trained" in whole
     assert "\n+  1<|endoftext|>" in whole
