@@ -28,7 +28,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--config_file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
     add("--output_dir", required=True, help="a directory that does not exist yet, or an empty one")
     add_overrides(parser)
-    add("--hf-architecture", choices=[*FAMILIES], help="model_type of the export (default: the first that fits)")
+    add(
+        "--hf-architecture",
+        choices=[*FAMILIES],
+        help="model_type of the export (default: as imported, else the first that fits)",
+    )
     add("--adapter", metavar="BASE", help="write only the LoRA adapters, which peft loads onto this base model")
     add(
         "--precision",

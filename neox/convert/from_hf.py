@@ -80,7 +80,7 @@ def from_hf(
     output = Path(output_dir)
     _check_format(source)
     family, architecture, settings = read_family(read_json(source / CONFIG))
-    keys = _config_keys(architecture, settings)
+    keys = {**_config_keys(architecture, settings), "hf_architecture": family.model_type}
     weights = HFWeights(source, family)
     rows = _embedding_rows(weights) or settings.vocab_size
     plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)

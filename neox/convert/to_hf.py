@@ -89,7 +89,8 @@ def to_hf(
         average_replicas: Whether replicated weights whose copies differ between tensor ranks are averaged instead of
             refused.
         overwrite: Whether `output_dir` is replaced.
-        hf_architecture: Key of `FAMILIES`; None takes the first that can express the model.
+        hf_architecture: Key of `FAMILIES`; None takes that of the configuration, or the first that can express the
+            model.
         weights: The checkpoint's trained weights, or their average.
 
     Raises:
@@ -141,18 +142,22 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
 
     Args:
         config: The configuration.
-        name: Key of `FAMILIES`; None takes the first that can express the network.
+        name: Key of `FAMILIES`; None takes the configuration's `hf_architecture`, or else the first that can express
+            the network.
 
     Raises:
         ConfigError: For settings of the network that are not supported. If no family can express the network, with
             every family's reasons.
     """
     architecture = single_rank_plan(config, 1).architecture
-    if name is not None and name not in FAMILIES:
-        raise ConfigError(f"--hf-architecture {name} is unknown; there are {', '.join(FAMILIES)}")
+    remembered = config.model.hf_architecture
+    wanted = name or remembered
     candidates = list(FAMILIES.values())
-    if name is not None:
-        candidates = [FAMILIES[name]]
+    if wanted is not None:
+        if wanted not in FAMILIES:
+            flag = "--hf-architecture" if name else "hf_architecture:"
+            raise ConfigError(f"{flag} {wanted} is unknown; there are {', '.join(FAMILIES)}")
+        candidates = [FAMILIES[wanted]]
     refusals: list[tuple[Family, dict[str, str]]] = []
     for family in candidates:
         problems = family.problems(architecture)
@@ -162,6 +167,8 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
     lines = ["this model has no Hugging Face form:"]
     for family, problems in sorted(refusals, key=lambda refusal: len(refusal[1])):
         lines.append(f"  {family.title} ({family.model_type}) cannot express {_with_settings(config, problems)}")
+    if wanted is not None and wanted == remembered and name is None:
+        lines.append(f"  it came from hf_architecture {wanted}; --hf-architecture asks for another form")
     raise ConfigError("\n".join(lines))
 
 

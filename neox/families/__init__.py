@@ -13,7 +13,7 @@ from types import MappingProxyType
 from neox.families.entries import ModelSettings
 from neox.families.family import Family, TensorMapping, TensorSource
 
-_FIRST = ("gpt_neox", "gpt2", "gptj", "llama")
+_FIRST = ("gpt_neox", "gpt2", "gptj", "llama", "mistral", "qwen2", "qwen3", "olmo2")
 """Families that come first if several can express a network, because most programs read them."""
 
 

@@ -117,8 +117,13 @@ def _write_rotary_fraction(network: Architecture) -> Keys:
     return keys_if(_is_rotary(network.positions), rotary_pct=network.rotary_fraction)
 
 
+def _whole(number: float) -> int | float:
+    """Return a number as a whole one, if it is one."""
+    return int(number) if number.is_integer() else number
+
+
 def _write_rotary_base(network: Architecture) -> Keys:
-    return keys_if(_is_rotary(network.positions), rotary_emb_base=int(network.rotary_base))
+    return keys_if(_is_rotary(network.positions), rotary_emb_base=_whole(network.rotary_base))
 
 
 def _read_max_positions(longest: int | None, seq_length: int) -> int:
@@ -307,7 +312,7 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         "local_rotary_base": FieldKeys(
             ("rotary_emb_base_local",),
             lambda base: float(base or 0),
-            lambda network: unless_default("rotary_emb_base_local", int(network.local_rotary_base), 0),
+            lambda network: unless_default("rotary_emb_base_local", _whole(network.local_rotary_base), 0),
             later=("rotary_emb_base_local",),
         ),
         "unrotated_blocks": FieldKeys(

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from neox.architecture import LayerPlan
 from neox.checkpoint import CheckpointReader
-from neox.convert import from_hf, to_hf
+from neox.config import NeoXConfig
+from neox.convert import choose_family, from_hf, to_hf
 from neox.convert.layouts import from_hf_layout
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
 from neox.errors import ConfigError
@@ -62,6 +63,30 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "olmo2": {**LLAMA, "num_key_value_heads": 4},
 }
+
+
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+FURTHER_CASES: dict[str, dict[str, Any]] = {
+    "bloom": {**COMMON, "initializer_range": 0.1, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "cohere": {**LLAMA, "logit_scale": 0.5},
+    "cohere2": {**LLAMA, **WINDOWS, "logit_scale": 0.5},
+    "falcon": {**LLAMA, "num_kv_heads": 2, "new_decoder_architecture": True},
+    "gemma": {**LLAMA, "head_dim": 16},
+    "gemma2": {**LLAMA, **WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 24},
+    "gemma3_text": {**LLAMA, **WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 24},
+    "glm": {**LLAMA, "head_dim": 16},
+    "glm4": {**LLAMA, "head_dim": 16},
+    "granite": {**LLAMA, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.25},
+    "olmo": LLAMA,
+    "olmo3": {**LLAMA, **WINDOWS},
+    "opt": {**LLAMA, "ffn_dim": 72},
+    "phi": LLAMA,
+    "phi3": {**LLAMA, "sliding_window": 5},
+    "smollm3": {**LLAMA, "no_rope_layer_interval": 2},
+    "stablelm": LLAMA,
+    "starcoder2": {**LLAMA, "sliding_window": 5},
+}
+"""Models of families that the fast tests draw at random."""
 
 
 def transformers_model(model_type: str, **config: Any) -> Any:
@@ -201,7 +226,7 @@ def test_models_of_any_sizes_come_in_and_go_out(tmp_path, model_type):
 def exports(tmp_path_factory) -> dict[str, Path]:
     """An export of each case, in the family that is chosen for its architecture."""
     made = {}
-    for name, config in CASES.items():
+    for name, config in {**CASES, **FURTHER_CASES}.items():
         directory = tmp_path_factory.mktemp(name)
         transformers_model(name.partition("-")[0], **config).save_pretrained(directory / "hf")
         imported = from_hf(directory / "hf", directory / "neox")
@@ -245,6 +270,21 @@ def test_a_family_that_is_forced_refuses_what_it_cannot_express(tmp_path):
     imported = from_hf(tmp_path / "hf", tmp_path / "neox")
     with raises_naming(ConfigError, "llama", "qk_norm: head", lines=2):
         to_hf(imported.checkpoint, config_from_files([imported.config_file]), tmp_path / "out", hf_architecture="llama")
+
+
+def test_a_model_goes_out_as_what_it_came_in_as(tmp_path):
+    transformers_model("mistral", **{**LLAMA, "sliding_window": None}).save_pretrained(tmp_path / "hf")
+    imported = from_hf(tmp_path / "hf", tmp_path / "neox")
+    config = config_from_files([imported.config_file])
+    assert choose_family(config) is FAMILIES["mistral"]
+    assert choose_family(config, "llama") is FAMILIES["llama"]
+    flat = config.to_flat()
+    del flat["hf_architecture"]
+    assert choose_family(NeoXConfig.from_flat(flat)) is FAMILIES["llama"]
+    with raises_naming(ConfigError, "mistral", "qk_norm: head", lines=3):
+        choose_family(NeoXConfig.from_flat({**flat, "hf_architecture": "mistral", "qk_norm": "head"}))
+    with raises_naming(ConfigError, "hf_architecture", "mistrall"):
+        choose_family(NeoXConfig.from_flat({**flat, "hf_architecture": "mistrall"}))
 
 
 @pytest.mark.slow

@@ -229,7 +229,7 @@ class ModelConfig(Section):
     rotary_pct: Annotated[PositiveFraction, OnlyWith("pos_emb", ("rotary",))] = 1.0
     """Fraction of each head that is rotated: its first int(head_dim * rotary_pct) dimensions."""
 
-    rotary_emb_base: Annotated[PositiveInt, OnlyWith("pos_emb", ("rotary",))] = 10000
+    rotary_emb_base: Annotated[PositiveInt | PositiveFloat, OnlyWith("pos_emb", ("rotary",))] = 10000
     """Base of the rotary frequencies."""
 
     rope_scaling: Annotated[dict[str, Any] | None, OnlyWith("pos_emb", ("rotary",))] = None
@@ -237,7 +237,9 @@ class ModelConfig(Section):
     or `yarn`) with its settings, such as `{rope_type: linear, factor: 2.0}`."""
 
     rotary_emb_base_local: Annotated[
-        PositiveInt | None, OnlyWith("pos_emb", ("rotary",)), Requires("sliding_window_width", advice=_GIVE_WINDOW)
+        PositiveInt | PositiveFloat | None,
+        OnlyWith("pos_emb", ("rotary",)),
+        Requires("sliding_window_width", advice=_GIVE_WINDOW),
     ] = None
     """Base of the rotary frequencies in blocks with a sliding window, whose frequencies are not scaled then (Gemma 3).
     By default these blocks have the base and the scaling of the others."""
@@ -356,6 +358,11 @@ class ModelConfig(Section):
 
     sparsity_config: SparsityConfig | None = None
     """Patterns of the sparse kinds of attention_config."""
+
+    hf_architecture: str | None = None
+    """Form of exports to Hugging Face (a `model_type`). `tools/convert_from_hf.py` writes it, so that a model goes out
+    as what it came in as. By default the first form that can express the network. `--hf-architecture` asks for
+    another."""
 
     soft_prompt_tuning: SoftPromptSettings | None = None
     """Train a soft prompt for a network that does not change. Give the network's checkpoint as `load`, with `finetune:

@@ -95,10 +95,11 @@ def test_a_run_keeps_the_rows_of_the_vocabulary(exported, tmp_path):
 
 def test_what_cannot_be_expressed_is_named(exported, tmp_path):
     directory, _, _ = exported
-    rope = {"rope_type": "default", "rope_theta": 1000.5, "partial_rotary_factor": 1.0}
-    edit_config(directory, rope_parameters=rope)
-    with raises_naming(ConversionError, "rotary_base", 1000.5, lines=2):
-        from_hf(directory, tmp_path / "back")
+    tied = tmp_path / "tied"
+    tied.mkdir()
+    (tied / "config.json").write_text('{"model_type": "phi", "tie_word_embeddings": true}')
+    with raises_naming(ConversionError, "head_bias", lines=2):
+        from_hf(tied, tmp_path / "back")
     edit_config(directory, hidden_act="quick_gelu")
     with raises_naming(ConversionError, "hidden_act", "quick_gelu", lines=2):
         from_hf(directory, tmp_path / "back")
