@@ -29,7 +29,8 @@ def answers_of(plans: list[RunPlan]) -> list[dict[str, Any]]:
 
     Returns:
         For each plan `curve`: (loss, gradient norm) of each step; `evaluated`: loss of an evaluation; `logits`: logits
-        of a few tokens, if this rank computes them; `hashes`: hash of this rank's initial weights, by layer.
+        of a few tokens, if this rank computes them; `hashes`: hash of this rank's initial weights, by layer, on data
+        rank 0.
     """
     from neox.engine import initialize_distributed, initialize_engine
 
@@ -37,7 +38,7 @@ def answers_of(plans: list[RunPlan]) -> list[dict[str, Any]]:
     for plan in plans:
         grid, device = initialize_distributed(plan)
         engine = initialize_engine(plan, grid, device)
-        hashes = layer_hashes(engine)
+        hashes = layer_hashes(engine) if grid.dp_rank == 0 else {}
         data = batches(plan, grid.dp_rank)
         results = [engine.train_batch(data) for _ in range(STEPS)]
         evaluated = engine.eval_batch(batches(plan, grid.dp_rank)).scores
