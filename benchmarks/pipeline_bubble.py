@@ -45,12 +45,8 @@ class _Sleep(torch.autograd.Function):
         return grad, None
 
 
-def step_seconds(plan: Any, seconds: float) -> float:
-    """Return the median time of a step on this rank, whose blocks sleep together `seconds` in a forward pass."""
-    from neox.engine import initialize_distributed, initialize_engine
-
-    grid, device = initialize_distributed(plan)
-    engine = initialize_engine(plan, grid, device)
+def add_sleep(engine: Any, seconds: float) -> None:
+    """Let the blocks of a stage sleep together so many seconds in a forward pass, and twice as long backward."""
     blocks = engine.deepspeed_engine.module.stage.blocks
 
     def sleep(block: nn.Module, given: Any, result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -59,6 +55,15 @@ def step_seconds(plan: Any, seconds: float) -> float:
 
     for block in blocks:
         block.register_forward_hook(sleep)
+
+
+def step_seconds(plan: Any, seconds: float) -> float:
+    """Return the median time of a step on this rank, whose blocks sleep together `seconds` in a forward pass."""
+    from neox.engine import initialize_distributed, initialize_engine
+
+    grid, device = initialize_distributed(plan)
+    engine = initialize_engine(plan, grid, device)
+    add_sleep(engine, seconds)
     data = batches(plan, grid.dp_rank)
     times = []
     for _ in range(STEPS):

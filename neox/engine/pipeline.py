@@ -91,6 +91,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         loss_stage: Stage that holds the last layer, and computes the loss.
         pp_ranks: Rank of each stage, with this rank's data and tensor coordinates.
         sharers: Group of the tensor ranks that hold the same hidden states; None if each has its own.
+        overlaps_reduction: Whether a range's gradients are reduced while other ranges run.
         score_count: Number of the objective's scores.
         targets: What the objective compares the network's output of the next micro batch with; on the loss stage.
         loss_factor: DeepSpeed multiplies the objective's loss by this before its backward pass.
@@ -121,6 +122,8 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self.pp_ranks = [grid.topology.rank_of(stage, grid.dp_rank, grid.tp_rank) for stage in range(grid.pp_size)]
         self.sharers = None if grid.tp_size == 1 or grid.topology.sequence_parallel else grid.tp_group
         self.score_count = len(objective.names)
+        overlap_comm = plan.config.deepspeed.zero_optimization.overlap_comm
+        self.overlaps_reduction = overlap_comm is not False and len(self._held.ranges) > 1 and grid.dp_size > 1
         self._dtype = dtype
         self._handoff = Handoff.of(plan.architecture, documents=plan.keeps_documents_apart)
         held = plan.stages[grid.pp_rank]
@@ -221,6 +224,22 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         """Return the trained weights whose gradients DeepSpeed sums over stages: a tied embedding, and shared ones."""
         held = (*super().get_tied_weights_and_groups(), *self._shared)
         return [(weight, group) for weight, group in held if weight.requires_grad]
+
+    def parameters_of_ranges(self) -> list[list[nn.Parameter]]:
+        """Return the trained parameters of each range, without those that other stages or ranges use, too."""
+        common = {id(weight) for weight, _ in self.get_tied_weights_and_groups()}
+        layers = self._layers()
+        found = []
+        for layer_range in self._held.ranges:
+            trained: dict[int, nn.Parameter] = {}
+            for index in layer_range:
+                if index not in layers:
+                    continue
+                for parameter in layers[index].parameters():
+                    if parameter.requires_grad and id(parameter) not in common:
+                        trained[id(parameter)] = parameter
+            found.append(list(trained.values()))
+        return found
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Split where the plan says. DeepSpeed would split by counts of layers or parameters."""

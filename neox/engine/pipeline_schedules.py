@@ -79,6 +79,10 @@ class SendGradient(PipeInstruction):  # type: ignore[misc]
     """Instruction to send what a backward pass has computed."""
 
 
+class ReduceRange(PipeInstruction):  # type: ignore[misc]
+    """Instruction to start the reduction of a range's gradients, whose last backward pass is done."""
+
+
 @dataclass(frozen=True)
 class PassOrder:
     """Passes of all stages in one step, and the messages between them.
@@ -184,8 +188,12 @@ class PassSchedule(PipeSchedule):  # type: ignore[misc]
         """Yield the instructions around each pass, and those of the update."""
         passes = self.order.passes[self.stage_id]
         inputs = [self.order.input_of(self.stage_id, work) for work in passes]
+        last_of_range = {work.chunk: work for work in passes if work.backward}
         for work, given, following in zip(passes, inputs, [*inputs[1:], None], strict=True):
-            yield list(self._around(work, given, following))
+            commands = list(self._around(work, given, following))
+            if last_of_range.get(work.chunk) == work:
+                commands.append(ReduceRange(chunk=work.chunk))
+            yield commands
         if self.order.is_training:
             yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 

@@ -8,6 +8,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.config.sections.conditions import status_of
 from neox.config.sections.deepspeed import ZeroSettings
 from neox.plan.batch import BatchPlan
+from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.precision import Precision
 from neox.plan.topology import Topology
 
@@ -37,7 +38,7 @@ def deepspeed_json(
         "steps_per_print": ds.steps_per_print,
         "wall_clock_breakdown": ds.wall_clock_breakdown,
         **_optimizer(config),
-        "zero_optimization": _zero(config, grid, notes),
+        "zero_optimization": _zero(config, grid, precision, notes),
     }
     if ds.zero_optimization.offloads_optimizer:
         result["zero_force_ds_cpu_optimizer"] = False  # the optimizer is ours, on the CPU too
@@ -64,7 +65,14 @@ def _optimizer(config: NeoXConfig) -> dict[str, Any]:
     return {"optimizer": {"type": optimizer.type, **given}}
 
 
-def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any]:
+def _reduces_ranges(config: NeoXConfig, grid: Topology, precision: Precision) -> bool:
+    """Return whether a pipeline stage reduces the gradients of one range of layers while another one runs."""
+    keys = config.parallelism
+    ranges = ranges_per_stage(keys.pipeline_schedule, grid.pp_size, keys.virtual_stages)
+    return ranges > 1 and (precision == "bf16" or config.deepspeed.zero_optimization.stage == 0)
+
+
+def _zero(config: NeoXConfig, grid: Topology, precision: Precision, notes: list[str]) -> dict[str, Any]:
     """Return the ZeRO block; offload keys with `none` are left out."""
     settings = config.deepspeed.zero_optimization
     block: dict[str, Any] = settings.model_dump(exclude_none=True, exclude=_LEFT_OUT) | _offload(config, notes)
@@ -74,7 +82,11 @@ def _zero(config: NeoXConfig, grid: Topology, notes: list[str]) -> dict[str, Any
             notes.append(f"{given} changes nothing: checkpoints are this project's own")
     if grid.pp_size > 1 and block.pop("overlap_comm", False):
         given = config.describe_setting("zero_optimization.overlap_comm")
-        notes.append(f"{given} is dropped: DeepSpeed's pipeline engine cannot overlap reduction with the backward pass")
+        if not _reduces_ranges(config, grid, precision):
+            notes.append(
+                f"{given} is dropped: with stages gradients are reduced during the backward pass only in bf16 or with "
+                "ZeRO 0, and if a stage has several ranges of layers (pipeline_schedule)"
+            )
     if settings.overlap_comm is False:
         block["overlap_comm"] = False
     if settings.states_directory is not None:

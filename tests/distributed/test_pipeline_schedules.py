@@ -141,6 +141,47 @@ def test_tensor_and_data_ranks(schedule: dict[str, str]) -> None:
     assert_like_one_rank(4, layouts)
 
 
+def reductions_and_curves(plans: list[RunPlan]) -> list[tuple[int, list[tuple[float, float]]]]:
+    """Train each plan; return how many reductions of single ranges began, and (loss, gradient norm) of each step."""
+    from neox.engine import initialize_distributed, initialize_engine
+    from neox.engine.deepspeed_patches.range_reduction import RangeReduction
+
+    begun = []
+    start = RangeReduction.start
+
+    def counted(reduction, chunk):
+        begun.append(chunk)
+        start(reduction, chunk)
+
+    RangeReduction.start = counted  # type: ignore[method-assign]  # this process ends with the test
+    answers = []
+    for plan in plans:
+        begun.clear()
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        data = batches(plan, grid.dp_rank)
+        results = [engine.train_batch(data) for _ in range(STEPS)]
+        answers.append((len(begun), [(result.loss, result.grad_norm) for result in results]))
+    return answers
+
+
+def test_ranges_are_reduced_during_the_backward_pass_with_the_same_numbers() -> None:
+    bf16 = {**BATCH, **DUAL, **UNTIED, "pp": 2, "bf16": {"enabled": True}}
+    plans = [
+        tiny_plan(4, **BATCH, **INTERLEAVED, **TIED, pp=2),
+        tiny_plan(4, **{**bf16, "zero_optimization": {"stage": 1, "overlap_comm": False}}),
+        tiny_plan(4, **{**bf16, "zero_optimization": {"stage": 1}}),
+    ]
+    for (begun, curve), at_the_end, overlapped in run_ranks(4, reductions_and_curves, plans):
+        assert begun == 2 * STEPS
+        for (loss, norm), (expected_loss, expected_norm) in zip(curve, one_rank()[False]["curve"], strict=True):
+            assert loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE)
+            assert norm == pytest.approx(expected_norm, rel=NORM_TOLERANCE)
+        assert at_the_end[0] == 0
+        assert overlapped[0] == 2 * STEPS
+        assert overlapped[1] == at_the_end[1]
+
+
 def run_and_save(plan: RunPlan) -> None:
     """Train two steps and save."""
     from neox.engine import initialize_distributed, open_engine, save_checkpoint

@@ -2,6 +2,7 @@
 
 `engines`         gradients of the plain engine
 `pipeline_engine` any order of passes, several ranges of layers on a stage, gradients of tied weights, scores
+`range_reduction` gradients of a range of layers, reduced while other ranges run
 `bf16_optimizer`  the optimizer of bf16 weights with fp32 copies: fewer passes over memory, one wait for the device
 `file_states`     states that are offloaded to files (`device: nvme`)
 `settings`        what DeepSpeed is not asked to do, because this library does it right

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from neox.engine.deepspeed_patches.bf16_optimizer import BF16Optimizer
 from neox.engine.deepspeed_patches.engines import PlainEngine
+from neox.engine.deepspeed_patches.range_reduction import RangeReduction
 from neox.engine.measurements import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
 from neox.engine.pipeline_messages import Form, Mailbox
 from neox.engine.pipeline_schedules import (
@@ -28,6 +29,7 @@ from neox.engine.pipeline_schedules import (
     PassSchedule,
     ReceiveActivation,
     ReceiveGradient,
+    ReduceRange,
     SendActivation,
     SendGradient,
 )
@@ -71,6 +73,7 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
         self._mailbox = Mailbox(
             self.stage_id, self.module.pp_ranks, self.device, self.module.sharers, self._form_of_gradient
         )
+        self._reduction = self._range_reduction()
         self._mailbox.connect(self.module.order(self.micro_batches, is_training=True))
 
     def is_last_stage(self) -> bool:
@@ -223,6 +226,51 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
             if gradient is not None:
                 dist.all_reduce(gradient, group=group)
 
+    def _range_reduction(self) -> RangeReduction | None:
+        """Return what reduces ranges during other passes; None if gradients are reduced at the end.
+
+        DeepSpeed's ZeRO optimizer (fp32 and fp16 with ZeRO 1) has its own buffers for that.
+        """
+        is_plain_average = self.postscale_gradients() and self.gradient_predivide_factor() == 1.0
+        if not self.module.overlaps_reduction or not is_plain_average:
+            return None
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            return None
+        accumulated: dict[int, Tensor] = {}
+        if isinstance(self.optimizer, BF16Optimizer):
+            for weights, gradients in zip(
+                self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients, strict=True
+            ):
+                accumulated.update(zip(map(id, weights), gradients, strict=True))
+
+        def gradient_of(parameter: nn.Parameter) -> Tensor:
+            if id(parameter) in accumulated:
+                return accumulated[id(parameter)]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            return parameter.grad
+
+        group = self.mpu.get_data_parallel_group()
+        return RangeReduction(self.module.parameters_of_ranges(), gradient_of, group, self.communication_data_type)
+
+    def _reduce_range(self, chunk: int) -> None:
+        """Start the reduction of a range's gradients."""
+        if self._reduction is not None:
+            self._reduction.start(chunk)
+
+    def _reduce_gradients(self) -> None:
+        """Reduce all gradients, or those that no range has begun to reduce."""
+        if self._reduction is None:
+            self._exec_reduce_grads()
+            return
+        self._reduction.finish()
+        rest = []
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and not self._reduction.holds(parameter):
+                rest.append(self._reduction.gradient_of(parameter))
+        if rest:
+            self.buffered_allreduce_fallback(grads=rest)
+
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. DeepSpeed adds the scores of an evaluation to those of the last training step."""
         self.total_loss = None
@@ -267,7 +315,8 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
             SendActivation: _timed(COMMUNICATION, _send_activation),
             SendGradient: _timed(COMMUNICATION, _send_gradient),
             schedule.ReduceTiedGrads: _timed(COMMUNICATION, _reduce_tied_gradients),
-            schedule.ReduceGrads: _timed(COMMUNICATION, DeepSpeedPipelineEngine._exec_reduce_grads),
+            schedule.ReduceGrads: _timed(COMMUNICATION, _reduce_gradients),
+            ReduceRange: _timed(COMMUNICATION, _reduce_range),
             schedule.OptimizerStep: _timed(OPTIMIZER, _optimizer_step),
         }
     )
