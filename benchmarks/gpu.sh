@@ -14,7 +14,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 steps=(ceilings tests train-1.3B-engine train-1.3B-compile train-6.9B-engine train-1.3B-compile-fp8 train-6.9B-compile
-       train-6.9B-compile-fp8 fp8-loss-160M generate-1.3B train-1.3B train-1.3B-engine-eager train-1.3B-compile-cudnn
+       train-6.9B-compile-fp8 fp8-loss-160M deterministic-160M generate-1.3B train-1.3B train-1.3B-engine-eager train-1.3B-compile-cudnn
        train-1.3B-engine-recompute train-1.3B-fused generate-410M generate-410M-steps memory)
 rehearse=
 if [ "${1:-}" = --list ]; then
@@ -78,6 +78,10 @@ command_of() {
         fp8-loss-160M)
             command=("$python" benchmarks/fp8_loss.py --json "$work/$step.json")
             [ -z "$rehearse" ] || command+=(--layers 1 --hidden 64 --heads 4 --seq 64 --micro-batch 2 --steps 2)
+            ;;
+        deterministic-160M)
+            command=("$python" benchmarks/deterministic.py --json "$work/$step.json")
+            [ -z "$rehearse" ] || command+=(--layers 1 --hidden 64 --heads 4 --seq 64 --micro-batch 2 --steps 3)
             ;;
         train-*-compile) command=("${bench[@]}" --sides model --compile) ;;
         train-*-compile-cudnn) command=("${bench[@]}" --sides model --compile --cudnn) ;;

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
+from neox.engine.determinism import use_deterministic_algorithms
 from neox.errors import CheckpointError, LaunchError, NeoXError
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
@@ -45,6 +46,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     show_deepspeed_log(bool(keys.wall_clock_breakdown or keys.dump_state or keys.flops_profiler or keys.comms_logger))
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval: every rank would start a process for each core
     given = set(os.environ)
+    use_deterministic_algorithms(plan, os.environ)
     world = _complete_environment()
     invented = {"MASTER_ADDR", "MASTER_PORT"} - given
     if world != plan.grid.world_size:

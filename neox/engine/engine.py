@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from neox.engine.averaged_weights import AveragedWeights
+from neox.engine.determinism import readable_refusal
 from neox.engine.distributed import limit_collectives
 from neox.engine.label_weights import EvaluationResult
 from neox.engine.measurements import NoiseScale, NoTimers, StepTimers, StepValues
@@ -138,7 +139,7 @@ class Engine:
         self._set_batch_size()
         length = self.plan.batch_schedule.seq_length(self.iteration)
         self._timers.take()  # drops what an evaluation took
-        with _readable_scaler_failure(self.iteration + 1):
+        with _readable_scaler_failure(self.iteration + 1), readable_refusal():
             self._steps.train(self._cut(batches, length), length)
         if self.plan.architecture.router_bias:
             move_selection_biases(self.deepspeed_engine.module, self.grid)

@@ -7,6 +7,8 @@ from neox.config.neox_config import NeoXConfig
 
 def compile_obstacle(config: NeoXConfig) -> tuple[str, str] | None:
     """Return the key whose value keeps layers from being compiled, and why; None if nothing does."""
+    if config.training.deterministic:
+        return "deterministic", "as the compiler may choose other kernels in another run; remove one of them"
     if config.deepspeed.zero_optimization.stage == 3:
         return "zero_optimization.stage", "which gathers weights inside the layers; use a lower stage"
     if config.model.apply_query_key_layer_scaling:

@@ -77,6 +77,11 @@ class TrainingConfig(Section):
     seed: int = Field(1234, ge=0, lt=2**32)
     """Seed of initial weights, of dropout and of the order of data."""
 
+    deterministic: bool = False
+    """Repeat a run bit for bit: the same configuration on the same kind and number of devices gives the same losses and
+    weights, also across restarts. torch's deterministic algorithms and reductions in a fixed order are used, which may
+    be slower. An operation that has no such algorithm ends the run with its name. Layers are not compiled."""
+
     attention_dropout: DropRate = 0.1
     """Dropout probability of attention weights (gpt-neox v2.0's default; later versions: 0)."""
 

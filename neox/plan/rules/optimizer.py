@@ -25,6 +25,7 @@ def optimizer_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _average(config)
     yield from static_group_problems(config)
     yield from _untouched_rows(config)
+    yield from _foreign_kernels(config)
 
 
 def _weight_decay(config: NeoXConfig) -> Iterator[Problem]:
@@ -104,3 +105,11 @@ def _untouched_rows(config: NeoXConfig) -> Iterator[Problem]:
     if config.tokenizer.train_only_added_tokens and not kind.leaves_untouched:
         rule = f"does not work with `{key}`: it also changes numbers without a gradient; use Adam"
         yield config.problem(_TYPE, rule, key)
+
+
+def _foreign_kernels(config: NeoXConfig) -> Iterator[Problem]:
+    """Torch's switch for deterministic algorithms does not reach the kernels of other packages."""
+    package = config.optimizer.optimizer.kind.package
+    if config.training.deterministic and package:
+        rule = f"does not work with `deterministic`: nothing is known of the kernels of {package}; use Adam"
+        yield config.problem(_TYPE, rule, "deterministic")
