@@ -6,7 +6,7 @@ from neox.model.build import build_layer, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.cache_step import CacheStep
 from neox.model.context import Aux, BlockContext, Context, add_aux
-from neox.model.cross_entropy import head_cross_entropy, vocab_parallel_cross_entropy
+from neox.model.cross_entropy import LossParts, head_cross_entropy, head_loss_parts, vocab_parallel_cross_entropy
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.experts import ExpertMLP, Router, biased_routers, move_selection_biases
@@ -18,6 +18,7 @@ from neox.model.soft_prompt import SoftPrompt
 from neox.model.stage import NetworkOutput, Stage
 
 __all__ = [
+    "LossParts",
     "ATTENTION",
     "GPT",
     "MLPS",
@@ -50,6 +51,7 @@ __all__ = [
     "build_layer",
     "forward_over_stages",
     "head_cross_entropy",
+    "head_loss_parts",
     "initialize",
     "move_selection_biases",
     "share_parameters",

@@ -10,7 +10,7 @@ Legend: R tokens, H hidden, V vocabulary, T tensor ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,20 @@ from torch import Tensor
 from neox.architecture import LOSS_CHUNK
 from neox.ops import add_product, label_scores, linear, logits_gradient
 from neox.parallel import ParallelGrid, gather_last_dim, gather_tensor_ranks, reduce_scatter_last_dim
+
+
+class LossParts(NamedTuple):
+    """A loss and its parts, scalars in fp32 that are equal on all tensor ranks.
+
+    Attributes:
+        trained: The sum of the parts, which has a gradient.
+        cross_entropy: The cross entropy, without gradient.
+        z_loss: The z-loss, without gradient.
+    """
+
+    trained: Tensor
+    cross_entropy: Tensor
+    z_loss: Tensor
 
 
 def head_cross_entropy(
@@ -47,12 +61,36 @@ def head_cross_entropy(
         row: Whether the hidden dimension is split, and logits are summed over ranks.
         softcap: Bound c of the logits z, which become c tanh(z / c); 0 for none.
     """
+    parts = head_loss_parts(
+        x, weight, labels, token_weights, grid, bias=bias, row=row, softcap=softcap, z_coefficient=0.0
+    )
+    return parts.trained
+
+
+def head_loss_parts(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    grid: ParallelGrid,
+    *,
+    bias: Tensor | None = None,
+    row: bool = False,
+    softcap: float = 0.0,
+    z_coefficient: float,
+) -> LossParts:
+    """Return `head_cross_entropy` with a z-loss, which keeps logits from drifting (arXiv:2204.02311, section 5).
+
+    The z-loss is the sum over tokens of token_weight x z_coefficient x log(sum of exp(logits))^2; there is none with a
+    coefficient of 0. Other arguments are those of `head_cross_entropy`.
+    """
     if not torch.is_grad_enabled():  # a Function cannot see this, and would compute gradients that nobody needs
         x = x.detach()
         weight = weight.detach()
         if bias is not None:
             bias = bias.detach()
-    return _HeadCrossEntropy.apply(x, weight, bias, labels, token_weights, grid, row, softcap)
+    given = (x, weight, bias, labels, token_weights, grid, row, softcap, z_coefficient)
+    return LossParts(*_HeadCrossEntropy.apply(*given))
 
 
 @torch.no_grad()
@@ -132,12 +170,10 @@ def _bounded(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
     return ratio * softcap, 1.0 - ratio.square()
 
 
-def _gradient(logits: Tensor, slope: Tensor | None, log_sums: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Return the loss's gradient by the logits before the bound; arguments as for `logits_gradient`."""
-    grad = logits_gradient(logits, log_sums, labels, weights)
-    if slope is not None:
-        grad *= slope
-    return grad
+def _z_loss(log_sums: Tensor, weights: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
+    """Return the z-loss of rows, and the factors of their softmax in the gradient of both losses, [R]."""
+    loss = coefficient * (log_sums.square() * weights).sum()
+    return loss, weights * (1.0 + 2.0 * coefficient * log_sums)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -152,7 +188,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
         grid: ParallelGrid,
         row: bool,
         softcap: float,
-    ) -> Tensor:
+        z_coefficient: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.empty_like(x) if needs_x else None
         # Sums over chunks are fp32: bf16 would lose bits.
@@ -161,6 +198,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         if bias is not None and needs_bias:
             grad_bias = torch.zeros_like(bias, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
+        total_z = torch.zeros((), dtype=torch.float32, device=x.device)
         # The weights of a mean are tiny, and a loss scale comes only in the backward pass. In fp16 the gradients of
         # single logits would vanish. So weights are divided by the largest one, which is multiplied in at the end.
         largest = token_weights.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
@@ -171,9 +209,13 @@ class _HeadCrossEntropy(torch.autograd.Function):
             logits, slope = _bounded(logits, softcap)
             log_sums, picked = _scores_over_ranks(logits, labels[here], grid)
             total += ((log_sums - picked) * token_weights[here]).sum()
+            z_loss, softmax_weights = _z_loss(log_sums, token_weights[here], z_coefficient)
+            total_z += z_loss
             if not (needs_x or needs_weight or needs_bias):
                 continue
-            grad = _gradient(logits, slope, log_sums, labels[here], token_weights[here])
+            grad = logits_gradient(logits, log_sums, labels[here], token_weights[here], softmax_weights)
+            if slope is not None:
+                grad *= slope
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             if row:
@@ -185,10 +227,13 @@ class _HeadCrossEntropy(torch.autograd.Function):
         ctx.gradients = (grad_x, grad_weight, grad_bias)
         ctx.largest = largest
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return total * largest
+        cross_entropy = total * largest
+        total_z *= largest
+        ctx.mark_non_differentiable(cross_entropy, total_z)
+        return cross_entropy + total_z, cross_entropy, total_z
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.gradients is not None, "a second backward pass: the first one has used the gradients up"
         grad_x, grad_weight, grad_bias = ctx.gradients
         ctx.gradients = None
@@ -197,7 +242,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         grad_x = _scaled(grad_x, scale, type_x)
         grad_weight = _scaled(grad_weight, scale, type_weight)
         grad_bias = _scaled(grad_bias, scale, type_bias)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _scaled(part: Tensor | None, scale: Tensor, dtype: torch.dtype | None) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neox.architecture import Architecture
 from neox.model.block import build_norm
-from neox.model.cross_entropy import head_cross_entropy, head_log_probs
+from neox.model.cross_entropy import LossParts, head_log_probs, head_loss_parts
 from neox.model.positions import POSITIONS
 from neox.ops import linear, softly_capped
 from neox.parallel import (
@@ -65,7 +65,11 @@ class LMHead(NamedTuple):
             labels: Ids of the vocabulary [B, S].
             token_weights: Weights of the tokens [B, S].
         """
-        return head_cross_entropy(
+        return self.loss_parts(hidden, labels, token_weights, z_coefficient=0.0).trained
+
+    def loss_parts(self, hidden: Tensor, labels: Tensor, token_weights: Tensor, *, z_coefficient: float) -> LossParts:
+        """Return `cross_entropy` with a z-loss; see `head_loss_parts`."""
+        return head_loss_parts(
             self._input(hidden),
             self.weight,
             labels.flatten(),
@@ -74,6 +78,7 @@ class LMHead(NamedTuple):
             bias=self.bias,
             row=self.row,
             softcap=self.softcap,
+            z_coefficient=z_coefficient,
         )
 
     def log_probs(self, hidden: Tensor, labels: Tensor) -> Tensor:

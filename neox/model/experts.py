@@ -185,7 +185,8 @@ class ExpertMLP(TokenShares):
         partial, aux = self._partial(x, context)
         return Summand(partial, None), aux
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of rows of each expert is known on the host only
+    # The number of rows of each expert is known on the host only. torch.compiler.disable would import the compiler here.
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def _partial(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
         """Return this tensor rank's summand for all tokens [B, S, H], and what the experts report.
 

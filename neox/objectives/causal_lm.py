@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from neox.model import NetworkOutput
@@ -19,11 +20,22 @@ class CausalLM:
 
     A batch holds `tokens` [B, S], `labels` [B, S] (the next tokens), their `loss_mask` or weights [B, S], and
     `document_starts` [B, S] if attention must not cross documents.
+
+    Attributes:
+        z_coefficient: Factor of the z-loss; 0 for none.
     """
 
-    names = ("lm_loss",)
+    z_coefficient: float = 0.0
+
     label_mask = "loss_mask"
     per_token = ("lm_loss",)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the scores. With a z-loss, the sum of both losses comes first."""
+        if not self.z_coefficient:
+            return ("lm_loss",)
+        return ("loss", "lm_loss", "z_loss")
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tokens [B, S] and, if the batch has them, the starts of the tokens' documents [B, S]."""
@@ -34,6 +46,9 @@ class CausalLM:
         return batch["labels"], batch["loss_mask"]
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the weighted sum of the labels' cross entropies in fp32, [1]."""
+        """Return the weighted sum of the labels' cross entropies in fp32, [1]; with a z-loss all its parts, [3]."""
         labels, weights = targets
-        return output.head.cross_entropy(output.hidden, labels, weights).unsqueeze(0)
+        if not self.z_coefficient:
+            return output.head.cross_entropy(output.hidden, labels, weights).unsqueeze(0)
+        parts = output.head.loss_parts(output.hidden, labels, weights, z_coefficient=self.z_coefficient)
+        return torch.stack(parts)

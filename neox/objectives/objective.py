@@ -120,7 +120,7 @@ class WithBlockLosses:
 def build_objective(plan: RunPlan) -> Objective:
     """Return the objective of a run: preferences, masked language modelling for a bidirectional network, or causal."""
     network = plan.architecture
-    objective: Objective = CausalLM()
+    objective: Objective = CausalLM(plan.config.training.lm_z_loss)
     if plan.config.preferences.on_preferences:
         objective = _of_preferences(plan.config.preferences)
     elif network.bidirectional:

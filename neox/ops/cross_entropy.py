@@ -39,22 +39,27 @@ def label_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return log_sums, logits.gather(1, column).float().masked_fill_(elsewhere, 0.0).squeeze(1)
 
 
-def logits_gradient(logits: Tensor, log_sums: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Return weight x (softmax - [column is the label]), the loss's gradient, in the logits' dtype and place: [R, V].
+def logits_gradient(
+    logits: Tensor, log_sums: Tensor, labels: Tensor, weights: Tensor, softmax_weights: Tensor
+) -> Tensor:
+    """Return softmax_weight x softmax - weight x [column is the label], in the logits' dtype and place: [R, V].
+
+    This is the gradient of weight x cross entropy if both weights are equal.
 
     Args:
         logits: Logits, which are overwritten.
         log_sums: Log sum exp of whole rows over all ranks, [R] in fp32.
         labels: Labels as `label_scores` takes them.
         weights: Weights of the rows, [R] in fp32.
+        softmax_weights: Factors of the rows' softmax, [R] in fp32; larger with a z-loss.
     """
     if _fused(logits):
         from neox.ops.triton_cross_entropy import fused_logits_gradient
 
-        return fused_logits_gradient(logits, log_sums, labels, weights)
+        return fused_logits_gradient(logits, log_sums, labels, weights, softmax_weights)
     column, elsewhere = _own_columns(logits, labels)
     scores = logits.float()  # the logits themselves in fp32
-    scores.sub_(log_sums.unsqueeze(1)).exp_().mul_(weights.unsqueeze(1))
+    scores.sub_(log_sums.unsqueeze(1)).exp_().mul_(softmax_weights.unsqueeze(1))
     scores.scatter_add_(1, column, -weights.unsqueeze(1).masked_fill(elsewhere, 0.0))
     return scores.to(logits.dtype)
 

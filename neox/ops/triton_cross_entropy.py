@@ -45,6 +45,7 @@ def _gradient_kernel(
     labels: tl.tensor,
     log_sums: tl.tensor,
     weights: tl.tensor,
+    softmax_weights: tl.tensor,
     columns: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -53,7 +54,8 @@ def _gradient_kernel(
     place = logits + row * columns + at
     x = tl.load(place, mask=at < columns, other=0.0).to(tl.float32)
     softmax = tl.exp(x - tl.load(log_sums + row))
-    grad = tl.where(at == tl.load(labels + row), softmax - 1.0, softmax) * tl.load(weights + row)
+    grad = softmax * tl.load(softmax_weights + row)
+    grad = tl.where(at == tl.load(labels + row), grad - tl.load(weights + row), grad)
     tl.store(place, grad.to(logits.dtype.element_ty), mask=at < columns)
 
 
@@ -65,13 +67,16 @@ def fused_label_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return log_sums, picked
 
 
-def fused_logits_gradient(logits: Tensor, log_sums: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+def fused_logits_gradient(
+    logits: Tensor, log_sums: Tensor, labels: Tensor, weights: Tensor, softmax_weights: Tensor
+) -> Tensor:
     """Do what `neox.ops.cross_entropy.logits_gradient` does, in place."""
     logits = logits.contiguous()
     rows, columns = logits.shape
     sizes = _sizes(columns)
     grid = (rows, triton.cdiv(columns, sizes["BLOCK"]))
-    _gradient_kernel[grid](logits, labels, log_sums.contiguous(), weights.contiguous(), columns, **sizes)
+    rows_of = (log_sums.contiguous(), weights.contiguous(), softmax_weights.contiguous())
+    _gradient_kernel[grid](logits, labels, *rows_of, columns, **sizes)
     return logits
 
 

@@ -11,11 +11,13 @@ from neox.config.sections.conditions import Excludes, OnlyWith, Requires
 from neox.config.sections.numbers import (
     DropRate,
     Fraction,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
 )
+from neox.config.sections.preferences import OF_PREFERENCES
 
 RecomputedPart = Literal["none", "full", "full_attn", "core_attn"]
 """Part of a block whose activations are computed again in the backward pass."""
@@ -81,6 +83,15 @@ class TrainingConfig(Section):
     """Repeat a run bit for bit: the same configuration on the same kind and number of devices gives the same losses and
     weights, also across restarts. torch's deterministic algorithms and reductions in a fixed order are used, which may
     be slower. An operation that has no such algorithm ends the run with its name. Layers are not compiled."""
+
+    lm_z_loss: Annotated[
+        NonNegativeFloat,
+        Excludes("objective", ("masked_lm",), reason="few of its tokens have logits"),
+        Excludes("train_impl", OF_PREFERENCES, reason="its loss is of whole answers"),
+    ] = 0.0
+    """Coefficient of the z-loss (arXiv:2204.02311): its product with the square of the logarithm of the sum of the
+    exponentials of a token's logits is added to the token's loss, so that logits do not drift. 1e-4 is usual. It is
+    reported as `z_loss`, and is not a part of `lm_loss`; `loss` is the sum of both."""
 
     attention_dropout: DropRate = 0.1
     """Dropout probability of attention weights (gpt-neox v2.0's default; later versions: 0)."""

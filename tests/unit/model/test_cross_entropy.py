@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neox.model import cross_entropy, head_cross_entropy, vocab_parallel_cross_entropy
+from neox.model import cross_entropy, head_cross_entropy, head_loss_parts, vocab_parallel_cross_entropy
 from neox.parallel import ParallelGrid
 from tests.errors import raises_naming
 from tests.losses import cross_entropy_reference
@@ -34,6 +34,27 @@ def test_loss_and_gradients_equal_the_reference(rows: int, vocab: int, biased: b
         results.append([loss.detach(), *(leaf.grad for leaf in leaves), *([added.grad] if biased else [])])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6 * float(theirs.abs().max()) + 1e-6, rtol=1e-5)
+
+
+def test_the_z_loss_is_apart_and_has_the_gradient_of_its_formula():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(40, 24, generator=generator), torch.randn(1000, 24, generator=generator)
+    labels = torch.randint(0, 1000, (40,), generator=generator)
+    token_weights = torch.rand(40, generator=generator) / 40
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    trained, lm_loss, z_loss = head_loss_parts(*leaves, labels, token_weights, GRID, z_coefficient=0.01)
+    trained.backward()
+    theirs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    log_sums = (theirs[0] @ theirs[1].T).logsumexp(-1)
+    expected_z = 0.01 * (log_sums.square() * token_weights).sum()
+    expected_lm = cross_entropy_reference(*theirs, labels, token_weights, None)
+    (expected_lm + expected_z).backward()
+    torch.testing.assert_close(lm_loss, expected_lm.detach())
+    torch.testing.assert_close(z_loss, expected_z.detach())
+    torch.testing.assert_close(trained.detach(), lm_loss + z_loss)
+    assert not lm_loss.requires_grad
+    for ours, other in zip(leaves, theirs, strict=True):
+        torch.testing.assert_close(ours.grad, other.grad, atol=1e-6, rtol=1e-5)
 
 
 def test_bf16_keeps_sums_in_fp32():

@@ -18,7 +18,7 @@ def test_labels_of_other_ranks_score_zero_and_change_no_gradient():
     log_sums, picked = label_scores(logits, labels)
     assert picked.tolist() == [logits[0, 0].item(), logits[1, 5].item(), 0.0, 0.0]
     ((log_sums - picked) * weights).sum().backward()
-    grad = logits_gradient(logits.detach().clone(), log_sums.detach(), labels, weights)
+    grad = logits_gradient(logits.detach().clone(), log_sums.detach(), labels, weights, weights)
     torch.testing.assert_close(grad, logits.grad)
 
 
@@ -40,9 +40,10 @@ for dtype, atol in bounds.items():
         fused_sums, fused_picked = fused_label_scores(logits, labels)
         torch.testing.assert_close(fused_sums, log_sums, atol=1e-6, rtol=1e-6)
         assert torch.equal(fused_picked, picked)
-        grad = logits_gradient(logits.clone(), log_sums, labels, weights)
+        softmax_weights = weights + torch.rand(7, generator=generator)
+        grad = logits_gradient(logits.clone(), log_sums, labels, weights, softmax_weights)
         place = logits.clone()
-        fused = fused_logits_gradient(place, log_sums, labels, weights)
+        fused = fused_logits_gradient(place, log_sums, labels, weights, softmax_weights)
         assert fused.data_ptr() == place.data_ptr() and fused.dtype == dtype
         torch.testing.assert_close(fused, grad, atol=atol, rtol=atol)
 print("agreed")
