@@ -15,6 +15,7 @@ from typing import Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from neox.architecture import ACTIVATIONS as ACTIVATION_SPECS
 from neox.architecture import BALANCE_LOSS, DROPPED, LARGEST_SHARE, Z_LOSS, Architecture
@@ -185,8 +186,8 @@ class ExpertMLP(TokenShares):
         partial, aux = self._partial(x, context)
         return Summand(partial, None), aux
 
-    # The number of rows of each expert is known on the host only. torch.compiler.disable would import the compiler here.
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    # The number of rows of each expert is known on the host only. torch.compiler.disable imports the compiler at once.
+    @_disable_dynamo
     def _partial(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
         """Return this tensor rank's summand for all tokens [B, S, H], and what the experts report.
 
