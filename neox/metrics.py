@@ -86,9 +86,10 @@ def _before(iteration: int, all_curves: Curves) -> Curves:
 
 
 def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -> bool:
-    """Draw curves of one or several runs as PNG: a colour for each run, training as lines, evaluations with points.
+    """Draw curves of one or several runs as PNG: training as lines, evaluations with points of different forms.
 
-    Several evaluations, such as those of validation sets with names, have different points.
+    Curves of one run have a colour each; that of an average of the weights is dashed, in the colour of the weights.
+    Several runs have a colour each.
 
     Args:
         runs: Metrics files by label; the label of a single run is not shown.
@@ -108,20 +109,15 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (run, lines) in enumerate(found.items()):
-        evaluations = [name for name in lines if _is_evaluation(name)]
+        kinds = list(dict.fromkeys(map(_of_weights, lines)))
         for name, points in lines.items():
             iterations = sorted(points)
             values = [points[iteration] for iteration in iterations]
-            is_evaluation = name in evaluations
-            style: dict[str, Any] = {"label": name}
-            if is_evaluation:
-                style["marker"] = _MARKERS[evaluations.index(name) % len(_MARKERS)]
+            style = _style(name, kinds.index(_of_weights(name)))
             if len(found) > 1:
                 style["label"] = f"{run}: {name}"
                 style["color"] = f"C{number % 10}"
-                if is_evaluation:
-                    style["linestyle"] = "--"
-            _draw_curve(axes, iterations, values, style, smooths=not is_evaluation)
+            _draw_curve(axes, iterations, values, style, smooths=not _is_evaluation(name))
     axes.set_xlabel("iteration")
     axes.set_ylabel(" ".join(names) or "loss")
     axes.grid(alpha=0.3)
@@ -135,6 +131,22 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
 
 def _is_evaluation(name: str) -> bool:
     return not name.startswith(("train/", "runtime/", "timers/"))
+
+
+def _of_weights(name: str) -> str:
+    """Return the name that a scalar of the average of the weights has for the weights themselves."""
+    group, slash, rest = name.partition("/")
+    return group.removesuffix("_ema") + slash + rest
+
+
+def _style(name: str, number: int) -> dict[str, Any]:
+    """Return how a curve is drawn, given its number among the curves of a run."""
+    style: dict[str, Any] = {"label": name, "color": f"C{number % 10}"}
+    if _is_evaluation(name):
+        style["marker"] = _MARKERS[number % len(_MARKERS)]
+    if _of_weights(name) != name:
+        style["linestyle"] = "--"
+    return style
 
 
 def _draw_curve(

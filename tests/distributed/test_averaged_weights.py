@@ -15,6 +15,7 @@ from neox.engine import Engine
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
+from tests.plans import NETWORKS
 
 STEPS = 2
 EMA = {"ema_decay": 0.6, "no_save_rng": True}
@@ -89,6 +90,11 @@ MATRIX: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "tied": ([{"pp": 2}, {"zero": 3}, {"mp": 2}], {"no_weight_tying": False}),
     "parallel residual": ([{"mp": 2}, {"zero": 1}, {"mp": 2}], {"gpt_j_residual": True}),
     "background": ([{"zero": 1}, {"pp": 2}], {"async_save": True}),
+    "schedules": (
+        [{"pp": 2, "pipeline_schedule": name} for name in ("interleaved", "dualpipev")] + [{"zero": 2}],
+        {"num_layers": 4, "train_batch_size": 8},
+    ),
+    "experts": ([{"zero": 1}, {"pp": 2}, {"zero": 3}], NETWORKS["experts"]),
 }
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from neox.config.sections.data import DataConfig
 from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, merge_datasets
 from neox.data.batches import MaskedBatchIterator
+from neox.data.build import SampleCounts, build_datasets
+from neox.data.factory import Masking
 from neox.data.masked_batch import MaskedLMBatch
 from neox.data.masking import MaskingVocabulary, mask_tokens
 from neox.data.sentence_pairs import PairSettings, SentencePairDataset, shorten
@@ -171,3 +174,15 @@ def test_documents_without_pairs_are_refused(tmp_path: Path) -> None:
         builder.add_documents(np.arange(20), [10, 10])
     with raises_naming(DataError, tmp_path / "data", "--split-sentences"):
         dataset(IndexedDataset(tmp_path / "data"))
+
+
+def test_validation_sets_with_names(tmp_path: Path) -> None:
+    corpus(tmp_path / "data")
+    prefix = str(tmp_path / "data")
+    data = DataConfig(train_data_paths=(prefix,), valid_data_paths={"first": prefix, "second": {"path": prefix}})
+    masking = Masking(SETTINGS, VOCABULARY)
+    sets = build_datasets(data, SampleCounts(10, 10, 0), seq_length=64, seed=1, vocab_size=SIZE, masking=masking)
+    assert list(sets.validation_sets) == ["first", "second"]
+    for found in sets.validation_sets.values():
+        assert isinstance(found, SentencePairDataset)
+        assert MaskedBatchIterator(found.split_rows, found, 2, num_workers=0).read(0)["tokens"].shape == (2, 64)
