@@ -8,7 +8,10 @@ from neox.architecture import training_flops_per_token
 from neox.plan.device import Device, gpu_device
 from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.run_plan import RunPlan
+from neox.plan.time.gpus import GPUS
+from neox.plan.time.of_plan import estimate_of_plan
 from neox.plan.time.simulation import simulated_length
+from neox.plan.time.step import StepTime
 
 _SECONDS_PER_DAY = 86_400
 
@@ -23,8 +26,9 @@ class Figures:
         flops_per_token: Operations of forward and backward, without recomputation.
         bubble: Fraction of a step in which a pipeline stage is idle, by simulation.
         peak_tflops: Peak of one rank's device; None if it is not known.
-        mfu: Assumed model FLOPs utilisation.
+        mfu: Model FLOPs utilisation, estimated or assumed.
         days: Time of the whole run; None without train_iters, and if the peak is not known.
+        estimate: Estimated time of a step; None if `mfu` is that of `expected_mfu`.
     """
 
     tokens_per_step: int
@@ -34,14 +38,20 @@ class Figures:
     peak_tflops: float | None
     mfu: float
     days: float | None
+    estimate: StepTime | None = None
 
 
 def figures(plan: RunPlan, device: Device | None = None) -> Figures:
     """Return the tokens, compute and time of a plan on a device, by default on a GPU of `gpu_memory_gib`."""
     config = plan.config
     seq_length = config.model.seq_length or 0
-    peak = (device or gpu_device(plan)).peak_tflops
+    device = device or gpu_device(plan)
+    peak = device.peak_tflops
     mfu = config.logging.expected_mfu
+    estimate = _estimate(plan, device)
+    if estimate is not None and peak is not None:
+        step_operations = plan.batch.train_batch_size * seq_length * _flops_per_token(plan, seq_length)
+        mfu = step_operations / estimate.seconds / (plan.grid.world_size * peak * 1e12)
     tokens, operations = _totals(plan)
     days = None
     if operations is not None and peak is not None:
@@ -55,7 +65,17 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
         peak_tflops=peak,
         mfu=mfu,
         days=days,
+        estimate=estimate,
     )
+
+
+def _estimate(plan: RunPlan, device: Device) -> StepTime | None:
+    """Return the estimated time of a step if the kind of GPU is known and no other speed is given."""
+    config = plan.config
+    kind = config.runner.gpu_type
+    if kind is None or device.shared or config.given("expected_mfu") or config.given("peak_theoretical_tflops"):
+        return None
+    return estimate_of_plan(plan, GPUS[kind])
 
 
 def _bubble(plan: RunPlan) -> float:

@@ -93,19 +93,20 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
 
 def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
     """Return a function of a setting to the memory of its fullest rank, which remembers what it has computed."""
-    division = Division.of(plan.config)
+    method = plan.config.parallelism.pipe_partition_method
 
     @cache
     def layers(tp_size: int) -> LayerPlan:  # the vocabulary's padding depends on the degree
         return layer_plan(plan.config, plan.vocab_size, tp_size)
 
     @cache
-    def stages(pp_size: int, tp_size: int) -> tuple[StagePlan, ...]:
+    def stages(pp_size: int, tp_size: int, division: Division) -> tuple[StagePlan, ...]:
         return plan_stages(layers(tp_size), pp_size, division, tp_size)
 
     @cache
     def memory(setting: MemorySetting) -> MemoryPlan:
-        return fullest_stage(layers(setting.tp_size), stages(setting.pp_size, setting.tp_size), setting)
+        division = Division(method, setting.pipeline_schedule, setting.virtual_stages)
+        return fullest_stage(layers(setting.tp_size), stages(setting.pp_size, setting.tp_size, division), setting)
 
     return memory
 
@@ -205,11 +206,12 @@ def _offload_moves(setting: MemorySetting) -> Iterator[MemorySetting]:
 _KEYS_OF_SETTING = (
     ("pp_size", "pipe_parallel_size"),
     ("tp_size", "model_parallel_size"),
+    ("pipeline_schedule", "pipeline_schedule"),
     ("zero_stage", "zero_optimization.stage"),
     ("micro_batch_size", "train_micro_batch_size_per_gpu"),
     ("accumulation_steps", "gradient_accumulation_steps"),
 )
-"""Numbers of a setting that are values of keys."""
+"""Fields of a setting that are values of keys."""
 
 
 def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, str], ...]:
@@ -219,6 +221,8 @@ def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[
         value = getattr(after, name)
         if value != getattr(before, name):
             changes.append((key, str(value)))
+    if after.virtual_stages != before.virtual_stages:
+        changes.append(("virtual_stages", "null" if after.virtual_stages is None else str(after.virtual_stages)))
     if after.recompute_chunk != before.recompute_chunk:
         changes.append(("checkpoint_activations", str(after.recompute_chunk > 0).lower()))
     if after.sequence_parallel != before.sequence_parallel:

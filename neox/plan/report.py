@@ -233,6 +233,13 @@ def _time_of_run(found: Figures, device: Device) -> str:
     if found.days is None or found.peak_tflops is None:
         return ""
     speed = f"{100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s"
+    estimate = found.estimate
+    if estimate is not None:
+        exchanged = estimate.tensor + estimate.context + estimate.gradients
+        parts = f"waiting for stages {estimate.bubble / estimate.seconds:.0%}, communication"
+        parts += f" {exchanged / estimate.seconds:.0%}"
+        duration = _duration(found.days * 86_400)
+        return f": {duration}, {_duration(estimate.seconds)} a step, {speed} (estimated, {device.peak_source}; {parts})"
     return f": {_duration(found.days * 86_400)} at {speed} (expected_mfu, {device.peak_source})"
 
 

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts of a run on its GPUs: degrees, micro batch, ZeRO stage and recomputation.
+"""Search for the fastest layouts of a run on its GPUs: degrees, schedule, micro batch, ZeRO stage, recomputation.
 
 Every layout keeps the batch, so that it trains the same. Layouts are ordered by a quick estimate of their time. The
 first ones that fit in memory are simulated and ordered again.
@@ -15,15 +15,18 @@ from neox.plan.architecture import layer_plan
 from neox.plan.device import Device
 from neox.plan.fit import memory_of_settings, setting_changes
 from neox.plan.memory import MemoryPlan, MemorySetting
+from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.of_plan import network_shape, step_setting
-from neox.plan.time.setting import NetworkShape
+from neox.plan.time.setting import NetworkShape, StepSetting
 from neox.plan.time.simulation import quick_length, simulated_length
 from neox.plan.time.step import StepTime, estimate_step
 
 _TENSOR_DEGREES = (1, 2, 4, 8)
 _LARGEST_MICRO_BATCH = 64
+_SCHEDULES = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("dualpipev", None))
+"""Values of `pipeline_schedule` and `virtual_stages` that are tried."""
 _MARGIN = 3
 """Layouts that are simulated for each one that is asked for, because the quick estimate may order them wrongly."""
 
@@ -118,19 +121,15 @@ class _Timer:
 
     def exact(self, setting: MemorySetting) -> StepTime:
         """Return the estimate with a simulation of the pipeline."""
-        return estimate_step(self._shape, step_setting(setting, **self._kernels(setting)), self._gpu, simulated_length)
+        return estimate_step(self._shape, self._step(setting), self._gpu, simulated_length)
+
+    def _step(self, setting: MemorySetting) -> StepSetting:
+        return step_setting(setting, self._config)
 
     def quick(self, setting: MemorySetting) -> float:
         """Return about the seconds of a step."""
-        timed = estimate_step(self._shape, step_setting(setting, **self._kernels(setting)), self._gpu, quick_length)
+        timed = estimate_step(self._shape, self._step(setting), self._gpu, quick_length)
         return timed.seconds
-
-    def _kernels(self, setting: MemorySetting) -> dict[str, bool]:
-        """Return whether blocks are compiled and whether their products run in fp8."""
-        partly_recomputed = setting.recompute_chunk > 0 and setting.recomputed_part != "full"
-        allowed = setting.zero_stage < 3 and not partly_recomputed
-        fused = allowed and self._config.training.compile_layers is not False
-        return {"fused": fused, "fp8": self._config.training.fp8 is not None}
 
 
 def _layouts(plan: RunPlan) -> Iterator[MemorySetting]:
@@ -146,7 +145,8 @@ def _layouts(plan: RunPlan) -> Iterator[MemorySetting]:
                 continue
             layout = replace(start, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
             for batched in _micro_batches(layout, plan.batch.train_batch_size // dp_size):
-                yield from _memory_choices(batched)
+                for scheduled in _schedules(batched, plan):
+                    yield from _memory_choices(scheduled)
 
 
 def _tensor_degrees(plan: RunPlan) -> Iterator[int]:
@@ -162,6 +162,24 @@ def _micro_batches(layout: MemorySetting, samples: int) -> Iterator[MemorySettin
     for size in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1):
         if samples % size == 0:
             yield replace(layout, micro_batch_size=size, accumulation_steps=samples // size)
+
+
+def _schedules(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
+    """Yield the pipeline schedules of a layout; the configuration's own if there are no stages or another division."""
+    if layout.pp_size == 1 or not _divides_blocks(plan):
+        yield layout
+        return
+    for name, virtual_stages in _SCHEDULES:
+        schedule = PIPELINE_SCHEDULES[name]
+        ranges = ranges_per_stage(name, layout.pp_size, virtual_stages)
+        is_deep_enough = layout.pp_size * ranges <= plan.architecture.num_layers
+        if is_deep_enough and layout.accumulation_steps >= schedule.least_micro_batches(layout.pp_size):
+            yield replace(layout, pipeline_schedule=name, virtual_stages=virtual_stages)
+
+
+def _divides_blocks(plan: RunPlan) -> bool:
+    """Return whether layers are divided by their blocks, so that each range has some."""
+    return plan.config.parallelism.pipe_partition_method.startswith("type:transformer")
 
 
 def _memory_choices(layout: MemorySetting) -> Iterator[MemorySetting]:

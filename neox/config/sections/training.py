@@ -336,4 +336,5 @@ class LoggingConfig(Section):
     """Peak TFLOP/s of one GPU, for model FLOPs utilisation; a dry run assumes an H100's 989 (bf16, dense)."""
 
     expected_mfu: PositiveFraction = 0.4
-    """Model FLOPs utilisation with which a dry run estimates how many days a run takes."""
+    """Model FLOPs utilisation with which a dry run computes how many days a run takes. If it is not given and gpu_type
+    is, the time of a step is estimated instead."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from neox.architecture import ACTIVATIONS, GATED_KINDS, Architecture, LayerPlan
+from neox.config.neox_config import NeoXConfig
 from neox.plan.memory import MemorySetting
 from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS, Gpu
 from neox.plan.time.setting import NetworkShape, Recompute, StepSetting
+from neox.plan.time.step import StepTime, estimate_step
 
 _SAME_MEMORY = 0.05
 """Largest relative difference of two GPUs' memory that counts as the same."""
@@ -40,14 +42,24 @@ def _active_width(network: Architecture) -> int:
     return total // network.num_layers
 
 
-def step_setting(setting: MemorySetting, *, fused: bool, fp8: bool) -> StepSetting:
+def estimate_of_plan(plan: RunPlan, gpu: Gpu) -> StepTime | None:
+    """Return the estimated time of a step of a plan; None if it is not estimated: other networks, and offload."""
+    shape = network_shape(plan.layers)
+    setting = plan.memory_setting
+    if shape is None or setting.offloads_states or setting.offloads_weights:
+        return None
+    return estimate_step(shape, step_setting(setting, plan.config), gpu)
+
+
+def step_setting(setting: MemorySetting, config: NeoXConfig) -> StepSetting:
     """Return what the time of a step depends on.
 
     Args:
         setting: The layout, as the memory estimate has it.
-        fused: Blocks are compiled.
-        fp8: Products of the blocks run in fp8.
+        config: The configuration, which chooses kernels.
     """
+    partly_recomputed = setting.recompute_chunk > 0 and setting.recomputed_part != "full"
+    may_compile = setting.zero_stage < 3 and not partly_recomputed
     return StepSetting(
         sequence=setting.sequence_length,
         micro_batch=setting.micro_batch_size,
@@ -59,9 +71,9 @@ def step_setting(setting: MemorySetting, *, fused: bool, fp8: bool) -> StepSetti
         chunks=ranges_per_stage(setting.pipeline_schedule, setting.pp_size, setting.virtual_stages),
         zero_stage=setting.zero_stage,
         recompute=_recompute(setting),
-        fp8=fp8,
+        fp8=config.training.fp8 is not None,
         gradient_bytes=setting.communicated_bytes,
-        fused=fused,
+        fused=may_compile and config.training.compile_layers is not False,
         flash=setting.attention == "flash",
         sequence_parallel=setting.sequence_parallel,
         overlaps_gradients=setting.pp_size == 1 and setting.reduce_buffers > 1,

@@ -137,6 +137,16 @@ class TestFigures:
         assert found.days == pytest.approx(seconds / 86400)
         assert figures(shipped("125M", 8)).bubble == 0
 
+    def test_the_time_is_estimated_where_the_gpu_is_known_and_no_speed_is_given(self):
+        plan = shipped("20B", 96)
+        found = figures(plan)
+        assert found.estimate is not None
+        assert found.days == pytest.approx(found.estimate.seconds * 150_000 / 86400)
+        for given in ("expected_mfu=0.4", "peak_theoretical_tflops=312", "gpu_type=null"):
+            assert figures(shipped("20B", 96, given)).estimate is None
+        slower = figures(shipped("20B", 96, "gradient_accumulation_steps=8", "train_batch_size=null"))
+        assert slower.mfu < found.mfu, "a stage waits longer with fewer micro batches"
+
     def test_ranks_of_stages(self):
         plan = shipped("20B", 96)
         assert [stage_ranks(plan, i) for i in range(4)] == [(0, 23), (24, 47), (48, 71), (72, 95)]

@@ -47,12 +47,18 @@ def test_the_best_is_that_of_trying_everything(world: int, gpu: str, keys: dict[
     times = []
     for setting in _layouts(plan):
         if memory(setting).needed(on_cpu=False) <= device.usable:
-            times.append(
-                estimate_step(shape, step_setting(setting, fused=setting.zero_stage < 3, fp8=False), GPUS[gpu])
-            )
+            times.append(estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]))
     assert found.best[0].time.seconds <= 1.02 * min(time.seconds for time in times)
     seconds = [layout.time.seconds for layout in found.best]
     assert seconds == sorted(seconds)
+
+
+def test_schedules_are_searched_that_have_enough_layers_and_micro_batches() -> None:
+    tried = {(layout.pp_size, layout.pipeline_schedule, layout.virtual_stages) for layout in _layouts(make_plan(8))}
+    assert (2, "interleaved", 4) in tried
+    assert (8, "dualpipev", None) in tried
+    assert (8, "interleaved", 4) not in tried, "24 blocks are less than 32 ranges"
+    assert all(name == "1f1b" for stages, name, _ in tried if stages == 1)
 
 
 def test_every_layout_fits_and_its_keys_give_it() -> None:
