@@ -73,7 +73,8 @@ def load_model(
         if plan.layers[index].kind != "identity"
     }
     if grid.rank == 0:
-        _log.info("weights of %s in %s on %s", checkpoint, precision, device)
+        kind = "averaged weights" if plan.config.checkpoint.load_weights == "ema" else "weights"
+        _log.info("%s of %s in %s on %s", kind, checkpoint, precision, device)
     if can_pack(device, dtype):
         _pack(layers)
         if has_tied_head:

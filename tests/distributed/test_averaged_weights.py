@@ -11,13 +11,17 @@ import torch
 
 from neox.checkpoint import CheckpointReader, OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
+from neox.convert.verification import load_reference_model
 from neox.engine import Engine
+from neox.generation.load import load_model
+from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
-from tests.distributed.training_runs import batches, tiny_plan
+from tests.distributed.training_runs import SEQ, batches, tiny_plan
 from tests.plans import NETWORKS
 
 STEPS = 2
+MATRIX_NAME = "mlp.dense_h_to_4h.weight"
 EMA = {"ema_decay": 0.6, "no_save_rng": True}
 
 
@@ -74,10 +78,33 @@ def relay(save: Path, world: int, layouts: Sequence[dict[str, Any]], **keys: Any
     return [tiny_plan(world, **layout, **flat) for layout in layouts]
 
 
+def weights_at_start(plan: RunPlan) -> torch.Tensor:
+    """A weight with which a run starts on this rank."""
+    from neox.engine import initialize_distributed, open_engine
+
+    grid, device = initialize_distributed(plan)
+    parameters = dict(open_engine(plan, grid, device).deepspeed_engine.module.named_parameters())
+    return parameters[f"sequential.2.{MATRIX_NAME}"].detach()
+
+
 def test_formula_over_resumes_in_other_layouts(tmp_path: Path) -> None:
     plans = relay(tmp_path, 2, [{"zero": 1}, {"pp": 2}, {"mp": 2}, {"zero": 3}])
     run_ranks(2, train_relay, plans)
-    assert_is_formula(tmp_path, plans[0], STEPS * len(plans))
+    steps = STEPS * len(plans)
+    assert_is_formula(tmp_path, plans[0], steps)
+
+    reads = {"load": str(tmp_path), "load_weights": "ema", "num_layers": 2}
+    tuned = run_ranks(2, weights_at_start, tiny_plan(2, mp=2, finetune=True, **reads))
+    reader = CheckpointReader(tmp_path / f"global_step{steps}", plans[0].layers, weights="ema")
+    for tp_rank, found in enumerate(tuned):
+        assert torch.equal(found, reader.shard(2, MATRIX_NAME, tp_rank, 2))
+    alone = tiny_plan(1, **reads)
+    model = load_model(alone, reader.path, ParallelGrid.single(), torch.device("cpu"))
+    tokens = torch.arange(SEQ).unsqueeze(0)
+    log_probs, _ = model.score(tokens, tokens)
+    logits = load_reference_model(reader, alone.config)(tokens)
+    expected = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    assert (log_probs - expected).abs().max() < 1e-5
 
 
 BF16 = {"bf16": {"enabled": True}}

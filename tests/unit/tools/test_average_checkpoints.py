@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from neox.checkpoint import open_checkpoint
+from neox.config import NeoXConfig
+from neox.preflight.checkpoint_checks import checkpoint_problems
 from tests.unit.checkpoint.synthetic import seeded_weights, small_plan
 from tests.unit.checkpoint.test_averaging import write_run
 from tests.unit.tools.conftest import Run
@@ -19,6 +21,12 @@ def test_the_last_checkpoints_of_a_run(tmp_path: Path, run: Run) -> None:
     layers = small_plan()
     expected = (seeded_weights(layers, 4)[2, name] + seeded_weights(layers, 6)[2, name]) / 2
     assert (found - expected).abs().max() < 1e-6
+
+    config = NeoXConfig.from_flat({"load": str(tmp_path / "out")})
+    (problem,) = checkpoint_problems(config, training=True)
+    assert problem.keys == ("load", "optimizer.type")
+    assert "finetune: true" in problem.message
+    assert checkpoint_problems(config.updated({"finetune": True}), training=True) == []
 
 
 def test_wrong_uses_are_refused(tmp_path: Path, run: Run) -> None:
