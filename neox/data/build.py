@@ -287,7 +287,7 @@ def _iterator(plan: RunPlan, tokenizer: Tokenizer, dp_rank: int, dataset: Datase
         dataset,
         plan.batch.train_micro_batch_size_per_gpu,
         dp_rank=dp_rank,
-        dp_size=plan.grid.dp_size,
+        dp_size=plan.grid.data_size,
         start=start,
         num_workers=data.num_workers,
         eod=tokenizer.eod,

@@ -222,7 +222,8 @@ class Engine:
     def _set_batch_size(self) -> None:
         """Set DeepSpeed to this step's number of micro batches."""
         engine = self.deepspeed_engine
-        size = self.plan.batch_schedule.batch_size(self.iteration)
+        # DeepSpeed counts a micro batch for each rank with the same weights; context ranks share one.
+        size = self.plan.batch_schedule.batch_size(self.iteration) * self.plan.grid.cp_size
         if size != engine.train_batch_size():
             engine.set_train_batch_size(size)
         # DeepSpeed ends a step when its count of micro batches is a multiple of the step's, which may change.

@@ -62,10 +62,10 @@ class LabelWeights:
         """Return the next `count` micro batches of this data rank; all ranks of the data group call it together."""
         if self._normalization.amount(torch.ones(1, 1)) is None:
             weighted = (self._weighted(next(batches), 1.0) for _ in range(count))
-            return WeightedBatches(weighted, float(count * self._grid.dp_size))
+            return WeightedBatches(weighted, float(count * self._grid.data_size))
         read = [next(batches) for _ in range(count)]
         amount = self._total(read)
-        share = count * self._grid.dp_size / max(1.0, amount)
+        share = count * self._grid.data_size / max(1.0, amount)
         return WeightedBatches((self._weighted(batch, share) for batch in read), amount)
 
     def _total(self, read: list[Batch]) -> float:
@@ -78,8 +78,11 @@ class LabelWeights:
         if self._grid.dp_size > 1:
             total = total.to(self._device)
             dist.all_reduce(total, group=self._grid.dp_group)
+            total /= self._grid.cp_size  # context ranks read the same samples
         return float(total)
 
     def _weighted(self, batch: Batch, share: float) -> Batch:
         weights = self._normalization.weights(batch[self._field].float(), share)
+        # Engines average over context ranks, too, but each computes only the losses of its own tokens.
+        weights = weights * self._grid.cp_size
         return {**batch, self._field: weights}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -125,6 +126,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         overlap_comm = plan.config.deepspeed.zero_optimization.overlap_comm
         self.overlaps_reduction = overlap_comm is not False and len(self._held.ranges) > 1 and grid.dp_size > 1
         self._dtype = dtype
+        self._divides_samples = grid.cp_size > 1
         self._handoff = Handoff.of(plan.architecture, documents=plan.keeps_documents_apart)
         held = plan.stages[grid.pp_rank]
         head = plan.layers.head
@@ -151,6 +153,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
             x, context = self._handoff.unpack_batch(given)
         else:
             x, context, earlier = self._handoff.unpack(given)
+        context = replace(context, divided=self._divides_samples)
         x, aux = self.stage.forward(x, context, self.active_part)
         if not part.is_last:
             x = attach_losses(x, aux, self.loss_factor)

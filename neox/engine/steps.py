@@ -15,7 +15,7 @@ from neox.engine.label_weights import LabelWeights, WeightedBatches
 from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, NoTimers, StepTimers
 from neox.model import Context, NetworkOutput
 from neox.objectives import Batch, Objective
-from neox.parallel import ParallelGrid
+from neox.parallel import ParallelGrid, context_indices
 
 
 class Steps(Protocol):
@@ -125,7 +125,7 @@ class PlainSteps:
         self.engine.eval()
         others = dict(inputs)
         tokens = others.pop("tokens")
-        result: Tensor = self.engine(tokens, Context(cache=None, **others), loss=function)
+        result: Tensor = self.engine(tokens, Context(cache=None, divided=False, **others), loss=function)
         return result
 
     def _no_scores(self) -> Tensor:
@@ -133,11 +133,12 @@ class PlainSteps:
 
     def _scores(self, batch: Batch) -> Tensor:
         """Return the objective's scores [K] of a micro batch."""
+        batch = own_tokens(batch, self._grid)
         inputs = {name: to_device(value, self._device) for name, value in self._objective.inputs(batch).items()}
         targets = tuple(to_device(value, self._device) for value in self._objective.targets(batch))
         tokens = inputs.pop("tokens")
         loss = partial(self._objective.scores, targets=targets)
-        scores: Tensor = self.engine(tokens, Context(cache=None, **inputs), loss=loss)
+        scores: Tensor = self.engine(tokens, Context(cache=None, divided=self._grid.cp_size > 1, **inputs), loss=loss)
         return scores
 
     def _mean(self, value: Tensor) -> Tensor:
@@ -180,13 +181,13 @@ class PipelineSteps:
 
     def train(self, batches: Iterator[Batch], length: int) -> None:
         """Do one optimizer step. With sequence parallelism each tensor rank passes on its share of the tokens."""
-        self._expect(length // self._token_shares)
+        self._expect(length // self._grid.cp_size // self._token_shares)
         weighted = self._weighted(batches, self.engine.gradient_accumulation_steps())
         self.engine.train_batch(self._pairs(weighted.batches))
 
     def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
         """Return mean scores, and the divisor of the losses. Each tensor rank passes on all tokens."""
-        self._expect(length)
+        self._expect(length // self._grid.cp_size)
         weighted = self._weighted(batches, count)
         scores: Tensor = self.engine.eval_batch(self._pairs(weighted.batches), num_micro_batches=count)
         return scores, self._sent_by_last(weighted.amount)
@@ -215,7 +216,9 @@ class PipelineSteps:
         self.engine.eval()
         others = dict(inputs)
         tokens = others.pop("tokens")
-        result: Tensor | None = self.engine.module.apply_to_output(tokens, Context(cache=None, **others), function)
+        result: Tensor | None = self.engine.module.apply_to_output(
+            tokens, Context(cache=None, divided=False, **others), function
+        )
         return result
 
     def _expect(self, length: int) -> None:
@@ -229,7 +232,8 @@ class PipelineSteps:
 
         Only the stage that uses a tensor copies it to its device.
         """
-        for batch in batches:
+        for whole in batches:
+            batch = own_tokens(whole, self._grid)
             inputs = tuple(self._objective.inputs(batch).values())
             if self._is_first:
                 inputs = tuple(to_device(value, self._device) for value in inputs)
@@ -237,6 +241,17 @@ class PipelineSteps:
             if self._is_last:
                 targets = tuple(to_device(value, self._device) for value in targets)
             yield (inputs if len(inputs) > 1 else inputs[0]), targets
+
+
+def own_tokens(batch: Batch, grid: ParallelGrid) -> Batch:
+    """Return a micro batch with this context rank's tokens; where documents start stays known of all tokens."""
+    if grid.cp_size == 1:
+        return batch
+    own = dict(batch)
+    for name, value in batch.items():
+        if name != "document_starts":
+            own[name] = value[:, context_indices(value.shape[1], grid)]
+    return own
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:

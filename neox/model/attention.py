@@ -15,6 +15,7 @@ from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from neox.architecture import POSITIONS as POSITIONS_ON_PAPER
 from neox.architecture import SPARSITY, Architecture, settings_of
@@ -27,12 +28,25 @@ from neox.ops import (
     PairRule,
     VisiblePairs,
     block_layout,
+    block_mask_of,
     core_attention,
     linear,
+    rule_of_heads,
     sparse_rule,
     window_rule,
 )
-from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear, Summand, TensorOptions, mark_split
+from neox.parallel import (
+    ColumnParallelLinear,
+    ParallelGrid,
+    RowParallelLinear,
+    Summand,
+    TensorOptions,
+    context_ranges,
+    gather_context,
+    heads_to_tokens,
+    mark_split,
+    tokens_to_heads,
+)
 
 _GLOBAL = "global"
 _LOCAL = "local"
@@ -169,6 +183,65 @@ class SelfAttention(nn.Module):
         return out.flatten(2)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: BlockContext, bias: Tensor | None) -> Tensor:
+        """Attend: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D]; with context ranks, this rank's tokens."""
+        length = q.shape[1]
+        if context.divided:
+            length *= self.grid.cp_size
+        pairs = self.visible_pairs(length, q.device, context.document_starts, divided=context.divided)
+        if not context.divided:
+            mask = context.block_masks.get(self.pairs_name)
+            return self._kernel(q, k, v, pairs, bias, self.sinks, block_mask=mask, visible=context.visible)
+        if self.exchanges_heads:
+            return self._core_of_heads(q, k, v, pairs, context, bias)
+        assert pairs is not None
+        return self._core_of_parts(q, k, v, pairs, context, bias)
+
+    def _core_of_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs | None, context: BlockContext, bias: Tensor | None
+    ) -> Tensor:
+        """Attend with all tokens of some heads, for which context ranks exchange all heads of their tokens."""
+        ranks = self.grid.cp_size
+        q, k, v = (tokens_to_heads(x, self.grid) for x in (q, k, v))
+        if bias is not None:
+            bias = bias.chunk(ranks, dim=1)[self.grid.cp_rank]
+        sinks = None
+        if self.sinks is not None:
+            sinks = self.sinks.chunk(ranks)[self.grid.cp_rank]
+        mask = context.block_masks.get(self.pairs_name)
+        out = self._kernel(q, k, v, pairs, bias, sinks, block_mask=mask)
+        return heads_to_tokens(out, self.grid)
+
+    def _core_of_parts(
+        self, q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs, context: BlockContext, bias: Tensor | None
+    ) -> Tensor:
+        """Attend to the keys of all context ranks, with the queries of each of this rank's two parts."""
+        keys_values = gather_context(torch.cat((k, v), dim=2), self.grid)
+        k, v = keys_values.chunk(2, dim=2)
+        biases: tuple[Tensor | None, ...] = (None, None)
+        if bias is not None:
+            biases = bias.chunk(2, dim=2)
+        outs = []
+        parts = context_ranges(pairs.length, self.grid)
+        for queries, part_bias, part in zip(q.chunk(2, dim=1), biases, parts, strict=True):
+            mask = context.block_masks.get(_part_name(self.pairs_name, part))
+            out = self._kernel(queries, k, v, pairs, part_bias, self.sinks, block_mask=mask, first_query=part.start)
+            outs.append(out)
+        return torch.cat(outs, dim=1)
+
+    def _kernel(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pairs: VisiblePairs | None,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        *,
+        block_mask: BlockMask | None = None,
+        visible: Tensor | None = None,
+        first_query: int = 0,
+    ) -> Tensor:
+        """Call the kernel with this block's scales and dropout."""
         dropout_p = 0.0
         dropout_context = None
         if self.training and self.dropout > 0.0:
@@ -185,12 +258,13 @@ class SelfAttention(nn.Module):
             dropout_p=dropout_p,
             dropout_context=dropout_context,
             causal=self.causal,
-            pairs=self.visible_pairs(q.shape[1], q.device, context.document_starts),
-            block_mask=context.block_masks.get(self.pairs_name),
-            mask=context.visible,
+            pairs=pairs,
+            first_query=first_query,
+            block_mask=block_mask,
+            mask=visible,
             bias=bias,
             softcap=self.softcap,
-            sinks=self.sinks,
+            sinks=sinks,
         )
 
     def _recomputed(self, part: RecomputedPart, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -261,7 +335,7 @@ class SelfAttention(nn.Module):
         return None
 
     def visible_pairs(
-        self, length: int, device: torch.device, document_starts: Tensor | None = None
+        self, length: int, device: torch.device, document_starts: Tensor | None = None, *, divided: bool = False
     ) -> VisiblePairs | None:
         """Return which queries see which keys in whole rows of tokens; None if each sees all earlier ones.
 
@@ -269,16 +343,45 @@ class SelfAttention(nn.Module):
             length: Number of tokens in a row, S.
             device: Device of the tokens.
             document_starts: Index in the row at which each token's document starts, [B, S].
+            divided: Whether context ranks divide the tokens. Then the heads are those that this rank computes, and
+                pairs are never None if it computes only some queries.
         """
         rule = self.pairs(length)
-        if rule is None and document_starts is None:
+        computes_all_queries = not divided or self.exchanges_heads
+        if rule is None and document_starts is None and computes_all_queries:
             return None
-        return VisiblePairs(length, device, document_starts, rule, self.reach, self.pair_heads)
+        heads = self.pair_heads
+        if rule is not None and heads > 1 and divided and self.exchanges_heads:
+            heads //= self.grid.cp_size
+            rule = rule_of_heads(rule, first=heads * self.grid.cp_rank)
+        return VisiblePairs(length, device, document_starts, rule, self.reach, heads)
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether context ranks exchange tokens for heads; otherwise each gets all keys and values."""
+        return self.grid.topology.cp_kind == "ulysses"
 
     @property
     def pairs_name(self) -> str:
         """Name that blocks share if the same pairs see each other in them."""
         return "all"
+
+    def block_masks(
+        self, length: int, device: torch.device, document_starts: Tensor | None, *, divided: bool
+    ) -> dict[str, BlockMask]:
+        """Return the pairs by block for the kernel of GPUs, by the names by which the forward pass asks for them.
+
+        Arguments are those of `visible_pairs`.
+        """
+        pairs = self.visible_pairs(length, device, document_starts, divided=divided)
+        if pairs is None:
+            return {}
+        if not divided or self.exchanges_heads:
+            return {self.pairs_name: block_mask_of(pairs)}
+        masks = {}
+        for part in context_ranges(length, self.grid):
+            masks[_part_name(self.pairs_name, part)] = block_mask_of(pairs, part.start, len(part))
+        return masks
 
     @property
     def cached_tokens(self) -> int | None:
@@ -388,6 +491,11 @@ class WindowedSelfAttention(SelfAttention):
     def pairs_name(self) -> str:
         """The window."""
         return f"window of {self.reach}"
+
+
+def _part_name(pairs_name: str, part: range) -> str:
+    """Return the name of the pairs of a part of the queries."""
+    return f"{pairs_name}, queries from {part.start}"
 
 
 ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType(

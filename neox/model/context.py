@@ -27,6 +27,7 @@ class Context:
         document_starts: Index in the row at which each token's document starts, [B, S]. Attention and positions then
             stay within documents. Not together with a cache.
         token_types: Types of the tokens of a bidirectional network, [B, S]; all 0 if None.
+        divided: Whether the tokens are those of this context rank (`context_indices`), in training.
         lengths: Number of tokens of each sample that are not padding, in a bidirectional network, [B]; all if None.
     """
 
@@ -34,6 +35,7 @@ class Context:
     document_starts: Tensor | None = None
     token_types: Tensor | None = None
     lengths: Tensor | None = None
+    divided: bool = False
 
     def __post_init__(self) -> None:
         assert self.cache is None or self.document_starts is None, "documents are kept apart without a cache only"
@@ -59,6 +61,8 @@ class BlockContext(NamedTuple):
         positions: Positions of the tokens, [S], or [B, S] if rows differ.
         tables: What position encodings computed from them (`PositionEncoding.tables`), by `SelfAttention.tables_key`.
         document_starts: Index in the row at which each token's document starts, [B, S]; None for one document a row.
+            With context ranks, S counts the tokens of all of them.
+        divided: Whether the hidden states are those of this context rank's tokens.
         block_masks: Pairs of each kind of attention by block, by `SelfAttention.pairs_name`, for the kernel of GPUs.
         visible: Keys that are not padding, in a bidirectional network, bool [B, 1, 1, S]; all if None.
         cache: This block's keys and values of earlier tokens, in generation.
@@ -69,6 +73,7 @@ class BlockContext(NamedTuple):
     positions: Tensor
     tables: Mapping[str, Tables] = MappingProxyType({})
     document_starts: Tensor | None = None
+    divided: bool = False
     block_masks: Mapping[str, BlockMask] = MappingProxyType({})
     visible: Tensor | None = None
     cache: CachedLayer | None = None

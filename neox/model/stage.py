@@ -23,8 +23,8 @@ from neox.model.encoder import MaskedLMHead, SentenceHead, encoder_head
 from neox.model.positions import Tables
 from neox.model.recomputation import Recomputation
 from neox.model.soft_prompt import SoftPrompt
-from neox.ops import block_mask_of, unpadded_keys
-from neox.parallel import ParallelGrid, gather_tokens
+from neox.ops import unpadded_keys
+from neox.parallel import ParallelGrid, context_indices, gather_tokens
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import LayerRange
 
@@ -203,7 +203,7 @@ class StagePart:
     def _embed(self, embedding: Embedding, tokens: Tensor, context: Context) -> Tensor:
         positions = None
         if embedding.position_embeddings is not None:
-            positions = token_positions(tokens.shape[1], tokens.device, context)
+            positions = token_positions(tokens.shape[1], tokens.device, context, self.grid)
             if self.prompt_length and not context.begins:  # the cache holds the prompt, whose vectors do not count
                 positions = (positions - self.prompt_length).clamp_(min=0)
         x: Tensor = embedding(tokens, positions, context.token_types)
@@ -241,47 +241,60 @@ class StagePart:
     def _block_context(self, x: Tensor, length: int, context: Context) -> BlockContext:
         """Return what all blocks share, for `length` tokens with hidden states x."""
         cache = context.cache
+        whole_length = length
+        if context.divided:
+            whole_length *= self.grid.cp_size
         visible = None
         if context.lengths is not None:
             visible = unpadded_keys(context.lengths, length)
-        positions = token_positions(length, x.device, context)
-        keys = length if cache is None else cache.keys(length)
-        slots = cache.slot if isinstance(cache, CacheStep) else None
+        positions = token_positions(length, x.device, context, self.grid)
+        keys = whole_length if cache is None else cache.keys(length)
         tables: dict[str, Tables] = {}
         for attention in self._with_tables.values():
-            tables |= attention.position_tables(positions, keys, x.dtype, slots)
+            tables |= self._position_tables(attention, positions, keys, x.dtype, context)
         block_masks: dict[str, BlockMask] = {}
         if cache is None and x.device.type == "cuda":
-            block_masks = self._block_masks(length, x.device, context.document_starts)
-        return BlockContext(positions, tables, context.document_starts, block_masks, visible)
+            block_masks = self._block_masks(whole_length, x.device, context)
+        return BlockContext(positions, tables, context.document_starts, context.divided, block_masks, visible)
 
-    def _block_masks(self, length: int, device: torch.device, document_starts: Tensor | None) -> dict[str, BlockMask]:
-        """Return the blocks of pairs for each kind of attention that computes them so, by `pairs_name`.
+    def _position_tables(
+        self, attention: SelfAttention, positions: Tensor, keys: int, dtype: torch.dtype, context: Context
+    ) -> dict[str, Tables]:
+        """Return the tables of a position encoding for new tokens; see `SelfAttention.position_tables`."""
+        slots = None
+        if isinstance(context.cache, CacheStep):
+            slots = context.cache.slot
+        elif context.divided and attention.adds_bias and attention.exchanges_heads:
+            positions = torch.arange(keys, device=positions.device)  # this rank scores all tokens of some heads
+        elif context.divided:
+            slots = context_indices(keys, self.grid, positions.device)
+        return attention.position_tables(positions, keys, dtype, slots)
 
-        Args:
-            length: Number of tokens in a row, S.
-            device: Device of the tokens.
-            document_starts: Index in the row at which each token's document starts, [B, S].
-        """
+    def _block_masks(self, length: int, device: torch.device, context: Context) -> dict[str, BlockMask]:
+        """Return the blocks of pairs for each kind of attention that computes them so, for rows of `length` tokens."""
         masks: dict[str, BlockMask] = {}
+        done = set()
         for block in self.blocks:
             if not isinstance(block, TransformerLayer) or not block.attention.takes_block_masks:
                 continue
-            name = block.attention.pairs_name
-            pairs = block.attention.visible_pairs(length, device, document_starts)
-            if pairs is not None and name not in masks:
-                masks[name] = block_mask_of(pairs)
+            attention = block.attention
+            if attention.pairs_name not in done:
+                done.add(attention.pairs_name)
+                masks |= attention.block_masks(length, device, context.document_starts, divided=context.divided)
         return masks
 
 
-def token_positions(length: int, device: torch.device, context: Context) -> Tensor:
+def token_positions(length: int, device: torch.device, context: Context, grid: ParallelGrid) -> Tensor:
     """Return the positions of the next `length` tokens: [S], or [B, S] if rows differ. They start anew in documents."""
     if context.cache is not None:
         return context.cache.positions(length)
-    slots = torch.arange(length, device=device)
+    if context.divided:
+        slots = context_indices(length * grid.cp_size, grid, device)
+    else:
+        slots = torch.arange(length, device=device)
     if context.document_starts is None:
         return slots
-    return slots - context.document_starts
+    return slots - context.document_starts[:, slots]
 
 
 def _run(

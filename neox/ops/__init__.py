@@ -21,7 +21,7 @@ from neox.ops.routing import SCORES, Routes, balance_loss, route, sinkhorn, toke
 from neox.ops.softcap import softly_capped
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 from neox.ops.sparsity import block_layout, sparse_rule
-from neox.ops.visible_pairs import PairRule, VisiblePairs, window_rule
+from neox.ops.visible_pairs import PairRule, VisiblePairs, rule_of_heads, window_rule
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 """Type of a precision's parameters."""
@@ -66,6 +66,7 @@ __all__ = [
     "sort_by_expert",
     "softly_capped",
     "sparse_rule",
+    "rule_of_heads",
     "scale_mask_softmax",
     "to_experts",
     "tokens_per_expert",

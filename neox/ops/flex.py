@@ -16,18 +16,26 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from neox.ops.visible_pairs import VisiblePairs
 
 
-def block_mask_of(pairs: VisiblePairs) -> BlockMask:
-    """Return the blocks of pairs to compute, of 128 queries and 128 keys each, for all rows."""
+def block_mask_of(pairs: VisiblePairs, first_query: int = 0, queries: int | None = None) -> BlockMask:
+    """Return the blocks of pairs to compute, of 128 queries and 128 keys each, for all rows.
+
+    Args:
+        pairs: Which queries see which keys.
+        first_query: Index of the first query among the keys.
+        queries: Number of queries; all of the row if None.
+    """
+    if queries is None:
+        queries = pairs.length
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if pairs.rule_heads == 1:  # the rule knows one head; the kernel asks for all
             head = torch.zeros_like(head)
-        return pairs.sees(row, head, query, key)
+        return pairs.sees(row, head, query + first_query, key)
 
     make: Callable[..., BlockMask] = create_block_mask
     if pairs.device.type != "cpu":
         make = _compiled_block_mask()
-    return make(mask_mod, pairs.rows, pairs.rule_heads, pairs.length, pairs.length, device=pairs.device)
+    return make(mask_mod, pairs.rows, pairs.rule_heads, queries, pairs.length, device=pairs.device)
 
 
 def attention_by_block_mask(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float) -> Tensor:

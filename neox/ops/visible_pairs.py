@@ -25,6 +25,15 @@ def window_rule(width: int) -> PairRule:
     return allows
 
 
+def rule_of_heads(rule: PairRule, first: int) -> PairRule:
+    """Return the rule of the heads from number `first` on, which are counted from 0."""
+
+    def allows(queries: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
+        return rule(queries, keys, heads + first)
+
+    return allows
+
+
 @dataclass(frozen=True)
 class VisiblePairs:
     """Which queries see which keys of causal attention: earlier keys of the same document that a rule allows.
@@ -67,11 +76,18 @@ class VisiblePairs:
             return 1
         return self.document_starts.shape[0]
 
-    def dense(self) -> Tensor:
-        """Return all pairs: bool [B or 1, N or 1, S, S]."""
-        everything = torch.arange(self.length, device=self.device)
+    def dense(self, first_query: int = 0, queries: int | None = None) -> Tensor:
+        """Return the pairs of some neighbouring queries, by default of all, with all keys: bool [B or 1, N or 1, Q, S].
+
+        Args:
+            first_query: Index of the first query.
+            queries: Number of queries, Q; all of the row if None.
+        """
+        if queries is None:
+            queries = self.length
         rows = torch.arange(self.rows, device=self.device)
-        return self.part(rows, everything, everything)
+        asking = torch.arange(first_query, first_query + queries, device=self.device)
+        return self.part(rows, asking, torch.arange(self.length, device=self.device))
 
     def part(self, rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the pairs of some rows, queries [Q] and keys [T], by their indices: bool [rows, N or 1, Q, T]."""

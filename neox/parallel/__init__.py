@@ -11,6 +11,13 @@ from neox.parallel.collectives import (
     scatter_last_dim,
     scatter_tokens,
 )
+from neox.parallel.context_ranks import (
+    context_indices,
+    context_ranges,
+    gather_context,
+    heads_to_tokens,
+    tokens_to_heads,
+)
 from neox.parallel.grid import ParallelGrid
 from neox.parallel.kept_inputs import KeptInputs
 from neox.parallel.layers import (
@@ -44,12 +51,16 @@ __all__ = [
     "TokenShares",
     "Topology",
     "VocabParallelEmbedding",
+    "context_indices",
+    "context_ranges",
     "copy_to_tensor_ranks",
     "derive_seed",
     "divide_tokens",
+    "gather_context",
     "gather_last_dim",
     "gather_tensor_ranks",
     "gather_tokens",
+    "heads_to_tokens",
     "mark_decay",
     "mark_group",
     "mark_hidden",
@@ -58,6 +69,7 @@ __all__ = [
     "reduce_over_tensor_ranks",
     "reduce_scatter_last_dim",
     "reduce_scatter_tokens",
+    "tokens_to_heads",
     "scatter_last_dim",
     "scatter_tokens",
     "shard",

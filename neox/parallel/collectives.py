@@ -95,7 +95,14 @@ def wait(x: Tensor) -> Tensor:
     return _ops.wait_tensor(x)
 
 
-_Exchange = Callable[[Tensor, ParallelGrid], Tensor]
+Exchange = Callable[[Tensor, ParallelGrid], Tensor]
+"""A function of all ranks of a group."""
+
+
+def exchange(x: Tensor, grid: ParallelGrid, forward: Exchange, backward: Exchange) -> Tensor:
+    """Return an exchange of x. Another exchange turns the gradient of the result into that of x."""
+    exchanged: Tensor = _WithGradient.apply(x, grid, forward, backward)
+    return exchanged
 
 
 def _same(x: Tensor, grid: ParallelGrid) -> Tensor:
@@ -138,17 +145,16 @@ def _reduced_share(x: Tensor, grid: ParallelGrid) -> Tensor:
     return wait(start_scattered_sum(_by_shares(x, grid), grid))
 
 
-def _exchanged(x: Tensor, grid: ParallelGrid, forward: _Exchange, backward: _Exchange) -> Tensor:
-    """Return an exchange of x. Another exchange turns the gradient of the result into that of x."""
+def _exchanged(x: Tensor, grid: ParallelGrid, forward: Exchange, backward: Exchange) -> Tensor:
+    """Return an exchange between tensor ranks with its gradient; x itself if there is one."""
     if grid.tp_size == 1:
         return x
-    exchanged: Tensor = _WithGradient.apply(x, grid, forward, backward)
-    return exchanged
+    return exchange(x, grid, forward, backward)
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: ParallelGrid, forward: _Exchange, backward: _Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, grid: ParallelGrid, forward: Exchange, backward: Exchange) -> Tensor:
         ctx.grid = grid
         ctx.exchange = backward
         return forward(x, grid)

@@ -21,7 +21,8 @@ class ParallelGrid:
         topology: Degrees of parallelism.
         rank: Global rank.
         tp_group: Tensor ranks that share the same layers and samples.
-        dp_group: Data-parallel ranks with the same weights.
+        dp_group: Ranks with the same weights: data ranks, and the context ranks of each.
+        cp_group: Context ranks, which divide the tokens of the same samples.
         pp_group: Stages of one pipeline.
         model_group: Ranks of one whole model, of all stages and tensor ranks.
         rng: Random streams of this rank.
@@ -31,6 +32,7 @@ class ParallelGrid:
     rank: int
     tp_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
     rng: RNGTracker = field(default_factory=RNGTracker, compare=False)
@@ -62,6 +64,7 @@ class ParallelGrid:
             rank,
             tp_group=own_group(topology.groups("tp")),
             dp_group=own_group(topology.groups("dp")),
+            cp_group=own_group(topology.context_groups()),
             pp_group=own_group(topology.groups("pp")),
             model_group=own_group(topology.groups("pp", "tp")),
             rng=RNGTracker(enabled=topology.tp_size > 1 and not topology.sequence_parallel),
@@ -79,8 +82,18 @@ class ParallelGrid:
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks."""
+        """Number of ranks with the same weights."""
         return self.topology.dp_size
+
+    @property
+    def data_size(self) -> int:
+        """Number of groups of ranks that read different samples."""
+        return self.topology.data_size
+
+    @property
+    def cp_size(self) -> int:
+        """Number of context ranks."""
+        return self.topology.cp_size
 
     @property
     def tp_size(self) -> int:
@@ -94,14 +107,30 @@ class ParallelGrid:
         return self.tp_group.group_name
 
     @property
+    def cp_name(self) -> str:
+        """Name of the group of context ranks, as functional collectives take it."""
+        assert self.cp_group is not None, "a single context rank has nobody to communicate with"
+        return self.cp_group.group_name
+
+    @property
     def pp_rank(self) -> int:
         """This rank's pipeline stage."""
         return self.topology.coordinates(self.rank)[0]
 
     @property
     def dp_rank(self) -> int:
-        """This rank's data-parallel coordinate."""
+        """This rank's number among those with the same weights."""
         return self.topology.coordinates(self.rank)[1]
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's group among those that read different samples."""
+        return self.dp_rank // self.cp_size
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's context-parallel coordinate."""
+        return self.dp_rank % self.cp_size
 
     @property
     def tp_rank(self) -> int:

@@ -74,7 +74,7 @@ def batch_notes(config: NeoXConfig, grid: Topology, batch: BatchPlan) -> list[st
     planned = config.runner.planned_num_gpus
     if planned is None or config.given(TOTAL):
         return []
-    samples = batch.samples_of_data_rank * planned // (grid.pp_size * grid.tp_size)
+    samples = batch.samples_of_data_rank * planned // (grid.pp_size * grid.tp_size * grid.cp_size)
     if samples in (0, batch.train_batch_size):
         return []
     origin = config.describe_setting("planned_num_gpus")

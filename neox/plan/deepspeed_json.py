@@ -31,7 +31,8 @@ def deepspeed_json(
     notes: list[str] = []
     ds = config.deepspeed
     result: dict[str, Any] = {
-        "train_batch_size": batch.train_batch_size,
+        # DeepSpeed counts a micro batch for each rank with the same weights; context ranks share one.
+        "train_batch_size": batch.train_batch_size * grid.cp_size,
         "train_micro_batch_size_per_gpu": batch.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "gradient_clipping": ds.gradient_clipping,

@@ -79,13 +79,14 @@ def labelled(label: str, texts: Iterable[str]) -> list[str]:
 def _grid_lines(plan: RunPlan) -> Iterator[str]:
     grid = plan.grid
     batch = plan.batch
-    degrees = f"{count(grid.pp_size, 'pipeline stage')} x {grid.dp_size} data x {grid.tp_size} tensor"
+    context = f"{grid.cp_size} context x " if grid.cp_size > 1 else ""
+    degrees = f"{count(grid.pp_size, 'pipeline stage')} x {grid.data_size} data x {context}{grid.tp_size} tensor"
     if grid.sequence_parallel:
         degrees += ", which divide tokens too"
     yield f"grid      {count(grid.world_size, 'rank')} = {degrees}"
     yield (
         f"batch     {count(batch.train_batch_size, 'sample')} = {batch.train_micro_batch_size_per_gpu} per rank x "
-        f"{count(batch.gradient_accumulation_steps, 'accumulation step')} x {grid.dp_size} data"
+        f"{count(batch.gradient_accumulation_steps, 'accumulation step')} x {grid.data_size} data"
     )
 
 

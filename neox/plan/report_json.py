@@ -29,7 +29,13 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
     device = device or gpu_device(plan)
     grid = plan.grid
     return {
-        "grid": {"pp": grid.pp_size, "mp": grid.tp_size, "dp": grid.dp_size, "world": grid.world_size},
+        "grid": {
+            "pp": grid.pp_size,
+            "mp": grid.tp_size,
+            "cp": grid.cp_size,
+            "dp": grid.data_size,
+            "world": grid.world_size,
+        },
         "batch": asdict(plan.batch),
         "precision": plan.precision,
         "vocab_size": plan.vocab_size,

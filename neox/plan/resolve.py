@@ -50,7 +50,7 @@ def resolve(
     problems = static_problems(config)
     precision = choose_precision(config, [])  # a contradiction is among the problems above
     grid = solve_grid(config, world_size, problems)
-    batch = solve_batch(config, None if grid is None else grid.dp_size, problems)
+    batch = solve_batch(config, None if grid is None else grid.data_size, problems)
     if batch is not None:
         problems += ramp_problems(config, batch)
         problems += schedule_problems(config, grid, batch)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from neox.config.neox_config import NeoXConfig
+from neox.config.sections.runner import ContextKind
 from neox.problems import Problem
 
 Axis = Literal["pp", "dp", "tp"]
@@ -21,24 +22,43 @@ class Topology:
 
     Attributes:
         pp_size: Pipeline stages.
-        dp_size: Data-parallel ranks.
+        dp_size: Ranks with the same weights. Neighbouring `cp_size` of them divide the tokens of the same samples.
         tp_size: Tensor ranks.
         sequence_parallel: Whether tensor ranks divide the tokens between layers that split features.
+        cp_size: Context ranks, a divisor of `dp_size`.
+        cp_kind: What context ranks exchange in attention.
     """
 
     pp_size: int = 1
     dp_size: int = 1
     tp_size: int = 1
     sequence_parallel: bool = False
+    cp_size: int = 1
+    cp_kind: ContextKind = "all_gather"
 
     def __post_init__(self) -> None:
         if min(self.pp_size, self.dp_size, self.tp_size) < 1:
             raise ValueError(f"every degree must be at least 1, got {self}")
+        if self.cp_size < 1 or self.dp_size % self.cp_size:
+            raise ValueError(f"context ranks must divide the ranks with the same weights, got {self}")
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.pp_size * self.dp_size * self.tp_size
+
+    @property
+    def data_size(self) -> int:
+        """Number of groups of ranks that read different samples: the ranks with the same weights / context ranks."""
+        return self.dp_size // self.cp_size
+
+    def context_groups(self) -> list[list[int]]:
+        """List the groups of ranks that divide the tokens of the same samples, in the order of context ranks."""
+        groups = []
+        for same_weights in self.groups("dp"):
+            for first in range(0, self.dp_size, self.cp_size):
+                groups.append(same_weights[first : first + self.cp_size])
+        return groups
 
     def rank_of(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
         """Return the global rank at these coordinates."""
@@ -71,7 +91,7 @@ class Topology:
 
 
 def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> Topology | None:
-    """Return the degrees, with dp = world_size / (pp x tp).
+    """Return the degrees, with dp = world_size / (pp x tp), of which context ranks are a part.
 
     Args:
         config: The degrees that were asked for.
@@ -80,12 +100,14 @@ def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> 
     """
     tp_size = config.parallelism.model_parallel_size
     pp_size = max(1, config.parallelism.pipe_parallel_size)  # NeoX's 0 and 1 both mean one stage
-    model_ranks = pp_size * tp_size
+    cp_size = config.parallelism.context_parallel_size
+    model_ranks = pp_size * tp_size * cp_size
     if world_size < 1 or world_size % model_ranks:
         problems.append(_indivisible_world(config, world_size, model_ranks))
         return None
     divides_tokens = tp_size > 1 and config.parallelism.sequence_parallel
-    return Topology(pp_size, world_size // model_ranks, tp_size, divides_tokens)
+    dp_size = world_size // (pp_size * tp_size)
+    return Topology(pp_size, dp_size, tp_size, divides_tokens, cp_size, config.parallelism.context_parallel_kind)
 
 
 def _indivisible_world(config: NeoXConfig, world_size: int, model_ranks: int) -> Problem:
@@ -94,7 +116,9 @@ def _indivisible_world(config: NeoXConfig, world_size: int, model_ranks: int) ->
     nearest = [model_ranks]
     if fewer > 0:
         nearest = [fewer, fewer + model_ranks]
-    keys = ("pipe_parallel_size", "model_parallel_size")
+    keys: tuple[str, ...] = ("pipe_parallel_size", "model_parallel_size")
+    if config.parallelism.context_parallel_size > 1:
+        keys = (*keys, "context_parallel_size")
     degrees = " x ".join(map(config.describe_setting, keys))
     message = (
         f"{world_size} GPUs cannot be divided into copies of the model on {model_ranks}: {degrees}; "

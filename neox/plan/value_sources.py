@@ -26,12 +26,21 @@ def derived_values(plan: RunPlan) -> dict[str, Derived]:
         "world": Derived(grid.world_size, _world_rule(plan)),
         "pp": Derived(grid.pp_size, f"{_key_and_source(plan.config, 'pipe_parallel_size')}; 0 and 1 are one stage"),
         "mp": Derived(grid.tp_size, _key_and_source(plan.config, "model_parallel_size")),
-        "dp": Derived(grid.dp_size, f"world {grid.world_size} / (pp {grid.pp_size} x mp {grid.tp_size})"),
+        "dp": Derived(grid.data_size, f"world {grid.world_size} / ({_model_ranks(plan)})"),
         "precision": Derived(plan.precision, _precision_rule(plan.config)),
         "padded_vocab_size": Derived(plan.padded_vocab_size, _vocabulary_rule(plan)),
         **_batch_values(plan),
         **_decay_values(plan.config),
     }
+
+
+def _model_ranks(plan: RunPlan) -> str:
+    """Return the degrees whose product is the number of ranks that read the same samples, as text."""
+    grid = plan.grid
+    degrees = f"pp {grid.pp_size} x mp {grid.tp_size}"
+    if grid.cp_size > 1:
+        degrees += f" x cp {grid.cp_size}"
+    return degrees
 
 
 def _world_rule(plan: RunPlan) -> str:
@@ -55,7 +64,7 @@ def _vocabulary_rule(plan: RunPlan) -> str:
 def _batch_values(plan: RunPlan) -> dict[str, Derived]:
     """Return the three batch sizes, with the rule of each that is not given."""
     batch = plan.batch
-    factors = f"{batch.train_micro_batch_size_per_gpu} x {batch.gradient_accumulation_steps} x dp {plan.grid.dp_size}"
+    factors = f"{batch.train_micro_batch_size_per_gpu} x {batch.gradient_accumulation_steps} x dp {plan.grid.data_size}"
     values = {
         TOTAL: Derived(batch.train_batch_size, f"{MICRO} x {STEPS} x dp = {factors}"),
         MICRO: Derived(batch.train_micro_batch_size_per_gpu, f"{TOTAL} / ({STEPS} x dp)"),

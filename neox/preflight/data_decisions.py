@@ -58,7 +58,7 @@ def with_train_iters(config: NeoXConfig, world_size: int) -> DecidedConfig:
     grid = solve_grid(config, world_size, [])
     if grid is None:
         return DecidedConfig(config)
-    batch = solve_batch(config, grid.dp_size, [])
+    batch = solve_batch(config, grid.data_size, [])
     if batch is None or any(ramp_problems(config, batch)):
         return DecidedConfig(config)
     try:

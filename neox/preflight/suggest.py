@@ -39,6 +39,8 @@ def suggest(plan: RunPlan, gpu_name: str, output: Path | None) -> str:
     else:
         gpu_name, gpu = likely_gpu(plan)
     device = gpu_device(plan, gpu.memory_gib * _GIB)
+    if plan.grid.cp_size > 1:
+        raise ConfigError("--suggest searches layouts without context ranks only: leave context_parallel_size out")
     found = suggest_layouts(plan, device, gpu)
     if not found.best:
         raise ConfigError(

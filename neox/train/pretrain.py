@@ -44,7 +44,7 @@ def pretrain(plan: RunPlan) -> int:
     engine = open_engine(plan, grid, device)
     warn_of_other_samples(engine)
     reference = partial(reference_log_probs, engine)
-    data = build_data_iterators(plan, grid.dp_rank, engine.iteration, ledger=engine.ledger, reference=reference)
+    data = build_data_iterators(plan, grid.data_rank, engine.iteration, ledger=engine.ledger, reference=reference)
     tasks = build_tasks(plan, engine, grid, device)
     code = Trainer(plan, engine, data, callbacks, tasks).fit()
     if code:

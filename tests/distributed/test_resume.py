@@ -25,7 +25,7 @@ def interrupted_runs(runs, steps, saved_at):
     for whole_plan, resumed_plan in runs:
         grid, device = initialize_distributed(whole_plan)
         engine = open_engine(whole_plan, grid, device)
-        data = batches(whole_plan, grid.dp_rank)
+        data = batches(whole_plan, grid.data_rank)
         whole = []
         for step in range(steps):
             if step == saved_at:
@@ -33,7 +33,7 @@ def interrupted_runs(runs, steps, saved_at):
             whole.append(engine.train_batch(data))
         again = open_engine(resumed_plan, grid, device)
         assert again.iteration == saved_at
-        data = batches(resumed_plan, grid.dp_rank, start=saved_at * resumed_plan.batch.gradient_accumulation_steps)
+        data = batches(resumed_plan, grid.data_rank, start=saved_at * resumed_plan.batch.gradient_accumulation_steps)
         answers.append((whole, [again.train_batch(data) for _ in range(steps - saved_at)]))
     return answers
 
@@ -105,7 +105,7 @@ def start_of(plan):
 
     grid, device = initialize_distributed(plan)
     engine = open_engine(plan, grid, device)
-    return engine.iteration, engine.schedule.iteration, engine.train_batch(batches(plan, grid.dp_rank)).loss
+    return engine.iteration, engine.schedule.iteration, engine.train_batch(batches(plan, grid.data_rank)).loss
 
 
 def test_weights_alone(tmp_path):
@@ -125,7 +125,7 @@ def save_trained(plans):
     for plan in plans:
         grid, device = initialize_distributed(plan)
         engine = initialize_engine(plan, grid, device)
-        engine.train_batch(batches(plan, grid.dp_rank))
+        engine.train_batch(batches(plan, grid.data_rank))
         save_checkpoint(engine, plan.config.checkpoint.save)
 
 
@@ -222,9 +222,9 @@ def save_onto_a_full_disk(plan):
 
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
-    engine.train_batch(batches(plan, grid.dp_rank))
+    engine.train_batch(batches(plan, grid.data_rank))
     save_checkpoint(engine, plan.config.checkpoint.save)
-    engine.train_batch(batches(plan, grid.dp_rank))
+    engine.train_batch(batches(plan, grid.data_rank))
     if grid.rank == 1:
 
         def full(*_):

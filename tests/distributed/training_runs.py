@@ -61,7 +61,7 @@ def batches(plan: RunPlan, dp_rank: int, start: int = 0) -> Iterator[dict[str, t
     micro = start
     while True:
         step, part = divmod(micro, accumulation)
-        first = (part * plan.grid.dp_size + dp_rank) * size
+        first = (part * plan.grid.data_size + dp_rank) * size
         micro += 1
         if plan.architecture.bidirectional:
             yield {name: value[first : first + size] for name, value in masked_samples(plan, step).items()}
@@ -87,7 +87,7 @@ def train_curve(plan: RunPlan, steps: int) -> list[tuple[float, float]]:
 
     grid, device = initialize_distributed(plan)
     engine = initialize_engine(plan, grid, device)
-    data = batches(plan, grid.dp_rank)
+    data = batches(plan, grid.data_rank)
     results = [engine.train_batch(data) for _ in range(steps)]
     return [(r.loss, r.grad_norm) for r in results]
 

@@ -18,6 +18,10 @@ PipelineScheduleName = Literal["1f1b", "interleaved", "dualpipev"]
 """Names of pipeline schedules; keys of `PIPELINE_SCHEDULES`."""
 
 
+ContextKind = Literal["all_gather", "ulysses"]
+"""What the ranks that divide a sample's tokens exchange in attention."""
+
+
 class ParallelismConfig(Section):
     """Degrees of parallelism, and the division of layers into pipeline stages."""
 
@@ -31,6 +35,16 @@ class ParallelismConfig(Section):
     """Shard the tokens of a micro batch over tensor ranks in norms, dropout and residuals, so that each rank keeps only
     its part of these activations. Ranks exchange a quarter more, and with gpt_j_residual a third more. The key belongs
     to a run, not to a model: checkpoints are the same, but dropout draws other masks."""
+
+    context_parallel_size: PositiveInt = 1
+    """Number of ranks that divide the tokens of each sample, for samples that are too long for one. They are
+    neighbouring data-parallel ranks, which then read fewer samples by this factor. seq_length must be a multiple of
+    twice this number. Checkpoints are the same."""
+
+    context_parallel_kind: ContextKind = "all_gather"
+    """What these ranks exchange in attention. `all_gather`: each rank gets the keys and values of all tokens; for any
+    degree. `ulysses`: ranks exchange tokens for heads, so the degree must divide the heads of keys and values on each
+    tensor rank."""
 
     pipe_partition_method: str = "type:transformer|mlp"
     """How layers are divided into stages: `uniform` (equal layer counts), `parameters` (equal parameter counts) or

@@ -233,7 +233,7 @@ def _attention_memory(layers: LayerPlan, setting: MemorySetting) -> AttentionMem
         operands += _dense_mask_bytes(network, setting)
     bias = 0
     if _trains_bias(network):
-        bias = network.num_attention_heads * setting.sequence_length**2 * number // split
+        bias = network.num_attention_heads * setting.sequence_length * setting.queries * number // split
     scores = 0
     if setting.attention != "flash" or bias:  # no kernel takes a trained bias, so the scores are kept
         scores = setting.tokens * _score_bytes(network, setting)
@@ -258,6 +258,8 @@ def _operand_bytes(network: Architecture, setting: MemorySetting) -> int:
         total += network.num_attention_heads * pairs * number // split
     elif POSITIONS[network.positions].rotates:
         total += (heads + keys) * number // split
+    if setting.gathers_keys:  # of all tokens
+        total += 2 * setting.cp_size * keys * number // split
     if network.qk_norm != "none":
         total += (heads + 3 * keys - 2 * stored_keys) * number // split
     return total
@@ -297,7 +299,7 @@ def _dense_mask_bytes(network: Architecture, setting: MemorySetting) -> int:
     Flash attention takes a bias of scores and the mask as one tensor, a number for each pair and head.
     """
     heads = network.num_attention_heads // setting.tp_size
-    pairs: int = setting.sequence_length**2
+    pairs: int = setting.sequence_length * setting.queries
     if setting.separate_documents:
         pairs *= setting.micro_batch_size
     if setting.attention == "flash" and POSITIONS[network.positions].biases_scores:
@@ -315,6 +317,8 @@ def _sees_all_earlier(network: Architecture) -> bool:
 def _goes_by_blocks(network: Architecture, setting: MemorySetting) -> bool:
     """Return whether attention to all earlier keys goes by blocks of queries, which keep their weights."""
     if not setting.on_cpu or setting.attention != "flash" or setting.precision == "fp16":
+        return False
+    if setting.gathers_keys:
         return False
     if network.bidirectional or setting.separate_documents or set(network.attention) != {"global"}:
         return False
@@ -351,7 +355,7 @@ def _fixed_bias_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     if not POSITIONS[network.positions].biases_scores or _trains_bias(network):
         return 0
     heads = network.num_attention_heads // setting.tp_size
-    return heads * setting.sequence_length**2 * setting.bytes_per_number
+    return heads * setting.sequence_length * setting.queries * setting.bytes_per_number
 
 
 def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
@@ -363,7 +367,7 @@ def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     """
     number = setting.bytes_per_number
     hidden = layers.architecture.hidden_size
-    tokens = setting.micro_batch_size * setting.predicted_tokens
+    tokens = setting.micro_batch_size * setting.predicted_tokens // setting.cp_size
     vocabulary = layers.padded_vocab_size // setting.tp_size
     weight = vocabulary * hidden
     largest_chunk = LOSS_CHUNK["cpu" if setting.on_cpu else "cuda"]

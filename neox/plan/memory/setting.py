@@ -30,7 +30,9 @@ class MemorySetting:
     Attributes:
         pp_size: Pipeline stages.
         tp_size: Tensor ranks.
-        dp_size: Data-parallel ranks.
+        dp_size: Ranks with the same weights.
+        cp_size: Context ranks, which divide the tokens of each sample.
+        gathers_keys: Whether context ranks get the keys and values of all tokens.
         pipeline_schedule: Key of `PIPELINE_SCHEDULES`.
         virtual_stages: Value of the key `virtual_stages`.
         sequence_parallel: Whether tensor ranks divide the tokens between layers that split features.
@@ -74,6 +76,8 @@ class MemorySetting:
     pp_size: int
     tp_size: int
     dp_size: int
+    cp_size: int = 1
+    gathers_keys: bool = False
     pipeline_schedule: str
     virtual_stages: int | None = None
     sequence_parallel: bool
@@ -122,8 +126,13 @@ class MemorySetting:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward pass."""
-        return self.micro_batch_size * self.sequence_length
+        """Tokens of one forward pass on this rank."""
+        return self.micro_batch_size * self.queries
+
+    @property
+    def queries(self) -> int:
+        """Tokens of a sample on this rank."""
+        return self.sequence_length // self.cp_size
 
     @property
     def bytes_per_number(self) -> int:
@@ -161,6 +170,8 @@ def memory_setting(
         pp_size=grid.pp_size,
         tp_size=grid.tp_size,
         dp_size=grid.dp_size,
+        cp_size=grid.cp_size,
+        gathers_keys=grid.cp_size > 1 and grid.cp_kind == "all_gather",
         pipeline_schedule=config.parallelism.pipeline_schedule,
         virtual_stages=config.parallelism.virtual_stages,
         sequence_parallel=config.parallelism.sequence_parallel,

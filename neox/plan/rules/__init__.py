@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from neox.config.keys import UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
+from neox.plan.rules.context import context_problems
 from neox.plan.rules.data import data_problems
 from neox.plan.rules.data_stages import stage_problems
 from neox.plan.rules.deepspeed import deepspeed_problems
@@ -33,6 +34,7 @@ _RULES = (
     encoder_problems,
     expert_problems,
     parallelism_problems,
+    context_problems,
     optimizer_problems,
     deepspeed_problems,
     training_problems,

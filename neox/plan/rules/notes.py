@@ -135,8 +135,12 @@ def _width_notes(config: NeoXConfig) -> Iterator[Note]:
 
 
 def _parallel_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield that there are no tensor ranks to divide tokens over."""
+    """Yield that there are no tensor or context ranks to divide tokens over."""
     keys = config.parallelism
+    if config.given("context_parallel_kind") and keys.context_parallel_size == 1:
+        key = "context_parallel_kind"
+        degree = config.describe_setting("context_parallel_size")
+        yield Note((key, "context_parallel_size"), f"{config.describe_setting(key)} changes nothing with {degree}")
     if keys.sequence_parallel and keys.model_parallel_size == 1:
         key = "sequence_parallel"
         degree = config.describe_setting("model_parallel_size")

@@ -68,7 +68,7 @@ def _divided_tokens(config: NeoXConfig) -> Iterator[Problem]:
         nearest = nearest_multiples(length, degree)
         rule = f"cannot be divided over {ranks} ({_DIVIDED_TOKENS}); use {nearest}, or remove that"
         yield config.problem("seq_length", rule, _TENSOR_RANKS, _DIVIDED_TOKENS)
-    for uneven in _uneven_lengths(config, degree)[:1]:
+    for uneven in uneven_lengths(config, degree)[:1]:
         rule = f"needs lengths that divide over {ranks}; one is {uneven}"
         yield config.problem(_DIVIDED_TOKENS, rule, _TENSOR_RANKS, "curriculum_learning", "data_stages")
     if config.training.partition_activations:
@@ -80,7 +80,7 @@ def _divided_tokens(config: NeoXConfig) -> Iterator[Problem]:
         yield config.problem(_DIVIDED_TOKENS, rule, "soft_prompt_tuning")
 
 
-def _uneven_lengths(config: NeoXConfig, degree: int) -> list[int]:
+def uneven_lengths(config: NeoXConfig, degree: int) -> list[int]:
     """Return lengths of stages and a curriculum, or the numbers they follow from, that a degree does not divide."""
     lengths: list[int | None] = [stage.seq_length for stage in config.data.data_stages or ()]
     curriculum = config.schedule.curriculum_learning

@@ -43,10 +43,10 @@ def _active_width(network: Architecture) -> int:
 
 
 def estimate_of_plan(plan: RunPlan, gpu: Gpu) -> StepTime | None:
-    """Return the estimated time of a step of a plan; None if it is not estimated: other networks, and offload."""
+    """Return the estimated time of a step; None if it is not estimated: other networks, offload, context ranks."""
     shape = network_shape(plan.layers)
     setting = plan.memory_setting
-    if shape is None or setting.offloads_states or setting.offloads_weights:
+    if shape is None or setting.offloads_states or setting.offloads_weights or setting.cp_size > 1:
         return None
     return estimate_step(shape, step_setting(setting, plan.config), gpu)
 

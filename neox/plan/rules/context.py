@@ -1,0 +1,92 @@
+"""Rules of context parallelism: numbers that divide, and networks whose tokens cannot be divided over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from neox.architecture import GATED_KINDS
+from neox.config.neox_config import NeoXConfig
+from neox.errors import ConfigError
+from neox.plan.attention_config import attention_kinds
+from neox.plan.rules.network import nearest_multiples
+from neox.plan.rules.parallelism import uneven_lengths
+from neox.problems import Problem
+
+_DEGREE = "context_parallel_size"
+_TENSOR_RANKS = "model_parallel_size"
+
+
+def context_problems(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield the rules about context ranks that are broken; none for one rank."""
+    if config.parallelism.context_parallel_size == 1:
+        return
+    yield from _networks(config)
+    yield from _lengths(config)
+    yield from _heads(config)
+    if config.value("scaled_upper_triang_masked_softmax_fusion"):
+        rule = "needs all tokens of a sample on one rank; remove it, or use attention kind flash"
+        yield config.problem("scaled_upper_triang_masked_softmax_fusion", rule, _DEGREE)
+    if config.logging.log_gradient_noise_scale:
+        rule = "compares gradients of single samples, which context ranks divide; remove one of them"
+        yield config.problem("log_gradient_noise_scale", rule, _DEGREE)
+
+
+def _networks(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield why the network does not work with a part of the tokens on each rank."""
+    model = config.model
+    if model.objective != "causal_lm":
+        objective = config.describe_setting("objective")
+        yield config.problem(_DEGREE, f"does not work with {objective}; remove one of them", "objective")
+    if config.preferences.on_preferences:
+        rule = "does not work with preferences, whose losses are of whole answers; remove one of them"
+        yield config.problem(_DEGREE, rule, "train_impl")
+    try:
+        kinds = set(attention_kinds(model.attention_config, model.num_layers or 0))
+    except ConfigError:  # the rules of attention report it
+        kinds = set()
+    if gated := sorted(kinds & set(GATED_KINDS)):
+        rule = f"does not work with {' and '.join(gated)}, which mix all tokens of a sample; remove one of them"
+        yield config.problem(_DEGREE, rule, "attention_config")
+    if model.soft_prompt_tuning is not None and model.soft_prompt_tuning.enabled:
+        rule = "does not work with soft_prompt_tuning, whose vectors every rank holds; remove one of them"
+        yield config.problem(_DEGREE, rule, "soft_prompt_tuning")
+    if config.experts.moe_num_experts > 1:
+        rule = "does not work with experts, whose losses are of all tokens of a sample; remove one of them"
+        yield config.problem(_DEGREE, rule, "moe_num_experts")
+
+
+def _lengths(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield lengths that two parts for each context rank, and shares of tensor ranks, do not divide."""
+    unit = 2 * config.parallelism.context_parallel_size
+    keys: tuple[str, ...] = (_DEGREE,)
+    if config.parallelism.sequence_parallel:
+        unit *= config.parallelism.model_parallel_size
+        keys = (_DEGREE, _TENSOR_RANKS, "sequence_parallel")
+    ranks = config.describe_setting(_DEGREE)
+    length = config.model.seq_length or 0
+    if length % unit:
+        rule = f"cannot be divided into {unit} equal parts ({ranks}, two for each rank); use "
+        yield config.problem("seq_length", rule + nearest_multiples(length, unit), *keys)
+    for uneven in uneven_lengths(config, unit)[:1]:
+        rule = f"needs lengths that divide into {unit} equal parts; one is {uneven}"
+        yield config.problem(_DEGREE, rule, "curriculum_learning", "data_stages")
+
+
+def _heads(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield heads that context ranks cannot exchange for tokens."""
+    if config.parallelism.context_parallel_kind != "ulysses":
+        return
+    model = config.model
+    key = "num_attention_heads"
+    heads = model.num_attention_heads or 0
+    if model.num_kv_heads and not model.use_qk_layernorm:
+        key = "num_kv_heads"
+        heads = model.num_kv_heads
+    degree = config.parallelism.context_parallel_size
+    here = heads // config.parallelism.model_parallel_size
+    if here % degree:
+        rule = (
+            f"gives each context rank some heads, and {heads} on {config.parallelism.model_parallel_size} tensor ranks "
+            f"do not divide by {degree}; use context_parallel_kind: all_gather, or another degree"
+        )
+        yield config.problem("context_parallel_kind", rule, _DEGREE, key, _TENSOR_RANKS)

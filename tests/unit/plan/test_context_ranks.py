@@ -1,0 +1,60 @@
+"""Context ranks on paper: the grid, the batch, the memory, and what they do not work with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from neox.plan.report_json import plan_as_dict
+from neox.plan.topology import Topology
+from tests.plans import SMALL, problem_keys, small_plan
+
+TWO = {"context_parallel_size": 2}
+
+
+def test_neighbouring_ranks_with_the_same_weights_share_samples() -> None:
+    topology = Topology(pp_size=1, dp_size=4, tp_size=2, cp_size=2)
+    assert topology.data_size == 2
+    assert topology.context_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    with pytest.raises(ValueError, match="context"):
+        Topology(dp_size=3, cp_size=2)
+
+
+def test_the_batch_counts_groups_of_ranks_and_the_plan_names_the_degree() -> None:
+    plan = small_plan(4, **TWO, train_micro_batch_size_per_gpu=3)
+    assert (plan.grid.dp_size, plan.grid.data_size) == (4, 2)
+    assert plan.batch.train_batch_size == 6
+    assert plan_as_dict(plan)["grid"] == {"pp": 1, "mp": 1, "cp": 2, "dp": 2, "world": 4}
+
+
+def test_activations_are_divided() -> None:
+    keys = {"seq_length": 4096, "max_position_embeddings": 4096, "attention_config": ["flash", "flash"]}
+    whole = small_plan(1, **keys).memory.activations
+    for kind in ("all_gather", "ulysses"):
+        part = small_plan(4, **keys, context_parallel_size=4, context_parallel_kind=kind).memory.activations
+        assert whole / 4 <= part < 0.4 * whole
+
+
+@pytest.mark.parametrize(
+    ("named", "keys"),
+    [
+        ("seq_length", {"seq_length": 18, "max_position_embeddings": 18}),
+        ("attention_config", {"attention_config": ["gmlp", "global"]}),
+        ("soft_prompt_tuning", {"soft_prompt_tuning": {"enabled": True, "num_tokens": 2}}),
+        ("moe_num_experts", {"moe_num_experts": 2}),
+        ("log_gradient_noise_scale", {"log_gradient_noise_scale": True}),
+        ("scaled_upper_triang_masked_softmax_fusion", {"scaled_upper_triang_masked_softmax_fusion": True}),
+        ("context_parallel_kind", {"context_parallel_kind": "ulysses", "num_kv_heads": 1}),
+        ("train_impl", {"train_impl": "dpo"}),
+        ("objective", {"objective": "masked_lm"}),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(named: str, keys: dict[str, Any]) -> None:
+    found = problem_keys(2, **{**SMALL, **TWO, **keys})
+    assert any(named in keys_of_one and "context_parallel_size" in keys_of_one for keys_of_one in found)
+
+
+def test_a_world_that_is_no_multiple_is_refused() -> None:
+    (found,) = problem_keys(3, **{**SMALL, **TWO})
+    assert "context_parallel_size" in found
