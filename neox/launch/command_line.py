@@ -93,7 +93,9 @@ def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
         help="print the fastest layouts that fit; start nothing",
     )
     parser.add_argument("--suggest-output", metavar="FILE", help="with --suggest: YAML file for the best layout's keys")
-    parser.add_argument("--plot", metavar="FILE", help="with --dry-run: PNG of learning rate and batch over the run")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="with --dry-run: PNG of learning rate, batch, and a step of stages"
+    )
     parser.add_argument("--hosts", type=_positive, metavar="N", help="with --dry-run: plan for this many hosts")
     parser.add_argument("--gpus", type=_positive, metavar="M", help="with --dry-run: GPUs on each of --hosts")
     parser.add_argument("--gpu-type", help="kind of GPU that is planned for, such as a100-40: its memory and peak")

@@ -1,4 +1,4 @@
-"""Picture of what changes over a run: learning rate, batch size, sequence length."""
+"""Picture of what changes over a run: learning rate, batch size, sequence length; and of a step of pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from neox.errors import ConfigError
 from neox.files import atomic_write
 from neox.plan import RunPlan
 from neox.plan.schedule import schedule_of
+from neox.preflight.plot_step import draw_step
 
 _POINTS = 2000  # of the learning rate
 
@@ -34,6 +35,8 @@ class _Curve:
 def draw_schedules(plan: RunPlan, picture: Path) -> None:
     """Draw the learning rate over the iterations as PNG, and the batch size and the sequence length that change.
 
+    With pipeline stages a step comes last: what each stage does.
+
     Args:
         plan: The plan of a training.
         picture: File to write; an older one is replaced.
@@ -48,14 +51,22 @@ def draw_schedules(plan: RunPlan, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     curves = _curves(plan, steps)
-    figure = Figure(figsize=(8, 2 + 2.5 * len(curves)), layout="constrained")
+    stages = plan.grid.pp_size
+    heights = [2.5] * len(curves)
+    if stages > 1:
+        heights.append(1.5 + 0.4 * stages)
+    figure = Figure(figsize=(8, 2 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    rows = figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0]
+    all_rows = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    rows = all_rows[: len(curves)]
+    if stages > 1:
+        draw_step(plan, all_rows[-1])
     for axes, curve in zip(rows, curves, strict=True):
         axes.plot(curve.at, curve.values, drawstyle="steps-post" if curve.has_steps else "default")
         axes.set_ylabel(curve.label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+        axes.sharex(rows[0])
     rows[-1].set_xlabel("iteration")
     try:
         with atomic_write(picture) as file:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from neox.architecture import ACTIVATIONS, GATED_KINDS, Architecture, LayerPlan
 from neox.config.neox_config import NeoXConfig
 from neox.plan.memory import MemorySetting
@@ -9,8 +11,11 @@ from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS, Gpu
 from neox.plan.time.setting import NetworkShape, Recompute, StepSetting
-from neox.plan.time.step import StepTime, estimate_step
+from neox.plan.time.simulation import Timeline, simulate
+from neox.plan.time.step import StepTime, estimate_step, pass_seconds
 
+_SHOWN_FOR_EACH_STAGE = 4
+"""Micro batches for each stage that a picture has at most."""
 _SAME_MEMORY = 0.05
 """Largest relative difference of two GPUs' memory that counts as the same."""
 
@@ -49,6 +54,43 @@ def estimate_of_plan(plan: RunPlan, gpu: Gpu) -> StepTime | None:
     if shape is None or setting.offloads_states or setting.offloads_weights or setting.cp_size > 1:
         return None
     return estimate_step(shape, step_setting(setting, plan.config), gpu)
+
+
+class StepPicture(NamedTuple):
+    """What each pipeline stage does in a step.
+
+    Attributes:
+        timeline: Passes of each stage.
+        micro_batches: Number of micro batches that the timeline has; the step may have more.
+        gradients: Time of reducing gradients after the last pass.
+        unit: Unit of all times.
+    """
+
+    timeline: Timeline
+    micro_batches: int
+    gradients: float
+    unit: str
+
+
+def step_picture(plan: RunPlan) -> StepPicture:
+    """Return what each pipeline stage does in a step, by simulation.
+
+    Times are estimated if `gpu_type` and the network allow it. Otherwise a forward pass through a stage takes 1, and a
+    backward pass 2.
+    """
+    setting = step_setting(plan.memory_setting, plan.config)
+    shown = min(setting.micro_batches, _SHOWN_FOR_EACH_STAGE * setting.pp)
+    shape = network_shape(plan.layers)
+    kind = plan.config.runner.gpu_type
+    if shape is None or kind is None:
+        forward = [[1 / setting.chunks] * setting.chunks] * setting.pp
+        backward = [[2 / setting.chunks] * setting.chunks] * setting.pp
+        timeline = simulate(setting.schedule, forward, backward, shown)
+        return StepPicture(timeline, shown, 0.0, "forward passes of a stage")
+    passes = pass_seconds(shape, setting, GPUS[kind])
+    timeline = simulate(setting.schedule, passes.forward, passes.backward, shown, passes.handoff)
+    gradients = estimate_step(shape, setting, GPUS[kind]).gradients
+    return StepPicture(timeline, shown, gradients, f"seconds, estimated for {kind}")
 
 
 def step_setting(setting: MemorySetting, config: NeoXConfig) -> StepSetting:

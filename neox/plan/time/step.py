@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from neox.plan.time.block import backward_seconds, forward_seconds, latency_seconds, product_seconds, ring_seconds
 from neox.plan.time.gpus import Gpu
@@ -74,6 +75,38 @@ def model_flops(shape: NetworkShape, setting: StepSetting) -> float:
     return float(per_token) * setting.tokens
 
 
+class PassSeconds(NamedTuple):
+    """Estimated times of the passes of one micro batch.
+
+    Attributes:
+        forward: Seconds of a forward pass, for each stage and range of layers.
+        backward: Seconds of a backward pass, for each stage and range of layers.
+        handoff: Seconds from the end of a pass until its result has arrived on another stage.
+    """
+
+    forward: list[list[float]]
+    backward: list[list[float]]
+    handoff: float
+
+
+def pass_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> PassSeconds:
+    """Estimate the times of the passes of one micro batch; the last range has the head, too."""
+    head = sum(_head(shape, setting, gpu))
+    per_chunk = shape.layers / setting.pp / setting.chunks
+    handoff = _handoff(shape, setting, gpu)
+    blocked = handoff if setting.blocking_handoff else 0.0
+    forward = per_chunk * forward_seconds(shape, setting, gpu).total + blocked
+    backward = per_chunk * backward_seconds(shape, setting, gpu).total + blocked
+    fronts = [[forward] * setting.chunks for _ in range(setting.pp)]
+    backs = [[backward] * setting.chunks for _ in range(setting.pp)]
+    last_stage = setting.pp - 1
+    if setting.schedule == "dualpipev":  # its last range is on the first stage
+        last_stage = 0
+    fronts[last_stage][-1] += head / 3
+    backs[last_stage][-1] += head * 2 / 3
+    return PassSeconds(fronts, backs, handoff)
+
+
 def estimate_step(
     shape: NetworkShape, setting: StepSetting, gpu: Gpu, pipeline_length: PipelineLength = simulated_length
 ) -> StepTime:
@@ -92,17 +125,8 @@ def estimate_step(
     backward = backward_seconds(shape, setting, gpu)
     head_products, head_elementwise = _head(shape, setting, gpu)
     head = head_products + head_elementwise
-    per_chunk = shape.layers / setting.pp / setting.chunks
-    handoff = _handoff(shape, setting, gpu)
-    blocked = handoff if setting.blocking_handoff else 0.0
-    fronts = [[per_chunk * forward.total + blocked] * setting.chunks for _ in range(setting.pp)]
-    backs = [[per_chunk * backward.total + blocked] * setting.chunks for _ in range(setting.pp)]
-    last_rank = setting.pp - 1
-    if setting.schedule == "dualpipev":  # its last chunk is on the first rank
-        last_rank = 0
-    fronts[last_rank][-1] += head / 3
-    backs[last_rank][-1] += head * 2 / 3
-    length = pipeline_length(setting.schedule, fronts, backs, setting.micro_batches, handoff)
+    passes = pass_seconds(shape, setting, gpu)
+    length = pipeline_length(setting.schedule, passes.forward, passes.backward, setting.micro_batches, passes.handoff)
     blocks = (forward + backward) * (shape.layers / setting.pp * setting.micro_batches)
     busy = blocks.total + head * setting.micro_batches
     in_blocks = shape.layers * shape.block_parameters + shape.idle_parameters

@@ -16,6 +16,7 @@ from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.placement import choose_hosts
 from neox.plan import Capabilities, gpu_device
 from neox.plan.schedule import schedule_of
+from neox.plan.time.of_plan import step_picture
 from neox.preflight.data_decisions import DecidedConfig, epoch_samples, with_train_iters
 from neox.preflight.planning import Job, plan_job, read_config
 from neox.preflight.plot import _curves, draw_schedules
@@ -99,6 +100,22 @@ def test_a_length_in_epochs_becomes_iterations(tmp_path: Path) -> None:
     assert one_pass == {"neox": 0, "fleetx": 31}  # 999 // 32
     as_it_is = NeoXConfig.from_flat({**SIZES, "data_path": prefix})
     assert with_train_iters(as_it_is, 2) == DecidedConfig(as_it_is)
+
+
+def test_a_plot_draws_a_step_of_stages(tmp_path: Path) -> None:
+    keys = {"pipe_parallel_size": 2, "gradient_accumulation_steps": 6, "gpu_type": "a100-40"}
+    for schedule in ("1f1b", "interleaved", "dualpipev"):
+        plan = plan_of(2, **{**SIZES, **keys, "pipeline_schedule": schedule})
+        draw_schedules(plan, tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+        picture = step_picture(plan)
+        assert picture.micro_batches == 6
+        assert len(picture.timeline.passes) == 2
+        passes = 2 * 6 * len(plan.stages[0].ranges)
+        assert [len(of_stage) for of_stage in picture.timeline.passes] == [passes, passes]
+    unknown = step_picture(plan_of(2, **{**SIZES, **keys, "gpu_type": None, "gradient_accumulation_steps": 100}))
+    assert unknown.micro_batches == 8
+    assert unknown.timeline.length == pytest.approx(3 * (8 + 1))
 
 
 def test_a_plot_draws_what_changes(tmp_path: Path) -> None:
