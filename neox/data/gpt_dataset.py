@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from neox.config.sections.data import split_shares
+from neox.data.best_fit import Pieces, best_fit_rows, build_best_fit_maps
 from neox.data.fill_in_middle import FillInMiddle
 from neox.data.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
 from neox.data.indexed_dataset import IGNORED, IndexedDataset
@@ -51,6 +52,7 @@ class GPTDataset:
         labels: Labels of the tokens, with the same sequences; IGNORED for a token that is not predicted. None if each
             token is its own label.
         packing: The way documents become samples.
+        pieces: Pieces of documents, with the packing `best_fit`.
         rows: Reader of samples of joined documents.
         seq_length: Number of tokens of a sample's input.
         num_samples: Number of samples that can be read.
@@ -98,6 +100,7 @@ class GPTDataset:
         assert fill_in_middle is None or not self.packing.is_padded
         self.rows = TokenRows(indexed, labels, fill_in_middle, seq_length + 1)
         self.seq_length = seq_length
+        self.pieces: Pieces | None = None
         self.maps = self._maps(documents, num_samples, seed, cache_dir)
         self.num_samples = len(self.maps.shuffle_map)
         if self.num_samples == 0:
@@ -113,10 +116,12 @@ class GPTDataset:
         build: Callable[..., IndexMaps] = build_index_maps
         packing_key = b""
         if self.packing.is_padded:
-            usable = usable_documents(
-                self.indexed, self.labels, documents, self.seq_length, allow_chopped=self.packing.allow_chopped
-            )
-            build = partial(build_padded_maps, usable=usable, impl=self.packing.impl)
+            usable = self._usable(documents)
+            if self.packing.impl == "best_fit":
+                self.pieces = Pieces.of(sizes, usable, documents, self.seq_length)
+                build = partial(build_best_fit_maps, usable=usable)
+            else:
+                build = partial(build_padded_maps, usable=usable, impl=self.packing.impl)
             packing_key = self.packing.impl.encode() + np.packbits(usable).tobytes()
         if cache_dir is None:
             return build(sizes, documents, **settings)
@@ -124,6 +129,13 @@ class GPTDataset:
         names = tuple(field.name for field in fields(IndexMaps))
         arrays = load_or_build(cache_dir, key, names, lambda: vars(build(sizes, documents, **settings)))
         return IndexMaps(**arrays)
+
+    def _usable(self, documents: range) -> np.ndarray:
+        """Return which documents can be in a sample, bool [documents]."""
+        read = self.seq_length
+        if self.packing.impl == "best_fit":  # reads documents to their end
+            read = max(read, int(self.indexed.sizes.max()))
+        return usable_documents(self.indexed, self.labels, documents, read, allow_chopped=self.packing.allow_chopped)
 
     def __len__(self) -> int:
         return self.num_samples - 1
@@ -160,6 +172,8 @@ class GPTDataset:
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the token ids of samples, [len(indices), seq_length + 1]. Padding is 0."""
         numbers = self._numbers_in_stream(indices)
+        if self.pieces is not None:
+            return best_fit_rows(self.indexed, self.pieces, self.maps, numbers, 0, self.dtype)
         if self.packing.is_padded:
             return padded_rows(self.indexed, self.maps, numbers, self.row_width, 0, self.dtype)
         return self.rows.read(self._cuts(numbers))
@@ -173,6 +187,10 @@ class GPTDataset:
         numbers = self._numbers_in_stream(indices)
         if self.packing.is_padded:
             source = self.rows.label_source  # the labels, or the tokens themselves if there are none
+            if self.pieces is not None:
+                return best_fit_rows(
+                    source, self.pieces, self.maps, numbers, IGNORED, self.rows.label_dtype, shared=IGNORED
+                )
             return padded_rows(source, self.maps, numbers, self.row_width, IGNORED, self.rows.label_dtype)
         return self.rows.read_labels(self._cuts(numbers))
 

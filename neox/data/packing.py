@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from neox.config.sections.data import PackImpl
+from neox.data.best_fit import samples_of_pieces
 from neox.data.index_maps import IndexMaps, shuffled
 from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
@@ -22,6 +23,7 @@ class Packing:
     Attributes:
         impl: Kind of packing. `packed` joins documents and cuts the result into samples, `pack_until_overflow` fills a
             sample with whole documents until the next one does not fit, and `unpacked` puts one document in a sample.
+            `best_fit` is in `neox.data.best_fit`.
         allow_chopped: Whether the end of a document longer than a sample is cut off. Otherwise the document is left
             out.
     """
@@ -92,6 +94,8 @@ def _has_predicted_token(labels: IndexedDataset, seq_length: int) -> np.ndarray:
 
 def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
     """Return the number of padded samples that usable documents of given sizes make, in the given order."""
+    if impl == "best_fit":
+        return samples_of_pieces(sizes, seq_length)
     if impl == "unpacked":
         return len(sizes)
     samples = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
 from neox.config.sections.data import split_shares
@@ -11,6 +13,12 @@ from neox.plan import RunPlan
 from neox.plan.data_lines import notes_on_passes
 from neox.problems import Problem
 
+if TYPE_CHECKING:
+    import numpy as np
+
+_PACKED_DOCUMENTS = 1 << 17
+"""Documents that are packed to say what packing wastes: a fraction of a second."""
+
 
 def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     """Return a plan with the sizes of its datasets and notes on them, and why they do not suffice."""
@@ -18,6 +26,7 @@ def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     if data.weight_by_num_documents or plan.config.training.train_iters is None:
         return plan, ()
     plan = replace(plan, dataset_tokens=training_tokens(plan.config))
+    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config)))
     try:
         return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), ()
     except ConfigError as error:
@@ -38,6 +47,35 @@ def training_tokens(config: NeoXConfig) -> tuple[int, ...]:
     except (ConfigError, DataError, ModuleNotFoundError):
         return ()
     return ()
+
+
+def _packing_notes(config: NeoXConfig) -> Iterator[str]:
+    """Yield the shares of padding and of cut documents in each training dataset that `best_fit` packs."""
+    data = config.data
+    if data.pack_impl != "best_fit" or config.model.seq_length is None:
+        return
+    prefixes = data.train_data_paths or (data.data_path,)
+    for prefix in prefixes:
+        try:
+            sizes, documents = _first_sizes(str(prefix))
+        except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
+            continue
+        from neox.data.best_fit import packing_shares  # numpy, which a dry run without data does not need
+
+        shares = packing_shares(sizes, config.model.seq_length)
+        sampled = f", by its first {len(sizes):,} documents" if len(sizes) < documents else ""
+        yield (
+            f"{prefix}: `pack_impl: best_fit` makes {shares.padding:.1%} of all positions padding and cuts "
+            f"{shares.cut:.1%} of the documents{sampled}"
+        )
+
+
+def _first_sizes(prefix: str) -> tuple[np.ndarray, int]:
+    """Return the numbers of tokens of a dataset's first documents, and its number of documents."""
+    from neox.data.indexed_dataset import IndexedDataset
+
+    indexed = IndexedDataset(prefix)
+    return indexed.sizes[:_PACKED_DOCUMENTS], len(indexed)
 
 
 def _tokens(prefix: str) -> int:

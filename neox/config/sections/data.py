@@ -14,7 +14,7 @@ from neox.config.sections.conditions import Excludes, OnlyWith, Requires
 from neox.config.sections.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from neox.errors import ConfigError
 
-PackImpl = Literal["packed", "pack_until_overflow", "unpacked"]
+PackImpl = Literal["packed", "best_fit", "pack_until_overflow", "unpacked"]
 SentencePairs = Literal["nsp", "sop"]
 FimLevel = Literal["document", "sample"]
 Weights = tuple[NonNegativeFloat, ...] | None
@@ -140,7 +140,7 @@ class DataConfig(Section):
         tuple[DataStage, ...] | None,
         Requires("train_data_paths", advice="name the datasets there, even a single one"),
         Excludes("weight_by_num_documents", reason="both set weights"),
-        Excludes("pack_impl", ("pack_until_overflow", "unpacked"), reason="they are for joined documents"),
+        Excludes("pack_impl", ("best_fit", "pack_until_overflow", "unpacked"), reason="they are for joined documents"),
         Excludes("objective", ("masked_lm",), reason="they are for joined documents"),
         Excludes("curriculum_learning.enabled", reason="both set the length of samples"),
         Excludes("num_train_epochs", reason="the passes over the datasets follow from them", advice="give train_iters"),
@@ -167,9 +167,21 @@ class DataConfig(Section):
     weighted_sampler_alpha: Annotated[NonNegativeFloat, OnlyWith("weight_by_num_documents")] = 0.3
     """The alpha of weight_by_num_documents; smaller values give small sets more weight."""
 
-    pack_impl: Annotated[PackImpl, _PAIRS] = "packed"
-    """How documents make samples of seq_length + 1 tokens. `packed` joins and cuts them. `pack_until_overflow` puts as
-    many whole documents into a sample as fit, `unpacked` one; these two pad, and padding has no loss. Pairs of answers
+    pack_impl: Annotated[
+        PackImpl,
+        _PAIRS,
+        Excludes(
+            "train_impl",
+            ("dpo", "kto", "orpo", "simpo"),
+            when=("best_fit",),
+            reason="answers are never cut",
+            advice="use packed, which fills several samples at a time",
+        ),
+    ] = "packed"
+    """How documents make samples of seq_length + 1 tokens. `packed` joins and cuts them. The others pad, and padding
+    has no loss: `best_fit` cuts only documents that are longer than a sample, and puts documents and pieces where they
+    fill a sample best (arXiv:2404.10830); `pack_until_overflow` puts as many whole documents into a sample as fit,
+    `unpacked` one. Pairs of answers
     (`train_impl`) are always whole: `packed` fills several samples at a time with them, `pack_until_overflow` one after
     the other."""
 
@@ -179,7 +191,7 @@ class DataConfig(Section):
     fim_rate: Annotated[
         Fraction | tuple[Fraction, ...],
         _PAIRS,
-        Excludes("pack_impl", ("pack_until_overflow", "unpacked"), reason="whole documents leave no room"),
+        Excludes("pack_impl", ("best_fit", "pack_until_overflow", "unpacked"), reason="whole documents leave no room"),
         Excludes("train_label_data_paths", reason="labels belong to tokens in their order"),
     ] = 0.0
     """Fraction of the training documents that are rearranged for fill in the middle: one number, or one for each of

@@ -301,6 +301,7 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("padded_vocab_size", ("vocab_file",), {"padded_vocab_size": 90}),
     ("train_impl", (), {**PAIRS, "train_impl": "reinforce"}),
     ("train_impl", (), {**PAIRS, "train_impl": "rm"}),
+    ("pack_impl", ("train_impl",), {**PAIRS, "pack_impl": "best_fit"}),
     ("train_impl", ("soft_prompt_tuning.enabled",), {**PAIRS, "soft_prompt_tuning": {"enabled": True}}),
     ("train_impl", ("data_path",), {**PAIRS, "data_path": "x"}),
     ("dataset_impl", ("train_impl",), {**PAIRS, "dataset_impl": "gpt2"}),

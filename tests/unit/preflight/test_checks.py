@@ -294,6 +294,17 @@ def test_amounts_of_training_data(tmp_path: Path) -> None:
     assert problem.keys[0] == "train_data_max_passes"
 
 
+def test_the_plan_names_what_best_fit_packing_wastes(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        for size in (17, 40, 17, 17):
+            builder.add_document(np.ones(size, dtype=np.uint16))
+    keys = {"train_data_paths": [str(tmp_path / "x")], "seq_length": 16, "pack_impl": "best_fit"}
+    keys |= {"train_iters": 1, "train_micro_batch_size_per_gpu": 1}
+    plan, _ = with_amounts(resolve(config(**keys), 1, 100))
+    (note,) = [note for note in plan.notes if "best_fit" in note]
+    assert "25.0%" in note
+
+
 def test_a_tokenizer_without_tokens_for_fill_in_the_middle(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
         builder.add_document([1, 2, 3])
