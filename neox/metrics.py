@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
+STABILITY = "stability"
+"""Beginning of the names of numbers by layer: `stability/QUANTITY/LAYER`."""
+STABILITY_PICTURE = "stability.png"
 _POINTS_WITHOUT_SMOOTHING = 50
 _MARKERS = "osD^vP*X"
 _TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
@@ -127,6 +130,71 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
             _add_token_axis(axes, path)
     figure.savefig(picture, format="png")
     return True
+
+
+def stability_names(path: Path) -> dict[str, list[int]]:
+    """Return the quantities by layer in a metrics file, each with its layers in ascending order."""
+    found: dict[str, set[int]] = {}
+    for row in read_metrics(path):
+        for name in row:
+            group, _, rest = name.partition("/")
+            if group == STABILITY:
+                quantity, _, layer = rest.rpartition("/")
+                found.setdefault(quantity, set()).add(int(layer))
+    return {quantity: sorted(layers) for quantity, layers in found.items()}
+
+
+def draw_stability(path: Path, picture: Path) -> bool:
+    """Draw the numbers of `log_stability_every` as PNG: for each quantity a map of layers over iterations.
+
+    Colours are logarithmic. A value that is not above 0, or that a step did not have, is left white.
+
+    Args:
+        path: Metrics file.
+        picture: File to write.
+
+    Returns:
+        Whether there was something to draw.
+    """
+    quantities = stability_names(path)
+    if not quantities:
+        return False
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 2.6 * len(quantities)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(quantities), sharex=True, squeeze=False)[:, 0]
+    for axes, (quantity, layers) in zip(panels, quantities.items(), strict=True):
+        names = [f"{STABILITY}/{quantity}/{layer}" for layer in layers]
+        found = curves(path, names)
+        iterations = sorted(set().union(*found.values()))
+        values = np.full((len(layers), len(iterations)), np.nan)
+        for row, name in enumerate(names):
+            for iteration, value in found.get(name, {}).items():
+                if value > 0:
+                    values[row, iterations.index(iteration)] = value
+        if not np.isfinite(values).any():
+            continue
+        norm = LogNorm(np.nanmin(values), max(np.nanmax(values), np.nanmin(values) * 1.01))
+        shown = axes.pcolormesh(range(len(iterations) + 1), range(len(layers) + 1), values, norm=norm)
+        figure.colorbar(shown, ax=axes)
+        axes.set_title(quantity.replace("_", " "), fontsize=9)
+        axes.set_ylabel("layer")
+        _label_cells(axes.yaxis, layers)
+        _label_cells(axes.xaxis, iterations)
+    panels[-1].set_xlabel("iteration")
+    figure.savefig(picture, format="png")
+    return True
+
+
+def _label_cells(axis: Any, labels: Sequence[int]) -> None:
+    """Label at most about ten cells of an axis in their middle."""
+    step = -(-len(labels) // 10)
+    shown = range(0, len(labels), step)
+    axis.set_ticks([cell + 0.5 for cell in shown], [str(labels[cell]) for cell in shown])
 
 
 def _is_evaluation(name: str) -> bool:

@@ -29,6 +29,7 @@ from neox.engine.label_weights import LabelWeights
 from neox.engine.measurements import NoTimers, StepTimers
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline import PipelineGPT
+from neox.engine.stability import Stability
 from neox.engine.steps import PipelineSteps, PlainSteps, Steps
 from neox.errors import LaunchError
 from neox.launch.machine import LEAST_CAPABILITY
@@ -82,7 +83,10 @@ def build_engine(
     averages = None
     if plan.config.optimizer.ema_decay is not None:
         averages = AveragedWeights(plan, grid, model, steps.engine.optimizer, optimizer)
-    return Engine(plan, grid, device, objective, steps, optimizer, timers, averages)
+    stability = None
+    if plan.config.logging.log_stability_every is not None:
+        stability = Stability(plan, device, grid, steps.engine.module, steps.engine.optimizer, optimizer)
+    return Engine(plan, grid, device, objective, steps, optimizer, timers, averages, stability)
 
 
 def _norm_scope(plan: RunPlan, grid: ParallelGrid) -> NormScope | None:

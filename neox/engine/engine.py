@@ -17,6 +17,7 @@ from neox.engine.determinism import readable_refusal
 from neox.engine.distributed import limit_collectives
 from neox.engine.label_weights import EvaluationResult
 from neox.engine.measurements import NoiseScale, NoTimers, StepTimers, StepValues
+from neox.engine.stability import Stability
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
 from neox.model import NetworkOutput, move_selection_biases
@@ -40,6 +41,7 @@ class StepResult:
         skipped: Whether the weights were left unchanged.
         timers: Seconds in each part of the step on this rank, with `wall_clock_breakdown`.
         noise_scale: Gradient noise scale in samples, with `log_gradient_noise_scale`, once it is known.
+        stability: Numbers by layer of a step that `log_stability_every` observes, by their names in metrics.
     """
 
     scores: Mapping[str, float]
@@ -49,6 +51,7 @@ class StepResult:
     skipped: bool
     timers: Mapping[str, float] = field(default_factory=dict)
     noise_scale: float | None = None
+    stability: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -68,6 +71,7 @@ class Engine:
         optimizer: The optimizer that updates the weights; DeepSpeed may have wrapped it.
         timers: Timers of the parts of a step.
         averages: Average of the trained weights, if it is kept.
+        stability: What observes some steps, with `log_stability_every`.
 
     Attributes:
         deepspeed_engine: DeepSpeed's engine, which holds the model.
@@ -92,6 +96,7 @@ class Engine:
         optimizer: ClippedOptimizer,
         timers: StepTimers | NoTimers,
         averages: AveragedWeights | None = None,
+        stability: Stability | None = None,
     ) -> None:
         self.plan = plan
         self.grid = grid
@@ -110,6 +115,7 @@ class Engine:
         self.reference: str | None = None
         self._steps = steps
         self._timers = timers
+        self._stability = stability
         self._noise_scale = _noise_scale(plan, optimizer)
         self._values = StepValues(device, len(objective.names))
         self._before_next_update: Callable[[], None] | None = None
@@ -139,6 +145,11 @@ class Engine:
         self._set_batch_size()
         length = self.plan.batch_schedule.seq_length(self.iteration)
         self._timers.take()  # drops what an evaluation took
+        observed = self._stability
+        if observed is not None and observed.is_due(self.iteration + 1):
+            observed.start()
+        else:
+            observed = None
         with _readable_scaler_failure(self.iteration + 1), readable_refusal():
             self._steps.train(self._cut(batches, length), length)
         if self.plan.architecture.router_bias:
@@ -148,6 +159,9 @@ class Engine:
             self.averages.update()
         skipped = self.deepspeed_engine.skipped_steps > skipped_before
         scores, grad_norm = self._take_values(skipped)
+        stability: Mapping[str, float] = {}
+        if observed is not None:
+            stability = observed.finish(grad_norm, skipped=skipped)
         return StepResult(
             scores=scores,
             grad_norm=grad_norm,
@@ -156,6 +170,7 @@ class Engine:
             skipped=skipped,
             timers=self._timers.take(),
             noise_scale=None if self._noise_scale is None else self._noise_scale.value,
+            stability=stability,
         )
 
     @torch.no_grad()

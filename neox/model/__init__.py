@@ -16,8 +16,10 @@ from neox.model.positions import POSITIONS
 from neox.model.shared_parameters import share_parameters
 from neox.model.soft_prompt import SoftPrompt
 from neox.model.stage import NetworkOutput, Stage
+from neox.model.watch import ForwardWatch
 
 __all__ = [
+    "ForwardWatch",
     "LossParts",
     "ATTENTION",
     "GPT",

@@ -55,7 +55,12 @@ class TransformerLayer(TokenShares):
         hidden_dropout: Dropout probability of what is added to the residual stream.
         layer_scaling: Whether NeoX's query-key layer scaling is on (`SelfAttention`).
         **options: Device and type of the parameters.
+
+    Attributes:
+        watch: Function of the output [B, S, H] that observes it; None for none.
     """
+
+    watch: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,

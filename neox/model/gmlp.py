@@ -5,6 +5,7 @@ Legend: B batch, S sequence, H hidden, F = 4H, per tensor rank where stated, P l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -101,7 +102,12 @@ class GatedMLPLayer(TokenShares):
         number: Number of the block, from 0.
         grid: Process groups.
         **options: Device and type of the parameters.
+
+    Attributes:
+        watch: Function of the output [B, S, H] that observes it; None for none.
     """
+
+    watch: Callable[[Tensor], None] | None = None
 
     def __init__(
         self, architecture: Architecture, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]

@@ -307,6 +307,8 @@ def _run(
         if caches is not None:
             context = shared._replace(cache=caches[number])
         x, aux = block(x, context)
+        if block.watch is not None:
+            block.watch(x)
         if aux:
             total = add_aux(total, aux)
     return x, total

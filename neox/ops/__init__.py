@@ -7,6 +7,7 @@ import torch
 from neox.architecture import AttentionImpl
 from neox.ops.activations import ACTIVATIONS
 from neox.ops.attention import core_attention, explicit_attention, masked_bias, unpadded_keys
+from neox.ops.attention_scores import largest_score
 from neox.ops.blocked_attention import blocked_attention
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.flex import block_mask_of
@@ -53,6 +54,7 @@ __all__ = [
     "grouped_linear",
     "explicit_attention",
     "label_scores",
+    "largest_score",
     "linear",
     "logits_gradient",
     "masked_bias",

@@ -98,6 +98,7 @@ class StepReport:
             values[f"timers/{part}"] = seconds
         if self.result.noise_scale is not None:
             values["train/noise_scale"] = self.result.noise_scale
+        values.update(self.result.stability)
         values.update(self.added)
         return values
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from neox.engine import SaveReport
 from neox.errors import ConfigError, TrainingError, install_command
-from neox.metrics import METRICS_FILE, PICTURE, draw
+from neox.metrics import METRICS_FILE, PICTURE, STABILITY_PICTURE, draw, draw_stability
 from neox.objectives import build_objective
 from neox.plan import RunPlan, plan_as_dict
 from neox.train.callbacks import Callback, StepReport, TrainState
@@ -251,9 +251,10 @@ class MetricsFile(Tracker):
 
     A row's `kind` says what was measured (see `neox.metrics.read_metrics`); each iteration has one row of kind `step`.
 
-    The picture is drawn at checkpoints and at the end. A run that starts at iteration 0 begins new files. Those of an
-    earlier run are kept next to them as `metrics-1.jsonl` and `loss-1.png`, and so on. Values are unrounded. One that
-    is not finite is written as the text "nan", "inf" or "-inf", so that lines stay JSON.
+    The picture is drawn at checkpoints and at the end, and with `log_stability_every` also `log_dir/stability.png`. A
+    run that starts at iteration 0 begins new files. Those of an earlier run are kept next to them as `metrics-1.jsonl`
+    and `loss-1.png`, and so on. Values are unrounded. One that is not finite is written as the text "nan", "inf" or
+    "-inf", so that lines stay JSON.
 
     Args:
         log_dir: Directory of the files, which is created if it does not exist.
@@ -265,7 +266,9 @@ class MetricsFile(Tracker):
     def __init__(self, log_dir: str | Path) -> None:
         self.path = Path(log_dir) / METRICS_FILE
         self.picture = Path(log_dir) / PICTURE
+        self.stability_picture = Path(log_dir) / STABILITY_PICTURE
         self._preloading = False
+        self._observes_stability = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
@@ -278,12 +281,13 @@ class MetricsFile(Tracker):
             _cut_partial_line(self.path)
         elif self.path.stat().st_size > 0:
             self._stream.close()
-            _keep_earlier_run(self.path, self.picture)
+            _keep_earlier_run(self.path, self.picture, self.stability_picture)
             self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """Write the step's scalars."""
         super().on_step(state, report)
+        self._observes_stability |= bool(report.result.stability)
         if not self._preloading:  # a second of imports: neither before the first step nor after the last one
             self._preloading = True
             threading.Thread(target=import_module, args=("matplotlib.figure",), daemon=True).start()
@@ -291,14 +295,19 @@ class MetricsFile(Tracker):
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Write the save's durations, and draw."""
         super().on_save(state, report)
-        draw({"": self.path}, self.picture)
+        self._draw()
 
     def on_end(self, state: TrainState) -> None:
         """Close the file, and draw."""
         self._stream.close()
-        draw({"": self.path}, self.picture)
+        self._draw()
 
     on_failure = on_end
+
+    def _draw(self) -> None:
+        draw({"": self.path}, self.picture)
+        if self._observes_stability:
+            draw_stability(self.path, self.stability_picture)
 
     def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
         """Append one line."""

@@ -291,6 +291,14 @@ class LoggingConfig(Section):
     gradient_noise_scale_cpu_offload: Annotated[bool, OnlyWith("log_gradient_noise_scale")] = False
     """Keep the sum of these gradients in CPU memory; it is as large as the gradients of a rank."""
 
+    log_stability_every: PositiveInt | None = None
+    """Every so many steps, report numbers of each layer that show where a training becomes unstable:
+    `stability/attention_logit/LAYER` (largest scaled product of a query and a key, before other masks than the causal
+    one), `activation_rms` (of a block's output), and the norms `gradient_norm` (before clipping), `weight_norm` and
+    `update_norm` of its trained parameters. Layers have the numbers of a checkpoint's files. What happens in the passes
+    is observed in the first micro batch. With log_dir, stability.png shows them. The update needs a copy of the fp32
+    weights that a rank updates."""
+
     tensorboard_dir: str | None = None
     """Directory for TensorBoard; off by default."""
 

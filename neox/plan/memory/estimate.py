@@ -95,4 +95,5 @@ def _temporary_peak(layers: LayerPlan, stage: StagePlan, sharding: Sharding) -> 
     Passes hold activations, and gathered weights or a second sum of gradients. They are gone in the other two.
     """
     passes = activation_bytes(layers, stage, sharding.setting) + sharding.held_during_passes()
-    return max(passes, sharding.engine_reduction(), sharding.update())
+    update = sharding.update() + sharding.copied_before_update()
+    return max(passes, sharding.engine_reduction(), update)

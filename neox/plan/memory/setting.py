@@ -56,6 +56,7 @@ class MemorySetting:
         fp32_gradients: Whether gradients of bf16 weights are accumulated in fp32.
         immediate_gradients: Whether each bf16 gradient is released as soon as it is accumulated.
         sums_gradients: Whether gradients of several steps are summed in fp32 on the device.
+        copies_before_update: Whether some updates copy the fp32 weights first.
         communicated_bytes: Bytes of a gradient's element while the engine reduces it.
         reduce_bucket: Elements that ZeRO reduces at once.
         reduce_buffers: Buffers of so many elements.
@@ -101,6 +102,7 @@ class MemorySetting:
     fp32_gradients: bool
     immediate_gradients: bool
     sums_gradients: bool
+    copies_before_update: bool
     communicated_bytes: int
     reduce_bucket: int
     reduce_buffers: int
@@ -194,6 +196,7 @@ def memory_setting(
         fp32_gradients=_accumulates_in_fp32(config.deepspeed, precision),
         immediate_gradients=config.deepspeed.bf16 is None or config.deepspeed.bf16.immediate_grad_update,
         sums_gradients=logging.log_gradient_noise_scale and not logging.gradient_noise_scale_cpu_offload,
+        copies_before_update=logging.log_stability_every is not None,
         communicated_bytes=_communicated_bytes(config.deepspeed, precision),
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
         reduce_buffers=1 + _overlaps_reduction(zero),

@@ -93,6 +93,16 @@ class Sharding(ABC):
     def update(self) -> int:
         """Return bytes that the update needs next to states and gradients, while there are no activations."""
 
+    def copied_before_update(self) -> int:
+        """Return bytes of the copy of the fp32 weights that observed updates need: 4 for each updated element."""
+        if not self.setting.copies_before_update or self.setting.offloads_states:
+            return 0
+        return _FP32 * self._updated_at_once()
+
+    def _updated_at_once(self) -> int:
+        """Return the elements that one call of the optimizer updates on this rank."""
+        return self.shard
+
     def _temporaries(self, updated: int) -> int:
         """Return bytes of the optimizer's temporary tensors: fp32, of at most `PIECE` of the updated elements each."""
         return _FP32 * self.setting.optimizer_temporaries * min(updated, PIECE)
@@ -124,6 +134,9 @@ class Unsharded(Sharding):
     def engine_reduction(self) -> int:
         """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
         return _engine_bucket_bytes(self.setting, self.count)
+
+    def _updated_at_once(self) -> int:
+        return self.count.trained
 
     def update(self) -> int:
         """Return bytes of fp32 gradients, trained x 4 unless training is in fp32, and of temporary tensors."""
@@ -274,8 +287,11 @@ class Zero3(_ReducedByZero):
         """Return bytes of the update: fp32 gradients and temporaries of one sub-group; none if the host updates."""
         if self.setting.offloads_states:
             return 0
-        updated = min(self.shard, self.setting.sub_group)
+        updated = self._updated_at_once()
         return _FP32 * updated + self._temporaries(updated)
+
+    def _updated_at_once(self) -> int:
+        return min(self.shard, self.setting.sub_group)
 
     def exchanged_with_host(self) -> int:
         """Return bytes of main memory per trained element: its accumulated gradient."""

@@ -1,0 +1,209 @@
+"""Numbers that show where a training becomes unstable, by layer (`log_stability_every`).
+
+The passes are observed on the modules, the update on the optimizer's fp32 tensors on this rank, whatever DeepSpeed
+wraps around it: whole parameters, or parts of them (`neox.engine.optimizer_tensors`). Ranks join their numbers once, at
+the end of an observed step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from neox.engine.deepspeed_patches import clips_itself, counts_in_norm
+from neox.engine.optimizer_tensors import optimizer_tensors, parameter_names
+from neox.metrics import STABILITY
+from neox.model import Block, ForwardWatch
+from neox.optim import ClippedOptimizer
+from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
+from neox.plan.compiled import compiles_layers
+
+_SUMS = ("gradient", "weight", "update", "activation", "elements")
+"""Sums by layer: squares of gradients, weights, updates and activations, and the number of activations."""
+
+
+class _Part(NamedTuple):
+    """A part of a parameter in one of the optimizer's tensors: its layer, and its place in the flattened tensor."""
+
+    layer: int
+    start: int
+    length: int
+
+
+class Stability:
+    """Observes some steps. All ranks call every method together.
+
+    Arguments after the first two are those of `optimizer_tensors`.
+
+    Args:
+        plan: The run, with `log_stability_every`.
+        device: Device of the model.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        device: torch.device,
+        grid: ParallelGrid,
+        model: nn.Module,
+        wrapper: Any,
+        optimizer: ClippedOptimizer,
+    ) -> None:
+        self._plan = plan
+        self._grid = grid
+        self._device = device
+        self._optimizer = optimizer
+        compiled = compiles_layers(plan.config, on_gpu=device.type == "cuda")
+        self._watch = ForwardWatch(_blocks(plan, model), compiled=compiled)
+        self._is_divided = hasattr(wrapper, "dp_process_group")
+        self._parts = _counted_parts(plan, grid, model, wrapper, optimizer)
+        self._sums: dict[str, Tensor] = {}
+        self._before: dict[Tensor, Tensor] = {}
+        self._observes = False
+        optimizer.register_step_pre_hook(self._before_update)
+        optimizer.register_step_post_hook(self._after_update)
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether the step that completes this iteration is observed."""
+        return iteration % (self._plan.config.logging.log_stability_every or 1) == 0
+
+    def start(self) -> None:
+        """Observe the next step."""
+        layers = len(self._plan.layers)
+        self._sums = {name: torch.zeros(layers, dtype=torch.float64, device=self._device) for name in _SUMS}
+        self._watch.start()
+        self._observes = True
+
+    def finish(self, grad_norm: float, *, skipped: bool) -> dict[str, float]:
+        """Return the numbers of the step, by their names in metrics.
+
+        Args:
+            grad_norm: Norm of the model's gradient before clipping.
+            skipped: Whether the weights were left unchanged. Then there is nothing to say of gradients and updates.
+        """
+        self._observes = False
+        self._watch.stop()
+        self._before.clear()
+        sums, logits = self._joined()
+        values: dict[str, float] = {}
+        for layer, largest in enumerate(logits):
+            if math.isfinite(largest):
+                values[f"{STABILITY}/attention_logit/{layer}"] = largest
+        for layer, elements in enumerate(sums["elements"]):
+            if elements:
+                values[f"{STABILITY}/activation_rms/{layer}"] = math.sqrt(sums["activation"][layer] / elements)
+        if skipped:
+            return values
+        norms = {"gradient_norm": "gradient", "weight_norm": "weight", "update_norm": "update"}
+        factors = {"gradient_norm": self._clipped_by(grad_norm)}
+        for name, observed in norms.items():
+            for layer, square in enumerate(sums[observed]):
+                if sums["weight"][layer]:
+                    values[f"{STABILITY}/{name}/{layer}"] = math.sqrt(square) * factors.get(name, 1.0)
+        return values
+
+    def _joined(self) -> tuple[dict[str, list[float]], list[float]]:
+        """Return the sums by layer over all ranks, and the largest attention logits by layer (-inf for none)."""
+        layers = len(self._plan.layers)
+        largest = torch.full((layers,), -math.inf, dtype=torch.float64, device=self._device)
+        for layer, value in self._watch.logits.items():
+            largest[layer] = value
+        divides_tokens = self._grid.topology.sequence_parallel
+        if self._grid.tp_rank == 0 or divides_tokens:
+            for layer, square in self._watch.squares.items():
+                self._sums["activation"][layer] = square
+                self._sums["elements"][layer] = self._watch.elements[layer]
+        if not self._is_divided and self._grid.dp_rank > 0:  # data ranks update the same tensors
+            for name in ("gradient", "weight", "update"):
+                self._sums[name].zero_()
+        sums = torch.stack([self._sums[name] for name in _SUMS])
+        if self._grid.world_size > 1:
+            dist.all_reduce(sums)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return dict(zip(_SUMS, sums.tolist(), strict=True)), largest.tolist()
+
+    def _clipped_by(self, grad_norm: float) -> float:
+        """Return the divisor by which DeepSpeed has clipped the gradients before the optimizer saw them."""
+        limit = self._plan.config.deepspeed.gradient_clipping
+        if clips_itself(self._plan) or not 0.0 < limit < grad_norm:
+            return 1.0
+        return (grad_norm + 1e-6) / limit
+
+    @torch.no_grad()
+    def _before_update(self, *_: Any) -> None:
+        """Add up the gradients and weights of the tensors that are about to be updated, and copy these."""
+        if not self._observes:
+            return
+        tensors = self._updated_tensors()
+        self._add("gradient", tensors, [_gradient(tensor) for tensor in tensors])
+        self._add("weight", tensors, tensors)
+        for tensor in tensors:
+            self._before[tensor] = tensor.detach().clone()
+
+    @torch.no_grad()
+    def _after_update(self, *_: Any) -> None:
+        """Add up the updates."""
+        if not self._observes:
+            return
+        tensors = list(self._before)
+        changes = [self._before[tensor].sub_(tensor) for tensor in tensors]
+        self._add("update", tensors, changes)
+        self._before.clear()
+
+    def _updated_tensors(self) -> list[Tensor]:
+        """Return the tensors with counted parts that are updated now; ZeRO calls the optimizer several times."""
+        found = []
+        for group in self._optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None and self._parts.get(tensor):
+                    found.append(tensor)
+        return found
+
+    def _add(self, name: str, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Add the squares of values, which have the shapes of the optimizer's tensors, to the sums of their layers."""
+        views = []
+        layers = []
+        for tensor, value in zip(tensors, values, strict=True):
+            flat = value.detach().reshape(-1)
+            for part in self._parts[tensor]:
+                views.append(flat[part.start : part.start + part.length])
+                layers.append(part.layer)
+        if not views:
+            return
+        squares = torch.stack(torch._foreach_norm(views, dtype=torch.float32)).double().square().to(self._device)
+        self._sums[name].index_add_(0, torch.tensor(layers, device=self._device), squares)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _blocks(plan: RunPlan, model: nn.Module) -> dict[int, Block]:
+    """Return the blocks on this rank by their index in the layer plan."""
+    layers: Mapping[int, Any] = model.stage.layers  # type: ignore[union-attr, assignment]
+    return {index: layers[index] for index in layers if plan.layers[index].kind == "block"}
+
+
+def _counted_parts(
+    plan: RunPlan, grid: ParallelGrid, model: nn.Module, wrapper: Any, optimizer: ClippedOptimizer
+) -> dict[Tensor, list[_Part]]:
+    """Return the parts of parameters in each of the optimizer's tensors, without those that another rank counts."""
+    names = parameter_names(model, plan.layers)
+    counted = set()
+    for parameter in model.parameters():
+        if parameter.requires_grad and counts_in_norm(parameter, grid):
+            counted.add(names[id(parameter)])
+    parts: dict[Tensor, list[_Part]] = {}
+    for item in optimizer_tensors(plan, grid, model, wrapper, optimizer):
+        parts[item.tensor] = []
+        for fragment in item.fragments:
+            if fragment.length and fragment.key in counted:
+                parts[item.tensor].append(_Part(fragment.key.layer, fragment.start, fragment.length))
+    return parts
