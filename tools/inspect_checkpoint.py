@@ -81,9 +81,21 @@ def summary_lines(summary: Summary) -> dict[str, Any]:
         "degrees": f"pp {summary.pp_size or '?'} x mp {summary.tp_size} x dp {summary.dp_size or '?'}",
         "model": f"{summary.layers} blocks, {summary.parameters:,} parameters, {', '.join(summary.dtypes)}",
         "on disk": f"{summary.bytes_on_disk:,} bytes, {summary.optimizer_files} optimizer files",
+        **averages(summary),
         f"complete ({checked})": "; ".join(summary.problems) or "yes",
         **summary.args,
     }
+
+
+def averages(summary: Summary) -> dict[str, str]:
+    """Return lines about averages: of weights over steps, and of checkpoints."""
+    lines = {}
+    if summary.averaged_steps is not None:
+        lines["average"] = f"of the weights over {summary.averaged_steps:,} steps"
+    if summary.averaged_from:
+        sources = [f"{weight:.4g} x {path}" for path, weight in summary.averaged_from.items()]
+        lines["mean of"] = " + ".join(sources)
+    return lines
 
 
 def print_table(lines: dict[str, Any]) -> None:

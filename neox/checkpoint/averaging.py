@@ -13,7 +13,7 @@ from torch import Tensor
 
 from neox.architecture import ParameterSpec
 from neox.checkpoint.finding import damaged_weights, names_of_checkpoints, why_incomplete
-from neox.checkpoint.names import CONFIG
+from neox.checkpoint.names import AVERAGED_FROM, CONFIG
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.rewriting import check_degree, identity_of, rewrite
 from neox.checkpoint.staging import checkpoint_directories
@@ -24,9 +24,6 @@ from neox.plan.schedule.annealing import FINAL_DECAYS
 
 Weighting = Literal["mean", "linear", "decay"]
 """How much each checkpoint counts, the oldest first: all the same, as 1 : 2 : 3, or as if the learning rate decayed."""
-
-AVERAGED_FROM = "averaged_from"
-"""Name in the client state of the directories that were averaged, with their weights."""
 
 
 def last_checkpoints(save: Path, count: int) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from neox.architecture import BLOCK_OFFSET, WORD_EMBEDDINGS, Architecture, LayerPlan, build_layer_plan
 from neox.checkpoint.finding import why_incomplete
 from neox.checkpoint.manifest import read_manifest
-from neox.checkpoint.names import parse_optimizer_file
+from neox.checkpoint.names import AVERAGED_FROM, AVERAGED_STEPS, parse_optimizer_file
 from neox.checkpoint.reader import UNUSED_IN_NEOX, CheckpointReader
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError
@@ -38,6 +38,8 @@ class Summary:
         bytes_on_disk: Size of all files.
         has_manifest: Whether it has a manifest.
         optimizer_files: Number of the optimizer's files.
+        averaged_steps: Steps that its average of the weights has followed; None if it holds no average.
+        averaged_from: Checkpoints of which it is the mean, with their weights; empty if it is no mean.
         args: The model's settings that the run stored.
         problems: Reasons why it is incomplete or damaged (hashes of its manifest, or checksums in its files).
     """
@@ -54,6 +56,8 @@ class Summary:
     bytes_on_disk: int
     has_manifest: bool
     optimizer_files: int
+    averaged_steps: int | None
+    averaged_from: Mapping[str, float]
     args: dict[str, Any]
     problems: tuple[str, ...]
 
@@ -238,6 +242,8 @@ def summarize(reader: CheckpointReader, *, verify: bool = True) -> Summary:
         bytes_on_disk=bytes_on_disk,
         has_manifest=read_manifest(reader.path) is not None,
         optimizer_files=len(data_ranks),
+        averaged_steps=reader.client_state.get(AVERAGED_STEPS),
+        averaged_from=dict(reader.client_state.get(AVERAGED_FROM) or {}),
         args=dict(reader.args),
         problems=tuple(why_incomplete(reader.path, hashes=verify)),
     )

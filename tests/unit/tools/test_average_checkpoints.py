@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neox.checkpoint import open_checkpoint
+from neox.checkpoint import commit, open_checkpoint, stage_directory
 from neox.config import NeoXConfig
 from neox.preflight.checkpoint_checks import checkpoint_problems
-from tests.unit.checkpoint.synthetic import seeded_weights, small_plan
-from tests.unit.checkpoint.test_averaging import write_run
+from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_checkpoint
+from tests.unit.checkpoint.test_averaging import STATE, write_run
 from tests.unit.tools.conftest import Run
 
 
@@ -21,6 +21,13 @@ def test_the_last_checkpoints_of_a_run(tmp_path: Path, run: Run) -> None:
     layers = small_plan()
     expected = (seeded_weights(layers, 4)[2, name] + seeded_weights(layers, 6)[2, name]) / 2
     assert (found - expected).abs().max() < 1e-6
+
+    shown = run("inspect_checkpoint.py", tmp_path / "out")
+    assert f"0.5 x {tmp_path}/run/global_step4 + 0.5 x {tmp_path}/run/global_step6" in shown.stdout
+
+    staged = stage_directory(tmp_path / "kept", 3)
+    write_checkpoint(staged, layers, seeded_weights(layers), client_state={**STATE, "averaged_steps": 1234})
+    assert "over 1,234 steps" in run("inspect_checkpoint.py", commit(staged)).stdout
 
     config = NeoXConfig.from_flat({"load": str(tmp_path / "out")})
     (problem,) = checkpoint_problems(config, training=True)
