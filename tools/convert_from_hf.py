@@ -14,7 +14,7 @@ import argparse
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
-from neox.convert import from_hf
+from neox.convert import find_source, from_hf
 from neox.errors import run_script
 from neox.log import setup_logging
 
@@ -22,12 +22,19 @@ from neox.log import setup_logging
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", required=True, help="a directory with config.json and safetensors or bin files")
+    add(
+        "--input_dir",
+        required=True,
+        metavar="DIR|ORG/NAME",
+        help="a directory with config.json and safetensors or bin files, or a model on the Hugging Face hub",
+    )
+    add("--revision", help="branch, tag or commit of the model on the hub (default: main)")
     add("--output_dir", required=True, help="a checkpoint directory; global_step0 is written into it")
     add("--adapter", metavar="DIR", help="a LoRA adapter of this model that peft has written")
     add("--model-parallel-size", type=int, default=1, help="tensor ranks of the files; any degree can load them")
     add(
         "--precision",
+        "--dtype",
         choices=["auto", "fp32", "fp16", "bf16"],
         default="auto",
         help="precision of the weights (auto: as in the directory)",
@@ -38,9 +45,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
+    source = find_source(args.input_dir, args.revision)
     result = from_hf(
-        args.input_dir,
+        source.directory,
         args.output_dir,
+        name=source.name,
         model_parallel_size=args.model_parallel_size,
         precision=None if args.precision == "auto" else args.precision,
         adapter_dir=args.adapter,

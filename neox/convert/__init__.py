@@ -1,8 +1,17 @@
 """Conversion between our checkpoints and Hugging Face directories, for every family of `neox.families`."""
 
 from neox.convert.from_hf import FromHFResult, from_hf
-from neox.convert.hf_directory import upload
+from neox.convert.hub import find_source, upload
 from neox.convert.to_hf import ToHFResult, choose_family, to_hf
 from neox.convert.write_peft import write_peft_adapter
 
-__all__ = ["FromHFResult", "ToHFResult", "choose_family", "from_hf", "to_hf", "upload", "write_peft_adapter"]
+__all__ = [
+    "FromHFResult",
+    "ToHFResult",
+    "choose_family",
+    "find_source",
+    "from_hf",
+    "to_hf",
+    "upload",
+    "write_peft_adapter",
+]

@@ -22,7 +22,7 @@ from neox.checkpoint import (
 )
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.config import NeoXConfig
-from neox.convert.hf_directory import CONFIG, read_json
+from neox.convert.hf_directory import CONFIG, GENERATION_CONFIG, read_json, write_json
 from neox.convert.hf_tokenizer import import_tokenizer
 from neox.convert.hf_weights import HFWeights
 from neox.convert.layouts import from_hf_layout, to_hf_layout
@@ -55,6 +55,7 @@ def from_hf(
     hf_dir: str | Path,
     output_dir: str | Path,
     *,
+    name: str | None = None,
     model_parallel_size: int = 1,
     precision: Precision | None = None,
     adapter_dir: str | Path | None = None,
@@ -66,6 +67,7 @@ def from_hf(
     Args:
         hf_dir: Directory with `config.json` and weights.
         output_dir: Directory of checkpoints.
+        name: Name of the model in the file that is written; None takes that of its directory.
         model_parallel_size: Number of tensor ranks of the files. Every degree can load them.
         precision: Precision of the weights; None keeps the source's.
         adapter_dir: Directory of a LoRA adapter that `peft` wrote for this model. The checkpoint then has adapters,
@@ -97,6 +99,7 @@ def from_hf(
     try:
         _write_layers(weights, stored_keys, adapters, layers, staged, model_parallel_size, precision)
         tokenizer = import_tokenizer(source, output)
+        _import_generation_config(source, output)
         client_state = {"iteration": 0, **_identity(replace(plan, layers=layers), tokenizer, model_parallel_size)}
         for rank in range(model_parallel_size):
             write_client_state(staged, rank, client_state)
@@ -105,8 +108,15 @@ def from_hf(
         discard(staged)
         raise
     keys["padded_vocab_size"] = rows  # so that training and exports keep the rows of the embedding
-    header = f"# Imported from {source.name}. Add data, batch and optimizer keys to train.\n"
+    header = f"# Imported from {name or source.name}. Add data, batch and optimizer keys to train.\n"
     return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), layers.numel)
+
+
+def _import_generation_config(source: Path, output: Path) -> None:
+    """Copy the settings of generation, which an export takes from there. Raises ConversionError."""
+    path = source / GENERATION_CONFIG
+    if path.is_file():
+        write_json(output / GENERATION_CONFIG, read_json(path))
 
 
 _OTHER_FORMATS = (

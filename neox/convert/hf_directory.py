@@ -1,4 +1,4 @@
-"""A Hugging Face directory: its files, its atomic creation and its upload."""
+"""A Hugging Face directory: its files and its atomic creation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from neox.errors import ConfigError, ConversionError, os_errors
 from neox.files import atomic_directory
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 SAFETENSORS = "model.safetensors"
 BIN = "pytorch_model.bin"
 INDEX_ENDING = ".index.json"
@@ -64,33 +65,3 @@ def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         if error is error_of_block:
             raise
         raise ConversionError(f"{output}: cannot be written: {error.strerror or error} ({error.filename})") from error
-
-
-def upload(directory: Path, repository: str) -> str:
-    """Upload a directory to the Hugging Face hub.
-
-    This needs the package huggingface_hub and a login (`hf auth login`, or HF_TOKEN).
-
-    Args:
-        directory: Directory to upload.
-        repository: `USER/NAME`. If it does not exist, it is created as a private one.
-
-    Returns:
-        The repository's address.
-
-    Raises:
-        ConversionError: If it fails.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        address = api.create_repo(repository, exist_ok=True, private=True)
-        api.upload_folder(folder_path=str(directory), repo_id=repository)
-    except Exception as error:  # connection errors are those of the HTTP library that the hub's client uses
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConversionError(
-            f"{directory} was exported, but uploading it to {repository} failed: {reason}; "
-            f"log in with `hf auth login` and repeat with `hf upload {repository} {directory}`"
-        ) from error
-    return str(address)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from neox.checkpoint import (
 from neox.checkpoint.reshard import OnDrift
 from neox.config import NeoXConfig
 from neox.convert.exported_weights import Export, PlannedTensor, plan_tensors, write_weights
-from neox.convert.hf_directory import CONFIG, new_directory, write_json
+from neox.convert.hf_directory import CONFIG, GENERATION_CONFIG, new_directory, read_json, write_json
 from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, write_tokenizer
 from neox.convert.model_card import model_card
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
@@ -280,14 +281,30 @@ def _chat_template(config: NeoXConfig, reader: CheckpointReader, source: Tokeniz
 def _write_generation_config(
     output: Path, settings: ModelSettings, template: ChatTemplate | None, source: TokenizerSource | None
 ) -> None:
-    """Write the ids that begin and end a text. With a chat template the end of an answer is one of them."""
-    ends: int | list[int] | None = settings.eod
-    if settings.eod is not None and template is not None and source is not None:
-        of_answers = find_answer_form(template, source.tokenizer).end_ids
-        if of_answers:
-            ends = [settings.eod, *of_answers]
-    generation = {"_from_model_config": True, "bos_token_id": settings.bos, "eos_token_id": ends}
-    write_json(output / "generation_config.json", generation)
+    """Write the ids that begin and end a text, and what an import brought along, such as settings of sampling.
+
+    With a chat template the end of an answer ends a text, too.
+    """
+    generation = _imported_generation_config(source)
+    ends: dict[int, None] = {}
+    if settings.eod is not None:
+        ends[settings.eod] = None
+        imported = generation.get("eos_token_id")
+        ends.update(dict.fromkeys(imported if isinstance(imported, list) else []))
+        if template is not None and source is not None:
+            ends.update(dict.fromkeys(find_answer_form(template, source.tokenizer).end_ids))
+    generation["bos_token_id"] = settings.bos
+    generation["eos_token_id"] = list(ends) if len(ends) > 1 else settings.eod
+    write_json(output / GENERATION_CONFIG, generation)
+
+
+def _imported_generation_config(source: TokenizerSource | None) -> dict[str, Any]:
+    """Return the settings of generation that lie next to the tokenizer of an imported model."""
+    if source is not None:
+        path = source.vocab_file.with_name(GENERATION_CONFIG)
+        if path.is_file():
+            return read_json(path)
+    return {"_from_model_config": True}
 
 
 def _refuse_other_logits(check: Verification, export: Export) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file as save_safetensors
+from tokenizers import Tokenizer, models
 
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
@@ -152,3 +153,20 @@ def test_formats_of_others_name_their_converter(tmp_path, name, converter):
     (tmp_path / "in" / name).write_bytes(b"")
     with raises_naming(ConversionError, tmp_path / "in", converter):
         from_hf(tmp_path / "in", tmp_path / "out")
+
+
+def test_settings_of_generation_come_along(exported, tmp_path):
+    directory, _, _ = exported
+    vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2, "<|end|>": 3}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="a")).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    given = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 3], "bos_token_id": 1}
+    (directory / "generation_config.json").write_text(json.dumps(given))
+    imported = from_hf(directory, tmp_path / "back")
+    to_hf(imported.checkpoint, config_from_files([imported.config_file]), tmp_path / "out", verify=False)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert {key: written[key] for key in ("temperature", "top_p", "eos_token_id")} == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "eos_token_id": [2, 3],
+    }

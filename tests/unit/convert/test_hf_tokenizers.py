@@ -173,6 +173,25 @@ def test_transformers_writes_the_file_of_a_directory_without_one(directory, tmp_
     assert PreTrainedTokenizerFast.from_pretrained(str(tmp_path / "out"))("abb").input_ids == [3, 1]
 
 
+OWN_IDS = [name for name, family in FAMILIES.items() if family.tokenizer_pattern is None]
+
+
+@pytest.mark.parametrize("model_type", OWN_IDS)
+def test_auto_tokenizer_gives_our_ids_for_exports_of_each_family(model_type, tmp_path):
+    from transformers import AutoTokenizer
+
+    _byte_level(["<|endoftext|>"]).save(str(tmp_path / "tokenizer.json"))
+    keys = {"tokenizer_type": "HFTokenizer", "vocab_file": str(tmp_path / "tokenizer.json")}
+    source = find_tokenizer(NeoXConfig.from_flat(keys))
+    assert source is not None
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_tokenizer(source, output, FAMILIES[model_type], max_length=32)
+    loaded = AutoTokenizer.from_pretrained(str(output))
+    assert [loaded(text).input_ids for text in TEXTS] == source.tokenizer.encode_batch(TEXTS)
+
+
 def test_ids_beyond_two_bytes_are_stored_whole(tmp_path):
     state = json.loads(_byte_level(["<|endoftext|>"]).to_str())
     vocabulary = state["model"]["vocab"]
