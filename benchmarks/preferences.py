@@ -85,11 +85,9 @@ def our_engine(model: Path, directory: Path, pairs: list[dict[str, list[int]]], 
     return engine, build_data_iterators(plan, 0, 0, tokenizer=tokenizer, reference=reference).train
 
 
-def compare(steps: int, batch: int, directory: Path) -> dict[str, Any]:
-    """Return the median time for a pair of both sides in milliseconds, and the share of padding."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
-    from trl import DPOConfig, DPOTrainer
+def save_llama(directory: Path) -> None:
+    """Write the model that both sides train."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
     config = LlamaConfig(
@@ -103,7 +101,54 @@ def compare(steps: int, batch: int, directory: Path) -> dict[str, Any]:
         eos_token_id=EOS,
         pad_token_id=1,
     )
-    LlamaForCausalLM(config).save_pretrained(directory / "hf")
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def trl_trainer(model: Path, directory: Path, pairs: list[dict[str, list[int]]], batch: int, callback: Any) -> Any:
+    """Return TRL's trainer of the pairs in their order."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import DPOConfig, DPOTrainer
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+    config = DPOConfig(
+        output_dir=str(directory),
+        per_device_train_batch_size=batch,
+        max_steps=len(pairs) // batch,
+        learning_rate=1e-5,
+        max_grad_norm=1.0,
+        precompute_ref_log_probs=True,
+        max_length=None,
+        optim="adamw_torch",
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        ddp_find_unused_parameters=False,
+        disable_tqdm=True,
+    )
+    return InOrder(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        args=config,
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=_tokenizer(),
+        callbacks=[callback],
+    )
+
+
+def compare(steps: int, batch: int, directory: Path) -> dict[str, Any]:
+    """Return the median time for a pair of both sides in milliseconds, and the share of padding."""
+    from transformers import TrainerCallback
+
+    save_llama(directory / "hf")
     pairs = pairs_of_mixed_lengths(steps * batch)
     engine, batches = our_engine(directory / "hf", directory, pairs, steps)
     times: dict[str, list[float]] = {"neox": [], "trl": []}
@@ -117,50 +162,16 @@ def compare(steps: int, batch: int, directory: Path) -> dict[str, Any]:
 
         def on_step_end(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
             times["trl"].append((time.perf_counter() - self.began) / batch)
-            own = pairs[(state.global_step - 1) * batch : state.global_step * batch]
-            lengths = []
-            for pair in own:
-                for name in ("chosen_ids", "rejected_ids"):
-                    lengths.append(len(pair["prompt_ids"]) + len(pair[name]))
-            padding["trl"].append(1 - sum(lengths) / (max(lengths) * len(lengths)))
-            rows = range((state.global_step - 1) * ROWS, state.global_step * ROWS)
+            step = state.global_step - 1
+            padding["trl"].append(padding_of(pairs[step * batch : (step + 1) * batch]))
+            rows = range(step * ROWS, (step + 1) * ROWS)
             numbers = np.concatenate([batches.dataset.numbers(row) for row in rows])
             began = time.perf_counter()
             engine.train_batch(batches)
             times["neox"].append((time.perf_counter() - began) / len(numbers))
             padding["neox"].append(1 - batches.dataset.pairs.sizes[numbers].sum() / (ROW * ROWS))
 
-    class InOrder(DPOTrainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset
-
-    InOrder(
-        model=AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.float32),
-        args=DPOConfig(
-            output_dir=str(directory / "trl"),
-            per_device_train_batch_size=batch,
-            max_steps=steps,
-            learning_rate=1e-5,
-            max_grad_norm=1.0,
-            precompute_ref_log_probs=True,
-            max_length=None,
-            optim="adamw_torch",
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            ddp_find_unused_parameters=False,
-            disable_tqdm=True,
-        ),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=_tokenizer(),
-        callbacks=[InTurn()],
-    ).train()
+    trl_trainer(directory / "hf", directory / "trl", pairs, batch, InTurn()).train()
     result: dict[str, Any] = {"steps": steps, "pairs of a step of TRL": batch, "threads": torch.get_num_threads()}
     for side in times:
         result[side] = {
@@ -169,6 +180,15 @@ def compare(steps: int, batch: int, directory: Path) -> dict[str, Any]:
         }
     result["neox is faster by"] = round(result["trl"]["ms for a pair"] / result["neox"]["ms for a pair"], 2)
     return result
+
+
+def padding_of(pairs: list[dict[str, list[int]]]) -> float:
+    """Return the share of padding if all answers of some pairs are as long as the longest one."""
+    lengths = []
+    for pair in pairs:
+        for name in ("chosen_ids", "rejected_ids"):
+            lengths.append(len(pair["prompt_ids"]) + len(pair[name]))
+    return 1 - sum(lengths) / (max(lengths) * len(lengths))
 
 
 def _tokenizer() -> Any:

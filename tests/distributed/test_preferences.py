@@ -92,6 +92,10 @@ def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
     return answers
 
 
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "interleaved": {"pp": 2, "pipeline_schedule": "interleaved"},
+    "dualpipev": {"pp": 2, "pipeline_schedule": "dualpipev"},
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "zero1": {"zero": 1},
@@ -102,23 +106,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(tmp_path: Path, kind: str, layouts: list[str]) -> None:
+def compare(tmp_path: Path, kind: str, layouts: list[str], **others: Any) -> None:
     data = write_preferences(tmp_path)
     keys = keys_of(data, kind)
-    shared = {"train_batch_size": 4, "num_layers": 2}
+    shared = {"train_batch_size": 4, "num_layers": 2, **others}
     alone = tiny_plan(1, train_micro_batch_size_per_gpu=4, **shared, **keys)
     expected = run_ranks(1, curves, [alone])[0][0]
     if kind in ("sigmoid", "kto"):
         first = math.log(2) if kind == "sigmoid" else expected[0]["loss"]
         assert expected[0]["loss"] == pytest.approx(first, rel=1e-5)
     assert expected[0]["loss"] != expected[-1]["loss"]
-    size = {"tp2": 4, "pp2": 2}
     plans = []
     for name in layouts:
-        micro = size.get(name, 2)
-        if kind == "kto" and name == "pp2":
+        layout = {**LAYOUTS, **SCHEDULES}[name]
+        micro = 1 if name in SCHEDULES else 2
+        if name == "tp2" or (kind == "kto" and name == "pp2"):  # KTO estimates its KL over a whole micro batch
             micro = 4
-        plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, **keys, **LAYOUTS[name]))
+        plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, **keys, **layout))
     for name, curve in zip(layouts, run_ranks(2, curves, plans)[0], strict=True):
         for step, wanted in zip(curve, expected, strict=True):
             assert step == pytest.approx(wanted, rel=4e-6, abs=2e-6), (kind, name)
@@ -136,6 +140,17 @@ def test_layouts_train_alike_by_kto(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_layouts_train_alike(tmp_path: Path, kind: str) -> None:
     compare(tmp_path, kind, list(LAYOUTS))
+
+
+@pytest.mark.slow
+def test_adapters_train_alike(tmp_path: Path) -> None:
+    lora = {"r": 4, "alpha": 8, "target": ["query_key_value", "dense"]}
+    compare(tmp_path, "sigmoid", ["dp2", "zero1", "tp2", "pp2"], lora=lora)
+
+
+@pytest.mark.slow
+def test_other_pipeline_schedules_train_alike(tmp_path: Path) -> None:
+    compare(tmp_path, "sigmoid", ["interleaved", "dualpipev"], num_layers=4)
 
 
 def resumed(plans: list[RunPlan]):
@@ -196,3 +211,25 @@ def of_documents(plans: list[RunPlan]) -> list[list[float]]:
         )
         answers.append([engine.train_batch(rows).loss for _ in range(STEPS)])
     return answers
+
+
+@pytest.mark.slow
+def test_the_first_loss_is_that_of_equal_models(tmp_path: Path) -> None:
+    """ln 2, whatever the precision, the ZeRO stage, the packing and the degrees."""
+    keys = {"train_batch_size": 4, "num_layers": 2, **keys_of(write_preferences(tmp_path), "sigmoid")}
+    plans = []
+    for number, (precision, impl, layout) in enumerate(
+        [
+            ("fp32", "packed", {"zero": 2}),
+            ("fp32", "unpacked", {"zero": 3}),
+            ("fp32", "pack_until_overflow", {"pp": 2}),
+            ("bf16", "packed", {"zero": 1}),
+            ("bf16", "unpacked", {"pp": 2}),
+            ("fp16", "packed", {"mp": 2}),
+        ]
+    ):
+        own = {"precision": precision, "pack_impl": impl, "precompute_model_name": f"of-plan-{number}"}
+        plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=2, **keys, **own, **layout))
+    for plan, curve in zip(plans, run_ranks(2, curves, plans)[0], strict=True):
+        allowed = 1e-5 if plan.precision == "fp32" else 5e-3
+        assert curve[0]["loss"] == pytest.approx(math.log(2), abs=allowed), plan.config.data.pack_impl

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from neox.metrics import read_metrics
-from tests.end_to_end.test_finetuning_page import ROOT, run
+from tests.end_to_end.pages import type_page
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
@@ -28,17 +29,8 @@ def test_every_command_of_the_page(tmp_path: Path) -> None:
     for name, rows in (("pairs", pairs), ("judged", judged)):
         (tmp_path / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    said = []
-    page = (ROOT / "docs" / "preferences.md").read_text()
-    for language, text in re.findall(r"```(bash|python)\n(.*?)```", page, re.DOTALL):
-        if language == "python":
-            said.append(run(tmp_path, "-c", text))
-            continue
-        for line in text.splitlines():
-            python, script, *arguments = shlex.split(line)
-            assert python == "python"
-            said.append(run(tmp_path, str(ROOT / script), *arguments))
-    margins = re.search(r"margin before (\S+), after (\S+)", "\n".join(said))
+    whole = type_page("preferences.md", tmp_path)
+    margins = re.search(r"margin before (\S+), after (\S+)", whole)
     assert margins is not None
     before, after = map(float, margins.groups())
     assert after > before + 1
