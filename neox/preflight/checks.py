@@ -130,7 +130,10 @@ def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Pr
     if problem is None:
         return []
     key = device.size_key
-    return [Problem((key,), f"{problem} ({device.source}; with a larger {key} the run starts all the same)")]
+    larger = f"a larger {key}"
+    if key == "gpu_memory_gib":
+        larger += ", or --gpu-type for another GPU,"
+    return [Problem((key,), f"{problem} ({device.source}; with {larger} the run starts all the same)")]
 
 
 def nvme_paths(config: NeoXConfig) -> tuple[str, ...]:

@@ -66,6 +66,39 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 pipe.close()
 
 
+def run_and_kill(
+    function: Callable[..., Any],
+    *args: Any,
+    begun: Callable[[], bool],
+    seconds: float,
+    signum: int,
+    timeout: float = 400,
+) -> None:
+    """Call `function(*args)` on one rank, and send its process a signal some seconds after `begun()` is true.
+
+    It may have ended by then. It is gone on return, killed if it does not answer the signal.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        receiver, sender = _FORK_SERVER.Pipe(duplex=False)
+        store = str(Path(directory) / "store")
+        process = _FORK_SERVER.Process(
+            target=_rank_main, args=(sender, 0, 1, free_port(), store, function, args), daemon=False
+        )
+        process.start()
+        sender.close()
+        end = time.monotonic() + timeout
+        while process.is_alive() and not begun():
+            assert time.monotonic() < end, f"nothing has begun after {timeout} s"
+            time.sleep(0.01)
+        process.join(seconds)
+        if process.is_alive():
+            os.kill(process.pid or 0, signum)
+        process.join(10)
+        process.kill()
+        process.join()
+        receiver.close()
+
+
 def start_script(
     script: Path, *arguments: str, directory: Path, output: Path, errors: Path | None = None, **variables: str
 ) -> BaseProcess:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.spawn import run_ranks
+from tests.distributed.spawn import run_and_kill, run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
 
 
@@ -26,11 +29,12 @@ def train(engine_plan, save, steps):
     return first, engine.iteration
 
 
-def walk(directory, number, length):
+def walk(directory, number, length, notes=None):
     """On one rank: a random sequence of commands over three `save` directories; return what contradicts the rules.
 
     A command is a start from scratch, a fine-tuning of another directory, a resume, a rollback or `overwrite`, with
-    other seeds and schedules, and is often typed twice.
+    other seeds and schedules, and is often typed twice. notes: a file to which the checkpoints are added after each
+    command.
     """
     from neox.errors import CheckpointError
 
@@ -50,6 +54,9 @@ def walk(directory, number, length):
         except CheckpointError:
             refused = True
         after = fingerprints(root)
+        if notes is not None:
+            with open(notes, "a") as file:
+                file.write(json.dumps(sorted(after)) + "\n")
         lost = {found for found in before if found not in after}
         if lost:
             wrong.append((command, "lost", lost))
@@ -76,13 +83,33 @@ def draw_command(draw, root):
 
 
 def fingerprints(root):
-    """Hashes of all weights in checkpoints, wherever they are, with the run that they carry."""
+    """Hashes of all weights in checkpoints, wherever they are.
+
+    One that a save was replacing when it was killed counts: the next start puts it back.
+    """
     found = set()
-    for path in root.glob("**/global_step*"):
+    for path in root.rglob("*global_step*"):
+        name = re.match(r"(?:\.replaced-)?(global_step\d+)", path.name)
         files = sorted(path.glob("layer_*.pt"))
-        if files:
+        if name is not None and files:
             content = b"".join(file.read_bytes() for file in files)
-            found.add((path.name.partition(".")[0], hashlib.sha256(content).hexdigest()))
+            found.add((name[1], hashlib.sha256(content).hexdigest()))
+    return found
+
+
+def walk_until_killed(directory, number):
+    """Start a sequence of commands, and kill it at a random moment with a random signal; return what it had noted."""
+    draw = random.Random(-number - 1)
+    notes = directory.parent / f"{directory.name}.notes"
+    seconds = draw.uniform(0.0, 3.0)
+    signum = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    begun = notes.exists
+
+    run_and_kill(walk, str(directory), 1000 + number, 50, str(notes), begun=begun, seconds=seconds, signum=signum)
+    found = set()
+    for line in notes.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):  # a killed process may have written a part
+            found |= {tuple(entry) for entry in json.loads(line)}
     return found
 
 
@@ -113,8 +140,15 @@ def test_a_rollback_moves_later_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_no_sequence_of_commands_loses_a_checkpoint(tmp_path: Path) -> None:
+    """Thirty sequences: commands, a kill at a random moment, and commands after it."""
     for number in range(30):
         directory = tmp_path / str(number)
         directory.mkdir()
-        assert run_ranks(1, walk, str(directory), number, 8) == [[]]
+        assert run_ranks(1, walk, str(directory), number, 6) == [[]]
+        before = fingerprints(directory)
+        before |= walk_until_killed(directory, number)
+        assert before <= fingerprints(directory), number
+        assert run_ranks(1, walk, str(directory), 2000 + number, 3) == [[]]
+        assert before <= fingerprints(directory), number
