@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ from neox.convert.verification import Verification, compare_logits, single_rank_
 from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings
 from neox.ops import DTYPES
-from neox.plan import Precision, RunPlan, architecture_keys
+from neox.plan import Precision, RunPlan
+from neox.plan.export_form import family_refusals
 from neox.tokenizer.chat import ChatTemplate, find_answer_form
 
 VERIFY_UP_TO_PARAMETERS = 300_000_000
@@ -159,38 +159,15 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
             flag = "--hf-architecture" if name else "hf_architecture:"
             raise ConfigError(f"{flag} {wanted} is unknown; there are {', '.join(FAMILIES)}")
         candidates = [FAMILIES[wanted]]
-    refusals: list[tuple[Family, dict[str, str]]] = []
-    for family in candidates:
-        problems = family.problems(architecture)
-        if not problems:
-            return family
-        refusals.append((family, problems))
+    refusals = family_refusals(architecture, candidates)
+    if not refusals:
+        return next(family for family in candidates if not family.problems(architecture))
     lines = ["this model has no Hugging Face form:"]
-    for family, problems in sorted(refusals, key=lambda refusal: len(refusal[1])):
-        lines.append(f"  {family.title} ({family.model_type}) cannot express {_with_settings(config, problems)}")
+    for refusal in refusals:
+        lines.append(f"  {refusal.describe(config)}")
     if wanted is not None and wanted == remembered and name is None:
         lines.append(f"  it came from hf_architecture {wanted}; --hf-architecture asks for another form")
     raise ConfigError("\n".join(lines))
-
-
-def _with_settings(config: NeoXConfig, problems: Mapping[str, str]) -> str:
-    """Return a family's problems with the YAML settings that they follow from, each setting once.
-
-    Args:
-        config: The configuration.
-        problems: Field of the architecture -> why the family cannot express its value.
-    """
-    reasons: dict[str, str] = {}
-    for field, reason in problems.items():
-        reasons.setdefault(_setting(config, field), reason)
-    return "; ".join(f"`{setting}`: {reason}" for setting, reason in reasons.items())
-
-
-def _setting(config: NeoXConfig, field: str) -> str:
-    """Return the YAML keys that a field of the architecture follows from, with their values."""
-    keys = architecture_keys(field)
-    given = [key for key in keys if config.given(key)] or keys[:1]
-    return ", ".join(f"{key}: {config.value(key)}" for key in given) or field
 
 
 def _open(

@@ -24,6 +24,7 @@ from neox.plan import (
     saved_precision,
     with_trained_model,
 )
+from neox.plan.export_form import export_note
 from neox.preflight.chat_checks import chat_template_notes, chat_template_problems
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
@@ -163,11 +164,20 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
         too_large = memory_problems(plan, device, training=job.trains)
     problems += [*too_large, *_disk_problems(plan, job)]
     if job.trains:
-        notes = (*plan.notes, *own.notes, *decided.notes, *finetune_notes(plan.config), *chat_template_notes(config))
+        notes = (*plan.notes, *own.notes, *decided.notes, *_notes_of_training(plan))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
         plan, missing = with_amounts(plan)
         problems += missing
     return PlannedJob(plan, device, tuple(problems), fits=not too_large)
+
+
+def _notes_of_training(plan: RunPlan) -> list[str]:
+    """Return notes on what becomes of a training: its start, the chat template it carries, its export."""
+    notes = [*finetune_notes(plan.config), *chat_template_notes(plan.config)]
+    note = export_note(plan.config, plan.architecture)
+    if note is not None:
+        notes.append(note)
+    return notes
 
 
 def _vocabulary_problems(vocabulary: Vocabulary, job: Job) -> list[Problem]:
