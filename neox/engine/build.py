@@ -26,7 +26,7 @@ from neox.engine.deepspeed_patches.startup import import_muon_uncompiled
 from neox.engine.distributed import grid_mpu
 from neox.engine.engine import Engine
 from neox.engine.label_weights import LabelWeights
-from neox.engine.measurements import NoTimers, StepTimers
+from neox.engine.measurements import NoTimers, PassTimers, StepTimers, Timers
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline import PipelineGPT
 from neox.engine.stability import Stability
@@ -62,7 +62,7 @@ def build_engine(
     Only this function and `build_model` know which kinds of engine there are.
     """
     optimizer = build_optimizer(plan, model.named_parameters(), _norm_scope(plan, grid))
-    timers = StepTimers(device) if plan.config.deepspeed.wall_clock_breakdown else NoTimers()
+    timers = _timers(plan, grid, device)
     weights = LabelWeights.of(plan, objective, grid, device)
     steps: Steps
     if isinstance(model, PipelineGPT):
@@ -87,6 +87,15 @@ def build_engine(
     if plan.config.logging.log_stability_every is not None:
         stability = Stability(plan, device, grid, steps.engine.module, steps.engine.optimizer, optimizer)
     return Engine(plan, grid, device, objective, steps, optimizer, timers, averages, stability)
+
+
+def _timers(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Timers:
+    """Return timers of a step's parts, or of its passes if only hosts are compared."""
+    if plan.config.deepspeed.wall_clock_breakdown:
+        return StepTimers(device)
+    if plan.config.logging.straggler_steps and grid.world_size > 1:
+        return PassTimers(device)
+    return NoTimers()
 
 
 def _norm_scope(plan: RunPlan, grid: ParallelGrid) -> NormScope | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from neox.engine.averaged_weights import AveragedWeights
 from neox.engine.determinism import readable_refusal
 from neox.engine.distributed import limit_collectives
 from neox.engine.label_weights import EvaluationResult
-from neox.engine.measurements import NoiseScale, NoTimers, StepTimers, StepValues
+from neox.engine.measurements import NoiseScale, StepValues, Timers
 from neox.engine.stability import Stability
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
@@ -27,6 +27,8 @@ from neox.parallel import ParallelGrid, derive_seed
 from neox.plan import RunPlan
 from neox.plan.run_identity import run_identity
 from neox.tokenizer.chat import ChatTemplate
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class StepResult:
         lr: Learning rate of this step.
         skipped: Whether the weights were left unchanged.
         timers: Seconds in each part of the step on this rank, with `wall_clock_breakdown`.
+        computing: Seconds of forward and backward passes on this rank, without what it waited for other ranks; 0 if
+            hosts are not compared.
         noise_scale: Gradient noise scale in samples, with `log_gradient_noise_scale`, once it is known.
         stability: Numbers by layer of a step that `log_stability_every` observes, by their names in metrics.
     """
@@ -52,6 +56,7 @@ class StepResult:
     timers: Mapping[str, float] = field(default_factory=dict)
     noise_scale: float | None = None
     stability: Mapping[str, float] = field(default_factory=dict)
+    computing: float = 0.0
 
     @property
     def loss(self) -> float:
@@ -94,7 +99,7 @@ class Engine:
         objective: Objective,
         steps: Steps,
         optimizer: ClippedOptimizer,
-        timers: StepTimers | NoTimers,
+        timers: Timers,
         averages: AveragedWeights | None = None,
         stability: Stability | None = None,
     ) -> None:
@@ -168,6 +173,7 @@ class Engine:
             loss_scale=loss_scale,
             lr=lr,
             skipped=skipped,
+            computing=self._timers.take_computing(),
             timers=self._timers.take(),
             noise_scale=None if self._noise_scale is None else self._noise_scale.value,
             stability=stability,
@@ -201,6 +207,13 @@ class Engine:
         result = zeros if found is None else found
         dist.all_reduce(result, group=self.grid.pp_group)
         return result
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, in the order of ranks."""
+        values = [value] * self.grid.world_size
+        if self.grid.world_size > 1:
+            dist.all_gather_object(values, value, group=self._hosts)
+        return values
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; every rank gets the same answer."""

@@ -105,6 +105,10 @@ class StepTimers:
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)
 
+    def take_computing(self) -> float:
+        """Return the seconds of forward and backward passes; called before `take`."""
+        return self._seconds[FORWARD] + self._seconds[BACKWARD]
+
 
 class NoTimers:
     """Timers that measure nothing."""
@@ -116,6 +120,67 @@ class NoTimers:
     def take(self) -> dict[str, float]:
         """Return no parts."""
         return {}
+
+    def take_computing(self) -> float:
+        """Return no time."""
+        return 0.0
+
+
+class PassTimers:
+    """Seconds of forward and backward passes, without waiting for the device.
+
+    On a GPU events are queued around each pass, and read when the step is over.
+
+    Args:
+        device: Device of the passes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._parts: list[str] = []  # under way
+        self._passes: list[tuple[Any, Any]] = []
+        self._within_passes: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure a pass, or what waits for other ranks inside of one."""
+        started = self._now()
+        self._parts.append(name)
+        try:
+            yield
+        finally:
+            self._parts.pop()
+            span = (started, self._now())
+            if self._parts in ([FORWARD], [BACKWARD]):
+                self._within_passes.append(span)
+            elif not self._parts and name in (FORWARD, BACKWARD):
+                self._passes.append(span)
+
+    def take(self) -> dict[str, float]:
+        """Return no parts: they are reported with `wall_clock_breakdown` only."""
+        self._passes.clear()
+        self._within_passes.clear()
+        return {}
+
+    def take_computing(self) -> float:
+        """Return the seconds of forward and backward passes since the last `take`, when the device has run them."""
+        return sum(map(self._length, self._passes)) - sum(map(self._length, self._within_passes))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _length(self, span: tuple[Any, Any]) -> float:
+        started, ended = span
+        if not self._on_gpu:
+            return float(ended - started)
+        return float(started.elapsed_time(ended)) / 1000
+
+
+Timers = StepTimers | NoTimers | PassTimers
 
 
 class NoiseScale:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
 from neox.engine.label_weights import LabelWeights, WeightedBatches
-from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, NoTimers, StepTimers
+from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, Timers
 from neox.model import Context, NetworkOutput
 from neox.objectives import Batch, Objective
 from neox.parallel import ParallelGrid, context_indices
@@ -78,7 +78,7 @@ class PlainSteps:
         weights: LabelWeights,
         grid: ParallelGrid,
         device: torch.device,
-        timers: StepTimers | NoTimers,
+        timers: Timers,
     ) -> None:
         self.engine = engine
         self._objective = objective

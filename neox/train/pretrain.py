@@ -18,6 +18,7 @@ from neox.train.callbacks import Callback
 from neox.train.profiling import Profiler
 from neox.train.reference import reference_log_probs
 from neox.train.stopping import ignore_signals
+from neox.train.stragglers import Stragglers
 from neox.train.terminal import TerminalLine
 from neox.train.trackers import MetricsFile, TensorBoard, WandB
 from neox.train.trainer import Trainer
@@ -42,6 +43,7 @@ def pretrain(plan: RunPlan) -> int:
     if plan.config.logging.profile or plan.config.logging.memory_profiling:
         callbacks.append(Profiler(plan, grid.rank))
     engine = open_engine(plan, grid, device)
+    callbacks.append(Stragglers(plan, engine))
     warn_of_other_samples(engine)
     reference = partial(reference_log_probs, engine)
     data = build_data_iterators(plan, grid.data_rank, engine.iteration, ledger=engine.ledger, reference=reference)

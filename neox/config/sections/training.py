@@ -269,6 +269,10 @@ class LoggingConfig(Section):
     """Form of these lines: gpt-neox's, FleetX's (`global step N, epoch: ...`) or OneFlow's table (throughput in
     samples/s, latency in seconds)."""
 
+    straggler_steps: int = Field(50, ge=0)
+    """Number of steps after which hosts are compared: one whose ranks compute 10 % longer than the median host's is
+    named in the log, and in the metrics as `runtime/slow_host/NAME`. 0 compares none."""
+
     log_grad_norm: bool = False
     """Report the gradient norm."""
 

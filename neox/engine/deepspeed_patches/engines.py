@@ -14,7 +14,7 @@ from torch import Tensor
 
 from neox.engine.deepspeed_patches.bf16_optimizer import BF16Optimizer
 from neox.engine.deepspeed_patches.file_states import SwappedStage3
-from neox.engine.measurements import COMMUNICATION, NoTimers, StepTimers
+from neox.engine.measurements import COMMUNICATION, NoTimers, Timers
 from neox.optim import ClippedOptimizer
 
 
@@ -28,7 +28,7 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
     """
 
     step_scores: Tensor
-    step_timers: StepTimers | NoTimers = NoTimers()
+    step_timers: Timers = NoTimers()
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Return no weights for DeepSpeed's checkpoint files.
