@@ -26,6 +26,7 @@ from neox.convert.hf_directory import CONFIG, GENERATION_CONFIG, read_json, writ
 from neox.convert.hf_tokenizer import import_tokenizer
 from neox.convert.hf_weights import HFWeights
 from neox.convert.layouts import from_hf_layout, to_hf_layout
+from neox.convert.partial_import import PartialImport, fingerprint
 from neox.convert.read_peft import read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConfigError, ConversionError
@@ -62,7 +63,7 @@ def from_hf(
 ) -> FromHFResult:
     """Write `output_dir/global_step0` in NeoX's layout, with `latest`, `config.yml` and the tokenizer next to it.
 
-    One layer is in memory at a time.
+    One layer is in memory at a time. An import that is interrupted goes on after the layers that it has written.
 
     Args:
         hf_dir: Directory with `config.json` and weights.
@@ -95,9 +96,18 @@ def from_hf(
         layers = add_adapters(layers, adapter.lora)
         adapters = adapter.tensors
         keys["lora"] = adapter.keys
+    read_files = [source / CONFIG, *weights.files]
+    if adapter_dir is not None:
+        read_files += Path(adapter_dir).iterdir()
+    partial = PartialImport(output, fingerprint(read_files, {"ranks": model_parallel_size, "precision": precision}))
+    try:
+        _write_layers(weights, stored_keys, adapters, layers, partial, model_parallel_size, precision)
+    except Exception:
+        partial.discard()
+        raise
     staged = stage_directory(output, 0)
     try:
-        _write_layers(weights, stored_keys, adapters, layers, staged, model_parallel_size, precision)
+        partial.move_to(staged)
         tokenizer = import_tokenizer(source, output)
         _import_generation_config(source, output)
         client_state = {"iteration": 0, **_identity(replace(plan, layers=layers), tokenizer, model_parallel_size)}
@@ -229,18 +239,18 @@ def _write_layers(
     stored_keys: Mapping[TensorMapping, list[str]],
     adapters: Mapping[int, Mapping[str, Tensor]],
     layers: LayerPlan,
-    directory: Path,
+    partial: PartialImport,
     tp_size: int,
     precision: Precision | None,
 ) -> None:
-    """Write the files of all layers.
+    """Write the files of the layers that are not written yet.
 
     Args:
         weights: Weights of the Hugging Face directory.
         stored_keys: Parameter -> the keys of its tensors there.
         adapters: Layer index -> adapters by name.
         layers: Layers of the model, with adapters.
-        directory: The staged checkpoint.
+        partial: What an earlier import has written, and the place for the rest.
         tp_size: Number of tensor ranks.
         precision: Precision of the weights; None keeps the source's.
     """
@@ -249,13 +259,17 @@ def _write_layers(
         by_layer.setdefault(mapping.layer, []).append(mapping)
     with progress("import", layers.numel, unit="parameters") as bar:
         for layer in layers.weight_layers:
+            if partial.has(layer.index):
+                bar.update(layer.numel)
+                continue
             state = dict(adapters.get(layer.index, {}))
             for mapping in by_layer[layer.index]:
                 state[mapping.name] = _read_parameter(weights, mapping, stored_keys[mapping], layers)
             if precision:
                 for name, tensor in state.items():
                     state[name] = tensor.to(DTYPES[precision])
-            write_full_layer(directory, layer, state, tp_size)
+            write_full_layer(partial.directory, layer, state, tp_size)
+            partial.finish(layer.index)
             bar.update(layer.numel)
 
 

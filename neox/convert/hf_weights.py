@@ -33,6 +33,11 @@ class HFWeights:
         self._file_of = _find_files(directory)
         self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
 
+    @property
+    def files(self) -> set[Path]:
+        """The files that hold the tensors."""
+        return set(self._file_of.values())
+
     @cached_property
     def keys(self) -> frozenset[str]:
         """Keys of all weights, without buffers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file as save_safetensors
 from tokenizers import Tokenizer, models
 
-from neox.checkpoint import CheckpointReader
+from neox.checkpoint import CheckpointReader, write_full_layer
 from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import single_rank_plan
@@ -170,3 +171,42 @@ def test_settings_of_generation_come_along(exported, tmp_path):
         "top_p": 0.9,
         "eos_token_id": [2, 3],
     }
+
+
+def test_an_interrupted_import_goes_on_after_its_layers(exported, tmp_path, monkeypatch):
+    directory, layers, weights = exported
+    written: list[int] = []
+
+    def write(path, layer, state, tp_size):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        write_full_layer(path, layer, state, tp_size)
+        written.append(layer.index)
+
+    monkeypatch.setattr(sys.modules["neox.convert.from_hf"], "write_full_layer", write)
+    with pytest.raises(KeyboardInterrupt):
+        from_hf(directory, tmp_path / "back", model_parallel_size=2)
+    assert [path.name.startswith(".import-") for path in (tmp_path / "back").iterdir()] == [True]
+    before = list(written)
+    written.clear()
+
+    def write_on(path, layer, state, tp_size):
+        write_full_layer(path, layer, state, tp_size)
+        written.append(layer.index)
+
+    monkeypatch.setattr(sys.modules["neox.convert.from_hf"], "write_full_layer", write_on)
+    result = from_hf(directory, tmp_path / "back", model_parallel_size=2)
+    assert before + written == [layer.index for layer in layers.weight_layers]
+    assert not list((tmp_path / "back").glob(".import-*"))
+    reader = CheckpointReader(result.checkpoint, layers)
+    assert all(torch.equal(reader.full(*key), value) for key, value in weights.items())
+    assert list(result.checkpoint.glob("*.done")) == []
+
+
+def test_another_import_does_not_take_its_layers(exported, tmp_path):
+    directory, layers, _ = exported
+    (tmp_path / "back" / ".import-0123").mkdir(parents=True)
+    (tmp_path / "back" / ".import-0123" / "0.done").touch()
+    result = from_hf(directory, tmp_path / "back")
+    assert not (tmp_path / "back" / ".import-0123").exists()
+    assert CheckpointReader(result.checkpoint, layers).full(0, "word_embeddings.weight").shape[0] == 96
