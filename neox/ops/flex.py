@@ -24,6 +24,16 @@ def block_mask_of(pairs: VisiblePairs, first_query: int = 0, queries: int | None
         first_query: Index of the first query among the keys.
         queries: Number of queries; all of the row if None.
     """
+    make: Callable[..., BlockMask] = create_block_mask
+    if pairs.device.type != "cpu":
+        make = compiled_block_mask()
+    return block_mask_by(make, pairs, first_query, queries)
+
+
+def block_mask_by(
+    make: Callable[..., BlockMask], pairs: VisiblePairs, first_query: int = 0, queries: int | None = None
+) -> BlockMask:
+    """Return what `block_mask_of` does, made by `create_block_mask` as it is or compiled."""
     if queries is None:
         queries = pairs.length
 
@@ -32,9 +42,6 @@ def block_mask_of(pairs: VisiblePairs, first_query: int = 0, queries: int | None
             head = torch.zeros_like(head)
         return pairs.sees(row, head, query + first_query, key)
 
-    make: Callable[..., BlockMask] = create_block_mask
-    if pairs.device.type != "cpu":
-        make = _compiled_block_mask()
     return make(mask_mod, pairs.rows, pairs.rule_heads, queries, pairs.length, device=pairs.device)
 
 
@@ -50,18 +57,18 @@ def attention_by_block_mask(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMa
     """
     attend = flex_attention
     if not torch.compiler.is_compiling() and q.device.type != "cpu":
-        attend = _compiled_attention()
+        attend = compiled_attention()
     out: Tensor = attend(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out
 
 
 @cache
-def _compiled_block_mask() -> Any:
+def compiled_block_mask() -> Any:
     """Return torch's function, compiled: as it is, it makes a tensor of all pairs."""
     return torch.compile(create_block_mask)
 
 
 @cache
-def _compiled_attention() -> Any:
+def compiled_attention() -> Any:
     """Return torch's function, compiled: as it is, it makes a tensor of all pairs."""
     return torch.compile(flex_attention, dynamic=False)

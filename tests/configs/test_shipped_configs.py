@@ -124,17 +124,24 @@ def files_of(name: str, *overlays: str) -> list[str]:
     return [name, *overlays] if name in SELF_CONTAINED else [name, "local_setup", *overlays]
 
 
+def ranks_of_a_copy(config) -> int:
+    """The fewest ranks that the degrees of a configuration allow."""
+    degrees = config.parallelism
+    return max(1, degrees.pipe_parallel_size) * degrees.model_parallel_size * degrees.context_parallel_size
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [1, 8, 96])
 def test_resolves_and_deepspeed_accepts(name, world):
     config = config_from_files(files_of(name), conf_dir=CONFIGS)
-    copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+    copy = ranks_of_a_copy(config)
     if world % copy:
         pytest.skip(f"{name} needs multiples of {copy} GPUs")
     plan = resolve(config, world, token_ids(config))
     assert TOP_LEVEL_KEYS.issuperset(plan.deepspeed)
     judged = deepspeed_judges(plan)
-    assert judged.train_batch_size == plan.batch.train_batch_size
+    # DeepSpeed counts the samples of context ranks several times.
+    assert judged.train_batch_size == plan.batch.train_batch_size * plan.grid.cp_size
     assert judged.gradient_clipping == config.deepspeed.gradient_clipping
     assert judged.zero_optimization_stage == config.deepspeed.zero_optimization.stage
     assert (judged.float16_config.enabled, judged.bfloat16_config.enabled) == (
@@ -147,7 +154,7 @@ def test_resolves_and_deepspeed_accepts(name, world):
 @pytest.mark.parametrize("overlay", ["slurm", "finetune", "text_generation"])
 def test_overlays_compose_with_every_model(name, overlay):
     config = config_from_files(files_of(name, overlay), conf_dir=CONFIGS)
-    copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+    copy = ranks_of_a_copy(config)
     resolve(config, copy, token_ids(config))
 
 
@@ -165,7 +172,7 @@ def test_names_everything_training_needs_and_explicit_dropouts(name):
 def test_names_a_gpu_that_holds_it(name):
     config = config_from_files([name], conf_dir=CONFIGS)
     assert config.given("gpu_type") != config.given("gpu_memory_gib")
-    copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+    copy = ranks_of_a_copy(config)
     plan = resolve(config, config.runner.planned_num_gpus or 8 * copy, token_ids(config))
     assert memory_problem(plan, gpu_device(plan), training=True) is None
 
@@ -175,7 +182,7 @@ def test_parameter_counts_are_the_published_ones(name):
     config = config_from_files([name], conf_dir=CONFIGS)
     # Pythia's embeddings have 50,304 rows at every degree on the Hub; the files there were padded for two ranks at 6.9B
     # and four at 12B.
-    copy = max(1, config.parallelism.pipe_parallel_size) * config.parallelism.model_parallel_size
+    copy = ranks_of_a_copy(config)
     assert resolve(config, copy, token_ids(config)).layers.numel == PUBLISHED_PARAMETERS[name]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from neox.architecture.sparsity import settings_of, sparsity_of
 from neox.ops import VisiblePairs, block_layout, block_mask_of, core_attention, sparse_rule, window_rule
+from neox.ops.flex import block_mask_by, compiled_attention, compiled_block_mask
 
 LENGTH = 300
 CPU = torch.device("cpu")
@@ -45,3 +49,21 @@ def test_attention_by_block_masks_equals_blocks_of_queries(kind: str) -> None:
     blocks = core_attention(q, k, v, impl="flash", scale=0.3, pairs=pairs)
     flex = core_attention(q, k, v, impl="flash", scale=0.3, pairs=pairs, block_mask=block_mask_of(pairs))
     torch.testing.assert_close(flex, blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="torch.compile needs a C++ compiler")
+@torch.no_grad()
+def test_compiled_masks_and_attention_serve_all_batches() -> None:
+    """What GPUs run, compiled for the CPU: one graph for the masks of any documents, and one for attention."""
+    counters.clear()
+    generator = torch.Generator().manual_seed(0)
+    for starts in (DOCUMENTS, DOCUMENTS.flip(0)):
+        pairs = VisiblePairs(LENGTH, CPU, starts, window_rule(40), 40)
+        mask = block_mask_by(compiled_block_mask(), pairs)
+        assert torch.equal(mask.to_dense(), block_mask_of(pairs).to_dense())
+        q, k, v = (torch.randn(2, heads, LENGTH, 16, generator=generator) for heads in (4, 2, 2))
+        flex = compiled_attention()(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
+        blocks = core_attention(*(x.transpose(1, 2) for x in (q, k, v)), impl="flash", scale=0.3, pairs=pairs)
+        torch.testing.assert_close(flex.transpose(1, 2), blocks)
+    assert counters["stats"]["unique_graphs"] == 2
