@@ -152,7 +152,13 @@ class DatasetFactory:
                 continue
             result.append(None)
             if num_samples:
-                _log.warning("split %r of %d documents leaves none for %s", split, total, name)
+                _log.warning(
+                    "split %r of %d documents leaves none for %s, which is left out (a .txt is one document, a .jsonl "
+                    "has one on each line)",
+                    split,
+                    total,
+                    name,
+                )
         return result
 
     def blend(self, blend: Blend, num_samples: int) -> BlendedDataset | None:

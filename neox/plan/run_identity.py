@@ -132,15 +132,21 @@ def identity_text(identity: RunIdentity) -> str:
 def other_run_message(config: NeoXConfig, found: FoundRun) -> str:
     """Return why a run must not write into a directory that holds another one's checkpoints, and the ways out."""
     save = config.checkpoint.save
+    move = "--overwrite to move its checkpoints to superseded/"
+    ours = run_identity(config).start
+    if found.identity is not None and found.identity.start == ours:
+        return (
+            f"{save} holds {found.checkpoint.name} of a run with another network, or with other adapters (`lora`). "
+            f"Give another `save`, or {move}"
+        )
     if found.identity is None:
         theirs = "whose run is not recorded"
     else:
         theirs = f"of another run, which starts from {found.identity.start}"
-    ours = run_identity(config).start
     resume = f"`load: {save}` without finetune to resume it"
     return (
         f"{save} holds {found.checkpoint.name} {theirs}; this one starts from {ours}. Give another `save`, {resume}, "
-        "or --overwrite to move its checkpoints to superseded/"
+        f"or {move}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from neox.config import NeoXConfig
-from neox.plan.run_identity import RUN_FILE, find_run, identity_text, run_identity
+from neox.plan.run_identity import RUN_FILE, find_run, identity_text, other_run_message, run_identity
 from neox.preflight.own_run import with_own_run
 from tests.plans import SMALL
 
@@ -79,3 +79,12 @@ def test_latest_decides_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     found = find_run(tmp_path)
     assert found is not None
     assert found.iteration == 2
+
+
+def test_a_run_of_another_network_is_not_said_to_start_elsewhere(tmp_path: Path) -> None:
+    put_checkpoint(tmp_path, 3, make_config())
+    found = find_run(tmp_path)
+    assert found is not None
+    keys = {"save": str(tmp_path)}
+    assert "network" in other_run_message(make_config(**keys, num_layers=3), found)
+    assert "seed 5" in other_run_message(make_config(**keys, seed=5), found)
