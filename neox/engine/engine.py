@@ -56,7 +56,7 @@ class StepResult:
     timers: Mapping[str, float] = field(default_factory=dict)
     noise_scale: float | None = None
     stability: Mapping[str, float] = field(default_factory=dict)
-    computing: float = 0.0
+    computing: float = field(default=0.0, compare=False)
 
     @property
     def loss(self) -> float:

@@ -63,7 +63,7 @@ def curves(runs):
     return answers
 
 
-FAST = [{"pp": 2}, {"zero": 2, "scheduler": SCHEDULER}]
+FAST = [{"pp": 2}, {"pp": 2, "pipeline_schedule": "interleaved"}, {"zero": 2, "scheduler": SCHEDULER}]
 FURTHER = [
     {},
     {"pp": 2, "zero": 1},
