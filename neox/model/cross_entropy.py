@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from neox.architecture import LOSS_CHUNK
-from neox.ops import add_product, label_scores, linear, logits_gradient
+from neox.ops import add_product, label_scores, linear, logits_gradient, softly_capped
 from neox.parallel import ParallelGrid, gather_last_dim, gather_tensor_ranks, reduce_scatter_last_dim
 
 
@@ -102,6 +102,7 @@ def head_log_probs(
     *,
     bias: Tensor | None = None,
     row: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Return log softmax(x W^T + b)[label] in fp32, [R], equal on all tensor ranks; no gradient passes.
 
@@ -110,7 +111,8 @@ def head_log_probs(
     result = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     labels = labels - _first_column(weight, grid, row=row)
     for here in _chunks(x, weight):
-        log_sums, picked = _scores_over_ranks(_logits(x[here], weight, bias, grid, row=row), labels[here], grid)
+        logits = softly_capped(_logits(x[here], weight, bias, grid, row=row), softcap)
+        log_sums, picked = _scores_over_ranks(logits, labels[here], grid)
         result[here] = picked - log_sums
     return result
 

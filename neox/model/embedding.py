@@ -89,7 +89,9 @@ class LMHead(NamedTuple):
             labels: Ids of the vocabulary [...].
         """
         x = self._input(hidden)
-        found = head_log_probs(x, self.weight, labels.flatten(), self.grid, bias=self.bias, row=self.row)
+        found = head_log_probs(
+            x, self.weight, labels.flatten(), self.grid, bias=self.bias, row=self.row, softcap=self.softcap
+        )
         return found.view(labels.shape)
 
     def _input(self, hidden: Tensor) -> Tensor:

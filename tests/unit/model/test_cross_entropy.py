@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from neox.model import cross_entropy, head_cross_entropy, head_loss_parts, vocab_parallel_cross_entropy
+from neox.model.cross_entropy import head_log_probs
 from neox.parallel import ParallelGrid
 from tests.errors import raises_naming
 from tests.losses import cross_entropy_reference
@@ -55,6 +56,28 @@ def test_the_z_loss_is_apart_and_has_the_gradient_of_its_formula():
     assert not lm_loss.requires_grad
     for ours, other in zip(leaves, theirs, strict=True):
         torch.testing.assert_close(ours.grad, other.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("z_coefficient", [0.0, 0.01])
+def test_bounded_logits_are_those_of_the_loss_its_gradient_and_log_probabilities(z_coefficient: float):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(40, 24, generator=generator), torch.randn(1000, 24, generator=generator)
+    labels = torch.randint(0, 1000, (40,), generator=generator)
+    token_weights = torch.rand(40, generator=generator) / 40
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    loss = head_loss_parts(*leaves, labels, token_weights, GRID, softcap=3.0, z_coefficient=z_coefficient).trained
+    loss.backward()
+    theirs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    logits = 3.0 * torch.tanh(theirs[0] @ theirs[1].T / 3.0)
+    log_probs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    z_loss = z_coefficient * (logits.logsumexp(-1).square() * token_weights).sum()
+    expected = z_loss - (log_probs * token_weights).sum()
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    for ours, other in zip(leaves, theirs, strict=True):
+        torch.testing.assert_close(ours.grad, other.grad, atol=1e-6, rtol=1e-5)
+    found = head_log_probs(x, weight, labels, GRID, softcap=3.0)
+    torch.testing.assert_close(found, log_probs.detach(), atol=1e-6, rtol=1e-5)
 
 
 def test_bf16_keeps_sums_in_fp32():
