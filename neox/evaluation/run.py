@@ -13,6 +13,7 @@ from torch import nn
 from neox.config import NeoXConfig
 from neox.evaluation.harness import check_loading, harness_tasks, open_tasks
 from neox.evaluation.lambada import lambada
+from neox.evaluation.needle import needle
 from neox.evaluation.perplexity import corpus_perplexity, wikitext
 from neox.evaluation.results import TaskResult, flat_metrics
 from neox.evaluation.scoring import Scorer, ScoringModel
@@ -24,7 +25,7 @@ from neox.plan import RunPlan
 from neox.tokenizer import Tokenizer
 
 SCORERS: Mapping[str, Callable[[str | Path, Scorer, str], TaskResult]] = MappingProxyType(
-    {"wikitext": wikitext, "lambada": lambada, "perplexity": corpus_perplexity}
+    {"wikitext": wikitext, "lambada": lambada, "perplexity": corpus_perplexity, "needle": needle}
 )
 
 

@@ -22,7 +22,9 @@ from neox.evaluation.results import results_path
 from neox.files import unwritable_parent
 from neox.tokenizer import Tokenizer
 
-KINDS = ("wikitext", "lambada", "perplexity")
+KINDS = ("wikitext", "lambada", "perplexity", "needle")
+_NEEDLE = "needle"
+"""The kind whose file is the picture that it draws."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def parse_tasks(tasks: Sequence[str]) -> tuple[list[FileTask], list[str]]:
     if not tasks:
         raise EvaluationError(
             "eval_tasks is empty: name tasks of lm-evaluation-harness, or text files as "
-            "wikitext=FILE, lambada=FILE, perplexity=FILE"
+            "wikitext=FILE, lambada=FILE, perplexity=FILE, or needle=PICTURE.svg"
         )
     problems: list[str] = []
     files = []
@@ -75,6 +77,10 @@ def _file_problems(kind: str, path: str) -> Iterator[str]:
     """Yield the reasons why a file task cannot be run, as far as they show without reading the file."""
     if kind not in KINDS:
         yield f"eval_tasks: {kind} is not a kind of task; known kinds are {', '.join(KINDS)}"
+    if kind == _NEEDLE:
+        if not path.endswith(".svg"):
+            yield f"eval_tasks: {kind}={path}: give the picture to draw, a file that ends in .svg"
+        return
     if is_token_file(path):
         return
     if not Path(path).exists():
@@ -137,7 +143,11 @@ def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
 
 def _check_readable(task: FileTask, tokenizer: Tokenizer | None) -> None:
     """Read the beginning of a task's file. Raises EvaluationError or DataError."""
-    if task.kind == "wikitext":
+    if task.kind == _NEEDLE:
+        parent = unwritable_parent(Path(task.path))
+        if parent is not None:
+            raise EvaluationError(f"{task.path}: nothing can be written in {parent}")
+    elif task.kind == "wikitext":
         read_text(task.path)
     elif task.kind == "lambada":
         next(read_passages(task.path))

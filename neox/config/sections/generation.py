@@ -83,7 +83,9 @@ class GenerationConfig(Section):
         tuple[str, ...] | None, Excludes("objective", ("masked_lm",), reason="tasks score next tokens")
     ] = None
     """Tasks to evaluate: names of lm-evaluation-harness, YAML files of such tasks, or own tasks as KIND=PATH:
-    `wikitext=wiki.test.raw`, `lambada=lambada.jsonl`, `perplexity=my.jsonl`, `perplexity=my_text_document`."""
+    `wikitext=wiki.test.raw`, `lambada=lambada.jsonl`, `perplexity=my.jsonl`, `perplexity=my_text_document`.
+    `needle=PICTURE.svg` hides pass keys in synthetic texts of up to seq_length tokens, and draws where they are
+    found."""
 
     eval_stride: PositiveInt | None = None
     """Number of tokens by which the windows of a perplexity advance; each is seq_length long. By default they do not
@@ -94,4 +96,4 @@ class GenerationConfig(Section):
 
     eval_limit: PositiveInt | None = None
     """Score only this many examples of each task, for a quick look: passages of `lambada=`, documents of `perplexity=`,
-    articles of `wikitext=`, and the examples of a harness task."""
+    articles of `wikitext=`, texts for each place of `needle=`, and the examples of a harness task."""

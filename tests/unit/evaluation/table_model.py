@@ -37,6 +37,7 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256
     content_hash = "bytes"
+    known_hashes = ("bytes",)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
