@@ -36,7 +36,7 @@ def train_relay(plans: Sequence[RunPlan]) -> None:
         assert save is not None
         if engine.iteration == 0:
             save_checkpoint(engine, save)
-        data = batches(plan, grid.dp_rank, engine.iteration * plan.batch.gradient_accumulation_steps)
+        data = batches(plan, grid.data_rank, engine.iteration * plan.batch.gradient_accumulation_steps)
         for _ in range(STEPS):
             engine.train_batch(data)
             save_checkpoint(engine, save)
@@ -121,6 +121,7 @@ MATRIX: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         [{"pp": 2, "pipeline_schedule": name} for name in ("interleaved", "dualpipev")] + [{"zero": 2}],
         {"num_layers": 4, "train_batch_size": 8},
     ),
+    "context": ([{"zero": 2, "context_parallel_size": 2}, {"pp": 2}, {"zero": 3, "context_parallel_size": 2}], {}),
     "experts": ([{"zero": 1}, {"pp": 2}, {"zero": 3}], NETWORKS["experts"]),
 }
 
@@ -157,7 +158,7 @@ def held(model: torch.nn.Module) -> list[torch.Tensor]:
 def evaluation(engine: Engine) -> float:
     """The loss of samples that training does not read."""
     first = 1000 * engine.plan.batch.gradient_accumulation_steps
-    return engine.eval_batch(batches(engine.plan, engine.grid.dp_rank, first)).scores["lm_loss"]
+    return engine.eval_batch(batches(engine.plan, engine.grid.data_rank, first)).scores["lm_loss"]
 
 
 def losses_and_evaluations(plans: Sequence[RunPlan]) -> list[tuple[list[float], float, float, bool]]:
@@ -168,7 +169,7 @@ def losses_and_evaluations(plans: Sequence[RunPlan]) -> list[tuple[list[float], 
     for plan in plans:
         grid, device = initialize_distributed(plan)
         engine = initialize_engine(plan, grid, device)
-        data = batches(plan, grid.dp_rank)
+        data = batches(plan, grid.data_rank)
         losses = []
         evaluated = []
         stays = True
