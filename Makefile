@@ -7,7 +7,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 TEXT   ?=
-# family of the quickstart's model: neox, llama, gpt2 or bert
+# family of the quickstart's model: neox, llama, gpt2, moe or bert
 MODEL  ?= neox
 # another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126, or .../whl/cpu
 TORCH_INDEX ?=
@@ -54,7 +54,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-
 	$(PIP) install -q -r requirements/requirements-dev.txt
 	@touch $@
 
-quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama, gpt2 or bert)
+quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama, gpt2, moe or bert)
 	@$(PY) tools/quickstart.py --model $(MODEL) $(if $(TEXT),--text "$(TEXT)")
 
 lint: install-dev  ## ruff, mypy and the import contracts

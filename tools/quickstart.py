@@ -33,6 +33,7 @@ from neox.plan import config_from_files
 CONFIGS = {
     "neox": "quickstart.yml",
     "llama": "quickstart_llama.yml",
+    "moe": "quickstart_moe.yml",
     "gpt2": "quickstart_gpt2.yml",
     "bert": "bert/tiny.yml",
 }

@@ -207,6 +207,13 @@ class Architecture:
         return tuple(kinds)
 
     @property
+    def unused_fields(self) -> frozenset[str]:
+        """Fields that nothing depends on: those of dense MLPs if all blocks have experts."""
+        if len(self.expert_blocks) == self.num_layers:
+            return frozenset(("mlp_width", "mlp_bias"))
+        return frozenset()
+
+    @property
     def attended_heads(self) -> int:
         """Heads of keys and values as queries see them."""
         if self.qk_norm == "neox":
@@ -251,7 +258,7 @@ class Architecture:
             wanted = getattr(self, checked.name)
             if checked.name not in saved or saved[checked.name] == wanted:
                 continue
-            if not checked.metadata.get("compared", True):
+            if not checked.metadata.get("compared", True) or checked.name in self.unused_fields:
                 continue
             is_compared = checked.metadata.get("stored", True) or self.positions == "learned"
             may_differ = checked.metadata.get("finetune", False)

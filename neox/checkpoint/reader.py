@@ -269,14 +269,27 @@ class CheckpointReader:
         elif spec.partition_dim is None or parts[0].dim() == 1:
             yield self._joined(index, spec)
         elif spec.experts:
-            of_one = replace(spec, shape=spec.shape[1:], partition_dim=spec.partition_dim - 1, experts=0)
-            for of_ranks in zip(*parts, strict=True):
-                yield merge(of_one, of_ranks).unsqueeze(0)
+            for expert in range(spec.experts):
+                yield self.expert(index, name, expert).unsqueeze(0)
         elif spec.partition_dim == 0:
             for piece in pieces_in_order(spec, parts):
                 yield from _row_blocks([piece], max_bytes)
         else:
             yield from _row_blocks(parts, max_bytes)
+
+    def expert(self, index: int, name: str, expert: int) -> Tensor:
+        """Return the weight of one expert of a stack as stored [rows, columns], without reading the others.
+
+        Args:
+            index: Index of the layer.
+            name: Name of the stack.
+            expert: Number of the expert.
+        """
+        spec = self.spec(index, name)
+        assert spec.partition_dim is not None
+        of_one = replace(spec, shape=spec.shape[1:], partition_dim=spec.partition_dim - 1, experts=0)
+        of_ranks = [part[expert] for part in self.parts(index, name)]
+        return merge(of_one, of_ranks)
 
     def release(self) -> None:
         """Close the open layer's files once its tensors are freed. Their pages then no longer count as memory used."""

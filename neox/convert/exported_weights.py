@@ -175,6 +175,11 @@ def _blocks(reader: CheckpointReader, architecture: Architecture, item: PlannedT
     mapping = item.mapping
     if mapping.is_copy:
         blocks = reader.row_blocks(mapping.layer, mapping.name)
+    elif mapping.source.layout == "experts":
+        modules = len(mapping.source.modules)
+        expert, module = divmod(item.part, modules)
+        weight = reader.expert(mapping.layer, mapping.name, expert)
+        blocks = iter([weight.tensor_split(modules)[module]])
     else:
         full = reader.full(mapping.layer, mapping.name)
         blocks = iter([to_hf_layout(full, mapping.source, architecture)[item.part]])

@@ -20,7 +20,7 @@ def to_hf_layout(tensor: Tensor, source: TensorSource, architecture: Architectur
     """Return the Hugging Face tensors that a parameter is made from, one per module of `source`.
 
     Args:
-        tensor: Full parameter, [rows, columns] or [rows].
+        tensor: Full parameter, [rows, columns], [rows], or [experts, rows, columns].
         source: Their modules and layout.
         architecture: The network, whose heads the layout may depend on.
     """
@@ -114,6 +114,18 @@ def _grouped_heads_from_hf(joined: Tensor, source: TensorSource, architecture: A
     return torch.cat([part.reshape(-1, *rest) for part in (queries, keys, values)])
 
 
+def _experts_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return the modules of each expert of a stack [experts, rows, columns], one expert after another."""
+    parts: list[Tensor] = []
+    for expert in tensor:
+        parts += expert.tensor_split(len(source.modules))
+    return parts
+
+
+def _experts_from_hf(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
+    return joined.unflatten(0, (architecture.num_experts, -1))
+
+
 def _swapped_halves(tensor: Tensor) -> Tensor:
     first, second = tensor.chunk(2)
     return torch.cat([second, first])
@@ -147,6 +159,7 @@ ROWS: Mapping[str, RowLayout] = MappingProxyType(
         "same": RowLayout(_equal_parts, _unchanged),
         "heads": RowLayout(_heads_to_hf, _heads_from_hf),
         "grouped_heads": RowLayout(_grouped_heads_to_hf, _grouped_heads_from_hf),
+        "experts": RowLayout(_experts_to_hf, _experts_from_hf),
         "swapped_halves": RowLayout(
             lambda tensor, source, architecture: [_swapped_halves(tensor)],
             lambda joined, source, architecture: _swapped_halves(joined),

@@ -26,7 +26,10 @@ def adaptable_weights(layers: LayerPlan, family: Family) -> Iterator[TensorMappi
     """Yield the weights of blocks that can have adapters."""
     for mapping in family.mappings(layers):
         layer = layers[mapping.layer]
-        if layer.kind == "block" and any(spec.name == mapping.name and spec.is_matrix for spec in layer.parameters):
+        if layer.kind != "block":
+            continue
+        spec = next(spec for spec in layer.parameters if spec.name == mapping.name)
+        if spec.is_matrix and not spec.experts:
             yield mapping
 
 

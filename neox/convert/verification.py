@@ -179,6 +179,8 @@ def hf_model(directory: Path) -> Any:
             continue  # the head, which is the embedding
         if keys:
             raise ConversionError(f"{directory}: transformers reports {kind.replace('_', ' ')}: {', '.join(keys[:10])}")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the default multiplies no matrices of odd widths
     return model.float().eval()
 
 

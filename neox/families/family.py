@@ -22,7 +22,7 @@ _PLAIN_SETTINGS = ModelSettings(
 """Settings with which `Family.problems` writes a `config.json`: any that every family can express."""
 
 
-Layout = Literal["same", "heads", "grouped_heads", "swapped_halves"]
+Layout = Literal["same", "heads", "grouped_heads", "swapped_halves", "experts"]
 """Order of rows; its functions are the entry of the same name in `neox.convert.layouts.ROWS`."""
 
 
@@ -34,12 +34,13 @@ class TensorSource:
     bias.
 
     Attributes:
-        modules: Names without `.weight`; `{i}` is the number of the block from 0.
+        modules: Names without `.weight`; `{i}` is the number of the block from 0, `{e}` that of an expert.
         transpose: Whether weights are stored [in, out] (GPT-2's Conv1D) instead of [out, in].
         layout: Order of the rows. "same": the order of the concatenation. "heads": theirs are queries, keys and values
             one after another (in one module or in three); ours are queries, keys and values of each head, or one after
             another if there are fewer key heads. "grouped_heads": theirs are, for each key head, its queries, its keys
             and its values (Falcon). "swapped_halves": theirs are ours with the second half first (gate, then values).
+            "experts": each expert has all of the modules, and ours are stacked [experts, rows, columns].
         interleaved: With "heads", whether rotary positions turn neighbouring dimensions of a head (GPT-J) instead of
             the two halves of the rotated ones.
     """
@@ -78,7 +79,7 @@ class TensorMapping:
     Attributes:
         layer: Index of its layer in the layer plan.
         name: Its name inside the layer.
-        keys: Keys in Hugging Face's files, in the order of `TensorSource.modules`.
+        keys: Keys in Hugging Face's files, in the order of `TensorSource.modules`; of experts one expert after another.
         source: How it is made from them.
     """
 
@@ -176,6 +177,8 @@ class Family:
         expressed, _ = self._read(self.config_json(architecture, _PLAIN_SETTINGS))
         found: dict[str, str] = {}
         for entry in fields(Architecture):
+            if not entry.metadata.get("compared", True) or entry.name in architecture.unused_fields:
+                continue
             value = getattr(expressed, entry.name)
             if value != getattr(architecture, entry.name):
                 found[entry.name] = f"its {entry.name} is {_shown(value)}"
@@ -193,8 +196,11 @@ class Family:
                 module, _, kind = parameter.name.rpartition(".")
                 source = sources[module]
                 ending = "weight" if kind == "scale" else kind  # "scale" is gpt-neox's name in RMSNorm
-                keys = tuple(f"{name.format(i=block)}.{ending}" for name in source.modules)
-                yield TensorMapping(layer.index, parameter.name, keys, source)
+                keys = []
+                for expert in range(max(1, parameter.experts)):
+                    for name in source.modules:
+                        keys.append(f"{name.format(i=block, e=expert)}.{ending}")
+                yield TensorMapping(layer.index, parameter.name, tuple(keys), source)
 
     def head_keys(self) -> set[str]:
         """Return the keys of the head, which files of a tied model may hold as a copy of the embedding."""

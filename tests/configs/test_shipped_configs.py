@@ -19,12 +19,13 @@ OVERLAYS = ("local_setup", "slurm", "finetune", "text_generation")
 SELF_CONTAINED = (
     "quickstart",
     "quickstart_llama",
+    "quickstart_moe",
     "quickstart_gpt2",
     "one_gpu",
     "one_gpu_offload",
     "one_gpu_offload_6-7B",
 )
-WITHOUT_GPU = ("bf16", "bert/tiny", "quickstart", "quickstart_gpt2", "quickstart_llama")
+WITHOUT_GPU = ("bf16", "bert/tiny", "quickstart", "quickstart_gpt2", "quickstart_llama", "quickstart_moe")
 MODELS = sorted(
     path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yml") if path.stem not in OVERLAYS
 )
@@ -91,6 +92,9 @@ PUBLISHED_PARAMETERS = {
     "olmo/1B": 1_176_764_416,
     "olmo/2-7B": 7_298_617_344,
     "olmo/3-7B": 7_298_011_136,
+    "moe/mixtral-8x7B": 46_702_792_704,
+    "moe/olmoe-1B-7B": 6_919_161_856,
+    "moe/qwen3-30B-A3B": 30_532_122_624,
     # Counted by transformers, with both heads, at the published shapes and vocabularies.
     "bert/base": 110_106_428,
     "bert/large": 336_226_108,
@@ -187,6 +191,15 @@ def test_parameter_counts_are_the_published_ones(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "billions"), [("moe/mixtral-8x7B", 12.9), ("moe/olmoe-1B-7B", 1.3), ("moe/qwen3-30B-A3B", 3.3)]
+)
+def test_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
+    config = config_from_files([name], conf_dir=CONFIGS)
+    plan = resolve(config, max(1, config.parallelism.pipe_parallel_size), token_ids(config))
+    assert plan.layers.active_numel / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@pytest.mark.parametrize(
     ("name", "family"),
     [
         ("quickstart_llama", "llama"),
@@ -214,6 +227,10 @@ def test_parameter_counts_are_the_published_ones(name):
         ("olmo/1B", "olmo"),
         ("olmo/2-7B", "olmo2"),
         ("olmo/3-7B", "olmo3"),
+        ("quickstart_moe", "mixtral"),
+        ("moe/mixtral-8x7B", "mixtral"),
+        ("moe/olmoe-1B-7B", "olmoe"),
+        ("moe/qwen3-30B-A3B", "qwen3_moe"),
         ("bert/base", "bert"),
         ("bert/megatron_345M", "megatron-bert"),
     ],

@@ -58,6 +58,10 @@ SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": False, "num_kv_heads": None},
         ]
     ),
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe"),
+        st.sampled_from([{}, {"mlp_only_layers": [1]}, {"num_hidden_layers": 3, "decoder_sparse_step": 2}]),
+    ),
     # without biases of their own, a tied head has none
     "gptj": st.just({"tie_word_embeddings": False}),
     "phi": st.just({"tie_word_embeddings": False}),
@@ -102,6 +106,17 @@ def _sizes(draw: st.DrawFn, fields: set[str]) -> dict[str, Any]:
         "initializer_range": 0.1,
         "vocab_size": COMMON["vocab_size"],
         "rotary_ndims": 2 * draw(st.integers(1, head_dim // 2)),
+        **_experts(draw),
+    }
+
+
+def _experts(draw: st.DrawFn) -> dict[str, int]:
+    number = draw(st.integers(2, 6))
+    return {
+        "num_experts": number,
+        "experts_per_token": draw(st.integers(1, number)),
+        "expert_width": draw(st.integers(1, 40)),
+        "shared_expert_width": draw(st.integers(1, 40)),
     }
 
 

@@ -62,6 +62,24 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {**LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "olmo2": {**LLAMA, "num_key_value_heads": 4},
+    "mixtral": {**LLAMA, "num_local_experts": 4, "sliding_window": 5},
+    "qwen2_moe": {
+        **LLAMA,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 12,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe": {
+        **LLAMA,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3},
 }
 
 
@@ -95,6 +113,7 @@ def transformers_model(model_type: str, **config: Any) -> Any:
 
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config)).eval()
+    model.set_experts_implementation("eager")  # the default multiplies no matrices of odd widths
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -165,13 +184,32 @@ def their_texts(model: Any) -> list[list[int]]:
     return made[:, tokens.shape[1] :].tolist()
 
 
+def gradients_in_files(name: str, grad: torch.Tensor, family: Family) -> dict[str, torch.Tensor]:
+    """Return a gradient by the names in files, where each expert has weights of its own."""
+    module, _, kind = name.rpartition(".experts.")
+    if not module:
+        is_router = family.model_type == "mixtral" and name.endswith("mlp.gate.weight")
+        return {name.replace("mlp.gate", "block_sparse_moe.gate") if is_router else name: grad}
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    if family.model_type == "mixtral":
+        module = module.replace("mlp", "block_sparse_moe")
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[kind]
+    found = {}
+    for expert, stacked in enumerate(grad):
+        for part, of_part in zip(names, stacked.chunk(len(names)), strict=True):
+            found[f"{module}.experts.{expert}.{part}.weight"] = of_part
+    return found
+
+
 def check_gradients(model: GPT, theirs: Any, family: Family, layers: LayerPlan) -> None:
     """Compare the gradients of one batch's mean loss with those of transformers, relative to each tensor's largest."""
     labels = TOKENS.roll(-1, 1)
     torch.nn.functional.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), labels.flatten()).backward()
     weights = torch.full(labels.shape, 1 / labels.numel())
     model(TOKENS, loss=lambda output: output.head.cross_entropy(output.hidden, labels, weights)).backward()
-    found = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    found = {}
+    for name, parameter in theirs.named_parameters():
+        found |= gradients_in_files(name, parameter.grad, family)
     ours = {name: parameter.grad for name, parameter in model.named_parameters()}
     for alias, key in family.key_aliases.items():  # files have other keys than modules
         if alias in found:

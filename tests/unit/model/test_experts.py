@@ -13,7 +13,7 @@ from neox.architecture import BALANCE_LOSS, DROPPED, LARGEST_SHARE, Z_LOSS, Arch
 from neox.architecture.experts import expert_parameters
 from neox.model import GPT, BlockContext, ExpertMLP, move_selection_biases
 from neox.model.mlp import MLP
-from neox.ops import ACTIVATIONS, sinkhorn
+from neox.ops import ACTIVATIONS, balance_loss, route, sinkhorn
 from neox.parallel import ParallelGrid
 from tests.plans import small_plan
 
@@ -298,3 +298,12 @@ def test_active_parameters_are_those_that_a_token_is_computed_with():
     stacked = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert plan.layers.numel == total
     assert plan.layers.active_numel == total - stacked + stacked * 2 // 6
+
+
+def test_the_balance_loss_of_one_block_is_that_of_transformers_divided_by_the_experts_per_token():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(4))
+    routes = route(logits, network_of())
+    theirs = load_balancing_loss_func((logits.flatten(0, 1),), num_experts=6, top_k=2)
+    assert balance_loss(routes.shares, routes.experts, per_sample=False).item() == pytest.approx(theirs.item() / 2)

@@ -1,0 +1,75 @@
+"""Qwen2-MoE and Qwen3-MoE (`Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`): Qwen with experts in some or all blocks.
+
+Source: transformers, models/qwen2_moe and models/qwen3_moe. Qwen2-MoE has a shared expert with a gate.
+"""
+
+from __future__ import annotations
+
+from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, ConfigEntries, Fixed, Switch
+from neox.families.expert_entries import (
+    QWEN_EXPERTS,
+    SHARED_EXPERT,
+    SOFTMAX_EXPERTS,
+    BlocksWithExperts,
+    ExpertSize,
+    SeveralExperts,
+    with_equal_heads,
+)
+from neox.families.family import Family
+from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
+from neox.families.qwen import QWEN2
+from neox.families.shared_entries import ending_entries
+
+
+def _experts(*, number: int, per_token: int, width: int) -> tuple[ConfigEntries, ...]:
+    """Return the entries of experts with transformers' defaults."""
+    return (
+        BlocksWithExperts(),
+        SeveralExperts("num_experts", "num_experts", number),
+        ExpertSize("num_experts_per_tok", "experts_per_token", per_token),
+        ExpertSize("moe_intermediate_size", "expert_width", width),
+        Switch("norm_topk_prob", "router_normalizes", False),
+    )
+
+
+_TENSORS = llama_tensors()
+_NORMED = llama_tensors({"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"})
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    class_name="Qwen2MoeForCausalLM",
+    title="Qwen2-MoE",
+    network={**NETWORK, **SOFTMAX_EXPERTS, "shared_expert_gate": True},
+    config=(
+        *with_equal_heads(llama_entries(max_positions=32768)),
+        ALL_GLOBAL,
+        Fixed("use_sliding_window", False),
+        Switch("qkv_bias", "qkv_bias", True),
+        *_experts(number=60, per_token=4, width=1408),
+        ExpertSize("shared_expert_intermediate_size", "shared_expert_width", 5632),
+        *ending_entries(),
+    ),
+    tensors={**_TENSORS, "block": {**_TENSORS["block"], **QWEN_EXPERTS, **SHARED_EXPERT}},
+    base_prefix=BASE_PREFIX,
+    buffers=BUFFERS,
+    tokenizer_pattern=QWEN2.tokenizer_pattern,
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    title="Qwen3-MoE",
+    network={**NETWORK, **SOFTMAX_EXPERTS, "qk_norm": "head"},
+    config=(
+        *llama_entries(max_positions=32768, num_kv_heads=4),
+        ALL_GLOBAL,
+        Fixed("use_sliding_window", False),
+        Switch("attention_bias", "qkv_bias", False),
+        ATTENTION_BIASES_EQUAL,
+        *_experts(number=128, per_token=8, width=768),
+        *ending_entries(),
+    ),
+    tensors={**_NORMED, "block": {**_NORMED["block"], **QWEN_EXPERTS}},
+    base_prefix=BASE_PREFIX,
+    buffers=BUFFERS,
+)
