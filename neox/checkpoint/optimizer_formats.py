@@ -8,7 +8,7 @@ over data ranks, a rank's parts in flat tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -81,7 +81,12 @@ def read_order(client_file: Path, client: Mapping[str, Any]) -> list[Key]:
 
 
 def open_stage(
-    client_file: Path, client: Mapping[str, Any], files: Sequence[Path], shapes: Shapes, optimizer: OptimizerKind
+    client_file: Path,
+    client: Mapping[str, Any],
+    files: Sequence[Path],
+    shapes: Shapes,
+    optimizer: OptimizerKind,
+    experts: Collection[Key] = (),
 ) -> StageState:
     """Open the optimizer's state of one model rank.
 
@@ -91,6 +96,7 @@ def open_stage(
         files: One file per data rank; none if the `mp_rank` file holds the whole state.
         shapes: Shapes of the model rank's parameters.
         optimizer: The optimizer that wrote the state.
+        experts: Parameters that hold experts.
 
     Raises:
         CheckpointError: If there is no state.
@@ -104,7 +110,9 @@ def open_stage(
     states = [load_file(file)["optimizer_state_dict"] for file in files]
     if "fp32_flat_groups" in states[0]:
         return zero3_state(states, shapes)
-    return zero12_state(states, shapes)
+    layout = client.get("layout")
+    ep_size = int(layout.get("ep", 1)) if isinstance(layout, Mapping) else 1
+    return zero12_state(states, shapes, experts, ep_size)
 
 
 class WholeState:
@@ -242,7 +250,9 @@ class PartitionedState:
         return _numbers(states, name, start, length)
 
 
-def zero12_state(states: Sequence[Mapping[str, Any]], shapes: Shapes) -> PartitionedState:
+def zero12_state(
+    states: Sequence[Mapping[str, Any]], shapes: Shapes, experts: Collection[Key] = (), ep_size: int = 1
+) -> PartitionedState:
     """Return the state in files of ZeRO 1 and 2, and of bf16 with pipeline stages.
 
     A group's parameters stand one after another in one flat tensor, which is split over data ranks. The files say where
@@ -251,6 +261,8 @@ def zero12_state(states: Sequence[Mapping[str, Any]], shapes: Shapes) -> Partiti
     Args:
         states: Content of the file of each data rank.
         shapes: Shapes of the parameters.
+        experts: Parameters that hold experts.
+        ep_size: Number of neighbouring data ranks that divided them.
     """
     ranks = []
     pieces: dict[Key, list[Piece]] = {}
@@ -260,6 +272,9 @@ def zero12_state(states: Sequence[Mapping[str, Any]], shapes: Shapes) -> Partiti
             for name, fragment in fragments.items():
                 piece = Piece(rank, group, fragment.start, fragment.numel)
                 pieces.setdefault(parse_name(name), []).append(piece)
+    for key in experts:
+        if key in pieces:  # every ep-th rank has pieces of the same experts
+            pieces[key].sort(key=lambda piece: (piece.rank % ep_size, piece.rank))
     return PartitionedState(ranks, pieces, shapes, steps_taken(states[0]["base_optimizer_state"]))
 
 

@@ -169,7 +169,8 @@ class OptimizerReader:
                 else:
                     order = read_order(clients[model_rank], client)
                 shapes = {key: self._stored_shape(key, tp) for key in order}
-                ranks.append(open_stage(clients[model_rank], client, files, shapes, self.optimizer))
+                experts = [key for key in order if self._spec(*key).experts]
+                ranks.append(open_stage(clients[model_rank], client, files, shapes, self.optimizer, experts))
             stages.append(ranks)
             for key in shapes:  # a tied embedding is on the first stage and, as a copy, on the last
                 self._stage_of.setdefault(key, stage)

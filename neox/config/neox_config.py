@@ -204,8 +204,8 @@ class NeoXConfig(Section):
 def for_inference(config: NeoXConfig) -> NeoXConfig:
     """Return a training configuration as generation and evaluation read it: on any number of ranks.
 
-    The batch of training, `fp8`, and what is said of single parameters are left out. So is `lora`: a checkpoint's
-    adapters are added to the weights that are read.
+    The batch of training, `fp8`, the division of experts, and what is said of single parameters are left out. So is
+    `lora`: a checkpoint's adapters are added to the weights that are read.
     `global_num_gpus` in a file counts the ranks of training and is left out too; on the command line it counts these.
     """
     without = [
@@ -214,6 +214,7 @@ def for_inference(config: NeoXConfig) -> NeoXConfig:
         "rampup_batch_size",
         "lora",
         "fp8",
+        "expert_model_parallel_size",
         "parameter_groups",
         "train_only_added_tokens",
     ]

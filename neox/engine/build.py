@@ -37,7 +37,7 @@ from neox.log import get_logger
 from neox.model import GPT, Block, biased_routers, build_layer, share_parameters
 from neox.objectives import Objective, build_objective
 from neox.ops import DTYPES, FP8_RECIPES
-from neox.optim import ClippedOptimizer, Muon, NormScope, build_optimizer
+from neox.optim import ClippedOptimizer, ExpertGroups, Muon, NormScope, build_optimizer
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 from neox.plan import RunPlan
 from neox.plan.compiled import compiles_layers
@@ -62,6 +62,8 @@ def build_engine(
     Only this function and `build_model` know which kinds of engine there are.
     """
     optimizer = build_optimizer(plan, model.named_parameters(), _norm_scope(plan, grid))
+    if grid.ep_group is not None and grid.edp_group is not None:
+        optimizer.expert_groups = ExpertGroups(same=grid.edp_group, divided=grid.ep_group)
     timers = _timers(plan, grid, device)
     weights = LabelWeights.of(plan, objective, grid, device)
     steps: Steps
@@ -103,7 +105,7 @@ def _norm_scope(plan: RunPlan, grid: ParallelGrid) -> NormScope | None:
     if not clips_itself(plan):
         return None
     group = grid.model_group if grid.pp_size * grid.tp_size > 1 else None
-    return NormScope(group, lambda parameter: counts_in_norm(parameter, grid))
+    return NormScope(group, lambda parameter: counts_in_norm(parameter, grid), grid.ep_group)
 
 
 def _deepspeed_engine(

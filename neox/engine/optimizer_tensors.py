@@ -22,7 +22,7 @@ from neox.checkpoint.optimizer_formats import Key
 from neox.engine.weights import weight_layers
 from neox.errors import CheckpointError
 from neox.optim import ClippedOptimizer, MatrixPart, is_hidden, planned_groups
-from neox.parallel import ParallelGrid
+from neox.parallel import ParallelGrid, first_own_element
 from neox.plan import RunPlan
 
 Names = Mapping[int, Key]
@@ -109,7 +109,8 @@ def optimizer_tensors(
         )
     for group, inner in pairs:
         for parameter, tensor in zip(group["params"], inner["params"], strict=True):
-            whole = Fragment(names[id(parameter)], first=0, length=parameter.numel(), start=0)
+            first = first_own_element(parameter)
+            whole = Fragment(names[id(parameter)], first=first, length=parameter.numel(), start=0)
             yield OptimizerTensor(tensor, (whole,))
 
 
@@ -122,7 +123,8 @@ def _flat_tensor(number: int, parameters: list[nn.Parameter], tensors: list[Tens
         if link is not None:
             source = link.lp_fragment_address
             target = link.hp_fragment_address
-            fragments.append(Fragment(names[id(parameter)], source.start, source.numel, target.start))
+            first = first_own_element(parameter) + source.start
+            fragments.append(Fragment(names[id(parameter)], first, source.numel, target.start))
     return OptimizerTensor(tensors[0], tuple(fragments))
 
 

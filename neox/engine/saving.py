@@ -38,6 +38,7 @@ from neox.checkpoint import (
     write_run,
 )
 from neox.engine.distributed import all_succeeded, from_first_rank
+from neox.engine.divided_experts import WholeStates, gather_states
 from neox.engine.engine import Engine
 from neox.engine.forward_check import FILE as LOGITS
 from neox.engine.forward_check import fixed_logits
@@ -55,6 +56,9 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
 
     Args:
         engine: The engine whose state is written.
+
+    Attributes:
+        experts: The optimizer's state of all experts, if data ranks divide them.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -62,6 +66,7 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
         self.failure: CheckpointError | None = None
         self._with_optimizer = not engine.plan.config.checkpoint.no_save_optim
         self._divided = engine.divides_optimizer
+        self.experts = WholeStates()
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Do nothing: the directory exists."""
@@ -76,6 +81,8 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
                 return
         elif self._divided or not self._with_optimizer:
             state_dict = {**state_dict, "optimizer": None}
+        elif self.experts.states:
+            state_dict = {**state_dict, "optimizer": self.experts.put_into(state_dict["optimizer"])}
         self.put(Path(path), state_dict)
 
     def put(self, path: Path, value: Any) -> None:
@@ -138,6 +145,8 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
     logits: Tensor | None = None
     if plan.config.checkpoint.checkpoint_validation_with_forward_pass:
         logits = fixed_logits(engine)
+
+    writer.experts = gather_states(engine)
 
     def write() -> None:
         problem: CheckpointError | None = None
@@ -240,6 +249,7 @@ def layout_of(plan: RunPlan) -> dict[str, Any]:
         "pp": plan.grid.pp_size,
         "mp": plan.grid.tp_size,
         "dp": plan.grid.dp_size,
+        "ep": plan.grid.ep_size,
         "zero_stage": plan.config.deepspeed.zero_optimization.stage,
         "precision": plan.precision,
         "optimizer": plan.config.optimizer.optimizer.name,

@@ -15,7 +15,7 @@ from neox.architecture import ADAPTER, LayerPlan
 from neox.checkpoint import CheckpointReader, LoadedWeights, OptimizerReader, neox_state
 from neox.checkpoint.optimizer_formats import FP32
 from neox.errors import CheckpointError
-from neox.parallel import ParallelGrid
+from neox.parallel import ParallelGrid, gather_experts, holds_divided_experts, own_experts
 
 
 class _Layers(Protocol):
@@ -35,7 +35,7 @@ def weight_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 def write_weights(
     model: nn.Module, layers: LayerPlan, grid: ParallelGrid, write: Callable[[int, Mapping[str, Tensor]], object]
 ) -> None:
-    """Write this rank's layers. Data rank 0 writes; the others take part in gathering (ZeRO 3).
+    """Write this rank's layers. Data rank 0 writes; the others take part in gathering (ZeRO 3, divided experts).
 
     Args:
         model: This rank's part of the network.
@@ -47,9 +47,13 @@ def write_weights(
     failure: Exception | None = None
     for index, layer in weight_layers(model):
         with gathered(layer):
+            experts = {}
+            for name, parameter in layer.named_parameters():
+                if holds_divided_experts(parameter):
+                    experts[name] = gather_experts(parameter.detach(), grid)
             if grid.dp_rank != 0 or _is_tied_copy(index, layer) or failure is not None:
                 continue
-            state = {name: p.detach() for name, p in layer.named_parameters()}
+            state = {name: p.detach() for name, p in layer.named_parameters()} | experts
             try:
                 write(index, neox_state(layers[index], state, grid.tp_rank))
             except Exception as error:
@@ -124,7 +128,7 @@ def fill_layer(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     with gathered(layer, changed=True):
         for name, parameter in layer.named_parameters():
             if ADAPTER not in name or name in tensors:
-                parameter.copy_(tensors[name])
+                parameter.copy_(own_experts(tensors[name], parameter))
 
 
 def gathered(layer: nn.Module, *, changed: bool = False) -> AbstractContextManager[object]:

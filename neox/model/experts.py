@@ -3,7 +3,9 @@
 Every tensor rank routes all tokens and holds a part of each expert's inner features, as of a dense MLP. The sum over
 tensor ranks comes after the experts. So routes and losses do not depend on the number of tensor ranks.
 
-Legend: B batch, S sequence, H hidden, E experts, K experts of a token, T tensor ranks.
+With `expert_model_parallel_size` data ranks hold different experts, and tokens travel to them (`Exchange`).
+
+Legend: B batch, S sequence, H hidden, E experts, K experts of a token, T tensor ranks, P ranks that divide experts.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ from neox.ops import (
     z_loss,
 )
 from neox.parallel import (
+    Exchange,
     ParallelGrid,
     Summand,
     TensorOptions,
     TokenShares,
     copy_to_tensor_ranks,
     gather_tokens,
+    mark_divided_experts,
     mark_split,
     reduce_over_tensor_ranks,
     reduce_scatter_tokens,
@@ -100,11 +104,23 @@ class Router(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """A product of each expert: weight [E, O, I]. Sorted rows [R, I] -> [R, O]."""
+    """A product of each expert on this rank: weight [E/P, O, I]. Sorted rows [R, I] -> [R, O].
 
-    def __init__(self, experts: int, outputs: int, inputs: int, split: bool, **options: Unpack[TensorOptions]) -> None:
+    Args:
+        experts: Number of experts E over all ranks that divide them.
+        outputs: Output features on this tensor rank.
+        inputs: Input features on this tensor rank.
+        grid: Process groups.
+        **options: Device and type of the weight.
+    """
+
+    def __init__(
+        self, experts: int, outputs: int, inputs: int, grid: ParallelGrid, **options: Unpack[TensorOptions]
+    ) -> None:
         super().__init__()
-        self.weight = mark_split(nn.Parameter(torch.empty(experts, outputs, inputs, **options)), split)
+        here = shard_size(experts, grid.ep_size, "number of experts")
+        weight = nn.Parameter(torch.empty(here, outputs, inputs, **options))
+        self.weight = mark_divided_experts(mark_split(weight, grid.tp_size > 1), grid)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Multiply; `counts` [E] is the number of rows of each expert."""
@@ -126,10 +142,10 @@ class Experts(nn.Module):
         hidden = network.hidden_size
         width = shard_size(network.expert_width, grid.tp_size, "inner width of an expert")
         factor = ACTIVATION_SPECS[network.activation].width_factor
-        is_split = grid.tp_size > 1
+        self.grid = grid
         self.activation = ACTIVATIONS[network.activation]
-        self.dense_h_to_4h = GroupedLinear(number, factor * width, hidden, is_split, **options)
-        self.dense_4h_to_h = GroupedLinear(number, hidden, width, is_split, **options)
+        self.dense_h_to_4h = GroupedLinear(number, factor * width, hidden, grid, **options)
+        self.dense_4h_to_h = GroupedLinear(number, hidden, width, grid, **options)
 
     def forward(self, x: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
         """Return this tensor rank's summand of the experts' weighted outputs [N, H].
@@ -140,8 +156,17 @@ class Experts(nn.Module):
             order: Order of the rows of experts.
         """
         rows = to_experts(x, order)
-        inner = self.activation(self.dense_h_to_4h(rows, order.counts))
-        return from_experts(self.dense_4h_to_h(inner, order.counts), weights, order)
+        if self.grid.ep_size == 1:
+            return from_experts(self._outputs(rows, order.counts), weights, order)
+        exchange = Exchange.plan(order.counts, self.grid)
+        outputs = self._outputs(exchange.to_experts(rows), exchange.counts)
+        return from_experts(exchange.from_experts(outputs), weights, order)
+
+    def _outputs(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the output of each row's expert [R, H] for rows [R, H] that are sorted by expert."""
+        inner = self.activation(self.dense_h_to_4h(rows, counts))
+        outputs: Tensor = self.dense_4h_to_h(inner, counts)
+        return outputs
 
 
 class ExpertMLP(TokenShares):

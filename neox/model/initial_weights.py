@@ -22,10 +22,12 @@ from neox.parallel import (
     ParallelGrid,
     derive_seed,
     mark_decay,
+    mark_divided_experts,
     mark_group,
     mark_hidden,
     mark_lr_factor,
     mark_split,
+    own_experts,
     shard,
 )
 
@@ -119,13 +121,15 @@ class InitialWeights:
             mark_group(target, spec.lr_factor, spec.weight_decay)
             train_only_rows(target, spec, grid)
             mark_hidden(target, entry.is_hidden(spec))
+            if spec.experts:
+                mark_divided_experts(target, grid)
             if spec.init == "ones":
                 target.fill_(1.0)
             elif spec.init == "zeros":
                 target.fill_(0.0)
             else:
                 full = self._drawn(spec, entry, target)
-                target.copy_(shard(full, spec, grid.tp_rank, grid.tp_size))
+                target.copy_(own_experts(shard(full, spec, grid.tp_rank, grid.tp_size), target))
         reset_buffers(layer)
 
     def _drawn(self, spec: ParameterSpec, entry: LayerEntry, target: nn.Parameter) -> Tensor:

@@ -1,14 +1,16 @@
 """Optimizers, parameter groups and the learning-rate schedule."""
 
 from neox.optim.build import CLASSES, build_optimizer
-from neox.optim.clipping import ClippedOptimizer, NormScope
+from neox.optim.clipping import EXPERTS, ClippedOptimizer, ExpertGroups, NormScope
 from neox.optim.groups import is_hidden, parameter_groups, planned_groups
 from neox.optim.muon import MatrixPart, Muon
 from neox.optim.schedule import LRSchedule
 
 __all__ = [
     "CLASSES",
+    "EXPERTS",
     "ClippedOptimizer",
+    "ExpertGroups",
     "LRSchedule",
     "MatrixPart",
     "Muon",

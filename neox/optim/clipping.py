@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from neox.config.sections.optimizer_kind import PIECE
+from neox.parallel import holds_divided_experts
+
+EXPERTS = "experts"
+"""Name of the optimizer's groups of experts that data ranks divide."""
+
+
+class ExpertGroups(NamedTuple):
+    """Data ranks with the same experts, and data ranks that divide all experts."""
+
+    same: dist.ProcessGroup
+    divided: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -22,10 +33,12 @@ class NormScope:
         group: Ranks that together hold one copy of the model (pipeline stages x tensor ranks); None for one rank.
         counts: Function that says whether this rank counts a parameter. Over the group each parameter is counted once:
             a replicated one only on tensor rank 0, a tied one only on its first stage.
+        expert_group: Data ranks that divide experts, over which squares of these are added up; None if none do.
     """
 
     group: dist.ProcessGroup | None
     counts: Callable[[Tensor], bool]
+    expert_group: dist.ProcessGroup | None = None
 
 
 def pieces(*tensors: list[Tensor], largest: int = PIECE) -> Iterator[list[list[Tensor]]]:
@@ -98,11 +111,16 @@ class ClippedOptimizer(WithoutDynamo):
         self.max_norm = max_norm
         self.scope = scope
         self.overflow = False
+        self.expert_groups: ExpertGroups | None = None
         self._global_grad_norm = 0.0
         # By position: DeepSpeed replaces the parameters by fp32 copies that carry no attributes.
         self._counted: list[list[bool]] = []
+        self._divided: list[list[bool]] = []
         for group in self.param_groups:
-            self._counted.append([scope is not None and scope.counts(p) for p in group["params"]])
+            counted = [scope is not None and scope.counts(p) for p in group["params"]]
+            divided = list(map(holds_divided_experts, group["params"]))
+            self._counted.append([counts and not part for counts, part in zip(counted, divided, strict=True)])
+            self._divided.append([counts and part for counts, part in zip(counted, divided, strict=True)])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -167,10 +185,11 @@ class ClippedOptimizer(WithoutDynamo):
 
     def global_norm(self) -> float:
         """Return the L2 norm of the model's gradient, the same on every rank of the group."""
-        counted = self.counted_gradients()
-        total = self._device_scalar(0.0)
-        if counted:
-            total += torch.stack(torch._foreach_norm(counted)).square().sum()
+        total = self._square(self.counted_gradients())
+        if self.scope is not None and self.scope.expert_group is not None:
+            of_experts = self._square(_gradients(self.param_groups, self._divided))
+            dist.all_reduce(of_experts, group=self.scope.expert_group)
+            total += of_experts
         if self.scope is not None and self.scope.group is not None:
             dist.all_reduce(total, group=self.scope.group)
         square = total.item()
@@ -179,14 +198,30 @@ class ClippedOptimizer(WithoutDynamo):
         return math.sqrt(square)
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return the gradients that this rank counts in the norm, in fp32."""
-        gradients = []
-        for group, counts in zip(self.param_groups, self._counted, strict=True):
-            for parameter, is_counted in zip(group["params"], counts, strict=True):
-                if is_counted and parameter.grad is not None:
-                    gradients.append(parameter.grad.float())
-        return gradients
+        """Return the gradients that this rank counts in the norm, in fp32, without those of divided experts."""
+        return _gradients(self.param_groups, self._counted)
+
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        """Return the sum of the squares of gradients."""
+        if not gradients:
+            return self._device_scalar(0.0)
+        return torch.stack(torch._foreach_norm(gradients)).square().sum()
 
     def _device_scalar(self, value: float) -> Tensor:
         device = self.param_groups[0]["params"][0].device
         return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _gradients(groups: list[dict[str, Any]], wanted: list[list[bool]]) -> list[Tensor]:
+    """Return gradients in fp32.
+
+    Args:
+        groups: The optimizer's groups.
+        wanted: For each parameter of each group, whether its gradient is returned, if it has one.
+    """
+    gradients = []
+    for group, flags in zip(groups, wanted, strict=True):
+        for parameter, is_wanted in zip(group["params"], flags, strict=True):
+            if is_wanted and parameter.grad is not None:
+                gradients.append(parameter.grad.float())
+    return gradients

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from neox.optim.clipping import EXPERTS
+from neox.parallel import holds_divided_experts
 from neox.plan import RunPlan
 
 
@@ -56,6 +58,8 @@ def parameter_groups(
             group["lr_factor"] = factor * key.group_factor
         if key.hidden:
             group["hidden"] = True
+        if key.divided:
+            group.update(moe=True, name=EXPERTS)  # DeepSpeed's marks
         groups.append(group)
     return groups
 
@@ -69,6 +73,7 @@ class _GroupKey(NamedTuple):
         decay: Weight decay at a factor of 1.
         factor: Factor of the learning rate that follows from the network.
         group_factor: Factor of the learning rate that `parameter_groups` gives.
+        divided: Whether they are experts that data ranks divide.
     """
 
     hidden: bool
@@ -76,6 +81,7 @@ class _GroupKey(NamedTuple):
     decay: float
     factor: float
     group_factor: float
+    divided: bool
 
 
 def _key(parameter: nn.Parameter, weight_decay: float, *, hidden_apart: bool) -> _GroupKey:
@@ -87,11 +93,13 @@ def _key(parameter: nn.Parameter, weight_decay: float, *, hidden_apart: bool) ->
         decayed = given > 0
         decay = given
     group_factor = float(getattr(parameter, "group_lr_factor", 1.0))
-    return _GroupKey(hidden_apart and is_hidden(parameter), decayed, decay, _factor(parameter), group_factor)
+    hidden = hidden_apart and is_hidden(parameter)
+    divided = holds_divided_experts(parameter)
+    return _GroupKey(hidden, decayed, decay, _factor(parameter), group_factor, divided)
 
 
-def _order(key: _GroupKey) -> tuple[bool, bool, float, float, float]:
-    return not key.hidden, not key.decayed, key.factor, key.group_factor, key.decay
+def _order(key: _GroupKey) -> tuple[bool, bool, float, float, float, bool]:
+    return not key.hidden, not key.decayed, key.factor, key.group_factor, key.decay, key.divided
 
 
 def planned_groups(plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

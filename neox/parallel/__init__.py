@@ -18,6 +18,14 @@ from neox.parallel.context_ranks import (
     heads_to_tokens,
     tokens_to_heads,
 )
+from neox.parallel.expert_exchange import (
+    Exchange,
+    first_own_element,
+    gather_experts,
+    holds_divided_experts,
+    mark_divided_experts,
+    own_experts,
+)
 from neox.parallel.grid import ParallelGrid
 from neox.parallel.kept_inputs import KeptInputs
 from neox.parallel.layers import (
@@ -41,6 +49,7 @@ from neox.plan.topology import Topology
 
 __all__ = [
     "ColumnParallelLinear",
+    "Exchange",
     "KeptInputs",
     "Multiply",
     "ParallelGrid",
@@ -56,16 +65,21 @@ __all__ = [
     "copy_to_tensor_ranks",
     "derive_seed",
     "divide_tokens",
+    "first_own_element",
     "gather_context",
+    "gather_experts",
     "gather_last_dim",
     "gather_tensor_ranks",
     "gather_tokens",
     "heads_to_tokens",
+    "holds_divided_experts",
     "mark_decay",
+    "mark_divided_experts",
     "mark_group",
     "mark_hidden",
     "mark_lr_factor",
     "mark_split",
+    "own_experts",
     "reduce_over_tensor_ranks",
     "reduce_scatter_last_dim",
     "reduce_scatter_tokens",

@@ -25,6 +25,8 @@ class ParallelGrid:
         cp_group: Context ranks, which divide the tokens of the same samples.
         pp_group: Stages of one pipeline.
         model_group: Ranks of one whole model, of all stages and tensor ranks.
+        ep_group: Data-parallel ranks that divide the experts of a model; None if they do not.
+        edp_group: Data-parallel ranks with the same experts; None if experts are not divided.
         rng: Random streams of this rank.
     """
 
@@ -35,6 +37,8 @@ class ParallelGrid:
     cp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
+    edp_group: dist.ProcessGroup | None = None
     rng: RNGTracker = field(default_factory=RNGTracker, compare=False)
 
     @classmethod
@@ -59,6 +63,11 @@ class ParallelGrid:
             created = [(ranks, dist.new_group(ranks)) for ranks in groups]
             return next(group for ranks, group in created if rank in ranks)
 
+        ep_group = None
+        edp_group = None
+        if topology.ep_size > 1:
+            ep_group = own_group(topology.expert_groups())
+            edp_group = own_group(topology.expert_data_groups())
         return cls(
             topology,
             rank,
@@ -67,6 +76,8 @@ class ParallelGrid:
             cp_group=own_group(topology.context_groups()),
             pp_group=own_group(topology.groups("pp")),
             model_group=own_group(topology.groups("pp", "tp")),
+            ep_group=ep_group,
+            edp_group=edp_group,
             rng=RNGTracker(enabled=topology.tp_size > 1 and not topology.sequence_parallel),
         )
 
@@ -99,6 +110,16 @@ class ParallelGrid:
     def tp_size(self) -> int:
         """Number of tensor-parallel ranks."""
         return self.topology.tp_size
+
+    @property
+    def ep_size(self) -> int:
+        """Number of data-parallel ranks that divide experts."""
+        return self.topology.ep_size
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's number among those that divide experts."""
+        return self.dp_rank % self.ep_size
 
     @property
     def tp_name(self) -> str:

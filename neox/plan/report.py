@@ -81,6 +81,8 @@ def _grid_lines(plan: RunPlan) -> Iterator[str]:
     batch = plan.batch
     context = f"{grid.cp_size} context x " if grid.cp_size > 1 else ""
     degrees = f"{count(grid.pp_size, 'pipeline stage')} x {grid.data_size} data x {context}{grid.tp_size} tensor"
+    if grid.ep_size > 1:
+        degrees += f", {grid.ep_size} of which divide experts"
     if grid.sequence_parallel:
         degrees += ", which divide tokens too"
     yield f"grid      {count(grid.world_size, 'rank')} = {degrees}"

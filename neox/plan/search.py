@@ -141,12 +141,12 @@ def _layouts(plan: RunPlan) -> Iterator[MemorySetting]:
             if world % (tp_size * pp_size):
                 continue
             dp_size = world // (tp_size * pp_size)
-            if plan.batch.train_batch_size % dp_size:
+            if plan.batch.train_batch_size % dp_size or dp_size % start.ep_size:
                 continue
             layout = replace(start, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
             for batched in _micro_batches(layout, plan.batch.train_batch_size // dp_size):
                 for scheduled in _schedules(batched, plan):
-                    yield from _memory_choices(scheduled)
+                    yield from filter(_can_divide_experts, _memory_choices(scheduled))
 
 
 def _tensor_degrees(plan: RunPlan) -> Iterator[int]:
@@ -180,6 +180,15 @@ def _schedules(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
 def _divides_blocks(plan: RunPlan) -> bool:
     """Return whether layers are divided by their blocks, so that each range has some."""
     return plan.config.parallelism.pipe_partition_method.startswith("type:transformer")
+
+
+def _can_divide_experts(layout: MemorySetting) -> bool:
+    """Return whether the engine can divide experts as the configuration asks (`neox.plan.rules.experts`)."""
+    if layout.ep_size == 1:
+        return True
+    if layout.precision == "bf16" and (layout.pp_size > 1 or layout.zero_stage == 1):
+        return False
+    return layout.zero_stage < 3
 
 
 def _memory_choices(layout: MemorySetting) -> Iterator[MemorySetting]:

@@ -27,6 +27,7 @@ class Topology:
         sequence_parallel: Whether tensor ranks divide the tokens between layers that split features.
         cp_size: Context ranks, a divisor of `dp_size`.
         cp_kind: What context ranks exchange in attention.
+        ep_size: Data-parallel ranks that divide experts: neighbouring ones, each with as many experts.
     """
 
     pp_size: int = 1
@@ -35,12 +36,15 @@ class Topology:
     sequence_parallel: bool = False
     cp_size: int = 1
     cp_kind: ContextKind = "all_gather"
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.pp_size, self.dp_size, self.tp_size) < 1:
+        if min(self.pp_size, self.dp_size, self.tp_size, self.ep_size) < 1:
             raise ValueError(f"every degree must be at least 1, got {self}")
         if self.cp_size < 1 or self.dp_size % self.cp_size:
             raise ValueError(f"context ranks must divide the ranks with the same weights, got {self}")
+        if self.dp_size % self.ep_size:
+            raise ValueError(f"the expert degree must divide the data-parallel ranks, got {self}")
 
     @property
     def world_size(self) -> int:
@@ -89,6 +93,22 @@ class Topology:
             groups.setdefault(fixed, []).append(rank)
         return list(groups.values())
 
+    def expert_groups(self) -> list[list[int]]:
+        """List the groups of ranks that together hold all experts of their layers: data ranks 0 to ep - 1, ..."""
+        groups = []
+        for ranks in self.groups("dp"):
+            for start in range(0, self.dp_size, self.ep_size):
+                groups.append(ranks[start : start + self.ep_size])
+        return groups
+
+    def expert_data_groups(self) -> list[list[int]]:
+        """List the groups of ranks that hold the same experts: every ep-th data rank."""
+        groups = []
+        for ranks in self.groups("dp"):
+            for first in range(self.ep_size):
+                groups.append(ranks[first :: self.ep_size])
+        return groups
+
 
 def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> Topology | None:
     """Return the degrees, with dp = world_size / (pp x tp), of which context ranks are a part.
@@ -107,7 +127,14 @@ def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> 
         return None
     divides_tokens = tp_size > 1 and config.parallelism.sequence_parallel
     dp_size = world_size // (pp_size * tp_size)
-    return Topology(pp_size, dp_size, tp_size, divides_tokens, cp_size, config.parallelism.context_parallel_kind)
+    ep_size = config.parallelism.expert_model_parallel_size
+    if dp_size % ep_size:
+        key = "expert_model_parallel_size"
+        rule = f"does not divide the {dp_size} data-parallel ranks; use a divisor of {dp_size}"
+        problems.append(config.problem(key, rule, "pipe_parallel_size", "model_parallel_size"))
+        return None
+    cp_kind = config.parallelism.context_parallel_kind
+    return Topology(pp_size, dp_size, tp_size, divides_tokens, cp_size, cp_kind, ep_size)
 
 
 def _indivisible_world(config: NeoXConfig, world_size: int, model_ranks: int) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"zero": 2},
     {"zero": 3},
 ]
+SOME_LAYOUTS = [LAYOUTS[1], LAYOUTS[3], LAYOUTS[5]]
 
 
 def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
@@ -65,7 +67,7 @@ def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
 
 
 def _batches(plan: RunPlan, dp_rank: int) -> Iterator[dict[str, torch.Tensor]]:
-    has_labels = plan.loss_normalization != "micro_batch"
+    has_labels = not plan.config.given("loss_normalization")
     for batch in batches(plan, dp_rank):
         yield {**batch, "loss_mask": batch["loss_mask"] * float(has_labels)}
 
@@ -86,12 +88,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_trains_the_same(kind: str):
-    layouts = [layout for layout in LAYOUTS if kind != "biased" or layout.get("zero") != 3]
+    layouts = LAYOUTS if kind == "experts" else SOME_LAYOUTS
     first = reference(kind)[0]
     names = ["total_loss", "lm_loss", "moe_balance_loss", "moe_z_loss", "moe_largest_share", "norm"]
     assert list(first) == names
     assert first["total_loss"] == pytest.approx(sum(first[name] for name in names[1:4]))
     assert first["norm"] > 0
+    assert (first["lm_loss"] > 1) == (kind != "losses of experts")
     for found in run_ranks(2, curves, [tiny_plan(2, **KINDS[kind], **layout) for layout in layouts]):
         for layout, curve in zip(layouts, found, strict=True):
             for step, (ours, theirs) in enumerate(zip(curve, reference(kind), strict=True)):
@@ -104,3 +107,106 @@ def test_recomputation_routes_and_counts_once():
     plans = [tiny_plan(1, **BIASED), tiny_plan(1, **BIASED, **RECOMPUTED)]
     ((kept, recomputed),) = run_ranks(1, curves, plans)
     assert recomputed == kept
+
+
+DIVIDED: dict[str, Any] = {"expert_model_parallel_size": 2}
+TWO_RANKS = [DIVIDED, {**DIVIDED, **RECOMPUTED, "zero": 1}, {**DIVIDED, "zero": 2}]
+FOUR_RANKS = [
+    DIVIDED,
+    {**DIVIDED, "zero": 1},
+    {**DIVIDED, "zero": 2},
+    {"expert_model_parallel_size": 4, "zero": 2},
+    {**DIVIDED, "mp": 2, "sequence_parallel": True},
+    {**DIVIDED, "mp": 2, "zero": 2},
+    {**DIVIDED, "pp": 2},
+    {**DIVIDED, "pp": 2, "zero": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "layouts"),
+    [
+        ("experts", 2, TWO_RANKS),
+        ("experts", 4, FOUR_RANKS[4:7]),
+        pytest.param("experts", 4, FOUR_RANKS, marks=pytest.mark.slow),
+        pytest.param("biased", 4, FOUR_RANKS, marks=pytest.mark.slow),
+    ],
+)
+def test_data_ranks_that_divide_experts_train_the_same(kind: str, world: int, layouts: list[dict[str, Any]]):
+    for found in run_ranks(world, curves, [tiny_plan(world, **KINDS[kind], **layout) for layout in layouts]):
+        for layout, curve in zip(layouts, found, strict=True):
+            for step, (ours, theirs) in enumerate(zip(curve, reference(kind), strict=True)):
+                assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8), (layout, step)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_clipped_updates_do_not_depend_on_the_expert_degree(optimizer: str):
+    keys = {**EXPERTS, "gradient_clipping": 0.05, "optimizer": {"type": optimizer, "params": {"lr": 0.05}}}
+    ((expected,),) = run_ranks(1, curves, [tiny_plan(1, **keys)])
+    stages = (0, 1, 2)
+    for found in run_ranks(2, curves, [tiny_plan(2, **keys, **DIVIDED, zero=stage) for stage in stages]):
+        for stage, curve in zip(stages, found, strict=True):
+            for ours, theirs in zip(curve, expected, strict=True):
+                assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8), stage
+
+
+SAVED_AT = 2
+
+
+def resumed(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
+    """Train each plan from its checkpoint, if it has one, to the last step, and save after `SAVED_AT` steps."""
+    from neox.engine import initialize_distributed, open_engine, save_checkpoint
+
+    results = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = open_engine(plan, grid, device)
+        micro = engine.iteration * plan.batch.gradient_accumulation_steps
+        data = batches(plan, grid.dp_rank, micro)
+        curve = []
+        for iteration in range(engine.iteration, STEPS):
+            step = engine.train_batch(data)
+            curve.append({**step.scores, "norm": step.grad_norm})
+            if iteration + 1 == SAVED_AT and plan.config.checkpoint.save is not None:
+                save_checkpoint(engine, plan.config.checkpoint.save)
+        results.append(curve)
+    return results
+
+
+SAVING: list[dict[str, Any]] = [{}, {**DIVIDED}, {**DIVIDED, "zero": 1}, {**DIVIDED, "zero": 2}]
+LOADING: list[dict[str, Any]] = [{"zero": 1}, {**DIVIDED, "zero": 2}, {"mp": 2}]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 2e-6), pytest.param("bf16", 2e-2, marks=pytest.mark.slow)]
+)
+def test_a_run_goes_on_at_any_expert_degree(tmp_path: Path, precision: str, tolerance: float):
+    """Weights and the optimizer's state are saved with two expert ranks and without, and read by others."""
+    keys = {**EXPERTS, "precision": precision}
+    saving = []
+    loading = []
+    for number, layout in enumerate(SAVING):
+        if precision == "bf16" and layout.get("zero") == 1:
+            continue
+        path = str(tmp_path / str(number))
+        saving.append(tiny_plan(2, **keys, **layout, save=path))
+        for other in LOADING:
+            loading.append(tiny_plan(2, **keys, **other, load=path))
+    expected, *curves_of_others = run_ranks(2, resumed, saving)[0]
+    for curve in curves_of_others:
+        for ours, theirs in zip(curve, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=tolerance)
+    for curve in run_ranks(2, resumed, loading)[0]:
+        assert len(curve) == STEPS - SAVED_AT
+        for ours, theirs in zip(curve, expected[SAVED_AT:], strict=True):
+            assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+@pytest.mark.slow
+def test_four_ranks_with_two_of_each_expert_save_states_that_one_rank_reads(tmp_path: Path):
+    saving = [tiny_plan(4, **EXPERTS, **DIVIDED, zero=zero, save=str(tmp_path / str(zero))) for zero in (1, 2)]
+    expected, _ = run_ranks(4, resumed, saving)[0]
+    loading = [tiny_plan(1, **EXPERTS, load=str(tmp_path / str(zero))) for zero in (1, 2)]
+    for curve in run_ranks(1, resumed, loading)[0]:
+        for ours, theirs in zip(curve, expected[SAVED_AT:], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-6)

@@ -46,6 +46,18 @@ class ParallelismConfig(Section):
     degree. `ulysses`: ranks exchange tokens for heads, so the degree must divide the heads of keys and values on each
     tensor rank."""
 
+    expert_model_parallel_size: Annotated[
+        PositiveInt,
+        OnlyWith("moe_num_experts", above=1),
+        Excludes("zero_optimization.stage", (3,), advice="use stage 2, or remove it"),
+        Excludes("ema_decay", reason="averages of divided experts are not kept"),
+        Excludes("log_gradient_noise_scale"),
+        Excludes("lora"),
+        Excludes("async_save", reason="states of experts are gathered in a save"),
+    ] = 1
+    """Number of neighbouring data-parallel ranks that divide the experts (Megatron-LM's name). Each token goes to the
+    ranks of its experts and back. Checkpoints are the same as without it."""
+
     pipe_partition_method: str = "type:transformer|mlp"
     """How layers are divided into stages: `uniform` (equal layer counts), `parameters` (equal parameter counts) or
     `type:REGEX` (equal counts of layers whose class name matches, ignoring case; blocks are `TransformerLayer`)."""

@@ -1,6 +1,6 @@
 """Corrections of DeepSpeed 0.19.8. Nothing outside of this package overrides or replaces DeepSpeed's code.
 
-`engines`         gradients of the plain engine
+`engines`         gradients of the plain engine, and of experts that data ranks divide
 `pipeline_engine` any order of passes, several ranges of layers on a stage, gradients of tied weights, scores
 `range_reduction` gradients of a range of layers, reduced while other ranges run
 `bf16_optimizer`  the optimizer of bf16 weights with fp32 copies: fewer passes over memory, one wait for the device

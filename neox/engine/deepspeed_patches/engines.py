@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import deepspeed.runtime.zero.stage3
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import has_inf_or_nan
 from torch import Tensor
@@ -15,7 +17,8 @@ from torch import Tensor
 from neox.engine.deepspeed_patches.bf16_optimizer import BF16Optimizer
 from neox.engine.deepspeed_patches.file_states import SwappedStage3
 from neox.engine.measurements import COMMUNICATION, NoTimers, Timers
-from neox.optim import ClippedOptimizer
+from neox.optim import EXPERTS, ClippedOptimizer, ExpertGroups
+from neox.parallel import holds_divided_experts
 
 
 class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -29,6 +32,12 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     step_scores: Tensor
     step_timers: Timers = NoTimers()
+
+    @property
+    def experts(self) -> ExpertGroups | None:
+        """The groups of data ranks that divide experts; None if each rank has all experts."""
+        groups: ExpertGroups | None = getattr(self.client_optimizer, "expert_groups", None)
+        return groups
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Return no weights for DeepSpeed's checkpoint files.
@@ -63,11 +72,31 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         """
         wrapper = super()._configure_fp16_optimizer(optimizer, dtype)
         wrapper.overflow_checker.has_overflow_serial = _any_not_finite
+        if self.experts is not None:
+            # A gradient that is not finite on one rank must skip the update on all of them.
+            wrapper.overflow_checker.has_overflow_serial = partial(_any_not_finite_over, self.experts.divided)
         return wrapper
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         """Build DeepSpeed's ZeRO optimizer; that of stage 3 can keep states in files (`file_states`)."""
         with _replaced(deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", SwappedStage3):
+            if self.experts is None:
+                return super()._configure_zero_optimizer(optimizer)
+            return self._zero_optimizer_of_experts(self.experts, optimizer)
+
+    def _zero_optimizer_of_experts(self, groups: ExpertGroups, optimizer: torch.optim.Optimizer) -> Any:
+        """Build DeepSpeed's ZeRO optimizer 1 or 2 for experts that ranks divide.
+
+        DeepSpeed divides states of experts over the ranks with the same experts, if it knows which parameters these
+        are. It takes both from layers of its own only. Its engine must not know: it would save and reduce itself.
+        """
+        for parameter in self.module.parameters():
+            if holds_divided_experts(parameter):
+                parameter.allreduce = False
+                parameter.group_name = EXPERTS
+        self.expert_parallel_group = {EXPERTS: groups.divided}
+        self.expert_data_parallel_group = {EXPERTS: groups.same}
+        with _replaced(self, "has_moe_layers", True):
             return super()._configure_zero_optimizer(optimizer)
 
     def backward(self, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -95,12 +124,48 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         """
         if self.dp_world_size > 1:
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
+            self._average_experts()
         elif isinstance(self.optimizer, ClippedOptimizer):
             for parameter in _parameters(self.optimizer):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         elif grads is None and not hasattr(self.optimizer, "get_grads_for_reduction"):
             self._get_gradients_for_reduction()
+
+    def _broadcast_model(self) -> None:
+        """Copy the first data rank's weights to the others, unless ranks divide experts.
+
+        DeepSpeed would give all of them the first rank's experts. Initial weights are the same on all ranks anyway.
+        """
+        if not any(map(holds_divided_experts, self.module.parameters())):
+            super()._broadcast_model()
+
+    def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Return the gradients that are averaged over all data ranks: all but those of divided experts.
+
+        DeepSpeed knows experts only in layers of its own.
+        """
+        if self.experts is None:
+            found: tuple[list[Tensor], dict[str, list[Tensor]]] = super()._get_gradients_for_reduction()
+            return found
+        shared = []
+        for parameter in self.module.parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if not holds_divided_experts(parameter):
+                shared.append(parameter.grad)
+        return shared, {}
+
+    def _average_experts(self) -> None:
+        """Average gradients of experts, which are sums over the ranks that divide experts, over all data ranks."""
+        if self.experts is None:
+            return
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and holds_divided_experts(parameter):
+                dist.all_reduce(parameter.grad, group=self.experts.same)
+                parameter.grad /= self.dp_world_size
 
     def zero_grad(self) -> None:
         """Release the gradients. DeepSpeed walks over all modules to find the parameters."""
@@ -117,6 +182,13 @@ def _any_not_finite(parameters: Iterable[Tensor]) -> bool:
     if not found:
         return False
     return bool(torch.stack(found).any())
+
+
+def _any_not_finite_over(group: dist.ProcessGroup, parameters: Iterable[Tensor]) -> bool:
+    """Return whether any gradient on any rank of a group holds an infinity or a NaN."""
+    found = torch.tensor(int(_any_not_finite(parameters)))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return bool(found)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

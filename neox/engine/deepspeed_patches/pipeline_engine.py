@@ -229,12 +229,13 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
     def _range_reduction(self) -> RangeReduction | None:
         """Return what reduces ranges during other passes; None if gradients are reduced at the end.
 
-        DeepSpeed's ZeRO optimizer (fp32 and fp16 with ZeRO 1) has its own buffers for that.
+        DeepSpeed's ZeRO optimizer (fp32 and fp16 with ZeRO 1) has its own buffers for that. Gradients of experts that
+        ranks divide are not averages of all data ranks.
         """
         is_plain_average = self.postscale_gradients() and self.gradient_predivide_factor() == 1.0
         if not self.module.overlaps_reduction or not is_plain_average:
             return None
-        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer) or self.experts is not None:
             return None
         accumulated: dict[int, Tensor] = {}
         if isinstance(self.optimizer, BF16Optimizer):

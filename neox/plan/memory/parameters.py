@@ -20,23 +20,28 @@ class ParameterCount:
         held: Elements of all weights, with copies of weights that another stage owns.
         trained: Elements of the weights that have gradients.
         state_bytes: Mean bytes of optimizer states per trained element, without fp32 copies of weights.
+        divided: Elements whose states all data ranks divide: the trained ones, with the experts of all expert ranks.
     """
 
     held: int
     trained: int
     state_bytes: float
+    divided: int
 
 
 def count_parameters(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> ParameterCount:
     """Count the elements that one tensor rank of a stage holds and trains."""
     held = 0
     trained = 0
+    divided = 0
     for spec in stage.parameter_specs(layers):
-        elements = spec.shard_numel(setting.tp_size)
+        whole = spec.shard_numel(setting.tp_size)
+        elements = whole // setting.ep_size if spec.experts else whole
         held += elements
         if spec.trained:
             trained += elements
-    return ParameterCount(held, trained, _state_bytes(stage.entries(layers), setting.optimizer_states))
+            divided += whole
+    return ParameterCount(held, trained, _state_bytes(stage.entries(layers), setting.optimizer_states), divided)
 
 
 def _state_bytes(layers: Sequence[LayerEntry], states: Sequence[State]) -> float:

@@ -33,6 +33,7 @@ class MemorySetting:
         dp_size: Ranks with the same weights.
         cp_size: Context ranks, which divide the tokens of each sample.
         gathers_keys: Whether context ranks get the keys and values of all tokens.
+        ep_size: Data-parallel ranks that divide experts.
         pipeline_schedule: Key of `PIPELINE_SCHEDULES`.
         virtual_stages: Value of the key `virtual_stages`.
         sequence_parallel: Whether tensor ranks divide the tokens between layers that split features.
@@ -82,6 +83,7 @@ class MemorySetting:
     pipeline_schedule: str
     virtual_stages: int | None = None
     sequence_parallel: bool
+    ep_size: int = 1
     on_cpu: bool = False
     precision: Precision
     micro_batch_size: int
@@ -174,6 +176,7 @@ def memory_setting(
         dp_size=grid.dp_size,
         cp_size=grid.cp_size,
         gathers_keys=grid.cp_size > 1 and grid.cp_kind == "all_gather",
+        ep_size=grid.ep_size,
         pipeline_schedule=config.parallelism.pipeline_schedule,
         virtual_stages=config.parallelism.virtual_stages,
         sequence_parallel=config.parallelism.sequence_parallel,

@@ -44,7 +44,7 @@ class Sharding(ABC):
     @property
     def shard(self) -> int:
         """Trained elements that this data rank updates if data ranks divide the optimizer's states."""
-        return self.count.trained // self.setting.dp_size
+        return self.count.divided // self.setting.dp_size
 
     @property
     def _gradients_of_all(self) -> int:
@@ -67,7 +67,7 @@ class Sharding(ABC):
 
     def all_states(self) -> int:
         """Return bytes of this rank's optimizer states: trained x (states + 4 for an fp32 copy) / data ranks."""
-        return int((self.count.state_bytes + _FP32) * self.count.trained) // self.setting.dp_size
+        return int((self.count.state_bytes + _FP32) * self.count.divided) // self.setting.dp_size
 
     def averages(self) -> int:
         """Return bytes of the average of this rank's weights: trained x 4, / data ranks if they divide the states."""
@@ -199,7 +199,7 @@ class Zero1(_ReducedByZero):
         """
         total = self._gradients_of_all
         if self.setting.offloads_states and self.setting.fp32_gradients and self.setting.reduce_buffers > 1:
-            total += _FP32 * self.count.trained // self.setting.dp_size
+            total += _FP32 * self.shard
         return total
 
     def update(self) -> int:

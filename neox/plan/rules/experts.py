@@ -10,6 +10,7 @@ from neox.config.sections.experts import ExpertsConfig
 from neox.errors import ConfigError
 from neox.plan.attention_config import attention_kinds
 from neox.plan.expert_keys import expert_blocks
+from neox.plan.precision import choose_precision
 from neox.plan.rules.network import nearest_multiples
 from neox.problems import Problem
 
@@ -26,6 +27,8 @@ def expert_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _blocks(config)
     yield from _widths(config)
     yield from _refused_with_experts(config)
+    if config.parallelism.expert_model_parallel_size > 1:
+        yield from _divided_experts(config)
 
 
 def _choices(config: NeoXConfig, experts: ExpertsConfig) -> Iterator[Problem]:
@@ -91,6 +94,25 @@ def _refused_with_experts(config: NeoXConfig) -> Iterator[Problem]:
         rule = f"adapts MLPs, and does not work with {number}; leave {' and '.join(_MLP_MODULES)} out of its target"
         yield config.problem("lora", rule, _NUMBER)
     yield from _gated_blocks(config)
+
+
+def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield what does not work with experts that data ranks divide."""
+    key = "expert_model_parallel_size"
+    number = config.describe_setting(_NUMBER)
+    if config.experts.moe_num_experts % config.parallelism.expert_model_parallel_size:
+        yield config.problem(key, f"does not divide {number}; use a divisor of that", _NUMBER)
+    optimizer = config.optimizer.optimizer
+    if not optimizer.kind.elementwise:
+        rule = f"needs an optimizer that updates each element by itself, not {optimizer.name}; use Adam"
+        yield config.problem(key, rule, "optimizer.type")
+    is_bf16 = choose_precision(config, []) == "bf16"
+    if is_bf16 and config.parallelism.pipe_parallel_size > 1:
+        rule = "does not work with stages in bf16, whose optimizer divides its state over all data ranks; use one stage"
+        yield config.problem(key, rule, "pipe_parallel_size", "precision")
+    elif is_bf16 and config.deepspeed.zero_optimization.stage == 1:
+        rule = "does not work with ZeRO 1 in bf16, which divides states over all data ranks; use stage 0 or 2"
+        yield config.problem(key, rule, "zero_optimization.stage", "precision")
 
 
 def _gated_blocks(config: NeoXConfig) -> Iterator[Problem]:

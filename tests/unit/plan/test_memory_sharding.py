@@ -229,3 +229,18 @@ def test_an_average_of_weights_counts_where_it_is_kept(stage, divisor):
     assert on_host.memory.host - without.memory.host == size
     assert checkpoint_bytes(here) - checkpoint_bytes(without) == 4 * without.layers.numel
     assert any(line.startswith("average ") and "0.99" in line for line in format_plan(here).splitlines())
+
+
+def test_expert_ranks_hold_each_expert_and_its_states_once():
+    keys = {**WIDE, "moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
+    plans = {}
+    for degree in (1, 2, 4):
+        zero = {"zero_optimization": {"stage": 2}, "expert_model_parallel_size": degree}
+        plans[degree] = plan_of(4, **keys, **zero)
+    layers = plans[1].layers
+    experts = sum(spec.numel for spec in layers.parameters if spec.experts)
+    for degree, plan in plans.items():
+        found = memory_of(plan)
+        held = sharding(plan).count.held
+        assert held == layers.numel - experts + experts // degree
+        assert found.optimizer == memory_of(plans[1]).optimizer, "data ranks divide the states of all experts anyway"

@@ -188,6 +188,32 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("lora", ("moe_num_experts",), {**MIXTURE, "lora": {"r": 2, "target": ["dense_h_to_4h"]}}),
     ("moe_num_experts", ("attention_config",), {**MIXTURE, "attention_config": ["gmlp", "global", "global", "global"]}),
     ("num_experts", ("moe_num_experts",), {"moe_num_experts": 8, "num_experts": 4}),
+    ("expert_model_parallel_size", ("moe_num_experts",), {"moe_num_experts": 9, "expert_model_parallel_size": 2}),
+    (
+        "expert_model_parallel_size",
+        ("pipe_parallel_size",),
+        {**MIXTURE, "moe_num_experts": 9, "expert_model_parallel_size": 3},
+    ),
+    (
+        "expert_model_parallel_size",
+        ("zero_optimization.stage",),
+        {**MIXTURE, "expert_model_parallel_size": 2, "zero_optimization": {"stage": 3}},
+    ),
+    (
+        "expert_model_parallel_size",
+        ("optimizer.type",),
+        {**MIXTURE, "expert_model_parallel_size": 2, "optimizer": {"type": "Adafactor"}},
+    ),
+    (
+        "expert_model_parallel_size",
+        ("precision",),
+        {**MIXTURE, "expert_model_parallel_size": 2, "precision": "bf16", "pipe_parallel_size": 2},
+    ),
+    (
+        "expert_model_parallel_size",
+        ("precision",),
+        {**MIXTURE, "expert_model_parallel_size": 2, "precision": "bf16", "zero_optimization": {"stage": 1}},
+    ),
     ("use_mup", ("mup_base_hidden_size",), {"use_mup": True}),
     ("init_method", ("use_mup",), {"use_mup": True, "mup_base_hidden_size": 32, "init_method": "xavier_normal"}),
     ("bf16", ("precision",), {"precision": "fp16", "bf16": {"enabled": True}}),

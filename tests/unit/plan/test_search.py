@@ -14,6 +14,7 @@ from neox.plan.fit import memory_of_settings
 from neox.plan.search import _layouts, suggest_layouts
 from neox.plan.time import GPUS, estimate_step
 from neox.plan.time.of_plan import likely_gpu, network_shape, step_setting
+from tests.plans import SIZES, plan_of
 
 GIB = 2**30
 MEDIUM: dict[str, Any] = {
@@ -95,3 +96,15 @@ def test_gpus_by_memory(memory: float, expected: str) -> None:
 
 def test_the_gpu_that_the_configuration_names() -> None:
     assert likely_gpu(make_plan(1, gpu_type="a100-40", gpu_memory_gib=80))[0] == "a100-40"
+
+
+def test_experts_stay_divided_as_the_configuration_says():
+    keys = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "expert_model_parallel_size": 4}
+    plan = plan_of(8, **{**SIZES, **keys, "zero_optimization": {"stage": 2}, "precision": "bf16"})
+    found = suggest_layouts(plan, gpu_device(plan), GPUS["h100"])
+    assert found.best
+    for suggestion in found.best:
+        layout = suggestion.setting
+        assert layout.dp_size % 4 == 0
+        assert (layout.pp_size, layout.ep_size) == (1, 4)
+        assert layout.zero_stage in (0, 2)
