@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from neox.engine.deepspeed_patches import clips_itself, counts_in_norm
 from neox.engine.optimizer_tensors import optimizer_tensors, parameter_names
 from neox.metrics import STABILITY
-from neox.model import Block, ForwardWatch
+from neox.model import Block, ForwardWatch, Stage
 from neox.optim import ClippedOptimizer
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
@@ -60,7 +60,8 @@ class Stability:
         self._device = device
         self._optimizer = optimizer
         compiled = compiles_layers(plan.config, on_gpu=device.type == "cuda")
-        self._watch = ForwardWatch(_blocks(plan, model), compiled=compiled)
+        stage: Any = model.stage
+        self._watch = ForwardWatch(_blocks(plan, stage), stage.parts, compiled=compiled)
         self._is_divided = hasattr(wrapper, "dp_process_group")
         self._parts = _counted_parts(plan, grid, model, wrapper, optimizer)
         self._sums: dict[str, Tensor] = {}
@@ -185,9 +186,9 @@ def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def _blocks(plan: RunPlan, model: nn.Module) -> dict[int, Block]:
+def _blocks(plan: RunPlan, stage: Stage) -> dict[int, Block]:
     """Return the blocks on this rank by their index in the layer plan."""
-    layers: Mapping[int, Any] = model.stage.layers  # type: ignore[union-attr, assignment]
+    layers: Mapping[int, Any] = stage.layers
     return {index: layers[index] for index in layers if plan.layers[index].kind == "block"}
 
 

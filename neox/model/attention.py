@@ -78,7 +78,6 @@ class SelfAttention(nn.Module):
         tables_key: Which of the tables of positions in `BlockContext.tables` the block reads.
         softmax_scale: The part of `score_scale` that the softmax applies: the block's number with layer scaling,
             otherwise 1.
-        watch: Function of this module, queries [B, S, N, D] and keys [B, S, K, D] that observes them; None for none.
 
     Raises:
         ValueError: The heads cannot be divided.
@@ -87,7 +86,6 @@ class SelfAttention(nn.Module):
     recompute: RecomputedPart = "none"
     reach: int | None = None
     pair_heads = 1
-    watch: Callable[[SelfAttention, Tensor, Tensor], None] | None = None
 
     def __init__(
         self,
@@ -171,8 +169,9 @@ class SelfAttention(nn.Module):
             encode = partial(encoding, tables=tables)
             bias = encoding.score_bias(tables)
         q, k, v = self._queries_keys_values(x, encode)
-        if self.watch is not None:
-            self.watch(self, q, k)
+        if context.observes:
+            assert context.observe_scores is not None
+            context.observe_scores(self, q, k)
         positions = context.positions
         cache = context.cache
         if cache is not None:

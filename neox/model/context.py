@@ -5,10 +5,10 @@ Legend: B batch, S sequence, T keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -68,6 +68,10 @@ class BlockContext(NamedTuple):
         cache: This block's keys and values of earlier tokens, in generation.
         routes: Number of a block -> experts of its tokens, kept from the forward pass for its recomputation. A block
             whose experts are here is computed again.
+        observes: Whether `observe_scores` is called. Compiled blocks notice that a flag has changed, but not that a
+            function has become None.
+        observe_scores: Function of an attention module, its queries [B, S, N, D] and keys [B, S, K, D] that observes
+            them.
     """
 
     positions: Tensor
@@ -78,6 +82,8 @@ class BlockContext(NamedTuple):
     visible: Tensor | None = None
     cache: CachedLayer | None = None
     routes: dict[int, Tensor] | None = None
+    observes: bool = False
+    observe_scores: Callable[[Any, Tensor, Tensor], None] | None = None
 
 
 Aux = Mapping[str, Tensor]

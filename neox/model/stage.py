@@ -5,7 +5,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary, T tensor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -146,7 +146,10 @@ class StagePart:
         following: Number of the pipeline stage that holds the range after; None after the last range.
         blocks: The transformer blocks in order.
         recomputation: What the backward pass computes again.
+        observe_scores: What blocks get as `BlockContext.observe_scores`.
     """
+
+    observe_scores: Callable[[SelfAttention, Tensor, Tensor], None] | None = None
 
     def __init__(
         self, plan: RunPlan, grid: ParallelGrid, layers: Mapping[int, nn.Module], held: LayerRange, first_block: int
@@ -255,7 +258,16 @@ class StagePart:
         block_masks: dict[str, BlockMask] = {}
         if cache is None and x.device.type == "cuda":
             block_masks = self._block_masks(whole_length, x.device, context)
-        return BlockContext(positions, tables, context.document_starts, context.divided, block_masks, visible)
+        return BlockContext(
+            positions,
+            tables,
+            context.document_starts,
+            context.divided,
+            block_masks,
+            visible,
+            observes=self.observe_scores is not None,
+            observe_scores=self.observe_scores,
+        )
 
     def _position_tables(
         self, attention: SelfAttention, positions: Tensor, keys: int, dtype: torch.dtype, context: Context

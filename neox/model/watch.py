@@ -5,7 +5,7 @@ Legend: B batch, S sequence, H hidden, N heads of queries, K of keys, D head dim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from neox.model.attention import SelfAttention
 from neox.model.block import Block, TransformerLayer
+from neox.model.stage import StagePart
 from neox.ops import largest_score
 
 
@@ -23,6 +24,7 @@ class ForwardWatch:
 
     Args:
         blocks: Blocks by their index in the layer plan.
+        parts: Parts of the stage that runs them.
         compiled: Whether the blocks are compiled. What observes them then stays outside of the graphs.
 
     Attributes:
@@ -31,16 +33,17 @@ class ForwardWatch:
         elements: Number of elements of each block's output.
     """
 
-    def __init__(self, blocks: Mapping[int, Block], *, compiled: bool) -> None:
+    def __init__(self, blocks: Mapping[int, Block], parts: Sequence[StagePart], *, compiled: bool) -> None:
         self.logits: dict[int, Tensor] = {}
         self.squares: dict[int, Tensor] = {}
         self.elements: dict[int, int] = {}
         self._blocks = blocks
+        self._parts = parts
         self._attentions: dict[SelfAttention, int] = {}
         for index, block in blocks.items():
             if isinstance(block, TransformerLayer):
                 self._attentions[block.attention] = index
-        # All blocks get the same function: compiled graphs are shared by blocks that have equal attributes.
+        # All blocks get the same function, so that they share a compiled graph.
         self._see_scores = self._observe_scores
         if compiled:
             self._see_scores = torch.compiler.disable(self._observe_scores)
@@ -50,15 +53,15 @@ class ForwardWatch:
         self.logits.clear()
         self.squares.clear()
         self.elements.clear()
-        for attention in self._attentions:
-            attention.watch = self._see_scores
+        for part in self._parts:
+            part.observe_scores = self._see_scores
         for index, block in self._blocks.items():
             block.watch = partial(self._observe_output, index)
 
     def stop(self) -> None:
         """Observe no longer."""
-        for attention in self._attentions:
-            attention.watch = None
+        for part in self._parts:
+            part.observe_scores = None
         for block in self._blocks.values():
             block.watch = None
 

@@ -81,7 +81,7 @@ def test_numbers_equal_those_of_a_plain_computation():
 
 
 def assert_layouts_agree(world, layouts, rel=1e-4, **keys):
-    expected = run_ranks(1, observed, [tiny_plan(1, **KEYS, **keys)])[0][0]
+    expected = run_ranks(1, observed, [tiny_plan(1, **{**KEYS, **keys})])[0][0]
     assert [bool(values) for values, _ in expected] == [step % EVERY == 0 for step in range(1, STEPS + 1)]
     plans = []
     for layout in layouts:

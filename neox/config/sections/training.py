@@ -295,7 +295,10 @@ class LoggingConfig(Section):
     gradient_noise_scale_cpu_offload: Annotated[bool, OnlyWith("log_gradient_noise_scale")] = False
     """Keep the sum of these gradients in CPU memory; it is as large as the gradients of a rank."""
 
-    log_stability_every: PositiveInt | None = None
+    log_stability_every: Annotated[
+        PositiveInt | None,
+        Excludes("context_parallel_size", above=1, reason="a rank sees the keys of its own tokens only"),
+    ] = None
     """Every so many steps, report numbers of each layer that show where a training becomes unstable:
     `stability/attention_logit/LAYER` (largest scaled product of a query and a key, before other masks than the causal
     one), `activation_rms` (of a block's output), and the norms `gradient_norm` (before clipping), `weight_norm` and
