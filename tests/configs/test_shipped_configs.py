@@ -27,7 +27,9 @@ SELF_CONTAINED = (
 )
 WITHOUT_GPU = ("bf16", "bert/tiny", "quickstart", "quickstart_gpt2", "quickstart_llama", "quickstart_moe")
 MODELS = sorted(
-    path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yml") if path.stem not in OVERLAYS
+    path.relative_to(CONFIGS).with_suffix("").as_posix()
+    for path in CONFIGS.rglob("*.yml")
+    if path.stem not in OVERLAYS and path.parent.name != "preferences"  # these go with an imported model
 )
 # DeepSpeed ignores unknown top-level keys without a message, so only these may be written.
 TOP_LEVEL_KEYS = frozenset(
