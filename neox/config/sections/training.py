@@ -298,6 +298,7 @@ class LoggingConfig(Section):
     log_stability_every: Annotated[
         PositiveInt | None,
         Excludes("context_parallel_size", above=1, reason="a rank sees the keys of its own tokens only"),
+        Excludes("expert_model_parallel_size", above=1, reason="data ranks hold different experts"),
     ] = None
     """Every so many steps, report numbers of each layer that show where a training becomes unstable:
     `stability/attention_logit/LAYER` (largest scaled product of a query and a key, before other masks than the causal
