@@ -20,11 +20,16 @@ from neox.errors import DataError
 
 
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
-    """Divide the documents [0, documents) by NeoX's `split` and its rounding. Raises ConfigError as `split_shares`."""
+    """Divide the documents [0, documents) by the shares in `split`, rounded as in NeoX.
+
+    Raises:
+        ConfigError: As `split_shares`.
+    """
     edges = [0]
     for share in split_shares(split):
         edges.append(edges[-1] + round(share * documents))
-    surplus = edges[-1] - documents  # due to rounding; gpt-neox takes it from the first part
+    # Shift all edges so that the last one is `documents`. The first range absorbs the rounding, as in gpt-neox.
+    surplus = edges[-1] - documents
     edges[1:] = [max(0, edge - surplus) for edge in edges[1:]]
     return range(edges[0], edges[1]), range(edges[1], edges[2]), range(edges[2], edges[3])
 
@@ -45,8 +50,8 @@ class GPTDataset:
 
     Attributes:
         indexed: Token dataset.
-        documents: Numbers of the sequences that are used.
-        requested_samples: Number of samples that determines the number of epochs.
+        documents: Numbers of the documents that are used.
+        requested_samples: Number of samples that the run asked for, which sets how many epochs are built.
         seed: Seed of the shuffles.
         cache_dir: Directory that keeps the maps between runs; None if they are in memory.
         labels: Labels of the tokens, with the same sequences; IGNORED for a token that is not predicted. None if each
@@ -76,8 +81,8 @@ class GPTDataset:
 
         Args:
             indexed: Token dataset.
-            documents: Numbers of the sequences to use, with step 1.
-            num_samples: Number of samples that the run reads. It determines the number of epochs.
+            documents: Numbers of the documents to use, with step 1.
+            num_samples: Number of samples that the run asks for, which sets how many epochs are built.
             seq_length: Number of tokens of a sample's input.
             seed: Seed of the shuffles.
             cache_dir: Directory that keeps the maps between runs; None builds them in memory.

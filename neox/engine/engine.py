@@ -88,7 +88,7 @@ class Engine:
         averages: Average of the trained weights; None without `ema_decay`.
         reference: Identity of the weights that the run began with, to which a loss may compare the model; None if it is
             not known.
-        ledger_at: Function from a number of steps to that record, which checkpoints carry; None to save none.
+        ledger_at: Maps a number of steps to the ledger of the data, which checkpoints carry; None to save none.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Engine:
         return hasattr(self.deepspeed_engine.optimizer, "dp_process_group")
 
     def before_next_update(self, call: Callable[[], None]) -> None:
-        """Call a function once, when the next update is about to be queued."""
+        """Call a function once, just before the optimizer steps next."""
         self._before_next_update = call
 
     def restore_counters(self, client_state: Mapping[str, Any]) -> None:

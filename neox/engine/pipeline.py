@@ -52,9 +52,9 @@ class _PlannedLayer(LayerSpec):  # type: ignore[misc]
 
 
 class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
-    """Specification of a layer with the embedding's weight: the embedding itself, or the head tied to it.
+    """Specification of the embedding, or of the head tied to it.
 
-    A stage that holds only the head builds an embedding too, and keeps nothing but its words.
+    A stage that holds only the head builds an embedding too, and drops all but the words' table.
 
     Args:
         build: Builds a layer.
@@ -91,7 +91,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         active_part: Number of the range of layers that `forward` runs.
         loss_stage: Stage that holds the last layer, and computes the loss.
         pp_ranks: Rank of each stage, with this rank's data and tensor coordinates.
-        sharers: Group of the tensor ranks that hold the same hidden states; None if each has its own.
+        sharers: Group of the tensor ranks if hidden states are replicated in it; otherwise None.
         overlaps_reduction: Whether a range's gradients are reduced while other ranges run.
         score_count: Number of the objective's scores.
         targets: What the objective compares the network's output of the next micro batch with; on the loss stage.
@@ -123,18 +123,17 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self.pp_ranks = [grid.topology.rank_of(stage, grid.dp_rank, grid.tp_rank) for stage in range(grid.pp_size)]
         self.sharers = None if grid.tp_size == 1 or grid.topology.sequence_parallel else grid.tp_group
         self.score_count = len(objective.names)
-        overlap_comm = plan.config.deepspeed.zero_optimization.overlap_comm
+        overlap_comm = plan.config.deepspeed.zero_optimization.overlap_comm  # None: on, as by default
         self.overlaps_reduction = overlap_comm is not False and len(self._held.ranges) > 1 and grid.dp_size > 1
         self._dtype = dtype
         self._divides_samples = grid.cp_size > 1
         self._handoff = Handoff.of(plan.architecture, documents=plan.keeps_documents_apart)
-        held = plan.stages[grid.pp_rank]
         head = plan.layers.head
-        if head.kind == "masked_lm_head" and held.holds(head.index):
+        if head.kind == "masked_lm_head" and self._held.holds(head.index):
             # This head has layers of its own next to the tied weight, which is all that DeepSpeed's list holds.
             self.add_module(str(head.index), build(head.index))
         self._shared = self._share_over_stages(plan, grid)
-        self.stage = Stage(plan, grid, self._layers(), held.ranges)
+        self.stage = Stage(plan, grid, self._layers(), self._held.ranges)
 
     def forward(self, given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Run the active range of layers of this stage.
@@ -143,23 +142,23 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
             given: What the range takes: an objective's inputs if it is the first one, else a packed `Handoff`.
 
         Returns:
-            A packed `Handoff`; after the last range the objective's scores. DeepSpeed would compute the loss outside of
-            this module. But it clears gradients for a new backward pass when the gradient of the module's output
-            arrives, and gradients of the head that came before would be lost. So the scores are part of the module.
+            A packed `Handoff`; after the last range the objective's scores. DeepSpeed clears gradients when the
+            gradient of this module's output arrives. If the loss were computed outside, the head's gradients would
+            exist by then and be lost.
         """
-        earlier: Aux = {}
+        previous_aux: Aux = {}
         part = self.stage.parts[self.active_part]
         if part.is_first:
             x, context = self._handoff.unpack_batch(given)
         else:
-            x, context, earlier = self._handoff.unpack(given)
+            x, context, previous_aux = self._handoff.unpack(given)
         context = replace(context, divided=self._divides_samples)
         x, aux = self.stage.forward(x, context, self.active_part)
         if not part.is_last:
             x = attach_losses(x, aux, self.loss_factor)
-            return self._handoff.pack(x, context, add_aux(earlier, aux))
+            return self._handoff.pack(x, context, add_aux(previous_aux, aux))
         assert self.targets is not None
-        return self._objective.scores(NetworkOutput(x, self.stage.head, add_aux(earlier, aux)), self.targets)
+        return self._objective.scores(NetworkOutput(x, self.stage.head, add_aux(previous_aux, aux)), self.targets)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits [B, S, V/tp] of tokens [B, S] on the loss stage, None on others; all stages together."""
@@ -200,7 +199,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         return layers
 
     def _share_over_stages(self, plan: RunPlan, grid: ParallelGrid) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Make parameters that blocks share one parameter on this stage, and equal on all stages that hold them.
+        """Tie parameters that blocks share on this stage, and make the groups that sum their gradients over stages.
 
         Returns:
             The shared parameters, each with the group over which its gradients are summed. They start equal, and equal
@@ -210,18 +209,21 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         holders = _stages_with_shared_parameters(plan)
         if not holders:
             return []
-        result = []
+        own_group = None
         # Every rank must take part in the creation of every group, including those that it is not in.
         for dp_rank in range(grid.dp_size):
             for tp_rank in range(grid.tp_size):
                 ranks = [grid.topology.rank_of(stage, dp_rank, tp_rank) for stage in holders]
                 group = dist.new_group(ranks)
                 if grid.rank in ranks:
-                    result = [(parameter, group) for parameter in shared]
+                    own_group = group
         if grid.pp_rank != holders[0]:
             for parameter in shared:
-                parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed's mark of a copy
-        return result
+                # DeepSpeed's mark of a copy, which norms and counts leave out.
+                parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+        if own_group is None:
+            return []
+        return [(parameter, own_group) for parameter in shared]
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """Return the trained weights whose gradients DeepSpeed sums over stages: a tied embedding, and shared ones."""

@@ -27,7 +27,7 @@ class Steps(Protocol):
         ...
 
     def train(self, batches: Iterator[Batch], length: int) -> None:
-        """Do one optimizer step on the next micro batches. The engine has its `step_scores` before the update.
+        """Do one optimizer step on the next micro batches. It sets the engine's `step_scores` before the update.
 
         Args:
             batches: Micro batches of this data rank.
@@ -36,7 +36,7 @@ class Steps(Protocol):
         ...
 
     def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
-        """Return the mean scores [K] of the next `count` micro batches over all data ranks, and their losses' divisor.
+        """Return the mean scores [K] of the next `count` micro batches over all data ranks, and their total weight.
 
         Args:
             batches: Micro batches of this data rank.
@@ -181,13 +181,13 @@ class PipelineSteps:
 
     def train(self, batches: Iterator[Batch], length: int) -> None:
         """Do one optimizer step. With sequence parallelism each tensor rank passes on its share of the tokens."""
-        self._expect(length // self._grid.cp_size // self._token_shares)
+        self._reset_buffers_if_changed(length // self._grid.cp_size // self._token_shares)
         weighted = self._weighted(batches, self.engine.gradient_accumulation_steps())
         self.engine.train_batch(self._pairs(weighted.batches))
 
     def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
         """Return mean scores, and the divisor of the losses. Each tensor rank passes on all tokens."""
-        self._expect(length // self._grid.cp_size)
+        self._reset_buffers_if_changed(length // self._grid.cp_size)
         weighted = self._weighted(batches, count)
         scores: Tensor = self.engine.eval_batch(self._pairs(weighted.batches), num_micro_batches=count)
         return scores, self._sent_by_last(weighted.amount)
@@ -221,7 +221,7 @@ class PipelineSteps:
         )
         return result
 
-    def _expect(self, length: int) -> None:
+    def _reset_buffers_if_changed(self, length: int) -> None:
         """Reset DeepSpeed's buffers of hidden states if the number of tokens of a sample has changed."""
         if self._length not in (None, length):
             self.engine.reset_activation_shape()
@@ -244,7 +244,7 @@ class PipelineSteps:
 
 
 def own_tokens(batch: Batch, grid: ParallelGrid) -> Batch:
-    """Return a micro batch with this context rank's tokens; where documents start stays known of all tokens."""
+    """Return a micro batch with this context rank's tokens; `document_starts` is kept for all tokens."""
     if grid.cp_size == 1:
         return batch
     own = dict(batch)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.architecture import POSITIONS as POSITIONS_ON_PAPER
+from neox.architecture import POSITIONS as POSITION_TRAITS
 from neox.architecture import SPARSITY, Architecture, settings_of
 from neox.config.sections.training import RecomputedPart
 from neox.model.context import BlockContext
@@ -48,9 +48,9 @@ from neox.parallel import (
     tokens_to_heads,
 )
 
-_GLOBAL = "global"
-_LOCAL = "local"
-"""Names of the tables of positions: those of all blocks, or of blocks with a window and a rotary base of their own."""
+# Names of the tables of positions.
+_GLOBAL = "global"  # of all blocks
+_LOCAL = "local"  # of blocks with a window and a rotary base of their own
 
 
 class SelfAttention(nn.Module):
@@ -76,8 +76,10 @@ class SelfAttention(nn.Module):
         softcap: Bound of the attention scores; 0 for none.
         sinks: Scores [N] that take part in the softmax and add nothing; None for none.
         tables_key: Which of the tables of positions in `BlockContext.tables` the block reads.
-        softmax_scale: The part of `score_scale` that the softmax applies: the block's number with layer scaling,
-            otherwise 1.
+        softmax_scale: Factor that is divided out of the scores before the softmax, and multiplied back inside it: the
+            block's number with layer scaling, otherwise 1.
+        reach: Number of tokens that a window covers, the query's own included; None for all.
+        pair_heads: Number of heads that see different pairs; 1 if all see the same ones.
 
     Raises:
         ValueError: The heads cannot be divided.
@@ -136,7 +138,7 @@ class SelfAttention(nn.Module):
         self.sinks: nn.Parameter | None = None
         if architecture.attention_sinks:
             self.sinks = mark_split(nn.Parameter(torch.empty(self.heads_here, **options)), grid.tp_size > 1)
-        self.adds_bias = POSITIONS_ON_PAPER[architecture.positions].biases_scores
+        self.adds_bias = POSITION_TRAITS[architecture.positions].biases_scores
         self._encoding_name: str | None = None
         self.tables_key = _LOCAL if is_local else _GLOBAL
         build_encoding = POSITIONS[architecture.positions].attention
@@ -150,15 +152,15 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """Attend: hidden states [B, S, H] -> [B, S, H]; with sequence parallelism, shares of them [B, S/T, H]."""
-        return self.dense(self._heads(x, context))
+        return self.dense(self._head_outputs(x, context))
 
     def summand(self, x: Tensor, context: BlockContext) -> Summand:
         """Return this rank's part of the output, before the reduction over tensor ranks."""
-        return self.dense.summand(self._heads(x, context))
+        return self.dense.summand(self._head_outputs(x, context))
 
-    def _heads(self, x: Tensor, context: BlockContext) -> Tensor:
-        """Return the outputs of this rank's heads: [B, S, H] -> [B, S, N*D]."""
-        return self._recomputed("full_attn", self._attend, x, context)
+    def _head_outputs(self, x: Tensor, context: BlockContext) -> Tensor:
+        """Return the outputs of this rank's heads, before the output projection: [B, S, H] -> [B, S, N*D]."""
+        return self._maybe_recomputed("full_attn", self._attend, x, context)
 
     def _attend(self, x: Tensor, context: BlockContext) -> Tensor:
         encode = None
@@ -177,12 +179,12 @@ class SelfAttention(nn.Module):
         if cache is not None:
             pairs = None
             if cache.positions is not None:
-                pairs = self._pairs_of_positions(positions, cache.positions)
+                pairs = self._cache_mask(positions, cache.positions)
             out = cache.attend(q, k, v, self.score_scale, pairs, bias, softcap=self.softcap, sinks=self.sinks)
         elif self.impl == "flash" and bias is None:  # this kernel keeps no scores, so recomputing would save nothing
             out = self._core(q, k, v, context, bias)
         else:
-            out = self._recomputed("core_attn", self._core, q, k, v, context, bias)
+            out = self._maybe_recomputed("core_attn", self._core, q, k, v, context, bias)
         return out.flatten(2)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: BlockContext, bias: Tensor | None) -> Tensor:
@@ -270,7 +272,7 @@ class SelfAttention(nn.Module):
             sinks=sinks,
         )
 
-    def _recomputed(self, part: RecomputedPart, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def _maybe_recomputed(self, part: RecomputedPart, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call a function. In training, if `recompute` names this part, its activations are recomputed, not kept."""
         if self.recompute == part and self.training and torch.is_grad_enabled():
             return cast(Tensor, self.grid.rng.checkpoint(function, *args))
@@ -295,32 +297,34 @@ class SelfAttention(nn.Module):
         if encode is None:
             return self._split(qkv)
         # Without norms, one call encodes queries and keys together.
-        n = self.heads_here
-        k = self.kv_heads_here
-        if n == k:
-            queries_and_keys, values = qkv.unflatten(-1, (n, 3, self.head_dim)).split((2, 1), dim=3)
+        heads = self.heads_here
+        kv_heads = self.kv_heads_here
+        if heads == kv_heads:
+            queries_and_keys, values = qkv.unflatten(-1, (heads, 3, self.head_dim)).split((2, 1), dim=3)
             queries, keys = encode(queries_and_keys).unbind(3)  # from [B, S, N, 2, D]
             return queries, keys, values.squeeze(3)
-        queries_and_keys, values = qkv.unflatten(-1, (n + 2 * k, self.head_dim)).split((n + k, k), dim=2)
+        rows = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+        queries_and_keys, values = rows.split((heads + kv_heads, kv_heads), dim=2)
         encoded = encode(queries_and_keys.unsqueeze(3)).squeeze(3)  # [B, S, N + K, D]
-        queries, keys = encoded.split((n, k), dim=2)
+        queries, keys = encoded.split((heads, kv_heads), dim=2)
         return queries, keys, values
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the fused projection into queries [B, S, N, D], keys and values [B, S, K, D]."""
-        n = self.heads_here
-        k = self.kv_heads_here
-        if n == k:
-            queries, keys, values = qkv.unflatten(-1, (n, 3, self.head_dim)).unbind(3)
+        heads = self.heads_here
+        kv_heads = self.kv_heads_here
+        if heads == kv_heads:
+            queries, keys, values = qkv.unflatten(-1, (heads, 3, self.head_dim)).unbind(3)
         else:
-            queries, keys, values = qkv.unflatten(-1, (n + 2 * k, self.head_dim)).split((n, k, k), dim=2)
+            rows = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+            queries, keys, values = rows.split((heads, kv_heads, kv_heads), dim=2)
         return queries, keys, values
 
     def _normalised(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the norms of queries and keys.
 
-        gpt-neox has one norm for both, with a row of parameters for each query head. There each query head gets its own
-        copy of the keys and values that it shares with others (`Architecture.attended_heads`).
+        gpt-neox has one norm for both, with a row of parameters for each query head. With it, keys and values are first
+        repeated, once for each query head (`Architecture.attended_heads`).
         """
         if self.attended_heads != self.kv_heads_here:
             copies = self.heads_here // self.kv_heads_here
@@ -347,7 +351,7 @@ class SelfAttention(nn.Module):
             device: Device of the tokens.
             document_starts: Index in the row at which each token's document starts, [B, S].
             divided: Whether context ranks divide the tokens. Then the heads are those that this rank computes, and
-                pairs are never None if it computes only some queries.
+                the result is never None on a rank that computes only some queries.
         """
         rule = self.pairs(length)
         computes_all_queries = not divided or self.exchanges_heads
@@ -388,18 +392,21 @@ class SelfAttention(nn.Module):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Most tokens that generation has to keep; None for all. Biases, bounds and sinks of scores need all tokens."""
+        """How many recent tokens generation must keep in its cache; None for all.
+
+        A window is not used if scores have a bias, a bound or sinks.
+        """
         if self.adds_bias or self.softcap or self.sinks is not None:
             return None
         return self.reach
 
     @property
     def takes_block_masks(self) -> bool:
-        """Whether the kernel of GPUs computes these pairs by block now: it has no dropout, and takes no bias."""
+        """Whether the flash path computes these pairs by block now: it has neither dropout nor a bias of scores."""
         drops = self.training and self.dropout > 0.0
         return self.impl == "flash" and not drops and not self.adds_bias
 
-    def _pairs_of_positions(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+    def _cache_mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Return which queries, at positions [S] or [B, S], see which keys, at [L] or [B, L].
 
         Returns:

@@ -53,11 +53,11 @@ class TransformerLayer(TokenShares):
         impl: Attention kernel.
         attention_dropout: Dropout probability of attention weights.
         hidden_dropout: Dropout probability of what is added to the residual stream.
-        layer_scaling: Whether NeoX's query-key layer scaling is on (`SelfAttention`).
+        layer_scaling: Whether scores are divided by the block's number before the softmax (`SelfAttention`).
         **options: Device and type of the parameters.
 
     Attributes:
-        watch: Function of the output [B, S, H] that observes it; None for none.
+        watch: Called with the output [B, S, H] to observe it; None for nothing.
     """
 
     watch: Callable[[Tensor], None] | None = None
@@ -93,6 +93,8 @@ class TransformerLayer(TokenShares):
     def forward(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
         """Run the block by the network's residual rule. A slot without a norm does nothing.
 
+        `parallel_one_norm` is like `parallel`, with one norm before both sublayers.
+
             sequential               parallel                  post_norm
 
                 x ──────┐                x ─────┬──────┐           x ──────┐
@@ -118,7 +120,7 @@ class TransformerLayer(TokenShares):
         return self.add_sublayers(self, x, context)
 
     def contribution(self, x: Tensor) -> Tensor:
-        """Return what a sublayer's output x adds to the residual stream: x with the network's factor, and dropout."""
+        """Apply the network's residual multiplier and dropout to a sublayer's output x."""
         if self.residual_multiplier != 1.0:
             x = x * self.residual_multiplier
         if self.training and self.hidden_dropout > 0.0:
@@ -126,26 +128,29 @@ class TransformerLayer(TokenShares):
         return x
 
     def parameters_on_shares(self) -> list[nn.Parameter]:
-        """Return the norms' parameters. Every rank holds them whole, but its norms see only its share of the tokens."""
+        """Return the norms' parameters.
+
+        They are replicated on all tensor ranks, but each rank's gradient covers only its tokens, so it must be summed.
+        """
         norms = [norm for norm in self.norms if isinstance(norm, nn.Module)]
         return [parameter for norm in norms for parameter in norm.parameters()]
 
     def reduces_once(self) -> bool:
-        """Return whether a parallel rule adds attention and MLP on each rank first, and reduces over ranks once.
+        """Return whether attention and MLP of a parallel rule share one reduction over tensor ranks.
 
         False if sequence parallelism and hidden dropout are both on: each rank's dropout mask covers only its share of
         the tokens, and shares exist only after the reduction.
         """
         if self.grid.tp_size == 1:
             return False
-        drops_shares = self.shares > 1 and self.hidden_dropout > 0.0
-        return not drops_shares
+        dropout_differs_by_rank = self.shares > 1 and self.hidden_dropout > 0.0
+        return not dropout_differs_by_rank
 
     def reduced_together(self, *summands: Summand) -> Tensor:
         """Return what several sublayers add to the residual stream, reduced over tensor ranks once.
 
-        Each sublayer has a dropout mask of its own, which is the same on all tensor ranks. So the mask can be applied
-        before the reduction.
+        Each sublayer has one dropout mask for its output and its bias, which is the same on all tensor ranks. So the
+        mask can be applied before the reduction.
 
         Args:
             *summands: This rank's part of each sublayer's output.

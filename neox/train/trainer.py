@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 
 
 class Trainer:
-    """Training of an engine on data until `train_iters`, a signal, or `exit_interval`.
+    """Trains an engine on data until `train_iters`, a signal, or `exit_interval`.
 
     Args:
         plan: The resolved run.
@@ -68,7 +68,7 @@ class Trainer:
             The exit code: 0, or 130 after Ctrl-C.
 
         Raises:
-            NeoXError: If something fails that users can mend. Callbacks have been told.
+            NeoXError: If something fails that the user can fix. Callbacks were notified first.
         """
         try:
             for callback in self.callbacks:
@@ -149,9 +149,9 @@ class Trainer:
         self.rule.enforce(result, self.state.iteration)
 
     def evaluate(self, name: str, sets: Sequence[EvaluationSet]) -> None:
-        """Report the objective's mean scores over `eval_iters` batches, at most once at the same iteration.
+        """Report the objective's mean scores over `eval_iters` batches; of validation, at most once per iteration.
 
-        The perplexity of losses per token is reported, too. A signal ends the evaluation without a report. With
+        Losses per token are reported with their perplexity. A signal ends the evaluation without a report. With
         `eval_ema` the average of the weights is evaluated on the same batches as `NAME_ema`.
 
         Args:
@@ -175,14 +175,14 @@ class Trainer:
                 self._evaluate_weights(f"{name}_ema", sets)
 
     def _evaluate_weights(self, name: str, sets: Sequence[EvaluationSet]) -> bool:
-        """Report the mean scores of the weights in the model; return whether no signal ended it."""
+        """Report the mean scores of the weights in the model. Return False if a signal interrupted it."""
         started = time.perf_counter()
         scores = []
         for item in sets:
-            found = self._mean_scores(name, item.batches)
-            if found is None:
+            means = self._mean_scores(name, item.batches)
+            if means is None:
                 return False
-            scores.append(found)
+            scores.append(means)
         scalars = evaluation_scalars(name, sets, scores, self.engine.objective.per_token)
         scalars[f"timers/{name}"] = time.perf_counter() - started
         self._report_evaluation(name, scalars)
@@ -192,17 +192,17 @@ class Trainer:
         """Return the objective's mean scores over `eval_iters` batches by name; None after a signal."""
         iterations = self.plan.config.training.eval_iters
         totals = dict.fromkeys(self.engine.objective.names, 0.0)
-        amount = 0.0
-        for done in range(iterations):
+        total_weight = 0.0
+        for index in range(iterations):
             if self._asked_to_stop():
-                _log.warning("%s: interrupted after %d of %d batches, not reported", name, done, iterations)
+                _log.warning("%s: interrupted after %d of %d batches, not reported", name, index, iterations)
                 return None
-            found = self.engine.eval_batch(batches)
-            for score, value in found.scores.items():
-                totals[score] += value * found.amount
-            amount += found.amount
+            result = self.engine.eval_batch(batches)
+            for score, value in result.scores.items():
+                totals[score] += value * result.amount
+            total_weight += result.amount
             report_progress()
-        return {score: total / max(1.0, amount) for score, total in totals.items()}
+        return {score: total / max(1.0, total_weight) for score, total in totals.items()}
 
     def score_tasks(self) -> None:
         """Report the scores of `eval_tasks`, once per iteration."""
@@ -224,7 +224,7 @@ class Trainer:
         """Write a checkpoint, unless this iteration is saved already; `async_save` only starts it.
 
         Raises:
-            CheckpointError: If the checkpoint could not be written; with `async_save` it may be the previous one.
+            CheckpointError: If the checkpoint could not be written; with `async_save` perhaps that of the last one.
         """
         save = self.plan.config.checkpoint.save
         if save is None or self._saved == self.state.iteration:
@@ -241,7 +241,11 @@ class Trainer:
         report_progress()
 
     def _follow_background_save(self) -> None:
-        """Report a save that has ended meanwhile. Raises CheckpointError, on all ranks after the same step."""
+        """Report a save that has ended meanwhile.
+
+        Raises:
+            CheckpointError: If the save of any rank failed. All ranks wait for theirs and raise after the same step.
+        """
         if self._background is None:
             return
         if self.engine.any_rank(self._background.failed):
