@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from neox.config import NeoXConfig
@@ -51,7 +51,7 @@ class SamplingParams:
     top_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = field(default=(), repr=False)  # no key sets it, and `run_hash` hashes the rest
     num_beams: int = 1
     length_penalty: float = 1.0
     seed: int = 0

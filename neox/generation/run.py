@@ -114,6 +114,8 @@ def run_hash(plan: RunPlan, prompts: Sequence[str], checkpoint: Path) -> str:
     generation = plan.config.generation.model_dump_json(exclude={"cuda_graphs"})
     settings = [generation, repr(sampling_params(plan.config)), plan.precision]
     weights = [str(checkpoint.resolve()), checkpoint.stat().st_mtime_ns]
+    if plan.config.checkpoint.load_weights != "trained":
+        weights.append(plan.config.checkpoint.load_weights)
     return hashlib.sha256(json.dumps([*settings, *weights, *prompts]).encode()).hexdigest()
 
 
