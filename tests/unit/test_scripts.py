@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import subprocess
@@ -90,7 +91,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         assert words in str(error.value)
     with pytest.raises(DataError) as error, os_errors(DataError, "the file"):
         (tmp_path / "none").read_text()
-    assert str(error.value) == "the file: No such file or directory"
+    assert str(error.value) == f"the file: {os.strerror(errno.ENOENT)}"
 
 
 def test_what_ends_a_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,9 @@ def test_300_flipped_bits_are_found(tmp_path):
         file = generator.choice(files)
         bit = generator.randrange(8 * file.stat().st_size)
         flip_bit(file, bit)
-        assert check_manifest(path, manifest) == [f"{file.name} has changed since it was written (sha256 differs)"]
+        [problem] = check_manifest(path, manifest)
+        assert file.name in problem
+        assert "sha256" in problem
         flip_bit(file, bit)
     assert check_manifest(path, manifest) == []
 

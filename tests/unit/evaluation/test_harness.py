@@ -108,9 +108,11 @@ def test_tasks_that_cannot_be_loaded_are_named_with_the_reason(tasks, tmp_path):
     with pytest.raises(EvaluationError) as caught:
         check_loading([*files, tasks[0]], open_tasks(files))
     broken, missing, asking = str(caught.value).splitlines()
-    assert "yaml.yaml: lm-evaluation-harness cannot load it (ParserError" in broken
+    assert "yaml.yaml: " in broken
+    assert "ParserError" in broken
     assert "none.jsonl" in missing
-    assert asking.endswith("asks.yaml: the task needs unsupported generation settings: typical_p")
+    assert "asks.yaml: " in asking
+    assert asking.endswith("typical_p")
 
 
 def test_an_unknown_task_is_said_before_another_is_scored(scoring, tmp_path):
