@@ -46,14 +46,15 @@ class AveragedFiles:
         self.indices = trained.indices
         self._directory = directory
         self._trained = trained
-        self._files: dict[tuple[int, int], list[Path]] = defaultdict(list)
+        self._files: dict[tuple[int, int], list[tuple[int, Path]]] = defaultdict(list)  # with the stage of each
         for path in sorted(directory.iterdir()):
             model_rank = parse_averaged_file(path.name)
             if model_rank is None:
                 continue
             parts: Parts = load_file(path)
+            stage, tp_rank = divmod(model_rank, self.tp_size)
             for index in parts:
-                self._files[index, model_rank % self.tp_size].append(path)
+                self._files[index, tp_rank].append((stage, path))
         if not self._files:
             raise CheckpointError(
                 f"{directory}: holds no averaged weights ({averaged_file(0, 0)}, ...), because its run had no "
@@ -61,13 +62,19 @@ class AveragedFiles:
             )
 
     def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
-        """Return the weights of one layer on one tensor rank by canonical name."""
+        """Return the weights of one layer on one tensor rank by canonical name.
+
+        Several stages hold a tied embedding, and divide it at other places. One of them is read.
+        """
         trained = self._trained.state(index, tp_rank)
         found: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        for path in self._files[index, tp_rank]:
+        stage_of: dict[str, int] = {}
+        for stage, path in self._files[index, tp_rank]:
             parts: Parts = load_file(path)
             for name, (first, values) in parts[index].items():
-                found[canonical_parameter(name)][first] = values
+                canonical = canonical_parameter(name)
+                if stage_of.setdefault(canonical, stage) == stage:
+                    found[canonical][first] = values
         weights = dict(trained)
         for name, pieces in found.items():
             if name in trained:

@@ -112,13 +112,12 @@ class AveragedWeights:
     def in_model(self) -> Iterator[None]:
         """Put the average into the model, and the trained weights back at the end; all ranks call it together.
 
-        The two change places, one tensor at a time, so that no further copy is held.
+        The two change places, one tensor at a time, so that no further copy is held. They stay there after an error,
+        which ends the run, because other ranks would not take part in the way back.
         """
         self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
+        yield
+        self._exchange()
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -161,6 +161,7 @@ class Engine:
             move_selection_biases(self.deepspeed_engine.module, self.grid)
         self.iteration += 1
         if self.averages is not None:
+            self.hold_for_saves()  # an update that was skipped has not done it
             self.averages.update()
         skipped = self.deepspeed_engine.skipped_steps > skipped_before
         scores, grad_norm = self._take_values(skipped)
@@ -239,6 +240,12 @@ class Engine:
         """Call a function once, just before the optimizer steps next."""
         self._before_next_update = call
 
+    def hold_for_saves(self) -> None:
+        """Let a save copy what it needs before weights or states are overwritten; see `before_next_update`."""
+        if self._before_next_update is not None:
+            self._before_next_update()
+            self._before_next_update = None
+
     def restore_counters(self, client_state: Mapping[str, Any]) -> None:
         """Set DeepSpeed's counters and the learning rate's position to those of a checkpoint."""
         engine = self.deepspeed_engine
@@ -279,9 +286,7 @@ class Engine:
 
     def _before_update(self, *_: object) -> None:
         """Queue the copies of this step's scores and gradient norm; called before each part of the update."""
-        if self._before_next_update is not None:
-            self._before_next_update()
-            self._before_next_update = None
+        self.hold_for_saves()
         norm = getattr(self.deepspeed_engine.optimizer, "_global_grad_norm", None)
         self._values.put(self.deepspeed_engine.step_scores, 0.0 if norm is None else norm)
 

@@ -31,7 +31,7 @@ def weights_identity(start: Start) -> str | None:
     Raises:
         CheckpointError: If a checkpoint without a manifest cannot be read.
     """
-    if start.iteration:
+    if start.iteration or start.reference is not None:
         return start.reference
     if start.checkpoint is None:
         return f"{start.run.start} (run {start.run.run_id})"

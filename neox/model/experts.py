@@ -282,12 +282,14 @@ def biased_routers(model: nn.Module) -> Iterator[Router]:
 def move_selection_biases(model: nn.Module, grid: ParallelGrid) -> None:
     """Move the bias of each expert towards equal shares after a step, and start new counts.
 
-    An expert with fewer tokens than the mean gets a larger bias, one with more a smaller one (arXiv:2408.15664). All
-    data ranks call it together.
+    An expert with fewer tokens than the mean gets a larger bias, one with more a smaller one (arXiv:2408.15664). The
+    bias of a frozen router stays. All data ranks call it together.
     """
     for router in biased_routers(model):
         assert router.counts is not None
         assert router.selection_bias is not None
+        if not router.weight.requires_grad:
+            continue
         if grid.dp_size > 1:
             dist.all_reduce(router.counts, group=grid.dp_group)
         counts = router.counts.float()

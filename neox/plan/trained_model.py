@@ -22,6 +22,8 @@ def with_trained_model(config: NeoXConfig) -> NeoXConfig:
     without = ["finetune"]
     if not config.source("iteration").is_command_line:
         without.append("iteration")  # of the start
+    if not config.source("load_weights").is_command_line:
+        without.append("load_weights")  # of the start
     return config.updated({"load": keys.save}, without=without, source=config.source("save").derived("save"))
 
 

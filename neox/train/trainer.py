@@ -171,6 +171,7 @@ class Trainer:
         if evaluates_average and self.engine.averages is not None:
             for item, start in zip(sets, starts, strict=True):
                 item.batches.seek(start)
+            self.engine.hold_for_saves()
             with self.engine.averages.in_model():
                 self._evaluate_weights(f"{name}_ema", sets)
 

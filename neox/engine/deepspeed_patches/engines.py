@@ -74,7 +74,9 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         wrapper.overflow_checker.has_overflow_serial = _any_not_finite
         if self.experts is not None:
             # A gradient that is not finite on one rank must skip the update on all of them.
-            wrapper.overflow_checker.has_overflow_serial = partial(_any_not_finite_over, self.experts.divided)
+            wrapper.overflow_checker.has_overflow_serial = partial(
+                _any_not_finite_over, self.experts.divided, self.device
+            )
         return wrapper
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -90,13 +92,16 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed divides states of experts over the ranks with the same experts, if it knows which parameters these
         are. It takes both from layers of its own only. Its engine must not know: it would save and reduce itself.
         """
+        trains_experts = False
         for parameter in self.module.parameters():
             if holds_divided_experts(parameter):
                 parameter.allreduce = False
                 parameter.group_name = EXPERTS
+                trains_experts = trains_experts or parameter.requires_grad
         self.expert_parallel_group = {EXPERTS: groups.divided}
         self.expert_data_parallel_group = {EXPERTS: groups.same}
-        with _replaced(self, "has_moe_layers", True):
+        # DeepSpeed asserts that some group of parameters holds experts. A stage may train none.
+        with _replaced(self, "has_moe_layers", trains_experts):
             return super()._configure_zero_optimizer(optimizer)
 
     def backward(self, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -184,9 +189,15 @@ def _any_not_finite(parameters: Iterable[Tensor]) -> bool:
     return bool(torch.stack(found).any())
 
 
-def _any_not_finite_over(group: dist.ProcessGroup, parameters: Iterable[Tensor]) -> bool:
-    """Return whether any gradient on any rank of a group holds an infinity or a NaN."""
-    found = torch.tensor(int(_any_not_finite(parameters)))
+def _any_not_finite_over(group: dist.ProcessGroup, device: torch.device, parameters: Iterable[Tensor]) -> bool:
+    """Return whether any gradient on any rank of a group holds an infinity or a NaN.
+
+    Args:
+        group: Process group.
+        device: Device of the group's tensors.
+        parameters: Parameters with gradients.
+    """
+    found = torch.tensor(int(_any_not_finite(parameters)), device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return bool(found)
 

@@ -106,6 +106,16 @@ def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
     if not optimizer.kind.elementwise:
         rule = f"needs an optimizer that updates each element by itself, not {optimizer.name}; use Adam"
         yield config.problem(key, rule, "optimizer.type")
+    elif any(state.bits == 8 for state in optimizer.kind.states):
+        rule = f"does not work with {optimizer.name}, whose scales are not gathered for a checkpoint; use Adam"
+        yield config.problem(key, rule, "optimizer.type")
+    zero = config.deepspeed.zero_optimization
+    if zero.reduce_scatter is False:
+        rule = "needs gradients that are reduced to the ranks that update them; remove reduce_scatter: false"
+        yield config.problem(key, rule, "zero_optimization.reduce_scatter")
+    if zero.contiguous_gradients is False and zero.stage == 2:
+        rule = "needs contiguous gradients with ZeRO 2; remove contiguous_gradients: false"
+        yield config.problem(key, rule, "zero_optimization.contiguous_gradients", "zero_optimization.stage")
     is_bf16 = choose_precision(config, []) == "bf16"
     if is_bf16 and config.parallelism.pipe_parallel_size > 1:
         rule = "does not work with stages in bf16, whose optimizer divides its state over all data ranks; use one stage"

@@ -49,3 +49,13 @@ def test_other_runs_read_load_and_then_save(directories: Path) -> None:
     config = config_from_files([directories / "c.yml"], overrides=["finetune=false", "load=null"])
     assert model_directory(config) == directories / "own"
     assert model_directory(config.updated({}, without=("save",))) is None
+
+
+def test_the_kind_of_the_starts_weights_is_not_that_of_the_trained_ones(directories: Path) -> None:
+    (directories / "own" / "global_step10").mkdir()
+    text = (directories / "c.yml").read_text()
+    (directories / "c.yml").write_text(text + "load_weights: ema\n")
+    config = config_from_files([directories / "c.yml"])
+    assert with_trained_model(config).checkpoint.load_weights == "trained"
+    asked = config_from_files([directories / "c.yml"], overrides=["load_weights=ema"])
+    assert with_trained_model(asked).checkpoint.load_weights == "ema"
