@@ -112,6 +112,8 @@ def _where_else(path: Path, file: Path) -> str:
     stems = [Path(name).stem for name in there]
     if close := get_close_matches(path.name, [*there, *stems], n=1, cutoff=0.75):
         return f"; did you mean {close[0]}?"
+    if path != file and file.is_file():
+        return f"; this directory has it: give {file.resolve()}, because -d holds for every file"
     if directory := _shipped_directory(file):
         return f"; {directory} has it: did you forget `-d {directory}`?"
     if not path.parent.is_dir():

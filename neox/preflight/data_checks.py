@@ -125,10 +125,23 @@ def missing_data(config: NeoXConfig) -> list[Problem]:
         absent = [prefix + suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
         if absent:
             do_not = "does not" if len(absent) == 1 else "do not"
-            make = ", then ".join(f"`{command}`" for command in _commands(config, prefix, key))
-            message = f"{key} is {prefix!r}, but {' and '.join(absent)} {do_not} exist; make them with {make}"
+            message = f"{key} is {prefix!r}, but {' and '.join(absent)} {do_not} exist; "
+            if meant := _longer_prefix(prefix):
+                message += f"did you mean {meant!r}?"
+            else:
+                message += "make them with " + ", then ".join(
+                    f"`{command}`" for command in _commands(config, prefix, key)
+                )
             problems.append(config.problem_about(message, key))
     return problems
+
+
+def _longer_prefix(prefix: str) -> str | None:
+    """Return the prefix of token files of which a user may have given the start: tools append to --output-prefix."""
+    for end in ("_text_document", "_messages_document", "_text_sentence"):
+        if Path(f"{prefix}{end}.idx").is_file():
+            return prefix + end
+    return None
 
 
 def _commands(config: NeoXConfig, prefix: str, key: str) -> list[str]:

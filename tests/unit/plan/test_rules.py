@@ -206,21 +206,6 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ),
     (
         "expert_model_parallel_size",
-        ("optimizer.type",),
-        {**MIXTURE, "expert_model_parallel_size": 2, "optimizer": {"type": "Adam8bit"}},
-    ),
-    (
-        "expert_model_parallel_size",
-        ("zero_optimization.reduce_scatter",),
-        {**MIXTURE, "expert_model_parallel_size": 2, "zero_optimization": {"stage": 1, "reduce_scatter": False}},
-    ),
-    (
-        "expert_model_parallel_size",
-        ("zero_optimization.contiguous_gradients",),
-        {**MIXTURE, "expert_model_parallel_size": 2, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
-    ),
-    (
-        "expert_model_parallel_size",
         ("precision",),
         {**MIXTURE, "expert_model_parallel_size": 2, "precision": "bf16", "pipe_parallel_size": 2},
     ),
