@@ -326,3 +326,9 @@ def test_finetuning_may_depart_from_its_checkpoint_and_says_where(tmp_path: Path
     assert checkpoint_problems(positions, training=False) != []  # text of another network would be wrong
     assert checkpoint_problems(config(**keys, hidden_size=64), training=True) != []
     assert finetune_notes(config(**keys)) == []
+
+
+def test_the_start_of_a_prefix_is_completed(tmp_path: Path) -> None:
+    (tmp_path / "own_text_document.idx").touch()
+    (problem,) = missing_data(config(data_path=str(tmp_path / "own")))
+    assert str(tmp_path / "own_text_document") in problem.message
