@@ -35,7 +35,7 @@ _TYPE_ERRORS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# What to write instead, if a key's type or name alone does not say it.
+# What to write instead, for keys whose type and name do not say it.
 _HINTS: Mapping[str, str] = MappingProxyType(
     {
         "optimizer.params.max_grad_norm": "; gradient_clipping is the key for that",

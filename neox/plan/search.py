@@ -215,7 +215,7 @@ def _sequence_parallel_choices(layout: MemorySetting) -> tuple[bool, ...]:
 
 
 def _may_fit(shape: NetworkShape, setting: MemorySetting, device: Device) -> bool:
-    """Return whether weights, gradients and states alone leave room; a cheap test before the whole estimate."""
+    """Return whether weights, gradients and states fit without activations: a cheap test before the whole estimate."""
     held = shape.parameters / setting.tp_size / setting.pp_size
     size = setting.bytes_per_number
     weights = held * size / (setting.dp_size if setting.zero_stage == 3 else 1)

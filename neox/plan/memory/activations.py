@@ -330,9 +330,9 @@ def _goes_by_blocks(network: Architecture, setting: MemorySetting) -> bool:
 def _gate_bytes(network: Architecture, setting: MemorySetting) -> int:
     """Return bytes that the backward pass of a block `gmlp` or `amlp` needs for one micro batch.
 
-    Of width 4H and on every tensor rank: the gate joined over ranks, normalised and applied; with amlp also its values
-    and the attention's result in three tensors more. Divided: the wide product and its activation of width 8H, and the
-    gated half of width 4H. Once: the matrix over positions.
+    Every tensor rank holds these whole, each 4H wide: the gate joined over ranks, normalised and applied; with amlp
+    three more for the attention's values and result. Tensor ranks divide the wide product and its activation (8H each)
+    and the gated half (4H). The matrix over positions is held once.
     """
     hidden = network.hidden_size
     inputs = 2 * hidden // setting.token_shares  # of the block, and the norm's output
