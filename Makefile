@@ -38,20 +38,20 @@ install: $(VENV)/.installed  ## set up .venv with what training on this machine 
 
 install-dev: $(VENV)/.installed-dev  ## the same, and what the tests need
 
-$(VENV)/.installed: requirements/requirements.txt pyproject.toml
+$(VENV)/.installed: requirements/requirements.txt requirements/constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
 	  || { echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2; exit 1; }
 	@echo "# installing into $(VENV): torch from PyPI is gigabytes with CUDA, 200 MB with TORCH_INDEX=https://download.pytorch.org/whl/cpu"
-	$(PIP) install -q "$$(grep -m1 '^torch==' requirements/requirements.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) install -q -r requirements/requirements.txt
+	$(PIP) install -q "$$(grep -m1 '^torch==' requirements/constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) install -q -r requirements/requirements.txt -c requirements/constraints.txt
 	$(PIP) install -q --no-deps --editable .
 	@rm -rf build neox.egg-info
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-*.txt)
-	$(PIP) install -q -r requirements/requirements-dev.txt
+	$(PIP) install -q -r requirements/requirements-dev.txt -c requirements/constraints.txt
 	@touch $@
 
 quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama, gpt2, moe or bert)

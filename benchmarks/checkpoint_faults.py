@@ -1,7 +1,7 @@
 """Test of checkpoints under faults: processes killed at random, bits flipped, full disks.
 
-    benchmarks/checkpoint_faults.py [--async-save] [--offload KIND] [--kills 100] [--minutes M] [--bits 300]
-                                    [--full 20] [--seed 0] [--out FILE.json]
+    benchmarks/checkpoint_faults.py [--async-save] [--offload KIND] [--experts] [--kills 100] [--minutes M] [--bits 300]
+                                    [--full 20] [--seed 0] [--schedule NAME] [--out FILE.json]
 
 Kills: two ranks train a small model and save every other step; again and again both are killed (SIGKILL) at a random
 moment, every other time inside a save, and resumed. After each kill the newest committed checkpoint must be whole and
@@ -10,6 +10,8 @@ Bits: each flipped bit of a saved checkpoint must be found. Full disk: a save fo
 point must fail on all ranks with a message, and the checkpoint before it must still load. With `--async-save` all
 saves run beside training, as the key `async_save` has them; with `--offload optimizer` the optimizer is in host memory,
 with `--offload weights` the weights are there too (ZeRO 3, without stages), with `--offload files` both are in files.
+`--schedule` chooses the pipeline schedule. With `--experts` the model is a mixture whose experts the two ranks divide,
+without stages.
 
 The disk is a small tmpfs where mounting is allowed (root); elsewhere a limit on the size of files stands for it.
 """
@@ -43,17 +45,28 @@ from neox.checkpoint import check_manifest, checkpoint_directories, find_checkpo
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError
 from neox.plan import RunPlan, resolve
+from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
 
 RANKS, VOCAB, SEQ, SAVE_EVERY = 2, 500, 32, 2
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 WEIGHTS = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
 FILES = {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME, "sub_group_size": 100_000}
+EXPERTS: dict[str, Any] = {
+    "pipe_parallel_size": 1,
+    "expert_model_parallel_size": 2,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_router_type": "topk",
+    "moe_aux_loss_coeff": 0.01,
+}
 OFFLOADS: dict[str, dict[str, Any]] = {
     "none": {},
     "optimizer": {"zero_optimization": {"stage": 1, "offload_optimizer": CPU}},
     "weights": {"zero_optimization": WEIGHTS, "pipe_parallel_size": 1},
     "files": {"zero_optimization": FILES, "pipe_parallel_size": 1},
 }
+
+FEWEST_MICRO_BATCHES = {"dualpipev": 4}
 
 
 @dataclass
@@ -364,19 +377,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--async-save", action="store_true", help="save beside training")
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help="what is kept in host memory")
+    parser.add_argument("--experts", action="store_true", help="a mixture whose experts ranks divide")
     parser.add_argument("--kills", type=int, default=100, help="0 leaves out kills and bits")
     parser.add_argument("--bits", type=int, default=300)
     parser.add_argument("--full", type=int, default=20, help="points of a full disk")
+    parser.add_argument("--schedule", choices=PIPELINE_SCHEDULES, default="1f1b", help="pipeline schedule")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop killing after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     args = parser.parse_args()
     generator = random.Random(args.seed)
-    keys = {"async_save": args.async_save, **OFFLOADS[args.offload]}
+    keys = {"async_save": args.async_save, "pipeline_schedule": args.schedule, **OFFLOADS[args.offload]}
+    if args.experts:
+        keys |= EXPERTS
+    keys["gradient_accumulation_steps"] = FEWEST_MICRO_BATCHES.get(args.schedule, 2)
     with tempfile.TemporaryDirectory() as directory:
         work, started, fine = Path(directory), time.monotonic(), True
         numbers: dict[str, Any] = {"seed": args.seed, "date": time.strftime("%Y-%m-%d")}
-        numbers |= {"async_save": args.async_save, "offload": args.offload}
+        numbers |= {"async_save": args.async_save, "offload": args.offload, "schedule": args.schedule}
+        numbers["experts"] = args.experts
         if args.kills:
             killed = kill_often(work, args.kills, generator, args.minutes, **keys)
             curve = "the same curve" if killed.same_curve else "ANOTHER CURVE"

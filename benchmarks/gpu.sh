@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 steps=(ceilings tests train-1.3B-engine train-1.3B-compile train-6.9B-engine train-1.3B-compile-fp8 train-6.9B-compile
        train-6.9B-compile-fp8 fp8-loss-160M deterministic-160M generate-1.3B train-1.3B train-1.3B-engine-eager train-1.3B-compile-cudnn
-       train-1.3B-engine-recompute train-1.3B-fused generate-410M generate-410M-steps memory)
+       train-1.3B-engine-recompute train-1.3B-fused train-1.3B-16x-compile train-1.3B-16x-engine generate-410M generate-410M-steps memory)
 rehearse=
 if [ "${1:-}" = --list ]; then
     printf '%s\n' "${steps[@]}"
@@ -58,13 +58,16 @@ fi
 command_of() {
     local step=$1 shape dtype=bf16 bench generate
     shape=$(cut -d- -f2 <<<"$step")
+    case $step in *-16x-*) shape+=-16x ;; esac # 16 experts
     generate=("$python" benchmarks/generate.py --dtype bf16 --json)
     case $step in
         generate-410M*) generate+=(--layers 24 --hidden 1024 --heads 16 --vocab 50304) ;;
         generate-1.3B) generate+=(--layers 24 --hidden 2048 --heads 16 --vocab 50304) ;;
     esac
     if [ -n "$rehearse" ]; then
-        shape=tiny rounds=1 dtype=fp32 # torch 2.13 compiles no bf16 block of this size for CPUs
+        shape=tiny
+        case $step in *-16x-*) shape=tiny-16x ;; esac
+        rounds=1 dtype=fp32 # torch 2.13 compiles no bf16 block of this size for CPUs
         generate=("$python" benchmarks/generate.py --json --layers 2 --hidden 64 --heads 4 --vocab 512 --new 8 --rounds 1)
     fi
     bench=("$python" benchmarks/train.py --shape "$shape" --rounds "$rounds" --dtype "$dtype" --json "$work/$step.json")

@@ -87,7 +87,8 @@ def settings_of(row: Row) -> Iterator[StepSetting]:
     gpt_neox = row["network"].startswith("GPT-NeoX")
     for micro_batch, chunk, balanced in product(micro_batches, chunks, balances):
         samples = int(row["global_batch"] or dp * micro_batch) // dp
-        if samples % micro_batch:
+        is_sensible = bool(row["micro_batch"]) or samples // micro_batch >= pp  # else stages wait most of the time
+        if samples % micro_batch or not is_sensible:
             continue
         yield StepSetting(
             sequence=int(row["seq_length"]),

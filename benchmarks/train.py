@@ -166,7 +166,7 @@ def row_of(
 ) -> dict[str, Any]:
     plan = make_plan(shape, args, dtype)
     layers = plan.layers
-    multiplied = layers.numel - layers.padded_vocab_size * layers.architecture.hidden_size
+    multiplied = layers.active_numel - layers.padded_vocab_size * layers.architecture.hidden_size
     per_token = 6 * multiplied + 12 * shape.layers * shape.seq * shape.hidden
     tokens = shape.micro_batch * shape.accumulation * shape.seq
     median = statistics.median(seconds[name])
@@ -180,6 +180,7 @@ def row_of(
         "side": name,
         "shape": asdict(shape),
         "parameters": layers.numel,
+        "active_parameters": layers.active_numel,
         "tokens_per_step": tokens,
         "seconds_per_step": median,
         "seconds_all": seconds[name],

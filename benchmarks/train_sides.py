@@ -31,7 +31,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a batch. micro_batch: samples; it is halved until it fits into the memory of a GPU."""
+    """A model and a batch. micro_batch: samples; it is halved until it fits into the memory of a GPU.
+
+    With `experts` each block has so many, as wide as the hidden states, and `top_k` of them compute a token.
+    """
 
     layers: int
     hidden: int
@@ -40,6 +43,8 @@ class Shape:
     seq: int
     micro_batch: int
     accumulation: int = 1
+    experts: int = 1
+    top_k: int = 1
 
 
 SHAPES = {
@@ -48,6 +53,8 @@ SHAPES = {
     "1.3B": Shape(24, 2048, 16, 50432, 2048, 16, 4),
     "2.8B": Shape(32, 2560, 32, 50432, 2048, 8, 4),
     "6.9B": Shape(32, 4096, 32, 50432, 2048, 4, 8),
+    "tiny-16x": Shape(2, 64, 4, 512, 64, 2, experts=16, top_k=4),
+    "1.3B-16x": Shape(24, 2048, 16, 50432, 2048, 8, 4, experts=16, top_k=4),  # 1.3 B active parameters of 3.9 B
 }
 
 
@@ -127,6 +134,14 @@ def make_plan(shape: Shape, args: argparse.Namespace, dtype: str) -> RunPlan:
         "weight_decay": 0.1,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
     }
+    if shape.experts > 1:
+        flat |= {
+            "moe_num_experts": shape.experts,
+            "moe_top_k": shape.top_k,
+            "moe_router_type": "topk",
+            "moe_norm_topk_prob": True,
+            "moe_ffn_hidden_size": shape.hidden,
+        }
     return resolve(NeoXConfig.from_flat(flat), 1, shape.vocab)
 
 
@@ -226,6 +241,8 @@ def their_side(
     """
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+    if shape.experts > 1:
+        raise SystemExit("skipped: their GPT-NeoX has no experts; benchmarks/experts.py compares with their Mixtral")
     config = GPTNeoXConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,

@@ -42,7 +42,9 @@ def end_at_interrupts() -> None:
 
 def is_own_script(path: str) -> bool:
     """Return whether a file is one of this project's scripts."""
-    return Path(path).resolve().parent in (_ROOT, _ROOT / "tools", _ROOT / "tools" / "datasets")
+    shipped = _ROOT / "neox" / "shipped"
+    folder = Path(path).resolve().parent
+    return any(folder in (root, root / "tools", root / "tools" / "datasets") for root in (_ROOT, shipped))
 
 
 def _prepare_own_script() -> None:

@@ -69,12 +69,50 @@ class TrainingError(NeoXError, RuntimeError):
     """Training that must stop: losses or norms that are not finite, too many skipped steps."""
 
 
+class NotFiniteError(TrainingError):
+    """A loss or a gradient norm that is not finite.
+
+    Args:
+        message: The message.
+        step: The step, counted from 1.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class ReplicaError(TrainingError):
+    """Weights that are not the same on all data ranks.
+
+    Args:
+        message: The message.
+        step: The step, counted from 1.
+        ranks: Ranks whose weights differ from those of most; none if there is no majority.
+    """
+
+    def __init__(self, message: str, step: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.step = step
+        self.ranks = ranks
+
+
 class GenerationError(NeoXError, ValueError):
     """Prompts that cannot be continued, sampling settings that make no sense, or logits that are not numbers."""
 
 
 class EvaluationError(NeoXError, ValueError):
     """A task that does not exist, or a text or token file that cannot be scored."""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Let an error of the block end the process with the status of a wrong configuration: nothing has started."""
+    try:
+        yield
+    except NeoXError as error:
+        error.exit_code = ConfigError.exit_code
+        raise
 
 
 @contextmanager

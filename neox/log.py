@@ -61,6 +61,15 @@ class Progress(Protocol):
         """Count `n` more units as done."""
 
 
+def _readable(rate: float) -> str:
+    """Return a rate with as many digits as a reader needs: 4.7, 35,913, 34.9 million."""
+    if rate >= 1e6:
+        return f"{rate / 1e6:,.1f} million"
+    if rate >= 1000:
+        return f"{rate:,.0f}"
+    return f"{rate:,.1f}"
+
+
 class _LineProgress:
     """Progress as plain lines for logs: at most one line every `every` seconds, and one at the end.
 
@@ -97,7 +106,7 @@ class _LineProgress:
         if self.unit == "B":
             text += f", {rate / _BYTES_PER_MB:,.1f} MB/s"
         elif self.unit != "s":
-            text += f", {rate:,.1f} {self.unit}/s"
+            text += f", {_readable(rate)} {self.unit}/s"
         print(text, file=sys.stderr, flush=True)
 
     def _number(self, count: float) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from neox.run_events import interruptions, read_events
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -127,9 +129,17 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
     axes.legend()
     if len(runs) == 1:
         for path in runs.values():
+            _add_interruptions(axes, path)
             _add_token_axis(axes, path)
     figure.savefig(picture, format="png")
     return True
+
+
+def _add_interruptions(axes: Axes, path: Path) -> None:
+    """Mark the steps at which a run was interrupted and started again."""
+    for event in interruptions(read_events(path.parent)):
+        if event.get("step") is not None:
+            axes.axvline(event["step"], color="0.5", linestyle=":", linewidth=1, zorder=0, gid="interruption")
 
 
 def stability_names(path: Path) -> dict[str, list[int]]:

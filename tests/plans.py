@@ -72,6 +72,22 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "logit_multiplier": 0.5,
         "attention_sinks": True,
     },
+    "latent": {
+        "norm": "rmsnorm",
+        "attention_config": ["latent", "latent"],
+        "kv_lora_rank": 12,
+        "q_lora_rank": 10,
+        "head_dim": 10,
+        "rotary_pct": 0.4,
+        "v_head_dim": 6,
+        "use_bias_in_qkv": False,
+    },
+    "latent and global": {
+        "norm": "rmsnorm",
+        "attention_config": ["latent", "global"],
+        "kv_lora_rank": 12,
+        "use_bias_in_attn_linear": False,
+    },
     "none": {"pos_emb": "none", "norm": "non_parametric_layernorm"},
     "local": {"attention_config": ["local", "global"], "sparsity_config": {"block": 2, "num_local_blocks": 2}},
     "sparse_fixed": {

@@ -15,7 +15,7 @@ from neox.arguments import ScriptParser, add_overrides
 from neox.checkpoint import CONFIG, checkpoint_at, with_steps
 from neox.config import NeoXConfig
 from neox.convert import choose_family, to_hf, upload, write_peft_adapter
-from neox.errors import ConfigError, run_script
+from neox.errors import ConfigError, refusals, run_script
 from neox.families import FAMILIES
 from neox.log import setup_logging
 from neox.plan import config_from_files, model_directory
@@ -92,7 +92,8 @@ def choose_input(args: argparse.Namespace) -> tuple[NeoXConfig, Path]:
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    config, checkpoint = choose_input(args)
+    with refusals():
+        config, checkpoint = choose_input(args)
     print(with_steps(checkpoint), flush=True)
     if args.adapter:
         written = write_peft_adapter(

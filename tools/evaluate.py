@@ -33,6 +33,7 @@ from neox.generation.startup import (
 from neox.log import setup_logging
 from neox.plan import RunPlan
 from neox.tokenizer import Tokenizer
+from neox.train.remote_trackers import queued_trackers
 from neox.train.trackers import report_scores
 
 
@@ -40,7 +41,7 @@ def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
     """Check the request before the model is loaded, and return the checkpoint."""
     check_writable(plan.config.generation.eval_results_prefix)
     check_tasks(plan.config, tokenizer)
-    return choose_checkpoint(plan)
+    return choose_checkpoint(plan, tokenizer)
 
 
 def main() -> None:
@@ -75,7 +76,7 @@ def main() -> None:
         print(f"\nresults in {path}", flush=True)
         if report:
             print(f"the same in lm-eval's form in {report}", flush=True)
-        report_scores(plan, flat_metrics(results), iteration)
+        report_scores(plan, flat_metrics(results), iteration, queued_trackers(plan, part="evaluation"))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
     """Check the request before the model is loaded, and return the checkpoint."""
     check_generation(plan.config, tokenizer)
     check_output(plan.config)
-    checkpoint = choose_checkpoint(plan)
+    checkpoint = choose_checkpoint(plan, tokenizer)
     if mode(plan.config) == "chat":
         ChatRenderer(chat_template_for(plan.config, checkpoint, tokenizer))  # raises if there is none, or a bad one
     return checkpoint

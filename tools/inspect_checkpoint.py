@@ -75,11 +75,14 @@ def summary_lines(summary: Summary) -> dict[str, Any]:
     checked = "no manifest; the archives' own checksums"
     if summary.has_manifest:
         checked = "manifest"
+    size = f"{summary.parameters:,} parameters"
+    if summary.active_parameters != summary.parameters:
+        size += f" ({summary.active_parameters:,} active)"
     return {
         "checkpoint": summary.path,
         "iteration": summary.iteration,
         "degrees": f"pp {summary.pp_size or '?'} x mp {summary.tp_size} x dp {summary.dp_size or '?'}",
-        "model": f"{summary.layers} blocks, {summary.parameters:,} parameters, {', '.join(summary.dtypes)}",
+        "model": f"{summary.layers} blocks, {size}, {', '.join(summary.dtypes)}",
         "on disk": f"{summary.bytes_on_disk:,} bytes, {summary.optimizer_files} optimizer files",
         **averages(summary),
         f"complete ({checked})": "; ".join(summary.problems) or "yes",

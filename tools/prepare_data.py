@@ -1,12 +1,13 @@
 # PYTHON_ARGCOMPLETE_OK
 """Download corpora by name and convert them to token datasets, `DATA_DIR/NAME/NAME_text_document.{bin,idx,json}`.
 
-    python tools/prepare_data.py enron -t HFTokenizer -v 20B_tokenizer.json
+    python tools/prepare_data.py fineweb -t HFTokenizer -v 20B_tokenizer.json
     python tools/prepare_data.py pile_subset=/data/pile/00.jsonl.zst wikipedia=/data/wiki --combine mix
     python tools/prepare_data.py mine=/data/texts --archive data/mine_archive
 
 A corpus is a known name, the name of a directory in the data directory (`wikipedia`, `webtext`), or
-NAME=SOURCE[,SOURCE...] with local paths or URLs; these replace the URLs of a known name. The same command resumes
+NAME=SOURCE[,SOURCE...] with local paths, URLs or addresses (hf://, s3://); these replace the sources of a known name.
+What has an address is read while it is tokenized, and not kept. The same command resumes
 interrupted downloads and tokenization.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
-from neox.corpus import read_documents, write_archive
+from neox.corpus import expand_inputs, read_documents, write_archive
 from neox.corpus.sources import (
     CORPORA,
     GPT2_MERGES,
@@ -34,13 +35,15 @@ from neox.corpus.sources import (
 from neox.errors import DataError, run_script
 from neox.log import progress, setup_logging
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+from neox.storage import is_remote
 from neox.tokenizer import TOKENIZER_TYPES
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser: gpt-neox's flags and ours."""
     p = ScriptParser(description=__doc__)
-    p.add_argument("dataset", nargs="*", default=["enron"], help=f"known: {', '.join(CORPORA)} (default: enron)")
+    known = ", ".join(name for name, corpus in CORPORA.items() if not corpus.gone)
+    p.add_argument("dataset", nargs="*", default=["enwik8"], help=f"known: {known} (default: enwik8)")
     p.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
     p.add_argument("-d", "--data-dir", default="data", help="directory of all files (default: data)")
     p.add_argument("-v", "--vocab-file", help="vocabulary (GPT2BPETokenizer: downloaded to DATA_DIR/gpt2-vocab.json)")
@@ -71,8 +74,13 @@ def main() -> int:
     digests = read_digests(args.sha256)
     inputs: dict[str, tuple[str, ...]] = {}
     for corpus in corpora:
+        if corpus.name in CORPORA and corpus == CORPORA[corpus.name]:
+            print(f"{corpus.name}: {corpus.described()}", flush=True)
         inputs[corpus.name] = fetch(corpus, data_dir / corpus.name, digests, args.force_redownload)
     if args.download_only:
+        streamed = [source for sources in inputs.values() for source in sources if is_remote(source)]
+        if streamed:
+            raise DataError(f"{streamed[0]} is read while it is tokenized; leave out --download-only")
         return 0
     if args.archive:
         files = [*chain.from_iterable(inputs.values())]
@@ -115,8 +123,11 @@ def fetch(corpus: NamedCorpus, folder: Path, digests: dict[str, str], force: boo
     clashes = clashing_names(corpus.sources)
     if clashes:
         raise DataError(f"{corpus.name}: several sources are called {', '.join(clashes)}; download them separately")
-    files = []
+    files: list[str] = []
     for source in corpus.sources:
+        if is_remote(source) and not is_url(source):
+            files += expand_inputs([source], config=corpus.config)
+            continue
         if not is_url(source):
             files.append(source)
             continue

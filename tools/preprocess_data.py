@@ -21,7 +21,8 @@ from typing import Any
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
-from neox.corpus import read_documents
+from neox.corpus import Document, columns_of, expand_inputs, read_documents, read_filter
+from neox.corpus.fields import template_parts
 from neox.errors import ConfigError, run_script
 from neox.log import progress, setup_logging
 from neox.preprocess import (
@@ -33,6 +34,7 @@ from neox.preprocess import (
     preprocess_on_rank,
 )
 from neox.preprocess.sentences import LINES
+from neox.storage import is_remote
 from neox.tokenizer import TOKENIZER_TYPES, TokenizerKind, train_tokenizer
 from neox.tokenizer.flat import ACCELERATORS
 
@@ -41,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser: gpt-neox's flags and ours."""
     p = ScriptParser(description=__doc__)
     add_input(p, ["text"], "JSON keys of texts; each makes a dataset (default: text)")
+    add_text_key(p)
     tokens = p.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     tokens.add_argument("--vocab-file", "--vocab", help="tokenizer.json, vocab.json, a .model, or an encoding's name")
@@ -96,10 +99,49 @@ def add_input(p: argparse.ArgumentParser, keys: list[str], keys_help: str) -> No
 def add_files(p: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the flags of the inputs that every such tool has. Return their group."""
     data = p.add_argument_group("input")
-    data.add_argument("--input", required=True, nargs="+", help="files or directories, separated by commas or blanks")
+    data.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        help="files, directories, saved `datasets` or addresses (hf://datasets/ORG/NAME[@REV][/PATTERN], s3://, gs://, "
+        "https://), separated by commas or blanks",
+    )
+    add_choice(data)
     data.add_argument("--num-docs", type=int, help="number of documents, if known, for the progress display")
     data.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     return data
+
+
+def add_choice(data: argparse._ActionsContainer) -> None:
+    """Add the flags that choose documents of the inputs, which `train_tokenizer.py` has too."""
+    data.add_argument("--split", metavar="NAME", help="split of a data set of the hub, or of a saved one")
+    data.add_argument("--config", metavar="NAME", help="configuration of a data set of the hub")
+    data.add_argument(
+        "--filter",
+        nargs="+",
+        default=[],
+        action="extend",
+        metavar="CONDITION",
+        help="keep documents that meet all of these: FIELD=VALUE[,VALUE...], FIELD!=VALUE, FIELD>=VALUE (<=, >, <), "
+        "FIELD=LOW..HIGH; a field may have dots (meta.lang)",
+    )
+
+
+def add_text_key(p: argparse._ActionsContainer) -> None:
+    """Add the flag of a text that several fields make."""
+    p.add_argument(
+        "--text-key",
+        type=text_key,
+        metavar="KEY",
+        help=r"path with dots (data.text) or template ('{title}\n\n{text}') that finds the text; the dataset is still "
+        "called by --jsonl-keys",
+    )
+
+
+def text_key(text: str) -> str:
+    r"""Return the key of --text-key, in which `\n` and `\t` stand for a newline and a tab."""
+    template_parts(text)
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def add_added_tokens(tokens: argparse._ArgumentGroup) -> None:
@@ -139,7 +181,7 @@ def input_paths(words: Sequence[str]) -> tuple[str, ...]:
             continue
         for part in word.split(","):
             part = part.strip(" \t\n\\")
-            paths += [part] if Path(part).exists() else part.split()
+            paths += [part] if Path(part).exists() or is_remote(part) else part.split()
     return tuple(path for path in paths if path not in ("", "\\"))
 
 
@@ -177,6 +219,7 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         sentences=sentences_of(args),
         accelerator=args.accelerator,
         mask_before=args.mask_before_token,
+        text_key=args.text_key,
     )
 
 
@@ -193,6 +236,9 @@ def shared_settings(args: argparse.Namespace, **others: Any) -> PreprocessSettin
         restart=args.restart,
         num_documents=args.num_docs,
         log_interval=args.log_interval,
+        filters=tuple(map(read_filter, args.filter)),
+        split=args.split,
+        config=args.config,
         **others,
     )
 
@@ -222,9 +268,18 @@ def complete_settings(args: argparse.Namespace) -> PreprocessSettings:
 def texts_of(args: argparse.Namespace) -> Iterator[str]:
     """Yield the texts of the inputs."""
     with progress("reading", unit="characters") as bar:
-        for document in read_documents(input_paths(args.input), args.jsonl_keys[0], skip_bad=args.skip_bad):
+        documents = chosen_documents(input_paths(args.input), args.text_key or args.jsonl_keys[0], args)
+        for document in documents:
             bar.update(len(document.text))
             yield document.text
+
+
+def chosen_documents(paths: Sequence[str], key: str, args: argparse.Namespace) -> Iterator[Document]:
+    """Return the documents of inputs that the flags of `add_choice` choose, without metadata."""
+    filters = tuple(map(read_filter, args.filter))
+    files = expand_inputs(paths, split=args.split, config=args.config)
+    columns = columns_of([key], filters)
+    return read_documents(files, key, skip_bad=args.skip_bad, filters=filters, columns=columns)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -24,12 +24,11 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 from preprocess_chat import add_template, vocab_file
-from preprocess_data import add_files, add_running, input_paths, run, shared_settings
+from preprocess_data import add_files, add_running, run, shared_settings
 
 from neox.arguments import ScriptParser
 from neox.errors import TokenizerError, run_script
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, check_settings
-from neox.preprocess.parquet import as_lines
 from neox.tokenizer.chat import ChatRenderer, ChatTemplate, read_chat_template
 
 
@@ -61,7 +60,6 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     preferences = PreferenceSettings(template_of(args, vocab), args.labelled, args.seq_length)
     if preferences.template is not None:
         ChatRenderer(preferences.template)  # raises if it is no template
-    args.input = [as_lines(path, args.output_prefix) for path in input_paths(args.input)]
     tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True, tuple(args.added_tokens))
     return shared_settings(
         args, tokenizer=tokenizer, keys=preferences.datasets, accelerator="off", preferences=preferences

@@ -228,7 +228,7 @@ def make_tokens(config: NeoXConfig, shards: list[Path]) -> None:
         reuse(tokenizer)
     else:
         size = ("--vocab-size", str(VOCAB_SIZE))
-        run("tools/train_tokenizer.py", "--input", inputs, *size, "--output", str(tokenizer), *kind)
+        run("tools/train_tokenizer.py", "--input", inputs, *size, "--output", str(tokenizer), "--overwrite", *kind)
     if newer(index, tokenizer, *shards):
         reuse(index)
         return
@@ -237,6 +237,7 @@ def make_tokens(config: NeoXConfig, shards: list[Path]) -> None:
         *("--output-prefix", str(prefix).rpartition("_text_")[0], form),
         *("--tokenizer-type", config.tokenizer.tokenizer_type, "--vocab-file", str(tokenizer)),
         *("--dataset-impl", "mmap"),
+        *(("--restart",) if index.exists() else ()),  # data of an earlier tokenizer
     )
 
 

@@ -35,7 +35,7 @@ from neox.errors import ConfigError, run_script
 from neox.files import write_text
 from neox.log import setup_logging
 from neox.plan import config_from_files, padded_vocabulary
-from neox.tokenizer import TOKENIZER_FILE, HFTokenizer, Tokenizer, tokenizer_of
+from neox.tokenizer import TOKENIZER_FILE, HFTokenizer, Tokenizer, identify_configured, tokenizer_of
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,7 +67,8 @@ def main() -> None:
     padded = padded_vocabulary(config, tokenizer.vocab_size, reader.tp_size)
     size = VocabularySize(before, tokenizer.vocab_size, padded)
     rows = new_rows(args.rows, size, tokenizer)
-    result = resize_vocabulary(reader, args.output_dir, size, rows, config=config.to_flat())
+    identity = identify_configured(config, tokenizer)
+    result = resize_vocabulary(reader, args.output_dir, size, rows, config=config.to_flat(), tokenizer=identity)
     if isinstance(tokenizer, HFTokenizer):
         write_text(args.output_dir / TOKENIZER_FILE, tokenizer.to_json())
     print(f"{result}: {size.after - size.before} new tokens, {size.after} in all, padded to {size.padded}")

@@ -23,7 +23,7 @@ import _checkout  # noqa: F401
 import torch
 
 from neox.arguments import ScriptParser
-from neox.errors import ConfigError, NeoXError, install_command, run_script
+from neox.errors import ConfigError, NeoXError, install_command, refusals, run_script
 from neox.generation.chat_format import find_chat_format
 from neox.generation.load import load_model
 from neox.generation.request_fields import Limits
@@ -75,7 +75,8 @@ def main() -> None:
     if plan.grid.world_size > 1:
         raise ConfigError("serving takes one process: python tools/serve.py -d configs MODEL.yml, without deepy.py")
     address = open_socket(args.host, args.port)
-    checkpoint = choose_checkpoint(plan)
+    with refusals():
+        checkpoint = choose_checkpoint(plan, tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chat = find_chat_format(plan.config, checkpoint, tokenizer)
     model = load_model(plan, checkpoint, ParallelGrid.single(), device)

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import _checkout  # noqa: F401
+from preprocess_data import add_choice, chosen_documents, text_key
 
 from neox.arguments import ScriptParser
-from neox.corpus import read_documents
-from neox.errors import run_script
+from neox.corpus import Document
+from neox.errors import ConfigError, run_script
 from neox.log import progress, setup_logging
-from neox.tokenizer import TOKENIZER_KINDS, train_tokenizer
+from neox.tokenizer import TOKENIZER_KINDS, TokenizerKind, tokenizer_files, train_tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; second names are gpt-neox's."""
     p = ScriptParser(description=__doc__)
-    p.add_argument("--input", "--json_input_dir", required=True, help="files or directories, separated by commas")
-    p.add_argument("--jsonl-key", default="text", help="JSON key of the text")
+    p.add_argument(
+        "--input", "--json_input_dir", required=True, help="files, directories or addresses, separated by commas"
+    )
+    p.add_argument(
+        "--jsonl-key",
+        "--text-key",
+        type=text_key,
+        default="text",
+        help=r"JSON key of the text, a path with dots, or a template such as '{title}\n\n{text}' (default: text)",
+    )
+    add_choice(p)
     p.add_argument("--vocab-size", "-v", type=int, required=True, help="number of ids")
     p.add_argument(
         "--output",
@@ -36,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     p.add_argument("--sample", type=float, default=1.0, help="share of the documents to train on (default: all)")
     p.add_argument("--max-mb", type=float, help="stop after this many MB of text, to limit time and memory")
+    p.add_argument("--overwrite", action="store_true", help="replace the output")
     p.add_argument("--seed", type=int, default=1234, help="seed of --sample (default: 1234)")
     return p
 
@@ -48,21 +60,30 @@ def main() -> int:
         parser().error(f"--sample {args.sample} must be above 0 and at most 1")
     if args.tokenizer_type and args.kind not in ("byte-level-bpe", "gpt2"):
         parser().error(f"--tokenizer_type BPE and --kind {args.kind} contradict each other: leave one out")
-    texts = chosen_texts(args.input.split(","), args.jsonl_key, args.skip_bad, args.sample, args.max_mb, args.seed)
+    if not args.overwrite:
+        refuse_existing(Path(args.output), args.kind)
+    documents = chosen_documents(list(filter(None, args.input.split(","))), args.jsonl_key, args)
+    texts = chosen_texts(documents, args.sample, args.max_mb, args.seed)
     for path in train_tokenizer(texts, args.vocab_size, args.output, args.kind):
         print(path)
     return 0
 
 
-def chosen_texts(
-    inputs: Sequence[str], key: str, skip_bad: int, share: float, max_mb: float | None, seed: int
-) -> Iterator[str]:
+def refuse_existing(output: Path, kind: TokenizerKind) -> None:
+    """Raise ConfigError if a tokenizer would be replaced, because its data and checkpoints would lose theirs."""
+    for file in tokenizer_files(output, kind):
+        if file.is_file():
+            raise ConfigError(
+                f"{file} exists: data and checkpoints made with it need it as it is; name another --output, or replace "
+                "it with --overwrite"
+            )
+
+
+def chosen_texts(documents: Iterable[Document], share: float, max_mb: float | None, seed: int) -> Iterator[str]:
     """Yield the texts to train on.
 
     Args:
-        inputs: Files or directories.
-        key: JSON key of the text.
-        skip_bad: Number of bad inputs that may be skipped.
+        documents: All documents.
         share: Share of the documents, drawn with `seed`.
         max_mb: Millions of characters after which to stop; None reads everything.
         seed: Seed of the draw.
@@ -70,7 +91,7 @@ def chosen_texts(
     chance = random.Random(seed)
     left = float("inf") if max_mb is None else max_mb * 1e6
     with progress("reading", unit="characters") as bar:
-        for document in read_documents(list(filter(None, inputs)), key, skip_bad=skip_bad):
+        for document in documents:
             if share < 1 and chance.random() >= share:
                 continue
             bar.update(len(document.text))

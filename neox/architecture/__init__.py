@@ -2,7 +2,7 @@
 
 from neox.architecture.activations import ACTIVATIONS, Activation
 from neox.architecture.adapters import add_adapters
-from neox.architecture.architecture import GATED_KINDS, Architecture, Difference, Pairs, frozen
+from neox.architecture.architecture import GATED_KINDS, WITHOUT_LOGITS, Architecture, Difference, Pairs, frozen
 from neox.architecture.choices import (
     ATTENTION,
     MLPS,
@@ -39,7 +39,7 @@ from neox.architecture.layers import (
 )
 from neox.architecture.lora import ADAPTER, Lora, adapter_parameters
 from neox.architecture.parameter import Initialization, ParameterSpec
-from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_of, rope_scaling_problem
+from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_of, rope_scaling_problem, rope_scaling_settings
 from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "RouterName",
     "SPARSITY",
     "VOCABULARY",
+    "WITHOUT_LOGITS",
     "WORD_EMBEDDINGS",
     "Z_LOSS",
     "Activation",
@@ -92,6 +93,7 @@ __all__ = [
     "forward_flops_per_token",
     "rope_scaling_of",
     "rope_scaling_problem",
+    "rope_scaling_settings",
     "settings_of",
     "sparsity_of",
     "sparsity_problem",

@@ -19,7 +19,7 @@ class Activation:
 
 
 _PLAIN = ("gelu", "gelu_tanh", "relu", "softsign", "swish", "silu", "mish")
-_GATED = ("geglu", "geglu_tanh", "swiglu", "reglu", "glu", "bilinear")
+_GATED = ("geglu", "geglu_tanh", "swiglu", "reglu", "glu", "bilinear", "clamped_swiglu")
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {**dict.fromkeys(_PLAIN, Activation()), **dict.fromkeys(_GATED, Activation(width_factor=2))}
 )

@@ -16,7 +16,9 @@ def add_adapters(layers: LayerPlan, lora: Lora) -> LayerPlan:
 
 
 def _with_adapters(layer: LayerEntry, lora: Lora) -> LayerEntry:
-    """Return a layer with frozen parameters and, if it is a block, adapters."""
+    """Return a layer with frozen parameters and, if it is a block, adapters. A score head is new, so it is trained."""
+    if layer.kind == "score_head":
+        return layer
     parameters: list[ParameterSpec] = []
     for spec in layer.parameters:
         parameters.append(replace(spec, trained=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import nextafter
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 _FINETUNE = {"finetune": True}
@@ -30,13 +31,17 @@ def without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _thawed(value: Any) -> Any:
+def thawed(value: Any) -> Any:
     """Return a value as JSON has it: tuples, and those inside them, as lists."""
     if isinstance(value, tuple):
-        return list(map(_thawed, value))
+        return list(map(thawed, value))
     return value
 
 
+WITHOUT_LOGITS: Mapping[str, Any] = MappingProxyType(
+    {"tie_word_embeddings": False, "head_bias": False, "logit_multiplier": 1.0, "logit_softcap": 0.0}
+)
+"""Fields that only a head with logits uses, and their values with a score head."""
 GATED_KINDS = ("gmlp", "amlp")
 """Attention kinds whose blocks gate over positions and hold no keys and values."""
 
@@ -86,6 +91,9 @@ class Architecture:
             positions. No parameter of other positions depends on it, so checkpoints are not compared in it.
         attention: Key of `ATTENTION` for each block, or one of `GATED_KINDS`.
         window: Keys that a query of a `sliding_window` block sees, with its own; 0 without such blocks.
+        latent_width: Width of the vector that keys and values of a `latent` block follow from; 0 without such blocks.
+        query_latent_width: Width of the vector that its queries follow from; 0 for the hidden states themselves.
+        value_head_dim: Width of the values of one of its heads; 0 without such blocks.
         sparsity: Settings of sparse attention as sorted pairs (key, value); () without it.
         gmlp_width: Inner width of the attention in `amlp` blocks; 0 without such blocks.
         soft_prompt_tokens: Number of trained vectors before the tokens; 0 for none.
@@ -104,16 +112,20 @@ class Architecture:
         embedding_norm: Whether the sum of the embeddings is normalised.
         sentence_head: Whether a bidirectional network also predicts if the second sentence of a sample follows the
             first one: by a dense layer with tanh on the first token's hidden state (the pooler), and two logits.
+        score_head: Whether the head gives one number for a text, its score, instead of logits: a reward model.
         num_experts: Number of experts in the blocks that have experts instead of one MLP; 0 for none.
         expert_blocks: Numbers of these blocks.
         experts_per_token: Number of experts that compute each token.
         expert_width: Inner width of one expert.
+        expert_bias: Whether both products of the experts that a token chooses have biases.
         shared_expert_width: Inner width of an expert that computes every token; 0 for none.
         shared_expert_gate: Whether its output is multiplied by the sigmoid of a number for each token.
         router: Key of `ROUTERS`: how experts are chosen; empty without experts.
+        router_logit_bias: Whether a trained bias of each expert is added to the router's logits.
         router_normalizes: Whether the weights of a token's experts are divided by their sum.
         router_groups: Number of groups of experts, of which a token chooses some first; 0 for no groups.
         router_top_groups: Number of groups that a token chooses.
+        router_group_best: Number of a group's best scores whose sum is the score of the group.
         router_scale: Factor of the weights.
         router_bias: Whether a bias of each expert is added to scores for the choice, not for the weights. It moves
             towards equal shares after each step, without a gradient.
@@ -152,6 +164,9 @@ class Architecture:
     max_positions: int = field(metadata={"stored": False})  # compared if positions are learned
     attention: tuple[str, ...] = field(metadata=_FINETUNE)
     window: int = field(default=0, metadata=_FINETUNE)
+    latent_width: int = 0
+    query_latent_width: int = 0
+    value_head_dim: int = 0
     sparsity: Pairs = field(default=(), metadata=_FINETUNE)
     gmlp_width: int = 0
     soft_prompt_tokens: int = field(default=0, metadata=_FINETUNE)
@@ -168,16 +183,20 @@ class Architecture:
     token_types: int = 0
     embedding_norm: bool = False
     sentence_head: bool = False
+    score_head: bool = field(default=False, metadata=_FINETUNE)
     num_experts: int = 0
     expert_blocks: tuple[int, ...] = ()
     experts_per_token: int = field(default=0, metadata=_FINETUNE)
     expert_width: int = 0
+    expert_bias: bool = False
     shared_expert_width: int = 0
     shared_expert_gate: bool = False
     router: str = field(default="", metadata=_FINETUNE)
+    router_logit_bias: bool = False
     router_normalizes: bool = field(default=False, metadata=_FINETUNE)
     router_groups: int = field(default=0, metadata=_FINETUNE)
     router_top_groups: int = field(default=0, metadata=_FINETUNE)
+    router_group_best: int = field(default=0, metadata=_FINETUNE)
     router_scale: float = field(default=1.0, metadata=_FINETUNE)
     router_bias: bool = False
     router_bias_rate: float = field(default=0.0, metadata=_TRAINING_ONLY)
@@ -208,10 +227,13 @@ class Architecture:
 
     @property
     def unused_fields(self) -> frozenset[str]:
-        """Fields that nothing depends on: those of dense MLPs if all blocks have experts."""
+        """Fields that nothing depends on: of dense MLPs if all blocks have experts, of logits if there are none."""
+        unused: set[str] = set()
         if len(self.expert_blocks) == self.num_layers:
-            return frozenset(("mlp_width", "mlp_bias"))
-        return frozenset()
+            unused.update(("mlp_width", "mlp_bias"))
+        if self.score_head:
+            unused.update(WITHOUT_LOGITS)
+        return frozenset(unused)
 
     @property
     def attended_heads(self) -> int:
@@ -235,7 +257,7 @@ class Architecture:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON can hold them."""
-        return {name: _thawed(value) for name, value in asdict(self).items()}
+        return {name: thawed(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

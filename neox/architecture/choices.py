@@ -77,6 +77,15 @@ class Positions:
     shared: Callable[[Architecture], tuple[ParameterSpec, ...]] = _none
 
 
+def _head_dim(architecture: Architecture) -> int:
+    return architecture.head_dim
+
+
+def _keys_and_values(architecture: Architecture, tp_size: int) -> int:
+    """Return the numbers of keys and values of one token on a tensor rank."""
+    return 2 * architecture.attended_heads * architecture.head_dim // tp_size
+
+
 @dataclass(frozen=True)
 class Attention:
     """The attention of one block.
@@ -85,10 +94,14 @@ class Attention:
         parameters: Its parameters, named inside the block.
         keys_per_query: (network, sequence length) -> keys that one query is multiplied with, a causal mask not
             subtracted (as Megatron-LM counts, arXiv:2104.04473).
+        value_width: Network -> width of the values of a head.
+        cached: (network, tensor ranks) -> numbers that generation keeps of each token on one rank.
     """
 
     parameters: Callable[[Architecture], tuple[ParameterSpec, ...]]
     keys_per_query: Callable[[Architecture, int], int]
+    value_width: Callable[[Architecture], int] = _head_dim
+    cached: Callable[[Architecture, int], int] = _keys_and_values
 
 
 def norm_parameters(architecture: Architecture, module: str) -> tuple[ParameterSpec, ...]:
@@ -149,6 +162,42 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     if architecture.attention_sinks:
         sinks.append(ParameterSpec("attention.sinks", (architecture.num_attention_heads,), 0, init="zeros"))
     return (*sinks, *projection, *_query_key_norms(architecture), *output)
+
+
+def _latent_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    """Products down to latent vectors and up to heads, with norms between, and the output projection.
+
+    Rows: of each head of queries the rotated ones first; the latent vector, then rotated keys for all heads; of each
+    head its keys that are not rotated, then its values.
+    """
+    hidden = architecture.hidden_size
+    heads = architecture.num_attention_heads
+    latent = architecture.latent_width
+    rotated = architecture.rotary_ndims
+    values = architecture.value_head_dim
+    queries = heads * architecture.head_dim
+    rows = heads * (architecture.head_dim - rotated + values)
+    width = architecture.query_latent_width
+    parameters = []
+    if architecture.attention_sinks:
+        parameters.append(ParameterSpec("attention.sinks", (heads,), 0, init="zeros"))
+    if width:
+        parameters += [
+            ParameterSpec("attention.query_down.weight", (width, hidden)),
+            ParameterSpec("attention.query_norm.scale", (width,), init="ones"),
+            ParameterSpec("attention.query_up.weight", (queries, width), 0),
+        ]
+    else:
+        parameters.append(ParameterSpec("attention.query.weight", (queries, hidden), 0))
+    parameters += [
+        ParameterSpec("attention.key_value_down.weight", (latent + rotated, hidden)),
+        ParameterSpec("attention.key_value_norm.scale", (latent,), init="ones"),
+        ParameterSpec("attention.key_value_up.weight", (rows, latent), 0),
+        ParameterSpec("attention.dense.weight", (hidden, heads * values), 1, init="output_weight"),
+    ]
+    if architecture.attention_output_bias:
+        parameters.append(row_parallel_bias("attention.dense.bias", architecture))
+    return tuple(parameters)
 
 
 def _query_key_norms(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -256,6 +305,12 @@ _SELF_ATTENTION = Attention(_self_attention, lambda _, length: length)
 ATTENTION: Mapping[str, Attention] = MappingProxyType(
     {
         **dict.fromkeys(("global", *SPARSITY), _SELF_ATTENTION),
+        "latent": Attention(
+            _latent_attention,
+            lambda _, length: length,
+            value_width=lambda network: network.value_head_dim,
+            cached=lambda network, _: network.latent_width + network.rotary_ndims,
+        ),
         "sliding_window": Attention(_self_attention, lambda network, length: min(network.window, length)),
     }
 )

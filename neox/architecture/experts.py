@@ -5,6 +5,7 @@ Parameters of experts are stacked: E experts, O output features, I input feature
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, Literal, get_args
 
 from neox.architecture.activations import ACTIVATIONS
@@ -29,33 +30,42 @@ DROPPED: Final = "moe_dropped"
 
 
 def expert_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of a router, its experts and a shared expert. None of them has biases of its products."""
+    """Return the parameters of a router, its experts and a shared expert, whose products have no biases."""
     hidden = architecture.hidden_size
     number = architecture.num_experts
     parameters = [ParameterSpec("mlp.router.weight", (number, hidden))]
+    if architecture.router_logit_bias:
+        parameters.append(ParameterSpec("mlp.router.bias", (number,), init="zeros"))
     if architecture.router_bias:
         parameters.append(ParameterSpec("mlp.router.selection_bias", (number,), init="zeros", trained=False))
     width = architecture.expert_width
     rows, sections = _first_product(architecture, width)
-    active = architecture.experts_per_token
-    parameters += [
-        ParameterSpec(
-            "mlp.experts.dense_h_to_4h.weight",
-            (number, rows, hidden),
-            1,
-            sections=sections,
-            experts=number,
-            active_experts=active,
-        ),
-        ParameterSpec(
-            "mlp.experts.dense_4h_to_h.weight",
-            (number, hidden, width),
-            2,
-            init="output_weight",
-            experts=number,
-            active_experts=active,
-        ),
-    ]
+    first = ParameterSpec(
+        "mlp.experts.dense_h_to_4h.weight",
+        (number, rows, hidden),
+        1,
+        sections=sections,
+        experts=number,
+        active_experts=architecture.experts_per_token,
+    )
+    last = ParameterSpec(
+        "mlp.experts.dense_4h_to_h.weight",
+        (number, hidden, width),
+        2,
+        init="output_weight",
+        experts=number,
+        active_experts=architecture.experts_per_token,
+    )
+    parameters.append(first)
+    if architecture.expert_bias:
+        shape = (number, rows)
+        name = "mlp.experts.dense_h_to_4h.bias"
+        parameters.append(replace(first, name=name, shape=shape, init="zeros", of_norm=True))
+    parameters.append(last)
+    if architecture.expert_bias:
+        shape = (number, hidden)
+        name = "mlp.experts.dense_4h_to_h.bias"
+        parameters.append(replace(last, name=name, shape=shape, partition_dim=None, init="zeros", of_norm=True))
     if architecture.shared_expert_width:
         parameters += _shared_expert(architecture)
     return tuple(parameters)

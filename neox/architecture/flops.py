@@ -13,9 +13,9 @@ from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerPlan
 def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | None = None) -> tuple[int, int]:
     """Return the operations of a forward pass for one token: (in the blocks, in the heads).
 
-    A block takes 2 per element of its matrices (of experts, those that a token chooses), and 4 x heads x head size per
-    key and query for scores and weighted values (causal attention is counted whole); the head takes 2 x hidden size x
-    padded vocabulary. Megatron-LM, arXiv:2104.04473.
+    A block takes 2 per element of its matrices (of experts, those that a token chooses), and 2 x heads x (width of a
+    head's keys + width of its values) per key and query for scores and weighted values (causal attention is counted
+    whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM, arXiv:2104.04473.
 
     Args:
         layers: The network's layers.
@@ -33,6 +33,8 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | N
     for kind in architecture.attention:
         blocks += gate_flops(architecture, kind, sequence) + _score_flops(architecture, kind, sequence)
     head = 2 * architecture.hidden_size * layers.padded_vocab_size
+    if architecture.score_head:
+        head = 2 * layers.head.matrix_numel
     if architecture.bidirectional:
         head += 2 * layers.head.matrix_numel
     if predicted is not None:
@@ -45,7 +47,8 @@ def _score_flops(architecture: Architecture, kind: str, sequence: int) -> int:
     if kind not in ATTENTION:
         return 0
     keys = ATTENTION[kind].keys_per_query(architecture, sequence)
-    return 4 * architecture.num_attention_heads * architecture.head_dim * keys
+    widths = architecture.head_dim + ATTENTION[kind].value_width(architecture)
+    return 2 * architecture.num_attention_heads * widths * keys
 
 
 def training_flops_per_token(layers: LayerPlan, sequence: int, *, predicted: int | None = None) -> int:
@@ -101,10 +104,11 @@ def _frozen_flops(block: LayerEntry) -> int:
 
 def _projection_flops(block: LayerEntry) -> int:
     """Return the operations of a block's queries, keys and values for one token; 0 for blocks without them."""
+    total = 0
     for spec in block.parameters:
-        if spec.name == "attention.query_key_value.weight":
-            return 2 * spec.numel
-    return 0
+        if spec.is_matrix and spec.name.startswith("attention.") and not spec.name.startswith("attention.dense."):
+            total += 2 * spec.numel
+    return total
 
 
 def _head_is_trained(layers: LayerPlan) -> bool:

@@ -22,7 +22,9 @@ from neox.architecture.gmlp import gated_block_parameters
 from neox.architecture.lora import Lora
 from neox.architecture.parameter import ParameterSpec
 
-LayerKind = Literal["embedding", "prompt", "identity", "block", "norm", "head", "masked_lm_head", "sentence_head"]
+LayerKind = Literal[
+    "embedding", "prompt", "identity", "block", "norm", "head", "masked_lm_head", "sentence_head", "score_head"
+]
 
 BLOCK_OFFSET = 2
 """Index of the first block."""
@@ -268,7 +270,10 @@ def _final_norm(architecture: Architecture, index: int) -> LayerEntry:
 
 
 def _head(architecture: Architecture, rows: int, index: int, parallelism: Literal["row", "column"]) -> LayerEntry:
-    """Return the head of a causal network: tied to the embedding, or with a weight of its own."""
+    """Return the head of a causal network: tied to the embedding, with a weight of its own, or of scores."""
+    if architecture.score_head:
+        weight = ParameterSpec("rm_linear.weight", (1, architecture.hidden_size), 1)
+        return LayerEntry(index, "score_head", (weight,))
     if architecture.tie_word_embeddings:
         return LayerEntry(index, "head", tied_to=0)
     split_dim = 0 if parallelism == "column" else 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture.architecture import Pairs, without_none
+from neox.architecture.architecture import Pairs, frozen, thawed, without_none
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,16 @@ class RopeScaling:
     Attributes:
         required: Settings that must be given.
         optional: Settings that may be given.
+        by_length: Whether frequencies depend on the length of the sequence that a token is in.
     """
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    by_length: bool = False
 
 
 _TRAINED = "original_max_position_embeddings"
+_LISTS = ("short_factor", "long_factor")
 ROPE_SCALINGS: Mapping[str, RopeScaling] = MappingProxyType(
     {
         "default": RopeScaling(),
@@ -33,6 +36,8 @@ ROPE_SCALINGS: Mapping[str, RopeScaling] = MappingProxyType(
             ("factor", _TRAINED),
             ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
         ),
+        "dynamic": RopeScaling(("factor", _TRAINED), by_length=True),
+        "longrope": RopeScaling(("factor", *_LISTS, _TRAINED), ("attention_factor",), by_length=True),
     }
 )
 """Type (`rope_type` of the dictionary) -> its settings. How it is computed is in `neox.ops.rotary`."""
@@ -45,19 +50,26 @@ def rope_scaling_of(given: Mapping[str, Any] | None) -> Pairs:
         settings["rope_type"] = settings.pop("type")
     if settings.get("rope_type", "default") == "default":
         return ()
-    return tuple(sorted(settings.items()))
+    return tuple(sorted((name, frozen(value)) for name, value in settings.items()))
 
 
-def rope_scaling_problem(given: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a dictionary, or None."""
+def rope_scaling_settings(scaling: Pairs) -> dict[str, Any]:
+    """Return the dictionary of a normal form, with lists as JSON has them; {} for no scaling."""
+    return {name: thawed(value) for name, value in scaling}
+
+
+def rope_scaling_problem(given: Mapping[str, Any], rotary_ndims: int | None = None) -> str | None:
+    """Return what is wrong with a dictionary, or None.
+
+    Args:
+        given: The dictionary.
+        rotary_ndims: Number of dimensions of each head that are rotated; None if it is not known.
+    """
     settings = without_none(given)
     older_name = settings.pop("type", "default")
     kind = settings.pop("rope_type", older_name)
     if kind not in ROPE_SCALINGS:
-        reason = ""
-        if kind in ("dynamic", "longrope"):
-            reason = ": its frequencies change with the length of each sequence"
-        return f"has rope_type {kind!r}, which is not supported{reason}; use one of {', '.join(ROPE_SCALINGS)}"
+        return f"has rope_type {kind!r}, which is not supported; use one of {', '.join(ROPE_SCALINGS)}"
     scaling = ROPE_SCALINGS[kind]
     known = (*scaling.required, *scaling.optional)
     missing = [name for name in scaling.required if name not in settings]
@@ -67,11 +79,33 @@ def rope_scaling_problem(given: Mapping[str, Any]) -> str | None:
     if unknown:
         return f"of type {kind} has no setting {', '.join(unknown)}; known: {', '.join(known) or 'none'}"
     for name, value in settings.items():
+        problem = _value_problem(name, value) if name not in _LISTS else _list_problem(name, value, rotary_ndims)
+        if problem is not None:
+            return problem
+    return _relation_problem(kind, settings, rotary_ndims)
+
+
+def _relation_problem(kind: str, settings: Mapping[str, Any], rotary_ndims: int | None) -> str | None:
+    """Return what is wrong with valid settings next to each other, or None."""
+    if kind == "llama3" and settings["high_freq_factor"] <= settings["low_freq_factor"]:
+        return "needs a high_freq_factor above low_freq_factor"
+    if kind in ("dynamic", "longrope") and settings["factor"] < 1:
+        return f"has factor: {settings['factor']!r}, which should be at least 1"
+    if kind == "dynamic" and rotary_ndims == 2:
+        return "of type dynamic needs more than 2 rotated dimensions; raise rotary_pct or head_dim"
+    return None
+
+
+def _list_problem(name: str, values: Any, rotary_ndims: int | None) -> str | None:
+    """Return what is wrong with a list of factors, one for each frequency, or None."""
+    if not isinstance(values, (list, tuple)):
+        return f"has {name}: {values!r}, which should be a list of numbers"
+    for value in values:
         problem = _value_problem(name, value)
         if problem is not None:
             return problem
-    if kind == "llama3" and settings["high_freq_factor"] <= settings["low_freq_factor"]:
-        return "needs a high_freq_factor above low_freq_factor"
+    if rotary_ndims is not None and len(values) != rotary_ndims // 2:
+        return f"has {len(values)} numbers in {name}; {rotary_ndims} rotated dimensions need {rotary_ndims // 2}"
     return None
 
 

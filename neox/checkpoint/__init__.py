@@ -26,7 +26,16 @@ from neox.checkpoint.identity import (
 )
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_stats
 from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
-from neox.checkpoint.names import AVERAGED_STEPS, CONFIG, LEDGER, REFERENCE, averaged_file, layer_file, mp_rank_file
+from neox.checkpoint.names import (
+    AVERAGED_STEPS,
+    CONFIG,
+    LEDGER,
+    REFERENCE,
+    SKIPPED,
+    averaged_file,
+    layer_file,
+    mp_rank_file,
+)
 from neox.checkpoint.optimizer_formats import ORDER
 from neox.checkpoint.optimizer_reader import OptimizerReader, saved_layout
 from neox.checkpoint.reader import CheckpointReader
@@ -52,8 +61,10 @@ from neox.checkpoint.tensor_files import (
     write_layer,
     write_run,
 )
+from neox.checkpoint.upcycling import upcycle
 
 __all__ = [
+    "upcycle",
     "CHAT_TEMPLATE",
     "rows_of_file",
     "resize_vocabulary",
@@ -65,6 +76,7 @@ __all__ = [
     "CONFIG",
     "LEDGER",
     "REFERENCE",
+    "SKIPPED",
     "ORDER",
     "SUPERSEDED",
     "WRITER",

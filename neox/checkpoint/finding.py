@@ -80,6 +80,11 @@ def checkpoint_at(path: Path) -> Path:
         return path
     if checkpoint_directories(path):
         return find_checkpoint(path, verify=False, way_out="give another directory")
+    inner = [child for child in sorted(path.iterdir()) if child.is_dir() and checkpoint_directories(child)]
+    if len(inner) == 1:  # the directory of a run, which also holds its logs
+        return find_checkpoint(inner[0], verify=False, way_out="give another directory")
+    if inner:
+        raise ConfigError(f"{path} has several directories of checkpoints: give one of {', '.join(map(str, inner))}")
     raise ConfigError(
         f"{path} has no model files and no global_stepN directories; give the global_stepN directory of a checkpoint"
     )

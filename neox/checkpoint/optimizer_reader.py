@@ -47,6 +47,11 @@ class OptimizerReader:
         self.layout = saved_layout(path, self.client_state)
         self.optimizer = OPTIMIZERS[self.layout["optimizer"]]
         self._by_gpt_neox = WRITER in self.layout
+        if self._by_gpt_neox and layers.architecture.num_experts:
+            raise CheckpointError(
+                f"{path}: the optimizer's states of gpt-neox's experts are not read, because it divides their "
+                "gradients by the number of tensor ranks; set no_load_optim to start all states at zero"
+            )
         self._stage_of: dict[Key, int] = {}
         self._stages = self._open_stages()
         self.step = float(self._stages[0][0].step)

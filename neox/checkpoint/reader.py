@@ -48,6 +48,9 @@ _DEEPSPEED_KEYS = frozenset(
 )
 """Entries that DeepSpeed itself puts next to the client state."""
 
+SCORES = "rm_linear.weight"
+"""The parameter of a head that gives scores."""
+
 UNUSED_IN_NEOX = ("post_attention_layernorm.",)
 """Parameters that gpt-neox keeps next to one norm for both branches (`gpt_j_tied`), and never uses."""
 
@@ -360,16 +363,39 @@ class CheckpointReader:
         # A file of a tied head may hold a copy of the embedding.
         has_own_head = head in stored and self.names(head) != (WORD_EMBEDDINGS,)
         if self._finetune and not layers.architecture.bidirectional:
-            self._head_from_embedding = head in wanted and not has_own_head
+            self._choose_head(layers, has_own_head=has_own_head)
             wanted.discard(head)
             stored.discard(head)
         if self._finetune and 1 in wanted - stored:  # a soft prompt for a network that was trained without one
-            self.new_layers = frozenset({1})
+            self.new_layers |= {1}
             wanted.discard(1)
         if layers.architecture.tie_word_embeddings and not has_own_head and head not in wanted:
             stored.discard(head)
         self._refuse_missing(sorted(wanted - stored), layers, stored)
         self._refuse_extra(sorted(stored - wanted), layers)
+
+    def _choose_head(self, layers: LayerPlan, *, has_own_head: bool) -> None:
+        """Note where fine-tuning takes the head from: the checkpoint, its embedding, or initial values.
+
+        Args:
+            layers: The network.
+            has_own_head: Whether the checkpoint has a head that is not tied.
+
+        Raises:
+            CheckpointError: If a head with logits is needed, and the checkpoint has one with scores.
+        """
+        head = layers.head
+        has_scores = has_own_head and SCORES in self.names(head.index)
+        if layers.architecture.score_head:
+            if not has_scores:
+                self.new_layers |= {head.index}
+            return
+        if has_scores and head.tied_to is None:
+            raise CheckpointError(
+                f"{self.path} is a reward model: its head gives scores, and this network needs logits; train a reward "
+                "model (train_impl: rm), or load the model that it was made from"
+            )
+        self._head_from_embedding = bool(head.parameters) and not has_own_head
 
     def _refuse_unknown(self, layer: LayerEntry) -> None:
         """Raise CheckpointError if the checkpoint holds parameters of a block that the network lacks."""

@@ -16,6 +16,7 @@ from neox.checkpoint.reshard import fit_vocabulary
 from neox.checkpoint.rewriting import identity_of, rewrite
 from neox.checkpoint.tensor_files import load_file
 from neox.errors import CheckpointError
+from neox.tokenizer import TokenizerIdentity
 
 NewRows = Callable[[str, Tensor], Tensor]
 """(name of a parameter, its rows of old tokens in fp32 [V, ...]) -> rows of new tokens [N, ...]."""
@@ -81,6 +82,7 @@ def resize_vocabulary(
     new_rows: NewRows,
     *,
     config: Mapping[str, Any] | None = None,
+    tokenizer: TokenizerIdentity | None = None,
 ) -> Path:
     """Write a checkpoint with rows for new tokens as `save/global_stepN`, and commit it.
 
@@ -93,6 +95,7 @@ def resize_vocabulary(
         size: Size of the vocabulary.
         new_rows: Rows of new tokens.
         config: Keys of the run, which are stored next to the weights; None to store none.
+        tokenizer: Identity of the tokenizer with the new tokens; None if it is not known.
 
     Returns:
         The new checkpoint's directory.
@@ -125,4 +128,14 @@ def resize_vocabulary(
     identity = identity_of(reader, tp_size, pp_size)
     identity[ARGS]["padded_vocab_size"] = size.padded
     identity.setdefault(MODEL, {})["vocab_size"] = size.after
-    return rewrite(reader, save, layers, value, identity=identity, tp_size=tp_size, pp_size=pp_size, config=config)
+    return rewrite(
+        reader,
+        save,
+        layers,
+        value,
+        identity=identity,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        config=config,
+        tokenizer=tokenizer,
+    )

@@ -18,6 +18,7 @@ from neox.checkpoint.staging import commit, discard, stage_directory
 from neox.checkpoint.tensor_files import write_client_state, write_config, write_full_layer
 from neox.errors import CheckpointError
 from neox.log import progress
+from neox.tokenizer import TokenizerIdentity, saved_tokenizer_identity, write_tokenizer_identity
 
 Identity = dict[str, Any]
 """Parts of a client state about the model and about the data that it has read."""
@@ -61,6 +62,7 @@ def rewrite(
     tp_size: int,
     pp_size: int,
     config: Mapping[str, Any] | None = None,
+    tokenizer: TokenizerIdentity | None = None,
 ) -> Path:
     """Write weights that follow from those of a checkpoint as `save/global_stepN`, and commit it.
 
@@ -73,6 +75,7 @@ def rewrite(
         tp_size: Tensor-parallel degree of the result.
         pp_size: Pipeline degree of the result.
         config: Keys of the run, which are stored next to the weights; None to store none.
+        tokenizer: Identity of the result's tokenizer; None for the original's.
 
     Returns:
         The new checkpoint's directory.
@@ -102,6 +105,7 @@ def rewrite(
         if config is not None:
             write_config(staged, config)
         write_chat_template(staged, saved_chat_template(reader.path))
+        write_tokenizer_identity(staged, tokenizer or saved_tokenizer_identity(reader.path))
         return commit(staged)
     except BaseException:
         discard(staged)

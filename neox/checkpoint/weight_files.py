@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from neox.checkpoint.gpt_neox_experts import has_experts, with_own_experts
 from neox.checkpoint.names import (
     canonical_parameter,
     is_buffer,
@@ -67,6 +68,29 @@ class LayerFiles:
         return _weights(loaded)
 
 
+class ExpertFiles:
+    """Weights in which experts have the form of this program, whoever wrote the files.
+
+    Args:
+        directory: The checkpoint.
+        source: Its files.
+    """
+
+    def __init__(self, directory: Path, source: WeightSource) -> None:
+        self.tp_size = source.tp_size
+        self.indices = source.indices
+        self._directory = directory
+        self._source = source
+
+    def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
+        """Return the weights of one layer on one tensor rank."""
+        own = self._source.state(index, tp_rank)
+        if not has_experts(own):
+            return own
+        states = [self._source.state(index, rank) for rank in range(self.tp_size)]
+        return with_own_experts(states, tp_rank, str(self._directory / layer_file(index, 0)))
+
+
 class OneStageFiles:
     """`mp_rank_XX` files whose `module` holds all layers of a tensor rank under `sequential.N.key`."""
 
@@ -98,7 +122,7 @@ def open_source(directory: Path) -> WeightSource:
         elif rank is not None:
             ranks[rank] = path
     if layers:
-        return LayerFiles(directory, layers)
+        return ExpertFiles(directory, LayerFiles(directory, layers))
     if not ranks:
         raise CheckpointError(
             f"{directory}: no layer files ({layer_file(0, 0)}, ...) and no {mp_rank_file(0)}; "
@@ -107,7 +131,7 @@ def open_source(directory: Path) -> WeightSource:
     missing = sorted(set(range(max(ranks))) - ranks.keys())
     if missing:
         raise CheckpointError(f"{directory}: missing {', '.join(map(mp_rank_file, missing))}")
-    return OneStageFiles(ranks)
+    return ExpertFiles(directory, OneStageFiles(ranks))
 
 
 def _by_layer(path: Path, loaded: Any) -> dict[int, dict[str, Tensor]]:

@@ -148,9 +148,11 @@ def _nearest_choice(section: type[BaseModel], path: tuple[str, ...], value: Any,
         return ""
     choices = [choice for choice in _choices(field.annotation) if isinstance(choice, str)]
     near = [choice for choice in choices if choice.lower() == value.lower()]
+    if not near and len(value) > 1:
+        near = [choice for choice in choices if choice.lower().startswith(value.lower())]
     if not near:
         near = get_close_matches(value, choices, n=1, cutoff=0.6)
-    return f"; did you mean `{near[0]}`?" if near else ""
+    return f"; did you mean `{'` or `'.join(near)}`?" if near else ""
 
 
 def _choices(annotation: Any) -> Iterator[Any]:

@@ -104,6 +104,8 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "deepspeed_slurm": Alias("launcher", {True: ("slurm",)}),
         "deepspeed_mpi": Alias("launcher", {True: ("openmpi", "mvapich")}),
         "is_pipe_parallel": Alias("pipe_parallel_size", {}),  # compared by a rule
+        "s3_path": Alias("checkpoint_mirror"),
+        "s3_chunk_size": Alias("checkpoint_mirror_part_bytes"),
         "save_interval": Alias("checkpoint_factor"),
         "train_epochs": Alias("num_train_epochs"),
         "num_experts": Alias("moe_num_experts"),

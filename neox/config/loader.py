@@ -15,6 +15,7 @@ from neox.config.neox_config import NeoXConfig, is_text_key
 from neox.config.yaml_file import ParsedFile, parse_value, read_file
 from neox.errors import ConfigError
 from neox.problems import COMMAND_LINE, Problem, Source, in_file_order
+from neox.shipped_files import shipped_config
 
 OVERRIDES = "overrides"
 """Section of a file whose keys replace those of earlier files."""
@@ -99,6 +100,10 @@ def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
     for candidate in candidates:
         if candidate.exists():
             return candidate
+    for candidate in candidates:
+        shipped = shipped_config(candidate)
+        if shipped is not None:
+            return shipped
     message = f"no such file{_where_else(path, Path(file))}"
     raise ConfigError(Problem((), message, Source.in_file(str(candidates[0]))))
 

@@ -12,11 +12,14 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from neox.config.flat import FlatKeys, look_up
 from neox.config.key_errors import report_type_errors, report_unknown_key
 from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
+from neox.config.older_keys import convert_older_keys
 from neox.config.sections.base import Section
 from neox.config.sections.data import DataConfig, TokenizerConfig
 from neox.config.sections.deepspeed import DeepSpeedConfig
+from neox.config.sections.distillation import DistillationConfig
 from neox.config.sections.experts import ExpertsConfig
 from neox.config.sections.generation import GenerationConfig
+from neox.config.sections.healing import HealingConfig
 from neox.config.sections.model import ModelConfig
 from neox.config.sections.optimizer import OptimizerConfig
 from neox.config.sections.preferences import PreferenceConfig
@@ -41,9 +44,11 @@ class NeoXConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     preferences: PreferenceConfig = Field(default_factory=PreferenceConfig)
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    healing: HealingConfig = Field(default_factory=HealingConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
@@ -78,6 +83,7 @@ class NeoXConfig(Section):
         keys.spread_extra_args()
         keys.spread_activation_checkpointing()
         keys.convert_virtual_stages()
+        convert_older_keys(keys)
         given = dict(keys.values)
         owners = key_sections()
         for key in given:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ from neox.convert.read_peft import read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConfigError, ConversionError
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
-from neox.log import progress
+from neox.log import get_logger, progress
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_of, yaml_keys
-from neox.tokenizer import build_tokenizer
+from neox.tokenizer import Tokenizer, build_tokenizer, identify, write_tokenizer_identity
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,14 @@ def from_hf(
     source = Path(hf_dir)
     output = Path(output_dir)
     _check_format(source)
-    family, architecture, settings = read_family(read_json(source / CONFIG))
+    hf = read_json(source / CONFIG)
+    family, architecture, settings = read_family(hf)
     keys = {**_config_keys(architecture, settings), "hf_architecture": family.model_type}
     weights = HFWeights(source, family)
     rows = _embedding_rows(weights) or settings.vocab_size
     plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)
-    stored_keys = _stored_keys(weights, plan.layers)
+    further_layers = hf.get(family.further_layers_key) or 0
+    stored_keys = _stored_keys(weights, plan.layers, further_layers)
     _check_degree(plan.layers, model_parallel_size)
     layers = plan.layers
     adapters: Mapping[int, Mapping[str, Tensor]] = {}
@@ -110,7 +112,10 @@ def from_hf(
         partial.move_to(staged)
         tokenizer = import_tokenizer(source, output)
         _import_generation_config(source, output)
-        client_state = {"iteration": 0, **_identity(replace(plan, layers=layers), tokenizer, model_parallel_size)}
+        built = None if tokenizer is None else build_tokenizer("HFTokenizer", tokenizer)
+        client_state = {"iteration": 0, **_identity(replace(plan, layers=layers), built, model_parallel_size)}
+        if built is not None:
+            write_tokenizer_identity(staged, identify(built, tokenizer))
         for rank in range(model_parallel_size):
             write_client_state(staged, rank, client_state)
         checkpoint = commit(staged)
@@ -193,8 +198,17 @@ def _embedding_rows(weights: HFWeights) -> int | None:
     return weights.get(key).shape[0]
 
 
-def _stored_keys(weights: HFWeights, layers: LayerPlan) -> dict[TensorMapping, list[str]]:
-    """Return the stored keys of each parameter. Raises ConversionError listing missing and unknown keys."""
+def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> dict[TensorMapping, list[str]]:
+    """Return the stored keys of each parameter.
+
+    Args:
+        weights: Weights of the Hugging Face directory.
+        layers: Layers of the model.
+        further_layers: Number of layers behind the last block that are left out.
+
+    Raises:
+        ConversionError: If keys are missing or unknown, with their names.
+    """
     found: dict[TensorMapping, list[str]] = {}
     missing: list[str] = []
     unknown = set(weights.keys)
@@ -209,6 +223,7 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan) -> dict[TensorMapping, l
                 unknown.discard(stored)
     if layers.architecture.tie_word_embeddings:
         unknown -= weights.family.head_keys()  # a copy of the embedding
+    unknown -= _left_out(unknown, layers, further_layers)
     if missing or unknown:
         lines = [f"{weights.directory}: the weights are not those that config.json describes"]
         if missing:
@@ -216,6 +231,19 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan) -> dict[TensorMapping, l
         if unknown:
             lines.append(f"  unknown: {', '.join(sorted(unknown)[:10])}")
         raise ConversionError("\n".join(lines))
+    return found
+
+
+def _left_out(keys: Collection[str], layers: LayerPlan, number: int) -> set[str]:
+    """Return the keys of so many layers behind the last block, with a warning that they are left out."""
+    first = layers.architecture.num_layers
+    beginnings = tuple(f"model.layers.{layer}." for layer in range(first, first + number))
+    found = {key for key in keys if key.startswith(beginnings)}
+    if found:
+        get_logger(__name__).warning(
+            f"left out: {len(found)} tensors of layers {first} to {first + number - 1}, which predict further tokens "
+            f"and are not part of the network ({min(found)} and others)"
+        )
     return found
 
 
@@ -290,7 +318,7 @@ def _read_parameter(weights: HFWeights, mapping: TensorMapping, keys: list[str],
     return from_hf_layout(tensors, mapping.source, architecture)
 
 
-def _identity(plan: RunPlan, tokenizer: Path | None, tp_size: int) -> dict[str, dict[str, Any]]:
+def _identity(plan: RunPlan, tokenizer: Tokenizer | None, tp_size: int) -> dict[str, dict[str, Any]]:
     """Return the model's entries of the client state, without those of a training run."""
     state = identity_state(plan)
     state[ARGS]["model_parallel_size"] = tp_size
@@ -299,7 +327,7 @@ def _identity(plan: RunPlan, tokenizer: Path | None, tp_size: int) -> dict[str, 
         del state[MODEL][key]
     if tokenizer is not None:
         state[ARGS]["tokenizer_type"] = "HFTokenizer"
-        state[MODEL]["vocab_size"] = build_tokenizer("HFTokenizer", tokenizer).vocab_size
+        state[MODEL]["vocab_size"] = tokenizer.vocab_size
     return state
 
 

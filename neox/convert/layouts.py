@@ -126,9 +126,46 @@ def _experts_from_hf(joined: Tensor, source: TensorSource, architecture: Archite
     return joined.unflatten(0, (architecture.num_experts, -1))
 
 
+def _stacked_experts_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return a stack of weights [experts, columns, rows], or of biases as it is."""
+    return [tensor.transpose(1, -1).contiguous() if tensor.dim() > 2 else tensor]
+
+
+def _stacked_experts_from_hf(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
+    return joined.transpose(1, 2) if joined.dim() > 2 else joined
+
+
+def _alternating_experts_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return a stack in which rows of the gate and of what it multiplies take turns: gate, value, gate, value."""
+    value, gate = tensor.chunk(2, dim=1)
+    return _stacked_experts_to_hf(torch.stack((gate, value), dim=2).flatten(1, 2), source, architecture)
+
+
+def _alternating_experts_from_hf(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
+    gate, value = _stacked_experts_from_hf(joined, source, architecture).unflatten(1, (-1, 2)).unbind(2)
+    return torch.cat((value, gate), dim=1)
+
+
 def _swapped_halves(tensor: Tensor) -> Tensor:
     first, second = tensor.chunk(2)
     return torch.cat([second, first])
+
+
+def _neighbours_to_halves(rows: int) -> Tensor:
+    """Return the order of rows that puts neighbours (2i, 2i + 1) at i and rows / 2 + i: 0 2 4 1 3 5."""
+    return torch.arange(rows).reshape(-1, 2).T.flatten()
+
+
+def _latent_query_order(architecture: Architecture) -> Tensor:
+    """Return the order that makes the rows of one of our heads of theirs: the rotated ones first."""
+    plain = architecture.head_dim - architecture.rotary_ndims
+    return torch.cat([plain + _neighbours_to_halves(architecture.rotary_ndims), torch.arange(plain)])
+
+
+def _latent_key_order(architecture: Architecture) -> Tensor:
+    """Return the order that makes our rows of latent vectors and rotated keys of theirs."""
+    width = architecture.latent_width
+    return torch.cat([torch.arange(width), width + _neighbours_to_halves(architecture.rotary_ndims)])
 
 
 def _head_rows(architecture: Architecture) -> list[int]:
@@ -160,6 +197,16 @@ ROWS: Mapping[str, RowLayout] = MappingProxyType(
         "heads": RowLayout(_heads_to_hf, _heads_from_hf),
         "grouped_heads": RowLayout(_grouped_heads_to_hf, _grouped_heads_from_hf),
         "experts": RowLayout(_experts_to_hf, _experts_from_hf),
+        "stacked_experts": RowLayout(_stacked_experts_to_hf, _stacked_experts_from_hf),
+        "alternating_experts": RowLayout(_alternating_experts_to_hf, _alternating_experts_from_hf),
+        "latent_queries": RowLayout(
+            lambda tensor, source, network: [_reorder_heads(tensor, _latent_query_order(network).argsort())],
+            lambda joined, source, network: _reorder_heads(joined, _latent_query_order(network)),
+        ),
+        "latent_keys": RowLayout(
+            lambda tensor, source, network: [_reorder_heads(tensor, _latent_key_order(network).argsort())],
+            lambda joined, source, network: _reorder_heads(joined, _latent_key_order(network)),
+        ),
         "swapped_halves": RowLayout(
             lambda tensor, source, architecture: [_swapped_halves(tensor)],
             lambda joined, source, architecture: _swapped_halves(joined),

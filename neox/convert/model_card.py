@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from neox.convert.exported_weights import Export
@@ -21,6 +22,14 @@ _KEYS = (
     "hidden_act",
 )
 """Entries of `config.json` that the card shows."""
+_TASKS = MappingProxyType(
+    {
+        "AutoModelForCausalLM": "text-generation",
+        "AutoModelForPreTraining": "fill-mask",
+        "AutoModelForSequenceClassification": "text-classification",
+    }
+)
+"""transformers' class of a model -> its task on the hub."""
 
 
 def model_card(
@@ -43,7 +52,9 @@ def model_card(
         check: Result of the verification, if there was one.
     """
     rows = "\n".join(f"| {key} | {hf[key]} |" for key in _KEYS if key in hf)
-    task = "fill-mask" if family.is_encoder else "text-generation"
+    auto_class = family.auto_class(hf)
+    task = _TASKS[auto_class]
+    kind = "reward model" if task == "text-classification" else "language model"
     dtype = str(export.dtype).removeprefix("torch.")
     size = f"{export.parameters:,} parameters"
     if iteration is not None:
@@ -62,7 +73,7 @@ tags:
 
 # {name}
 
-A {family.title} language model of {size}, exported by `neox` from its training checkpoint:
+A {family.title} {kind} of {size}, exported by `neox` from its training checkpoint:
 {export.tensors} tensors, {export.total_bytes:,} bytes, {dtype}.
 
 | | |
@@ -72,9 +83,9 @@ A {family.title} language model of {size}, exported by `neox` from its training 
 {checked}
 
 ```python
-from transformers import {family.auto_class}, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
-model = {family.auto_class}.from_pretrained("{name}")
+model = {auto_class}.from_pretrained("{name}")
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 """

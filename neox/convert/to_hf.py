@@ -27,11 +27,12 @@ from neox.convert.hf_directory import CONFIG, GENERATION_CONFIG, new_directory, 
 from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, write_tokenizer
 from neox.convert.model_card import model_card
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
-from neox.errors import ConfigError, ConversionError, os_errors
+from neox.errors import ConfigError, ConversionError, os_errors, refusals
 from neox.families import FAMILIES, Family, ModelSettings
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan
 from neox.plan.export_form import family_refusals
+from neox.tokenizer import HFTokenizer, identify, saved_tokenizer_identity, special_token
 from neox.tokenizer.chat import ChatTemplate, find_answer_form
 
 VERIFY_UP_TO_PARAMETERS = 300_000_000
@@ -105,22 +106,22 @@ def to_hf(
     reader, plan = _open(checkpoint_at(Path(input_dir)), config, weights, average_replicas=average_replicas)
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
     template = _chat_template(config, reader, source)
-    rows = _vocabulary_rows(reader, source, trim=trim_vocab)
+    rows = _vocabulary_rows(config, reader, source, trim=trim_vocab)
     planned = plan_tensors(reader, plan.layers, family, _dtype(reader, precision, weights), rows)
     if verify is None:
         verify = plan.layers.numel <= VERIFY_UP_TO_PARAMETERS
     with new_directory(output, overwrite=overwrite) as partial:
         export = _write_undamaged(reader, config, plan.layers, planned, partial, max_shard_bytes)
         settings = _settings(config, rows, source, export.dtype)
-        hf = family.config_json(plan.architecture, settings)
+        hf = family.config_json(plan.architecture, settings) | _padding_entry(plan, source)
         write_json(partial / CONFIG, hf)
-        if not family.is_encoder:
+        if not family.is_encoder and not plan.architecture.score_head:
             _write_generation_config(partial, settings, template, source)
         if source is not None:
             write_tokenizer(source, partial, family, plan.architecture.max_positions, template)
         check = None
         if verify:
-            length = min(_VERIFY_TOKENS, plan.architecture.max_positions)
+            length = min(_VERIFY_TOKENS, plan.architecture.max_length)
             tokens, origin = verification_tokens(source.tokenizer if source else None, rows, length, verify_text)
             check = compare_logits(reader, config, partial, tokens, origin)
             _refuse_other_logits(check, export)
@@ -159,11 +160,11 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
             flag = "--hf-architecture" if name else "hf_architecture:"
             raise ConfigError(f"{flag} {wanted} is unknown; there are {', '.join(FAMILIES)}")
         candidates = [FAMILIES[wanted]]
-    refusals = family_refusals(architecture, candidates)
-    if not refusals:
+    unable = family_refusals(architecture, candidates)
+    if not unable:
         return next(family for family in candidates if not family.problems(architecture))
     lines = ["this model has no Hugging Face form:"]
-    for refusal in refusals:
+    for refusal in unable:
         lines.append(f"  {refusal.describe(config)}")
     if wanted is not None and wanted == remembered and name is None:
         lines.append(f"  it came from hf_architecture {wanted}; --hf-architecture asks for another form")
@@ -175,10 +176,11 @@ def _open(
 ) -> tuple[CheckpointReader, RunPlan]:
     """Open a checkpoint with the plan of the configuration's network. The vocabulary has the stored size."""
     on_drift: OnDrift = "average" if average_replicas else "refuse"
-    reader = CheckpointReader(input_dir)
-    plan = single_rank_plan(config, reader.vocabulary_rows)
-    check_same_model(input_dir, reader.args, plan)
-    return CheckpointReader(input_dir, plan.layers, on_drift=on_drift, weights=weights), plan
+    with refusals():
+        reader = CheckpointReader(input_dir)
+        plan = single_rank_plan(config, reader.vocabulary_rows)
+        check_same_model(input_dir, reader.args, plan)
+        return CheckpointReader(input_dir, plan.layers, on_drift=on_drift, weights=weights), plan
 
 
 def _dtype(reader: CheckpointReader, precision: Precision | None, weights: LoadedWeights) -> torch.dtype | None:
@@ -190,9 +192,23 @@ def _dtype(reader: CheckpointReader, precision: Precision | None, weights: Loade
     return None
 
 
-def _vocabulary_rows(reader: CheckpointReader, source: TokenizerSource | None, *, trim: bool) -> int:
+def _refuse_other_tokenizer(config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None) -> None:
+    """Raise ConversionError if the export would get another tokenizer than that of the training."""
+    saved = saved_tokenizer_identity(reader.path)
+    if saved is None or source is None or config.checkpoint.allow_other_tokenizer:
+        return
+    ours = identify(source.tokenizer, source.vocab_file, config.tokenizer.added_tokens)
+    if not ours.same_ids(saved):
+        with refusals():
+            raise ConversionError(ours.difference(reader.path, saved))
+
+
+def _vocabulary_rows(
+    config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None, *, trim: bool
+) -> int:
     """Return the number of rows of the exported embedding. Raises ConversionError for another tokenizer."""
     stored = reader.vocabulary_rows
+    _refuse_other_tokenizer(config, reader, source)
     if source is not None:
         check_vocabulary(reader.path, reader.args, source.tokenizer.vocab_size)
     known = source.tokenizer.vocab_size if source else reader.args.get("vocab_size")
@@ -273,6 +289,24 @@ def _write_generation_config(
     generation["bos_token_id"] = settings.bos
     generation["eos_token_id"] = list(ends) if len(ends) > 1 else settings.eod
     write_json(output / GENERATION_CONFIG, generation)
+
+
+def _padding_entry(plan: RunPlan, source: TokenizerSource | None) -> dict[str, int | None]:
+    """Return the entry of padding in the `config.json` of a reward model; nothing for other models.
+
+    transformers scores the last token that is not padding. So the end of a text must not be padding: then there is
+    none, and texts are scored one by one.
+    """
+    if not plan.architecture.score_head:
+        return {}
+    padding = None
+    if source is not None and isinstance(source.tokenizer, HFTokenizer):
+        token = special_token(source.vocab_file, "pad_token")
+        if token is not None:
+            padding = source.tokenizer.backend.token_to_id(token)
+        if padding == source.tokenizer.eod:
+            padding = None
+    return {"pad_token_id": padding}
 
 
 def _imported_generation_config(source: TokenizerSource | None) -> dict[str, Any]:

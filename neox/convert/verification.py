@@ -46,6 +46,8 @@ def single_rank_plan(config: NeoXConfig, padded_vocab_size: int) -> RunPlan:
     kept |= {*type(config.model).model_fields}
     kept |= {*ARCHITECTURE_KEYS}  # muP's keys are in another section
     kept -= _KERNEL_KEYS
+    if config.preferences.train_impl != "rm":  # the only value that changes the network; others need data
+        kept.discard("train_impl")
     flat = {key: value for key, value in config.to_flat().items() if key in kept}
     flat |= {
         "padded_vocab_size": padded_vocab_size,
@@ -132,13 +134,18 @@ def verification_tokens(
 def compare_logits(
     reader: CheckpointReader, config: NeoXConfig, hf_directory: Path, tokens: Tensor, source: str
 ) -> Verification:
-    """Run our network and the export in `transformers`, both in fp32 on CPU, on tokens [B, S]."""
+    """Run our network and the export in `transformers`, both in fp32 on CPU, on tokens [B, S].
+
+    Of a model that scores texts, the scores of their last tokens are compared.
+    """
     with torch.inference_mode():
         exported = hf_model(hf_directory)(tokens)
         theirs = _token_logits(exported)
         model = load_reference_model(reader, config)
         hidden = model.hidden(tokens)
         ours = model.logits(hidden).float()[..., : theirs.shape[-1]]  # the exported vocabulary may be trimmed
+        if model.architecture.score_head:
+            ours = ours[:, -1]  # [B, 1], as theirs
         difference = (ours - theirs).abs().max()
         if model.head.sentences is not None:
             sentence_logits = model.head.sentences(hidden)
@@ -166,8 +173,8 @@ def hf_model(directory: Path) -> Any:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        model_type = read_json(directory / CONFIG)["model_type"]
-        load: Any = getattr(transformers, FAMILIES[model_type].auto_class).from_pretrained
+        hf = read_json(directory / CONFIG)
+        load: Any = getattr(transformers, FAMILIES[hf["model_type"]].auto_class(hf)).from_pretrained
         model, info = load(str(directory), output_loading_info=True, local_files_only=True)
     finally:
         hf_logging.set_verbosity(verbosity)

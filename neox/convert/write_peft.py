@@ -58,6 +58,11 @@ def write_peft_adapter(
     family = choose_family(config, hf_architecture)
     plan = single_rank_plan(config, stored.vocabulary_rows)
     check_same_model(path, stored.args, plan)
+    if plan.architecture.score_head:
+        raise ConversionError(
+            f"{path} is a reward model, whose head was trained as a whole next to the adapters: export it without "
+            "--adapter, as a model with the adapters added to its weights"
+        )
     reader = CheckpointReader(path, add_adapters(plan.layers, lora))
     tensors: dict[str, Tensor] = {}
     adapted: list[str] = []

@@ -1,7 +1,9 @@
-"""Documents: reading of all formats of the Pile and lm-dataformat, writing as `.jsonl.zst`."""
+"""Documents: reading of lines, tables and the Pile's archives, local or by address; writing as `.jsonl.zst`."""
 
 from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, Position, first_lines, read_blocks
 from neox.corpus.document import BadInput, Document, SkipBudget
+from neox.corpus.fields import Filter, columns_of, read_filter
+from neox.corpus.inputs import expand_inputs
 from neox.corpus.records import (
     BadRecord,
     convert_lines,
@@ -13,16 +15,17 @@ from neox.corpus.records import (
     write_archive,
     write_documents,
 )
-from neox.corpus.streams import expand_inputs
 
 __all__ = [
     "DEFAULT_MAX_LINE_BYTES",
     "BadInput",
     "BadRecord",
     "Document",
+    "Filter",
     "LineBlock",
     "Position",
     "SkipBudget",
+    "columns_of",
     "convert_lines",
     "expand_inputs",
     "first_lines",
@@ -32,6 +35,7 @@ __all__ = [
     "parse_texts",
     "read_blocks",
     "read_documents",
+    "read_filter",
     "write_archive",
     "write_documents",
 ]

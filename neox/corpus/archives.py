@@ -14,7 +14,6 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 import orjson
@@ -38,9 +37,9 @@ _DAMAGE_ERRORS = (
 _UNSUPPORTED_ERRORS = (NotImplementedError, RuntimeError, KeyError, ValueError)
 
 
-def zip_texts(path: Path) -> Iterator[bytes]:
-    """Yield each file of a zip archive as a line."""
-    with _corrupt_input("zip archive"), zipfile.ZipFile(path) as archive:
+def zip_texts(file: Any) -> Iterator[bytes]:
+    """Yield each file of a zip archive, an opened file, as a line."""
+    with _corrupt_input("zip archive"), zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             with archive.open(member) as stream:
                 yield from text_line(_pieces(stream))

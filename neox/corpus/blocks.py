@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from neox.corpus.document import BadInput, CorruptInput
+from neox.corpus.fields import Filter
 from neox.corpus.streams import read_bytes
 
 DEFAULT_MAX_LINE_BYTES = 1 << 28
@@ -34,12 +35,14 @@ class LineBlock:
         data: The lines. A newline ends each of them, except perhaps the last line of the file.
         start: Start of the first line.
         end: Start of the line after the last one.
+        filters: Conditions that a line must meet to be a document.
     """
 
     file: str
     data: bytes
     start: Position
     end: Position
+    filters: tuple[Filter, ...] = ()
 
 
 def read_blocks(
@@ -50,6 +53,8 @@ def read_blocks(
     limit_flag: str = "--memory-mb",
     start: Position | None = None,
     consumed: Callable[[int], None] | None = None,
+    filters: tuple[Filter, ...] = (),
+    columns: Sequence[str] | None = None,
 ) -> Iterator[LineBlock | BadInput]:
     """Yield the lines of an input in blocks, and a BadInput for each defect of the stream.
 
@@ -64,14 +69,24 @@ def read_blocks(
         limit_flag: Flag that raises this limit, named in messages.
         start: Line to start from (default: the first one).
         consumed: Function that is called with the number of bytes newly read from the file itself.
+        filters: Conditions that blocks carry to where their lines are parsed.
+        columns: Columns of tables to read (see `neox.corpus.tables`); None for all of them.
 
     Raises:
         DataError: If the file cannot be opened or read.
     """
-    cutter = _BlockCutter(file, start or Position(), max_line_bytes, limit_flag)
+    cutter = _BlockCutter(file, start or Position(), max_line_bytes, limit_flag, filters)
     wanted_bytes = 1  # the first block is what the first chunk holds
     try:
-        for chunk in _small_first(read_bytes(file, skip=cutter.start.offset, consumed=consumed)):
+        for chunk in _small_first(
+            read_bytes(
+                file,
+                skip=cutter.start.offset,
+                skip_lines=cutter.start.line - 1,
+                columns=columns,
+                consumed=consumed,
+            )
+        ):
             yield from cutter.add(chunk)
             if cutter.complete_bytes >= wanted_bytes:
                 yield from cutter.cut()
@@ -94,20 +109,22 @@ def _small_first(chunks: Iterator[bytes]) -> Iterator[bytes]:
     yield from chunks
 
 
-def first_lines(file: str, size: int) -> LineBlock | None:
-    """Return the whole lines among the first `size` bytes.
+def first_lines(
+    file: str, size: int, *, filters: tuple[Filter, ...] = (), columns: Sequence[str] | None = None
+) -> LineBlock | None:
+    """Return the whole lines among the first `size` bytes. Arguments as in `read_blocks`.
 
     Returns:
         The lines; None if there is no whole line, or the stream is damaged.
     """
     try:
-        head = next(read_bytes(file), b"")[:size]
+        head = next(read_bytes(file, columns=columns), b"")[:size]
     except CorruptInput:
         return None
     data = head[: head.rfind(b"\n") + 1]
     if not data:
         return None
-    return LineBlock(file, data, Position(), Position(1 + data.count(b"\n"), len(data)))
+    return LineBlock(file, data, Position(), Position(1 + data.count(b"\n"), len(data)), filters)
 
 
 class _BlockCutter:
@@ -123,8 +140,11 @@ class _BlockCutter:
         complete_bytes: Size of the complete lines.
     """
 
-    def __init__(self, file: str, start: Position, max_line_bytes: int, limit_flag: str) -> None:
+    def __init__(
+        self, file: str, start: Position, max_line_bytes: int, limit_flag: str, filters: tuple[Filter, ...]
+    ) -> None:
         self.file = file
+        self.filters = filters
         self.start = start
         self.max_line_bytes = max_line_bytes
         self.limit_flag = limit_flag
@@ -192,7 +212,7 @@ class _BlockCutter:
         """Return the next block and move `start` to its end."""
         start = self.start
         self._advance(lines, len(data))
-        return LineBlock(self.file, data, start, self.start)
+        return LineBlock(self.file, data, start, self.start, self.filters)
 
     def bad_input(self, reason: str) -> BadInput:
         """Return a defect at the current position."""

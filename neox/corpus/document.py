@@ -8,6 +8,9 @@ from typing import Any
 
 from neox.errors import DataError
 
+BAD_ROW = b"\x18"
+"""First byte of a line that stands for a bad row of a table; the reason follows it. No JSON begins so."""
+
 
 class CorruptInput(Exception):
     """The stream is truncated or damaged. The message says how."""

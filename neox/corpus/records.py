@@ -11,8 +11,9 @@ import ujson
 import zstandard
 
 from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, read_blocks
-from neox.corpus.document import BadInput, Document, SkipBudget
-from neox.corpus.streams import expand_inputs
+from neox.corpus.document import BAD_ROW, BadInput, Document, SkipBudget
+from neox.corpus.fields import FieldError, Filter, look_up
+from neox.corpus.inputs import expand_inputs
 from neox.errors import DataError, os_errors
 from neox.files import atomic_write
 from neox.log import get_logger
@@ -50,15 +51,19 @@ def read_documents(
     *,
     skip_bad: int | None = 0,
     max_line_bytes: int = DEFAULT_MAX_LINE_BYTES,
+    filters: Sequence[Filter] = (),
+    columns: Sequence[str] | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of files and directories in order, except those with empty text.
 
     Args:
-        path: A file, a directory, or several of them.
-        key: JSON key of the text.
+        path: A file, a directory, an address, or several of them.
+        key: JSON key of the text, a path with dots, or a template (see `neox.corpus.fields.look_up`).
         skip_bad: Number of bad inputs (lines, or the damaged rest of a file) that may be skipped, each with a warning.
             None allows none, and the error then names no flag that would.
         max_line_bytes: Largest size of a line. A line is held in memory.
+        filters: Conditions that a document must meet.
+        columns: Columns of tables to read; None for all of them, which metadata need.
 
     Raises:
         DataError: If an input does not exist, or there are more bad inputs than `skip_bad`. The message locates the
@@ -71,7 +76,9 @@ def read_documents(
         paths = path
     budget = SkipBudget(skip_bad, report=lambda bad: _log.warning("skipped %s", bad))
     for file in expand_inputs(paths):
-        for block in read_blocks(file, block_bytes=_BLOCK_BYTES, max_line_bytes=max_line_bytes):
+        for block in read_blocks(
+            file, block_bytes=_BLOCK_BYTES, max_line_bytes=max_line_bytes, filters=tuple(filters), columns=columns
+        ):
             if isinstance(block, BadInput):
                 budget.add(block)
                 continue
@@ -225,7 +232,9 @@ def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any
 
 
 def convert_lines(block: LineBlock, convert: Callable[[Any, bool], T]) -> Iterator[T | BadInput]:
-    """Convert each line of a block, except blank ones; yield the result, or a BadInput for a bad line.
+    """Convert each line of a block; yield the result, or a BadInput for a bad line.
+
+    Blank lines, and those that the block's filters refuse, are left out.
 
     Args:
         block: Lines to parse.
@@ -237,11 +246,21 @@ def convert_lines(block: LineBlock, convert: Callable[[Any, bool], T]) -> Iterat
     for data in block.data.split(b"\n"):
         if data and not data.isspace():
             try:
-                yield convert(*_load(data, first=line == 1))
+                record, strict = _load(data, first=line == 1)
+                if not block.filters or _passes(record, block.filters):
+                    yield convert(record, strict)
             except BadRecord as error:
                 yield BadInput(block.file, line, offset, str(error))
         line += 1
         offset += len(data) + 1
+
+
+def _passes(record: Any, filters: Sequence[Filter]) -> bool:
+    """Return whether a record passes all filters. Raises BadRecord if it lacks a field of theirs."""
+    try:
+        return all(each.passes(record) for each in filters)
+    except FieldError as error:
+        raise BadRecord(f"--filter: {error}") from None
 
 
 def _parse(
@@ -274,7 +293,7 @@ def _text(record: Any, key: str) -> str:
     try:
         text = record[key]
     except KeyError:
-        raise missing_key(record, key) from None
+        text = _found(record, key)
     if type(text) is list and all(type(part) is str for part in text):
         text = _PARAGRAPH.join(text)
     if type(text) is not str:
@@ -282,10 +301,25 @@ def _text(record: Any, key: str) -> str:
     return text
 
 
+def _found(record: Mapping[str, Any], key: str) -> Any:
+    """Return what a path with dots or a template finds in an object. Raises BadRecord if it finds nothing."""
+    try:
+        return look_up(record, key)
+    except FieldError as error:
+        if error.field == key:
+            raise missing_key(record, key) from None
+        raise BadRecord(str(error)) from None
+
+
 def missing_key(record: Mapping[str, Any], key: str) -> BadRecord:
     """Return the error for an object that lacks a key. It names the keys that the object has."""
     names = ", ".join(map(repr, list(record)[:8]))
-    return BadRecord(f"no key {key!r} (it has {names or 'none'})")
+    message = f"no key {key!r} (it has {names or 'none'})"
+    if "messages" in record:
+        message += "; tools/preprocess_chat.py reads conversations"
+    elif "prompt" in record and "response" in record:
+        message += "; tools/preprocess_chat.py --jsonl-keys prompt response reads prompts with answers"
+    return BadRecord(message)
 
 
 def kind_of(value: Any) -> str:
@@ -312,6 +346,8 @@ def _load(data: bytes, *, first: bool) -> tuple[Any, bool]:
 
 def _load_slowly(data: bytes, error: orjson.JSONDecodeError, *, first: bool) -> Any:
     """Parse a line that is not strict JSON with ujson, as gpt-neox does; skip a byte order mark in the first line."""
+    if data.startswith(BAD_ROW):
+        raise BadRecord(data.removeprefix(BAD_ROW).decode("utf-8", "replace")) from None
     if b"\0" in data:
         raise BadRecord(f"NUL byte at position {data.index(0)} of the line") from None
     if first:

@@ -23,9 +23,14 @@ _log = get_logger(__name__)
 _CHUNK = 1 << 20
 _ATTEMPTS = 5
 _TEMPORARY_STATUS = (408, 429, 500, 502, 503, 504)
-_COMPONENTS = "https://the-eye.eu/public/AI/pile_preliminary_components"
-_PILE = "https://the-eye.eu/public/AI/pile"
-_C4 = "https://the-eye.eu/eleuther_staging/c4"
+_FROM_COPIES = "from a stored copy of its page, which may be old (not downloaded; read the card of today)"
+_PILE = "hf://datasets/monology/pile-uncopyrighted"
+_PILE_NOTE = (
+    "the Pile itself is no longer served; this is the Pile without Books3, BookCorpus2, OpenSubtitles, YTSubtitles and "
+    "OpenWebText2"
+)
+_PILE_HELD_OUT = (f"{_PILE}/val.jsonl.zst", f"{_PILE}/test.jsonl.zst")
+_C4 = "hf://datasets/allenai/c4"
 
 
 @dataclass(frozen=True)
@@ -34,42 +39,86 @@ class NamedCorpus:
 
     Attributes:
         name: Name of the corpus and of its directory.
-        sources: URLs, or paths of local files and directories, in order.
-        num_documents: Number of documents, if it is known.
+        sources: URLs, addresses of the hub, or paths of local files and directories, in order.
+        size: Size that a stored copy of the corpus' card states; empty if it states none.
+        licence: Licence that the copy states.
+        note: What a user should know about it.
+        config: Configuration of the hub's data set.
+        gone: What to use instead, if the corpus is no longer served.
     """
 
     name: str
     sources: tuple[str, ...]
-    num_documents: int | None = None
+    size: str = ""
+    licence: str = ""
+    note: str = ""
+    config: str | None = None
+    gone: str = ""
+
+    def described(self) -> str:
+        """Return what is known of the corpus, in one line."""
+        facts = [self.note, self.size, self.licence and f"licence: {self.licence}"]
+        return "; ".join(filter(None, [*facts, _FROM_COPIES]))
 
 
-_PILE_TRAIN = tuple(f"{_PILE}/train/{shard:02}.jsonl.zst" for shard in range(30))
-_PILE_VALIDATION = f"{_PILE}/val.jsonl.zst"
-_PILE_TEST = f"{_PILE}/test.jsonl.zst"
-_ARXIV = f"{_COMPONENTS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz"
-_C4_ENGLISH = tuple(f"{_C4}/en/c4-train.{shard:05}-of-01024.json.gz" for shard in range(1024))
-_C4_NEWS = tuple(f"{_C4}/realnewslike/c4-train.{shard:05}-of-00512.json.gz" for shard in range(512))
+def _gone(name: str, part: str = "", instead: str = "") -> NamedCorpus:
+    """Return a corpus whose server is gone.
+
+    Args:
+        name: Its name.
+        part: Name of the part of the Pile that it is.
+        instead: What to use, if it is no such part.
+    """
+    if part:
+        instead = (
+            f"preprocess_data.py --input {_PILE}/train --filter 'meta.pile_set_name={part}' reads it from the Pile"
+        )
+    return NamedCorpus(name, (), gone=instead)
+
 
 _NAMED_CORPORA = (
-    NamedCorpus("enron", ("http://eaidata.bmk.sh/data/enron_emails.jsonl.zst",), 517_401),
-    NamedCorpus("pile_subset", _PILE_TRAIN[:1]),
-    NamedCorpus("pile", (*_PILE_TRAIN, _PILE_VALIDATION, _PILE_TEST)),
-    NamedCorpus("pile_validation", (_PILE_VALIDATION,)),
-    NamedCorpus("pile_test", (_PILE_TEST,)),
-    NamedCorpus("github", ("http://eaidata.bmk.sh/data/github_small.jsonl.zst",)),
-    NamedCorpus("arxiv", (_ARXIV,), 1_264_405),
-    NamedCorpus("europarl", (f"{_COMPONENTS}/EuroParliamentProceedings_1996_2011.jsonl.zst",), 69_814),
-    NamedCorpus("freelaw", (f"{_COMPONENTS}/FreeLaw_Opinions.jsonl.zst",), 5_069_088),
-    NamedCorpus("nih", (f"{_COMPONENTS}/NIH_ExPORTER_awarded_grant_text.jsonl.zst",), 985_651),
-    NamedCorpus("pubmed", (f"{_COMPONENTS}/PMC_extracts.tar.gz",), 3_098_931),
-    NamedCorpus("hackernews", (f"{_COMPONENTS}/hn.tar.gz",), 373_000),
-    NamedCorpus("openwebtext2", (f"{_COMPONENTS}/openwebtext2.jsonl.zst.tar",), 17_103_000),
-    NamedCorpus("stackexchange", (f"{_COMPONENTS}/stackexchange_dataset.tar",)),
-    NamedCorpus("ubuntu_irc", (f"{_COMPONENTS}/ubuntu_irc_until_2020_9_1.jsonl.zst",), 10_605),
-    NamedCorpus("youtube_subtitles", (f"{_COMPONENTS}/yt_subs.jsonl.zst",), 173_651),
-    NamedCorpus("c4", _C4_ENGLISH),
-    NamedCorpus("c4_openwebtext", _C4_NEWS),
-    NamedCorpus("enwik8", ("https://data.deepai.org/enwik8.zip",), 1),
+    NamedCorpus("enwik8", ("http://mattmahoney.net/dc/enwik8.zip",), note="100 MB of Wikipedia as XML"),
+    NamedCorpus(
+        "pile", (f"{_PILE}/train", f"{_PILE}/val.jsonl.zst", f"{_PILE}/test.jsonl.zst"), "", "other", _PILE_NOTE
+    ),
+    NamedCorpus("pile_subset", (f"{_PILE}/train/00.jsonl.zst",), "", "other", f"one of 30 files; {_PILE_NOTE}"),
+    NamedCorpus("pile_validation", _PILE_HELD_OUT[:1], "338 MB", "other", _PILE_NOTE),
+    NamedCorpus("pile_test", _PILE_HELD_OUT[1:], "338 MB", "other", _PILE_NOTE),
+    NamedCorpus("c4", (f"{_C4}/en/c4-train.*.json.gz",), "300 GB", "odc-by"),
+    NamedCorpus("c4_openwebtext", (f"{_C4}/realnewslike/c4-train.*.json.gz",), "15 GB", "odc-by", "C4's realnewslike"),
+    NamedCorpus("openwebtext", ("hf://datasets/Skylion007/openwebtext",), "", "cc0-1.0"),
+    NamedCorpus(
+        "fineweb",
+        ("hf://datasets/HuggingFaceFW/fineweb",),
+        "10B tokens of more than 15T",
+        "odc-by",
+        config="sample-10BT",
+    ),
+    NamedCorpus(
+        "slimpajama",
+        ("hf://datasets/cerebras/SlimPajama-627B/train",),
+        "895 GB compressed, with its validation and test data",
+        "those of its parts",
+    ),
+    NamedCorpus(
+        "the_stack",
+        ("hf://datasets/bigcode/the-stack-dedup/data",),
+        "",
+        "those of the files, which are permissive",
+        "its terms must be accepted on the hub; the text is under --text-key content",
+    ),
+    _gone("enron", "Enron Emails"),
+    _gone("github", "Github"),
+    _gone("arxiv", "ArXiv"),
+    _gone("europarl", "EuroParl"),
+    _gone("freelaw", "FreeLaw"),
+    _gone("nih", "NIH ExPorter"),
+    _gone("pubmed", "PubMed Central"),
+    _gone("hackernews", "HackerNews"),
+    _gone("stackexchange", "StackExchange"),
+    _gone("ubuntu_irc", "Ubuntu IRC"),
+    _gone("openwebtext2", instead="openwebtext is the nearest"),
+    _gone("youtube_subtitles", instead="nothing near it is known"),
 )
 CORPORA: Mapping[str, NamedCorpus] = {corpus.name: corpus for corpus in _NAMED_CORPORA}
 
@@ -118,7 +167,12 @@ def find_corpus(request: str, data_dir: Path | None = None) -> NamedCorpus:
             f"{name!r} is not a known corpus{hint}. Known: {', '.join(CORPORA)}. "
             f"For a corpus of your own, give {name}=PATH_OR_URL"
         )
-    return CORPORA[name]
+    corpus = CORPORA[name]
+    if corpus.gone:
+        raise DataError(
+            f"{name} is no longer served where gpt-neox looks for it: {corpus.gone}; or give {name}=PATH_OR_URL"
+        )
+    return corpus
 
 
 def local_name(url: str) -> str:

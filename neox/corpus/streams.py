@@ -6,13 +6,15 @@ lm-dataformat (text, zip, tar, ...): each document becomes a line that is one JS
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -27,83 +29,55 @@ from neox.corpus.archives import (
     zip_texts,
 )
 from neox.corpus.document import CorruptInput
+from neox.corpus.tables import TableReader, arrow_lines, csv_lines, parquet_lines
 from neox.errors import DataError, os_errors
-from neox.log import get_logger
-
-_log = get_logger(__name__)
+from neox.storage import name_of, open_file, shown
 
 _CHUNK_BYTES = 1 << 18
 _NEWLINE = b"\n"
-_PLAIN_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PLAIN_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 def is_readable(name: str) -> bool:
     """Return whether a file name has the suffix of an input and does not belong to a dataset of ours."""
-    return name.endswith(_suffixes()) and not name.endswith(("_document.json", ".progress.json", ".step.json"))
+    return name.endswith(suffixes()) and not name.endswith(("_document.json", ".progress.json", ".step.json"))
 
 
-def expand_inputs(paths: Iterable[str | Path]) -> tuple[str, ...]:
-    """Replace each directory by the files in it, sorted by name as in lm-dataformat. Subdirectories are not read.
-
-    Raises:
-        DataError: If a path does not exist, has no readable format, or is a directory without inputs.
-    """
-    files: list[str] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            files += _files_in(path)
-        elif not path.exists():
-            raise DataError(f"{path} does not exist; give a file, a directory, or several with commas between them")
-        elif not is_readable(path.name):
-            raise DataError(f"{path}: no reader for this kind of file; readable are {', '.join(_suffixes())}")
-        else:
-            files.append(str(path))
-    return tuple(files)
-
-
-def _files_in(directory: Path) -> list[str]:
-    """Return the inputs in a directory, sorted; warn about subdirectories. Raises DataError if there is no input."""
-    files = []
-    subdirectories = []
-    for entry in os.scandir(directory):
-        if entry.is_dir():
-            subdirectories.append(entry.name)
-        elif is_readable(entry.name):
-            files.append(str(directory / entry.name))
-    listed = ", ".join(sorted(subdirectories)[:5])
-    if not files:
-        hint = ""
-        if subdirectories:
-            hint = f" itself; its subdirectories ({listed}) can be given"
-        raise DataError(f"{directory}: the directory holds no input{hint}; readable are {', '.join(_suffixes())}")
-    if subdirectories:
-        _log.warning("%s: its subdirectories (%s) are not read; give them too if you need them", directory, listed)
-    return sorted(files)
-
-
-def read_bytes(path: str | Path, *, skip: int = 0, consumed: Callable[[int], None] | None = None) -> Iterator[bytes]:
+def read_bytes(
+    path: str | Path,
+    *,
+    skip: int = 0,
+    skip_lines: int = 0,
+    columns: Sequence[str] | None = None,
+    consumed: Callable[[int], None] | None = None,
+) -> Iterator[bytes]:
     """Yield the JSON lines of an input in chunks of about 256 KiB. A line may span several chunks.
 
     Args:
-        path: File to read.
+        path: File to read, or its address.
         skip: Number of bytes, after decompression, to skip at the start. Plain files are not read up to there.
+        skip_lines: Number of lines in these bytes.
+        columns: Columns of tables to read; None for all of them.
         consumed: Function that is called with the number of bytes newly read from the file itself.
 
     Raises:
         CorruptInput: If the data are damaged or truncated.
         DataError: If the file cannot be opened or read.
     """
-    path = Path(path)
-    with os_errors(DataError, f"{path} cannot be read"), open(path, "rb") as opened:
-        file = cast(IO[bytes], _Counting(opened, consumed))
-        if path.name.endswith(_PLAIN_SUFFIXES):
+    path = str(path)
+    name = name_of(path)
+    with os_errors(DataError, f"{shown(path)} cannot be read"), open_file(path) as opened:
+        if name.endswith(PLAIN_SUFFIXES):
             opened.seek(skip)
-            yield from _pieces(file)
+            yield from _pieces(_Counting(opened, consumed))
+        elif (table := table_reader(name)) is not None:
+            counting = _Counting(opened, consumed)
+            yield from table(path, cast(IO[bytes], counting), skip_lines, columns)
         else:
-            yield from _after(_reader_of(path)(path, file), skip)
+            yield from _after(_reader_of(name)(_Counting(opened, consumed)), skip)
 
 
-class _Counting:
+class _Counting(io.RawIOBase):
     """File that reports how many bytes are read from it."""
 
     def __init__(self, file: IO[bytes], consumed: Callable[[int], None] | None) -> None:
@@ -116,8 +90,47 @@ class _Counting:
             self._consumed(len(data))
         return data
 
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+class _Joined(io.RawIOBase):
+    """File of the bytes of an iterator of chunks."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._left = chunk
+        size = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
+
+
+def _pieces(file: Any) -> Iterator[bytes]:
     while chunk := file.read(_CHUNK_BYTES):
         yield chunk
 
@@ -163,7 +176,7 @@ class _Sealed:
         size: Number of bytes read from the file itself.
     """
 
-    def __init__(self, file: IO[bytes], seal: bytes) -> None:
+    def __init__(self, file: Any, seal: bytes) -> None:
         self._file = file
         self._seal = seal
         self.size = 0
@@ -177,18 +190,33 @@ class _Sealed:
         return data
 
 
-def _unzipped(file: IO[bytes]) -> IO[bytes]:
+def _unzipped(file: Any) -> IO[bytes]:
     return cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="rb"))
 
 
-def _gzip(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+def _unpacked(what: str, opened: Any) -> Iterator[bytes]:
+    """Yield the content of a file of gzip, bz2 or xz. Raises CorruptInput if it is damaged."""
     try:
-        yield from _pieces(_unzipped(file))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise CorruptInput(f"gzip data is damaged or truncated ({error})") from error
+        yield from _pieces(opened)
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise CorruptInput(f"{what} data is damaged or truncated ({error})") from error
 
 
-def _tar_of_zstd(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+def _gzip(file: Any) -> Iterator[bytes]:
+    return _unpacked("gzip", _unzipped(file))
+
+
+def _bz2(file: Any) -> Iterator[bytes]:
+    return _unpacked("bz2", bz2.BZ2File(file))
+
+
+def _xz(file: Any) -> Iterator[bytes]:
+    return _unpacked("xz", lzma.LZMAFile(file))
+
+
+def _tar_of_zstd(file: Any) -> Iterator[bytes]:
     """Yield the lines of the `.jsonl.zst` files in a tar archive."""
     for member in tar_members(file):
         chunk = _NEWLINE
@@ -198,17 +226,16 @@ def _tar_of_zstd(path: Path, file: IO[bytes]) -> Iterator[bytes]:
             yield _NEWLINE
 
 
-def _text_file(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+def _text_file(file: Any) -> Iterator[bytes]:
     """Yield a text file as one line, in pieces. All kinds of line ends become newlines, as in lm-dataformat."""
+    text = io.TextIOWrapper(io.BufferedReader(file, _CHUNK_BYTES), encoding="utf-8")
     try:
-        with open(path, encoding="utf-8") as text:
-            started = False
-            while piece := text.read(_CHUNK_BYTES):
-                file.read(len(piece))  # for the progress display
-                yield json_string_piece(piece, is_first=not started)
-                started = True
-            if started:
-                yield b'"\n'
+        started = False
+        while piece := text.read(_CHUNK_BYTES):
+            yield json_string_piece(piece, is_first=not started)
+            started = True
+        if started:
+            yield b'"\n'
     except UnicodeDecodeError as error:
         raise CorruptInput(f"the text is not UTF-8 ({error.reason})") from error
 
@@ -224,26 +251,59 @@ def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:
 
 
 # If several suffixes match, the first one decides.
-_READERS: Mapping[str, Callable[[Path, IO[bytes]], Iterator[bytes]]] = {
-    ".jsonl.zst": lambda _, file: decompress_zstd(file),
+_READERS: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
+    ".jsonl.zst": decompress_zstd,
     ".jsonl.gz": _gzip,
+    ".jsonl.bz2": _bz2,
+    ".jsonl.xz": _xz,
     ".jsonl.zst.tar": _tar_of_zstd,
     ".txt": _text_file,
-    ".zip": lambda path, _: zip_texts(path),
-    ".tar.gz": lambda _, file: tar_texts(_unzipped(file)),
-    ".tar": lambda _, file: tar_texts(file),
+    ".zip": zip_texts,
+    ".tar.gz": lambda file: tar_texts(_unzipped(file)),
+    ".tar": tar_texts,
     ".json.gz": _gzip,
-    ".json.zst": lambda _, file: array_elements(decompress_zstd(file)),
-    ".dat.zst": lambda _, file: length_prefixed(decompress_zstd(file)),
-    ".gz": lambda _, file: each_line(_unzipped(file)),
-    "_data.xz": lambda _, file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_bytes`)
-    "openwebtext.tar.xz": lambda _, file: tar_of_tars(lzma.LZMAFile(file)),  # noqa: SIM115
+    ".json.zst": lambda file: array_elements(decompress_zstd(file)),
+    ".dat.zst": lambda file: length_prefixed(decompress_zstd(file)),
+    ".gz": lambda file: each_line(_unzipped(file)),
+    "_data.xz": lambda file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_bytes`)
+    "openwebtext.tar.xz": lambda file: tar_of_tars(lzma.LZMAFile(file)),  # noqa: SIM115
 }
+_TABLES: Mapping[str, TableReader] = {
+    ".parquet": parquet_lines,
+    ".arrow": arrow_lines,
+    ".csv": csv_lines,
+    ".tsv": csv_lines,
+}
+_PACKED: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
+    ".gz": _gzip,
+    ".bz2": _bz2,
+    ".xz": _xz,
+    ".zst": decompress_zstd,
+}
+_PACKED_TABLES = tuple(f"{table}{packed}" for table in (".csv", ".tsv") for packed in _PACKED)
 
 
-def _reader_of(path: Path) -> Callable[[Path, IO[bytes]], Iterator[bytes]]:
-    return next(reader for suffix, reader in _READERS.items() if path.name.endswith(suffix))
+def table_reader(name: str) -> TableReader | None:
+    """Return the reader of a table with this file name; None if it is no table."""
+    for suffix, reader in _TABLES.items():
+        if name.endswith(suffix):
+            return reader
+    if name.endswith(_PACKED_TABLES):
+        return _packed_csv
+    return None
 
 
-def _suffixes() -> tuple[str, ...]:
-    return (*_PLAIN_SUFFIXES, *_READERS)
+def _packed_csv(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[bytes]:
+    """Yield the rows of a compressed CSV file as JSON lines."""
+    plain, _, packed = name_of(path).rpartition(".")
+    content = io.BufferedReader(_Joined(_PACKED[f".{packed}"](file)), _CHUNK_BYTES)
+    return csv_lines(plain, content, skip, columns)
+
+
+def _reader_of(name: str) -> Callable[[Any], Iterator[bytes]]:
+    return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))
+
+
+def suffixes() -> tuple[str, ...]:
+    """Return the endings of the names of inputs."""
+    return (*PLAIN_SUFFIXES, *_TABLES, *_PACKED_TABLES, *_READERS)

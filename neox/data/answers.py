@@ -89,10 +89,12 @@ class Pairs(ABC):
             predicted, so it takes none.
         desirable: Whether the first document of each pair has a good answer, bool [pairs]; None for two answers, of
             which the first one is preferred.
+        keeps_last: Whether a row also holds the last token of a document, because its hidden state is scored.
     """
 
     sizes: np.ndarray
     desirable: np.ndarray | None = None
+    keeps_last = False
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -155,6 +157,36 @@ class AnswerPairs(Pairs):
         if np.array_equal(self._chosen.ids(number), self._rejected.ids(number)):
             return "both answers are equal, so that nothing is preferred"
         return super().problem(number, seq_length)
+
+
+class ScoredPairs(AnswerPairs):
+    """A preferred and another answer to each prompt for a reward model, which scores the last token of each.
+
+    The tool of gpt-neox appends a second end-of-document id, whose label marks the first one, which gpt-neox scores.
+    The second one is left out.
+    """
+
+    keeps_last = True
+
+    def __init__(self, chosen: AnswerFiles, rejected: AnswerFiles) -> None:
+        super().__init__(chosen, rejected)
+        self.sizes = self.sizes + 1
+
+    def documents(self, number: int) -> tuple[Document, Document]:
+        """Return the preferred answer and the other one."""
+        chosen, rejected = super().documents(number)
+        return _without_marker(chosen), _without_marker(rejected)
+
+
+def _without_marker(document: Document) -> Document:
+    """Return a document without a second end, which only marks the first one."""
+    ids = document.ids
+    marked = document.in_answer.sum() == 1 and document.in_answer[-1]
+    if not marked or len(ids) < 2 or ids[-1] != ids[-2]:
+        return document
+    in_answer = document.in_answer[:-1].copy()
+    in_answer[-1] = True
+    return Document(ids[:-1], in_answer)
 
 
 class JudgedAnswers(Pairs):

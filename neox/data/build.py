@@ -20,6 +20,7 @@ from neox.data.masking import MaskingVocabulary
 from neox.data.preference_sets import ReferenceLogProbs, preference_datasets
 from neox.data.preferences import PreferenceBatchIterator, PreferenceDataset
 from neox.data.sentence_pairs import PairSettings, SentencePairDataset
+from neox.data.teacher_file import DistillationBatchIterator, TeacherFile
 from neox.data.training import Dataset, TrainingData, in_gpt_neox_order, in_stages
 from neox.errors import DataError
 from neox.log import get_logger
@@ -202,14 +203,14 @@ def build_data_iterators(
     valid_start = evaluations * training.eval_iters * batch.gradient_accumulation_steps
     valid = []
     if evaluation.valid is not None:
-        valid.append(EvaluationSet(iterator(evaluation.valid, valid_start)))
+        valid.append(EvaluationSet(iterator(evaluation.valid, valid_start, "valid")))
     for name, dataset in evaluation.validation_sets.items():
         weight = plan.config.data.validation_sets[name].weight
-        valid.append(EvaluationSet(iterator(dataset, valid_start), name, weight))
+        valid.append(EvaluationSet(iterator(dataset, valid_start, f"valid-{name}"), name, weight))
     test = []
     if evaluation.test is not None:
-        test.append(EvaluationSet(iterator(evaluation.test, 0)))
-    return DataIterators(iterator(data.dataset, train_start), tuple(valid), tuple(test), data.ledger_at)
+        test.append(EvaluationSet(iterator(evaluation.test, 0, "test")))
+    return DataIterators(iterator(data.dataset, train_start, "train"), tuple(valid), tuple(test), data.ledger_at)
 
 
 def _evaluations_done(training: TrainingConfig, steps: int) -> int:
@@ -229,8 +230,8 @@ def _factory(plan: RunPlan, tokenizer: Tokenizer, cache_dir: str | Path | None) 
     seed = config.training.seed
     assert config.model.seq_length is not None
 
-    def training_shares(sizes: Sequence[int]) -> Sequence[float]:
-        return readings(config, plan.batch_schedule, sizes)[0].shares
+    def training_shares(sizes: Sequence[int], pass_tokens: Sequence[int]) -> Sequence[float]:
+        return readings(config, plan.batch_schedule, sizes, pass_tokens=pass_tokens)[0].shares
 
     follows_sizes = data.train_data_temperature is not None or data.max_passes is not None
     return DatasetFactory(
@@ -274,14 +275,19 @@ def _preferences(
     return TrainingData(train, None), Datasets(None, valid, test)
 
 
-def _iterator(plan: RunPlan, tokenizer: Tokenizer, dp_rank: int, dataset: Dataset, start: int) -> BatchIterator:
-    """Build the iterator of one dataset; its first micro batch is number `start`."""
+def _iterator(
+    plan: RunPlan, tokenizer: Tokenizer, dp_rank: int, dataset: Dataset, start: int, split: str
+) -> BatchIterator:
+    """Build the iterator of the dataset of a split; its first micro batch is number `start`."""
     part = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
     kind: Callable[..., BatchIterator] = BatchIterator
     if isinstance(part, SentencePairDataset):
         kind = partial(MaskedBatchIterator, part.split_rows)
     elif isinstance(part, PreferenceDataset):
         kind = PreferenceBatchIterator
+    teacher = plan.config.distillation.teacher_logits
+    if teacher is not None:
+        kind = partial(DistillationBatchIterator, TeacherFile(Path(teacher), split, plan.vocab_size, tokenizer))
     data = plan.config.data
     return kind(
         dataset,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from neox.data.fill_in_middle import FillInMiddle
 from neox.data.gpt_dataset import GPTDataset, split_documents
 from neox.data.indexed_dataset import IndexedDataset
 from neox.data.masking import MaskingVocabulary
-from neox.data.packing import Packing
+from neox.data.packing import Packing, tokens_of_pass
 from neox.data.rows import Part, TokenRows
 from neox.data.sentence_pairs import PairSettings, SentencePairDataset
 from neox.data.sidecar import check_fits, check_labels
@@ -53,8 +54,8 @@ class DatasetFactory:
         cache_dir: Directory of the index maps; None is `index_maps/` next to the data.
         masking: Settings of masked language modelling; None for causal language modelling.
         fill_in_middle: Rearrangement of the documents of each training dataset; empty if there is none.
-        training_shares: Function from the numbers of tokens of the training datasets to their shares in a blend; None
-            for the weights of the configuration.
+        training_shares: Function from the numbers of tokens of the training datasets, and of one pass over each with
+            its padding, to their shares in a blend; None for the weights of the configuration.
     """
 
     data: DataConfig
@@ -65,7 +66,7 @@ class DatasetFactory:
     cache_dir: str | Path | None
     masking: Masking | None
     fill_in_middle: Sequence[FillInMiddle | None] = ()
-    training_shares: Callable[[Sequence[int]], Sequence[float]] | None = None
+    training_shares: Callable[[Sequence[int], Sequence[int]], Sequence[float]] | None = None
 
     def open(self, prefix: str) -> IndexedDataset:
         """Open a token dataset and check that it fits the run."""
@@ -152,7 +153,11 @@ class DatasetFactory:
                 continue
             result.append(None)
             if num_samples:
-                _log.warning(
+                # gpt-neox's default leaves a thousandth for the test, which small data do not have.
+                is_default = split == DataConfig.model_fields["split"].default
+                level = logging.DEBUG if name == "test" and is_default else logging.WARNING
+                _log.log(
+                    level,
                     "split %r of %d documents leaves none for %s, which is left out (a .txt is one document, a .jsonl "
                     "has one on each line)",
                     split,
@@ -192,7 +197,9 @@ class DatasetFactory:
             documents = [self.num_documents(part) for part in parts]
             return weights_by_documents(documents, self.data.weighted_sampler_alpha)
         if blend.split == "train" and self.training_shares is not None:
-            return list(self.training_shares([part.num_tokens for part in parts]))
+            sizes = [part.num_tokens for part in parts]
+            pass_tokens = [tokens_of_pass(part.sizes, self.data, self.seq_length) for part in parts]
+            return list(self.training_shares(sizes, pass_tokens))
         if blend.weights is None:
             return normalized([1.0] * len(parts))
         if len(blend.weights) != len(parts):

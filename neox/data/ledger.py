@@ -130,6 +130,18 @@ class Ledger:
         }
 
 
+def after_skipping(at_checkpoint: Mapping[str, Any], at_spike: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ledger with which a run goes on from a checkpoint after the samples that were read since.
+
+    Args:
+        at_checkpoint: Ledger of the checkpoint's step, as JSON.
+        at_spike: Ledger of the last step whose samples are skipped, as JSON.
+    """
+    skipped = at_spike["samples"] - at_checkpoint["samples"]
+    mixture = {**at_spike["mixture"], "skipped_samples": skipped}  # another one, so that the order begins anew
+    return {**at_spike, "samples": at_checkpoint["samples"], "mixture": mixture}
+
+
 def _records_to_json(records: Records) -> dict[str, Any]:
     return {key: record.to_json() for key, record in records.items()}
 

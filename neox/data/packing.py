@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from neox.config.sections.data import PackImpl
+from neox.config.sections.data import DataConfig, PackImpl
 from neox.data.best_fit import samples_of_pieces
 from neox.data.index_maps import IndexMaps, shuffled
 from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
+
+_COUNTED_DOCUMENTS = 1 << 17
+"""Documents that are packed to count the samples of a pass: a fraction of a second."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,29 @@ def _has_predicted_token(labels: IndexedDataset, seq_length: int) -> np.ndarray:
         sample_ends = np.minimum(begins + seq_length + 1, ends)
         result[first : first + len(sizes)] = predicted_before[sample_ends] > predicted_before[second_tokens]
     return result
+
+
+def tokens_of_pass(sizes: np.ndarray, data: DataConfig, seq_length: int) -> int:
+    """Return the tokens of the samples of one pass over documents, padding included.
+
+    Many documents are judged by their first ones. Labels are not looked at.
+
+    Args:
+        sizes: Number of tokens of each document.
+        data: Data section of the configuration.
+        seq_length: Number of tokens of a sample's input.
+    """
+    if data.pack_impl == "packed":
+        return int(sizes.sum(dtype=np.int64))
+    usable = sizes > 1
+    if not data.allow_chopped:
+        usable &= sizes <= seq_length + 1
+    used = sizes[usable]
+    counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
+    if not len(counted):
+        return 0
+    samples = samples_of_pass(counted, data.pack_impl, seq_length)
+    return round(samples * len(used) / len(counted)) * seq_length
 
 
 def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:

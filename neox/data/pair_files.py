@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from neox.config.sections.preferences import SplitAnswers
-from neox.data.answers import AnswerFiles, AnswerPairs, JudgedAnswers, Pairs, desirable_answers
+from neox.data.answers import AnswerFiles, AnswerPairs, JudgedAnswers, Pairs, ScoredPairs, desirable_answers
 from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 
@@ -25,7 +25,8 @@ def open_pairs(answers: SplitAnswers, seq_length: int, open_file: Open) -> Pairs
     """
     first = _answers(answers.paths or (), answers.labels, open_file)
     if answers.rewards is None:
-        return AnswerPairs(first, _answers(answers.others or (), answers.other_labels, open_file))
+        kind = ScoredPairs if answers.scored else AnswerPairs
+        return kind(first, _answers(answers.others or (), answers.other_labels, open_file))
     rewards = _answers(answers.rewards, None, open_file)
     if rewards.sizes.tolist() != first.sizes.tolist():
         raise DataError(

@@ -89,7 +89,7 @@ class PreferenceDataset:
             for number in own:
                 row += self.pairs.documents(int(number))
             documents.append(row)
-        fields = layout_rows(documents, self.seq_length)
+        fields = layout_rows(documents, self.seq_length, keeps_last=self.pairs.keeps_last)
         shape = fields["pair_mask"].shape
         if self.pairs.desirable is not None:
             fields["desirable"] = np.zeros(shape, dtype=np.int64)
@@ -123,18 +123,21 @@ class PreferenceBatchIterator(BatchIterator):
         return {name: torch.from_numpy(field) for name, field in fields.items()}
 
 
-def layout_rows(rows: Sequence[Sequence[Document]], seq_length: int) -> dict[str, np.ndarray]:
+def layout_rows(
+    rows: Sequence[Sequence[Document]], seq_length: int, *, keeps_last: bool = False
+) -> dict[str, np.ndarray]:
     """Lay documents out in rows.
 
     Args:
         rows: Documents of each row, two for each pair.
         seq_length: S.
+        keeps_last: Whether rows hold the last token of each document, too.
 
     Returns:
         `tokens` and `labels` (the next tokens of the document), `document_starts` (the position where the document of
         each position starts), `slots` (the number of the document in its row, NO_SLOT for padding) and `in_answer`
         (1 if the label belongs to the answer), int64 [B, S] each; and `pair_mask`, 1 for each pair of the row, fp32
-        [B, P].
+        [B, P]. With `keeps_last` also `ends`, the last position of each document, int64 [B, 2 P].
     """
     shape = (len(rows), seq_length)
     tokens = np.zeros(shape, dtype=np.int64)
@@ -144,20 +147,23 @@ def layout_rows(rows: Sequence[Sequence[Document]], seq_length: int) -> dict[str
     in_answer = np.zeros(shape, dtype=np.int64)
     most = max(len(documents) for documents in rows)
     pair_mask = np.zeros((len(rows), most // PER_PAIR), dtype=np.float32)
+    ends = np.zeros((len(rows), most), dtype=np.int64)
     for row, documents in enumerate(rows):
         pair_mask[row, : len(documents) // PER_PAIR] = 1
         begin = 0
         for slot, document in enumerate(documents):
-            end = begin + len(document.ids) - 1
+            predicting = slice(begin, begin + len(document.ids) - 1)
+            labels[row, predicting] = document.ids[1:]
+            in_answer[row, predicting] = document.in_answer[1:]
+            end = predicting.stop + keeps_last
             here = slice(begin, end)
-            tokens[row, here] = document.ids[:-1]
-            labels[row, here] = document.ids[1:]
+            tokens[row, here] = document.ids[: end - begin]
             starts[row, here] = begin
             slots[row, here] = slot
-            in_answer[row, here] = document.in_answer[1:]
+            ends[row, slot] = end - 1
             begin = end
         starts[row, begin:] = begin
-    return {
+    fields: dict[str, np.ndarray] = {
         "tokens": tokens,
         "labels": labels,
         "document_starts": starts,
@@ -165,3 +171,6 @@ def layout_rows(rows: Sequence[Sequence[Document]], seq_length: int) -> dict[str
         "in_answer": in_answer,
         "pair_mask": pair_mask,
     }
+    if keeps_last:
+        fields["ends"] = ends
+    return fields

@@ -6,7 +6,7 @@ from neox.engine.build import initialize_engine
 from neox.engine.distributed import from_first_rank, initialize_distributed, shutdown
 from neox.engine.engine import Engine, StepResult
 from neox.engine.label_weights import EvaluationResult
-from neox.engine.loading import open_engine
+from neox.engine.loading import open_engine, roll_back
 from neox.engine.reference import answer_log_probs
 from neox.engine.saving import save_checkpoint
 
@@ -22,6 +22,7 @@ __all__ = [
     "initialize_distributed",
     "initialize_engine",
     "open_engine",
+    "roll_back",
     "save_checkpoint",
     "shutdown",
 ]

@@ -21,7 +21,7 @@ from neox.checkpoint.optimizer_formats import Key
 from neox.engine.optimizer_tensors import OptimizerTensor, optimizer_tensors, parameter_names
 from neox.engine.weights import gathered, weight_layers
 from neox.optim import ClippedOptimizer
-from neox.parallel import ParallelGrid
+from neox.parallel import ParallelGrid, first_own_element, holds_divided_experts
 from neox.plan import RunPlan
 
 
@@ -70,9 +70,12 @@ class AveragedWeights:
     def parts(self) -> Parts | None:
         """Return this rank's part of the average for a checkpoint; None if another data rank writes the same.
 
-        As in layer files, only tensor rank 0 has biases that gpt-neox adds up over tensor ranks.
+        Whole parameters are written by the first data rank. Experts that ranks divide are written by the first ranks
+        that hold all of them together. As in layer files, only tensor rank 0 has biases that gpt-neox adds up over
+        tensor ranks.
         """
-        if not self._is_divided and self._grid.dp_rank != 0:
+        writes_only_experts = not self._is_divided and self._grid.dp_rank != 0
+        if writes_only_experts and self._grid.dp_rank >= self._grid.ep_size:
             return None
         parts: dict[int, dict[str, tuple[int, Tensor]]] = {}
         for item, average in zip(self._trained, self._averages, strict=True):
@@ -80,6 +83,8 @@ class AveragedWeights:
                 if not fragment.length:
                     continue
                 index, name = fragment.key
+                if writes_only_experts and not _spec(self._layers, fragment.key).experts:
+                    continue
                 values = average.view(-1)[fragment.start : fragment.start + fragment.length]
                 if self._grid.tp_rank > 0 and _spec(self._layers, fragment.key).summed_in_neox:
                     values = torch.zeros_like(values)
@@ -144,16 +149,18 @@ class AveragedWeights:
                     parameter.copy_(whole.view(parameter.shape))
 
     def _whole(self, key: Key, parameter: nn.Parameter) -> Tensor:
-        """Return the optimizer's fp32 weights of a parameter, flattened, on all data ranks."""
+        """Return the optimizer's fp32 weights of a parameter, flattened, on all data ranks that hold it."""
         elements = getattr(parameter, "ds_numel", parameter.numel())
         whole = torch.zeros(elements, dtype=torch.float32, device=self._device)
         for item in self._trained:
             for fragment in item.fragments:
                 if fragment.key == key and fragment.length:
                     part = item.tensor.view(-1)[fragment.start : fragment.start + fragment.length]
-                    whole[fragment.first : fragment.first + fragment.length] = part.to(whole.device)
+                    first = fragment.first - first_own_element(parameter)
+                    whole[first : first + fragment.length] = part.to(whole.device)
         if self._is_divided and self._grid.dp_size > 1:
-            dist.all_reduce(whole, group=self._grid.dp_group)
+            same = self._grid.edp_group if holds_divided_experts(parameter) else self._grid.dp_group
+            dist.all_reduce(whole, group=same)
         return whole
 
     @property

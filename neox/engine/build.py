@@ -17,6 +17,7 @@ from neox.engine.deepspeed_patches import (
     PipelineEngine,
     PlainEngine,
     clips_itself,
+    copy_group,
     counts_in_norm,
     hidden_stdout,
     move_weights_to_files,
@@ -49,9 +50,17 @@ _GRAPHS = 64
 
 def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
     """Build the network with its initial weights and give it to DeepSpeed; all ranks call it together."""
+    _check_quantizer(plan, device)
     objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
     return build_engine(plan, grid, device, objective, model)
+
+
+def _check_quantizer(plan: RunPlan, device: torch.device) -> None:
+    """Raise LaunchError if weights or gradients are to be quantised on a CPU, for which DeepSpeed has no kernel."""
+    keys = plan.config.deepspeed.zero_optimization.quantizing_keys
+    if keys and device.type == "cpu":
+        raise LaunchError(f"{keys[0]}: its kernel runs on GPUs only, and this rank has none; remove it")
 
 
 def build_engine(
@@ -157,7 +166,9 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
 
     So a model larger than a device's memory can be built.
     """
-    directory = plan.config.deepspeed.zero_optimization.weights_directory
+    zero = plan.config.deepspeed.zero_optimization
+    directory = zero.weights_directory
+    copies = copy_group(grid, zero.zero_hpz_partition_size or 1)
 
     def build(index: int) -> nn.Module:
         layer = build_layer(plan, index, grid, device=device, dtype=dtype)
@@ -165,6 +176,7 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
             Init(
                 module=layer,
                 data_parallel_group=grid.dp_group,
+                zero_param_parallel_group=copies,
                 config_dict_or_path=runtime_json(plan),
                 dtype=dtype,
                 mpu=grid_mpu(grid),

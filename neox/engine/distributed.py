@@ -138,12 +138,14 @@ def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGr
         group: Group of all ranks for a thread that runs next to training; the default group if None.
 
     Raises:
-        CheckpointError: With the message of the first rank that failed.
+        CheckpointError: With the message of the first rank that failed. Its cause is this rank's own error.
     """
+    own: Exception | None = None
     problem: str | None = None
     try:
         action()
     except (NeoXError, OSError, RuntimeError) as error:
+        own = error
         problem = str(error) or type(error).__name__
     answers: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, problem, group=group)
@@ -151,7 +153,7 @@ def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGr
     if failed:
         rank, answer = failed[0]
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        raise CheckpointError(f"{what} failed on rank {rank}{others}: {answer}")
+        raise CheckpointError(f"{what} failed on rank {rank}{others}: {answer}") from own
 
 
 def from_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

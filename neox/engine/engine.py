@@ -17,6 +17,7 @@ from neox.engine.determinism import readable_refusal
 from neox.engine.distributed import limit_collectives
 from neox.engine.label_weights import EvaluationResult
 from neox.engine.measurements import NoiseScale, StepValues, Timers
+from neox.engine.replicas import ReplicaCheck
 from neox.engine.stability import Stability
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
@@ -26,6 +27,7 @@ from neox.optim import ClippedOptimizer, LRSchedule
 from neox.parallel import ParallelGrid, derive_seed
 from neox.plan import RunPlan
 from neox.plan.run_identity import run_identity
+from neox.tokenizer import TokenizerIdentity
 from neox.tokenizer.chat import ChatTemplate
 
 T = TypeVar("T")
@@ -84,10 +86,12 @@ class Engine:
         iteration: Number of completed steps, skipped ones included.
         run: Identity of the run, which its checkpoints carry.
         chat_template: Template of conversations with the model, which its checkpoints carry; None if there is none.
+        tokenizer: Identity of the run's tokenizer, which its checkpoints carry; None if it cannot be built.
         ledger: Record in the loaded checkpoint of what was read of each dataset; None if there is none.
         averages: Average of the trained weights; None without `ema_decay`.
         reference: Identity of the weights that the run began with, to which a loss may compare the model; None if it is
             not known.
+        skipped: First and last step of each range whose batches were skipped after a loss spike.
         ledger_at: Maps a number of steps to the ledger of the data, which checkpoints carry; None to save none.
     """
 
@@ -115,12 +119,15 @@ class Engine:
         self.iteration = 0
         self.run = run_identity(plan.config)
         self.chat_template: ChatTemplate | None = None
+        self.tokenizer: TokenizerIdentity | None = None
         self.ledger: Mapping[str, Any] | None = None
         self.ledger_at: Callable[[int], Mapping[str, Any]] | None = None
         self.reference: str | None = None
+        self.skipped: tuple[tuple[int, int], ...] = ()
         self._steps = steps
         self._timers = timers
         self._stability = stability
+        self._replicas = self._replica_check()
         self._noise_scale = _noise_scale(plan, optimizer)
         self._values = StepValues(device, len(objective.names))
         self._before_next_update: Callable[[], None] | None = None
@@ -142,6 +149,7 @@ class Engine:
 
         Raises:
             TrainingError: If gradients overflow fp16 at the smallest loss scale.
+            ReplicaError: If the weights on data ranks differ, with `check_replicas_every`.
         """
         self.grid.seed(derive_seed(self.plan.config.training.seed, "step", self.iteration))
         skipped_before = self.deepspeed_engine.skipped_steps
@@ -246,6 +254,22 @@ class Engine:
             self._before_next_update()
             self._before_next_update = None
 
+    def _replica_check(self) -> ReplicaCheck | None:
+        every = self.plan.config.healing.check_replicas_every
+        if every is None:
+            return None
+        whole_optimizer = None if self.divides_optimizer else self.optimizer
+        return ReplicaCheck(every, self.grid, self.deepspeed_engine.module, whole_optimizer)
+
+    def check_replicas(self) -> None:
+        """Compare the weights on data ranks, with `check_replicas_every`; all ranks call it together.
+
+        Raises:
+            ReplicaError: If they differ.
+        """
+        if self._replicas is not None:
+            self._replicas.check(self.iteration)
+
     def restore_counters(self, client_state: Mapping[str, Any]) -> None:
         """Set DeepSpeed's counters and the learning rate's position to those of a checkpoint."""
         engine = self.deepspeed_engine
@@ -286,6 +310,8 @@ class Engine:
 
     def _before_update(self, *_: object) -> None:
         """Queue the copies of this step's scores and gradient norm; called before each part of the update."""
+        if self._replicas is not None:
+            self._replicas.check_if_due(self.iteration + 1)
         self.hold_for_saves()
         norm = getattr(self.deepspeed_engine.optimizer, "_global_grad_norm", None)
         self._values.put(self.deepspeed_engine.step_scores, 0.0 if norm is None else norm)

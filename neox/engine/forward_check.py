@@ -28,14 +28,16 @@ def fixed_logits(engine: Engine) -> Tensor | None:
     """Compute the logits of the fixed input; all ranks call it together.
 
     Returns:
-        Logits [1, S, V] in fp32 on the CPU on the last stage's ranks; None on others.
+        Logits [1, S, V], or scores [1, S, 1], in fp32 on the CPU on the last stage's ranks; None on others.
     """
     length = min(engine.plan.config.model.seq_length or _LENGTH, _LENGTH)
     tokens = torch.arange(length, device=engine.device) % engine.plan.vocab_size
     logits = engine.logits(tokens.unsqueeze(0))
     if logits is None:
         return None
-    return gather_last_dim(logits, engine.grid).float().cpu()
+    if not engine.plan.architecture.score_head:  # whose scores every tensor rank has
+        logits = gather_last_dim(logits, engine.grid)
+    return logits.float().cpu()
 
 
 def compare_logits(path: Path, logits: Tensor | None, engine: Engine) -> None:

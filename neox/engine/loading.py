@@ -19,15 +19,15 @@ from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
 from neox.engine.optimizer_tensors import Fragment, OptimizerTensor, optimizer_tensors
 from neox.engine.reference import weights_identity
-from neox.engine.start import Start, check_local_copy, choose_start
+from neox.engine.start import Start, check_local_copy, choose_start, start_before
 from neox.engine.weights import gathered, read_weights, read_weights_fp32, weight_layers
-from neox.errors import ConfigError
+from neox.errors import ConfigError, TokenizerError
 from neox.log import get_logger
 from neox.model import Embedding
 from neox.objectives import build_objective
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
-from neox.tokenizer import tokenizer_of
+from neox.tokenizer import TokenizerIdentity, identify_configured, tokenizer_of
 
 _log = get_logger(__name__)
 
@@ -51,10 +51,19 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     engine = build_engine(plan, grid, device, objective, model)
     engine.run = start.run
     engine.chat_template = from_first_rank(lambda: template_to_save(plan, start.checkpoint))
-    if plan.config.preferences.needs_reference:
+    engine.tokenizer = from_first_rank(lambda: _tokenizer_identity(plan))
+    if plan.config.preferences.stores_reference:
         engine.reference = from_first_rank(lambda: weights_identity(start))
     _load_state(engine, start)
     return engine
+
+
+def _tokenizer_identity(plan: RunPlan) -> TokenizerIdentity | None:
+    """Return the identity of the run's tokenizer; None for a model that is trained on ids without one."""
+    try:
+        return identify_configured(plan.config, tokenizer_of(plan.config))
+    except TokenizerError:  # the launcher has refused to start a training on texts
+        return None
 
 
 def resume(engine: Engine, start: Start) -> None:
@@ -67,6 +76,26 @@ def resume(engine: Engine, start: Start) -> None:
     assert start.with_optimizer, "an optimizer that has taken steps cannot be reset without its saved state"
     _load_weights(engine.deepspeed_engine.module, engine.plan, engine.grid, start, start.checkpoint)
     _load_state(engine, start)
+
+
+def roll_back(engine: Engine, step: int) -> int | None:
+    """Load the newest checkpoint before a step into an engine in training; all ranks call it together.
+
+    Args:
+        engine: The engine.
+        step: The step, counted from 1.
+
+    Returns:
+        The iteration of the checkpoint; None if there is none.
+
+    Raises:
+        CheckpointError: On all ranks, if the checkpoint is damaged.
+    """
+    start = from_first_rank(lambda: start_before(engine.plan, step))
+    if start is None:
+        return None
+    resume(engine, start)
+    return start.iteration
 
 
 def _initialize_prompt(model: nn.Module, plan: RunPlan) -> None:
@@ -110,6 +139,7 @@ def _load_state(engine: Engine, start: Start) -> None:
     """Load the optimizer's state, set the engine's position, and check the forward pass if asked to."""
     engine.iteration = start.iteration
     engine.ledger = start.ledger
+    engine.skipped = start.skipped
     path = start.checkpoint
     if path is not None and start.with_optimizer:
         all_succeeded(lambda: load_optimizer(engine, path), f"loading the optimizer's state from {path}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from neox.checkpoint.manifest import hash_file, read_manifest
 from neox.checkpoint.names import parse_layer_file
@@ -19,7 +21,8 @@ from neox.engine.start import Start
 from neox.errors import CheckpointError, os_errors
 from neox.log import progress
 from neox.model import NetworkOutput
-from neox.objectives.preferences import AnswerTargets, log_probs_of_answers
+from neox.objectives.preferences import AnswerTargets, inputs_of_rows, log_probs_of_answers
+from neox.parallel import Adapter
 
 
 def weights_identity(start: Start) -> str | None:
@@ -59,7 +62,7 @@ def hash_of_weights(checkpoint: Path) -> str:
 
 
 @torch.no_grad()
-def answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
+def answer_log_probs(engine: Engine, pairs: Pairs, *, adapters: bool = True) -> np.ndarray:
     """Return the sum of the log-probabilities of each answer's tokens in fp32, [pairs, 2].
 
     Micro batches are divided over data ranks. All ranks call it together. No random numbers are drawn.
@@ -67,7 +70,31 @@ def answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
     Args:
         engine: The engine with the model.
         pairs: Pairs of answers. Those that a row cannot hold get 0.
+        adapters: Whether the adapters of `lora` take part.
     """
+    switch: AbstractContextManager[None] = nullcontext()
+    if not adapters:
+        switch = adapters_off(engine.deepspeed_engine.module)
+    with switch:
+        return _answer_log_probs(engine, pairs)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let the layers of a model compute without their adapters."""
+    found = [module for module in model.modules() if isinstance(module, Adapter)]
+    scales = [adapter.scale for adapter in found]
+    for adapter in found:
+        adapter.scale = 0.0
+    try:
+        yield
+    finally:
+        for adapter, scale in zip(found, scales, strict=True):
+            adapter.scale = scale
+
+
+def _answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
+    """Return the log-probabilities of answers by the model as it is, [pairs, 2]."""
     plan = engine.plan
     grid = engine.grid
     length = plan.batch_schedule.full_length
@@ -119,6 +146,5 @@ def _sums_of_rows(engine: Engine, pairs: Pairs, rows: list[list[int]], length: i
     def sums(output: NetworkOutput) -> Tensor:
         return log_probs_of_answers(output, targets).sums
 
-    inputs = {"tokens": batch["tokens"], "document_starts": batch["document_starts"]}
     shape = (*batch["pair_mask"].shape, PER_PAIR)
-    return engine.apply(inputs, sums, torch.zeros(shape, device=engine.device))
+    return engine.apply(inputs_of_rows(batch), sums, torch.zeros(shape, device=engine.device))

@@ -20,6 +20,7 @@ from neox.checkpoint import (
     LEDGER,
     ORDER,
     REFERENCE,
+    SKIPPED,
     FileRecord,
     Parts,
     averaged_file,
@@ -47,6 +48,7 @@ from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan, StagePlan
+from neox.tokenizer import write_tokenizer_identity
 
 
 class FileWriter(CheckpointEngine):  # type: ignore[misc]
@@ -157,6 +159,7 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
                 write_config(staged, plan.config.to_flat())
                 write_run(staged, engine.run)
                 write_chat_template(staged, engine.chat_template)
+                write_tokenizer_identity(staged, engine.tokenizer)
         except CheckpointError as error:
             problem = error
         if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:
@@ -186,6 +189,8 @@ def _client_state(engine: Engine) -> dict[str, Any]:
     state[ORDER] = optimizer_order(engine.deepspeed_engine.module, engine.plan)
     if engine.ledger_at is not None:
         state[LEDGER] = engine.ledger_at(engine.iteration)
+    if engine.skipped:
+        state[SKIPPED] = [list(steps) for steps in engine.skipped]
     if engine.reference is not None:
         state[REFERENCE] = engine.reference
     if engine.averages is not None:

@@ -28,7 +28,7 @@ _SUMS = ("gradient", "weight", "update", "activation", "elements")
 """Sums by layer: squares of gradients, weights, updates and activations, and the number of activations."""
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A part of a parameter in one of the optimizer's tensors: its layer, and its place in the flattened tensor."""
 
     layer: int
@@ -63,7 +63,7 @@ class Stability:
         stage: Any = model.stage
         self._watch = ForwardWatch(_blocks(plan, stage), stage.parts, compiled=compiled)
         self._is_divided = hasattr(wrapper, "dp_process_group")
-        self._parts = _counted_parts(plan, grid, model, wrapper, optimizer)
+        self._parts = counted_parts(plan, grid, model, wrapper, optimizer)
         self._sums: dict[str, Tensor] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._observes = False
@@ -192,19 +192,19 @@ def _blocks(plan: RunPlan, stage: Stage) -> dict[int, Block]:
     return {index: layers[index] for index in layers if plan.layers[index].kind == "block"}
 
 
-def _counted_parts(
+def counted_parts(
     plan: RunPlan, grid: ParallelGrid, model: nn.Module, wrapper: Any, optimizer: ClippedOptimizer
-) -> dict[Tensor, list[_Part]]:
+) -> dict[Tensor, list[Part]]:
     """Return the parts of parameters in each of the optimizer's tensors, without those that another rank counts."""
     names = parameter_names(model, plan.layers)
     counted = set()
     for parameter in model.parameters():
         if parameter.requires_grad and counts_in_norm(parameter, grid):
             counted.add(names[id(parameter)])
-    parts: dict[Tensor, list[_Part]] = {}
+    parts: dict[Tensor, list[Part]] = {}
     for item in optimizer_tensors(plan, grid, model, wrapper, optimizer):
         parts[item.tensor] = []
         for fragment in item.fragments:
             if fragment.length and fragment.key in counted:
-                parts[item.tensor].append(_Part(fragment.key.layer, fragment.start, fragment.length))
+                parts[item.tensor].append(Part(fragment.key.layer, fragment.start, fragment.length))
     return parts

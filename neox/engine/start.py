@@ -14,6 +14,7 @@ from neox.checkpoint import (
     AVERAGED_STEPS,
     LEDGER,
     REFERENCE,
+    SKIPPED,
     WRITER,
     CheckpointReader,
     LoadedWeights,
@@ -28,6 +29,7 @@ from neox.checkpoint import (
     supersede_all,
     why_incomplete,
 )
+from neox.checkpoint.names import parse_step_directory
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
 from neox.engine.distributed import all_succeeded
 from neox.engine.saving import layout_of
@@ -62,6 +64,7 @@ class Start:
         weights: Weights that are read: the trained ones, or their average.
         averaged_steps: Steps that the checkpoint's average of the weights has followed; None if it is not loaded.
         reference: Identity of the weights that a resumed run began with; None if it starts, or there is none.
+        skipped: First and last step of each range whose batches were skipped after a loss spike.
     """
 
     run: RunIdentity
@@ -75,6 +78,7 @@ class Start:
     weights: LoadedWeights = "trained"
     averaged_steps: int | None = None
     reference: str | None = None
+    skipped: tuple[tuple[int, int], ...] = ()
 
 
 def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
@@ -106,7 +110,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         supersede_after(load, path)
     if finetune:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
-        return Start(run, path, new_prompt=bool(reader.new_layers), finetune=True, weights=keys.load_weights)
+        return Start(run, path, new_prompt=1 in reader.new_layers, finetune=True, weights=keys.load_weights)
     going_on = Start(
         run,
         path,
@@ -115,6 +119,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         ledger=reader.client_state.get(LEDGER),
         reference=reader.client_state.get(REFERENCE),
         averaged_steps=_averaged_steps(plan, reader),
+        skipped=tuple((first, last) for first, last in reader.client_state.get(SKIPPED, ())),
     )
     if keys.no_load_optim:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
@@ -126,6 +131,30 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
     return replace(going_on, with_optimizer=True, changed=changed)
+
+
+def start_before(plan: RunPlan, step: int) -> Start | None:
+    """Return the start from the newest checkpoint of this run before a step; None if there is none.
+
+    Only one rank calls it. Later checkpoints move to `superseded/`.
+
+    Args:
+        plan: The run.
+        step: The step, counted from 1.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged.
+    """
+    save = plan.config.checkpoint.save
+    if save is None:
+        return None
+    for directory in checkpoint_directories(Path(save)):
+        iteration = parse_step_directory(directory.name) or 0
+        if 0 < iteration < step:
+            dropped = ("overwrite", "finetune", "no_load_optim")
+            config = plan.config.updated({"load": save, "iteration": iteration}, without=dropped)
+            return choose_start(replace(plan, config=config), Path(save))
+    return None
 
 
 def _averaged_steps(plan: RunPlan, reader: CheckpointReader) -> int | None:

@@ -24,6 +24,7 @@ _BLOCK = "transformer.h.{i}."
 BLOOM = Family(
     model_type="bloom",
     class_name="BloomForCausalLM",
+    score_class="BloomForSequenceClassification",
     title="BLOOM",
     network={
         "norm": "layernorm",

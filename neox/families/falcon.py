@@ -92,6 +92,7 @@ class _DecoderForm(ConfigEntries):
 FALCON = Family(
     model_type="falcon",
     class_name="FalconForCausalLM",
+    score_class="FalconForSequenceClassification",
     title="Falcon",
     network={"norm": "layernorm"},
     config=(

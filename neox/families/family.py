@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Literal
 
-from neox.architecture import BLOCK_OFFSET, Architecture, LayerKind, LayerPlan
+from neox.architecture import BLOCK_OFFSET, WITHOUT_LOGITS, Architecture, LayerKind, LayerPlan
 from neox.errors import ConversionError
 from neox.families.entries import SETTINGS, ConfigEntries, Fields, ModelSettings
 
@@ -22,7 +23,25 @@ _PLAIN_SETTINGS = ModelSettings(
 """Settings with which `Family.problems` writes a `config.json`: any that every family can express."""
 
 
-Layout = Literal["same", "heads", "grouped_heads", "swapped_halves", "experts"]
+_ENDINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "scale": "weight",  # gpt-neox's name in RMSNorm
+        "selection_bias": "e_score_correction_bias",  # DeepSeek's name
+    }
+)
+"""Last part of our names -> that of transformers' keys, if it is another."""
+
+Layout = Literal[
+    "same",
+    "heads",
+    "grouped_heads",
+    "swapped_halves",
+    "experts",
+    "stacked_experts",
+    "alternating_experts",
+    "latent_queries",
+    "latent_keys",
+]
 """Order of rows; its functions are the entry of the same name in `neox.convert.layouts.ROWS`."""
 
 
@@ -41,14 +60,20 @@ class TensorSource:
             another if there are fewer key heads. "grouped_heads": theirs are, for each key head, its queries, its keys
             and its values (Falcon). "swapped_halves": theirs are ours with the second half first (gate, then values).
             "experts": each expert has all of the modules, and ours are stacked [experts, rows, columns].
+            "stacked_experts": theirs are stacked, too, as [experts, columns, rows]. "alternating_experts": in addition
+            their rows of the gate and of what it multiplies take turns. "latent_queries": their rotated rows are the
+            last ones of each head, and rotary positions turn neighbouring ones. "latent_keys": the same for all rows
+            after those of the latent vector.
         interleaved: With "heads", whether rotary positions turn neighbouring dimensions of a head (GPT-J) instead of
             the two halves of the rotated ones.
+        endings: `weight` or `bias` -> what follows the module's name, if not the same after a point.
     """
 
     modules: tuple[str, ...]
     transpose: bool = False
     layout: Layout = "same"
     interleaved: bool = False
+    endings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def same_tensors(prefix: str, modules: Mapping[str, str]) -> dict[str, TensorSource]:
@@ -70,6 +95,12 @@ def separate_projections(attention: str, *, interleaved: bool = False) -> Tensor
     """
     modules = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
     return TensorSource(modules, layout="heads", interleaved=interleaved)
+
+
+SCORE_TENSORS: Mapping[str, TensorSource] = MappingProxyType({"rm_linear": TensorSource(("score",))})
+"""Our modules of a head with scores -> their sources, in every family."""
+_ONE_LABEL: Mapping[str, Any] = MappingProxyType({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}})
+"""Entries of the `config.json` of a model with one score."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +132,7 @@ class Family:
     Attributes:
         model_type: As in `config.json`.
         class_name: Model class, as in `architectures` of `config.json`.
+        score_class: The same of its models with one score for a text; None if transformers has no such class.
         title: Name for messages and model cards.
         network: Fields of `Architecture` that are the same in all of its models. Fields that neither this nor
             `config` gives have the defaults of `Architecture`.
@@ -110,6 +142,8 @@ class Family:
         base_prefix: Prefix of keys that is missing in files of the model without its head.
         key_aliases: Other end of a key -> its end, for keys that some versions of transformers write.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
+        further_layers_key: Key in `config.json` of the number of layers behind the last block that are left out, with
+            a warning (DeepSeek-V3's, which predict further tokens). Empty if there are none.
         transformers: Lowest version of transformers that reads exports.
         tokenizer_pattern: Pattern by which `AutoTokenizer` of transformers 5 splits texts for this `model_type`,
             whatever the exported tokenizer does; None if it follows the export.
@@ -125,6 +159,8 @@ class Family:
     block_tensors: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    score_class: str | None = None
+    further_layers_key: str = ""
     transformers: str = "4.57"
     tokenizer_pattern: str | None = None
 
@@ -133,16 +169,21 @@ class Family:
         """Whether its models predict masked tokens instead of next ones."""
         return "masked_lm_head" in self.tensors
 
-    @property
-    def auto_class(self) -> str:
-        """Name of transformers' class that loads its models with all heads."""
+    def auto_class(self, hf: Mapping[str, Any]) -> str:
+        """Return the name of transformers' class that loads a model of a `config.json` with all heads."""
+        if _gives_scores(hf):
+            return "AutoModelForSequenceClassification"
         return "AutoModelForPreTraining" if self.is_encoder else "AutoModelForCausalLM"
 
     def config_json(self, architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
         """Return the contents of `config.json`. A field that cannot be expressed is written as one that can."""
-        entries: dict[str, Any] = {"architectures": [self.class_name], "model_type": self.model_type}
+        gives_scores = architecture.score_head and self.score_class is not None
+        class_name = self.score_class if gives_scores else self.class_name
+        entries: dict[str, Any] = {"architectures": [class_name], "model_type": self.model_type}
         for part in self.config:
             entries.update(part.write(architecture, settings))
+        if gives_scores:
+            entries.update(_ONE_LABEL)
         return entries
 
     def read_config(self, hf: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
@@ -151,7 +192,7 @@ class Family:
         Raises:
             ConversionError: For entries that are missing, wrong or not supported, with every reason.
         """
-        reasons: list[str] = []
+        reasons = list(self._problems_of_scores(hf))
         for part in self.config:
             reasons.extend(part.problems(hf))
         if not reasons:
@@ -164,12 +205,25 @@ class Family:
             ]
         raise ConversionError("this Hugging Face model cannot be imported:\n  " + "\n  ".join(reasons))
 
+    def _problems_of_scores(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield why a `config.json` of a model that scores texts cannot be read."""
+        if not _gives_scores(hf):
+            return
+        if self.score_class is None:
+            yield f"architectures: {hf['architectures']}: only models with next tokens are supported"
+            return
+        labels = hf.get("num_labels", len(hf.get("id2label") or {}) or 2)
+        if labels != 1:
+            yield f"num_labels: {labels!r}: only models with one label, a score, are supported"
+
     def _read(self, hf: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
         """Read a `config.json` without problems."""
         found: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, **self.network}
         for part in self.config:
             found.update(part.read(hf, found))
         settings = {name: found.pop(name) for name in SETTINGS}
+        if _gives_scores(hf):
+            found.update(WITHOUT_LOGITS, score_head=True)
         return Architecture(**found), ModelSettings(**settings)
 
     def problems(self, architecture: Architecture) -> dict[str, str]:
@@ -180,6 +234,9 @@ class Family:
             if not entry.metadata.get("compared", True) or entry.name in architecture.unused_fields:
                 continue
             value = getattr(expressed, entry.name)
+            if entry.name == "score_head" and value != architecture.score_head:
+                found[entry.name] = f"transformers has no class of {self.title} models that score texts"
+                continue
             if value != getattr(architecture, entry.name):
                 found[entry.name] = f"its {entry.name} is {_shown(value)}"
         return found
@@ -189,17 +246,19 @@ class Family:
         in_blocks = self.block_tensors.get(layers.architecture.residual, {})
         for layer in layers.weight_layers:
             block = layer.index - BLOCK_OFFSET
-            sources = self.tensors[layer.kind]
+            sources = SCORE_TENSORS if layer.kind == "score_head" else self.tensors[layer.kind]
             if layer.kind == "block":
                 sources = {**sources, **in_blocks}
             for parameter in layer.parameters:
                 module, _, kind = parameter.name.rpartition(".")
                 source = sources[module]
-                ending = "weight" if kind == "scale" else kind  # "scale" is gpt-neox's name in RMSNorm
+                ending = _ENDINGS.get(kind, kind)
                 keys = []
-                for expert in range(max(1, parameter.experts)):
+                ending = source.endings.get(ending, f".{ending}")
+                number = parameter.experts if source.layout == "experts" else 1
+                for expert in range(number):
                     for name in source.modules:
-                        keys.append(f"{name.format(i=block, e=expert)}.{ending}")
+                        keys.append(f"{name.format(i=block, e=expert)}{ending}")
                 yield TensorMapping(layer.index, parameter.name, tuple(keys), source)
 
     def head_keys(self) -> set[str]:
@@ -211,6 +270,14 @@ class Family:
                 keys.update(f"{name}.{ending}" for ending in endings)
         aliases = {alias for alias, key in self.key_aliases.items() if key in keys}
         return keys | aliases
+
+
+def _gives_scores(hf: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` is of a model that gives texts labels or scores."""
+    names = hf.get("architectures")
+    if not isinstance(names, list):
+        return False
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def _shown(value: Any) -> str:

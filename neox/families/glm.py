@@ -33,6 +33,7 @@ def _config(max_positions: int) -> tuple[ConfigEntries, ...]:
 GLM = Family(
     model_type="glm",
     class_name="GlmForCausalLM",
+    score_class="GlmForSequenceClassification",
     title="GLM-4",
     network=NETWORK,
     config=_config(131072),
@@ -44,6 +45,7 @@ GLM = Family(
 GLM4 = Family(
     model_type="glm4",
     class_name="Glm4ForCausalLM",
+    score_class="Glm4ForSequenceClassification",
     title="GLM-4-0414",
     network={**NETWORK, "residual": "sandwich"},
     config=_config(131072),

@@ -47,6 +47,7 @@ def gpt2_entries(
 GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
+    score_class="GPT2ForSequenceClassification",
     title="GPT-2",
     network={
         "norm": "layernorm",

@@ -21,6 +21,7 @@ from neox.families.shared_entries import PLAIN_ACTIVATIONS, Activation, Rotary, 
 GPT_NEOX = Family(
     model_type="gpt_neox",
     class_name="GPTNeoXForCausalLM",
+    score_class="GPTNeoXForSequenceClassification",
     title="GPT-NeoX",
     network={"norm": "layernorm"},
     config=(

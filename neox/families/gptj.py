@@ -15,6 +15,7 @@ _BLOCK = "transformer.h.{i}."
 GPTJ = Family(
     model_type="gptj",
     class_name="GPTJForCausalLM",
+    score_class="GPTJForSequenceClassification",
     title="GPT-J",
     network={
         "norm": "layernorm",

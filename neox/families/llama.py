@@ -13,6 +13,7 @@ from neox.families.shared_entries import HeadsDivideHidden, ending_entries
 LLAMA = Family(
     model_type="llama",
     class_name="LlamaForCausalLM",
+    score_class="LlamaForSequenceClassification",
     title="Llama",
     network=NETWORK,
     config=(

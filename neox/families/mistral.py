@@ -12,6 +12,7 @@ from neox.families.shared_entries import WindowInAllBlocks, ending_entries
 MISTRAL = Family(
     model_type="mistral",
     class_name="MistralForCausalLM",
+    score_class="MistralForSequenceClassification",
     title="Mistral",
     network=NETWORK,
     config=(

@@ -22,6 +22,7 @@ _TENSORS = llama_tensors()
 MIXTRAL = Family(
     model_type="mixtral",
     class_name="MixtralForCausalLM",
+    score_class="MixtralForSequenceClassification",
     title="Mixtral",
     network={**NETWORK, **SOFTMAX_EXPERTS, "router_normalizes": True},
     config=(

@@ -24,6 +24,7 @@ from neox.families.shared_entries import GATED_ACTIVATIONS, Activation, Rotary, 
 OLMO = Family(
     model_type="olmo",
     class_name="OlmoForCausalLM",
+    score_class="OlmoForSequenceClassification",
     title="OLMo",
     network={
         "norm": "non_parametric_layernorm",

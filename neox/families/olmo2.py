@@ -13,6 +13,7 @@ from neox.families.shared_entries import ending_entries
 OLMO2 = Family(
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
+    score_class="Olmo2ForSequenceClassification",
     title="OLMo-2",
     network={**NETWORK, "residual": "sublayer_output_norm", "qk_norm": "full"},
     config=(

@@ -24,6 +24,7 @@ from neox.families.shared_entries import GATED_ACTIVATIONS, Activation, TwoRotar
 OLMO3 = Family(
     model_type="olmo3",
     class_name="Olmo3ForCausalLM",
+    score_class="Olmo3ForSequenceClassification",
     title="OLMo 3",
     network=OLMO2.network,
     config=(

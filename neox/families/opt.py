@@ -64,6 +64,7 @@ class _EmbeddingWidth(ConfigEntries):
 OPT = Family(
     model_type="opt",
     class_name="OPTForCausalLM",
+    score_class="OPTForSequenceClassification",
     title="OPT",
     network={
         "residual": "sequential",

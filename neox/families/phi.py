@@ -25,6 +25,7 @@ _BLOCK = "model.layers.{i}."
 PHI = Family(
     model_type="phi",
     class_name="PhiForCausalLM",
+    score_class="PhiForSequenceClassification",
     title="Phi",
     network={"norm": "layernorm", "residual": "parallel_one_norm", "head_bias": True},
     config=(

@@ -1,20 +1,28 @@
 """Phi-3 and Phi-4 (`Phi3ForCausalLM`): Llama with fused projections, and partly rotated heads in Phi-4-mini.
 
-Source: transformers, models/phi3. The models of 128k tokens are not supported: frequencies of `longrope` depend on the
-length of each sequence.
+Source: transformers, models/phi3. Models of 128k tokens scale frequencies by `longrope`, whose factor is the ratio of
+the longest length and the trained one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from neox.architecture import Architecture, rope_scaling_of, rope_scaling_settings
 from neox.families.entries import (
     Derived,
     Dropout,
+    Fields,
+    ModelSettings,
     Number,
     Size,
     Switch,
     UnreadDropout,
     Written,
     hidden_per_head,
+    is_number,
+    is_whole_number,
     query_heads,
 )
 from neox.families.family import Family, TensorSource, same_tensors
@@ -28,10 +36,66 @@ from neox.families.shared_entries import (
 )
 
 _BLOCK = "model.layers.{i}."
+_TRAINED = "original_max_position_embeddings"
+_LISTS = ("short_factor", "long_factor")
+_LONG_NAMES = ("longrope", "su", "yarn")
+"""Names of `longrope` in files of this family."""
+
+
+class LongRotary(Rotary):
+    """Rotary positions, not scaled or by `longrope`; the trained length is an entry of its own."""
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason for each entry that is wrong, and for numbers that transformers does not read everywhere."""
+        yield from Size(_TRAINED, _TRAINED, 4096).problems(hf)
+        others = dict(hf)
+        for key in ("rope_parameters", "rope_scaling"):
+            given = hf.get(key)
+            if not isinstance(given, Mapping) or given.get("rope_type", given.get("type")) not in _LONG_NAMES:
+                continue
+            others[key] = {name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+            for name in _LISTS:
+                numbers = given.get(name)
+                if not isinstance(numbers, list) or not all(is_number(number) and number > 0 for number in numbers):
+                    yield f"{key}: {name}: {numbers!r}: should be a list of numbers above 0"
+            if given.get("attention_factor") is not None:
+                yield f"{key}: attention_factor: {given['attention_factor']!r}: is not supported"
+            trained = given.get(_TRAINED, hf.get(_TRAINED, 4096))
+            longest = hf.get("max_position_embeddings", 4096)
+            if not all(is_whole_number(length) and length > 1 for length in (trained, longest)) or longest < trained:
+                yield f"{key}: {_TRAINED}: {trained!r}: should be 2 to max_position_embeddings: {longest!r}"
+            elif given.get("factor") not in (None, longest / trained):
+                yield f"{key}: factor: {given['factor']!r}: should be max_position_embeddings / {_TRAINED}"
+        yield from super().problems(others)
+
+    def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
+        """Return the base, the number of rotated dimensions and the scaling."""
+        found = super().read(hf, known)
+        scaling = rope_scaling_settings(found["rope_scaling"])
+        if not scaling:
+            return found
+        trained = scaling.get(_TRAINED, hf.get(_TRAINED, 4096))
+        lists = {name: scaling[name] for name in _LISTS}
+        factor = known["max_positions"] / trained
+        scaling = {"rope_type": "longrope", "factor": factor, _TRAINED: trained, **lists}
+        return {**found, "rope_scaling": rope_scaling_of(scaling)}
+
+    def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
+        """Return the entries of both versions of transformers. Version 4 reads a scaling of exactly three entries."""
+        entries = dict(super().write(network, settings))
+        scaling = rope_scaling_settings(network.rope_scaling)
+        if scaling.get("rope_type") != "longrope":
+            return entries
+        del entries["rope_parameters"]
+        entries["rope_scaling"] = {"type": "longrope", **{name: scaling[name] for name in _LISTS}}
+        entries[_TRAINED] = scaling[_TRAINED]
+        return entries
+
 
 PHI3 = Family(
     model_type="phi3",
     class_name="Phi3ForCausalLM",
+    score_class="Phi3ForSequenceClassification",
     title="Phi-3",
     network=NETWORK,
     config=(
@@ -45,7 +109,7 @@ PHI3 = Family(
         Size("max_position_embeddings", "max_positions", 4096),
         Switch("tie_word_embeddings", "tie_word_embeddings", False),
         Number("rms_norm_eps", "norm_epsilon", 1e-5),
-        Rotary(fraction_key="partial_rotary_factor", takes_scaling=False),
+        LongRotary(fraction_key="partial_rotary_factor", takes_scaling=False),
         WindowInAllBlocks(default=None),
         Dropout("attention_dropout", "attention_dropout"),
         Dropout("resid_pdrop", "hidden_dropout"),

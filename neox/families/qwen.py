@@ -62,6 +62,7 @@ class _Windows(ConfigEntries):
 QWEN2 = Family(
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
+    score_class="Qwen2ForSequenceClassification",
     title="Qwen2",
     network={**NETWORK, "qkv_bias": True},
     config=(
@@ -79,6 +80,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
+    score_class="Qwen3ForSequenceClassification",
     title="Qwen3",
     network={**NETWORK, "qk_norm": "head"},
     config=(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture import Architecture, rope_scaling_of
+from neox.architecture import Architecture, rope_scaling_of, rope_scaling_settings
 from neox.families.entries import (
     REQUIRED,
     ConfigEntries,
@@ -116,6 +116,7 @@ class Rotary(ConfigEntries):
         default_fraction: Fraction if no entry gives it.
         default_base: Base if no entry gives it.
         takes_scaling: Whether the family's models have the types of scaling that are computed here.
+        default_scaling: Scaling if there is no entry for it.
     """
 
     base_key: str = "rope_theta"
@@ -123,6 +124,7 @@ class Rotary(ConfigEntries):
     default_fraction: float = 1.0
     default_base: float = 10000.0
     takes_scaling: bool = True
+    default_scaling: Fields = field(default_factory=dict)
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
         """Yield a reason for each dictionary that is none, each number that is none, and a scaling that is refused."""
@@ -145,13 +147,14 @@ class Rotary(ConfigEntries):
 
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
         """Return the base, the number of rotated dimensions and the scaling."""
-        rope = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
+        rope = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})} or dict(self.default_scaling)
         base = _first(rope.pop("rope_theta", None), hf.get(self.base_key), self.default_base)
         fraction = _first(rope.pop("partial_rotary_factor", None), hf.get(self.fraction_key), self.default_fraction)
         if not self.fraction_key:
             fraction = 1.0
         if "rope_type" in rope:
             rope.pop("type", None)  # the older name, which transformers writes too
+        _add_lengths(rope, hf, known)
         return {
             "positions": "rotary",
             "rotary_base": float(base),
@@ -162,7 +165,9 @@ class Rotary(ConfigEntries):
     def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
         """Return the entries of both versions of transformers."""
         base = network.rotary_base
-        scaling = dict(network.rope_scaling) if self.takes_scaling else {}
+        scaling = rope_scaling_settings(network.rope_scaling) if self.takes_scaling else {}
+        if scaling.get("rope_type") == "dynamic":
+            del scaling[_TRAINED]  # transformers takes max_position_embeddings
         parameters = {"rope_type": "default", **scaling, "rope_theta": base}
         entries: dict[str, Any] = {}
         if self.fraction_key:
@@ -172,6 +177,22 @@ class Rotary(ConfigEntries):
         entries["rope_scaling"] = scaling or None
         entries["rope_parameters"] = parameters
         return entries
+
+
+_TRAINED = "original_max_position_embeddings"
+
+
+def _add_lengths(rope: dict[str, Any], hf: Mapping[str, Any], known: Fields) -> None:
+    """Add what transformers takes from entries next to a scaling: the length in training, and the factor it follows."""
+    kind = rope.get("rope_type", rope.get("type"))
+    longest = known["max_positions"]
+    if kind == "dynamic":
+        rope[_TRAINED] = longest
+    if kind == "longrope":
+        trained = _first(hf.get(_TRAINED), rope.get(_TRAINED), longest)
+        rope[_TRAINED] = trained
+        if rope.get("factor") is None and is_number(trained) and trained > 0:
+            rope["factor"] = max(1.0, longest / trained)
 
 
 def _first(*values: Any) -> Any:
@@ -237,7 +258,7 @@ class TwoRotaries(ConfigEntries):
 
     def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
         """Return the entries of both versions of transformers."""
-        scaling = dict(network.rope_scaling)
+        scaling = rope_scaling_settings(network.rope_scaling)
         base = network.rotary_base
         local_base = network.local_rotary_base or base
         entries: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling or None}

@@ -92,6 +92,7 @@ class _Windows(ConfigEntries):
 SMOLLM3 = Family(
     model_type="smollm3",
     class_name="SmolLM3ForCausalLM",
+    score_class="SmolLM3ForSequenceClassification",
     title="SmolLM3",
     network=NETWORK,
     config=(

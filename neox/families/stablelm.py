@@ -25,6 +25,7 @@ from neox.families.shared_entries import GATED_ACTIVATIONS, Activation, Rotary, 
 STABLELM = Family(
     model_type="stablelm",
     class_name="StableLmForCausalLM",
+    score_class="StableLmForSequenceClassification",
     title="StableLM",
     network={"norm": "layernorm", "attention_output_bias": False, "mlp_bias": False},
     config=(

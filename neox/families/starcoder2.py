@@ -24,6 +24,7 @@ _BLOCK = "model.layers.{i}."
 STARCODER2 = Family(
     model_type="starcoder2",
     class_name="Starcoder2ForCausalLM",
+    score_class="Starcoder2ForSequenceClassification",
     title="StarCoder2",
     network={"norm": "layernorm", "residual": "sequential"},
     config=(

@@ -120,12 +120,29 @@ def run_hash(plan: RunPlan, prompts: Sequence[str], checkpoint: Path) -> str:
 
 
 def write_completions(path: str | Path, completions: Iterable[Completion]) -> None:
-    """Write one JSON object per line, atomically. Raises GenerationError if the file cannot be written."""
-    lines = (json.dumps(completion.to_json(), ensure_ascii=False) + "\n" for completion in completions)
+    """Write one JSON object per line, atomically. A file of the same name is kept under another one.
+
+    Raises:
+        GenerationError: If the file cannot be written.
+    """
+    path = Path(path)
+    lines = [json.dumps(completion.to_json(), ensure_ascii=False) + "\n" for completion in completions]
     try:
-        files.write_text(Path(path), lines)
+        if path.is_file():
+            kept = _free_name(path)
+            path.rename(kept)
+            _log.info("%s held completions of another run, which are now in %s", path, kept)
+        files.write_text(path, lines)
     except OSError as error:
         raise GenerationError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def _free_name(path: Path) -> Path:
+    """Return the first of NAME.1.SUFFIX, NAME.2.SUFFIX, ... that does not exist."""
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return free
 
 
 class PartialOutput:

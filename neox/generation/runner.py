@@ -113,6 +113,47 @@ class ModelRunner:
         self._from_last_stage(result)
         return result[0], result[1] > 0
 
+    @torch.inference_mode()
+    def largest_logits(self, tokens: Tensor, starts: Tensor | None, ids: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the most probable next tokens and their logits, [B, S, count] each, for a model on one rank.
+
+        Args:
+            tokens: Tokens [B, S].
+            starts: Position where the document of each token starts [B, S]; None to read across documents.
+            ids: Number of ids of the tokenizer; rows that pad the vocabulary are left out.
+            count: Number of tokens at each position.
+        """
+        report_progress()
+        assert isinstance(self.network, Stage)
+        with self._kernels():
+            hidden = forward_over_stages(self.network, tokens, Context(document_starts=starts), self.dtype)
+        assert hidden is not None
+        found_ids = torch.empty(*tokens.shape, count, dtype=torch.long, device=self.device)
+        found = torch.empty(*tokens.shape, count, device=self.device)
+        columns = max(1, _SCORED_LOGITS // (self.vocab_size * len(tokens)))
+        for first in range(0, tokens.shape[1], columns):
+            here = slice(first, first + columns)
+            largest = self._logits(hidden[:, here])[..., :ids].float().topk(count, dim=-1)
+            found_ids[:, here] = largest.indices
+            found[:, here] = largest.values
+        return found_ids, found
+
+    @torch.inference_mode()
+    def text_scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Return the scores of texts by a reward model in fp32, [B], on every rank.
+
+        Args:
+            tokens: Texts, padded on the right [B, S].
+            lengths: Numbers of their tokens [B].
+        """
+        hidden = self.hidden(tokens)
+        scores = torch.empty(len(tokens), device=self.device)
+        if hidden is not None:
+            last = hidden[torch.arange(len(tokens), device=self.device), lengths - 1]  # [B, H]
+            scores = self._logits(last).squeeze(-1).float()
+        self._from_last_stage(scores)
+        return scores
+
     def next_logits(self, hidden: Tensor | None, batch: int) -> Tensor:
         """Return the logits [B, V] of the next token on every rank; hidden [B, H] on the last stage."""
         if hidden is None:
@@ -175,11 +216,13 @@ class CachedDecoding:
         architecture = runner.architecture
         longest = architecture.max_positions - architecture.soft_prompt_tokens
         self.runner = runner
+        meant = capacity + architecture.soft_prompt_tokens
         self.recorded = runner.recorded and capacity <= longest
         if self.recorded:
             capacity = min(-(-capacity // _SLOTS) * _SLOTS, longest)
         self._step: RecordedStep | None = None
         self.cache = runner.new_cache(len(lengths), capacity)
+        self.cache.longest = meant
         padding = max(lengths) - torch.tensor(lengths)
         if padding.any():
             self.cache.reset(padding.to(runner.device))

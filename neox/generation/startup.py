@@ -14,7 +14,7 @@ from neox.arguments import add_overrides
 from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
 from neox.config import NeoXConfig, for_inference
 from neox.engine import from_first_rank, initialize_distributed
-from neox.errors import CheckpointError, ConfigError
+from neox.errors import CheckpointError, ConfigError, refusals
 from neox.launch.machine import native_formats
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
@@ -27,7 +27,7 @@ from neox.plan import (
     saved_precision,
     with_trained_model,
 )
-from neox.tokenizer import Tokenizer, tokenizer_of
+from neox.tokenizer import Tokenizer, other_tokenizer, tokenizer_of
 
 # Keys of a training configuration that do not apply to a single process.
 _MULTI_PROCESS_KEYS = (
@@ -57,13 +57,30 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     parser.add_argument("--payload", help="resolved configuration, passed by deepy.py")
 
 
-def plan_from_arguments(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
+def plan_from_arguments(args: argparse.Namespace, *, scores_texts: bool = False) -> tuple[RunPlan, Tokenizer]:
     """Return the tokenizer, and the plan: the launcher's, or that of a single process with the whole model.
 
+    Args:
+        args: Arguments of the script.
+        scores_texts: Whether the script needs a reward model, and not a model that predicts tokens.
+
     Raises:
-        ConfigError: If the configuration is wrong.
+        ConfigError: If the configuration is wrong, or of the other kind of model.
         TokenizerError: If the tokenizer cannot be built.
     """
+    with refusals():
+        plan, tokenizer = _plan_and_tokenizer(args)
+        if plan.architecture.score_head and not scores_texts:
+            rule = "makes a reward model, which predicts no tokens; tools/score.py scores texts with it"
+            raise ConfigError(plan.config.problem("train_impl", rule))
+        if scores_texts and not plan.architecture.score_head:
+            rule = "makes a model without a head of scores; `train_impl: rm` makes a reward model"
+            raise ConfigError(plan.config.problem("train_impl", rule))
+    return plan, tokenizer
+
+
+def _plan_and_tokenizer(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
+    """Return the plan and the tokenizer of any model."""
     if args.payload:
         plan = decode_payload(args.payload)
         return plan, tokenizer_of(plan.config)
@@ -101,13 +118,15 @@ def start_ranks(plan: RunPlan, prepare: Callable[[], Path]) -> tuple[ParallelGri
     """
     if plan.grid.world_size == 1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return ParallelGrid.single(), device, prepare()
+        with refusals():
+            return ParallelGrid.single(), device, prepare()
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
-    return grid, device, from_first_rank(prepare)
+    with refusals():
+        return grid, device, from_first_rank(prepare)
 
 
-def choose_checkpoint(plan: RunPlan) -> Path:
+def choose_checkpoint(plan: RunPlan, tokenizer: Tokenizer) -> Path:
     """Return the `global_stepN` directory to load: from `load`, or from `save` if `load` is not given.
 
     It reads every file (unless `checkpoint_verify` is off), so call it on one rank.
@@ -128,6 +147,9 @@ def choose_checkpoint(plan: RunPlan) -> Path:
     checkpoint = find_checkpoint(directory, keys.iteration, verify=keys.checkpoint_verify, way_out=_SUGGESTION)
     args = CheckpointReader(checkpoint).args
     check_same_model(checkpoint, args, plan)
+    difference = other_tokenizer(plan.config, tokenizer, checkpoint)
+    if difference is not None:
+        raise CheckpointError(difference)
     check_vocabulary(checkpoint, args, plan.vocab_size)
     return checkpoint
 

@@ -4,7 +4,25 @@ Only what ranks and agents need is imported here, without torch and without the 
 by name.
 """
 
-from neox.launch.agent_files import acknowledge_stop, busy_saving, report_progress
+from neox.launch.agent_files import (
+    Cause,
+    FailureReport,
+    acknowledge_stop,
+    busy_saving,
+    report_failure,
+    report_progress,
+)
+from neox.launch.event_log import record_run_event
 from neox.launch.spec import Host, LaunchSpec
 
-__all__ = ["Host", "LaunchSpec", "acknowledge_stop", "busy_saving", "report_progress"]
+__all__ = [
+    "Cause",
+    "FailureReport",
+    "Host",
+    "LaunchSpec",
+    "acknowledge_stop",
+    "busy_saving",
+    "record_run_event",
+    "report_failure",
+    "report_progress",
+]

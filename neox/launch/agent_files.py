@@ -1,7 +1,7 @@
 """Files by which a host's agent, its ranks and the launcher's remote commands exchange state.
 
-They are in a private temporary directory: the agent's process id, a file that ranks touch to report progress, and their
-answers to signals. Secrets wait next to that directory until the agent reads them.
+They are in a private temporary directory: the agent's process id, a file by which ranks report progress, their answers
+to signals, and why they have failed. Secrets wait next to that directory until the agent reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from neox.errors import LaunchError
@@ -25,6 +26,33 @@ INTERRUPT_RANKS = signal.SIGUSR2
 ANSWER_SECONDS = 5.0
 """Time in which a rank must answer a signal. All processes have ended after twice that time, on a busy machine too."""
 _OLD_SECONDS = 3600
+
+
+# -- what ranks report
+
+
+class Cause:
+    """Names of causes that decide whether a failed run is started again."""
+
+    REFUSED = "refused"  # a configuration with which no rank can run
+    DISK_FULL = "disk full"
+    NOT_FINITE = "not finite"  # a loss or a gradient norm
+    REPLICAS = "replicas differ"  # the same weights have other bits on some data ranks
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """What a rank reports about its failure.
+
+    Attributes:
+        cause: A name in `Cause`.
+        step: Number of completed steps; None if it is not known.
+        ranks: Ranks at fault, if they are known.
+    """
+
+    cause: str
+    step: int | None = None
+    ranks: tuple[int, ...] = ()
 
 
 # -- the directory
@@ -86,15 +114,31 @@ def _user_directory() -> Path:
 # -- called by ranks
 
 
-def report_progress() -> None:
-    """Report that this rank is making progress. A training loop calls it once a step (a few microseconds).
+def report_progress(step: int | None = None) -> None:
+    """Report that this rank is making progress. A training loop calls it once a step (tens of microseconds).
 
     A run is ended, and the stacks of all ranks are shown, if for `hang_timeout` seconds no rank calls this and none
     prints anything.
+
+    Args:
+        step: Number of completed steps, by which a restart knows whether a run fails at the same place again.
     """
     path = os.environ.get(PROGRESS_VARIABLE)
-    if path:
+    if not path:
+        return
+    if step is None:
         Path(path).touch()
+        return
+    with suppress(OSError):  # a full disk must not end the run
+        Path(path).write_text(str(step))
+
+
+def report_failure(report: FailureReport) -> None:
+    """Report why this rank is about to end, for the decision on a restart."""
+    progress = _progress_of_this_rank()
+    if progress is not None:
+        with suppress(OSError):
+            _failure_path(*progress).write_text(json.dumps(asdict(report)))
 
 
 def acknowledge_stop() -> None:
@@ -134,6 +178,10 @@ def _answer_path(progress: Path, rank: int) -> Path:
 
 def _busy_path(progress: Path, rank: int) -> Path:
     return progress.with_name(f"saving.{rank}")
+
+
+def _failure_path(progress: Path, rank: int) -> Path:
+    return progress.with_name(f"failure.{rank}")
 
 
 def _progress_of_this_rank() -> tuple[Path, int] | None:
@@ -187,6 +235,21 @@ class RankActivity:
         """
         deadline = self._last_report + 2 * self._longest_pause
         return max(ANSWER_SECONDS, deadline - time.time())
+
+    def step(self) -> int | None:
+        """Return the number of completed steps that ranks have reported; None if they have not."""
+        try:
+            return int(self.file.read_text())
+        except (OSError, ValueError):  # not written yet, or being written
+            return None
+
+    def failure(self, rank: int) -> FailureReport | None:
+        """Return what a rank has reported about its failure; None if it has reported nothing."""
+        try:
+            fields = json.loads(_failure_path(self.file, rank).read_text())
+            return FailureReport(fields["cause"], fields["step"], tuple(fields["ranks"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def has_answered(self, rank: int) -> bool:
         """Return whether a rank has answered the signal, or cannot answer yet because it is saving."""

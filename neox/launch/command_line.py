@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from neox.arguments import ScriptParser, add_overrides
 from neox.errors import ConfigError
-from neox.launch.spec import code_root
+from neox.shipped_files import scripts_root
 
 INFERENCE = ("generate", "evaluate")
 """Scripts that only run a model, on any number of ranks."""
@@ -27,6 +28,7 @@ _FLAGS_OF_KEYS = (
     "master_addr",
     "master_port",
     "launcher",
+    "max_restarts",
     "gpu_type",
     "sample_input_file",
     "sample_output_file",
@@ -75,6 +77,12 @@ def _build_parser() -> ScriptParser:
         help="start anew; checkpoints in `save` move to superseded/",
     )
     add_host_flags(parser)
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        metavar="N",
+        help="start a failed training again up to N times, from its newest checkpoint",
+    )
     _add_inference_flags(parser)
     parser.add_argument("--wandb_group", help="wandb group")
     parser.add_argument("--wandb_team", help="wandb team (entity)")
@@ -91,6 +99,12 @@ def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="GPU",
         help="print the fastest layouts that fit; start nothing",
+    )
+    parser.add_argument(
+        "--measure",
+        type=_positive,
+        metavar="N",
+        help="with --suggest: train the best N for a few steps on these hosts, and rank them by that",
     )
     parser.add_argument("--suggest-output", metavar="FILE", help="with --suggest: YAML file for the best layout's keys")
     parser.add_argument(
@@ -134,6 +148,11 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    """Return the whole number that a text holds, which may be 0."""
+    return 0 if text == "0" else _positive(text)
+
+
 def _unknown_flags(unknown: Sequence[str]) -> str:
     """Return the message about words that are no flags, with the way to set a key of the configuration."""
     message = f"unrecognized arguments: {' '.join(unknown)}"
@@ -169,8 +188,10 @@ def _check_dry_run_flags(parser: argparse.ArgumentParser, arguments: argparse.Na
         parser.error("--hosts and --gpus go with --dry-run or --suggest")
     if arguments.suggest is not None and Path(arguments.script).stem in INFERENCE:
         parser.error(f"--suggest searches layouts of a training; {arguments.script} only runs a model")
-    if arguments.suggest_output and arguments.suggest is None:
-        parser.error("--suggest-output goes with --suggest")
+    if (arguments.suggest_output or arguments.measure) and arguments.suggest is None:
+        parser.error("--suggest-output and --measure go with --suggest")
+    if arguments.measure and (arguments.hosts or arguments.gpus):
+        parser.error("--measure runs on the hosts at hand; leave --hosts and --gpus out")
     if arguments.plot and Path(arguments.script).stem in INFERENCE:
         parser.error(f"--plot draws a training; {arguments.script} only runs a model")
 
@@ -187,6 +208,17 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     if arguments.overwrite:
         texts.append("overwrite=true")
     return texts + list(arguments.set)
+
+
+def plain_command(arguments: argparse.Namespace) -> list[str]:
+    """Return the words that start a command line's run, without flags that only show something or start it anew."""
+    words = [sys.executable, sys.argv[0], arguments.script, *arguments.conf_file]
+    if arguments.conf_dir:
+        words += ["--conf_dir", arguments.conf_dir]
+    for text in overrides(arguments):
+        if text != "overwrite=true":
+            words += ["--set", text]
+    return words
 
 
 def find_script(name: str) -> Path:
@@ -209,7 +241,8 @@ def find_script(name: str) -> Path:
 
 def _existing_script(name: str) -> Path | None:
     path = name if name.endswith(".py") else f"{name}.py"
-    for candidate in (Path(path), code_root() / path, code_root() / "tools" / path):
+    root = scripts_root()
+    for candidate in (Path(path), root / path, root / "tools" / path):
         if candidate.is_file():
             return candidate.absolute()
     return None
@@ -224,8 +257,8 @@ def find_lone_tool(name: str) -> Path | None:
     path = _existing_script(name)
     if path is None:
         return None
-    tool = code_root() / "tools" / path.name
-    belongs_to_project = path.parent in (code_root(), tool.parent)
+    tool = scripts_root() / "tools" / path.name
+    belongs_to_project = path.parent in (scripts_root(), tool.parent)
     if belongs_to_project and tool.is_file() and tool.name not in _SCRIPTS:
         return tool
     return None

@@ -166,6 +166,8 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
                 f"the project's code differs: its hash is {report.answer['code']} there and {code} here; copy or check "
                 "out the same version there"
             )
+        if not report.answer["product"]:
+            report.problems.append("its processor multiplies wrongly: leave it out, and have it repaired")
         _judge_accelerators(report)
         _judge_port(report, spec)
         _judge_paths(report, checks)

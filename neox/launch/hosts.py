@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from neox.errors import ConfigError
@@ -16,7 +17,7 @@ _log = get_logger(__name__)
 
 # A host name is passed to ssh and pdsh, so it must hold nothing that they or a shell interpret.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-_LINE = re.compile(r"(?P<name>\S+)(?:\s+(?P<key>slots?)\s*=\s*(?P<slots>\d+))?")
+_LINE = re.compile(r"(?P<name>\S+)(?:\s+(?P<key>slots?)\s*=\s*(?P<slots>\d+))?(?P<spare>\s+spare)?")
 _SLOT_LIST = re.compile(r"\d+(,\d+)*")
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
 
@@ -45,7 +46,7 @@ def check_host_name(name: str, where: str) -> str:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Read the `host slots=N` lines of a hostfile.
+    """Read the `host slots=N` lines of a hostfile. `host slots=N spare` is a host that waits for another one to fail.
 
     `#` starts a comment. Blank lines, a byte order mark and CRLF line ends are accepted. `slot=N`, an old spelling, is
     accepted with a warning.
@@ -77,21 +78,22 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
             raise ConfigError(f"{path}:{number}: host {host.name} is on line {line_of_host[host.name]} already")
         line_of_host[host.name] = number
         hosts.append(host)
-    if not hosts:
-        raise ConfigError(f"hostfile {path} names no host: write one `host slots=N` line for each host")
+    if all(host.spare for host in hosts):
+        found = "only spare hosts" if hosts else "no host"
+        raise ConfigError(f"hostfile {path} names {found}: write one `host slots=N` line for each host")
     return tuple(hosts)
 
 
 def _parse_line(content: str, where: str) -> Host:
     match = _LINE.fullmatch(content)
     if match is None or match["slots"] is None:
-        raise ConfigError(f"{where}: expected `host slots=N`, found {content!r}")
+        raise ConfigError(f"{where}: expected `host slots=N` or `host slots=N spare`, found {content!r}")
     if match["key"] == "slot":
         _log.warning("%s: `slot=` is an old spelling of `slots=`", where)
     slots = int(match["slots"])
     if slots == 0:
         raise ConfigError(f"{where}: host {match['name']} has no slots; take the line out, or give it at least one")
-    return Host(check_host_name(match["name"], where), tuple(range(slots)))
+    return Host(check_host_name(match["name"], where), tuple(range(slots)), spare=match["spare"] is not None)
 
 
 def select_hosts(
@@ -108,11 +110,11 @@ def select_hosts(
         hosts: Hosts of the hostfile.
         include: Hosts and slots to use, as `worker-0:0,2@worker-1`.
         exclude: Hosts and slots not to use, in the same form. Only one of include and exclude can be given.
-        num_nodes: Number of hosts to use, counted from the first; -1 for all.
+        num_nodes: Number of hosts to use, counted from the first; -1 for all. Spare hosts do not count, and stay.
         num_gpus: Number of slots to use on each host, counted from the first; None for all.
 
     Returns:
-        The chosen hosts with their chosen slots, in the hostfile's order.
+        The chosen hosts with their chosen slots, in the hostfile's order, and then the spare ones.
 
     Raises:
         ConfigError: The selection names something that does not exist, or leaves nothing.
@@ -126,22 +128,24 @@ def select_hosts(
         hosts = _include(hosts, include)
     elif exclude:
         hosts = _exclude(hosts, exclude)
+    spares = [host for host in hosts if host.spare]
+    hosts = [host for host in hosts if not host.spare]
     if num_nodes > len(hosts):
         raise refusal(f"num_nodes is {num_nodes}, but there are only {len(hosts)} hosts", "num_nodes")
     if num_nodes > 0:
         hosts = hosts[:num_nodes]
+    if not any(host.slots for host in hosts):
+        raise refusal("no host is left after include/exclude", "include", "exclude")
+    hosts = [*hosts, *spares]
     if num_gpus:
         hosts = [_with_first_slots(host, num_gpus) for host in hosts]
-    chosen = tuple(host for host in hosts if host.slots)
-    if not chosen:
-        raise refusal("no host is left after include/exclude", "include", "exclude")
-    return chosen
+    return tuple(host for host in hosts if host.slots)
 
 
 def _include(hosts: Sequence[Host], include: str) -> list[Host]:
     """Return only the hosts and slots that `include` names."""
     wanted = _parse_filter(include, "include", hosts)
-    return [Host(host.name, wanted[host.name]) for host in hosts if host.name in wanted]
+    return [replace(host, slots=wanted[host.name]) for host in hosts if host.name in wanted]
 
 
 def _exclude(hosts: Sequence[Host], exclude: str) -> list[Host]:
@@ -150,14 +154,14 @@ def _exclude(hosts: Sequence[Host], exclude: str) -> list[Host]:
     result = []
     for host in hosts:
         excluded = unwanted.get(host.name, ())
-        result.append(Host(host.name, tuple(slot for slot in host.slots if slot not in excluded)))
+        result.append(replace(host, slots=tuple(slot for slot in host.slots if slot not in excluded)))
     return result
 
 
 def _with_first_slots(host: Host, count: int) -> Host:
     if count > len(host.slots):
         raise refusal(f"num_gpus is {count}, but host {host.name} has only {len(host.slots)} slots", "num_gpus")
-    return Host(host.name, host.slots[:count])
+    return replace(host, slots=host.slots[:count])
 
 
 def _parse_filter(text: str, key: str, hosts: Sequence[Host]) -> dict[str, tuple[SlotId, ...]]:

@@ -17,6 +17,7 @@ from neox.launch.spec import SlotId
 _CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
 """Lowest compute capability of GPUs that multiply a number format natively."""
+_PRODUCT_SIZE = 192  # rows and columns of a matrix
 
 
 # -- accelerators
@@ -210,6 +211,18 @@ def _trains_slowly_in_bf16(cpuinfo: str, flags: set[str]) -> bool:
 
 
 # -- ports
+
+
+def multiplies_exactly() -> bool:
+    """Return whether the processor computes a product of two matrices of small whole numbers exactly, in fp64."""
+    import numpy as np  # takes time, and a dry run checks no host
+
+    rows = np.arange(_PRODUCT_SIZE)[:, None]
+    columns = np.arange(_PRODUCT_SIZE)[None, :]
+    left = (7 * rows + 3 * columns) % 101 - 50
+    right = (5 * rows * columns) % 103 - 51
+    expected = left @ right  # of whole numbers, by other instructions
+    return bool((left.astype(np.float64) @ right.astype(np.float64) == expected).all())
 
 
 def port_problem(port: int) -> str | None:

@@ -23,6 +23,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,13 @@ from neox.launch.agent_files import (
 )
 from neox.launch.commands import rank_command
 from neox.launch.environment import child_environment, remove_stale_locks
+from neox.launch.event_log import RUN_DIRECTORY_VARIABLE
 from neox.launch.events import Event, encode_event, text_events
 from neox.launch.failures import EXIT_HANG
-from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, ssh_ports
+from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, process_state, ssh_ports
 from neox.launch.machine import count_accelerators
 from neox.launch.plain_output import PlainOutput
+from neox.launch.preemption import PreemptionSource, PreemptionWatch
 from neox.launch.rank_process import RankProcess, Watchdog
 from neox.launch.run_lock import lock_directories
 from neox.launch.spec import LaunchSpec
@@ -72,11 +75,13 @@ class NodeAgent:
         self.selector = selectors.DefaultSelector()
         self.ranks: list[RankProcess] = []
         self.watchdog: Watchdog | None = None
+        self.preemption: PreemptionWatch | None = None
         self.code = 0  # exit status of this agent
         # Requests by signals: handlers set them, and the loop fulfils them.
         self.stop_requested: int | None = None
         self.stacks_requested = False
         self.interrupt_requested = False
+        self.preemption_told = False
         # How the ranks are ended. Times are those of the monotonic clock; None if they are not set.
         self.stop_passed_on = False
         self.answer_seconds = 0.0  # time in which ranks must answer the signal
@@ -110,6 +115,9 @@ class NodeAgent:
             return  # these are stacks of rank 0, which are shown below a title
         if self.plain is not None and event["kind"] == "exit" and self._was_asked_to_end(event["code"]):
             return  # nobody has to be told of a rank that ended because the user wanted it
+        if event["kind"] == "exit":
+            report = self.activity.failure(event["rank"])
+            event = {**event, "step": self.activity.step(), "report": None if report is None else asdict(report)}
         self.tell(event)
 
     # -- start
@@ -136,10 +144,13 @@ class NodeAgent:
             self.watchdog = Watchdog()
             self.tell({"kind": "node", "host": self.host.name, "pid": os.getpid()})
             self._start_ranks(self.environment(), self.watchdog)
+            self._watch_for_preemption(self.watchdog)
             if self.lifeline:
                 self._follow_launcher()
             self._watch(self.watchdog)
         finally:
+            if self.preemption is not None:
+                self.preemption.stop()
             self._kill_ranks()
             if self.watchdog is not None:
                 self.watchdog.close()
@@ -164,7 +175,7 @@ class NodeAgent:
         return variables | {
             "PYTHONPATH": os.pathsep.join(python_path),
             "PYTHONUNBUFFERED": "1",
-            "NEOX_RUN_DIRECTORY": self.spec.run_directory,
+            RUN_DIRECTORY_VARIABLE: self.spec.run_directory,
             PROGRESS_VARIABLE: str(self.directory / "progress"),
             # as DeepSpeed's launcher sets them
             "CUDA_VISIBLE_DEVICES": devices,
@@ -189,6 +200,13 @@ class NodeAgent:
             for name, pipe in rank.pipes.items():
                 self.selector.register(pipe, selectors.EVENT_READ, (rank, name))
 
+    def _watch_for_preemption(self, watchdog: Watchdog) -> None:
+        spec = self.spec
+        source = PreemptionSource(spec.preemption_command, spec.preemption_file, spec.preemption_seconds)
+        variables = {**os.environ, **spec.environment}
+        self.preemption = PreemptionWatch(source, variables, (watchdog.add, watchdog.remove))
+        self.preemption.start()
+
     def _follow_launcher(self) -> None:
         """End this agent and its ranks when the launcher, or the ssh connection to it, has ended."""
         ports = ssh_ports(os.environ)
@@ -205,7 +223,7 @@ class NodeAgent:
             if now - last_beat >= _HEARTBEAT_SECONDS:
                 last_beat = now
                 self.output_ended = False
-                self.tell({"kind": "alive"})
+                self.tell({"kind": "alive", "step": self.activity.step()})
             self.activity.update()
             self._fulfil_requests(now)
             self._kill_what_is_overdue(now)
@@ -223,8 +241,20 @@ class NodeAgent:
             self.interrupt_requested = False
             for rank in self.ranks:
                 rank.signal(signal.SIGINT)
+        if self.preemption is not None and self.preemption.notice is not None:
+            self._report_preemption(self.preemption.notice)
         if self.stop_requested is not None and not self.stop_passed_on:
             self._pass_on_stop(self.stop_requested, now)
+
+    def _report_preemption(self, notice: str) -> None:
+        """Tell the launcher that this host is about to be taken; it asks all ranks to save and end."""
+        if self.preemption_told or self.stop_requested is not None:
+            return
+        self.preemption_told = True
+        self.tell({"kind": "preempted", "notice": notice})
+        if self.plain is not None:  # there is no launcher
+            self.print_line(f"{self.host.name} is about to be taken ({notice}): its ranks save and end")
+            self.stop_requested = signal.SIGTERM
 
     def _kill_what_is_overdue(self, now: float) -> None:
         if self.answer_by is not None and now >= self.answer_by:
@@ -323,10 +353,18 @@ class NodeAgent:
         if silent_seconds < timeout:
             return
         self.code = EXIT_HANG
-        self.tell({"kind": "hang", "seconds": silent_seconds})
+        step = self.activity.step()
+        self.tell({"kind": "hang", "seconds": silent_seconds, "step": step, "stopped": self._stopped_rank()})
         self._show_stacks()
         self.stacks_requested = False  # the launcher now asks every host, and this one has just shown its stacks
         self.kill_at = time.monotonic()
+
+    def _stopped_rank(self) -> int | None:
+        """Return the first rank that is stopped by a signal; None if none is."""
+        for rank in self.ranks:
+            if rank.is_running and process_state(rank.pid) == "T":
+                return rank.rank
+        return None
 
     def _show_stacks(self) -> None:
         """Ask every rank for its Python stacks, and show what they wrote."""

@@ -4,13 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
+from neox.launch.agent_files import FailureReport
 from neox.launch.events import Event
 from neox.launch.failures import begins_failure, failure_cause, is_secondary, without_rank_mark
 from neox.launch.spec import LaunchSpec
 
 _MAX_MESSAGE = 160  # characters
 _MAX_SHOWN = 8  # ranks with a line of their own
+
+
+class EndKind(Enum):
+    """How a started run has ended."""
+
+    FINISHED = "finished"
+    ASKED = "asked to end"  # by a signal to the launcher
+    RANK = "rank failed"
+    HANG = "hang"
+    HOST = "host lost"
+    PREEMPTED = "preempted"  # a host was about to be taken, and the run was asked to end
+    SILENT = "no report"  # agents ended without a word about their ranks
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """End of a run, or of one of its starts.
+
+    Attributes:
+        kind: How it has ended.
+        status: Exit status.
+        cause: What happened, in words.
+        rank: The rank that failed first; None if no single one is known.
+        hosts: Names of the hosts that the failure happened on, if they are known.
+        step: Number of completed steps; None if it is not known.
+        report: What ranks have reported about the failure.
+    """
+
+    kind: EndKind
+    status: int
+    cause: str = ""
+    rank: int | None = None
+    hosts: tuple[str, ...] = ()
+    step: int | None = None
+    report: FailureReport | None = None
+
+    @property
+    def reported_cause(self) -> str | None:
+        """The cause that ranks have reported, a name in `Cause`."""
+        if self.report is None:
+            return None
+        return self.report.cause
 
 
 @dataclass
@@ -23,6 +67,8 @@ class Failure:
         out_of_memory: Whether it lacked memory.
         killed: Whether its agent killed it: another rank had failed, or it did not answer a signal.
         text: Last lines of its stderr, each with a line end.
+        step: Number of completed steps; None if it is not known.
+        report: What it has reported about its failure; None if it has reported nothing.
     """
 
     rank: int
@@ -30,6 +76,8 @@ class Failure:
     out_of_memory: bool = False
     killed: bool = False
     text: str = ""
+    step: int | None = None
+    report: FailureReport | None = None
 
     @staticmethod
     def of_event(event: Event, text: str) -> Failure:
@@ -39,7 +87,18 @@ class Failure:
             event: The event.
             text: Last lines of the rank's stderr, each with a line end.
         """
-        return Failure(event["rank"], event["code"], event["out_of_memory"], event["killed"], text)
+        report = event.get("report")
+        if report is not None:
+            report = FailureReport(report["cause"], report["step"], tuple(report["ranks"]))
+        return Failure(
+            event["rank"],
+            event["code"],
+            event["out_of_memory"],
+            event["killed"],
+            text,
+            event.get("step"),
+            report,
+        )
 
     @property
     def lines(self) -> list[str]:
@@ -70,6 +129,34 @@ def find_cause(failures: Iterable[Failure]) -> Failure | None:
         if not failure.is_consequence():
             return failure
     return None
+
+
+def end_by_failure(spec: LaunchSpec, status: int, cause: Failure, failures: Sequence[Failure]) -> RunEnd:
+    """Return the end of a run in which ranks have failed.
+
+    Args:
+        spec: The run.
+        status: Exit status of the run.
+        cause: Failure that came first.
+        failures: All failures, `cause` among them.
+    """
+    report = cause.report
+    for failure in failures:
+        if report is None:  # another rank may know more, such as that its disk is full
+            report = failure.report
+    ranks: tuple[int, ...] = (cause.rank,)
+    if report is not None and report.ranks:
+        ranks = report.ranks
+    hosts = tuple(dict.fromkeys(spec.host_of(rank).name for rank in ranks))
+    steps = [failure.step for failure in failures if failure.step is not None]
+    step = max(steps, default=None)
+    if report is not None and report.step is not None:
+        step = report.step
+    how = failure_cause(cause.code, cause.out_of_memory, None)
+    words = f"rank {cause.rank} on {spec.host_of(cause.rank).name} ended with {how}"
+    if cause.has_own_message():
+        words += f": {shortened(cause.message)}"
+    return RunEnd(EndKind.RANK, status, words, ranks[0], hosts, step, report)
 
 
 def explain(spec: LaunchSpec, cause: Failure, failures: Sequence[Failure]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from neox.config import NeoXConfig
@@ -47,12 +47,14 @@ class Placement:
         chosen_by: What decided the choice.
         accelerators: Number of GPUs of this machine.
         hostfile: The hostfile and what names it, as `PATH of -H`; empty without one.
+        spares: Hosts that step in for one that cannot take part.
     """
 
     hosts: tuple[Host, ...]
     chosen_by: ChosenBy
     accelerators: int
     hostfile: str = ""
+    spares: tuple[Host, ...] = ()
 
     @property
     def why(self) -> str:
@@ -168,7 +170,9 @@ def _place_by_hostfile(runner: RunnerConfig, path: str, named_by: str) -> Placem
     )
     visible = visible_accelerators()
     hosts = _with_local_devices(hosts, visible)
-    placement = Placement(hosts, ChosenBy.HOSTFILE, len(visible), f"{path} of {named_by}")
+    spares = tuple(host for host in hosts if host.spare)
+    hosts = tuple(host for host in hosts if not host.spare)
+    placement = Placement(hosts, ChosenBy.HOSTFILE, len(visible), f"{path} of {named_by}", spares)
     if runner.global_num_gpus and runner.global_num_gpus != placement.world_size:
         raise refusal(
             f"global_num_gpus is {runner.global_num_gpus}, but the chosen hosts of {path} have "
@@ -244,7 +248,7 @@ def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) ->
         if is_this_machine(host.name):
             devices: dict[SlotId, SlotId] = dict(enumerate(visible))
             slots = tuple(devices.get(slot, slot) for slot in slots)
-        result.append(Host(host.name, slots))
+        result.append(replace(host, slots=slots))
     return tuple(result)
 
 

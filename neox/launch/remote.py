@@ -18,7 +18,7 @@ from typing import Any
 
 from neox.errors import LaunchError, run_script
 from neox.launch.agent_files import agent_directory, secrets_file
-from neox.launch.machine import available_memory, count_accelerators, native_formats, port_problem
+from neox.launch.machine import available_memory, count_accelerators, multiplies_exactly, native_formats, port_problem
 from neox.launch.spec import LaunchSpec, code_root
 
 PROBE_MARK = "@probe "
@@ -64,6 +64,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "accelerators": count_accelerators(),
         "formats": native_formats(),
         "memory": available_memory(),
+        "product": multiplies_exactly(),
         "port": None if port is None else port_problem(port) or "free",
         "paths": {path: path_state(Path(path)) for path in request["paths"]},
         "shared": None if marker is None else Path(marker).exists(),

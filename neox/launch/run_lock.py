@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from neox.errors import LaunchError
+from neox.errors import LaunchError, refusals
 from neox.files import lock_file
 from neox.launch.spec import new_run_id
 from neox.log import get_logger
@@ -45,7 +45,9 @@ def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "")
         directory.mkdir(parents=True, exist_ok=True)
         file = open(directory / _NAME, "a+")  # noqa: SIM115 (open as long as the run)
     except OSError as error:
-        raise LaunchError(f"{key}{directory} cannot be written: {error.strerror}; choose another directory") from None
+        message = f"{key}{directory} cannot be written: {error.strerror}; choose another directory"
+        with refusals():
+            raise LaunchError(message) from None
     held.enter_context(file)
     try:
         locked = lock_file(file, wait=False)

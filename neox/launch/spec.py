@@ -19,10 +19,17 @@ SlotId = int | str  # an index, or a device's UUID if CUDA_VISIBLE_DEVICES names
 
 @dataclass(frozen=True)
 class Host:
-    """One machine and the slots to use on it: its accelerators, or numbers of CPU ranks if it has none."""
+    """One machine and the slots to use on it: its accelerators, or numbers of CPU ranks if it has none.
+
+    Attributes:
+        name: Name or address.
+        slots: Slots that ranks use.
+        spare: Whether it is only used in place of a host that cannot take part.
+    """
 
     name: str
     slots: tuple[SlotId, ...]
+    spare: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class LaunchSpec:
         answers_interrupts: Whether Ctrl-C is for the script, which goes on. Two within a second end the run.
         stdin: File that rank 0 reads as its standard input, if all ranks are on this machine.
         reserved: Directories that no other run may use while this one runs.
+        preemption_command: Shell command that succeeds on a host that is about to be taken away; None for none.
+        preemption_file: File that appears on such a host; None for none.
+        preemption_seconds: Seconds between two looks for such a notice.
         rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None if it is not known.
     """
 
@@ -66,6 +76,9 @@ class LaunchSpec:
     stdin: str | None = None
     reserved: tuple[str, ...] = ()
     rank_bytes: int | None = None
+    preemption_command: str | None = None
+    preemption_file: str | None = None
+    preemption_seconds: float = 5.0
 
     @property
     def world_size(self) -> int:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from neox.config.sections.healing import HealingConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
 from neox.launch.commands import (
@@ -29,6 +30,7 @@ from neox.launch.commands import (
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
 from neox.launch.hosts import is_this_machine
+from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.placement import Placement
 from neox.launch.rendezvous import master_address, master_port
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
@@ -50,6 +52,7 @@ def new_spec(
     *,
     save: Path | None = None,
     hang_timeout: float | None = None,
+    healing: HealingConfig | None = None,
     rank_bytes: int | None = None,
     answers_interrupts: bool = False,
 ) -> LaunchSpec:
@@ -65,9 +68,11 @@ def new_spec(
         forwarded: Patterns of the variables that are forwarded.
         save: Directory for the checkpoints of a training.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
+        healing: Keys of the configuration about failures; None for their defaults.
         rank_bytes: Estimated memory of the fullest rank.
         answers_interrupts: Whether Ctrl-C is for the script, which goes on.
     """
+    healing = healing or HealingConfig()
     return LaunchSpec(
         run_id=new_run_id(),
         hosts=placement.hosts,
@@ -85,6 +90,9 @@ def new_spec(
         stop_timeout=runner.stop_timeout,
         answers_interrupts=answers_interrupts,
         rank_bytes=rank_bytes,
+        preemption_command=healing.preemption_command,
+        preemption_file=healing.preemption_file,
+        preemption_seconds=healing.preemption_seconds,
     )
 
 
@@ -121,8 +129,13 @@ def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | No
 
 
 def launch(
-    spec: LaunchSpec, runner: RunnerConfig, environment: Mapping[str, str], forwarded: Sequence[str] = FORWARDED
-) -> int:
+    spec: LaunchSpec,
+    runner: RunnerConfig,
+    environment: Mapping[str, str],
+    forwarded: Sequence[str] = FORWARDED,
+    *,
+    advice: str = "",
+) -> RunEnd:
     """Start a run and follow it until it ends.
 
     Args:
@@ -130,9 +143,10 @@ def launch(
         runner: Keys of the configuration about hosts.
         environment: Variables of the launcher's processes, and the secrets to send.
         forwarded: Patterns of the variables that are forwarded. Secrets that match are sent separately.
+        advice: Line that is printed before the explanation of a failure.
 
     Returns:
-        The run's exit status.
+        How the run has ended, with its exit status.
 
     Raises:
         LaunchError: The run cannot be started.
@@ -144,15 +158,15 @@ def launch(
     secrets = forwarded_secrets(environment, forwarded)
     if launcher == "none":
         print("\n".join(printed_commands(spec, secrets)))
-        return 0
+        return RunEnd(EndKind.FINISHED, 0)
     if launcher == "local":
         spec = replace(spec, stdin=f"/proc/{os.getpid()}/fd/0")
     if launcher == "pdsh":
         send_secrets(spec, {name: environment[name] for name in secrets}, environment, runner.ssh_port)
-        return _launch_pdsh(spec, pdsh_environment(environment, runner.ssh_port))
+        return _launch_pdsh(spec, pdsh_environment(environment, runner.ssh_port), advice)
     command = launcher_command(spec, runner, secrets)
     assert command is not None, launcher
-    return Supervisor(spec, [command]).run(environment)
+    return Supervisor(spec, [command], advice=advice).run(environment)
 
 
 def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:
@@ -178,7 +192,7 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
     return None
 
 
-def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str]) -> int:
+def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str], advice: str) -> RunEnd:
     """Start a run over ssh and follow it. Signals to the agents go over separate connections."""
     signalling: list[subprocess.Popen[bytes]] = []
 
@@ -188,7 +202,7 @@ def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str]) -> int:
         signalling.append(subprocess.Popen(command, env=dict(environment), stdin=quiet, stdout=quiet, stderr=quiet))
 
     try:
-        return Supervisor(spec, [pdsh_launch(spec)], signal_agents).run(environment)
+        return Supervisor(spec, [pdsh_launch(spec)], signal_agents, advice).run(environment)
     finally:
         for process in signalling:
             process.kill()

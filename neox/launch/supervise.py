@@ -27,7 +27,7 @@ from neox.launch.agent_files import ANSWER_SECONDS, INTERRUPT_RANKS
 from neox.launch.events import Event, LineBuffer, decode_event
 from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
-from neox.launch.outcome import Failure, explain, find_cause
+from neox.launch.outcome import EndKind, Failure, RunEnd, end_by_failure, explain, find_cause
 from neox.launch.shared_warnings import SharedWarnings
 from neox.launch.spec import LaunchSpec
 from neox.log import shown_lines
@@ -53,12 +53,18 @@ class Supervisor:
         commands: Commands to start; they end when the agents end.
         signal_agents: Function that sends a signal to all agents; by default to the processes of the commands, which
             are agents on this machine.
+        advice: Line that is printed before the explanation of a failure.
     """
 
     def __init__(
-        self, spec: LaunchSpec, commands: Sequence[Sequence[str]], signal_agents: SignalAgents | None = None
+        self,
+        spec: LaunchSpec,
+        commands: Sequence[Sequence[str]],
+        signal_agents: SignalAgents | None = None,
+        advice: str = "",
     ) -> None:
         self.spec = spec
+        self.advice = advice
         self.commands = commands
         self.signal_agents = signal_agents or self._signal_children
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -74,12 +80,16 @@ class Supervisor:
         self.heard_at: dict[int, float] = {}
         self.hosts_with_stacks: set[int] = set()
         self.hung = False
+        self.stopped_rank: int | None = None  # of a run that hung
+        self.step: int | None = None  # number of completed steps, as far as agents have reported it
         self.stop_signal: int | None = None  # as passed on to the ranks
+        self.preempted: tuple[str, str] | None = None  # host that is about to be taken, and what was noticed
+        self.asked_by_signal = False
         self.interrupted_at = -math.inf  # time of the last Ctrl-C that was for the script
         self.end_at: float | None = None  # time at which the run is ended, whoever is still running
 
-    def run(self, environment: Mapping[str, str] | None = None) -> int:
-        """Start every command, follow them to the end, and return the run's exit status.
+    def run(self, environment: Mapping[str, str] | None = None) -> RunEnd:
+        """Start every command, follow them to the end, print why the run has failed, and return how it has ended.
 
         Args:
             environment: Variables of the commands; those of this process if left out.
@@ -192,6 +202,8 @@ class Supervisor:
 
     def _take_event(self, event: Event) -> None:
         self.heard_at[event["node"]] = time.monotonic()
+        if event.get("step") is not None:
+            self.step = event["step"]
         kind = event["kind"]
         if kind == "line":
             self._take_text(event)
@@ -200,9 +212,11 @@ class Supervisor:
         elif kind == "exit" and event["code"] != 0:
             self._take_failure(event)
         elif kind == "hang":
-            self._take_hang(event["seconds"])
+            self._take_hang(event)
         elif kind == "stacks":
             self._take_stacks_end(event["node"])
+        elif kind == "preempted":
+            self._take_preemption(event)
         elif kind == "done":
             self.hosts_done[event["node"]] = event["code"]
 
@@ -223,13 +237,25 @@ class Supervisor:
         elif not _ended_by(failure, self.stop_signal):  # the other ranks cannot save without this one
             self.end_at = min(self.end_at or math.inf, time.monotonic() + _WINDOW_SECONDS)
 
-    def _take_hang(self, seconds: float) -> None:
+    def _take_hang(self, event: Event) -> None:
+        if event.get("stopped") is not None:
+            self.stopped_rank = event["stopped"]
         if self.hung:  # another host has reported it
             return
         self.hung = True
+        seconds = event["seconds"]
         self._print_error(f"no rank made progress for {seconds:.0f} s (hang_timeout): every rank's stacks follow")
         self.signal_agents(signal.SIGUSR1)
         self._end_in(_HANG_SECONDS)
+
+    def _take_preemption(self, event: Event) -> None:
+        """Ask all ranks to save and end, because a host is about to be taken."""
+        if self.stop_signal is not None or self.failures:
+            return
+        host = self.spec.hosts[event["node"]].name
+        self.preempted = (host, f"{host} is about to be taken: {event['notice']}")
+        self._print_error(self.preempted[1])
+        self.stop_signal = signal.SIGTERM
 
     def _take_stacks_end(self, node: int) -> None:
         """Note that a host has sent all its stacks; end a hung run when every host has."""
@@ -250,6 +276,7 @@ class Supervisor:
                 return
         if self.stop_signal is not None:  # the second signal: the user does not want to wait
             self.end_at = time.monotonic()
+        self.asked_by_signal = True
         # Ranks save at SIGTERM; a closed terminal asks for the same.
         self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number
 
@@ -287,22 +314,42 @@ class Supervisor:
 
     # -- the result
 
-    def _conclude(self) -> int:
-        """Return the exit status, and print why, with the first failure's traceback last."""
+    def _conclude(self) -> RunEnd:
+        """Return how the run has ended, and print why it has failed, with the first failure's traceback last."""
         self.warnings.show_all()
         if self.hung:
+            self._print_advice()
             self._print_error(f"ended: the run hung; {self._write_stacks()}")
-            return EXIT_HANG
+            return self._end_by_hang()
         cause = self._cause()
         if cause is not None:
+            self._print_advice()
             for line in explain(self.spec, cause, self.failures):
                 self._print_error(line)
-            return exit_status(cause.code)
+            return end_by_failure(self.spec, exit_status(cause.code), cause, self.failures)
         if self.stop_signal is not None:
-            return self._status_after_stop(self.stop_signal)
+            status = self._status_after_stop(self.stop_signal)
+            if self.preempted is None or self.asked_by_signal:
+                return RunEnd(EndKind.ASKED, status)
+            host, words = self.preempted
+            return RunEnd(EndKind.PREEMPTED, status, words, hosts=(host,), step=self.step)
         if len(self.hosts_done) == len(self.spec.hosts):
-            return max(self.hosts_done.values())
+            return RunEnd(EndKind.FINISHED, max(self.hosts_done.values()))
+        self._print_advice()
         return self._conclude_without_report()
+
+    def _print_advice(self) -> None:
+        if self.advice and self.stop_signal is None:
+            self._print_error(self.advice)
+
+    def _end_by_hang(self) -> RunEnd:
+        """Return the end of a run that hung. A rank that a signal has stopped is named."""
+        rank = self.stopped_rank
+        if rank is None:
+            return RunEnd(EndKind.HANG, EXIT_HANG, "no rank made progress", step=self.step)
+        host = self.spec.host_of(rank).name
+        cause = f"no rank made progress; rank {rank} on {host} is stopped"
+        return RunEnd(EndKind.HANG, EXIT_HANG, cause, rank, (host,), self.step)
 
     def _cause(self) -> Failure | None:
         """Return the failure that came first; None if there is none, or if all follow from a signal to this process."""
@@ -325,18 +372,22 @@ class Supervisor:
             return max(self.hosts_done.values())
         return 128 + signum
 
-    def _conclude_without_report(self) -> int:
-        """Name the hosts that were lost, or that have ended without a report, and return the exit status."""
+    def _conclude_without_report(self) -> RunEnd:
+        """Name the hosts that were lost, or that have ended without a report, and return the end of the run."""
         if self.hosts_lost:
+            lost = []
             for node, how in self.hosts_lost.items():
-                self._print_error(f"error: lost {self.spec.hosts[node].name} ({how}); the run was ended on every host")
-            return 1
+                lost.append(f"lost {self.spec.hosts[node].name} ({how})")
+                self._print_error(f"error: {lost[-1]}; the run was ended on every host")
+            names = tuple(self.spec.hosts[node].name for node in self.hosts_lost)
+            return RunEnd(EndKind.HOST, 1, "; ".join(lost), hosts=names, step=self.step)
         missing = [host.name for node, host in enumerate(self.spec.hosts) if node not in self.hosts_done]
         self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
         status = 1
         for process in self.processes:
             status = max(status, exit_status(process.returncode))
-        return status
+        cause = f"{', '.join(missing)} ended without a report about its ranks"
+        return RunEnd(EndKind.SILENT, status, cause, hosts=tuple(missing), step=self.step)
 
     def _write_stacks(self) -> str:
         """Write every rank's stacks to one file of the run directory, and return where they are."""

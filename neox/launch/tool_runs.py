@@ -47,7 +47,7 @@ def launch_tool(script: Path, argv: Sequence[str], environment: Mapping[str, str
     with ExitStack() as held:
         directory = reserve(Path("runs", script.stem).absolute(), None, script.name, held)
         spec = new_spec(placement, command.runner, script, command.flags, directory, environment)
-        return launch(spec, command.runner, environment)
+        return launch(spec, command.runner, environment).status
 
 
 @dataclass(frozen=True)

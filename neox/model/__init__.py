@@ -1,18 +1,20 @@
 """The network as torch modules, built from the run plan."""
 
-from neox.model.attention import ATTENTION
+from neox.model.attention_kinds import ATTENTION
 from neox.model.block import MLPS, RESIDUAL_RULES, Block, TransformerLayer
-from neox.model.build import build_layer, initialize
+from neox.model.build import build_layer, initial_weights, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.cache_step import CacheStep
 from neox.model.context import Aux, BlockContext, Context, add_aux
 from neox.model.cross_entropy import LossParts, head_cross_entropy, head_loss_parts, vocab_parallel_cross_entropy
+from neox.model.distillation import Direction, TeacherLogits
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.experts import ExpertMLP, Router, biased_routers, move_selection_biases
 from neox.model.gpt import GPT
 from neox.model.handoff import Handoff, attach_losses, broadcast_from_head, forward_over_stages
 from neox.model.positions import POSITIONS
+from neox.model.score_head import ScoreHead
 from neox.model.shared_parameters import share_parameters
 from neox.model.soft_prompt import SoftPrompt
 from neox.model.stage import NetworkOutput, Stage
@@ -31,6 +33,7 @@ __all__ = [
     "BlockContext",
     "CacheStep",
     "Context",
+    "Direction",
     "Embedding",
     "ExpertMLP",
     "FinalNorm",
@@ -42,8 +45,10 @@ __all__ = [
     "MaskedLMHead",
     "NetworkOutput",
     "Router",
+    "ScoreHead",
     "SentenceHead",
     "SoftPrompt",
+    "TeacherLogits",
     "Stage",
     "TransformerLayer",
     "add_aux",
@@ -54,6 +59,7 @@ __all__ = [
     "forward_over_stages",
     "head_cross_entropy",
     "head_loss_parts",
+    "initial_weights",
     "initialize",
     "move_selection_biases",
     "share_parameters",

@@ -7,10 +7,9 @@ rank; T tensor ranks; C blocks of tokens in a sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Unpack, cast
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from neox.architecture import POSITIONS as POSITION_TRAITS
-from neox.architecture import SPARSITY, Architecture, settings_of
+from neox.architecture import Architecture, settings_of
 from neox.config.sections.training import RecomputedPart
+from neox.model.cache import CacheForm
 from neox.model.context import BlockContext
 from neox.model.head_norms import query_key_norms
 from neox.model.positions import POSITIONS, PositionEncoding, Tables
@@ -122,18 +122,7 @@ class SelfAttention(nn.Module):
         if layer_scaling:
             self.softmax_scale = float(number + 1)
 
-        hidden = architecture.hidden_size
-        rows = (heads + 2 * kv_heads) * self.head_dim
-        self.query_key_value = ColumnParallelLinear(
-            hidden, rows, grid, bias=architecture.qkv_bias, multiply=linear, **options
-        )
-        norms = query_key_norms(architecture, grid, **options)
-        self._norm_names = tuple(norms)
-        for name, norm in norms.items():
-            self.add_module(name, norm)
-        self.dense = RowParallelLinear(
-            heads * self.head_dim, hidden, grid, bias=architecture.attention_output_bias, multiply=linear, **options
-        )
+        self._add_projections(architecture, grid, **options)
         self.softcap = architecture.attention_softcap
         self.sinks: nn.Parameter | None = None
         if architecture.attention_sinks:
@@ -149,6 +138,24 @@ class SelfAttention(nn.Module):
             encoding = build_encoding(described, grid, **options)
             self._encoding_name = encoding.name
             self.add_module(encoding.name, encoding)
+
+    def _add_projections(
+        self, architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]
+    ) -> None:
+        """Add the modules that make queries, keys and values, and the output projection."""
+        hidden = architecture.hidden_size
+        heads = architecture.num_attention_heads
+        rows = (heads + 2 * architecture.num_kv_heads) * self.head_dim
+        self.query_key_value = ColumnParallelLinear(
+            hidden, rows, grid, bias=architecture.qkv_bias, multiply=linear, **options
+        )
+        norms = query_key_norms(architecture, grid, **options)
+        self._norm_names = tuple(norms)
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+        self.dense = RowParallelLinear(
+            heads * self.head_dim, hidden, grid, bias=architecture.attention_output_bias, multiply=linear, **options
+        )
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """Attend: hidden states [B, S, H] -> [B, S, H]; with sequence parallelism, shares of them [B, S/T, H]."""
@@ -170,22 +177,36 @@ class SelfAttention(nn.Module):
             tables = context.tables[self.tables_key]
             encode = partial(encoding, tables=tables)
             bias = encoding.score_bias(tables)
+        if context.cache is not None:
+            return self._attend_with_cache(x, context, encode, bias).flatten(2)
         q, k, v = self._queries_keys_values(x, encode)
         if context.observes:
             assert context.observe_scores is not None
             context.observe_scores(self, q, k)
-        positions = context.positions
-        cache = context.cache
-        if cache is not None:
-            pairs = None
-            if cache.positions is not None:
-                pairs = self._cache_mask(positions, cache.positions)
-            out = cache.attend(q, k, v, self.score_scale, pairs, bias, softcap=self.softcap, sinks=self.sinks)
-        elif self.impl == "flash" and bias is None:  # this kernel keeps no scores, so recomputing would save nothing
+        if self.impl == "flash" and bias is None:  # this kernel keeps no scores, so recomputing would save nothing
             out = self._core(q, k, v, context, bias)
         else:
             out = self._maybe_recomputed("core_attn", self._core, q, k, v, context, bias)
         return out.flatten(2)
+
+    def _attend_with_cache(
+        self, x: Tensor, context: BlockContext, encode: Callable[[Tensor], Tensor] | None, bias: Tensor | None
+    ) -> Tensor:
+        """Attend to earlier tokens, too, and keep what later ones need of the new ones: [B, S, H] -> [B, S, N, D]."""
+        q, k, v = self._queries_keys_values(x, encode)
+        return self._cached(q, k, v, context, bias)
+
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor | None, context: BlockContext, bias: Tensor | None) -> Tensor:
+        """Attend to the cache's tokens and the new ones: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D].
+
+        Without v the values are the first part of the keys (`CacheForm`).
+        """
+        cache = context.cache
+        assert cache is not None
+        pairs = None
+        if cache.positions is not None:
+            pairs = self._cache_mask(context.positions, cache.positions)
+        return cache.attend(q, k, v, self.score_scale, pairs, bias, softcap=self.softcap, sinks=self.sinks)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: BlockContext, bias: Tensor | None) -> Tensor:
         """Attend: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D]; with context ranks, this rank's tokens."""
@@ -391,14 +412,15 @@ class SelfAttention(nn.Module):
         return masks
 
     @property
-    def cached_tokens(self) -> int | None:
-        """How many recent tokens generation must keep in its cache; None for all.
+    def cache_form(self) -> CacheForm:
+        """What generation keeps of which tokens: with a window only of its own.
 
         A window is not used if scores have a bias, a bound or sinks.
         """
+        tokens = self.reach
         if self.adds_bias or self.softcap or self.sinks is not None:
-            return None
-        return self.reach
+            tokens = None
+        return CacheForm(tokens, self.attended_heads, self.head_dim)
 
     @property
     def takes_block_masks(self) -> bool:
@@ -428,7 +450,12 @@ class SelfAttention(nn.Module):
         return cast(PositionEncoding, getattr(self, self._encoding_name))
 
     def position_tables(
-        self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None
+        self,
+        positions: Tensor,
+        keys: int,
+        dtype: torch.dtype,
+        slots: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> dict[str, Tables]:
         """Return the tables that the block needs of the new tokens, by their key; nothing without an encoding.
 
@@ -436,7 +463,7 @@ class SelfAttention(nn.Module):
         """
         if self.encoding is None:
             return {}
-        return {self.tables_key: self.encoding.tables(positions, keys, dtype, slots)}
+        return {self.tables_key: self.encoding.tables(positions, keys, dtype, slots, lengths)}
 
 
 class SparseSelfAttention(SelfAttention):
@@ -506,9 +533,3 @@ class WindowedSelfAttention(SelfAttention):
 def _part_name(pairs_name: str, part: range) -> str:
     """Return the name of the pairs of a part of the queries."""
     return f"{pairs_name}, queries from {part.start}"
-
-
-ATTENTION: Mapping[str, type[SelfAttention]] = MappingProxyType(
-    {"global": SelfAttention, "sliding_window": WindowedSelfAttention, **dict.fromkeys(SPARSITY, SparseSelfAttention)}
-)
-"""Kind of attention (`Architecture.attention`) -> module."""

@@ -14,12 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neox.architecture import NORMS as NORMS_ON_PAPER
 from neox.architecture import RESIDUALS, Architecture
-from neox.model.attention import ATTENTION, SelfAttention
+from neox.model.attention import SelfAttention
+from neox.model.attention_kinds import ATTENTION
 from neox.model.context import Aux, BlockContext
 from neox.model.experts import ExpertMLP
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.mlp import MLP
+from neox.model.tiles import TokenTiles
 from neox.ops import NORMS, AttentionImpl
 from neox.parallel import ParallelGrid, Summand, TensorOptions, TokenShares
 
@@ -54,6 +57,7 @@ class TransformerLayer(TokenShares):
         attention_dropout: Dropout probability of attention weights.
         hidden_dropout: Dropout probability of what is added to the residual stream.
         layer_scaling: Whether scores are divided by the block's number before the softmax (`SelfAttention`).
+        tile_size: Most tokens of a sample that the MLP and norms compute at once; None for all.
         **options: Device and type of the parameters.
 
     Attributes:
@@ -72,10 +76,13 @@ class TransformerLayer(TokenShares):
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
         layer_scaling: bool = False,
+        tile_size: int | None = None,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.grid = grid
+        self.tiles = TokenTiles(tile_size, grid)
+        self.tiles_norms = NORMS_ON_PAPER[architecture.norm].by_steps  # others keep no more than their input
         self.hidden_dropout = hidden_dropout
         self.residual_multiplier = architecture.residual_multiplier
         slots, rule = RESIDUALS[architecture.residual]
@@ -119,6 +126,26 @@ class TransformerLayer(TokenShares):
         """
         return self.add_sublayers(self, x, context)
 
+    def normalise(self, norm: NormFunction, x: Tensor) -> Tensor:
+        """Apply one of the block's norms to hidden states [B, S, H], in tiles if that saves memory."""
+        if norm is identity or not self.tiles_norms:
+            return norm(x)
+        return self.tiles.run(norm, x, self.shares)
+
+    def feed_forward(
+        self, x: Tensor, context: BlockContext, before: NormFunction, after: NormFunction
+    ) -> tuple[Tensor, Aux]:
+        """Return the MLP of hidden states [B, S, H] between two norms, and the losses that it adds."""
+        if not self.tiles.divide(x, self.shares):
+            output, aux = self.mlp(before(x), context)
+            return after(output), aux
+
+        def of_tile(tile: Tensor) -> Tensor:
+            output, _ = self.mlp(before(tile), context)  # a dense MLP adds no losses
+            return after(output)
+
+        return self.tiles.run(of_tile, x, self.shares), {}
+
     def contribution(self, x: Tensor) -> Tensor:
         """Apply the network's residual multiplier and dropout to a sublayer's output x."""
         if self.residual_multiplier != 1.0:
@@ -139,9 +166,9 @@ class TransformerLayer(TokenShares):
         """Return whether attention and MLP of a parallel rule share one reduction over tensor ranks.
 
         False if sequence parallelism and hidden dropout are both on: each rank's dropout mask covers only its share of
-        the tokens, and shares exist only after the reduction.
+        the tokens, and shares exist only after the reduction. False in tiles, each of which is reduced by itself.
         """
-        if self.grid.tp_size == 1:
+        if self.grid.tp_size == 1 or self.tiles.size is not None:
             return False
         dropout_differs_by_rank = self.shares > 1 and self.hidden_dropout > 0.0
         return not dropout_differs_by_rank
@@ -185,43 +212,49 @@ class TransformerLayer(TokenShares):
 def _sequential(block: TransformerLayer, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
     """Add attention, then the MLP of that sum."""
     norms = block.norms
-    attended = block.attention(norms.before_attention(x), context)
-    x = x + block.contribution(norms.after_attention(attended))
-    output, aux = block.mlp(norms.before_mlp(x), context)
-    return x + block.contribution(norms.after_mlp(output)), aux
+    attended = block.attention(block.normalise(norms.before_attention, x), context)
+    x = x + block.contribution(block.normalise(norms.after_attention, attended))
+    output, aux = block.feed_forward(x, context, norms.before_mlp, norms.after_mlp)
+    return x + block.contribution(output), aux
 
 
 def _parallel(block: TransformerLayer, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
     """Add attention and MLP of the same hidden states, each with a norm of its own."""
     norms = block.norms
-    return _add_both(block, x, norms.before_attention(x), norms.before_mlp(x), context)
+    normalised = block.normalise(norms.before_attention, x)
+    if block.reduces_once():
+        return _add_both_at_once(block, x, normalised, norms.before_mlp(x), context)
+    attended = block.contribution(block.attention(normalised, context))
+    output, aux = block.feed_forward(x, context, norms.before_mlp, identity)
+    return x + attended + block.contribution(output), aux
 
 
 def _parallel_one_norm(block: TransformerLayer, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
     """Add attention and MLP of the same normalised hidden states."""
-    normalised = block.norms.before_attention(x)
-    return _add_both(block, x, normalised, normalised, context)
+    normalised = block.normalise(block.norms.before_attention, x)
+    if block.reduces_once():
+        return _add_both_at_once(block, x, normalised, normalised, context)
+    attended = block.contribution(block.attention(normalised, context))
+    output, aux = block.feed_forward(normalised, context, identity, identity)
+    return x + attended + block.contribution(output), aux
 
 
-def _add_both(
+def _add_both_at_once(
     block: TransformerLayer, x: Tensor, for_attention: Tensor, for_mlp: Tensor, context: BlockContext
 ) -> tuple[Tensor, Aux]:
-    if block.reduces_once():
-        attention_summand = block.attention.summand(for_attention, context)
-        mlp_summand, aux = block.mlp.summand(for_mlp, context)
-        return x + block.reduced_together(attention_summand, mlp_summand), aux
-    attended = block.contribution(block.attention(for_attention, context))
-    output, aux = block.mlp(for_mlp, context)
-    return x + attended + block.contribution(output), aux
+    """Add what attention and MLP of normalised hidden states give, reduced over tensor ranks together."""
+    attention_summand = block.attention.summand(for_attention, context)
+    mlp_summand, aux = block.mlp.summand(for_mlp, context)
+    return x + block.reduced_together(attention_summand, mlp_summand), aux
 
 
 def _post_norm(block: TransformerLayer, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
     """Normalise each sum, as BERT does."""
     norms = block.norms
     attended = block.attention(norms.before_attention(x), context)
-    x = norms.after_attention(x + block.contribution(attended))
-    output, aux = block.mlp(norms.before_mlp(x), context)
-    return norms.after_mlp(x + block.contribution(output)), aux
+    x = block.normalise(norms.after_attention, x + block.contribution(attended))
+    output, aux = block.feed_forward(x, context, norms.before_mlp, identity)
+    return block.normalise(norms.after_mlp, x + block.contribution(output)), aux
 
 
 ResidualRule = Callable[[TransformerLayer, Tensor, BlockContext], tuple[Tensor, Aux]]

@@ -7,13 +7,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from neox.architecture import ADAPTER, BLOCK_OFFSET, GATED_KINDS
+from neox.architecture import ADAPTER, BLOCK_OFFSET, GATED_KINDS, Architecture, LayerEntry
+from neox.config.neox_config import NeoXConfig
 from neox.log import get_logger
 from neox.model.block import Block, TransformerLayer
 from neox.model.embedding import Embedding, FinalNorm, Head
 from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import InitialWeights
+from neox.model.score_head import ScoreHead
 from neox.model.soft_prompt import SoftPrompt
 from neox.ops import AttentionImpl
 from neox.parallel import (
@@ -65,26 +67,34 @@ def build_layer(
         divide_tokens(layer)
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)
-    elif entry.kind == "masked_lm_head":
-        layer = MaskedLMHead(network, vocab, grid, **options)
-    elif entry.kind == "sentence_head":
-        layer = SentenceHead(network, **options)
-    elif entry.tied_to is not None:
+    elif entry.tied_to is not None and entry.kind == "head":
         return nn.Identity()  # the embedding is the head
     else:
-        parallelism = plan.config.model.output_layer_parallelism
-        layer = Head(
-            network.hidden_size,
-            vocab,
-            grid,
-            parallelism=parallelism,
-            bias=network.head_bias,
-            softcap=network.logit_softcap,
-            **options,
-        )
+        layer = _head(plan, entry, grid, options)
     if device is None or torch.device(device).type != "meta":
         initialize(layer, plan, index, grid)
     return layer
+
+
+def _head(plan: RunPlan, entry: LayerEntry, grid: ParallelGrid, options: TensorOptions) -> nn.Module:
+    """Build the head of logits, scores, masked tokens or sentences."""
+    network = plan.architecture
+    vocab = plan.layers.padded_vocab_size
+    if entry.kind == "masked_lm_head":
+        return MaskedLMHead(network, vocab, grid, **options)
+    if entry.kind == "sentence_head":
+        return SentenceHead(network, **options)
+    if entry.kind == "score_head":
+        return ScoreHead(network.hidden_size, grid, **options)
+    return Head(
+        network.hidden_size,
+        vocab,
+        grid,
+        parallelism=plan.config.model.output_layer_parallelism,
+        bias=network.head_bias,
+        softcap=network.logit_softcap,
+        **options,
+    )
 
 
 def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOptions) -> Block:
@@ -100,6 +110,7 @@ def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOption
         attention_dropout=training.attention_dropout,
         hidden_dropout=training.hidden_dropout,
         layer_scaling=plan.config.model.apply_query_key_layer_scaling,
+        tile_size=training.mlp_tile_size,
         **options,
     )
     part = training.recomputed_part(number)
@@ -124,24 +135,30 @@ def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
 
 def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) -> None:
     """Give a layer its initial weights, the same full tensors under every layout of ranks."""
-    model = plan.config.model
-    optimizer = plan.config.optimizer
-    hidden = plan.architecture.hidden_size
+    settings = initial_weights(plan.config, plan.architecture)
+    settings = replace(settings, on_device=plan.layers.numel >= DRAWN_ON_DEVICE)
+    settings.fill(layer, plan.layers[index], grid)
+
+
+def initial_weights(config: NeoXConfig, architecture: Architecture) -> InitialWeights:
+    """Return how a configuration's weights are drawn, on the CPU."""
+    model = config.model
+    optimizer = config.optimizer
+    hidden = architecture.hidden_size
     settings = InitialWeights(
-        seed=plan.config.training.seed,
+        seed=config.training.seed,
         init_method=model.init_method,
         output_layer_init_method=model.output_layer_init_method,
         std=model.init_method_std,
-        layers=plan.architecture.num_layers,
+        layers=architecture.num_layers,
         hidden=hidden,
         width_multiplier=optimizer.width_multiplier(hidden),
-        on_device=plan.layers.numel >= DRAWN_ON_DEVICE,
     )
     if optimizer.use_mup:
         settings = replace(settings, scale=optimizer.mup_init_scale)
     if model.soft_prompt_tuning:
         settings = replace(settings, prompt_range=model.soft_prompt_tuning.init_range)
-    settings.fill(layer, plan.layers[index], grid)
+    return settings
 
 
 def _attention_impl(plan: RunPlan, block: int) -> AttentionImpl:

@@ -15,21 +15,39 @@ from torch import Tensor
 from neox.architecture import Architecture
 from neox.errors import NeoXError
 from neox.ops import VisiblePairs, blocked_attention, explicit_attention, masked_bias, window_rule
-from neox.parallel import ParallelGrid
+
+
+class CacheForm(NamedTuple):
+    """What one block keeps on this rank.
+
+    Attributes:
+        tokens: Most tokens that it has to keep; None for all.
+        heads: Number of heads of keys and values.
+        width: Width of a head's keys.
+        value_width: Number of leading dimensions of keys that are the values, too; 0 if values are kept next to keys
+            and are as wide.
+    """
+
+    tokens: int | None
+    heads: int
+    width: int
+    value_width: int = 0
 
 
 class SlotStore(NamedTuple):
-    """Memory of the blocks of a cache that keep equally many tokens.
+    """Memory of the blocks of a cache that keep the same of equally many tokens.
 
     Attributes:
         blocks: Numbers of the blocks on this rank.
-        pairs: Their keys and values, [L, B, K, 2, T, D].
+        pairs: Their keys and values, [L, B, K, 2, T, D], or only keys, [L, B, K, 1, T, D].
+        value_width: That of their `CacheForm`.
         is_ring: Whether a token goes to the slot of its index modulo T, in place of the token that leaves the window.
             Otherwise it goes to the slot of its index.
     """
 
     blocks: tuple[int, ...]
     pairs: Tensor
+    value_width: int
     is_ring: bool
 
     @property
@@ -45,18 +63,19 @@ class KVCache:
 
     Args:
         architecture: The network.
-        grid: Process groups.
-        windows: For each block on this rank, the most tokens that it has to keep; None for all.
+        forms: What each block on this rank keeps.
         batch: Number of sequences.
         max_length: Most tokens of a sequence, without a soft prompt.
         device: Device of the cache.
         dtype: Type of keys and values.
 
     Attributes:
-        stores: The memory, one tensor for all blocks that keep equally many tokens.
+        stores: The memory, one tensor for all blocks that keep the same of equally many tokens.
         batch: Number of sequences.
         device: Device of the cache.
         max_length: Most tokens of a sequence, T.
+        longest: Most tokens that the caller means to read, at most T. Positions whose frequencies depend on the length
+            of the sequence take this one.
         length: Number of tokens that were read.
         start: Index of the first token of each row, [B], if rows are padded on the left; positions count from there.
             None if all rows begin at 0.
@@ -65,8 +84,7 @@ class KVCache:
     def __init__(
         self,
         architecture: Architecture,
-        grid: ParallelGrid,
-        windows: Sequence[int | None],
+        forms: Sequence[CacheForm],
         batch: int,
         max_length: int,
         device: torch.device | str | None = None,
@@ -77,17 +95,18 @@ class KVCache:
                 "blocks that gate over positions (gmlp, amlp) have no keys and values to keep: generate with the whole "
                 "sequence computed at each step, as the runner does for such a network"
             )
-        heads = architecture.attended_heads // grid.tp_size
         self.max_length = max_length + architecture.soft_prompt_tokens
-        blocks_of: dict[int, list[int]] = {}
-        for number, window in enumerate(windows):
-            slots = self.max_length if window is None else min(window, self.max_length)
-            blocks_of.setdefault(slots, []).append(number)
+        self.longest = self.max_length
+        blocks_of: dict[tuple[int, CacheForm], list[int]] = {}
+        for number, form in enumerate(forms):
+            slots = self.max_length if form.tokens is None else min(form.tokens, self.max_length)
+            blocks_of.setdefault((slots, form), []).append(number)
         self.stores: list[SlotStore] = []
-        for slots, blocks in blocks_of.items():
-            shape = (len(blocks), batch, heads, 2, slots, architecture.head_dim)
-            pairs = torch.zeros(shape, device=device, dtype=dtype)
-            self.stores.append(SlotStore(tuple(blocks), pairs, is_ring=slots < self.max_length))
+        for (slots, form), blocks in blocks_of.items():
+            kept = 1 if form.value_width else 2
+            pairs = torch.zeros((len(blocks), batch, form.heads, kept, slots, form.width), device=device, dtype=dtype)
+            store = SlotStore(tuple(blocks), pairs, form.value_width, is_ring=slots < self.max_length)
+            self.stores.append(store)
         self.batch = batch
         self.device = torch.device(device or "cpu")
         self.length = 0
@@ -131,7 +150,7 @@ class KVCache:
         positions = self._positions(torch.arange(end, device=self.device))
         # Views of all layers at once: layer by layer they would cost a fifth of a small model's step.
         new = store.pairs.narrow(4, self.length, new_tokens).unbind(0)
-        keys, values = store.pairs.narrow(4, 0, end).unbind(3)
+        keys, values = keys_and_values(store.pairs.narrow(4, 0, end), store.value_width)
         return [
             LayerCache(n, k, v, mask, causal, positions)
             for n, k, v in zip(new, keys.unbind(0), values.unbind(0), strict=True)
@@ -187,11 +206,20 @@ class KVCache:
         return ((allowed & seen.unsqueeze(1)) | itself).unsqueeze(1), False
 
 
+def keys_and_values(pairs: Tensor, value_width: int) -> tuple[Tensor, Tensor]:
+    """Return views of keys and values [..., T, D] of a part [..., 2 or 1, T, D] of a store."""
+    if value_width:
+        keys = pairs.squeeze(-3)
+        return keys, keys[..., :value_width]
+    keys, values = pairs.unbind(-3)
+    return keys, values
+
+
 class LayerCache(NamedTuple):
     """One layer's part of a KVCache during one forward pass.
 
     Attributes:
-        new: View [B, K, 2, S, D] of the slots of the new tokens.
+        new: View [B, K, 2 or 1, S, D] of the slots of the new tokens.
         keys: View [B, K, length + S, D] of all keys, those of the new tokens included.
         values: View [B, K, length + S, D] of all values.
         mask: Pairs (query, key) that see each other, bool [B or 1, 1, S, length + S]; all (earlier) ones if None.
@@ -210,7 +238,7 @@ class LayerCache(NamedTuple):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         scale: float,
         pairs: Tensor | None = None,
         bias: Tensor | None = None,
@@ -223,7 +251,7 @@ class LayerCache(NamedTuple):
         Args:
             q: Queries.
             k: New keys.
-            v: New values.
+            v: New values; None if keys contain them.
             scale: Factor of the scores.
             pairs: Pairs that the kind of attention allows, bool [B or 1, N or 1, S, length + S], causal.
             bias: Summand of the scaled scores, [1, N, S, length + S], with -inf for later keys.
@@ -236,7 +264,8 @@ class LayerCache(NamedTuple):
         if bias is not None:
             mask = masked_bias(bias, mask)
         self.new[:, :, 0] = k.transpose(1, 2)
-        self.new[:, :, 1] = v.transpose(1, 2)
+        if v is not None:
+            self.new[:, :, 1] = v.transpose(1, 2)
         if softcap or sinks is not None:
             if mask is None and self.causal:
                 pairs_of_prompt = torch.ones(q.shape[1], self.keys.shape[2], dtype=torch.bool, device=q.device)
@@ -277,7 +306,7 @@ class RingLayer(NamedTuple):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         scale: float,
         pairs: Tensor | None = None,
         bias: Tensor | None = None,
@@ -290,13 +319,14 @@ class RingLayer(NamedTuple):
         Args:
             q: Queries.
             k: New keys.
-            v: New values.
+            v: New values. Blocks whose keys contain them have no window.
             scale: Factor of the scores.
             pairs: Always None: the window follows from the slots.
             bias: Always None: blocks whose scores have a bias, a bound or sinks keep all tokens.
             softcap: Always 0.
             sinks: Always None.
         """
+        assert v is not None
         assert pairs is None
         assert bias is None
         assert softcap == 0.0

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.model.cache import KVCache, LayerCache, RingLayer, held_indices
+from neox.model.cache import KVCache, LayerCache, RingLayer, held_indices, keys_and_values
 from neox.ops import explicit_attention, masked_bias
 
 
@@ -26,6 +26,7 @@ class CacheStep:
 
     Attributes:
         slot: Index of the next token, [1].
+        longest: Most tokens that the caller means to read.
         begun: Whether there are earlier tokens: always.
     """
 
@@ -35,6 +36,7 @@ class CacheStep:
         """Continue behind what the cache holds now."""
         self.stores = tuple(cache.stores)
         self.start = cache.start
+        self.longest = cache.longest
         self.slots = torch.arange(cache.max_length, device=cache.device)
         self.slot = torch.full((1,), cache.length, device=cache.device)
 
@@ -67,7 +69,7 @@ class CacheStep:
             if not store.is_ring:
                 positions = self._positions(indices)
             for number, pairs in zip(store.blocks, store.pairs.unbind(0), strict=True):
-                by_number[number] = StepLayer(pairs, slot, unseen, positions)
+                by_number[number] = StepLayer(pairs, slot, unseen, positions, store.value_width)
         return [by_number[number] for number in sorted(by_number)]
 
     def _unseen(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,16 +94,18 @@ class StepLayer(NamedTuple):
     """One layer's part of a `CacheStep`.
 
     Attributes:
-        pairs: Keys and values of all slots, [B, K, 2, T, D].
+        pairs: Keys and values of all slots, [B, K, 2, T, D], or only keys, [B, K, 1, T, D].
         slot: Index of the new token's slot, [1].
         unseen: Summand of scores: -inf for slots that are empty or padding, else 0, [B or 1, 1, 1, T].
         positions: Positions of all slots, [T] or [B, T]; None if they hold only a window, which the block sees whole.
+        value_width: Number of leading dimensions of keys that are the values, too; 0 if values are next to keys.
     """
 
     pairs: Tensor
     slot: Tensor
     unseen: Tensor
     positions: Tensor | None
+    value_width: int = 0
 
     @property
     def keys(self) -> Tensor:
@@ -112,7 +116,7 @@ class StepLayer(NamedTuple):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         scale: float,
         pairs: Tensor | None = None,
         bias: Tensor | None = None,
@@ -125,7 +129,7 @@ class StepLayer(NamedTuple):
         Args:
             q: Queries.
             k: New keys.
-            v: New values.
+            v: New values; None if keys contain them.
             scale: Factor of the scores.
             pairs: Pairs that the kind of attention allows, bool [B or 1, N or 1, 1, T].
             bias: Summand of the scaled scores, [1, N, 1, T].
@@ -134,22 +138,21 @@ class StepLayer(NamedTuple):
         """
         batch, _, heads, width = q.shape
         groups = k.shape[2]
-        self.pairs.index_copy_(3, self.slot, torch.stack((k, v), dim=2).permute(0, 3, 2, 1, 4))
+        new = k.unsqueeze(2) if v is None else torch.stack((k, v), dim=2)
+        self.pairs.index_copy_(3, self.slot, new.permute(0, 3, 2, 1, 4))
         added = self.unseen if bias is None else self.unseen + bias
         added = masked_bias(added, pairs)
         if added.shape[1] > 1:  # one summand for each query's head
             added = added.reshape(added.shape[0], groups, heads // groups, added.shape[-1])
         # Query heads that share a key head become more queries of that head, which every kernel takes.
         grouped = q.reshape(batch, groups, heads // groups, width)
-        values = self.pairs[:, :, 1]
+        keys, values = keys_and_values(self.pairs, self.value_width)
         if softcap or sinks is not None:
             sink_scores = None if sinks is None else sinks.view(groups, heads // groups, 1)
-            out = explicit_attention(
-                grouped, self.keys, values, scale=scale, mask=added, softcap=softcap, sinks=sink_scores
-            )
+            out = explicit_attention(grouped, keys, values, scale=scale, mask=added, softcap=softcap, sinks=sink_scores)
         else:
-            out = F.scaled_dot_product_attention(grouped, self.keys, values, attn_mask=added, scale=scale)
-        return out.reshape(batch, 1, heads, width)
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=added, scale=scale)
+        return out.reshape(batch, 1, heads, -1)
 
 
 CachedLayer = LayerCache | RingLayer | StepLayer

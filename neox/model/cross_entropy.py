@@ -10,7 +10,8 @@ Legend: R tokens, H hidden, V vocabulary, T tensor ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -84,13 +85,10 @@ def head_loss_parts(
     The z-loss is the sum over tokens of token_weight x z_coefficient x log(sum of exp(logits))^2; there is none with a
     coefficient of 0. Other arguments are those of `head_cross_entropy`.
     """
-    if not torch.is_grad_enabled():  # a Function cannot see this, and would compute gradients that nobody needs
-        x = x.detach()
-        weight = weight.detach()
-        if bias is not None:
-            bias = bias.detach()
-    given = (x, weight, bias, labels, token_weights, grid, row, softcap, z_coefficient)
-    return LossParts(*_HeadCrossEntropy.apply(*given))
+    weights, largest = normalized_weights(token_weights)
+    loss = _CrossEntropy(labels, weights, z_coefficient, grid)
+    trained, parts = head_loss(x, weight, loss, largest, grid, bias=bias, row=row, softcap=softcap)
+    return LossParts(trained, *parts.unbind())
 
 
 @torch.no_grad()
@@ -178,44 +176,129 @@ def _z_loss(log_sums: Tensor, weights: Tensor, coefficient: float) -> tuple[Tens
     return loss, weights * (1.0 + 2.0 * coefficient * log_sums)
 
 
-class _HeadCrossEntropy(torch.autograd.Function):
+class ChunkLoss(Protocol):
+    """A loss of the logits of a chunk of tokens, with its gradient.
+
+    Attributes:
+        factors: Factor of each part in the trained loss.
+    """
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Return the factors."""
+        ...
+
+    def __call__(
+        self, logits: Tensor, here: slice, first_column: int, *, needs_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the parts of the loss in fp32 [parts], and the gradient of the trained loss by the logits.
+
+        Args:
+            logits: This rank's logits of the chunk [r, V/T], which may be overwritten.
+            here: The chunk's tokens among all.
+            first_column: Id that the first column stands for.
+            needs_gradient: Whether the gradient is needed.
+        """
+
+
+@dataclass(frozen=True)
+class _CrossEntropy:
+    """Cross entropy and z-loss of chunks, the loss of `head_loss_parts`.
+
+    Attributes:
+        labels: Ids of the whole vocabulary [R].
+        weights: Weights of the tokens [R].
+        z_coefficient: Factor of the z-loss.
+        grid: Process groups.
+    """
+
+    factors = (1.0, 1.0)
+
+    labels: Tensor
+    weights: Tensor
+    z_coefficient: float
+    grid: ParallelGrid
+
+    def __call__(
+        self, logits: Tensor, here: slice, first_column: int, *, needs_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return cross entropy and z-loss of a chunk, and the gradient of their sum."""
+        labels = self.labels[here] - first_column
+        weights = self.weights[here]
+        log_sums, picked = _scores_over_ranks(logits, labels, self.grid)
+        cross_entropy = ((log_sums - picked) * weights).sum()
+        z_loss, softmax_weights = _z_loss(log_sums, weights, self.z_coefficient)
+        gradient = None
+        if needs_gradient:
+            gradient = logits_gradient(logits, log_sums, labels, weights, softmax_weights)
+        return torch.stack((cross_entropy, z_loss)), gradient
+
+
+def normalized_weights(token_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights of tokens divided by the largest one in fp32, and that one.
+
+    The weights of a mean are tiny, and a loss scale comes only in the backward pass. In fp16 the gradients of single
+    logits would vanish. So the largest weight is multiplied in at the end.
+    """
+    weights = token_weights.float()
+    largest = weights.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return weights / largest, largest
+
+
+def head_loss(
+    x: Tensor,
+    weight: Tensor,
+    loss: ChunkLoss,
+    scale: Tensor,
+    grid: ParallelGrid,
+    *,
+    bias: Tensor | None = None,
+    row: bool = False,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return scale x loss of all tokens, which has a gradient, and its parts [parts] without their factors.
+
+    Other arguments are those of `head_cross_entropy`.
+    """
+    if not torch.is_grad_enabled():  # a Function cannot see this, and would compute gradients that nobody needs
+        x = x.detach()
+        weight = weight.detach()
+        if bias is not None:
+            bias = bias.detach()
+    trained, parts = _HeadLoss.apply(x, weight, bias, loss, scale, grid, row, softcap)
+    return trained, parts
+
+
+class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: Tensor,
-        token_weights: Tensor,
+        loss: ChunkLoss,
+        scale: Tensor,
         grid: ParallelGrid,
         row: bool,
         softcap: float,
-        z_coefficient: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_gradient = needs_x or needs_weight or needs_bias
         grad_x = torch.empty_like(x) if needs_x else None
         # Sums over chunks are fp32: bf16 would lose bits.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grad_bias = None
         if bias is not None and needs_bias:
             grad_bias = torch.zeros_like(bias, dtype=torch.float32)
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
-        total_z = torch.zeros((), dtype=torch.float32, device=x.device)
-        # The weights of a mean are tiny, and a loss scale comes only in the backward pass. In fp16 the gradients of
-        # single logits would vanish. So weights are divided by the largest one, which is multiplied in at the end.
-        largest = token_weights.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-        token_weights = token_weights.float() / largest
-        labels = labels - _first_column(weight, grid, row=row)
+        total = torch.zeros(len(loss.factors), dtype=torch.float32, device=x.device)
+        first_column = _first_column(weight, grid, row=row)
         for here in _chunks(x, weight):
             logits = _logits(x[here], weight, bias, grid, row=row)
             logits, slope = _bounded(logits, softcap)
-            log_sums, picked = _scores_over_ranks(logits, labels[here], grid)
-            total += ((log_sums - picked) * token_weights[here]).sum()
-            z_loss, softmax_weights = _z_loss(log_sums, token_weights[here], z_coefficient)
-            total_z += z_loss
-            if not (needs_x or needs_weight or needs_bias):
+            parts, grad = loss(logits, here, first_column, needs_gradient=needs_gradient)
+            total += parts
+            if grad is None:
                 continue
-            grad = logits_gradient(logits, log_sums, labels[here], token_weights[here], softmax_weights)
             if slope is not None:
                 grad *= slope
             if grad_bias is not None:
@@ -227,24 +310,24 @@ class _HeadCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 add_product(grad_weight, grad, x[here])
         ctx.gradients = (grad_x, grad_weight, grad_bias)
-        ctx.largest = largest
+        ctx.scale = scale
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        cross_entropy = total * largest
-        total_z *= largest
-        ctx.mark_non_differentiable(cross_entropy, total_z)
-        return cross_entropy + total_z, cross_entropy, total_z
+        total *= scale
+        ctx.mark_non_differentiable(total)
+        trained = (total * total.new_tensor(loss.factors)).sum()
+        return trained, total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.gradients is not None, "a second backward pass: the first one has used the gradients up"
         grad_x, grad_weight, grad_bias = ctx.gradients
         ctx.gradients = None
-        scale = grad * ctx.largest
+        scale = grad * ctx.scale
         type_x, type_weight, type_bias = ctx.dtypes
         grad_x = _scaled(grad_x, scale, type_x)
         grad_weight = _scaled(grad_weight, scale, type_weight)
         grad_bias = _scaled(grad_bias, scale, type_bias)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _scaled(part: Tensor | None, scale: Tensor, dtype: torch.dtype | None) -> Tensor | None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from neox.architecture import Architecture
 from neox.model.block import build_norm
-from neox.model.cross_entropy import LossParts, head_log_probs, head_loss_parts
+from neox.model.cross_entropy import LossParts, head_log_probs, head_loss, head_loss_parts, normalized_weights
+from neox.model.distillation import Direction, Distillation, TeacherLogits
 from neox.model.positions import POSITIONS
 from neox.ops import linear, softly_capped
 from neox.parallel import (
@@ -79,6 +80,42 @@ class LMHead(NamedTuple):
             row=self.row,
             softcap=self.softcap,
             z_coefficient=z_coefficient,
+        )
+
+    def distillation(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        token_weights: Tensor,
+        teacher: TeacherLogits,
+        *,
+        direction: Direction,
+        temperature: float,
+        share: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of divergence and cross entropy, and both [2]; see `neox.model.distillation`.
+
+        Args:
+            hidden: Hidden states [B, S, H].
+            labels: Ids of the vocabulary [B, S].
+            token_weights: Weights of the tokens [B, S].
+            teacher: Logits of the teacher, [B, S, K] each.
+            direction: Direction of the divergence.
+            temperature: Temperature of both distributions.
+            share: Factor of the divergence; that of the cross entropy is the rest up to 1.
+        """
+        weights, largest = normalized_weights(token_weights.flatten())
+        flat = TeacherLogits(teacher.ids.flatten(0, 1), teacher.logits.flatten(0, 1))
+        loss = Distillation(flat, labels.flatten(), weights, direction, temperature, share, self.grid)
+        return head_loss(
+            self._input(hidden),
+            self.weight,
+            loss,
+            largest,
+            self.grid,
+            bias=self.bias,
+            row=self.row,
+            softcap=self.softcap,
         )
 
     def log_probs(self, hidden: Tensor, labels: Tensor) -> Tensor:

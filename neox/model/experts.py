@@ -61,6 +61,7 @@ class Router(nn.Module):
         **options: Device and type of the weight.
 
     Attributes:
+        bias: Number of each expert that is added to its logits; None for none.
         selection_bias: Number of each expert that is added to its scores for the choice; None for none.
         counts: Tokens of each expert since the last update of the bias [E]; None without a bias.
     """
@@ -71,6 +72,9 @@ class Router(nn.Module):
         super().__init__()
         self.network = network
         self.weight = nn.Parameter(torch.empty(network.num_experts, network.hidden_size, **options))
+        self.bias: nn.Parameter | None = None
+        if network.router_logit_bias:
+            self.bias = nn.Parameter(torch.empty(network.num_experts, **options))
         self.selection_bias: nn.Parameter | None = None
         counts = None
         if network.router_bias:
@@ -96,6 +100,8 @@ class Router(nn.Module):
         if self.training and jitter:
             x = x * torch.empty_like(x).uniform_(1.0 - jitter, 1.0 + jitter)
         logits = linear(x, self.weight.float())
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         routes = route(logits, self.network, bias=self.selection_bias, training=self.training, experts=experts)
         is_first_pass = experts is None
         if self.counts is not None and self.training and is_first_pass:
@@ -104,31 +110,53 @@ class Router(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """A product of each expert on this rank: weight [E/P, O, I]. Sorted rows [R, I] -> [R, O].
+    """A product of each expert on this rank: weight [E/P, O, I], bias [E/P, O]. Sorted rows [R, I] -> [R, O].
 
     Args:
         experts: Number of experts E over all ranks that divide them.
         outputs: Output features on this tensor rank.
         inputs: Input features on this tensor rank.
         grid: Process groups.
+        bias: Whether a bias is added.
+        is_summand: Whether tensor ranks add up their results. Then each has the same bias and adds its share of it.
         **options: Device and type of the weight.
     """
 
     def __init__(
-        self, experts: int, outputs: int, inputs: int, grid: ParallelGrid, **options: Unpack[TensorOptions]
+        self,
+        experts: int,
+        outputs: int,
+        inputs: int,
+        grid: ParallelGrid,
+        *,
+        bias: bool,
+        is_summand: bool,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         here = shard_size(experts, grid.ep_size, "number of experts")
         weight = nn.Parameter(torch.empty(here, outputs, inputs, **options))
         self.weight = mark_divided_experts(mark_split(weight, grid.tp_size > 1), grid)
+        self.grid = grid
+        self.is_summand = is_summand
+        self.bias: nn.Parameter | None = None
+        if bias:
+            biases = nn.Parameter(torch.empty(here, outputs, **options))
+            self.bias = mark_divided_experts(mark_split(biases, grid.tp_size > 1 and not is_summand), grid)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Multiply; `counts` [E] is the number of rows of each expert."""
-        return grouped_linear(rows, self.weight, counts)
+        product = grouped_linear(rows, self.weight, counts)
+        if self.bias is None:
+            return product
+        bias: Tensor = self.bias
+        if self.is_summand and self.grid.tp_size > 1:
+            bias = copy_to_tensor_ranks(bias, self.grid) / self.grid.tp_size
+        return product + bias.to(product.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
 
 
 class Experts(nn.Module):
-    """The experts: two products with an activation between, without biases. Inner features are split over tensor ranks.
+    """The experts: two products with an activation between. Inner features are split over tensor ranks.
 
     Args:
         network: The network.
@@ -144,8 +172,9 @@ class Experts(nn.Module):
         factor = ACTIVATION_SPECS[network.activation].width_factor
         self.grid = grid
         self.activation = ACTIVATIONS[network.activation]
-        self.dense_h_to_4h = GroupedLinear(number, factor * width, hidden, grid, **options)
-        self.dense_4h_to_h = GroupedLinear(number, hidden, width, grid, **options)
+        bias = network.expert_bias
+        self.dense_h_to_4h = GroupedLinear(number, factor * width, hidden, grid, bias=bias, is_summand=False, **options)
+        self.dense_4h_to_h = GroupedLinear(number, hidden, width, grid, bias=bias, is_summand=True, **options)
 
     def forward(self, x: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
         """Return this tensor rank's summand of the experts' weighted outputs [N, H].

@@ -128,13 +128,21 @@ class InitialWeights:
             elif spec.init == "zeros":
                 target.fill_(0.0)
             else:
-                full = self._drawn(spec, entry, target)
+                full = self.full(spec, entry, target.device)
+                if self._is_scaled(spec, entry):
+                    mark_lr_factor(target, 1.0 / self.width_multiplier)
                 target.copy_(own_experts(shard(full, spec, grid.tp_rank, grid.tp_size), target))
         reset_buffers(layer)
 
-    def _drawn(self, spec: ParameterSpec, entry: LayerEntry, target: nn.Parameter) -> Tensor:
-        """Return the full tensor of a parameter; marks `target` if its learning rate has a factor."""
-        generator = torch.Generator(target.device if self.on_device else "cpu")
+    def full(self, spec: ParameterSpec, entry: LayerEntry, device: torch.device | None = None) -> Tensor:
+        """Return the full tensor of a parameter that is drawn.
+
+        Args:
+            spec: The parameter.
+            entry: Its layer.
+            device: Device of the parameter, for weights that are drawn there.
+        """
+        generator = torch.Generator(device if self.on_device and device is not None else "cpu")
         seeded = ("weights", spec.shared_with or entry.index, spec.name)
         generator.manual_seed(derive_seed(self.seed, *seeded))
         if spec.init == "prompt":
@@ -147,12 +155,15 @@ class InitialWeights:
                 full[expert] = self._weight(spec, spec.shape[1:], generator)
         else:
             full = self._weight(spec, spec.shape, generator)
-        if self.width_multiplier != 1.0 and entry.is_hidden(spec):
+        if self._is_scaled(spec, entry):
             full *= self.width_multiplier**-0.5
-            mark_lr_factor(target, 1.0 / self.width_multiplier)
         if self.scale != 1.0:
             full *= self.scale
         return full
+
+    def _is_scaled(self, spec: ParameterSpec, entry: LayerEntry) -> bool:
+        """Return whether muP scales a parameter's deviation and learning rate."""
+        return self.width_multiplier != 1.0 and entry.is_hidden(spec)
 
     def _weight(self, spec: ParameterSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draw a weight of a shape by the method of its parameter."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neox.architecture import Architecture
+from neox.architecture import ROPE_SCALINGS, Architecture
 from neox.ops import alibi_slopes, relative_buckets, rotary_factor, rotary_inv_freq, rotary_tables, rotate
 from neox.parallel import ParallelGrid, mark_split
 
@@ -28,14 +28,23 @@ class PositionEncoding(nn.Module):
 
     Attributes:
         name: Name of the module inside the attention, as in gpt-neox's checkpoints.
+        by_length: Whether tables depend on the lengths of sequences.
     """
 
     name: str
+    by_length = False
 
     def reset(self) -> None:
         """Compute the buffers again, after a module made on the meta device got memory."""
 
-    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None) -> Tables:
+    def tables(
+        self,
+        positions: Tensor,
+        keys: int,
+        dtype: torch.dtype,
+        slots: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tables:
         """Return what `forward` and `score_bias` need, computed once for all blocks.
 
         Args:
@@ -43,6 +52,8 @@ class PositionEncoding(nn.Module):
             keys: Number of keys, T.
             dtype: Type of the hidden states.
             slots: Indices of the new tokens among the keys, [S]; the last ones if None.
+            lengths: Length of the sequence that each new token is in, [1] or [B, S], for encodings `by_length`; T if
+                None.
         """
         raise NotImplementedError
 
@@ -56,7 +67,10 @@ class PositionEncoding(nn.Module):
 
 
 class RotaryEmbedding(PositionEncoding):
-    """Rotary positions (RoFormer, arXiv:2104.09864). Holds the buffer `inv_freq` [R/2], fp32, as NeoX's files do."""
+    """Rotary positions (RoFormer, arXiv:2104.09864). Holds the buffer `inv_freq` [R/2], fp32, as NeoX's files do.
+
+    With a scaling `by_length` the buffer has the frequencies of short sequences.
+    """
 
     name = "rotary_emb"
     inv_freq: Tensor
@@ -69,15 +83,28 @@ class RotaryEmbedding(PositionEncoding):
         self.base = architecture.rotary_base
         self.scaling = dict(architecture.rope_scaling)
         self.factor = rotary_factor(self.scaling)
+        self.by_length = ROPE_SCALINGS[self.scaling.get("rope_type", "default")].by_length
         self.register_buffer("inv_freq", rotary_inv_freq(self.rotary_ndims, self.base, device, self.scaling))
 
     def reset(self) -> None:
         """Compute the buffer again, after a module made on the meta device got memory."""
         self.inv_freq.copy_(rotary_inv_freq(self.rotary_ndims, self.base, self.inv_freq.device, self.scaling))
 
-    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None) -> Tables:
+    def tables(
+        self,
+        positions: Tensor,
+        keys: int,
+        dtype: torch.dtype,
+        slots: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tables:
         """Return cosines and sines for positions [S] or [B, S]: [S, 1, 1, R] or [B, S, 1, 1, R]."""
-        cos, sin = rotary_tables(self.inv_freq, positions, dtype, self.factor)
+        inv_freq = self.inv_freq
+        if self.by_length:
+            if lengths is None:
+                lengths = torch.full((1,), keys, device=positions.device)
+            inv_freq = rotary_inv_freq(self.rotary_ndims, self.base, positions.device, self.scaling, lengths)
+        cos, sin = rotary_tables(inv_freq, positions, dtype, self.factor)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 
     def forward(self, queries_keys: Tensor, tables: Tables) -> Tensor:
@@ -110,7 +137,14 @@ class AlibiEmbedding(PositionEncoding):
         """Compute the buffer again, after a module made on the meta device got memory."""
         self.slopes.copy_(self._slopes_here(self.slopes.device))
 
-    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None) -> Tables:
+    def tables(
+        self,
+        positions: Tensor,
+        keys: int,
+        dtype: torch.dtype,
+        slots: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tables:
         """Return the bias [1, N, S, T] itself."""
         distance = _distances(positions, keys, slots)
         bias = self.slopes.float().view(1, -1, 1, 1) * -distance
@@ -144,7 +178,14 @@ class RelativePositions(PositionEncoding):
         shape = (self.buckets, architecture.num_attention_heads // grid.tp_size)
         self.weight = mark_split(nn.Parameter(torch.empty(shape, device=device, dtype=dtype)), grid.tp_size > 1)
 
-    def tables(self, positions: Tensor, keys: int, dtype: torch.dtype, slots: Tensor | None = None) -> Tables:
+    def tables(
+        self,
+        positions: Tensor,
+        keys: int,
+        dtype: torch.dtype,
+        slots: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tables:
         """Return each pair's bucket and whether its key is later, [S, T] each."""
         distance = _distances(positions, keys, slots)
         buckets = relative_buckets(distance.clamp(min=0), self.buckets, self.max_distance)

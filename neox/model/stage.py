@@ -22,6 +22,7 @@ from neox.model.embedding import Embedding, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead, encoder_head
 from neox.model.positions import Tables
 from neox.model.recomputation import Recomputation
+from neox.model.score_head import ScoreHead
 from neox.model.soft_prompt import SoftPrompt
 from neox.ops import unpadded_keys
 from neox.parallel import ParallelGrid, context_indices, gather_tokens
@@ -104,7 +105,7 @@ class Stage:
     @property
     def head(self) -> LMHead:
         """The head, on the stage that holds it. ZeRO 3 gathers its weight where it is read: inside a forward pass."""
-        if isinstance(self._head, Head):
+        if isinstance(self._head, Head | ScoreHead):
             return self._head.head
         assert self._words is not None, "the stage of a tied head holds its weight"
         if isinstance(self._head, MaskedLMHead):
@@ -120,13 +121,8 @@ class Stage:
             device: Device of the cache.
             dtype: Type of hidden states.
         """
-        windows: list[int | None] = []
-        for block in self.blocks:
-            window = None
-            if isinstance(block, TransformerLayer):
-                window = block.attention.cached_tokens
-            windows.append(window)
-        return KVCache(self.architecture, self.grid, windows, batch, max_length, device=device, dtype=dtype)
+        forms = [block.attention.cache_form for block in self.blocks if isinstance(block, TransformerLayer)]
+        return KVCache(self.architecture, forms, batch, max_length, device=device, dtype=dtype)
 
 
 class StagePart:
@@ -280,7 +276,10 @@ class StagePart:
             positions = torch.arange(keys, device=positions.device)  # this rank scores all tokens of some heads
         elif context.divided:
             slots = context_indices(keys, self.grid, positions.device)
-        return attention.position_tables(positions, keys, dtype, slots)
+        lengths = None
+        if attention.encoding is not None and attention.encoding.by_length:
+            lengths = sequence_lengths(keys, positions.device, context, self.grid)
+        return attention.position_tables(positions, keys, dtype, slots, lengths)
 
     def _block_masks(self, length: int, device: torch.device, context: Context) -> dict[str, BlockMask]:
         """Return the blocks of pairs for each kind of attention that computes them so, for rows of `length` tokens."""
@@ -307,6 +306,29 @@ def token_positions(length: int, device: torch.device, context: Context, grid: P
     if context.document_starts is None:
         return slots
     return slots - context.document_starts[:, slots]
+
+
+def sequence_lengths(keys: int, device: torch.device, context: Context, grid: ParallelGrid) -> Tensor:
+    """Return the length of the sequence that each new token is in: [1], or [B, S] with documents.
+
+    In generation it is the most tokens that the rows may reach, so that all keys in the cache are rotated alike.
+
+    Args:
+        keys: Number of keys of a row, over all context ranks.
+        device: Device of the tokens.
+        context: What is known of the tokens.
+        grid: Process groups.
+    """
+    if context.cache is not None:
+        return torch.full((1,), context.cache.longest, device=device)
+    starts = context.document_starts
+    if starts is None:
+        return torch.full((1,), keys, device=device)
+    ends = torch.searchsorted(starts, starts, right=True)
+    lengths = ends - starts
+    if context.divided:
+        lengths = lengths[:, context_indices(keys, grid, device)]
+    return lengths
 
 
 def _run(

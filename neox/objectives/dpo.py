@@ -20,8 +20,23 @@ from torch import Tensor
 from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, paired_scores
 
 
+class AgainstReference(PreferenceObjective):
+    """Loss that may compare the model with a reference.
+
+    Attributes:
+        with_reference: Whether batches hold `reference` [B, 2 P].
+    """
+
+    with_reference: bool
+
+    @property
+    def extra_fields(self) -> Sequence[str]:
+        """The reference's log-probabilities, if there is a reference."""
+        return ("reference",) if self.with_reference else ()
+
+
 @dataclass(frozen=True)
-class DPO(PreferenceObjective):
+class DPO(AgainstReference):
     """Mean over pairs of the loss of their margins.
 
     Attributes:
@@ -35,11 +50,6 @@ class DPO(PreferenceObjective):
     kind: Literal["sigmoid", "hinge"] = "sigmoid"
     label_smoothing: float = 0.0
     with_reference: bool = True
-
-    @property
-    def extra_fields(self) -> Sequence[str]:
-        """The reference's log-probabilities, if there is a reference."""
-        return ("reference",) if self.with_reference else ()
 
     def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
         """Return the scores of pairs."""

@@ -8,17 +8,16 @@ The division by the number of tokens is not in the paper; its authors confirmed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from neox.objectives.dpo import log_ratios
-from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, paired_scores
+from neox.objectives.dpo import AgainstReference, log_ratios
+from neox.objectives.preferences import AnswerLogProbs, paired_scores
 
 
 @dataclass(frozen=True)
-class IPO(PreferenceObjective):
+class IPO(AgainstReference):
     """Mean over pairs of the squared distance of their margins from a fixed one.
 
     Attributes:
@@ -28,11 +27,6 @@ class IPO(PreferenceObjective):
 
     beta: float
     with_reference: bool = True
-
-    @property
-    def extra_fields(self) -> Sequence[str]:
-        """The reference's log-probabilities, if there is a reference."""
-        return ("reference",) if self.with_reference else ()
 
     def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
         """Return the scores of pairs."""

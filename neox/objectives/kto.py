@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from neox.objectives.dpo import log_ratios
-from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective
-from neox.parallel import ParallelGrid
+from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, mean_over_ranks
 
 
 @dataclass(frozen=True)
@@ -54,28 +52,20 @@ class KTO(PreferenceObjective):
         good = targets.second_extra.float()
         given = (targets.weights > 0).float()
         own, mismatched = log_ratios(found).unbind(-1)
-        kl = _mean_over_ranks(mismatched.detach(), given, found.grid).clamp(min=0)
+        kl = mean_over_ranks(mismatched.detach(), given, found.grid).clamp(min=0)
         losses_of_good = self.desirable_weight * (1 - torch.sigmoid(self.beta * (own - kl)))
         losses_of_bad = self.undesirable_weight * (1 - torch.sigmoid(self.beta * (kl - own)))
         losses = torch.where(good > 0, losses_of_good, losses_of_bad)
         rewards = self.beta * own.detach()
         log_probs = found.sums[..., 0].detach()
-        chosen = _mean_over_ranks(rewards, given * good, found.grid)
-        rejected = _mean_over_ranks(rewards, given * (1 - good), found.grid)
+        chosen = mean_over_ranks(rewards, given * good, found.grid)
+        rejected = mean_over_ranks(rewards, given * (1 - good), found.grid)
         return [
             (targets.weights * losses).sum(),
             chosen,
             rejected,
             chosen - rejected,
-            _mean_over_ranks(log_probs, given * good, found.grid),
-            _mean_over_ranks(log_probs, given * (1 - good), found.grid),
+            mean_over_ranks(log_probs, given * good, found.grid),
+            mean_over_ranks(log_probs, given * (1 - good), found.grid),
             kl,
         ]
-
-
-def _mean_over_ranks(values: Tensor, given: Tensor, grid: ParallelGrid) -> Tensor:
-    """Return the mean of the values for which `given` is 1, over all data ranks; 0 if there are none."""
-    totals = torch.stack(((values * given).sum(), given.sum()))
-    if grid.dp_size > 1:
-        dist.all_reduce(totals, group=grid.dp_group)
-    return totals[0] / totals[1].clamp(min=1)

@@ -13,11 +13,13 @@ from neox.architecture import block_losses, block_statistics
 from neox.config.sections.preferences import PreferenceConfig
 from neox.model import NetworkOutput
 from neox.objectives.causal_lm import CausalLM
+from neox.objectives.distillation import Distilled
 from neox.objectives.dpo import DPO
 from neox.objectives.ipo import IPO
 from neox.objectives.kto import KTO
 from neox.objectives.masked_lm import MaskedLM
 from neox.objectives.orpo import ORPO
+from neox.objectives.reward import RewardModel
 from neox.objectives.simpo import SimPO
 from neox.plan import RunPlan
 
@@ -121,7 +123,14 @@ def build_objective(plan: RunPlan) -> Objective:
     """Return the objective of a run: preferences, masked language modelling for a bidirectional network, or causal."""
     network = plan.architecture
     objective: Objective = CausalLM(plan.config.training.lm_z_loss)
-    if plan.config.preferences.on_preferences:
+    distillation = plan.config.distillation
+    if distillation.teacher_logits is not None:
+        objective = Distilled(
+            direction=distillation.distillation_divergence,
+            temperature=distillation.distillation_temperature,
+            weight=distillation.distillation_weight,
+        )
+    elif plan.config.preferences.on_preferences:
         objective = _of_preferences(plan.config.preferences)
     elif network.bidirectional:
         objective = MaskedLM(network.sentence_head)
@@ -136,6 +145,8 @@ def _of_preferences(keys: PreferenceConfig) -> Objective:
     """Return the objective of preferences that `train_impl` names."""
     if keys.train_impl == "kto":
         return KTO(keys.kto_beta, keys.kto_desirable_weight, keys.kto_undesirable_weight)
+    if keys.train_impl == "rm":
+        return RewardModel(keys.rm_center_coefficient, keys.z_loss)
     if keys.train_impl == "orpo":
         return ORPO(keys.orpo_beta)
     if keys.train_impl == "simpo":

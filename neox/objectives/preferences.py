@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from neox.data.answers import PER_PAIR
@@ -93,7 +94,7 @@ class PreferenceObjective(ABC):
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tokens, and the positions where their documents start [B, S]."""
-        return {"tokens": batch["tokens"], "document_starts": batch["document_starts"]}
+        return inputs_of_rows(batch)
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the fields of `AnswerTargets`."""
@@ -123,6 +124,11 @@ class PreferenceObjective(ABC):
     @abstractmethod
     def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
         """Return each score as a scalar, the loss first. Only the loss may pass a gradient."""
+
+
+def inputs_of_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the network's inputs for rows of documents: tokens, and where the documents of these start [B, S]."""
+    return {"tokens": batch["tokens"], "document_starts": batch["document_starts"]}
 
 
 @dataclass(frozen=True)
@@ -216,3 +222,11 @@ def paired_scores(losses: Tensor, rewards: Tensor, log_probs: Tensor, weights: T
         rejected_log_probs,
     )
     return [(weights * value).sum() for value in values]
+
+
+def mean_over_ranks(values: Tensor, given: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return the mean of the values for which `given` is 1, over all data ranks; 0 if there are none."""
+    totals = torch.stack(((values * given).sum(), given.sum()))
+    if grid.dp_size > 1:
+        dist.all_reduce(totals, group=grid.dp_group)
+    return totals[0] / totals[1].clamp(min=1)

@@ -38,6 +38,21 @@ def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return apply
 
 
+_SLOPE = 1.702
+_LIMIT = 7.0
+
+
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """Return g sigmoid(1.702 g) (v + 1) for [..., 2W] -> [..., W], the value v within 7, the gate g at most 7.
+
+    gpt-oss, arXiv:2508.10925.
+    """
+    value, gate = x.chunk(2, dim=-1)
+    value = value.clamp(-_LIMIT, _LIMIT)
+    gate = gate.clamp(max=_LIMIT)
+    return gate * torch.sigmoid(gate * _SLOPE) * (value + 1)
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "gelu": gelu,
@@ -53,5 +68,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "reglu": gated(F.relu),
         "glu": gated(torch.sigmoid),
         "bilinear": gated(identity),
+        "clamped_swiglu": clamped_swiglu,
     }
 )

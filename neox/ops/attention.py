@@ -165,7 +165,7 @@ def _attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tenso
     batch, heads, length, dim = q.shape
     groups = heads // k.shape[1]
     k = k.reshape(-1, length, dim)  # [B*K, S, D]
-    v = v.reshape(-1, length, dim)
+    v = v.reshape(-1, length, v.shape[-1])
     q = q.reshape(k.shape[0], groups, length, dim)
     done = []
     for start in range(0, length, QUERY_BLOCK):
@@ -173,7 +173,7 @@ def _attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tenso
         later = q.new_full((end - start, end), -math.inf).triu_(start + 1).repeat(groups, 1)
         scores = torch.baddbmm(later, q[:, :, start:end].flatten(1, 2), k[:, :end].transpose(1, 2), alpha=scale)
         done.append(torch.bmm(scores.softmax(-1), v[:, :end]).unflatten(1, (groups, -1)))
-    return torch.cat(done, dim=2).view(batch, heads, length, dim)
+    return torch.cat(done, dim=2).view(batch, heads, length, -1)
 
 
 def _grouped_matmul(x: Tensor, shared: Tensor) -> Tensor:

@@ -19,28 +19,39 @@ def rotary_inv_freq(
     base: float,
     device: torch.device | str | None = None,
     scaling: Mapping[str, Any] = MappingProxyType({}),
+    lengths: Tensor | None = None,
 ) -> Tensor:
-    """Return the R/2 angular frequencies base^(-2i/R), fp32.
+    """Return the R/2 angular frequencies base^(-2i/R), fp32; [..., R/2] if they depend on lengths [...].
 
     Args:
         rotary_ndims: Number of rotated dimensions R.
         base: Base of the powers.
         device: Device of the result.
         scaling: Settings of one of `neox.architecture.ROPE_SCALINGS`, which change the frequencies.
+        lengths: Lengths of sequences in tokens, on the same device. Only the scalings `by_length` read them; None
+            stands for a sequence that is not longer than those in training.
     """
     exponents = torch.arange(0, rotary_ndims, 2, dtype=torch.float32, device=device) / rotary_ndims
+    scale_by_length = _BY_LENGTH.get(scaling.get("rope_type", "default"))
+    if scale_by_length is not None:
+        if lengths is None:
+            lengths = torch.ones((), device=device)
+        return scale_by_length(exponents, base, scaling, lengths.unsqueeze(-1))
     wavelengths = base**exponents
     return _SCALINGS[scaling.get("rope_type", "default")](wavelengths, base, scaling)
 
 
 def rotary_factor(scaling: Mapping[str, Any]) -> float:
-    """Return the factor of cosines and sines: 1 except for YaRN (arXiv:2309.00071, section 3.4)."""
-    if scaling.get("rope_type") != "yarn":
+    """Return the factor of cosines and sines: 1 except for YaRN (arXiv:2309.00071, section 3.4) and LongRoPE."""
+    kind = scaling.get("rope_type")
+    if kind not in ("yarn", "longrope"):
         return 1.0
     if "attention_factor" in scaling:
         return float(scaling["attention_factor"])
 
     length_factor = scaling["factor"]
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(length_factor) / math.log(scaling["original_max_position_embeddings"]))
     weight = scaling.get("mscale")
     other_weight = scaling.get("mscale_all_dim")
     if weight and other_weight:
@@ -94,6 +105,30 @@ def _yarn(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tenso
     return (1.0 / (scaling["factor"] * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
 
 
+def _dynamic(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths: Tensor) -> Tensor:
+    """Raise the base with the length, so that the slowest dimension is interpolated (`dynamic` of transformers)."""
+    rotary_ndims = 2 * exponents.numel()
+    factor = scaling["factor"]
+    trained = scaling["original_max_position_embeddings"]
+    growth = factor * lengths.clamp(min=trained) / trained - (factor - 1)
+    bases = base * growth ** (rotary_ndims / (rotary_ndims - 2))
+    return 1.0 / bases**exponents
+
+
+def _longrope(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths: Tensor) -> Tensor:
+    """Divide each frequency by a factor of its own, another one in long sequences (LongRoPE, arXiv:2402.13753)."""
+    short = torch.tensor(scaling["short_factor"], dtype=torch.float32, device=exponents.device)
+    long = torch.tensor(scaling["long_factor"], dtype=torch.float32, device=exponents.device)
+    factors = torch.where(lengths > scaling["original_max_position_embeddings"], long, short)
+    return 1.0 / (factors * base**exponents)
+
+
+_BY_LENGTH: Mapping[str, Callable[[Tensor, float, Mapping[str, Any], Tensor], Tensor]] = MappingProxyType(
+    {"dynamic": _dynamic, "longrope": _longrope}
+)
+"""Scaling -> function of exponents [R/2], the base, settings and lengths [..., 1]."""
+
+
 _SCALINGS: Mapping[str, Callable[[Tensor, float, Mapping[str, Any]], Tensor]] = MappingProxyType(
     {
         "default": lambda wavelengths, base, scaling: 1.0 / wavelengths,
@@ -110,7 +145,7 @@ def rotary_tables(
     """Return what `rotate` multiplies with, computed in fp32 and cast to `dtype`.
 
     Args:
-        inv_freq: Angular frequencies [R/2].
+        inv_freq: Angular frequencies [R/2], or with dimensions before that broadcast with positions.
         positions: Positions of the tokens, [S], or [B, S] if rows differ.
         dtype: Type of the tables.
         factor: Factor of cosines and sines (`rotary_factor`).

@@ -93,27 +93,27 @@ def _chosen(logits: Tensor, scores: Tensor, network: Architecture, bias: Tensor 
     if bias is not None:
         scores = scores + bias
     if network.router_groups:
-        scores = _in_best_groups(scores, network.router_groups, network.router_top_groups, top_k)
+        scores = _in_best_groups(scores, network)
     return scores.topk(top_k, dim=-1).indices
 
 
-def _in_best_groups(scores: Tensor, groups: int, top_groups: int, top_k: int) -> Tensor:
+def _in_best_groups(scores: Tensor, network: Architecture) -> Tensor:
     """Return scores [B, S, E] with -inf outside of each token's best groups of neighbouring experts.
 
-    The score of a group is the sum of its best K / `top_groups` ones, at least of one (DeepSeek-V3, Megatron-LM).
+    The score of a group is the sum of its best ones.
     """
-    by_group = scores.unflatten(-1, (groups, -1))
-    counted = min(max(1, top_k // top_groups), by_group.shape[-1])
-    of_groups = by_group.topk(counted, dim=-1).values.sum(-1)  # [B, S, groups]
-    best = of_groups.topk(top_groups, dim=-1).indices
+    by_group = scores.unflatten(-1, (network.router_groups, -1))
+    of_groups = by_group.topk(network.router_group_best, dim=-1).values.sum(-1)  # [B, S, groups]
+    best = of_groups.topk(network.router_top_groups, dim=-1).indices
     is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
     return by_group.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """Return an assignment of tokens to experts [T, E] in which all experts have equal shares, as gpt-neox computes it.
+    """Return an assignment of tokens to experts [T, E] in which all experts have equal shares.
 
-    Rows and columns of exp(logits) are scaled in turn until the factors of the columns hardly change.
+    Rows and columns of exp(logits) are scaled in turn until the factors of the columns hardly change. gpt-neox computes
+    the same, but stops after three rounds, so that it may choose otherwise where logits are far apart.
     """
     costs = logits.exp()
     tokens, experts = costs.shape

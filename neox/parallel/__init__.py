@@ -1,7 +1,9 @@
 """Process groups, layers split over tensor ranks, and random streams."""
 
+from neox.parallel.adapter import Adapter
 from neox.parallel.collectives import (
     copy_to_tensor_ranks,
+    copy_tokens_to_tensor_ranks,
     gather_last_dim,
     gather_tensor_ranks,
     gather_tokens,
@@ -48,6 +50,7 @@ from neox.parallel.token_shares import TokenShares, divide_tokens
 from neox.plan.topology import Topology
 
 __all__ = [
+    "Adapter",
     "ColumnParallelLinear",
     "Exchange",
     "KeptInputs",
@@ -63,6 +66,7 @@ __all__ = [
     "context_indices",
     "context_ranges",
     "copy_to_tensor_ranks",
+    "copy_tokens_to_tensor_ranks",
     "derive_seed",
     "divide_tokens",
     "first_own_element",

@@ -14,6 +14,7 @@ from neox.plan.batch import BatchPlan
 from neox.plan.check import check_config, check_run, config_from_files, decides_run
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.device import Device, gpu_device, host_device
+from neox.plan.expert_keys import EXPERT_FIELDS
 from neox.plan.fit import memory_problem
 from neox.plan.memory import MemoryPlan
 from neox.plan.payload import decode_payload, encode_payload
@@ -28,6 +29,7 @@ from neox.plan.topology import Topology
 from neox.plan.trained_model import model_directory, with_trained_model
 
 __all__ = [
+    "EXPERT_FIELDS",
     "AttentionImpl",
     "BatchPlan",
     "Capabilities",

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from neox.architecture import ACTIVATIONS, NORMS, Architecture, Pairs, rope_scaling_of, sparsity_of
+from neox.architecture import (
+    ACTIVATIONS,
+    NORMS,
+    WITHOUT_LOGITS,
+    Architecture,
+    Pairs,
+    rope_scaling_of,
+    rope_scaling_settings,
+    sparsity_of,
+)
 from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.config.sections.model import SoftPromptSettings
 from neox.plan.attention_config import SLIDING_WINDOW, attention_kinds, paper_kinds
@@ -37,6 +46,10 @@ def _is_masked(objective: str) -> bool:
 def size_of_head(hidden_size: int, heads: int, head_dim: int | None) -> int:
     """Return the width of an attention head."""
     return head_dim or hidden_size // heads
+
+
+def _value_head_dim(given: int | None, *sizes: Any) -> int:
+    return given or size_of_head(*sizes)
 
 
 def _write_head_dim(network: Architecture) -> Keys:
@@ -258,6 +271,54 @@ def _write_prompt_tokens(network: Architecture) -> Keys:
     return keys_if(network.soft_prompt_tokens > 0, soft_prompt_tuning=settings)
 
 
+# Score head.
+
+REWARD_MODEL: Final = "rm"
+"""Value of `train_impl` with a score head instead of a head with logits."""
+
+
+def _is_reward_model(train_impl: str) -> bool:
+    return train_impl == REWARD_MODEL
+
+
+def _of_logits(field: str, row: FieldKeys) -> FieldKeys:
+    """Return the row of a field that a network with a score head does not use.
+
+    Args:
+        field: The field.
+        row: Its row in other networks.
+    """
+
+    def read(train_impl: str, *values: Any) -> Any:
+        if _is_reward_model(train_impl):
+            return WITHOUT_LOGITS[field]
+        return row.read(*values)
+
+    return FieldKeys(("train_impl", *row.keys), read, row.write, ("train_impl", *row.later))
+
+
+_FIELDS_OF_LOGITS: Mapping[str, FieldKeys] = MappingProxyType(
+    {
+        "head_bias": FieldKeys(
+            ("no_weight_tying", "use_bias_in_lm_head"),
+            lambda untied, bias: untied and bias,
+            lambda network: unless_default("use_bias_in_lm_head", network.head_bias, False),
+        ),
+        "tie_word_embeddings": FieldKeys(
+            ("no_weight_tying",),
+            lambda untied: not untied,
+            lambda network: {"no_weight_tying": not network.tie_word_embeddings},
+        ),
+        "logit_multiplier": FieldKeys(
+            ("logit_multiplier", "use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"),
+            _logit_multiplier,
+            lambda network: unless_default("logit_multiplier", network.logit_multiplier, 1.0),
+            later=("logit_multiplier",),
+        ),
+        "logit_softcap": later_key("logit_softcap", 0.0),
+    }
+)
+
 FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
     {
         "num_layers": copied("num_layers"),
@@ -284,11 +345,6 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
             same,
             lambda network: unless_default("use_bias_in_mlp", network.mlp_bias, True),
         ),
-        "head_bias": FieldKeys(
-            ("no_weight_tying", "use_bias_in_lm_head"),
-            lambda untied, bias: untied and bias,
-            lambda network: unless_default("use_bias_in_lm_head", network.head_bias, False),
-        ),
         "qk_norm": FieldKeys(("use_qk_layernorm", "qk_norm"), _read_qk_norm, _write_qk_norm),
         "residual": FieldKeys(
             ("gpt_j_residual", "gpt_j_tied", "norm_placement"),
@@ -307,7 +363,7 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         "rope_scaling": FieldKeys(
             ("pos_emb", "rope_scaling"),
             read_if(_is_rotary, (), rope_scaling_of),
-            lambda network: unless_default("rope_scaling", dict(network.rope_scaling), {}),
+            lambda network: unless_default("rope_scaling", rope_scaling_settings(network.rope_scaling), {}),
         ),
         "local_rotary_base": FieldKeys(
             ("rotary_emb_base_local",),
@@ -350,6 +406,24 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
             _read_window,
             lambda network: unless_default("sliding_window_width", network.window, 0),
         ),
+        "latent_width": FieldKeys(
+            ("kv_lora_rank",),
+            lambda width: width or 0,
+            lambda network: unless_default("kv_lora_rank", network.latent_width, 0),
+            later=("kv_lora_rank",),
+        ),
+        "query_latent_width": FieldKeys(
+            ("q_lora_rank",),
+            lambda width: width or 0,
+            lambda network: unless_default("q_lora_rank", network.query_latent_width, 0),
+            later=("q_lora_rank",),
+        ),
+        "value_head_dim": FieldKeys(
+            ("kv_lora_rank", "v_head_dim", "hidden_size", "num_attention_heads", "head_dim"),
+            read_if(bool, 0, _value_head_dim),
+            lambda network: unless_default("v_head_dim", network.value_head_dim, 0),
+            later=("kv_lora_rank", "v_head_dim", "head_dim"),
+        ),
         "sparsity": FieldKeys(("sparsity_config", "attention_config", "num_layers"), _read_sparsity, _write_sparsity),
         "gmlp_width": FieldKeys(
             ("gmlp_attn_dim", "attention_config", "num_layers"),
@@ -357,11 +431,6 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
             lambda network: unless_default("gmlp_attn_dim", network.gmlp_width, 0),
         ),
         "soft_prompt_tokens": FieldKeys(("soft_prompt_tuning",), _read_prompt_tokens, _write_prompt_tokens),
-        "tie_word_embeddings": FieldKeys(
-            ("no_weight_tying",),
-            lambda untied: not untied,
-            lambda network: {"no_weight_tying": not network.tie_word_embeddings},
-        ),
         "attention_scale": FieldKeys(
             ("attention_multiplier", "use_mup", "mup_attn_temp", "hidden_size", "num_attention_heads", "head_dim"),
             _attention_scale,
@@ -371,13 +440,6 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         "attention_softcap": later_key("attention_softcap", 0.0),
         "attention_sinks": later_key("attention_sinks", False),
         "residual_multiplier": later_key("residual_multiplier", 1.0),
-        "logit_multiplier": FieldKeys(
-            ("logit_multiplier", "use_mup", "mup_output_temp", "mup_base_hidden_size", "hidden_size"),
-            _logit_multiplier,
-            lambda network: unless_default("logit_multiplier", network.logit_multiplier, 1.0),
-            later=("logit_multiplier",),
-        ),
-        "logit_softcap": later_key("logit_softcap", 0.0),
         "embedding_multiplier": FieldKeys(
             ("embedding_multiplier", "use_mup", "mup_embedding_mult"),
             _embedding_multiplier,
@@ -404,6 +466,13 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
             _write_sentence_head,
             later=("objective", "bert_binary_head"),
         ),
+        "score_head": FieldKeys(
+            ("train_impl",),
+            _is_reward_model,
+            lambda network: keys_if(network.score_head, train_impl=REWARD_MODEL),
+            later=("train_impl",),
+        ),
+        **{name: _of_logits(name, row) for name, row in _FIELDS_OF_LOGITS.items()},
         **EXPERT_FIELDS,
     }
 )

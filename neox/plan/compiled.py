@@ -14,6 +14,8 @@ def compile_obstacle(config: NeoXConfig) -> tuple[str, str] | None:
     if config.model.apply_query_key_layer_scaling:
         reason = "as layers share one compiled graph, and each would have a scale of its own; remove one of them"
         return "apply_query_key_layer_scaling", reason
+    if config.training.mlp_tile_size is not None:
+        return "mlp_tile_size", "as the compiler chooses what of a layer is computed again; remove one of them"
     if config.training.checkpoint_activations and config.training.part_to_recompute != "full":
         return "recompute_granularity", "as the compiler chooses what of a layer is computed again; remove one of them"
     return None

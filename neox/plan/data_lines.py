@@ -16,10 +16,11 @@ def data_lines(plan: RunPlan) -> Iterator[str]:
     """Yield what is read of each training dataset, a line for each stage; nothing for a single dataset."""
     if plan.config.data.train_data_paths is None or not plan.dataset_tokens:
         return
-    found = readings(plan.config, plan.batch_schedule, plan.dataset_tokens)
+    pass_tokens = plan.pass_tokens or plan.dataset_tokens
+    found = readings(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens)
     for reading in found:
         shares = []
-        for path, share, size in zip(dataset_names(plan), reading.shares, plan.dataset_tokens, strict=True):
+        for path, share, size in zip(dataset_names(plan), reading.shares, pass_tokens, strict=True):
             if share:
                 shares.append(f"{path} {100 * share:.3g} % ({share * reading.tokens / size:.3g} passes)")
         stage = ""
@@ -46,11 +47,12 @@ def notes_on_passes(plan: RunPlan) -> list[str]:
     """Return notes on datasets that are read many times; none if their sizes are not known."""
     if not plan.dataset_tokens:
         return []
-    read = [0.0] * len(plan.dataset_tokens)
-    for reading in readings(plan.config, plan.batch_schedule, plan.dataset_tokens):
+    pass_tokens = plan.pass_tokens or plan.dataset_tokens
+    read = [0.0] * len(pass_tokens)
+    for reading in readings(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens):
         read = [before + share * reading.tokens for before, share in zip(read, reading.shares, strict=True)]
     notes = []
-    for name, tokens, size in zip(dataset_names(plan), read, plan.dataset_tokens, strict=True):
+    for name, tokens, size in zip(dataset_names(plan), read, pass_tokens, strict=True):
         if size and tokens > MANY_PASSES * size:
             notes.append(
                 f"{name} is read {tokens / size:.1f} times: more than {MANY_PASSES} passes help little; use more data, "
@@ -76,6 +78,9 @@ def preference_lines(plan: RunPlan) -> Iterator[str]:
         loss += f" ({keys.dpo_loss})"
     if not keys.needs_reference:
         yield f"{loss}, without a reference"
+        return
+    if not keys.stores_reference:
+        yield f"{loss}; the reference is the model without its adapters, computed at each start: no second model"
         return
     yield f"{loss}; the reference's log-probabilities are computed once and stored with the data: no second model"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from neox.config.neox_config import NeoXConfig, yaml_text
+from neox.plan.precision import PRECISION_KEYS
 from neox.plan.run_plan import RunPlan
 from neox.plan.value_sources import all_values
 
@@ -42,6 +43,8 @@ def notable_defaults(plan: RunPlan, *, training: bool) -> list[str]:
     if training:
         keys += _OF_TRAINING
     shown = [_key_and_value(config, key) for key in keys if config.source(key).is_default]
+    if training and not any(map(config.given, PRECISION_KEYS)):
+        shown.insert(0, f"precision {plan.precision}")
     if "flash" not in plan.attention and config.source("attention_config").is_default:
         shown.append("attention_config without flash")
     return shown

@@ -45,6 +45,28 @@ def _expert_width(given: int | None, *sizes: Any) -> int:
     return given or mlp_width(*sizes)
 
 
+def group_best(groups: int | None, top_groups: int | None, given: int | None, top_k: int, experts: int) -> int:
+    """Return how many of a group's scores are counted; 0 without groups.
+
+    Args:
+        groups: Value of `moe_router_num_groups`.
+        top_groups: Value of `moe_router_group_topk`.
+        given: Value of `moe_router_group_score_topk`.
+        top_k: Value of `moe_top_k`.
+        experts: Value of `moe_num_experts`.
+    """
+    if groups is None or top_groups is None:
+        return 0
+    best = given or max(1, top_k // top_groups)
+    return min(best, experts // groups)
+
+
+def _write_group_best(network: Architecture) -> Keys:
+    if not network.router_groups:
+        return {}
+    return {"moe_router_group_score_topk": network.router_group_best}
+
+
 def _row(
     keys: tuple[str, ...], absent: Any, read: Callable[..., Any], write: Callable[[Architecture], Keys]
 ) -> FieldKeys:
@@ -119,12 +141,26 @@ EXPERT_FIELDS: Mapping[str, FieldKeys] = MappingProxyType(
             _expert_width,
             lambda network: {"moe_ffn_hidden_size": network.expert_width},
         ),
+        "expert_bias": _value("moe_expert_bias", "expert_bias", False, False),
         "shared_expert_width": _value("moe_shared_expert_intermediate_size", "shared_expert_width", 0, 0),
         "shared_expert_gate": _value("moe_shared_expert_gate", "shared_expert_gate", False, False),
         "router": _value("moe_router_type", "router", "sinkhorn", ""),
+        "router_logit_bias": _value("moe_router_logit_bias", "router_logit_bias", False, False),
         "router_normalizes": _value("moe_norm_topk_prob", "router_normalizes", False, False),
         "router_groups": _value("moe_router_num_groups", "router_groups", 0, 0),
         "router_top_groups": _value("moe_router_group_topk", "router_top_groups", 0, 0),
+        "router_group_best": _row(
+            (
+                "moe_router_num_groups",
+                "moe_router_group_topk",
+                "moe_router_group_score_topk",
+                "moe_top_k",
+                "moe_num_experts",
+            ),
+            0,
+            group_best,
+            _write_group_best,
+        ),
         "router_scale": _value("moe_router_topk_scaling_factor", "router_scale", 1.0, 1.0),
         "router_bias": _value("moe_router_enable_expert_bias", "router_bias", False, False),
         "router_bias_rate": _row(

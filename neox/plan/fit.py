@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
+
+import yaml
 
 from neox.architecture import POSITIONS, LayerPlan
+from neox.config.neox_config import NeoXConfig
 from neox.plan.architecture import layer_plan
 from neox.plan.device import Device, gib, memory_on
 from neox.plan.inference import inference_bytes
@@ -27,7 +33,7 @@ _MOST_TENSOR_RANKS = 8  # tensor ranks communicate within each layer, and a host
 
 
 @dataclass(frozen=True)
-class _Limits:
+class Limits:
     """What a run's network and keys allow the search.
 
     Attributes:
@@ -78,13 +84,14 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
         return memory(setting).needed(on_cpu=device.shared) <= device.usable
 
     start = replace(plan.memory_setting, on_cpu=device.shared)
-    limits = _limits_of(plan)
+    limits = limits_of(plan)
     growth = 1
     while growth <= (1 if device.shared else _MOST_GROWTH):
         wider = replace(
             start, dp_size=start.dp_size * growth, accumulation_steps=max(1, start.accumulation_steps // growth)
         )
-        found = _search(wider, replace(limits, may_offload=False), fits) or _search(wider, limits, fits)
+        quick = replace(limits, may_offload=False)
+        found = nearest_setting(wider, quick, fits, moves) or nearest_setting(wider, limits, fits, moves)
         if found is not None:
             return Fit(False, needed, world * growth, setting_changes(start, found), memory(found))
         growth *= 2
@@ -111,17 +118,31 @@ def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
     return memory
 
 
-def _limits_of(plan: RunPlan) -> _Limits:
+Moves = Callable[[MemorySetting, Limits], Iterator[MemorySetting]]
+"""Function of a setting and of what the run allows to the settings one step away."""
+
+
+def limits_of(plan: RunPlan) -> Limits:
+    """Return what a run allows the search."""
     network = plan.architecture
     curriculum = plan.config.schedule.curriculum_learning
     changes_lengths = curriculum is not None and curriculum.enabled
     divides_inputs = plan.config.training.partition_activations
     may_divide = not changes_lengths and not divides_inputs and not network.soft_prompt_tokens
-    return _Limits(network.num_layers, network.num_kv_heads, may_divide)
+    return Limits(network.num_layers, network.num_kv_heads, may_divide)
 
 
-def _search(start: MemorySetting, limits: _Limits, fits: Callable[[MemorySetting], bool]) -> MemorySetting | None:
-    """Return the setting that fits after the fewest moves, among a bounded number."""
+def nearest_setting(
+    start: MemorySetting, limits: Limits, fits: Callable[[MemorySetting], bool], propose: Moves
+) -> MemorySetting | None:
+    """Return the setting that fits after the fewest moves, among a bounded number.
+
+    Args:
+        start: The first setting.
+        limits: What the run allows.
+        fits: Whether a setting fits.
+        propose: Yields the settings one move away from one.
+    """
     if fits(start):
         return start
     tried = {start}
@@ -129,7 +150,7 @@ def _search(start: MemorySetting, limits: _Limits, fits: Callable[[MemorySetting
     for _ in range(_MOST_CHANGES):
         following: list[MemorySetting] = []
         for setting in frontier:
-            for candidate in _moves(setting, limits):
+            for candidate in propose(setting, limits):
                 if candidate in tried or len(tried) >= _MOST_TRIED:
                     continue
                 if fits(candidate):
@@ -140,7 +161,7 @@ def _search(start: MemorySetting, limits: _Limits, fits: Callable[[MemorySetting
     return None
 
 
-def _moves(setting: MemorySetting, limits: _Limits) -> Iterator[MemorySetting]:
+def moves(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
     """Yield settings one step away that need less memory, cheapest in speed first; the batch stays the same."""
     if setting.zero_stage == 0:
         yield replace(setting, zero_stage=1, fp32_gradients=setting.precision == "bf16")
@@ -158,7 +179,7 @@ def _moves(setting: MemorySetting, limits: _Limits) -> Iterator[MemorySetting]:
         yield replace(setting, recomputed_part="full", no_recompute_blocks=())
     if setting.pp_size == 1 and setting.zero_stage in (1, 2) and setting.dp_size > 1:
         yield replace(setting, zero_stage=setting.zero_stage + 1)
-    if setting.dp_size % 2 == 0:
+    if setting.dp_size % (2 * math.lcm(setting.hpz_size, setting.cp_size)) == 0:
         yield from _more_model_parallel(setting, limits)
     if setting.tp_size > 1 and _can_divide_tokens(setting, setting.tp_size, limits):
         yield replace(setting, sequence_parallel=True)
@@ -166,7 +187,7 @@ def _moves(setting: MemorySetting, limits: _Limits) -> Iterator[MemorySetting]:
         yield from _offload_moves(setting)
 
 
-def _more_model_parallel(setting: MemorySetting, limits: _Limits) -> Iterator[MemorySetting]:
+def _more_model_parallel(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
     """Yield settings with twice the tensor ranks or pipeline stages, and half of the data ranks.
 
     Tensor ranks also come with divided tokens, which cost more communication and less memory.
@@ -183,7 +204,7 @@ def _more_model_parallel(setting: MemorySetting, limits: _Limits) -> Iterator[Me
         yield replace(fewer, pp_size=setting.pp_size * 2)
 
 
-def _can_divide_tokens(setting: MemorySetting, tensor_ranks: int, limits: _Limits) -> bool:
+def _can_divide_tokens(setting: MemorySetting, tensor_ranks: int, limits: Limits) -> bool:
     """Return whether this many tensor ranks can start to divide the tokens of a sample."""
     is_free = limits.may_divide_tokens and not setting.sequence_parallel
     return is_free and setting.sequence_length % tensor_ranks == 0
@@ -206,10 +227,16 @@ def _offload_moves(setting: MemorySetting) -> Iterator[MemorySetting]:
 _KEYS_OF_SETTING = (
     ("pp_size", "pipe_parallel_size"),
     ("tp_size", "model_parallel_size"),
+    ("cp_size", "context_parallel_size"),
+    ("ep_size", "expert_model_parallel_size"),
     ("pipeline_schedule", "pipeline_schedule"),
     ("zero_stage", "zero_optimization.stage"),
     ("micro_batch_size", "train_micro_batch_size_per_gpu"),
     ("accumulation_steps", "gradient_accumulation_steps"),
+    ("virtual_stages", "virtual_stages"),
+    ("sequence_parallel", "sequence_parallel"),
+    ("tile_tokens", "mlp_tile_size"),
+    ("kept_inputs_on_cpu", "checkpoint_in_cpu"),
 )
 """Fields of a setting that are values of keys."""
 
@@ -220,24 +247,47 @@ def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[
     for name, key in _KEYS_OF_SETTING:
         value = getattr(after, name)
         if value != getattr(before, name):
-            changes.append((key, str(value)))
-    if after.virtual_stages != before.virtual_stages:
-        changes.append(("virtual_stages", "null" if after.virtual_stages is None else str(after.virtual_stages)))
+            changes.append((key, json.dumps(value).strip('"')))
     if after.recompute_chunk != before.recompute_chunk:
         changes.append(("checkpoint_activations", str(after.recompute_chunk > 0).lower()))
-    if after.sequence_parallel != before.sequence_parallel:
-        changes.append(("sequence_parallel", str(after.sequence_parallel).lower()))
     if after.recompute_chunk and after.recomputed_part != before.recomputed_part:
         changes.append(("recompute_granularity", after.recomputed_part))
     if after.recompute_chunk and after.no_recompute_blocks != before.no_recompute_blocks:
         changes.append(("no_recompute_layers", "null"))
+    if after.hpz_size != before.hpz_size:
+        copies = "null" if after.hpz_size == 1 else str(after.hpz_size)
+        changes.append(("zero_optimization.zero_hpz_partition_size", copies))
     if after.attention != before.attention:
         changes.append(("attention_config", '[[["flash"], "all"]]'))
     return (*changes, *_offload_changes(before, after))
 
 
+def nested_keys(config: NeoXConfig, changes: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Return changed keys by name, with blocks whole.
+
+    Args:
+        config: The configuration, which has the other keys of a block.
+        changes: Keys, with dots in blocks, and their values in YAML.
+    """
+    given = config.to_flat()
+    keys: dict[str, Any] = {}
+    for dotted, text in changes:
+        *blocks, last = dotted.split(".")
+        block = keys
+        former = given
+        for name in blocks:
+            former = former.get(name) or {}
+            block = block.setdefault(name, dict(former))
+        block[last] = yaml.safe_load(text)
+    return keys
+
+
 def _offload_changes(before: MemorySetting, after: MemorySetting) -> Iterator[tuple[str, str]]:
-    """Yield the keys that offload what was on the device before."""
+    """Yield the keys that offload what was on the device before, or the other way round."""
+    if before.offloads_states and not after.offloads_states:
+        yield "zero_optimization.offload_optimizer.device", "none"
+    if before.offloads_weights and not after.offloads_weights:
+        yield "zero_optimization.offload_param.device", "none"
     if after.offloads_states and not before.offloads_states:
         yield "zero_optimization.offload_optimizer.device", "cpu"
     if after.offloads_weights and not before.offloads_weights:
@@ -314,8 +364,13 @@ def _fit_message(fit: Fit, device: Device, world: int) -> str:
         then += f" and {gib(fit.memory_then.main_memory)} of main memory"
     if fit.world != world:
         then += f" on {fit.world} of these"
-    changes = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in fit.changes)
-    return f"{problem}; {then} with {changes or 'the same settings'}"
+    return f"{problem}; {then} with {settings_text(fit.changes)}"
+
+
+def settings_text(changes: tuple[tuple[str, str], ...]) -> str:
+    """Return changed keys and values as they are typed after a command."""
+    typed = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in changes)
+    return typed or "the same settings"
 
 
 def _of_usable(needed: int, device: Device) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neox.architecture import BLOCK_OFFSET, POSITIONS
+from neox.architecture import ATTENTION, BLOCK_OFFSET, POSITIONS
 from neox.plan.architecture import layer_plan
 from neox.plan.precision import BYTES
 from neox.plan.run_plan import RunPlan
@@ -38,7 +38,7 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
 
 
 def _cached_numbers(plan: RunPlan, kind: str, tp_size: int) -> int:
-    """Return the elements of a block's cache on a tensor rank: 2 x sequences x tokens x key heads x head size.
+    """Return the elements of a block's cache on a tensor rank: sequences x tokens x what it keeps of a token.
 
     The tokens are the new ones; in a block with a window at most the window's, unless scores have biases, a bound or
     sinks.
@@ -54,4 +54,6 @@ def _cached_numbers(plan: RunPlan, kind: str, tp_size: int) -> int:
     )
     if kind == "sliding_window" and plain_scores:
         tokens = min(tokens, network.window)
-    return 2 * sequences * tokens * network.attended_heads * network.head_dim // tp_size
+    if kind not in ATTENTION:
+        return 2 * sequences * tokens * network.attended_heads * network.head_dim // tp_size
+    return sequences * tokens * ATTENTION[kind].cached(network, tp_size)

@@ -23,6 +23,7 @@ LAYER_CLASS_NAMES: Mapping[str, str] = MappingProxyType(
         "head": "Head",
         "masked_lm_head": "MaskedLMHead",
         "sentence_head": "SentenceHead",
+        "score_head": "ScoreHead",
     }
 )
 

@@ -123,7 +123,7 @@ class Interleaved(PipelineSchedule):
     """
 
     fixed_ranges = None
-    settles_after = 3
+    settles_after = 5
 
     def order(self, stage: int, stages: int, ranges: int, micro_batches: int) -> list[Pass]:
         """Return the passes of one stage in one step."""

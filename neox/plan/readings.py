@@ -48,6 +48,7 @@ def readings(
     schedule: BatchSchedule,
     sizes: Sequence[int],
     *,
+    pass_tokens: Sequence[int] | None = None,
     read: Sequence[int] | None = None,
     from_step: int = 0,
 ) -> list[Reading]:
@@ -57,6 +58,7 @@ def readings(
         config: The configuration.
         schedule: Samples and lengths of each step.
         sizes: Number of tokens of each training dataset.
+        pass_tokens: Number of tokens of the samples of one pass over each, padding included; None for `sizes`.
         read: Number of tokens that an earlier part of the run has read of each dataset.
         from_step: First step that is counted. Stages that end before it are left out.
 
@@ -65,7 +67,7 @@ def readings(
     """
     steps = config.training.train_iters or 0
     mixtures = schedule.mixtures
-    left = _tokens_left(config, sizes, read or [0] * len(sizes))
+    left = _tokens_left(config, pass_tokens or sizes, read or [0] * len(sizes))
     result = []
     for number, mixture in enumerate(mixtures):
         first = max(mixture.step, from_step)
@@ -79,12 +81,12 @@ def readings(
     return result
 
 
-def _tokens_left(config: NeoXConfig, sizes: Sequence[int], read: Sequence[int]) -> list[float]:
+def _tokens_left(config: NeoXConfig, pass_tokens: Sequence[int], read: Sequence[int]) -> list[float]:
     """Return how many tokens of each dataset may be read."""
     passes = config.data.max_passes
     if passes is None:
-        return [math.inf] * len(sizes)
-    return [max(0.0, limit * size - done) for limit, size, done in zip(passes, sizes, read, strict=True)]
+        return [math.inf] * len(pass_tokens)
+    return [max(0.0, limit * size - done) for limit, size, done in zip(passes, pass_tokens, read, strict=True)]
 
 
 def _limited(

@@ -12,9 +12,11 @@ from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.data_lines import data_lines, fim_lines, preference_lines, validation_lines
 from neox.plan.defaults import all_defaults, notable_defaults
 from neox.plan.device import GIB, Device, gib, gpu_device, memory_on
+from neox.plan.expert_traffic import expert_traffic
 from neox.plan.figures import Figures, figures, imbalance, memory_with, stage_ranks
 from neox.plan.fit import flash_advice, memory_problem
 from neox.plan.inference import inference_bytes
+from neox.plan.longest import length_notes
 from neox.plan.parameter_groups import group_lines
 from neox.plan.report_json import count, plain, stage_contents
 from neox.plan.run_plan import RunPlan
@@ -55,6 +57,7 @@ def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool =
         lines += _memory_lines(plan, device, verbose=verbose)
         lines += _figure_lines(plan, device)
         notes += flash_advice(plan, device)
+        notes += length_notes(plan, device)
     else:
         lines += _inference_lines(plan, device)
     lines += labelled("derived", _derived_lines(plan, verbose=verbose))
@@ -188,7 +191,8 @@ def _average_lines(plan: RunPlan) -> Iterator[str]:
 def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
     fits = f"fits on {device.name}, of which {gib(device.usable)} are usable"
     problem = memory_problem(plan, device, training=training)
-    return f"          {problem or fits} ({device.source})"
+    compared = f"compared with {device.source}" if problem else device.source
+    return f"          {problem or fits} ({compared})"
 
 
 def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
@@ -203,6 +207,7 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     if plan.grid.pp_size > 1:
         step += f", pipeline bubble {100 * found.bubble:.1f} %"
     yield f"step      {step}"
+    yield from labelled("experts", _expert_lines(plan, found))
     train_iters = plan.config.training.train_iters
     if train_iters is not None:
         yield f"run       {train_iters:,} steps, {found.tokens:,} tokens{_time_of_run(found, device)}"
@@ -213,6 +218,25 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
         saves = count(len(plan.save_iterations), "checkpoint")
         sizes = _checkpoint_sizes(plan)
         yield f"saves     {saves}, the last after step {plan.save_iterations[-1]:,}{sizes}"
+
+
+def _expert_lines(plan: RunPlan, found: Figures) -> Iterator[str]:
+    """Yield what ranks that divide experts exchange and hold; nothing if no ranks do."""
+    traffic = expert_traffic(plan)
+    if traffic is None:
+        return
+    number = plan.architecture.num_experts // plan.grid.ep_size
+    time = ""
+    if found.estimate is not None:
+        time = f", {_duration(found.estimate.experts)}"
+    yield (
+        f"{count(number, 'expert')} of each block on a rank; it sends {gib(traffic.sent_bytes)} a step in "
+        f"{traffic.exchanges:,} all-to-alls{time}"
+    )
+    yield (
+        f"{traffic.rows:,} rows in a block for each micro batch at equal shares, at most {traffic.most_rows:,} "
+        "if one rank's experts get all tokens"
+    )
 
 
 def _checkpoint_sizes(plan: RunPlan) -> str:
@@ -238,7 +262,7 @@ def _time_of_run(found: Figures, device: Device) -> str:
     speed = f"{100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s"
     estimate = found.estimate
     if estimate is not None:
-        exchanged = estimate.tensor + estimate.context + estimate.gradients
+        exchanged = estimate.tensor + estimate.context + estimate.experts + estimate.gradients
         parts = f"waiting for stages {estimate.bubble / estimate.seconds:.0%}, communication"
         parts += f" {exchanged / estimate.seconds:.0%}"
         duration = _duration(found.days * 86_400)

@@ -10,8 +10,10 @@ from pydantic import BaseModel
 
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.device import Device, gpu_device, memory_on
+from neox.plan.expert_traffic import expert_traffic
 from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
 from neox.plan.fit import check_fit, flash_advice
+from neox.plan.longest import length_notes, longest_sample
 from neox.plan.memory import MemoryPlan, stage_memory
 from neox.plan.parameter_groups import group_lines
 from neox.plan.run_plan import RunPlan
@@ -28,12 +30,14 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
     """
     device = device or gpu_device(plan)
     grid = plan.grid
+    traffic = expert_traffic(plan)
     return {
         "grid": {
             "pp": grid.pp_size,
             "mp": grid.tp_size,
             "cp": grid.cp_size,
             "dp": grid.data_size,
+            "ep": grid.ep_size,
             "world": grid.world_size,
         },
         "batch": asdict(plan.batch),
@@ -47,10 +51,11 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "imbalance": imbalance(plan),
         "memory": _memory_and_fit(plan, device),
         "figures": asdict(figures(plan, device)),
+        "expert_traffic": None if traffic is None else traffic._asdict(),
         "save_iterations": len(plan.save_iterations),
         "checkpoint_bytes": checkpoint_bytes(plan),
         "checkpoints_kept": kept_checkpoints(plan),
-        "notes": [*plan.notes, *flash_advice(plan, device)],
+        "notes": [*plan.notes, *flash_advice(plan, device), *length_notes(plan, device)],
         "derived": {name: {"value": found.value, "from": found.rule} for name, found in derived_values(plan).items()},
         "values": {key: {"value": plain(value), "from": str(place)} for key, value, place in all_values(plan.config)},
         "deepspeed": plain(plan.deepspeed),
@@ -71,6 +76,7 @@ def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
 
 def _memory_and_fit(plan: RunPlan, device: Device) -> dict[str, Any]:
     fit = check_fit(plan, device)
+    longest = longest_sample(plan, device)
     return {
         **_memory(memory_on(plan, device)),
         "without_recompute": _memory(memory_with(plan, recompute=False, device=device)),
@@ -82,6 +88,9 @@ def _memory_and_fit(plan: RunPlan, device: Device) -> dict[str, Any]:
         "fits": fit.fits,
         "would_fit_with": dict(fit.changes),
         "would_fit_on": None if fit.memory_then is None else fit.world,
+        "longest_seq_length": None if longest is None else longest.tokens,
+        "twice_as_long_with": None if longest is None or not longest.world else dict(longest.changes),
+        "twice_as_long_on": longest.world or None if longest is not None else None,
     }
 
 
@@ -96,7 +105,7 @@ def stage_contents(plan: RunPlan, stage: StagePlan) -> str:
     contents = [blocks]
     if "embedding" in kinds:
         contents.insert(0, "embedding")
-    for kind in ("norm", "head", "masked_lm_head", "sentence_head"):
+    for kind in ("norm", "head", "masked_lm_head", "sentence_head", "score_head"):
         if kind in kinds:
             contents.append(kind.replace("_", " "))
     return ", ".join(contents)

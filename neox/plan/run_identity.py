@@ -56,23 +56,42 @@ class FoundRun:
     identity: RunIdentity | None
 
     def is_run_of(self, config: NeoXConfig) -> bool:
-        """Return whether it is the run that a configuration starts; False if its run is not recorded."""
-        return self.identity is not None and self.identity.run_id == run_identity(config).run_id
+        """Return whether it is the run that a configuration starts; False if its run is not recorded.
+
+        The hash of a run depends on the version of this program, which may have given networks another property since
+        then. So the network of the checkpoint's configuration decides if only the hash differs.
+        """
+        if self.identity is None:
+            return False
+        ours = run_identity(config)
+        if self.identity.run_id == ours.run_id:
+            return True
+        saved = _saved_config(self.checkpoint)
+        return saved is not None and self.identity.start == ours.start and _trained(saved) == _trained(config)
 
 
 def run_identity(config: NeoXConfig) -> RunIdentity:
     """Return the identity of the run that a configuration starts."""
+    start = _start_of(config)
+    described = {**_trained(config), "start": start}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=list).encode()).hexdigest()
+    return RunIdentity(digest[:16], start)
+
+
+def _trained(config: NeoXConfig) -> dict[str, Any]:
+    """Return what a run trains: its network, and adapters if it has any."""
     network = architecture_of(config).to_dict()
     network.pop("max_positions", None)  # a longer context goes on with the same weights
     lora = config.training.lora
-    start = _start_of(config)
-    described: dict[str, Any] = {
-        "network": network,
-        "lora": None if lora is None else lora.model_dump(mode="json"),
-        "start": start,
-    }
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=list).encode()).hexdigest()
-    return RunIdentity(digest[:16], start)
+    return {"network": network, "lora": None if lora is None else lora.model_dump(mode="json")}
+
+
+def _saved_config(checkpoint: Path) -> NeoXConfig | None:
+    """Return the configuration that a checkpoint holds; None if it cannot be read."""
+    try:
+        return NeoXConfig.from_flat(read_file(checkpoint / "configs" / "config.yml").values)
+    except ConfigError:
+        return None
 
 
 def _start_of(config: NeoXConfig) -> str:
@@ -152,9 +171,8 @@ def other_run_message(config: NeoXConfig, found: FoundRun) -> str:
 
 def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     """Yield the keys that change what is learned, if they differ from the checkpoint's, with both values."""
-    try:
-        saved = NeoXConfig.from_flat(read_file(found.checkpoint / "configs" / "config.yml").values)
-    except ConfigError:
+    saved = _saved_config(found.checkpoint)
+    if saved is None:
         return
     before = saved.to_flat()
     now = config.to_flat()

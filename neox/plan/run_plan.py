@@ -39,6 +39,7 @@ class RunPlan:
         attention: Attention kernel of each block.
         epoch_samples: Samples of one pass over the training data; 0 if no log needs them, so that nobody counted.
         dataset_tokens: Tokens of each training dataset; empty if they are not known. Ranks do not need them.
+        pass_tokens: Tokens of the samples of one pass over each, padding included; empty if they are not known.
     """
 
     config: NeoXConfig
@@ -57,6 +58,7 @@ class RunPlan:
     attention: tuple[AttentionImpl, ...] = ()
     epoch_samples: int = 0
     dataset_tokens: tuple[int, ...] = ()
+    pass_tokens: tuple[int, ...] = ()
 
     @cached_property
     def batch_schedule(self) -> BatchSchedule:

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts of a run on its GPUs: degrees, schedule, micro batch, ZeRO stage, recomputation.
+"""Search for the fastest layouts of a run on its GPUs.
 
 Every layout keeps the batch, so that it trains the same. Layouts are ordered by a quick estimate of their time. The
 first ones that fit in memory are simulated and ordered again.
@@ -6,16 +6,18 @@ first ones that fit in memory are simulated and ordered again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
-from neox.architecture import LayerPlan
+from neox.config.neox_config import yaml_text
 from neox.errors import ConfigError
-from neox.plan.architecture import layer_plan
 from neox.plan.device import Device
-from neox.plan.fit import memory_of_settings, setting_changes
+from neox.plan.fit import memory_of_settings, nested_keys, setting_changes
+from neox.plan.layouts import layouts
 from neox.plan.memory import MemoryPlan, MemorySetting
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
+from neox.plan.resolve import resolve
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.of_plan import network_shape, step_setting
@@ -23,10 +25,6 @@ from neox.plan.time.setting import NetworkShape, StepSetting
 from neox.plan.time.simulation import quick_length, simulated_length
 from neox.plan.time.step import StepTime, estimate_step
 
-_TENSOR_DEGREES = (1, 2, 4, 8)
-_LARGEST_MICRO_BATCH = 64
-_SCHEDULES = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("dualpipev", None))
-"""Values of `pipeline_schedule` and `virtual_stages` that are tried."""
 _MARGIN = 3
 """Layouts that are simulated for each one that is asked for, because the quick estimate may order them wrongly."""
 
@@ -65,7 +63,9 @@ class Suggestions:
     tried: int
 
 
-def suggest_layouts(plan: RunPlan, device: Device, gpu: Gpu, count: int = 10) -> Suggestions:
+def suggest_layouts(
+    plan: RunPlan, device: Device, gpu: Gpu, count: int = 10, changed: Mapping[str, Any] | None = None
+) -> Suggestions:
     """Search the fastest layouts of a run that fit.
 
     Args:
@@ -73,6 +73,7 @@ def suggest_layouts(plan: RunPlan, device: Device, gpu: Gpu, count: int = 10) ->
         device: What a rank has of memory.
         gpu: The kind of GPU, for the time.
         count: Number of layouts to return.
+        changed: Keys in which the plan differs from what the user gave (`neox.plan.search_start`), with their values.
 
     Raises:
         ConfigError: The time of this kind of network is not estimated.
@@ -84,16 +85,17 @@ def suggest_layouts(plan: RunPlan, device: Device, gpu: Gpu, count: int = 10) ->
         )
     timer = _Timer(plan, shape, gpu)
     memory = memory_of_settings(plan)
-    start = plan.memory_setting
+    start = replace(plan.memory_setting, on_cpu=device.shared)
+    before = {key: yaml_text(value) for key, value in (changed or {}).items()}
 
     def suggestion(setting: MemorySetting) -> Suggestion:
-        changes = setting_changes(start, setting)
-        return Suggestion(setting, changes, timer.exact(setting), memory(setting))
+        changes = {**before, **dict(setting_changes(start, setting))}
+        return Suggestion(setting, tuple(changes.items()), timer.exact(setting), memory(setting))
 
     def fits(setting: MemorySetting) -> bool:
         return memory(setting).needed(on_cpu=device.shared) <= device.usable
 
-    candidates = [setting for setting in _layouts(plan) if _may_fit(shape, setting, device)]
+    candidates = [setting for setting in layouts(plan, start) if _may_fit(shape, setting, device)]
     candidates.sort(key=timer.quick)
     found: list[Suggestion] = []
     for setting in candidates:
@@ -102,7 +104,18 @@ def suggest_layouts(plan: RunPlan, device: Device, gpu: Gpu, count: int = 10) ->
         if fits(setting):
             found.append(suggestion(setting))
     found.sort(key=lambda layout: layout.time.seconds)
-    return Suggestions(suggestion(start), fits(start), tuple(found[:count]), len(candidates))
+    accepted = islice((layout for layout in found if _is_accepted(plan, layout)), count)
+    return Suggestions(suggestion(start), fits(start), tuple(accepted), len(candidates))
+
+
+def _is_accepted(plan: RunPlan, layout: Suggestion) -> bool:
+    """Return whether no rule refuses a layout."""
+    keys = nested_keys(plan.config, layout.changes)
+    try:
+        resolve(plan.config.updated(keys), plan.grid.world_size, plan.vocab_size)
+    except ConfigError:
+        return False
+    return True
 
 
 class _Timer:
@@ -132,94 +145,17 @@ class _Timer:
         return timed.seconds
 
 
-def _layouts(plan: RunPlan) -> Iterator[MemorySetting]:
-    """Yield every layout of the run's GPUs that keeps its batch and that the engine can run."""
-    start = plan.memory_setting
-    world = plan.grid.world_size
-    for tp_size in _tensor_degrees(plan):
-        for pp_size in range(1, plan.architecture.num_layers + 1):
-            if world % (tp_size * pp_size):
-                continue
-            dp_size = world // (tp_size * pp_size)
-            if plan.batch.train_batch_size % dp_size or dp_size % start.ep_size:
-                continue
-            layout = replace(start, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
-            for batched in _micro_batches(layout, plan.batch.train_batch_size // dp_size):
-                for scheduled in _schedules(batched, plan):
-                    yield from filter(_can_divide_experts, _memory_choices(scheduled))
-
-
-def _tensor_degrees(plan: RunPlan) -> Iterator[int]:
-    """Yield the tensor degrees that divide every parameter."""
-    for tp_size in _TENSOR_DEGREES:
-        layers: LayerPlan = layer_plan(plan.config, plan.vocab_size, tp_size)
-        if all(parameter.is_divisible(tp_size) for layer in layers for parameter in layer.parameters):
-            yield tp_size
-
-
-def _micro_batches(layout: MemorySetting, samples: int) -> Iterator[MemorySetting]:
-    """Yield the ways to cut a data rank's samples into micro batches."""
-    for size in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1):
-        if samples % size == 0:
-            yield replace(layout, micro_batch_size=size, accumulation_steps=samples // size)
-
-
-def _schedules(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
-    """Yield the pipeline schedules of a layout; the configuration's own if there are no stages or another division."""
-    if layout.pp_size == 1 or not _divides_blocks(plan):
-        yield layout
-        return
-    for name, virtual_stages in _SCHEDULES:
-        schedule = PIPELINE_SCHEDULES[name]
-        ranges = ranges_per_stage(name, layout.pp_size, virtual_stages)
-        is_deep_enough = layout.pp_size * ranges <= plan.architecture.num_layers
-        if is_deep_enough and layout.accumulation_steps >= schedule.least_micro_batches(layout.pp_size):
-            yield replace(layout, pipeline_schedule=name, virtual_stages=virtual_stages)
-
-
-def _divides_blocks(plan: RunPlan) -> bool:
-    """Return whether layers are divided by their blocks, so that each range has some."""
-    return plan.config.parallelism.pipe_partition_method.startswith("type:transformer")
-
-
-def _can_divide_experts(layout: MemorySetting) -> bool:
-    """Return whether the engine can divide experts as the configuration asks (`neox.plan.rules.experts`)."""
-    if layout.ep_size == 1:
-        return True
-    if layout.precision == "bf16" and (layout.pp_size > 1 or layout.zero_stage == 1):
-        return False
-    return layout.zero_stage < 3
-
-
-def _memory_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
-    """Yield ZeRO stages, recomputation and sequence parallelism of a layout."""
-    stages = (0, 1) if layout.pp_size > 1 else (0, 1, 2, 3)
-    for stage in stages:
-        for chunk in (0, 1):
-            for divides in _sequence_parallel_choices(layout):
-                yield replace(
-                    layout,
-                    zero_stage=stage,
-                    fp32_gradients=layout.precision == "bf16" and stage > 0,
-                    recompute_chunk=chunk,
-                    recomputed_part="full",
-                    no_recompute_blocks=(),
-                    sequence_parallel=divides,
-                )
-
-
-def _sequence_parallel_choices(layout: MemorySetting) -> tuple[bool, ...]:
-    if layout.tp_size == 1 or layout.sequence_length % layout.tp_size:
-        return (False,)
-    return (False, True)
-
-
 def _may_fit(shape: NetworkShape, setting: MemorySetting, device: Device) -> bool:
     """Return whether weights, gradients and states fit without activations: a cheap test before the whole estimate."""
-    held = shape.parameters / setting.tp_size / setting.pp_size
+    divided = shape.expert_parameters * (1 - 1 / setting.ep_size)
+    held = (shape.parameters - divided) / setting.tp_size / setting.pp_size
     size = setting.bytes_per_number
     weights = held * size / (setting.dp_size if setting.zero_stage == 3 else 1)
     gradients = held * size / (setting.dp_size if setting.zero_stage >= 2 else 1)
     states = held * 8 / (setting.dp_size if setting.zero_stage >= 1 else 1)
+    if setting.offloads_states:
+        states = 0.0
+    if setting.offloads_weights:
+        weights = 0.0
     # The fullest stage may hold less than the mean if layers differ, so a part of the estimate is enough to refuse.
     return 0.8 * (weights + gradients + states) <= device.usable

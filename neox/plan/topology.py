@@ -10,6 +10,7 @@ from neox.config.sections.runner import ContextKind
 from neox.problems import Problem
 
 Axis = Literal["pp", "dp", "tp"]
+_COPIES = "zero_optimization.zero_hpz_partition_size"
 _AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
 
 
@@ -93,13 +94,17 @@ class Topology:
             groups.setdefault(fixed, []).append(rank)
         return list(groups.values())
 
-    def expert_groups(self) -> list[list[int]]:
-        """List the groups of ranks that together hold all experts of their layers: data ranks 0 to ep - 1, ..."""
+    def neighbouring_groups(self, size: int) -> list[list[int]]:
+        """List the groups of `size` neighbouring data ranks: 0 to size - 1, ..."""
         groups = []
         for ranks in self.groups("dp"):
-            for start in range(0, self.dp_size, self.ep_size):
-                groups.append(ranks[start : start + self.ep_size])
+            for start in range(0, self.dp_size, size):
+                groups.append(ranks[start : start + size])
         return groups
+
+    def expert_groups(self) -> list[list[int]]:
+        """List the groups of ranks that together hold all experts of their layers."""
+        return self.neighbouring_groups(self.ep_size)
 
     def expert_data_groups(self) -> list[list[int]]:
         """List the groups of ranks that hold the same experts: every ep-th data rank."""
@@ -119,9 +124,9 @@ def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> 
         problems: Takes the problem of a world that cannot be divided. There is no grid then.
     """
     tp_size = config.parallelism.model_parallel_size
-    pp_size = max(1, config.parallelism.pipe_parallel_size)  # NeoX's 0 and 1 both mean one stage
+    pp_size = _stages_of(config)
     cp_size = config.parallelism.context_parallel_size
-    model_ranks = pp_size * tp_size * cp_size
+    model_ranks = model_ranks_of(config)
     if world_size < 1 or world_size % model_ranks:
         problems.append(_indivisible_world(config, world_size, model_ranks))
         return None
@@ -133,8 +138,23 @@ def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> 
         rule = f"does not divide the {dp_size} data-parallel ranks; use a divisor of {dp_size}"
         problems.append(config.problem(key, rule, "pipe_parallel_size", "model_parallel_size"))
         return None
+    copies = config.deepspeed.zero_optimization.zero_hpz_partition_size or 1
+    if dp_size % copies:
+        rule = f"does not divide the {dp_size} data-parallel ranks; use a divisor of {dp_size}"
+        problems.append(config.problem(_COPIES, rule, "pipe_parallel_size", "model_parallel_size"))
+        return None
     cp_kind = config.parallelism.context_parallel_kind
     return Topology(pp_size, dp_size, tp_size, divides_tokens, cp_size, cp_kind, ep_size)
+
+
+def model_ranks_of(config: NeoXConfig) -> int:
+    """Return the number of ranks that hold one copy of the model and share the tokens of its samples."""
+    parallelism = config.parallelism
+    return _stages_of(config) * parallelism.model_parallel_size * parallelism.context_parallel_size
+
+
+def _stages_of(config: NeoXConfig) -> int:
+    return max(1, config.parallelism.pipe_parallel_size)  # NeoX's 0 and 1 both mean one stage
 
 
 def _indivisible_world(config: NeoXConfig, world_size: int, model_ranks: int) -> Problem:
@@ -147,8 +167,9 @@ def _indivisible_world(config: NeoXConfig, world_size: int, model_ranks: int) ->
     if config.parallelism.context_parallel_size > 1:
         keys = (*keys, "context_parallel_size")
     degrees = " x ".join(map(config.describe_setting, keys))
+    gpus = "1 GPU" if world_size == 1 else f"{world_size} GPUs"
     message = (
-        f"{world_size} GPUs cannot be divided into copies of the model on {model_ranks}: {degrees}; "
+        f"{gpus} cannot be divided into copies of the model on {model_ranks}: {degrees}; "
         f"use {' or '.join(map(str, nearest))} GPUs, or other degrees"
     )
     return Problem(keys, message)

@@ -55,3 +55,22 @@ def chat_template_problems(config: NeoXConfig, tokenizer: Tokenizer | None) -> l
     except ModuleNotFoundError:
         return []
     return []
+
+
+def label_notes(config: NeoXConfig) -> list[str]:
+    """Return a note if conversations are trained whole although labels, which leave out the users' turns, exist."""
+    data = config.data
+    if data.train_label_data_paths is not None or config.preferences.on_preferences:
+        return []
+    prefixes = data.train_data_paths or ((data.data_path,) if data.data_path else ())
+    labels = {}
+    for prefix in prefixes:
+        candidate = prefix.removesuffix("_document") + "_label_document"
+        if prefix.endswith("_document") and Path(f"{candidate}.idx").is_file():
+            labels[prefix] = candidate
+    if not labels:
+        return []
+    keys = f"train_label_data_paths: [{', '.join(labels.values())}]"
+    if data.train_data_paths is None:
+        keys = f"train_data_paths: [{', '.join(labels)}]` and `{keys}"
+    return [f"every token of {', '.join(labels)} is trained, the users' too; `{keys}` trains what the labels name"]

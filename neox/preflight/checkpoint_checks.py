@@ -29,12 +29,8 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
         training: Whether the model is trained, not only run.
     """
     keys = config.checkpoint
-    if training or keys.load:
-        key = "load"
-        directory = keys.load
-    else:
-        key = "save"
-        directory = keys.save
+    key = key_of_checkpoint(config, training=training)
+    directory = config.value(key)
     if directory is None:
         if training:
             return []
@@ -48,7 +44,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
         return [config.problem(key, "is no directory: nothing to load")]
     if not may_be_first_start and not _holds_checkpoint(load):
         return [config.problem(key, "holds no checkpoint: no global_stepN directory")]
-    chosen = _chosen_checkpoint(load, keys.iteration)
+    chosen = chosen_checkpoint(load, keys.iteration)
     if not chosen.is_dir() and keys.iteration is not None and load.name != chosen.name:
         names = sorted(path.name for path in load.glob("global_step*"))
         found = ", ".join(names) or "no checkpoint"
@@ -57,6 +53,13 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
         *_averages_problems(config, chosen, training=training),
         *_contents_problems(config, key, chosen, training=training),
     ]
+
+
+def key_of_checkpoint(config: NeoXConfig, *, training: bool) -> str:
+    """Return the key that names the directory to load from."""
+    if training or config.checkpoint.load:
+        return "load"
+    return "save"
 
 
 def _averages_problems(config: NeoXConfig, checkpoint: Path, *, training: bool) -> list[Problem]:
@@ -77,7 +80,7 @@ def finetune_notes(config: NeoXConfig) -> list[str]:
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
         return []
-    chosen = _chosen_checkpoint(Path(keys.load), keys.iteration)
+    chosen = chosen_checkpoint(Path(keys.load), keys.iteration)
     differing = _differences(_saved_config(chosen), config, finetune=True)
     return [f"finetune: {difference} ({chosen})" for difference in differing.values()]
 
@@ -107,7 +110,8 @@ def _contents_problems(config: NeoXConfig, key: str, checkpoint: Path, *, traini
     return [config.problem_about(message, key, *differing)]
 
 
-def _chosen_checkpoint(load: Path, iteration: int | None) -> Path:
+def chosen_checkpoint(load: Path, iteration: int | None) -> Path:
+    """Return the checkpoint of a directory that a run loads, whether or not it exists."""
     if iteration is None:
         return newest_checkpoint(load)
     return load / f"global_step{iteration}"

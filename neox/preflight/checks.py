@@ -40,6 +40,12 @@ def _wanted_packages(config: NeoXConfig) -> Iterator[tuple[str, str, str]]:
     """Yield the keys that need an optional package, with the package and the file of requirements that has it."""
     if config.logging.use_wandb:
         yield "use_wandb", "wandb", "requirements-wandb.txt"
+    if config.logging.use_mlflow:
+        yield "use_mlflow", "mlflow", "requirements-mlflow.txt"
+    if config.logging.use_comet:
+        yield "use_comet", "comet_ml", "requirements-comet.txt"
+    if config.logging.use_trackio:
+        yield "use_trackio", "trackio", "requirements-trackio.txt"
     if config.logging.tensorboard_dir is not None:
         yield "tensorboard_dir", "tensorboard", "requirements-tensorboard.txt"
     for task in config.generation.eval_tasks or ():
@@ -130,10 +136,18 @@ def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Pr
     if problem is None:
         return []
     key = device.size_key
-    larger = f"a larger {key}"
+    correction = f"if there is more memory, say so with {key}"
     if key == "gpu_memory_gib":
-        larger += ", or --gpu-type for another GPU,"
-    return [Problem((key,), f"{problem} ({device.source}; with {larger} the run starts all the same)")]
+        correction += " or --gpu-type"
+    return [Problem((key,), f"{problem} (compared with {device.source}; {correction})")]
+
+
+def quantizer_problems(config: NeoXConfig) -> list[Problem]:
+    """Return a problem for each key that needs the kernel with which DeepSpeed quantises, for ranks on CPUs."""
+    problems = []
+    for key in config.deepspeed.zero_optimization.quantizing_keys:
+        problems.append(config.problem(key, "needs GPUs, for which DeepSpeed compiles its kernel; remove it"))
+    return problems
 
 
 def nvme_paths(config: NeoXConfig) -> tuple[str, ...]:

@@ -8,18 +8,28 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
 from typing import Any
 
 from neox.config import NeoXConfig
+from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch.command_line import INFERENCE, TOOLS, find_lone_tool, find_script, parse_arguments
+from neox.launch.command_line import (
+    INFERENCE,
+    TOOLS,
+    find_lone_tool,
+    find_script,
+    parse_arguments,
+    plain_command,
+)
 from neox.launch.commands import deepspeed_command, format_commands, host_commands
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, forwarded_secrets, launch_environment
 from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.machine import native_formats
+from neox.launch.outcome import RunEnd
 from neox.launch.placement import ChosenBy, Placement, choose_hosts, place_ranks
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
@@ -33,19 +43,34 @@ from neox.launch.start import (
 from neox.launch.tool_runs import launch_tool
 from neox.log import setup_logging
 from neox.plan import Capabilities, RunPlan, encode_payload, format_plan, plan_as_dict
-from neox.plan.device import memory_on
+from neox.plan.device import gpu_device, memory_on
 from neox.plan.fp8 import fp8_problems
 from neox.plan.precision import settle_precision
 from neox.plan.report import labelled
+from neox.plan.search import Suggestion
+from neox.plan.search_start import divisible_config
 from neox.preflight.checks import nvme_paths
 from neox.preflight.data_checks import data_prefixes
+from neox.preflight.fit_hosts import FitHosts, can_change_hosts, fit_hosts, with_spares
 from neox.preflight.host_checks import capabilities_of, check_memory
+from neox.preflight.measure import measure_layouts
+from neox.preflight.next_steps import next_steps
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import draw_schedules
+from neox.preflight.restarts import Restarts
 from neox.preflight.run_directory import run_directory, write_run_directory
-from neox.preflight.suggest import suggest
+from neox.preflight.suggest import (
+    SHOWN,
+    find_layouts,
+    format_estimates,
+    format_measurement,
+    layouts_to_measure,
+    write_keys,
+)
+from neox.problems import Problem
 
 _TOKENIZER_FILES = ("vocab_file", "merge_file")
+_FOUND_FOR_EACH = 10  # layouts that are searched for each that is measured, so that other degrees are among them
 _MOST_GROUPS = 5  # lines about hosts in a plan that is not verbose
 
 
@@ -83,6 +108,27 @@ def _run_tool(name: str, words: Sequence[str]) -> int | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A run that can be started.
+
+    Attributes:
+        job: What ranks are to run, and where.
+        planned: Its plan.
+        runner: Keys about its hosts.
+        reports: Reports of the hosts, if they have been asked.
+        must_ask: Whether the hosts must be asked before the start.
+        left_out: Names of the hosts that do not take part, with what is done about each.
+    """
+
+    job: Job
+    planned: PlannedJob
+    runner: RunnerConfig
+    reports: list[HostReport]
+    must_ask: bool
+    left_out: Mapping[str, str]
+
+
 class _Command:
     """What one command line asks for.
 
@@ -103,7 +149,7 @@ class _Command:
 
     def doctor(self) -> int:
         """Check all hosts and print the table; return 1 if something is to be fixed."""
-        placement = place_ranks(self.runner, self.config.source("hostfile"))
+        placement = with_spares(place_ranks(self.runner, self.config.source("hostfile")))
         reports = self._examine_hosts(self._empty_spec(placement, Path()))
         print(format_reports(reports))
         if self.config.given("vocab_file"):
@@ -123,6 +169,8 @@ class _Command:
             commands = self._commands(spec)
         except LaunchError as error:  # too long, for example
             warnings.append(str(error))
+        if not self.arguments.json:
+            warnings = [_in_short(warning, planned.too_large) for warning in warnings]
         _print_to_stderr("warning", warnings)
         if self.arguments.plot:
             draw_schedules(planned.plan, Path(self.arguments.plot))
@@ -135,12 +183,43 @@ class _Command:
         return 0 if planned.fits or is_guess else 2
 
     def suggest(self) -> int:
-        """Print the fastest layouts; problems are warnings."""
-        _, planned, warnings = self._plan_without_run()
-        _print_to_stderr("warning", warnings)
-        output = self.arguments.suggest_output
-        print(suggest(planned.plan, self.arguments.suggest, None if output is None else Path(output)))
+        """Print the fastest layouts; problems are warnings. With `--measure`, run them and print them again."""
+        placement, _ = choose_hosts(self.config, self.arguments)
+        self.config, changed = divisible_config(self.config, placement.world_size)
+        _, planned, problems = self._plan_without_run()
+        _print_to_stderr("warning", problems)
+        plan = planned.plan
+        device = planned.device if self.arguments.measure else gpu_device(plan)
+        count = max(SHOWN, _FOUND_FOR_EACH * (self.arguments.measure or 0))
+        found, title = find_layouts(plan, device, self.arguments.suggest, changed, count)
+        print(format_estimates(found, title, plan, is_changed=bool(changed)), flush=True)
+        if self.arguments.measure:
+            layouts = layouts_to_measure(found, self.arguments.measure, is_changed=bool(changed))
+            return self._measure(layouts, plan.grid.world_size)
+        self._write_layout(found.best[0])
         return 0
+
+    def _measure(self, layouts: Sequence[Suggestion], ranks: int) -> int:
+        """Run layouts for a few steps and print them by their measured time. Return 128 + the signal that ended it."""
+        if self.runner.launcher == "none":
+            raise ConfigError(
+                self.config.problem("launcher", "starts nothing that --measure could time; use another one")
+            )
+        measurement = measure_layouts(layouts, plain_command(self.arguments), self._run_directory())
+        best = measurement.layouts[0] if measurement.layouts else None
+        if best is None:
+            print("no layout was measured", file=sys.stderr)
+        else:
+            print(format_measurement(measurement, ranks))
+            if best.seconds is None:
+                raise LaunchError(f"every measured layout failed, the first with: {best.failure}")
+            self._write_layout(best.layout)
+        return 0 if measurement.stopped_by is None else 128 + measurement.stopped_by
+
+    def _write_layout(self, layout: Suggestion) -> None:
+        output = self.arguments.suggest_output
+        if output is not None:
+            print(write_keys(layout, self.config, Path(output)))
 
     def _plan_without_run(self) -> tuple[Job, PlannedJob, list[str]]:
         """Return the job, its plan, and what is wrong, for a command that starts nothing."""
@@ -150,38 +229,88 @@ class _Command:
         return job, planned, [*warnings, *map(str, planned.problems)]
 
     def start(self) -> int:
-        """Check everything that can be known before ranks start, then start the run and follow it."""
+        """Check everything that can be known before ranks start, then start the run and follow it.
+
+        A training that fails is started again up to `max_restarts` times.
+        """
+        script = find_script(self.arguments.script)
+        restarts = Restarts(self.config, script)
+        with ExitStack() as held:
+            prepared = self._prepare(script, restarts)
+            directory = reserve(self._run_directory(), self.save, script.name, held)
+            while True:
+                end = self._launch(prepared, directory, restarts)
+                if not restarts.follow(end, directory):
+                    if end.status == 0 and prepared.job.trains:
+                        print(*next_steps(self.arguments, prepared.planned.plan), sep="\n", file=sys.stderr)
+                    return end.status
+                with restarts.recording_refusals(directory):
+                    self.config = restarts.next_config()
+                    prepared = self._prepare(script, restarts)
+
+    def _prepare(self, script: Path, restarts: Restarts) -> _Prepared:
+        """Plan a run, and check everything that can be known before its directory is used.
+
+        Raises:
+            ConfigError: The configuration is wrong.
+            LaunchError: The run cannot be started on these hosts.
+        """
         placement, warnings = choose_hosts(self.config, self.arguments)
-        job = Job(find_script(self.arguments.script), placement, dry_run=False, environment=self.environment)
         _print_to_stderr("warning", warnings)
+        config = self.config
+        fit = self._fit_hosts(placement, script, restarts)
+        if fit is not None:
+            placement = fit.placement
+            config = fit.config
+        job = Job(script, placement, dry_run=False, environment=self.environment)
         over_ssh = chosen_launcher(placement.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check
         asked_first = over_ssh and self.config.model.precision == "auto"  # the plan depends on the hosts' answers
         reports: list[HostReport] = []
         capabilities = Capabilities()
-        if asked_first:
+        if fit is not None:
+            reports = fit.reports
+            capabilities = capabilities_of(reports)
+        elif asked_first:
             reports = self._check_hosts(self._empty_spec(placement, job.script))
             capabilities = capabilities_of(reports)
         elif placement.is_local:
             capabilities = Capabilities.of_hosts([native_formats()])
-        planned = plan_job(self.config, job, capabilities)
+        planned = plan_job(config, job, capabilities)
         unable = self._launcher_problems(placement, self.environment["PATH"])
         if planned.problems:
             raise ConfigError([*planned.problems, *unable])
         if unable:
             raise LaunchError(unable[0])
-        plan = planned.plan
-        with ExitStack() as held:
-            directory = reserve(self._run_directory(), self.save, job.script.name, held)
-            spec = self._spec(job, planned, directory)
-            notes = list(plan.notes)
-            if over_ssh and not asked_first:
-                reports = self._check_hosts(spec)
-                notes += _check_formats(plan, capabilities_of(reports))
-            if job.runs_model:
-                check_memory(plan, spec, reports, training=job.trains)
-            _print_to_stderr("note", notes)
-            write_run_directory(directory, plan, planned.device, self._commands(spec))
-            return launch(spec, self.runner, self.environment, self.forwarded)
+        must_ask = over_ssh and not asked_first and fit is None
+        return _Prepared(job, planned, config.runner, reports, must_ask, {} if fit is None else fit.left_out)
+
+    def _fit_hosts(self, placement: Placement, script: Path, restarts: Restarts) -> FitHosts | None:
+        """Ask all hosts, and return those that take part; None if no other hosts could take their places.
+
+        Raises:
+            LaunchError: Too few hosts can take part.
+        """
+        restarts.can_move = can_change_hosts(self.config, placement)
+        if not restarts.can_move:
+            return None
+        reports = self._examine_hosts(self._empty_spec(with_spares(placement), script))
+        return fit_hosts(self.config, placement, reports, restarts.unfit, restarts.suspects)
+
+    def _launch(self, prepared: _Prepared, directory: Path, restarts: Restarts) -> RunEnd:
+        """Start a prepared run, and follow it until it ends."""
+        plan = prepared.planned.plan
+        spec = self._spec(prepared.job, prepared.planned, directory, prepared.runner)
+        notes = list(plan.notes)
+        reports = prepared.reports
+        if prepared.must_ask:
+            reports = self._check_hosts(spec)
+            notes += _check_formats(plan, capabilities_of(reports))
+        if prepared.job.runs_model:
+            check_memory(plan, spec, reports, training=prepared.job.trains)
+        _print_to_stderr("note", notes)
+        write_run_directory(directory, plan, prepared.planned.device, self._commands(spec))
+        restarts.starting(spec, directory, prepared.left_out)
+        return launch(spec, prepared.runner, self.environment, self.forwarded, advice=restarts.advice)
 
     def _capabilities_without_run(self, placement: Placement) -> Capabilities:
         """Return what this machine multiplies natively, if a dry run depends on it and ranks would run here."""
@@ -219,7 +348,7 @@ class _Command:
     def _run_directory(self) -> Path:
         return run_directory(self.config.logging.log_dir, self.arguments.conf_file[0])
 
-    def _spec(self, job: Job, planned: PlannedJob, directory: Path) -> LaunchSpec:
+    def _spec(self, job: Job, planned: PlannedJob, directory: Path, runner: RunnerConfig | None = None) -> LaunchSpec:
         """Return the launch of a planned job."""
         rank_bytes = None
         save = None
@@ -228,7 +357,7 @@ class _Command:
             save = self.save
         return new_spec(
             job.placement,
-            self.runner,
+            runner or self.runner,
             job.script,
             ("--payload", encode_payload(planned.plan)),
             directory,
@@ -236,6 +365,7 @@ class _Command:
             self.forwarded,
             save=save,
             hang_timeout=self.config.training.hang_timeout,
+            healing=self.config.healing,
             rank_bytes=rank_bytes,
             answers_interrupts=job.script.stem == "generate" and self.config.generation.text_gen_type == "chat",
         )
@@ -288,6 +418,16 @@ class _Command:
             always_ssh=len(spec.hosts) > 1,
         )
         return examine(spec, checks, self.environment)
+
+
+def _in_short(warning: str, too_large: Sequence[Problem]) -> str:
+    """Return a warning without what the plan says, too: the settings with which a run would fit."""
+    if warning not in map(str, too_large):
+        return warning
+    needed, verdict, _ = warning.partition(": does not fit")
+    if not verdict:
+        return warning
+    return f"{needed}{verdict}; the plan has under `memory` what would"
 
 
 def _have_problems(reports: Sequence[HostReport]) -> bool:

@@ -25,12 +25,12 @@ def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     data = plan.config.data
     if data.weight_by_num_documents or plan.config.training.train_iters is None:
         return plan, ()
-    plan = replace(plan, dataset_tokens=training_tokens(plan.config))
+    plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=tokens_of_passes(plan.config))
     plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config)))
     try:
         return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), ()
     except ConfigError as error:
-        return replace(plan, dataset_tokens=()), error.problems
+        return replace(plan, dataset_tokens=(), pass_tokens=()), error.problems
 
 
 def training_tokens(config: NeoXConfig) -> tuple[int, ...]:
@@ -47,6 +47,23 @@ def training_tokens(config: NeoXConfig) -> tuple[int, ...]:
     except (ConfigError, DataError, ModuleNotFoundError):
         return ()
     return ()
+
+
+def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
+    """Return the tokens of one pass over each training dataset, padding included; none without padding."""
+    data = config.data
+    length = config.model.seq_length
+    if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
+        return ()
+    prefixes = data.train_data_paths or (data.data_path,)
+    share = split_shares(data.split)[0] if data.train_data_paths is None else 1.0
+    try:
+        from neox.data.indexed_dataset import IndexedDataset  # numpy, which a dry run without data does not need
+        from neox.data.packing import tokens_of_pass
+
+        return tuple(round(share * tokens_of_pass(IndexedDataset(str(p)).sizes, data, length)) for p in prefixes)
+    except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
+        return ()
 
 
 def _packing_notes(config: NeoXConfig) -> Iterator[str]:

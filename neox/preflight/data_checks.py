@@ -117,6 +117,10 @@ def _masking_problems(config: NeoXConfig, tokenizer: Tokenizer, prefixes: Mappin
 def missing_data(config: NeoXConfig) -> list[Problem]:
     """Return a problem for each pair of files that training needs and that does not exist, with a command for it."""
     prefixes = data_prefixes(config)
+    if not prefixes and config.preferences.is_paired:
+        keys = ("pos_train_data_paths", "neg_train_data_paths")
+        message = f"no pairs of answers are given: set {' and '.join(keys)}"
+        return [Problem(keys, f"{message} (tools/preprocess_preferences.py writes them)")]
     if not prefixes:
         message = "no training data is given: set data_path to the prefix of a .bin/.idx pair"
         return [Problem(("data_path", "train_data_paths"), f"{message} (tools/preprocess_data.py writes them)")]
@@ -146,6 +150,14 @@ def _longer_prefix(prefix: str) -> str | None:
 
 def _commands(config: NeoXConfig, prefix: str, key: str) -> list[str]:
     """Return the commands that make the token files with a prefix that a key names."""
+    if key in (*PATH_KEYS, *REWARD_KEYS):
+        return ["python tools/preprocess_preferences.py"]
+    for end in ("_messages_document", "_messages_label_document"):
+        if prefix.endswith(end):
+            flags = f"--output-prefix {quote(prefix.removesuffix(end))}"
+            if config.tokenizer.vocab_file:
+                flags += f" --vocab-file {quote(config.tokenizer.vocab_file)}"
+            return [f"python tools/preprocess_chat.py --input chats.jsonl {flags}"]
     if key.endswith(("label_data_paths", ".labels")):
         return ["python tools/preprocess_chat.py"]
     path = Path(prefix)

@@ -25,7 +25,7 @@ from neox.plan import (
     with_trained_model,
 )
 from neox.plan.export_form import export_note
-from neox.preflight.chat_checks import chat_template_notes, chat_template_problems
+from neox.preflight.chat_checks import chat_template_notes, chat_template_problems, label_notes
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
     device_of_ranks,
@@ -34,13 +34,16 @@ from neox.preflight.checks import (
     missing_packages,
     nvme_paths,
     nvme_problems,
+    quantizer_problems,
     task_problems,
 )
 from neox.preflight.data_amounts import with_amounts
 from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
 from neox.preflight.own_run import with_own_run
-from neox.preflight.tokenizer_checks import Vocabulary, read_vocabulary
+from neox.preflight.remote_checkpoints import with_local_load
+from neox.preflight.remote_data import with_local_data
+from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
 from neox.problems import Problem, in_file_order
 
 
@@ -79,13 +82,18 @@ class PlannedJob:
         plan: The plan.
         device: What a rank runs on.
         problems: What is missing or does not fit: warnings of a dry run, errors of a launch.
-        fits: Whether the device has the memory that the job needs.
+        too_large: Those of them that the plan itself shows: the device has less memory than the job needs.
     """
 
     plan: RunPlan
     device: Device
     problems: tuple[Problem, ...]
-    fits: bool
+    too_large: tuple[Problem, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has the memory that the job needs."""
+        return not self.too_large
 
 
 def read_config(arguments: argparse.Namespace) -> NeoXConfig:
@@ -104,7 +112,7 @@ def read_config(arguments: argparse.Namespace) -> NeoXConfig:
     if Path(arguments.script).stem in INFERENCE:
         loaded = replace(loaded, config=for_inference(with_trained_model(loaded.config)))
     if not loaded.problems:
-        return loaded.config
+        return with_local_data(with_local_load(loaded.config))
     if arguments.script == "doctor":
         raise ConfigError(loaded.problems)
     raise ConfigError(_all_problems(loaded, arguments))
@@ -159,6 +167,8 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
             raise
         raise ConfigError([*error.problems, *problems]) from None
     device = device_of_ranks(plan, job.placement, training=job.trains, dry_run=job.dry_run)
+    if job.trains and device.shared:
+        problems += quantizer_problems(plan.config)
     too_large: list[Problem] = []
     if job.runs_model:
         too_large = memory_problems(plan, device, training=job.trains)
@@ -168,12 +178,12 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
         plan, missing = with_amounts(plan)
         problems += missing
-    return PlannedJob(plan, device, tuple(problems), fits=not too_large)
+    return PlannedJob(plan, device, tuple(problems), tuple(too_large))
 
 
 def _notes_of_training(plan: RunPlan) -> list[str]:
     """Return notes on what becomes of a training: its start, the chat template it carries, its export."""
-    notes = [*finetune_notes(plan.config), *chat_template_notes(plan.config)]
+    notes = [*finetune_notes(plan.config), *chat_template_notes(plan.config), *label_notes(plan.config)]
     note = export_note(plan.config, plan.architecture)
     if note is not None:
         notes.append(note)
@@ -208,6 +218,7 @@ def _needs_of_script(config: NeoXConfig, job: Job, vocabulary: Vocabulary) -> li
         problems += chat_template_problems(config, vocabulary.tokenizer)
     if job.runs_model:
         problems += checkpoint_problems(config, training=job.trains)
+        problems += other_tokenizer_problems(config, vocabulary.tokenizer, training=job.trains)
         problems += task_problems(config, job.script.stem, vocabulary.tokenizer)
     if job.trains or job.script.stem == "evaluate":
         problems += missing_packages(config)

@@ -2,75 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from neox.config import NeoXConfig
+from neox.config.loader import OVERRIDES
 from neox.errors import ConfigError
 from neox.files import write_text
 from neox.plan import RunPlan, gpu_device
-from neox.plan.device import gib
+from neox.plan.device import Device, gib
+from neox.plan.fit import nested_keys
 from neox.plan.search import Suggestion, Suggestions, suggest_layouts
 from neox.plan.time import GPUS
+from neox.plan.time.gpus import CPU_CORE
 from neox.plan.time.of_plan import likely_gpu
 from neox.plan.time.step import StepTime
+from neox.preflight.measure import STEPS, Measurement
 
 _GIB = 2**30
-_PARTS = ("products", "attention", "elementwise", "tensor", "bubble", "gradients", "update")
+_PARTS = ("products", "attention", "elementwise", "tensor", "context", "experts", "bubble", "gradients", "update")
 _LEAST_SHARE = 0.02
+SHOWN = 10
+"""Layouts that a table of estimates has."""
 
 
-def suggest(plan: RunPlan, gpu_name: str, output: Path | None) -> str:
-    """Search the fastest layouts and return the table; write the best one's keys to a file if one is given.
+def find_layouts(
+    plan: RunPlan, device: Device, gpu_name: str, changed: Mapping[str, Any], count: int
+) -> tuple[Suggestions, str]:
+    """Search the fastest layouts of a run.
 
     Args:
         plan: The run.
+        device: What its ranks run on. Cores of CPUs count only without a name of a GPU.
         gpu_name: Key of `GPUS`; empty for the one that fits `gpu_memory_gib` best.
-        output: YAML file for the keys of the best layout; None for none.
+        changed: Keys in which the plan differs from the configuration, which these GPUs cannot run.
+        count: Number of layouts to return.
+
+    Returns:
+        The layouts, and a line about the search.
 
     Raises:
         ConfigError: If there is no such GPU, the time of this network is not estimated, or no layout fits.
     """
+    gpu_name = gpu_name.lower()
     if gpu_name and gpu_name not in GPUS:
         raise ConfigError(f"--suggest {gpu_name}: there is no such GPU; known: {', '.join(GPUS)}")
-    if gpu_name:
-        gpu = GPUS[gpu_name]
+    if device.shared and not gpu_name:
+        gpu = CPU_CORE
+        kind = gpu.name
     else:
-        gpu_name, gpu = likely_gpu(plan)
-    device = gpu_device(plan, gpu.memory_gib * _GIB)
-    if plan.grid.cp_size > 1:
-        raise ConfigError("--suggest searches layouts without context ranks only: leave context_parallel_size out")
-    found = suggest_layouts(plan, device, gpu)
+        gpu_name, gpu = (gpu_name, GPUS[gpu_name]) if gpu_name else likely_gpu(plan)
+        device = gpu_device(plan, gpu.memory_gib * _GIB)
+        kind = f"{gpu.name} ({gpu_name})"
+    found = suggest_layouts(plan, device, gpu, count, changed)
     if not found.best:
         raise ConfigError(
             f"none of {found.tried} layouts fits on {plan.grid.world_size} {gpu.name}; the plan (--dry-run) says what "
             "offloading or more GPUs would need"
         )
-    if output is not None:
-        _write_keys(found.best[0], output)
-    title = f"{found.tried} layouts of {plan.grid.world_size} {gpu.name} ({gpu_name}); times are estimated"
-    return "\n".join([title, *_table(found), *_explanation(found)])
+    return found, f"{found.tried} layouts of {plan.grid.world_size} {kind}; times are estimated"
+
+
+def format_estimates(found: Suggestions, title: str, plan: RunPlan, *, is_changed: bool) -> str:
+    """Return the table of the fastest layouts, where their time goes, and why the configured layout is slower.
+
+    Args:
+        found: The layouts.
+        title: First line of the table.
+        plan: The run.
+        is_changed: Whether the plan differs from the configuration, which these GPUs cannot run.
+    """
+    if not is_changed:
+        return "\n".join([title, *_table(found), _given_row(found), *_explanation(found)])
+    samples = plan.batch.train_batch_size
+    reason = f"the configured degrees and batch cannot be divided over them; a step has {samples} samples here"
+    ranks = plan.grid.world_size
+    return "\n".join(
+        [title, reason, *_table(found), f"    the configured layout runs on other numbers of GPUs than {ranks}"]
+    )
+
+
+def layouts_to_measure(found: Suggestions, count: int, *, is_changed: bool) -> list[Suggestion]:
+    """Return layouts to measure: the best estimates, the best of other degrees, and the configured one.
+
+    Estimates are less sure between degrees than within them, so half of the layouts are of degrees that the first half
+    does not have. The configured layout is left out if these ranks cannot run it.
+
+    Args:
+        found: The layouts.
+        count: Number of layouts.
+        is_changed: Whether these ranks cannot run the configured layout.
+    """
+    chosen = list(found.best[: (count + 1) // 2])
+    degrees = {_degrees(layout) for layout in chosen}
+    for layout in found.best:
+        if len(chosen) < count and _degrees(layout) not in degrees:
+            degrees.add(_degrees(layout))
+            chosen.append(layout)
+    rest = [layout for layout in found.best if layout not in chosen]
+    chosen += rest[: count - len(chosen)]
+    if found.given_fits and not is_changed and all(layout.changes for layout in chosen):
+        chosen.append(found.given)
+    return chosen
+
+
+def _degrees(layout: Suggestion) -> tuple[int, ...]:
+    setting = layout.setting
+    return setting.pp_size, setting.tp_size, setting.cp_size, setting.ep_size
+
+
+def format_measurement(measurement: Measurement, ranks: int) -> str:
+    """Return the table of layouts by their measured time.
+
+    Args:
+        measurement: What was measured.
+        ranks: Number of ranks.
+    """
+    lines = [f"median time of {STEPS} steps on {ranks} ranks, without the first ones"]
+    lines.append("    step s  tokens/s/rank  estimated s")
+    for number, measured in enumerate(measurement.layouts, start=1):
+        estimate = measured.layout.time
+        if measured.seconds is None:
+            lines.append(f" -  failed: {measured.failure}")
+        else:
+            speed = estimate.tokens / measured.seconds / estimate.ranks
+            lines.append(f"{number:>2}  {measured.seconds:6.3f}  {speed:13,.0f}  {estimate.seconds:11.3f}")
+        lines.append(f"      {_flags(measured.layout)}")
+    return "\n".join(lines)
 
 
 def _table(found: Suggestions) -> Iterator[str]:
     """Yield a row for each layout, and the `--set` flags that choose it."""
     yield "    step s  tokens/s/GPU   MFU   memory  bubble  communication"
-    for number, layout in enumerate(found.best, start=1):
+    for number, layout in enumerate(found.best[:SHOWN], start=1):
         yield f"{number:>2}  {_row(layout)}"
         yield f"      {_flags(layout)}"
+
+
+def _given_row(found: Suggestions) -> str:
     verdict = "" if found.given_fits else "  (does not fit)"
-    yield f"    {_row(found.given)}  <- as configured{verdict}"
+    return f"    {_row(found.given)}  <- as configured{verdict}"
 
 
 def _row(layout: Suggestion) -> str:
     time = layout.time
-    communication = time.tensor + time.context + time.gradients
+    communication = time.tensor + time.context + time.experts + time.gradients
     needed = gib(layout.memory.needed(on_cpu=False))
     return (
-        f"{time.seconds:6.2f}  {time.tokens_per_gpu:12,.0f}  {time.mfu:4.0%}  {needed:>9}  "
+        f"{_digits(time.seconds):>6}  {time.tokens_per_gpu:12,.0f}  {time.mfu:4.0%}  {needed:>9}  "
         f"{time.bubble / time.seconds:6.1%}  {communication / time.seconds:13.1%}"
     )
+
+
+def _digits(seconds: float) -> str:
+    """Return a time in seconds with two decimals, or three digits if it is short."""
+    if seconds >= 1:
+        return f"{seconds:.2f}"
+    return f"{seconds:.3g}"
 
 
 def _flags(layout: Suggestion) -> str:
@@ -89,24 +180,33 @@ def _explanation(found: Suggestions) -> Iterator[str]:
         return
     losses = {part: getattr(given, part) - getattr(best, part) for part in _PARTS}
     worse = sorted((part for part in _PARTS if losses[part] > _LEAST_SHARE * given.seconds), key=losses.__getitem__)
-    reasons = ", ".join(f"{part} +{losses[part]:.2f} s" for part in reversed(worse))
-    yield f"the configured layout takes {given.seconds / best.seconds:.2f} times as long: {reasons}"
+    text = f"the configured layout takes {given.seconds / best.seconds:.2f} times as long"
+    if worse:
+        text += ": " + ", ".join(f"{part} +{_digits(losses[part])} s" for part in reversed(worse))
+    yield text
 
 
 def _counts(time: StepTime, part: str) -> bool:
     return bool(getattr(time, part) >= _LEAST_SHARE * time.seconds)
 
 
-def _write_keys(layout: Suggestion, output: Path) -> None:
-    """Write the keys of a layout as YAML, blocks nested."""
-    keys: dict[str, object] = {}
-    for dotted, text in layout.changes:
-        *blocks, last = dotted.split(".")
-        block = keys
-        for name in blocks:
-            block = block.setdefault(name, {})  # type: ignore[assignment]
-        block[last] = yaml.safe_load(text)
+def write_keys(layout: Suggestion, config: NeoXConfig, output: Path) -> str:
+    """Write the keys of a layout as YAML that replaces those of earlier files; blocks are replaced whole.
+
+    Args:
+        layout: The layout.
+        config: The configuration.
+        output: The file.
+
+    Returns:
+        A line that says how to use the file.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    keys = nested_keys(config, layout.changes)
     try:
-        write_text(output, yaml.safe_dump(keys, sort_keys=False))
+        write_text(output, yaml.safe_dump({OVERRIDES: keys}, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"--suggest-output {output}: cannot be written: {error.strerror or error}") from error
+    return f"{output} sets the fastest layout: give {output.resolve()} as the last YAML file of the command"

@@ -8,7 +8,8 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
-from neox.errors import TokenizerError
+from neox.errors import CheckpointError, TokenizerError
+from neox.preflight.checkpoint_checks import chosen_checkpoint, key_of_checkpoint
 from neox.problems import Problem
 
 if TYPE_CHECKING:
@@ -53,6 +54,22 @@ def read_vocabulary(config: NeoXConfig) -> Vocabulary:
         return Vocabulary(tokenizer.vocab_size, tokenizer)
     problem = config.problem_about(message, "vocab_file", "tokenizer_type")
     return Vocabulary(_assumed_size(config), None, (problem,))
+
+
+def other_tokenizer_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, training: bool) -> list[Problem]:
+    """Return the problem that the checkpoint to load was trained with another tokenizer."""
+    key = key_of_checkpoint(config, training=training)
+    directory = config.value(key)
+    if tokenizer is None or directory is None:
+        return []
+    from neox.tokenizer import other_tokenizer
+
+    chosen = chosen_checkpoint(Path(directory), config.checkpoint.iteration)
+    try:
+        difference = other_tokenizer(config, tokenizer, chosen)
+    except CheckpointError as error:
+        return [config.problem_about(str(error), key)]
+    return [] if difference is None else [config.problem_about(difference, key, "vocab_file")]
 
 
 def _assumed_size(config: NeoXConfig) -> int:

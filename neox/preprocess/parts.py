@@ -6,13 +6,11 @@ machine. A part is a run of its own: an interrupted one is resumed, and a comple
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from neox.corpus import expand_inputs
 from neox.data import IndexedDatasetBuilder
 from neox.data.sidecar import Sidecar, joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
@@ -20,6 +18,7 @@ from neox.log import get_logger
 from neox.preprocess.run import PreprocessReport, finished, preprocess
 from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint
 from neox.resume import only_run
+from neox.storage import size_of
 from neox.workers import worker_count
 
 _log = get_logger(__name__)
@@ -29,11 +28,11 @@ _LOG_SECONDS = 60.0
 
 def split_files(files: Sequence[str], ranks: int) -> list[tuple[str, ...]]:
     """Divide files into groups of neighbours with about the same size. With too few files, some groups are empty."""
-    total = max(sum(map(os.path.getsize, files)), 1)
+    total = max(sum(map(size_of, files)), 1)
     groups: list[list[str]] = [[] for _ in range(ranks)]
     before = 0  # bytes of the files before this one
     for file in files:
-        size = os.path.getsize(file)
+        size = size_of(file)
         middle = before + size // 2
         number = min(ranks - 1, middle * ranks // total)
         groups[number].append(file)
@@ -106,10 +105,10 @@ def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> Preproc
 def _parts(settings: PreprocessSettings, ranks: int) -> dict[int, PreprocessSettings]:
     """Return the settings of the part of each rank that has files."""
     parts = {}
-    for rank, group in enumerate(split_files(expand_inputs(settings.inputs), ranks)):
+    for rank, group in enumerate(split_files(settings.files(), ranks)):
         if group:
             prefix = f"{settings.output_prefix}.part{rank:04}of{ranks:04}"
-            parts[rank] = replace(settings, inputs=group, output_prefix=prefix)
+            parts[rank] = replace(settings, inputs=group, output_prefix=prefix, split=None, config=None)
     return parts
 
 
@@ -161,7 +160,7 @@ def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings],
         for part in parts:
             builder.merge(part.prefix(key))
     # The settings are those of one process that makes the whole.
-    description = describe_run(settings, expand_inputs(settings.inputs), joined.tokenizer_hash)
+    description = describe_run(settings, settings.files(), joined.tokenizer_hash)
     result = {"run": fingerprint(description), "skipped": skipped, "text_bytes": text_bytes}
     whole = replace(joined, settings={**joined.settings, **description, **result}, crc32=builder.progress["crc32"])
     write_sidecar(prefix, whole)

@@ -107,8 +107,7 @@ class PreferenceEncoder:
         def encode_row(record: Any, strict: bool) -> bool:
             """Encode a line, and add its documents. Raises BadRecord if the line is bad."""
             row = self._row(record)
-            documents = list(map(self._document, row.answers))
-            self._check(documents)
+            documents = self._documents(row)
             arrays: list[np.ndarray] = []
             for document in documents:
                 arrays += [document.ids, document.labels]
@@ -134,6 +133,26 @@ class PreferenceEncoder:
             accelerator="off",
             note=None,
         )
+
+    def pair(self, record: Any) -> tuple[Document, Document]:
+        """Return both answers of a line. Raises BadRecord if the line is bad."""
+        chosen, rejected = self._documents(self._row(record))
+        return chosen, rejected
+
+    def completion(self, record: Any) -> Document:
+        """Return the only answer of a line, which needs no judgement. Raises BadRecord if the line is bad."""
+        if not isinstance(record, dict):
+            raise BadRecord(f"the line is {kind_of(record)}, not an object")
+        for key in (PROMPT, COMPLETION):
+            if key not in record:
+                raise missing_key(record, key)
+        return self._document(self._answer(record[PROMPT], COMPLETION, record[COMPLETION], record.get("tools")))
+
+    def _documents(self, row: Row) -> list[Document]:
+        """Return the ids of the answers of a line. Raises BadRecord if they cannot be trained on."""
+        documents = list(map(self._document, row.answers))
+        self._check(documents)
+        return documents
 
     def _row(self, record: Any) -> Row:
         """Return the answers of a line. Raises BadRecord if the line is bad."""

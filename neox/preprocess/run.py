@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from neox.corpus import BadInput, LineBlock, SkipBudget, expand_inputs, first_lines, parse_texts, read_blocks
+from neox.corpus import BadInput, LineBlock, SkipBudget, first_lines, parse_texts, read_blocks
 from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
 from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
@@ -32,6 +31,7 @@ from neox.preprocess.settings import (
 )
 from neox.preprocess.work import EncodeWork, build_encoder, lines_of, text_size
 from neox.resume import ResumeLog, only_run
+from neox.storage import shown, size_of
 from neox.tokenizer import Tokenizer
 from neox.workers import WorkerPool, read_ahead
 
@@ -167,7 +167,7 @@ class _Run:
         _check_flags(settings)
         self.settings = settings
         self.may_be_empty = may_be_empty
-        self.files = expand_inputs(settings.inputs)
+        self.files = settings.files()
         if not self.files:
             raise DataError("no inputs: give files or directories with --input, separated by commas")
         if settings.ftfy:
@@ -210,6 +210,7 @@ class _Run:
             report = self.finished()
             if report is not None:
                 return report
+            self._refuse_other_tokenizer()
         try:
             state, builders = self._open_builders()
             state = self._collect(builders, state)
@@ -232,6 +233,19 @@ class _Run:
                 return None
             sidecars[key] = sidecar
         return PreprocessReport.of(sidecars, seconds=0.0, accelerator=self.settings.accelerator, fresh=False)
+
+    def _refuse_other_tokenizer(self) -> None:
+        """Raise DataError if complete data, which runs may read, would be replaced by ids of another tokenizer."""
+        for key in self.settings.keys:
+            prefix = self.settings.prefix(key)
+            sidecar = read_sidecar(prefix)
+            if sidecar is None or not Path(f"{prefix}.idx").exists():
+                continue
+            if sidecar.tokenizer_hash != self.tokenizer.content_hash:
+                raise DataError(
+                    f"{prefix} holds data of another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids): "
+                    "name another --output-prefix, or replace it with --restart"
+                )
 
     def _open_builders(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:
         """Return the state of an interrupted run and the builders that continue it, or a new state and new builders."""
@@ -284,6 +298,8 @@ class _Run:
                 max_line_bytes=self.shares.in_flight_bytes,
                 start=start.position if number == start.file else None,
                 consumed=display.read,
+                filters=self.settings.filters,
+                columns=self.settings.columns,
             )
             for block in blocks:
                 file_numbers.append(number)
@@ -319,7 +335,7 @@ class _Run:
         """Return the first texts of the first input, with which an accelerator is checked."""
         if self.settings.chat is not None or self.settings.preferences is not None:
             return []
-        block = first_lines(self.files[0], _SAMPLE_BYTES)
+        block = first_lines(self.files[0], _SAMPLE_BYTES, filters=self.settings.filters, columns=self.settings.columns)
         if block is None:
             return []
         sample: list[str] = []
@@ -375,7 +391,7 @@ class _Run:
 
     @cached_property
     def _input_bytes(self) -> int:
-        return sum(os.path.getsize(file) for file in self.files)
+        return sum(map(size_of, self.files))
 
     def _note(self, result: EncodedBlock) -> None:
         """Remember the accelerator and count lines. Warn about a slow accelerator if the input is large."""
@@ -442,7 +458,7 @@ class _Run:
             vocab_size=self.tokenizer.vocab_size,
             eod=self.tokenizer.eod,
             append_eod=self.settings.append_eod,
-            inputs=self.files,
+            inputs=tuple(map(shown, self.files)),
             settings=settings,
             **builder.totals,
         )
@@ -452,6 +468,8 @@ def _check_flags(settings: PreprocessSettings) -> None:
     """Raise DataError for flags that do not go together."""
     if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
         raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: give at least one key, and each key once")
+    if settings.text_key is not None and len(settings.keys) - bool(settings.mask_before) != 1:
+        raise DataError("--text-key finds the text of one key: give one with --jsonl-keys, which names the dataset")
     if settings.mask_before and len(settings.keys) != 2:
         raise DataError("--mask-before-token writes labels of one key: give one with --jsonl-keys")
     if settings.sentences is None:

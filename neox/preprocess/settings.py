@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from neox.corpus import Position
+from neox.corpus import Filter, Position, columns_of, expand_inputs
 from neox.data import BuilderState
 from neox.errors import DataError
 from neox.log import get_logger
+from neox.storage import shown, state_of
 from neox.tokenizer import Tokenizer, build_tokenizer
 from neox.tokenizer.chat import ChatTemplate
 
@@ -68,7 +69,7 @@ class ChatSettings:
     @property
     def datasets(self) -> tuple[str, str]:
         """Names of the datasets of ids and of labels."""
-        name = self.keys[0] if len(self.keys) == 1 else "text"
+        name = self.keys[0] if len(self.keys) == 1 else "messages"
         return name, f"{name}_label"
 
 
@@ -99,7 +100,7 @@ class PreprocessSettings:
     """Settings of a run that makes `OUTPUT_PREFIX_KEY_document.{bin,idx,json}` from inputs.
 
     Attributes:
-        inputs: Files or directories, in order.
+        inputs: Files, directories or addresses, in order.
         output_prefix: Path of the outputs without `_KEY_document`.
         tokenizer: Tokenizer of the texts.
         keys: JSON keys of texts. Each becomes a dataset. For conversations and preferences they are `datasets` of their
@@ -120,6 +121,10 @@ class PreprocessSettings:
         preferences: Settings of preferences; None for texts and conversations.
         mask_before: Ids that mark the start of the trained part of a text: tokens up to the first occurrence of these
             ids are not trained. Empty if there are no labels.
+        text_key: Path with dots or template that finds the text of the only key; None if the key itself finds it.
+        filters: Conditions that a document must meet.
+        split: Split of data sets that have several.
+        config: Configuration of data sets of the hub that have several.
     """
 
     inputs: tuple[str, ...]
@@ -140,10 +145,16 @@ class PreprocessSettings:
     chat: ChatSettings | None = None
     preferences: PreferenceSettings | None = None
     mask_before: tuple[int, ...] = ()
+    text_key: str | None = None
+    filters: tuple[Filter, ...] = ()
+    split: str | None = None
+    config: str | None = None
 
     @property
     def text_keys(self) -> tuple[str, ...]:
-        """JSON keys of texts."""
+        """Keys that find texts: JSON keys, paths with dots, or templates."""
+        if self.text_key is not None:
+            return (self.text_key,)
         if self.mask_before:
             return self.keys[:1]
         return self.keys
@@ -156,6 +167,17 @@ class PreprocessSettings:
         if self.mask_before or self.chat is not None:
             return self.keys[1:]
         return ()
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Columns of tables that are read; None for all of them."""
+        if self.chat is not None or self.preferences is not None:
+            return None
+        return columns_of(self.text_keys, self.filters)
+
+    def files(self) -> tuple[str, ...]:
+        """Return the paths and addresses of all inputs. Raises DataError as `expand_inputs`."""
+        return expand_inputs(self.inputs, split=self.split, config=self.config)
 
     def prefix(self, key: str) -> str:
         """Return the prefix of the dataset of a key. The names are Megatron-LM's."""
@@ -218,7 +240,7 @@ def share_memory(workers: int, memory_mb: int) -> MemoryShares:
 def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer_hash: str) -> Mapping[str, Any]:
     """Return everything that determines the bytes of the result, as JSON.
 
-    Inputs are described by path, size and modification time.
+    Inputs are described by path, size and modification time, or the server's tag of their content.
 
     Args:
         settings: Settings of the run.
@@ -227,8 +249,8 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
     """
     inputs = []
     for file in files:
-        status = Path(file).stat()
-        inputs.append([file, status.st_size, status.st_mtime_ns])
+        state = state_of(file)
+        inputs.append([shown(file), state.size, state.version])
     description: dict[str, Any] = {
         "inputs": inputs,
         "keys": list(settings.keys),
@@ -247,6 +269,10 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
         description["mask_before"] = list(settings.mask_before)
     if settings.sentences is not None:
         description["sentences"] = settings.sentences
+    if settings.text_key is not None:
+        description["text_key"] = settings.text_key
+    if settings.filters:
+        description["filters"] = list(map(str, settings.filters))
     return description
 
 

@@ -3,7 +3,15 @@
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
 from neox.tokenizer.huggingface import BERT_SPECIALS, TOKENIZER_CONFIG, TOKENIZER_FILE, HFTokenizer, special_token
-from neox.tokenizer.train import TOKENIZER_KINDS, TokenizerKind, train_tokenizer
+from neox.tokenizer.identity import (
+    TokenizerIdentity,
+    identify,
+    identify_configured,
+    other_tokenizer,
+    saved_tokenizer_identity,
+    write_tokenizer_identity,
+)
+from neox.tokenizer.train import TOKENIZER_KINDS, TokenizerKind, tokenizer_files, train_tokenizer
 
 __all__ = [
     "BERT_SPECIALS",
@@ -15,9 +23,16 @@ __all__ = [
     "TOKENIZER_TYPES",
     "HFTokenizer",
     "Tokenizer",
+    "TokenizerIdentity",
     "TokenizerKind",
     "build_tokenizer",
+    "identify",
+    "identify_configured",
+    "other_tokenizer",
+    "saved_tokenizer_identity",
     "special_token",
+    "tokenizer_files",
     "tokenizer_of",
     "train_tokenizer",
+    "write_tokenizer_identity",
 ]

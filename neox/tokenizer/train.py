@@ -77,11 +77,7 @@ def train_tokenizer(
         raise TokenizerError(
             f"vocab_size {vocab_size} is too small: a byte-level vocabulary starts with 256 bytes and 2 special tokens"
         )
-    out = Path(out_path)
-    if kind == "gpt2":
-        files = [out / "vocab.json", out / "merges.txt"]
-    else:
-        files = [out]
+    files = tokenizer_files(Path(out_path), kind)
     for file in files:
         _check_output(file)
     trained = _trainer(kind)(_TextSource(texts), vocab_size)
@@ -92,7 +88,14 @@ def train_tokenizer(
     for file, content in zip(files, trained.contents, strict=True):
         with os_errors(TokenizerError, f"{file}: cannot be written"), atomic_write(file) as stream:
             stream.write(content)
-    return tuple(files)
+    return files
+
+
+def tokenizer_files(out_path: Path, kind: TokenizerKind) -> tuple[Path, ...]:
+    """Return the files that `train_tokenizer` writes."""
+    if kind == "gpt2":
+        return (out_path / "vocab.json", out_path / "merges.txt")
+    return (out_path,)
 
 
 def _check_output(file: Path) -> None:

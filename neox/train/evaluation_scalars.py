@@ -9,7 +9,11 @@ from neox.evaluation.results import perplexity_of
 
 
 def evaluation_scalars(
-    kind: str, sets: Sequence[EvaluationSet], scores: Sequence[Mapping[str, float]], per_token: Collection[str]
+    kind: str,
+    sets: Sequence[EvaluationSet],
+    scores: Sequence[Mapping[str, float]],
+    per_token: Collection[str],
+    densities: Sequence[float] = (),
 ) -> dict[str, float]:
     """Return an evaluation's scores and perplexities under their names in metrics.
 
@@ -21,6 +25,7 @@ def evaluation_scalars(
         sets: The sets.
         scores: Mean scores of each set by name, the trained loss first.
         per_token: Names of the scores that are losses per token.
+        densities: Tokens per character of each set, for perplexities by character; none to leave these out.
     """
     total = sum(item.weight for item in sets)
     means = dict.fromkeys(scores[0], 0.0)
@@ -31,6 +36,23 @@ def evaluation_scalars(
     for item, found in zip(sets, scores, strict=True):
         if item.name is not None:
             scalars |= _with_perplexities(f"{kind}/{item.name}", found, per_token)
+    if not densities:
+        return scalars
+    density = 0.0
+    for item, own, found in zip(sets, densities, scores, strict=True):
+        density += item.weight / total * own
+        if item.name is not None:
+            scalars |= _by_character(f"{kind}/{item.name}", found, per_token, own)
+    return scalars | _by_character(kind, means, per_token, density)
+
+
+def _by_character(
+    group: str, scores: Mapping[str, float], per_token: Collection[str], density: float
+) -> dict[str, float]:
+    """Return perplexities by character as `GROUP/SCORE_char_ppl`; gpt-neox has the same formula."""
+    scalars = {}
+    for name in per_token:
+        scalars[f"{group}/{name}_char_ppl"] = perplexity_of(scores[name] * density)
     return scalars
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from neox.data.build import build_data_iterators
+from neox.data.build import DataIterators, build_data_iterators
 from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.log import get_logger, setup_logging
@@ -15,13 +15,18 @@ from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 from neox.tokenizer import tokenizer_of
 from neox.train.callbacks import Callback
+from neox.train.characters import CharacterCounter
+from neox.train.failures import reported_failures
+from neox.train.mirror_uploads import MirrorUploads
 from neox.train.profiling import Profiler
 from neox.train.reference import reference_log_probs
+from neox.train.remote_trackers import queued_trackers
 from neox.train.stopping import ignore_signals
 from neox.train.stragglers import Stragglers
 from neox.train.terminal import TerminalLine
 from neox.train.trackers import MetricsFile, TensorBoard, WandB
 from neox.train.trainer import Trainer
+from neox.train.update_statistics import UpdateStatistics, observes_updates
 
 _log = get_logger(__name__)
 
@@ -35,6 +40,12 @@ def pretrain(plan: RunPlan) -> int:
     Raises:
         NeoXError: If something fails that users can mend.
     """
+    with reported_failures():
+        return _pretrain(plan)
+
+
+def _pretrain(plan: RunPlan) -> int:
+    """Train on this rank, and return the exit code."""
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
     callbacks: list[Callback] = []
@@ -44,15 +55,30 @@ def pretrain(plan: RunPlan) -> int:
         callbacks.append(Profiler(plan, grid.rank))
     engine = open_engine(plan, grid, device)
     callbacks.append(Stragglers(plan, engine))
+    if observes_updates(plan):
+        callbacks.append(UpdateStatistics(plan, engine))
+    uploads: MirrorUploads | None = None
+    if grid.rank == 0 and plan.config.checkpoint.checkpoint_mirror is not None:
+        uploads = MirrorUploads(plan)
+        callbacks.append(uploads)
+    characters = None
+    if plan.config.training.char_level_ppl:
+        characters = CharacterCounter(tokenizer_of(plan.config))
     warn_of_other_samples(engine)
     reference = partial(reference_log_probs, engine)
-    data = build_data_iterators(plan, grid.data_rank, engine.iteration, ledger=engine.ledger, reference=reference)
+
+    def open_data() -> DataIterators:
+        return build_data_iterators(plan, grid.data_rank, engine.iteration, ledger=engine.ledger, reference=reference)
+
+    data = open_data()
     tasks = build_tasks(plan, engine, grid, device)
-    code = Trainer(plan, engine, data, callbacks, tasks).fit()
+    code = Trainer(plan, engine, data, callbacks, tasks, open_data, characters).fit()
     if code:
         # torchrun signals the other ranks when the first one exits with such a status; they have finished as well.
         ignore_signals()
     shutdown()
+    if uploads is not None:
+        uploads.finish()
     return code
 
 
@@ -105,6 +131,7 @@ def build_callbacks(plan: RunPlan) -> list[Callback]:
         callbacks.append(TensorBoard(keys.tensorboard_dir, plan))
     if keys.use_wandb:
         callbacks.append(WandB(plan))
+    callbacks += queued_trackers(plan)
     if keys.log_dir:
         callbacks.append(MetricsFile(keys.log_dir))
     return callbacks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from neox.data.answers import Pairs
@@ -18,8 +20,9 @@ DEFAULT_NAME = "start"
 def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray:
     """Return the log-probabilities of answers by the model that the run starts from, [pairs, 2].
 
-    They are read from the file next to the data if it was made from these weights and these data. Otherwise they are
-    computed, and written there. All ranks call it together.
+    With `reference_model: without_adapters` they are those of the model without its adapters, and are computed anew.
+    Otherwise they are read from the file next to the data if it was made from these weights and these data; if there is
+    none, they are computed and written there. All ranks call it together.
 
     Args:
         engine: The engine of the run.
@@ -30,6 +33,8 @@ def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray
         DataError: On all ranks, if the file is damaged or of other weights or data; or if the run goes on, and there is
             no file.
     """
+    if engine.plan.config.preferences.reference_model == "without_adapters":
+        return answer_log_probs(engine, pairs, adapters=False)
     name = engine.plan.config.preferences.precompute_model_name or DEFAULT_NAME
     path = reference_path(prefix, name)
 
@@ -49,6 +54,13 @@ def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray
         raise DataError(
             f"{path} is missing, and the model has changed since the run began: bring the file back, or start the run "
             "again from the weights of its reference"
+        )
+    if engine.grid.rank == 0 and Path(f"{prefix}_{name}.idx").exists():
+        _log.warning(
+            "%s_%s was written by gpt-neox and is not read, because it does not say which weights it is of: the "
+            "log-probabilities are computed anew",
+            prefix,
+            name,
         )
     values = answer_log_probs(engine, pairs)
     from_first_rank(lambda: write_reference(path, values, identity))

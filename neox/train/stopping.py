@@ -7,7 +7,7 @@ import signal
 from types import FrameType
 
 from neox.engine import StepResult
-from neox.errors import TrainingError
+from neox.errors import NotFiniteError
 from neox.launch import acknowledge_stop
 from neox.log import get_logger
 
@@ -85,16 +85,19 @@ class NonFiniteRule:
         """Check the limit, after `counts`.
 
         Raises:
-            TrainingError: If there were more successive steps than allowed, or the step changed the weights.
+            NotFiniteError: If there were more successive steps than allowed, or the step changed the weights.
         """
         if self.in_a_row == 0:
             return
         found = f"iteration {iteration}: loss {result.loss}, gradient norm {result.grad_norm}"
         if not result.skipped:
-            raise TrainingError(f"{found}: not finite, and the step was applied; go back to the last checkpoint")
+            raise NotFiniteError(
+                f"{found}: not finite, and the step was applied; go back to the last checkpoint", iteration
+            )
         if self.in_a_row > self.allowed:
-            raise TrainingError(
+            raise NotFiniteError(
                 f"{found}: not finite, {self.in_a_row} such steps in a row, max_nonfinite_steps is {self.allowed}; the "
                 "weights are as before these steps. Look at the data of this step, lower the learning rate, clip "
-                "gradients, or allow more such steps"
+                "gradients, or allow more such steps",
+                iteration,
             )

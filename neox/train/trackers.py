@@ -12,18 +12,20 @@ import os
 import secrets
 import textwrap
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from neox.engine import SaveReport
 from neox.errors import ConfigError, TrainingError, install_command
+from neox.log import get_logger
 from neox.metrics import METRICS_FILE, PICTURE, STABILITY_PICTURE, draw, draw_stability
 from neox.objectives import build_objective
 from neox.plan import RunPlan, plan_as_dict
 from neox.train.callbacks import Callback, StepReport, TrainState
 
+_log = get_logger(__name__)
 WANDB_RUN_ID_FILE = "wandb_run_id"
 """File in the run directory with the id of the wandb run that a resumed training continues."""
 
@@ -43,7 +45,12 @@ _SHOWN = (
 
 
 class Tracker(Callback):
-    """Callback that writes the scalars of steps, evaluations and checkpoints; subclasses implement `write`."""
+    """Callback that writes the scalars of steps, evaluations and checkpoints; subclasses implement `write`.
+
+    A row that cannot be written is lost, which is said once; it never ends the training.
+    """
+
+    _lost_rows = 0
 
     def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
         """Write scalars by name, at an iteration; `kind` is `step`, `save` or the name of an evaluation."""
@@ -51,15 +58,28 @@ class Tracker(Callback):
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """Write the step's scalars."""
-        self.write(state.iteration, "step", report.scalars())
+        self._write_or_lose(state.iteration, "step", report.scalars())
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
         """Write the evaluation's scalars."""
-        self.write(state.iteration, name, scalars)
+        self._write_or_lose(state.iteration, name, scalars)
 
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Write the save's durations."""
-        self.write(state.iteration, "save", report.scalars())
+        self._write_or_lose(state.iteration, "save", report.scalars())
+
+    def _write_or_lose(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
+        name = type(self).__name__
+        try:
+            self.write(iteration, kind, scalars)
+        except Exception as error:  # those of the tracker's package, of any kind
+            if not self._lost_rows:
+                _log.warning("%s cannot write (%s: %s); training goes on", name, type(error).__name__, error)
+            self._lost_rows += 1
+            return
+        if self._lost_rows:
+            _log.warning("%s writes again; it lacks %d rows", name, self._lost_rows)
+            self._lost_rows = 0
 
 
 def run_settings(plan: RunPlan) -> dict[str, Any]:
@@ -173,10 +193,10 @@ class WandB(Tracker):
         """
         keys = self._plan.config.logging
         wandb = self._wandb
-        directory = Path(keys.log_dir or self._plan.config.checkpoint.save or os.curdir)
+        directory = tracker_directory(self._plan)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            run_id = _run_id(directory / WANDB_RUN_ID_FILE, resumed=state.iteration > 0)
+            run_id = kept_run_id(directory / WANDB_RUN_ID_FILE, resumed=state.iteration > 0)
         except OSError as error:
             raise TrainingError(f"{directory}: the id of wandb's run cannot be kept: {error.strerror}") from error
         try:
@@ -214,7 +234,12 @@ class WandB(Tracker):
             self._wandb.teardown()
 
 
-def _run_id(file: Path, *, resumed: bool) -> str:
+def tracker_directory(plan: RunPlan) -> Path:
+    """Return the directory in which trackers keep what a resumed training needs."""
+    return Path(plan.config.logging.log_dir or plan.config.checkpoint.save or os.curdir)
+
+
+def kept_run_id(file: Path, *, resumed: bool) -> str:
     """Return the id that `file` holds if the training is resumed; else write a new one to it and return that."""
     if resumed and file.is_file():
         kept = file.read_text().strip()
@@ -225,17 +250,18 @@ def _run_id(file: Path, *, resumed: bool) -> str:
     return run_id
 
 
-def report_scores(plan: RunPlan, scores: Mapping[str, float], iteration: int) -> None:
+def report_scores(plan: RunPlan, scores: Mapping[str, float], iteration: int, others: Sequence[Tracker] = ()) -> None:
     """Add the scores of a checkpoint to the trackers of the run that wrote it, if they are configured.
 
     Args:
         plan: Plan whose configuration names the trackers.
         scores: Scores by name.
         iteration: Iteration of the checkpoint.
+        others: Further trackers of the run.
     """
     keys = plan.config.logging
     state = TrainState(iteration=iteration)
-    trackers: list[Tracker] = []
+    trackers: list[Tracker] = [*others]
     if keys.tensorboard_dir:
         trackers.append(TensorBoard(keys.tensorboard_dir, purge=False))  # the curves beyond the checkpoint stay
     if keys.use_wandb:
@@ -278,7 +304,7 @@ class MetricsFile(Tracker):
     def on_start(self, state: TrainState) -> None:
         """Continue the file of the training that is resumed, or begin a new one."""
         if state.iteration > 0:
-            _cut_partial_line(self.path)
+            cut_partial_line(self.path)
         elif self.path.stat().st_size > 0:
             self._stream.close()
             _keep_earlier_run(self.path, self.picture, self.stability_picture)
@@ -318,7 +344,7 @@ class MetricsFile(Tracker):
         self._stream.flush()
 
 
-def _cut_partial_line(path: Path) -> None:
+def cut_partial_line(path: Path) -> None:
     """Cut off the part of a line that a killed run wrote last."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):

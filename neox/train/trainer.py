@@ -16,7 +16,9 @@ from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
 from neox.plan import RunPlan
 from neox.train.callbacks import Callback, StepReport, TrainState
+from neox.train.characters import CharacterCounter
 from neox.train.evaluation_scalars import evaluation_scalars
+from neox.train.spikes import LossSpikes
 from neox.train.stopping import NonFiniteRule, StopSignals
 
 _log = get_logger(__name__)
@@ -31,6 +33,8 @@ class Trainer:
         data: Endless iterators of this data rank's micro batches.
         callbacks: Callbacks of this rank.
         tasks: Function that scores `eval_tasks` whenever validation is due; all ranks call it together.
+        open_data: Function that opens the data again from the engine's iteration and ledger on, after a rollback.
+        characters: Counter of characters in evaluations; None to report no perplexities by character.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class Trainer:
         data: DataIterators,
         callbacks: Sequence[Callback] = (),
         tasks: Callable[[], Mapping[str, float]] | None = None,
+        open_data: Callable[[], DataIterators] | None = None,
+        characters: CharacterCounter | None = None,
     ) -> None:
         self.plan = plan
         self.engine = engine
@@ -47,16 +53,20 @@ class Trainer:
         self.data = data
         self.callbacks = tuple(callbacks)
         self.tasks = tasks
+        self._characters = characters
         self.state = TrainState(iteration=engine.iteration)
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
         self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
         # The last iteration that was saved, evaluated and scored on tasks.
+        self._checks_replicas = plan.config.healing.check_replicas_every is not None
         self._saved: int | None = None
         self._evaluated: int | None = None
         self._scored: int | None = None
         keys = plan.config.checkpoint
         self._background = BackgroundSaves(engine) if keys.async_save and keys.save is not None else None
+        self._open_data = open_data
+        self._spikes = LossSpikes(plan)
         self._signals = StopSignals()
         self._train_batches = TimedBatches(data.train)
         self._flops_per_token = cache(partial(_flops_per_token, plan))  # cached by sequence length
@@ -96,6 +106,8 @@ class Trainer:
         while state.iteration < self.train_iters and not self._should_stop():
             self.step()
             self._follow_background_save()
+            if self._has_rolled_back():
+                continue
             if state.iteration % self.plan.config.training.eval_interval == 0:
                 self.evaluate("validation", self.data.valid)
                 self.score_tasks()
@@ -145,8 +157,30 @@ class Trainer:
         report = replace(report, added=added)
         for callback in self.callbacks:
             callback.on_step(self.state, report)
-        report_progress()
+        report_progress(self.state.iteration)
         self.rule.enforce(result, self.state.iteration)
+        self._spikes.judge(result.loss, self.state.iteration)
+
+    def _has_rolled_back(self) -> bool:
+        """Go back to a checkpoint if the last step was a loss spike and the configuration asks for it."""
+        if not self._spikes.wants_rollback or not self.engine.any_rank(self._spikes.found is not None):
+            return False
+        spike_at = self.state.iteration
+        if self._background is not None:
+            self._background.wait()
+            self._report_saves(self._background)
+        if self._open_data is None or not self._spikes.roll_back(self.engine, self.data, spike_at):
+            return False
+        self.data.train.close()
+        self.data = self._open_data()
+        self.engine.ledger_at = self.data.ledger_at
+        self._train_batches = TimedBatches(self.data.train)
+        self.state.iteration = self.engine.iteration
+        self._saved = None
+        self._evaluated = None
+        self._scored = None
+        self.save()  # so that the checkpoint knows what is skipped
+        return True
 
     def evaluate(self, name: str, sets: Sequence[EvaluationSet]) -> None:
         """Report the objective's mean scores over `eval_iters` batches; of validation, at most once per iteration.
@@ -179,12 +213,18 @@ class Trainer:
         """Report the mean scores of the weights in the model. Return False if a signal interrupted it."""
         started = time.perf_counter()
         scores = []
+        densities = []
         for item in sets:
-            means = self._mean_scores(name, item.batches)
+            batches: Iterator[Batch] = item.batches
+            if self._characters is not None:
+                batches = self._characters.counted(batches)
+            means = self._mean_scores(name, batches)
             if means is None:
                 return False
             scores.append(means)
-        scalars = evaluation_scalars(name, sets, scores, self.engine.objective.per_token)
+            if self._characters is not None:
+                densities.append(self._characters.take_tokens_per_character(self.engine.gather))
+        scalars = evaluation_scalars(name, sets, scores, self.engine.objective.per_token, densities)
         scalars[f"timers/{name}"] = time.perf_counter() - started
         self._report_evaluation(name, scalars)
         return True
@@ -230,6 +270,8 @@ class Trainer:
         save = self.plan.config.checkpoint.save
         if save is None or self._saved == self.state.iteration:
             return
+        if self._checks_replicas:
+            self.engine.check_replicas()  # else a checkpoint could hold what a check finds later
         if self._background is not None:
             self._background.start(Path(save))
             self._report_saves(self._background)

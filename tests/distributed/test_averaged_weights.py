@@ -110,6 +110,8 @@ def test_formula_over_resumes_in_other_layouts(tmp_path: Path) -> None:
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+DIVIDED: dict[str, Any] = {"expert_model_parallel_size": 2}
+EXPERTS = NETWORKS["experts"]
 MATRIX: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "bf16": ([{"zero": zero} for zero in (0, 1, 2, 3)] + [{"pp": 2}, {"pp": 2, "zero": 1}, {"mp": 2, "zero": 1}], BF16),
     "fp16": ([{"zero": zero} for zero in (0, 1, 2, 3)] + [{"pp": 2}, {"mp": 2}], FP16),
@@ -123,6 +125,8 @@ MATRIX: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     ),
     "context": ([{"zero": 2, "context_parallel_size": 2}, {"pp": 2}, {"zero": 3, "context_parallel_size": 2}], {}),
     "experts": ([{"zero": 1}, {"pp": 2}, {"zero": 3}], NETWORKS["experts"]),
+    "divided experts": ([{**DIVIDED, "zero": zero} for zero in (0, 1, 2)] + [{"pp": 2}, DIVIDED], EXPERTS),
+    "divided experts in bf16": ([{**DIVIDED, "zero": zero} for zero in (1, 0, 2)], {**EXPERTS, **BF16}),
 }
 
 
@@ -144,8 +148,14 @@ def test_formula_with_offload(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_formula_over_four_ranks(tmp_path: Path) -> None:
-    plans = relay(tmp_path, 4, [{"pp": 2, "mp": 2}, {"zero": 3, "mp": 2}, {"zero": 2}, {"pp": 2, "zero": 1}])
+@pytest.mark.parametrize("network", ["dense", "divided experts"])
+def test_formula_over_four_ranks(tmp_path: Path, network: str) -> None:
+    layouts: list[dict[str, Any]] = [{"pp": 2, "mp": 2}, {"zero": 3, "mp": 2}, {"zero": 2}, {"pp": 2, "zero": 1}]
+    keys: dict[str, Any] = {}
+    if network == "divided experts":
+        layouts = [{**DIVIDED, "zero": 1}, {**DIVIDED, "mp": 2}, {**DIVIDED, "pp": 2}, DIVIDED]
+        keys = EXPERTS
+    plans = relay(tmp_path, 4, layouts, **keys)
     run_ranks(4, train_relay, plans)
     assert_is_formula(tmp_path, plans[0], STEPS * len(plans))
 
@@ -190,10 +200,16 @@ def losses_and_evaluations(plans: Sequence[RunPlan]) -> list[tuple[list[float], 
 LAYOUTS = [{"zero": 0}, {"zero": 2}, {"zero": 3}, {"pp": 2}, {"mp": 2, "zero": 1}]
 
 
-def assert_training_stays(precision: dict[str, Any], tolerance: float) -> None:
+def test_an_evaluated_average_of_divided_experts_leaves_training_as_it_is() -> None:
+    assert_training_stays({**EXPERTS, **DIVIDED}, 1e-5, [{"zero": 0}, {"zero": 1}, {"zero": 2}])
+
+
+def assert_training_stays(
+    precision: dict[str, Any], tolerance: float, layouts: Sequence[dict[str, Any]] = LAYOUTS
+) -> None:
     """Compare runs that evaluate their average with runs that keep none, and the average's loss between layouts."""
     plans = []
-    for layout in LAYOUTS:
+    for layout in layouts:
         for ema in ({}, {"ema_decay": 0.9}):
             plans.append(tiny_plan(2, **layout, **precision, **ema, num_layers=2))
     answers = run_ranks(2, losses_and_evaluations, plans)[0]

@@ -9,6 +9,7 @@ from neox.checkpoint import find_checkpoint, load_file, write_layer
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
+from tests.plans import NETWORKS
 
 CHECKED = {"checkpoint_validation_with_forward_pass": True}
 
@@ -72,7 +73,13 @@ def same(a, b):
 
 
 def test_background_saves_and_stored_logits(tmp_path):
-    layouts = [{"pp": 2, "zero": 1, "precision": "bf16"}, {"zero": 3}, {"pp": 2, "zero": 0, **CHECKED}]
+    layouts = [
+        {"pp": 2, "zero": 1, "precision": "bf16"},
+        {"zero": 3},
+        {"pp": 2, "zero": 0, **CHECKED},
+        {**NETWORKS["experts"], "expert_model_parallel_size": 2, "zero": 0},
+        {**NETWORKS["experts"], "expert_model_parallel_size": 2, "zero": 2},
+    ]
     plans = [tiny_plan(2, save="unused", **layout) for layout in layouts]
     here, behind, broken = tmp_path / "here", tmp_path / "behind", tmp_path / "broken"
     messages = run_ranks(2, save_both_ways, plans, here, behind, broken)

@@ -21,6 +21,10 @@ BASE: dict[str, Any] = {"num_layers": 2, "loss_normalization": "micro_batch"}
 DOCUMENTS = {"reset_attention_mask": True, "attention_config": [[["flash"], "all"]]}
 WINDOW = {"attention_config": ["flash", "flash"], "sliding_window_width": 5}
 LOCAL = {"attention_config": ["bigbird", "global"], "sparsity_config": {"block": 2, "different_layout_per_head": True}}
+BY_LENGTH = {
+    "rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 4},
+    "rotary_pct": 1.0,
+}
 RECOMPUTED = {"checkpoint_activations": True}
 GROUPED = {"num_kv_heads": 2, "norm": "rmsnorm"}
 
@@ -52,8 +56,9 @@ def curves(plans: list[RunPlan]) -> list[list[tuple[float, float]]]:
 
 def check(world: int, layouts: list[dict[str, Any]], **network: Any) -> None:
     """Compare the losses and gradient norms of layouts with those of one rank."""
-    plans = [tiny_plan(world, **BASE, **layout, **network) for layout in layouts]
-    expected = run_ranks(1, curves, [tiny_plan(1, **BASE, **network)], timeout=300)[0][0]
+    network = {**BASE, **network}
+    plans = [tiny_plan(world, **layout, **network) for layout in layouts]
+    expected = run_ranks(1, curves, [tiny_plan(1, **network)], timeout=300)[0][0]
     for rank in run_ranks(world, curves, plans, timeout=500):
         for layout, curve in zip(layouts, rank, strict=True):
             for (loss, norm), (one_loss, one_norm) in zip(curve, expected, strict=True):
@@ -140,7 +145,12 @@ SLOW: dict[str, tuple[int, list[dict[str, Any]], dict[str, Any]]] = {
     "alibi": (2, kinds(2), {"pos_emb": "alibi"}),
     "rpe": (2, kinds(2), {"pos_emb": "rpe"}),
     "learned": (2, kinds(2), {"pos_emb": "learned"}),
+    "rotary by length": (2, kinds(2), BY_LENGTH),
+    "rotary by length of documents": (2, kinds(2), {**BY_LENGTH, **DOCUMENTS}),
     "four": (4, [*kinds(4), *kinds(2), *kinds(2, mp=2, sequence_parallel=True)], DOCUMENTS),
+    "adapters": (2, kinds(2, zero=1), {"lora": {"r": 2, "target": ["query_key_value", "dense"]}}),
+    "interleaved": (4, kinds(2, pp=2, pipeline_schedule="interleaved"), {"num_layers": 8}),
+    "dualpipev": (4, kinds(2, pp=2, pipeline_schedule="dualpipev"), {"num_layers": 8, "train_batch_size": 8}),
     "tensor ranks and stages": (4, [*kinds(2, mp=2, zero=1), *kinds(2, pp=2, zero=1), *kinds(2, pp=2)], WINDOW),
 }
 

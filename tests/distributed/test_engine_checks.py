@@ -17,6 +17,7 @@ def everyday():
     with tempfile.TemporaryDirectory() as directory:
         checks.losses_follow_the_plain_loop("bf16", 1)
         checks.updates_wait_for_copies()
+        checks.experts_in_bf16_follow_fp32()
         checks.fp8_follows_bf16("tensorwise")
         checks.a_resumed_run_goes_on(Path(directory, "run"))
         checks.generates_what_the_cpu_does(Path(directory, "text"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +40,9 @@ def answers_of(plans: list[RunPlan]) -> list[dict[str, Any]]:
         grid, device = initialize_distributed(plan)
         engine = initialize_engine(plan, grid, device)
         hashes = layer_hashes(engine) if grid.dp_rank == 0 else {}
-        data = batches(plan, grid.dp_rank)
+        data = batches(plan, grid.data_rank)
         results = [engine.train_batch(data) for _ in range(STEPS)]
-        evaluated = engine.eval_batch(batches(plan, grid.dp_rank)).scores
+        evaluated = engine.eval_batch(batches(plan, grid.data_rank)).scores
         logits = engine.logits(torch.arange(10).unsqueeze(0))
         answers.append(
             {
@@ -87,7 +88,7 @@ def assert_like_one_rank(world: int, layouts: list[dict[str, Any]], **keys: Any)
             assert loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE), layout
             assert norm == pytest.approx(expected_norm, rel=NORM_TOLERANCE), layout
         assert found[0]["evaluated"] == pytest.approx(expected["evaluated"], rel=LOSS_TOLERANCE), layout
-        if layout.get("mp", 1) == 1:
+        if layout.get("mp", 1) == 1 and layout.get("expert_model_parallel_size", 1) == 1:
             assert_same_layers(found, expected, layout)
 
 
@@ -219,3 +220,73 @@ def test_a_run_goes_on_with_another_schedule(saved_with: dict[str, str], tmp_pat
         for (loss, norm), (expected_loss, expected_norm) in zip(curve, expected, strict=True):
             assert loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE)
             assert norm == pytest.approx(expected_norm, rel=NORM_TOLERANCE)
+
+
+UNEVEN = {"num_layers": 7}
+UNEVEN_LAYOUTS: list[dict[str, Any]] = [
+    {"pp": 2},
+    {"pp": 2, **INTERLEAVED},
+    {"pp": 2, **INTERLEAVED, "virtual_stages": 3},
+    {"pp": 2, **DUAL},
+    {"pp": 2, **DUAL, "pipe_partition_method": "parameters"},
+]
+
+
+def initial_and_saved_hashes(plan: RunPlan, save: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Return the hash of each layer's initial weights on this one rank, and of those that it saves after a step."""
+    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint
+
+    grid, device = initialize_distributed(plan)
+    engine = initialize_engine(plan, grid, device)
+    initial = layer_hashes(engine)
+    engine.train_batch(batches(plan, grid.dp_rank))
+    save_checkpoint(engine, Path(save))
+    return initial, layer_hashes(engine)
+
+
+def hashes_at_start(plans: list[RunPlan]) -> list[dict[int, str]]:
+    """Return the hash of each layer on this rank when each plan starts, from initial weights or those of `load`."""
+    from neox.engine import initialize_distributed, open_engine
+
+    answers = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        answers.append(layer_hashes(open_engine(plan, grid, device)))
+    return answers
+
+
+def test_uneven_ranges_hold_each_layer_once_at_the_start_and_at_every_load(tmp_path: Path) -> None:
+    one = tiny_plan(1, **BATCH, **UNEVEN, **UNTIED)
+    ((initial, saved),) = run_ranks(1, initial_and_saved_hashes, one, str(tmp_path))
+    assert sorted(initial) == sorted(saved)
+    assert all(initial[index] != saved[index] for index in initial), "every layer is trained"
+    plans = []
+    for layout in UNEVEN_LAYOUTS:
+        plans.append(tiny_plan(2, **BATCH, **UNEVEN, **UNTIED, **layout))
+        plans.append(tiny_plan(2, **BATCH, **UNEVEN, **UNTIED, **layout, load=str(tmp_path)))
+    ranks = run_ranks(2, hashes_at_start, plans)
+    for number, plan in enumerate(plans):
+        expected = initial if plan.config.checkpoint.load is None else saved
+        held = [answers[number] for answers in ranks]
+        assert sum(map(len, held)) == len(expected), "no layer is held twice"
+        assert held[0] | held[1] == expected, UNEVEN_LAYOUTS[number // 2]
+
+
+EXPERTS = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.01}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [INTERLEAVED, DUAL], ids=["interleaved", "dualpipev"])
+def test_ranks_that_divide_experts(schedule: dict[str, str]) -> None:
+    divided = {"pp": 2, **schedule, **UNTIED, "expert_model_parallel_size": 2}
+    assert_like_one_rank(4, [divided, {**divided, "zero": 1}], **EXPERTS)
+
+
+@pytest.mark.slow
+def test_context_ranks() -> None:
+    layouts = []
+    for schedule in (INTERLEAVED, DUAL):
+        for kind in ("all_gather", "ulysses"):
+            context = {"context_parallel_size": 2, "context_parallel_kind": kind}
+            layouts.append({"pp": 2, **schedule, **UNTIED, **context, "zero": 1})
+    assert_like_one_rank(4, layouts)

@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "orpo": {"train_impl": "orpo"},
     "simpo": {"train_impl": "simpo"},
     "kto": {"train_impl": "kto", "kto_desirable_weight": 1.5},
+    "rm": {"train_impl": "rm", "rm_center_coefficient": 0.1, "z_loss": 0.02},
 }
 
 
@@ -120,7 +121,7 @@ def compare(tmp_path: Path, kind: str, layouts: list[str], **others: Any) -> Non
     for name in layouts:
         layout = {**LAYOUTS, **SCHEDULES}[name]
         micro = 1 if name in SCHEDULES else 2
-        if name == "tp2" or (kind == "kto" and name == "pp2"):  # KTO estimates its KL over a whole micro batch
+        if name == "tp2" or (kind in ("kto", "rm") and name == "pp2"):  # some of their scores are of a micro batch
             micro = 4
         plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, **keys, **layout))
     for name, curve in zip(layouts, run_ranks(2, curves, plans)[0], strict=True):
@@ -134,6 +135,10 @@ def test_layouts_train_alike_by_dpo(tmp_path: Path) -> None:
 
 def test_layouts_train_alike_by_kto(tmp_path: Path) -> None:
     compare(tmp_path, "kto", ["dp2", "pp2"])
+
+
+def test_layouts_train_a_reward_model_alike(tmp_path: Path) -> None:
+    compare(tmp_path, "rm", ["zero3", "tp2", "pp2"])
 
 
 @pytest.mark.slow
@@ -178,6 +183,41 @@ def test_a_run_goes_on_with_its_reference(tmp_path: Path) -> None:
     other = tiny_plan(1, train_micro_batch_size_per_gpu=4, **{**shared, "seed": 8})
     with pytest.raises(RankError, match="seed 8"):
         run_ranks(1, curves, [other])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sigmoid", "rm"])
+def test_a_run_goes_on_at_other_degrees(tmp_path: Path, kind: str) -> None:
+    keys = keys_of(write_preferences(tmp_path), kind)
+    save = str(tmp_path / "run")
+    shared = {"train_batch_size": 4, "num_layers": 2, **keys, "checkpoint_factor": 2, "train_iters": 6, "save": save}
+    whole = tiny_plan(2, train_micro_batch_size_per_gpu=2, **shared)
+    others = []
+    for layout in ({"pp": 2}, {"mp": 2}, {"zero": 3}):
+        micro = 4 if layout != {"zero": 3} else 2
+        others.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, load=save, iteration=4, **layout))
+    first, *found = run_ranks(2, resumed, [whole, *others])[0]
+    for scores, _ in found:
+        assert scores == pytest.approx(first[0], rel=4e-6, abs=2e-6)
+
+
+def test_the_reference_without_adapters_is_the_stored_one(tmp_path: Path) -> None:
+    lora = {"r": 4, "alpha": 8, "target": ["query_key_value", "dense"]}
+    keys = {"train_batch_size": 4, "num_layers": 2, "lora": lora, **keys_of(write_preferences(tmp_path), "sigmoid")}
+    stored = tiny_plan(1, train_micro_batch_size_per_gpu=4, **keys)
+    switched = tiny_plan(1, train_micro_batch_size_per_gpu=4, reference_model="without_adapters", **keys)
+    expected, found = run_ranks(1, curves, [stored, switched])[0]
+    assert found == expected
+    assert found[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert found[1]["loss"] != found[0]["loss"]
+    (tmp_path / "pos.start.reference.npz").unlink()
+    save = str(tmp_path / "run")
+    steps = {"train_iters": 6, "checkpoint_factor": 2, "reference_model": "without_adapters"}
+    shared = {**keys, **steps, "train_micro_batch_size_per_gpu": 2, "save": save}
+    whole, going_on = tiny_plan(2, **shared), tiny_plan(2, **shared, load=save, iteration=4, pp=2)
+    first, second = run_ranks(2, resumed, [whole, going_on])[0]
+    assert second[0] == pytest.approx(first[0], rel=4e-6)
+    assert not (tmp_path / "pos.start.reference.npz").exists()
 
 
 def test_the_reference_moves_no_random_numbers(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def whole_and_divided(networks: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "networks",
     [
-        pytest.param({name: NETWORKS[name] for name in ("rotary", "gptj")}, id="two"),
+        pytest.param({name: NETWORKS[name] for name in ("rotary", "gptj", "latent")}, id="some"),
         pytest.param(NETWORKS, id="every", marks=pytest.mark.slow),
     ],
 )

@@ -84,13 +84,14 @@ class LaunchedRun:
         ranks: int | None = 2,
         script: str | None = DUMMY_RANK,
         prefix: Sequence[str] = (),
+        name: str = "dummy.py",
         **variables: str,
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.directory = directory / self.mark
         self.directory.mkdir(parents=True)
         if script is not None:
-            (self.directory / "dummy.py").write_text(script)
+            (self.directory / name).write_text(script)
         write_config(self.directory / "tiny.yml", self.directory / "run", ranks)
         self.started = time.monotonic()
         self.process = subprocess.Popen(
@@ -148,8 +149,9 @@ class LaunchedRun:
 
 
 def deepy_command(directory: Path, arguments: Sequence[str] = ()) -> list[str]:
-    """`deepy.py dummy.py tiny.yml` (or the real train.py, if there is no dummy) with further arguments."""
-    script = directory / "dummy.py" if (directory / "dummy.py").exists() else ROOT / "train.py"
+    """`deepy.py dummy.py tiny.yml` (or a dummy train.py, else the real one) with further arguments."""
+    scripts = [directory / "dummy.py", directory / "train.py", ROOT / "train.py"]
+    script = next(path for path in scripts if path.exists())
     return [sys.executable, str(ROOT / "deepy.py"), str(script), str(directory / "tiny.yml"), *arguments]
 
 

@@ -35,7 +35,7 @@ class TwoMachines:
     def __init__(self, directory: Path, subnet: str) -> None:
         self.directory = directory
         self.hosts = (f"{subnet}.1", f"{subnet}.2")
-        self.names = tuple(f"neox{os.getpid()}n{number}" for number in (1, 2))
+        self.names: tuple[str, ...] = tuple(f"neox{os.getpid()}n{number}" for number in (1, 2))
         self.daemons: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -67,6 +67,26 @@ class TwoMachines:
         hide = 'mount --bind "$0" "$1" && shift && exec "$@"'
         command = ["unshare", "-m", "sh", "-c", hide, str(instead), str(of), *sshd]
         self.daemons.append(subprocess.Popen(self.inside(command, 1), stderr=subprocess.DEVNULL))
+        self._wait_for(address)
+        return address
+
+    def add_third_machine(self) -> str:
+        """Make a third machine with a cable to the first, and return its address. The second does not reach it."""
+        name = f"neox{os.getpid()}n3"
+        address = f"{self.hosts[0].removesuffix('1')}9"
+        _ip("netns", "add", name)
+        self.names = (*self.names, name)
+        ends = (f"nv{os.getpid()}", f"nw{os.getpid()}")
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for end, owner, device in zip(ends, (self.names[0], name), ("eth1", "eth0"), strict=True):
+            _ip("link", "set", end, "netns", owner)
+            _ip("-n", owner, "link", "set", end, "name", device)
+            _ip("-n", owner, "link", "set", device, "up")
+        _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        _ip("-n", self.names[0], "route", "add", f"{address}/32", "dev", "eth1", "src", self.hosts[0])
+        daemon = self.inside([*self._sshd(), f"-oListenAddress={address}"], 2)
+        self.daemons.append(subprocess.Popen(daemon, stderr=subprocess.DEVNULL))
         self._wait_for(address)
         return address
 

@@ -37,7 +37,7 @@ def test_20b_as_one_json_object_with_warnings_beside_it() -> None:
     setting = ("--set", "global_num_gpus=96")
     done = deepy("train.py", "-d", "configs", "20B.yml", *setting, "--dry-run", "--json", cwd=ROOT)
     plan: dict[str, Any] = json.loads(done.stdout)
-    assert plan["grid"] == {"pp": 4, "mp": 2, "cp": 1, "dp": 12, "world": 96}
+    assert plan["grid"] == {"pp": 4, "mp": 2, "cp": 1, "ep": 1, "dp": 12, "world": 96}
     assert plan["batch"]["train_batch_size"] == 1536
     assert len(plan["stages"]) == 4
     assert plan["deepspeed"]["train_batch_size"] == 1536

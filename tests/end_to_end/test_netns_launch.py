@@ -207,6 +207,29 @@ def test_training_with_stages_on_both_machines(machines: TwoMachines, tmp_path: 
     wait_until_gone(machines)
 
 
+@pytest.mark.slow
+def test_copies_of_weights_in_each_machine(machines: TwoMachines, tmp_path: Path) -> None:
+    """ZeRO 3 over both machines with second copies of the weights in each: the losses without copies."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{host} slots=2\n" for host in machines.hosts))
+    keys = [f"data_path={DATA}", "train_iters=4", "log_interval=1", "gradient_accumulation_steps=2"]
+    curves = []
+    for copies in ("null", "2"):
+        zero = ["zero_optimization.stage=3", f"zero_optimization.zero_hpz_partition_size={copies}"]
+        zero.append("zero_optimization.stage3_param_persistence_threshold=0")
+        arguments = ["-H", str(hostfile)]
+        for setting in ("doctor_timeout=30", *keys, *zero):
+            arguments += ["--set", setting]
+        run = LaunchedRun(tmp_path / copies, arguments, None, None, machines.inside([]), **machines.environment)
+        output = run.output(240)
+        assert run.process.returncode == 0, output
+        lines = map(json.loads, (run.directory / "run" / "metrics.jsonl").read_text().splitlines())
+        curves.append([line["train/lm_loss"] for line in lines if "train/lm_loss" in line])
+    assert len(curves[0]) == 4
+    assert curves[1] == pytest.approx(curves[0], rel=2e-6)
+    wait_until_gone(machines)
+
+
 def parent(pid: int) -> int:
     """The parent of a process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

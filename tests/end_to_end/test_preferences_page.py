@@ -39,3 +39,13 @@ def test_every_command_of_the_page(tmp_path: Path) -> None:
     assert steps[-1]["train/rewards/accuracies"] > 0.9
     assert (tmp_path / "data" / "pairs_chosen_document.start.reference.npz").is_file()
     assert (tmp_path / "runs" / "kto" / "latest").read_text() == "global_step4"
+    scores = re.search(r"score here (\S+), there (\S+)", whole)
+    assert scores is not None
+    here, there = map(float, scores.groups())
+    assert here == pytest.approx(there, abs=2e-5)
+    accuracy = re.search(r"pairs, accuracy (\S+),", whole)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.9
+    rows = read_metrics(tmp_path / "runs" / "distilled" / "logs" / "metrics.jsonl")
+    distances = [row["train/kl"] for row in rows if row["kind"] == "step"]
+    assert distances[-1] < distances[0]

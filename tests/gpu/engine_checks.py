@@ -74,6 +74,13 @@ def losses_follow_the_plain_loop(precision: str, zero: int, **keys: object) -> N
     close(curve(build(plan)), plain_curve(), precision)
 
 
+def experts_in_bf16_follow_fp32(**keys: object) -> None:
+    """The curve of a mixture of experts, whose products are grouped on a GPU in bf16."""
+    network = {**NETWORKS["experts"], "moe_ffn_hidden_size": 24, **keys}
+    expected = curve(build(tiny_plan(1, **network)))
+    close(curve(build(tiny_plan(1, zero=1, **PRECISIONS["bf16"], **network))), expected, "bf16")
+
+
 def fp8_follows_bf16(recipe: str, **keys: object) -> None:
     """A curve near bf16's that is another one; evaluation and weights are those of bf16."""
     curves, scores = [], []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shutil import which
+
 import pytest
 import torch
 
@@ -26,6 +28,17 @@ def test_offloaded_losses_follow_the_plain_loop(tmp_path, device: str):
     where = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
     zero = {"stage": 3, "offload_optimizer": where, "offload_param": where}
     checks.losses_follow_the_plain_loop("bf16", 3, zero_optimization=zero)
+
+
+@pytest.mark.skipif(which("nvcc") is None, reason="needs a CUDA toolkit, with which DeepSpeed compiles its kernel")
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantised_communication_follows_the_plain_loop(key: str):
+    checks.losses_follow_the_plain_loop("bf16", 3, zero_optimization={"stage": 3, key: True})
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_in_bf16_follow_fp32(recompute: bool):
+    checks.experts_in_bf16_follow_fp32(checkpoint_activations=recompute)
 
 
 def test_recomputation_repeats_dropout():

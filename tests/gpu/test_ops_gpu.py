@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from neox.engine import initialize_distributed
 from neox.model import GPT, head_cross_entropy, vocab_parallel_cross_entropy
-from neox.ops import core_attention, scale_mask_softmax, unpadded_keys
-from neox.parallel import KeptInputs, ParallelGrid
+from neox.ops import core_attention, grouped_linear, scale_mask_softmax, unpadded_keys
+from neox.ops.grouped_linear import _has_grouped_product
+from neox.parallel import Exchange, KeptInputs, ParallelGrid
+from tests.distributed.training_runs import tiny_plan
 from tests.losses import causal_lm_loss, cross_entropy_reference
 from tests.plans import small_plan
 
@@ -103,6 +108,44 @@ def test_losses_equal_torchs(dtype: torch.dtype):
     chunked.backward()
     for leaf, whole in zip(leaves, exact, strict=True):
         assert (leaf.grad.float() - whole.grad).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * whole.grad.norm()
+
+
+@pytest.mark.parametrize("counts", [[512] * 16, [0, 4096, 1, 0, *[341] * 12]])
+def test_grouped_products_equal_those_of_single_experts(counts: list[int]):
+    rows = drawn(sum(counts), 256, dtype=torch.bfloat16).requires_grad_()
+    weight = drawn(16, 384, 256, seed=1, dtype=torch.bfloat16).requires_grad_()
+    gradient = drawn(sum(counts), 384, seed=2, dtype=torch.bfloat16)
+    found = grouped_linear(rows, weight, torch.tensor(counts, device="cuda"))
+    results = torch.autograd.grad(found, [rows, weight], gradient)
+    assert _has_grouped_product(rows, weight)
+    for expert, part in enumerate(rows.detach().split(counts)):
+        start = sum(counts[:expert])
+        here = slice(start, start + counts[expert])
+        own = weight.detach()[expert].float()
+        of_output = gradient[here].float()
+        for ours, exact in (
+            (found[here], part.float() @ own.t()),
+            (results[0][here], of_output @ own),
+            (results[1][expert], of_output.t() @ part.float()),
+        ):
+            assert (ours.float() - exact).norm() <= 2**-7 * exact.norm()
+
+
+def test_rows_travel_to_experts_and_back():
+    """The exchange of ranks that divide experts, over NCCL with one rank: more need more cards."""
+    plan = tiny_plan(1)
+    grid, _ = initialize_distributed(plan)
+    grid = replace(grid, ep_group=grid.dp_group)
+    counts = torch.tensor([3, 0, 5, 2], device="cuda")
+    exchange = Exchange.plan(counts, grid)
+    rows = drawn(10, 8).requires_grad_()
+    arrived = exchange.to_experts(rows)
+    assert torch.equal(arrived, rows)
+    assert torch.equal(exchange.counts, counts)
+    back = exchange.from_experts(arrived * 2)
+    assert torch.equal(back, rows * 2)
+    back.sum().backward()
+    assert torch.equal(rows.grad, torch.full_like(rows, 2.0))
 
 
 @pytest.mark.parametrize("attention", ["eager", "fused", "flash"])

@@ -21,6 +21,7 @@ from neox.families.entries import (
     ScoreDivisor,
     Switch,
 )
+from neox.families.phi3 import LongRotary
 from neox.families.shared_entries import Activation, Rotary, TwoRotaries, WindowInAllBlocks, WindowPattern
 
 COMMON = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
@@ -39,6 +40,46 @@ _WINDOWS = {
     "sliding_window": WINDOWS,
     "max_window_layers": st.integers(0, 3),
 }
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.8,
+}
+_WITHOUT_MSCALE = {key: value for key, value in _YARN.items() if "mscale" not in key}
+
+
+@st.composite
+def deepseek(draw: st.DrawFn, best: int, unit: int, **others: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Draw the widths of latent attention, multiples of `unit`, and groups of experts, of which `best` scores count."""
+    groups = draw(st.integers(1, 3))
+    size = draw(st.integers(best, 3))
+    chosen = draw(st.integers(1, groups))
+    blocks = draw(st.integers(1, 3))
+    scaling = draw(st.sampled_from([{"rope_type": "default"}, _YARN, _WITHOUT_MSCALE]))
+    return {
+        "num_hidden_layers": blocks,
+        "first_k_dense_replace": draw(st.integers(0, blocks - 1)),
+        "num_key_value_heads": None,
+        "kv_lora_rank": unit * draw(st.integers(4, 12)),
+        "q_lora_rank": draw(st.none() | st.integers(4, 24)),
+        "qk_rope_head_dim": 2 * draw(st.integers(1, 6)),
+        "qk_nope_head_dim": unit * draw(st.integers(1, 6)),
+        "v_head_dim": draw(st.integers(1, 16)),
+        "rms_norm_eps": 1e-6,
+        "n_routed_experts": max(2, groups * size),
+        "n_shared_experts": draw(st.integers(1, 2)),
+        "n_group": groups,
+        "topk_group": chosen,
+        "num_experts_per_tok": draw(st.integers(1, chosen * size)),
+        "rope_parameters": {**scaling, "rope_theta": float(draw(st.integers(100, 1_000_000)))},
+        **{key: draw(values) for key, values in others.items()},
+    }
+
+
 SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "qwen2": st.fixed_dictionaries(_WINDOWS),
     "qwen3": st.fixed_dictionaries(_WINDOWS),
@@ -62,6 +103,22 @@ SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         ("qwen2_moe", "qwen3_moe"),
         st.sampled_from([{}, {"mlp_only_layers": [1]}, {"num_hidden_layers": 3, "decoder_sparse_step": 2}]),
     ),
+    "deepseek_v3": deepseek(best=2, unit=1),
+    # its rotary positions take rows of complex numbers, which no odd width divides
+    "glm4_moe": st.integers(1, 3).flatmap(
+        lambda groups: st.fixed_dictionaries(
+            {
+                "num_hidden_layers": st.integers(2, 3),
+                "first_k_dense_replace": st.integers(0, 1),
+                "n_routed_experts": st.integers(2, 3).map(lambda size: groups * size),
+                "n_group": st.just(groups),
+                "topk_group": st.integers(1, groups),
+                "num_experts_per_tok": st.integers(1, 2),
+                "n_shared_experts": st.integers(1, 2),
+            }
+        )
+    ),
+    "deepseek_v2": deepseek(best=1, unit=2, topk_method=st.sampled_from(["greedy", "group_limited_greedy"])),
     # without biases of their own, a tied head has none
     "gptj": st.just({"tie_word_embeddings": False}),
     "phi": st.just({"tie_word_embeddings": False}),
@@ -166,8 +223,20 @@ def _one_of(values: Callable[[Any], st.SearchStrategy[Any]]) -> Callable[..., di
     return lambda draw, entry, sizes: {entry.key: draw(values(entry))}
 
 
+def _long_rotary(draw: st.DrawFn, entry: LongRotary, sizes: dict[str, Any]) -> dict[str, Any]:
+    found = _rotary(draw, entry, sizes)
+    if draw(st.booleans()):
+        return found
+    rope = found["rope_parameters"]
+    frequencies = round(rope["partial_rotary_factor"] * sizes["head_dim"] / 2)
+    factors = st.lists(st.floats(1.0, 9.0), min_size=frequencies, max_size=frequencies)
+    rope |= {"rope_type": "longrope", "short_factor": draw(factors), "long_factor": draw(factors)}
+    return {**found, "original_max_position_embeddings": draw(st.integers(14, sizes["max_positions"]))}
+
+
 DRAWN: Mapping[type[ConfigEntries], Callable[..., dict[str, Any]]] = {
     Activation: _one_of(lambda entry: st.sampled_from([*entry.names.values()])),
+    LongRotary: _long_rotary,
     Rotary: _rotary,
     TwoRotaries: _two_rotaries,
     WindowPattern: _window_pattern,

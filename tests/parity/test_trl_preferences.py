@@ -25,6 +25,7 @@ EOS = 0
 STEPS = 20
 BATCH = 4
 BETA = 0.3
+CENTER = 0.05
 RATE = 2e-3
 LENGTH = 64
 MICRO_BATCH = {"orpo": 1}
@@ -36,7 +37,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "orpo": {"train_impl": "orpo", "orpo_beta": BETA},
     "simpo": {"train_impl": "simpo", "simpo_beta": 2.0, "simpo_gamma": 0.5},
     "kto": {"train_impl": "kto", "kto_beta": BETA, "kto_desirable_weight": 1.25},
+    "rm": {"train_impl": "rm"},
+    "rm-centered": {"train_impl": "rm", "rm_center_coefficient": CENTER},
 }
+
+
+REWARD_MODELS = ("rm", "rm-centered")
 
 
 def documents() -> list[dict[str, list[int]]]:
@@ -86,12 +92,14 @@ def our_steps(plan: RunPlan):
     return scores, gradients, data.train.dataset.row_pairs.pairs.tolist()
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(kind: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(3)
-    return LlamaForCausalLM(
+    model = LlamaForSequenceClassification if kind in REWARD_MODELS else LlamaForCausalLM
+    return model(
         LlamaConfig(
+            num_labels=1,
             vocab_size=WORDS,
             hidden_size=32,
             intermediate_size=72,
@@ -136,7 +144,7 @@ def texts_of(kind: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def trainer_of(kind: str, directory: Path) -> tuple[Any, Any]:
     """The class of TRL's trainer, and its settings."""
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -162,6 +170,9 @@ def trainer_of(kind: str, directory: Path) -> tuple[Any, Any]:
     }
     if kind == "kto":
         return KTOTrainer, KTOConfig(beta=BETA, desirable_weight=1.25, **shared)
+    if kind in REWARD_MODELS:
+        center = CENTER if kind == "rm-centered" else None
+        return RewardTrainer, RewardConfig(center_rewards_coefficient=center, **shared)
     if kind == "orpo":
         return ORPOTrainer, ORPOConfig(beta=BETA, **shared)
     if kind == "simpo":
@@ -172,7 +183,7 @@ def trainer_of(kind: str, directory: Path) -> tuple[Any, Any]:
 def trl_steps(kind: str, rows: list[dict[str, Any]], model: Path, directory: Path):
     """Losses of each step of TRL's trainer, gradients of the first one, and TRL's logs."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
@@ -193,8 +204,9 @@ def trl_steps(kind: str, rows: list[dict[str, Any]], model: Path, directory: Pat
                 for name, parameter in kwargs["model"].named_parameters():
                     gradients[name] = parameter.grad.clone()
 
+    auto = AutoModelForSequenceClassification if kind in REWARD_MODELS else AutoModelForCausalLM
     trainer = InOrder(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=auto.from_pretrained(model, dtype=torch.float32),
         args=config,
         train_dataset=Dataset.from_list(texts_of(kind, rows)),
         processing_class=tokenizer(),
@@ -208,7 +220,7 @@ def trl_steps(kind: str, rows: list[dict[str, Any]], model: Path, directory: Pat
     trainer.train()
     size = BATCH // MICRO_BATCH.get(kind, BATCH)
     steps = [sum(losses[first : first + size]) / size for first in range(0, len(losses), size)]
-    logs = [entry for entry in trainer.state.log_history if {"kl", "rewards/accuracies"} & set(entry)]
+    logs = [entry for entry in trainer.state.log_history if {"kl", "rewards/accuracies", "accuracy"} & set(entry)]
     return steps, gradients, logs
 
 
@@ -216,7 +228,7 @@ def trl_steps(kind: str, rows: list[dict[str, Any]], model: Path, directory: Pat
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, kind: str) -> None:
-    model = llama()
+    model = llama(kind)
     model.save_pretrained(tmp_path / "hf")
     imported = from_hf(tmp_path / "hf", tmp_path / "start")
     rows = documents()
@@ -258,7 +270,12 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, kind: str) -> Non
         _, index, parameter = name.split(".", 2)
         theirs = reader.full(int(index), parameter)
         assert (gradient[: len(theirs)] - theirs).abs().max().item() <= 1e-5, name
-    if kind not in ("orpo", "kto"):
+    if kind in REWARD_MODELS:
+        for ours, theirs in zip(scores, logs, strict=True):
+            assert ours["accuracy"] == pytest.approx(theirs["accuracy"], abs=1e-4)
+            for name in ("margin", "min_reward", "mean_reward", "max_reward"):
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+    elif kind not in ("orpo", "kto"):
         for ours, theirs in zip(scores, logs, strict=True):
             assert ours["rewards/accuracies"] == pytest.approx(theirs["rewards/accuracies"], abs=1e-4)
             assert ours["rewards/margins"] == pytest.approx(theirs["rewards/margins"], rel=1e-3, abs=1e-3)

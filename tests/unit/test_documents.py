@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from neox.architecture import ACTIVATIONS, ATTENTION, NORMS, POSITIONS
+from neox.convert import choose_family
+from neox.plan import config_from_files, resolve
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "neox/README.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
@@ -35,6 +37,17 @@ def test_the_page_of_models_names_every_choice() -> None:
     words = set(re.findall(r"`([\w.]+)`", (ROOT / "docs/models.md").read_text(encoding="utf-8")))
     choices = {*ACTIVATIONS, *ATTENTION, *NORMS, *POSITIONS}
     assert not choices - words
+
+
+def test_the_file_from_nothing_is_a_llama_that_can_be_planned_and_exported(tmp_path: Path) -> None:
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n# my.yml\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "my.yml"
+    file.write_text(block)
+    plan = resolve(config_from_files([file]), 1, 8000)
+    assert plan.architecture.mlp_width == 1024
+    assert choose_family(plan.config).model_type == "llama"
+    assert not [note for note in plan.notes if "changes nothing" in note]
 
 
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:

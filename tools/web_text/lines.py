@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from neox.corpus import BadInput, parse_records, read_blocks
 from neox.errors import DataError
 from neox.files import atomic_write
 from neox.log import progress
+from neox.storage import size_of
 from tools.web_text.step import Job, Record, S
 
 T = TypeVar("T", bound=Any)
@@ -55,7 +55,7 @@ def read_records(job: Job[S], key: str = "text") -> Iterator[Record]:
 
 def total_bytes(files: Iterable[str]) -> int:
     """Return the size of some files."""
-    return sum(map(os.path.getsize, files))
+    return sum(map(size_of, files))
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> int:

@@ -101,6 +101,10 @@ class DataConfig(Section):
     data_path: Annotated[str | None, Excludes("train_data_paths", reason="both name training data")] = None
     """Prefix of one pair of `.bin` and `.idx` files, divided by `split`."""
 
+    data_cache_dir: str = "data/fetched"
+    """Directory to which token files with addresses (`s3://bucket/mine_text_document`) are copied before the start. All
+    hosts must see it."""
+
     train_data_paths: tuple[str, ...] | None = None
     """Prefixes that are blended for training, instead of data_path."""
 

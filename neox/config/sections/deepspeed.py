@@ -14,6 +14,8 @@ _SHARDED = OnlyWith("zero_optimization.stage", (1, 2, 3))
 _SHARDED_WEIGHTS = OnlyWith("zero_optimization.stage", (3,))
 _SUB_GROUP = 1_000_000_000  # DeepSpeed's default
 _SUB_GROUP_IN_FILES = 100_000_000  # with states in files, of which one sub-group at a time is in memory
+_NEEDS_QUANTIZER = Requires("zero_optimization.stage", (3,), advice="or remove it")
+_NO_MICS = Refused("is of MiCS, which DeepSpeed has removed; use zero_hpz_partition_size")
 _NO_EFFECT = NoEffect()
 _NOT_OURS = Refused("is of DeepSpeed's own files, which are not used: the kernel reads and writes ours; remove it")
 
@@ -109,6 +111,32 @@ class ZeroSettings(Section):
     """Number of parameters that are fetched in advance."""
     stage3_param_persistence_threshold: Annotated[int | None, _SHARDED_WEIGHTS] = None
     """Parameters with fewer elements are not sharded."""
+    zero_hpz_partition_size: Annotated[
+        PositiveInt | None,
+        Requires("zero_optimization.stage", (3,), advice="or remove it"),
+        Excludes(
+            "zero_optimization.offload_param.device",
+            ("cpu", "nvme"),
+            reason="copies for the passes stay on the device",
+        ),
+    ] = None
+    """hpZ of ZeRO++ (arXiv:2306.10209, stage 3): so many neighbouring data ranks, those of one host, keep a second copy
+    of the weights, divided among them. The first forward pass of a step gathers weights from all data ranks, later
+    passes only in these groups. It takes weights / this number more memory, and must divide the data ranks."""
+    zero_quantized_weights: Annotated[bool | None, _NEEDS_QUANTIZER] = None
+    """qwZ of ZeRO++: weights are gathered as 8-bit integers (stage 3, on GPUs). It needs a CUDA toolkit on every host,
+    with which DeepSpeed compiles a kernel at the first start."""
+    zero_quantized_gradients: Annotated[
+        bool | None,
+        _NEEDS_QUANTIZER,
+        Excludes("model_parallel_size", above=1, reason="DeepSpeed adds up those of neighbouring ranks of any kind"),
+    ] = None
+    """qgZ of ZeRO++: gradients are reduced as 4-bit integers, in hosts and then between them (stage 3, on GPUs). It
+    needs a CUDA toolkit, as zero_quantized_weights does."""
+    mics_shard_size: Annotated[int | None, _NO_MICS] = None
+    """MiCS, which DeepSpeed 0.19 has removed."""
+    mics_hierarchical_params_gather: Annotated[bool | None, _NO_MICS] = None
+    """MiCS, which DeepSpeed 0.19 has removed."""
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, _NO_EFFECT] = None
     """DeepSpeed's way to save. It changes nothing here, with a note: layers are gathered one by one."""
 
@@ -135,6 +163,15 @@ class ZeroSettings(Section):
         if self.offload_param is None:
             return None
         return self.offload_param.directory
+
+    @property
+    def quantizing_keys(self) -> tuple[str, ...]:
+        """Dotted paths of the keys that quantise what is communicated, which only GPUs can do."""
+        keys = []
+        for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+            if getattr(self, name):
+                keys.append(f"zero_optimization.{name}")
+        return tuple(keys)
 
     @property
     def updated_at_once(self) -> int:

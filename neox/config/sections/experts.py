@@ -31,7 +31,7 @@ class ExpertsConfig(Section):
         _without("objective", ("masked_lm",), "padding would be routed, too"),
     ] = 1
     """Number of experts in the blocks that moe_layer_freq or moe_expert_interval name; 1 for no experts. Each token is
-    computed by moe_top_k of them. Experts have no biases, as in gpt-neox. Megatron-LM's name: num_experts."""
+    computed by moe_top_k of them. By default experts have no biases (gpt-neox). Megatron-LM's name: num_experts."""
 
     moe_top_k: Annotated[PositiveInt, _EXPERTS] = 1
     """Number of experts that compute a token. Megatron-LM's name: moe_router_topk."""
@@ -53,6 +53,9 @@ class ExpertsConfig(Section):
     moe_ffn_hidden_size: Annotated[PositiveInt | None, _EXPERTS] = None
     """Inner width of one expert, by default that of the MLP."""
 
+    moe_expert_bias: Annotated[bool, _EXPERTS] = False
+    """Biases in both products of the experts that tokens choose (gpt-oss)."""
+
     moe_shared_expert_intermediate_size: Annotated[PositiveInt | None, _EXPERTS] = None
     """Inner width of an expert that computes every token, next to those that it chooses; none by default."""
 
@@ -63,6 +66,9 @@ class ExpertsConfig(Section):
     """How experts are chosen. `sinkhorn`: in training by Sinkhorn's balanced assignment, otherwise by the largest
     scores (gpt-neox). `topk`: by the softmax over all experts. `sigmoid`: by the sigmoid of each expert's score
     (DeepSeek-V3). The router computes in fp32 in every precision."""
+
+    moe_router_logit_bias: Annotated[bool, _EXPERTS] = False
+    """Add a trained bias of each expert to the router's logits (gpt-oss)."""
 
     moe_norm_topk_prob: Annotated[bool, _EXPERTS, _CHOOSES_BY_SCORE] = False
     """Divide the weights of a token's experts by their sum. With `topk` they are then the softmax over the chosen
@@ -80,8 +86,11 @@ class ExpertsConfig(Section):
     moe_router_group_topk: Annotated[
         PositiveInt | None, _EXPERTS, Requires("moe_router_num_groups", advice="give both")
     ] = None
-    """Number of groups that a token chooses: those with the largest sum of their best moe_top_k /
-    moe_router_group_topk scores."""
+    """Number of groups that a token chooses: those with the largest sum of their best scores."""
+
+    moe_router_group_score_topk: Annotated[PositiveInt | None, _EXPERTS, Requires("moe_router_num_groups")] = None
+    """Number of a group's best scores whose sum is the score of the group: 2 in DeepSeek-V3. By default moe_top_k /
+    moe_router_group_topk, as in Megatron-LM, and at least 1."""
 
     moe_router_enable_expert_bias: Annotated[
         bool,

@@ -168,6 +168,18 @@ class ModelConfig(Section):
     head_dim: PositiveInt | None = None
     """Width of an attention head, by default hidden_size / num_attention_heads."""
 
+    kv_lora_rank: Annotated[PositiveInt | None, _only("latent"), _NOT_MUP] = None
+    """Width of the latent vector that keys and values follow from in blocks of kind `latent` (DeepSeek-V2). The rotated
+    keys of a head, int(head_dim * rotary_pct), are the same in all heads; its others follow from the vector. Generation
+    keeps only the vector and the rotated keys."""
+
+    q_lora_rank: Annotated[PositiveInt | None, _only("latent")] = None
+    """Width of the latent vector that queries follow from in these blocks; by default they follow from the hidden
+    states."""
+
+    v_head_dim: Annotated[PositiveInt | None, _only("latent")] = None
+    """Width of the values of a head in these blocks, by default head_dim."""
+
     intermediate_size: PositiveInt | None = None
     """Inner width of an MLP without a gate, by default 4 x hidden_size. In a gated MLP each of the two halves is a
     third of it, as in later gpt-neox: 32768 with mlp_multiple_of 256 gives 11008."""
@@ -178,6 +190,10 @@ class ModelConfig(Section):
     mlp_multiple_of: PositiveInt | None = None
     """The inner width that follows from intermediate_size or expansion_factor is rounded up to a multiple of this, by
     default 1. If none of the three is given, `geglu` is 8/3 x hidden_size wide, as in gpt-neox v2.0."""
+
+    mlp_type: Literal["regular", "llama"] = "regular"
+    """Older gpt-neox's key. `llama` means a gated MLP, whose activation is that of one half (`silu` becomes `swiglu`),
+    with `mlp_width` 8/3 x hidden_size, rounded up to a multiple of 256."""
 
     mlp_width: Annotated[
         PositiveInt | None, Excludes("intermediate_size"), Excludes("expansion_factor"), Excludes("mlp_multiple_of")
@@ -233,8 +249,10 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
 
     rope_scaling: Annotated[dict[str, Any] | None, OnlyWith("pos_emb", ("rotary",))] = None
-    """Change of the rotary frequencies for longer sequences, in Hugging Face's words: a `rope_type` (`linear`, `llama3`
-    or `yarn`) with its settings, such as `{rope_type: linear, factor: 2.0}`."""
+    """Change of the rotary frequencies for longer sequences, in Hugging Face's words: a `rope_type` (`linear`,
+    `llama3`, `yarn`, `dynamic` or `longrope`) with its settings, such as `{rope_type: linear, factor: 2.0}`. With
+    `dynamic` and `longrope`, frequencies depend on the length of a token's document, or of its row if documents are
+    not kept apart; in generation, on the most tokens that a batch may reach."""
 
     rotary_emb_base_local: Annotated[
         PositiveInt | PositiveFloat | None,
@@ -353,8 +371,8 @@ class ModelConfig(Section):
     attention_config: tuple[Any, ...] | None = None
     """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`, `[[["local", "global"], "all"]]`. Sparse
     kinds: `local`, `sparse_fixed`, `sparse_variable`, `bigbird`, `bslongformer`. `sliding_window` is `flash` with
-    sliding_window_width. `gmlp` and `amlp` gate over positions instead of attending (gMLP); they generate without a
-    cache."""
+    sliding_window_width, `latent` is DeepSeek's with kv_lora_rank. `gmlp` and `amlp` gate over positions instead of
+    attending (gMLP); they generate without a cache."""
 
     sparsity_config: SparsityConfig | None = None
     """Patterns of the sparse kinds of attention_config."""

@@ -7,19 +7,20 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from neox.config.sections.base import Section
-from neox.config.sections.conditions import Excludes, OnlyWith, Refused
+from neox.config.sections.conditions import Excludes, OnlyWith, Refused, Requires
 from neox.config.sections.data import SPLITS, DataConfig
 from neox.config.sections.numbers import NonNegativeFloat, PositiveFloat
 
 TrainImpl = Literal["normal", "dpo", "kto", "orpo", "simpo", "rm", "reinforce"]
 Paths = tuple[str, ...] | None
-PAIRED = ("dpo", "orpo", "simpo")
+PAIRED = ("dpo", "orpo", "simpo", "rm")
 """Values of `train_impl` that compare two answers to a prompt."""
 OF_PREFERENCES = (*PAIRED, "kto")
 """Values of `train_impl` that learn from preferences."""
 _PAIRS = OnlyWith("train_impl", PAIRED)
 _DPO = OnlyWith("train_impl", ("dpo",))
 _KTO = OnlyWith("train_impl", ("kto",))
+_RM = OnlyWith("train_impl", ("rm",))
 _ELSEWHERE = "train online with TRL, verl or OpenRLHF from an export (tools/convert_to_hf.py)"
 
 
@@ -33,6 +34,7 @@ class SplitAnswers(NamedTuple):
         others: Prefixes of the answers that are not preferred; None for answers that are judged one by one.
         other_labels: Prefixes of their labels.
         rewards: Prefixes of judgements; None for pairs.
+        scored: Whether a reward model scores the answers.
     """
 
     split: str
@@ -41,6 +43,7 @@ class SplitAnswers(NamedTuple):
     others: Paths
     other_labels: Paths
     rewards: Paths
+    scored: bool = False
 
 
 PATH_KEYS = tuple(
@@ -59,7 +62,6 @@ class PreferenceConfig(Section):
 
     train_impl: Annotated[
         TrainImpl,
-        Refused("needs a scalar head, which does not exist; use dpo, orpo or simpo on the same pairs", ("rm",)),
         Refused(f"needs answers that the model writes while it trains; {_ELSEWHERE}", ("reinforce",)),
         Excludes("objective", ("masked_lm",), reason="answers continue their prompts"),
         Excludes(
@@ -70,14 +72,17 @@ class PreferenceConfig(Section):
         Excludes("soft_prompt_tuning.enabled", reason="each answer would need the prompt"),
         Excludes("data_path", reason="it holds texts", advice="use pos_train_data_paths, or train_data_paths with kto"),
         Excludes("data_stages", reason="they mix texts"),
+        Excludes("eval_tasks", when=("rm",), reason="a reward model predicts no tokens"),
+        Excludes("use_mup", when=("rm",), reason="it gives no rule for a head with one output"),
         Excludes("fim_rate", reason="answers stay in their order"),
         Excludes("curriculum_learning.enabled", reason="answers are not cut"),
     ] = "normal"
     """What is learned. `normal`: the tokens of texts (`objective`). From pairs of answers: `dpo` (arXiv:2305.18290),
-    `orpo` (arXiv:2403.07691), `simpo` (arXiv:2405.14734). From judged answers: `kto` (arXiv:2402.01306)."""
+    `orpo` (arXiv:2403.07691), `simpo` (arXiv:2405.14734), `rm` (a reward model: a head with one score instead of
+    logits; Bradley-Terry). From judged answers: `kto` (arXiv:2402.01306)."""
 
     dataset_impl: Literal["gpt2", "pairwise"] | None = None
-    """gpt-neox's name of the data: `pairwise` with train_impl dpo, orpo or simpo, else `gpt2`. It follows from
+    """gpt-neox's name of the data: `pairwise` with train_impl dpo, orpo, simpo or rm, else `gpt2`. It follows from
     train_impl."""
 
     pos_train_data_paths: Annotated[Paths, _PAIRS] = None
@@ -129,6 +134,16 @@ class PreferenceConfig(Section):
     """Leave out what cannot be trained on, with a warning: equal answers, answers without a labelled token, and pairs
     that a row of seq_length tokens cannot hold. Otherwise they are refused."""
 
+    reference_model: Annotated[
+        Literal["start", "without_adapters"],
+        OnlyWith("train_impl", ("dpo", "kto")),
+        Requires("lora", when=("without_adapters",), advice="or use start"),
+        Excludes("precompute_model_name", when=("without_adapters",), reason="nothing is stored"),
+    ] = "start"
+    """The reference of the loss. `start`: the model that the run starts from; its log-probabilities are stored next to
+    the data. `without_adapters`: with `lora`, the model whose adapters are switched off; its log-probabilities are
+    computed at each start of the run, and kept in memory."""
+
     precompute_model_name: Annotated[str | None, OnlyWith("train_impl", ("dpo", "kto"))] = None
     """Name of the reference model in the files of its log-probabilities, `PREFIX.NAME.reference.npz` next to the data.
     They are computed once, by the model that the run starts from, and refused for other weights or other data. By
@@ -170,6 +185,13 @@ class PreferenceConfig(Section):
     simpo_gamma: Annotated[NonNegativeFloat, OnlyWith("train_impl", ("simpo",))] = 1.0
     """Margin by which the preferred answer is to be better."""
 
+    rm_center_coefficient: Annotated[NonNegativeFloat, _RM] = 0.0
+    """Coefficient of the square of the sum of both scores of a pair, which keeps the mean of scores near 0 (TRL's
+    `center_rewards_coefficient`, arXiv:2312.09244). 0.01 is usual."""
+
+    z_loss: Annotated[NonNegativeFloat, _RM] = 0.0
+    """Coefficient of the sum of the squares of both scores of a pair (gpt-neox)."""
+
     def answers(self, data: DataConfig) -> tuple[SplitAnswers, ...]:
         """Return the token files of training, validation and test. Judged answers are under the keys of texts."""
         if self.train_impl == "kto":
@@ -178,6 +200,7 @@ class PreferenceConfig(Section):
             for blend, own_rewards in zip(data.blends, rewards, strict=True):
                 found.append(SplitAnswers(blend.split, blend.paths, blend.labels, None, None, own_rewards))
             return tuple(found)
+        scored = self.train_impl == "rm"
         return (
             SplitAnswers(
                 "train",
@@ -186,6 +209,7 @@ class PreferenceConfig(Section):
                 self.neg_train_data_paths,
                 self.neg_train_label_data_paths,
                 None,
+                scored,
             ),
             SplitAnswers(
                 "valid",
@@ -194,6 +218,7 @@ class PreferenceConfig(Section):
                 self.neg_valid_data_paths,
                 self.neg_valid_label_data_paths,
                 None,
+                scored,
             ),
             SplitAnswers(
                 "test",
@@ -202,6 +227,7 @@ class PreferenceConfig(Section):
                 self.neg_test_data_paths,
                 self.neg_test_label_data_paths,
                 None,
+                scored,
             ),
         )
 
@@ -214,6 +240,11 @@ class PreferenceConfig(Section):
     def is_paired(self) -> bool:
         """Whether the run compares two answers to a prompt."""
         return self.train_impl in PAIRED
+
+    @property
+    def stores_reference(self) -> bool:
+        """Whether the reference's log-probabilities are stored next to the data."""
+        return self.needs_reference and self.reference_model == "start"
 
     @property
     def needs_reference(self) -> bool:

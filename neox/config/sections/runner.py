@@ -50,10 +50,7 @@ class ParallelismConfig(Section):
         PositiveInt,
         OnlyWith("moe_num_experts", above=1),
         Excludes("zero_optimization.stage", (3,), advice="use stage 2, or remove it"),
-        Excludes("ema_decay", reason="averages of divided experts are not kept"),
         Excludes("log_gradient_noise_scale"),
-        Excludes("lora"),
-        Excludes("async_save", reason="states of experts are gathered in a save"),
     ] = 1
     """Number of neighbouring data-parallel ranks that divide the experts (Megatron-LM's name). Each token goes to the
     ranks of its experts and back. Checkpoints are the same as without it."""

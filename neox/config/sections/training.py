@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -66,6 +66,12 @@ class TrainingConfig(Section):
     eval_iters: NonNegativeInt = 100
     """Number of batches in one evaluation."""
 
+    char_level_ppl: Annotated[
+        bool, Excludes("objective", ("masked_lm",), reason="its loss is that of masked tokens only")
+    ] = False
+    """Report the perplexity by character of evaluations too, as `validation/lm_loss_char_ppl`: exp(loss x tokens /
+    characters) of the tokens that are in the loss. Their texts are decoded, which takes time."""
+
     eval_interval: PositiveInt = 1000
     """Number of iterations between evaluations on the validation set."""
 
@@ -121,6 +127,11 @@ class TrainingConfig(Section):
     checkpoint_in_cpu: Annotated[bool, OnlyWith("checkpoint_activations"), _WHOLE_LAYERS] = False
     """Keep the inputs of recomputed layers in CPU memory (DeepSpeed's `cpu_checkpointing`). On a CPU nothing is
     moved."""
+
+    mlp_tile_size: PositiveInt | None = None
+    """Number of tokens of each sample that the MLPs of layers compute at once, with their norms (ALST,
+    arXiv:2506.13996). The backward pass computes each tile again, so that memory holds the activations of one tile
+    only; the MLP's part of a step takes about a third longer. For samples of many thousand tokens."""
 
     compile_layers: bool | Literal["auto"] = "auto"
     """Compile each transformer layer with torch.compile: faster steps (especially on GPUs) after a start of up to a
@@ -190,6 +201,10 @@ class CheckpointConfig(Section):
     finetune: Annotated[bool, Requires("load", advice="give the checkpoint to start from")] = False
     """Load weights only and start at iteration 0."""
 
+    allow_other_tokenizer: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
+    """Load a checkpoint that was trained with another tokenizer. Without it that is refused, because the model knows
+    other tokens by the same ids. Tokens that were added to the checkpoint's tokenizer need no permission."""
+
     overwrite: Annotated[bool, OnlyWith("save")] = False
     """Start anew in a `save` directory that holds checkpoints: they are moved to its directory `superseded`. Without
     it the checkpoints of this same run are resumed, and those of another run are refused."""
@@ -211,6 +226,16 @@ class CheckpointConfig(Section):
 
     keep_last_n_checkpoints: Annotated[PositiveInt | None, OnlyWith("save")] = None
     """Number of checkpoints that are kept; older ones are deleted."""
+
+    checkpoint_mirror: Annotated[str | None, OnlyWith("save")] = None
+    """Address in object storage (`s3://bucket/run`, `gs://...`) to which committed checkpoints are copied while
+    training goes on. keep_last_n_checkpoints holds there too."""
+
+    checkpoint_mirror_part_bytes: Annotated[PositiveInt, OnlyWith("checkpoint_mirror")] = 104857600
+    """Size of the parts of an upload."""
+
+    checkpoint_cache_dir: str = "runs/fetched"
+    """Directory for copies of checkpoints that `load` names by an address (`s3://...`). All hosts must see it."""
 
     async_save: Annotated[bool, OnlyWith("save")] = False
     """Copy a checkpoint to CPU memory and write it while training goes on. The plan counts that memory; the state of a
@@ -256,8 +281,16 @@ class CheckpointConfig(Section):
         return tuple(sorted(steps))
 
 
+_OfUpdates = Annotated[
+    bool,
+    Excludes("context_parallel_size", above=1, reason="context ranks hold the same gradients in parts"),
+    Excludes("expert_model_parallel_size", above=1, reason="data ranks hold different experts"),
+]
+"""Type of a flag that observes updates of the optimizer's tensors."""
+
+
 class LoggingConfig(Section):
-    """Reports while training: terminal, metrics file, TensorBoard, Weights & Biases."""
+    """Reports while training: terminal, metrics file, and trackers of experiments."""
 
     log_dir: str | None = None
     """Directory of metrics.jsonl and of per-rank logs."""
@@ -275,6 +308,16 @@ class LoggingConfig(Section):
 
     log_grad_norm: bool = False
     """Report the gradient norm."""
+
+    log_param_norm: _OfUpdates = False
+    """Report the norm of all trained weights after the update, `train/param_norm`."""
+
+    log_grad_pct_zeros: _OfUpdates = False
+    """Report the percentage of zeros among the elements of all gradients, `train/grad_pct_zeros`."""
+
+    log_optimizer_states: _OfUpdates = False
+    """Report the norm of each of the optimizer's states after the update, as `optimizer/exp_avg_norm` and so on: of
+    those that hold a number for each weight."""
 
     log_gradient_noise_scale: Annotated[
         bool,
@@ -327,6 +370,51 @@ class LoggingConfig(Section):
 
     wandb_run_name: Annotated[str | None, OnlyWith("use_wandb")] = None
     """Name of the run."""
+
+    use_mlflow: bool = False
+    """Report to MLflow."""
+
+    mlflow_tracking_uri: Annotated[str | None, OnlyWith("use_mlflow")] = None
+    """Address of the server, or `sqlite:///FILE`; by default where MLFLOW_TRACKING_URI points."""
+
+    mlflow_experiment: Annotated[str, OnlyWith("use_mlflow")] = "neox"
+    """Name of the experiment."""
+
+    mlflow_run_name: Annotated[str | None, OnlyWith("use_mlflow")] = None
+    """Name of the run."""
+
+    use_comet: bool | None = None
+    """Report to Comet; off by default."""
+
+    comet_workspace: Annotated[str | None, OnlyWith("use_comet")] = None
+    """Workspace of the experiment."""
+
+    comet_project: Annotated[str | None, OnlyWith("use_comet")] = None
+    """Project of the experiment."""
+
+    comet_experiment_name: Annotated[str | None, OnlyWith("use_comet")] = None
+    """Name of the experiment."""
+
+    comet_tags: Annotated[tuple[str, ...] | None, OnlyWith("use_comet")] = None
+    """Tags of the experiment."""
+
+    comet_others: Annotated[dict[str, Any] | None, OnlyWith("use_comet")] = None
+    """Further values that the experiment shows."""
+
+    comet_offline_directory: Annotated[str | None, OnlyWith("use_comet")] = None
+    """Directory in which the experiment is kept as an archive for `comet upload`, instead of sending it."""
+
+    use_trackio: bool = False
+    """Report to Trackio: to its database on the machine of rank 0 (`trackio show`), or to a Space."""
+
+    trackio_project: Annotated[str, OnlyWith("use_trackio")] = "neox"
+    """Project of the run."""
+
+    trackio_run_name: Annotated[str | None, OnlyWith("use_trackio")] = None
+    """Name of the run, by which a resumed training continues it; by default a random one."""
+
+    trackio_space_id: Annotated[str | None, OnlyWith("use_trackio")] = None
+    """Space of the Hugging Face hub that shows the run."""
 
     profile: Annotated[bool, Requires("log_dir", advice="give the directory for the files")] = False
     """Profile some steps of every rank with torch's profiler: a trace for Chrome and a table by operation, in

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
+from neox.optim import EXPERTS, ExpertGroups
+
 
 class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
     """Optimizer of bf16 weights whose fp32 copies are divided over data ranks: ZeRO 1, and pipeline stages with ZeRO 0.
@@ -17,7 +19,39 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
     With `bf16.immediate_grad_update` a gradient is added to the accumulated ones, and released, as soon as the backward
     pass has it. The numbers are DeepSpeed's, except for stages with ZeRO 0, whose gradients are accumulated in bf16:
     there DeepSpeed rounds the factor that clips them to bf16, too.
+
+    Experts that data ranks divide are in groups of parameters of their own. Their copies are divided over the ranks
+    with the same experts. DeepSpeed finds those ranks only for layers of its own, and leaves experts out of the norm.
+
+    Args:
+        *args: DeepSpeed's arguments.
+        experts: Groups of the ranks that divide experts; None if each rank has all of them.
+        **kwargs: DeepSpeed's arguments by name.
     """
+
+    def __init__(self, *args: Any, experts: ExpertGroups | None = None, **kwargs: Any) -> None:
+        self.experts = experts  # DeepSpeed's constructor calls `_configure_moe_settings`
+        super().__init__(*args, **kwargs)
+
+    def _configure_moe_settings(self) -> None:
+        """Divide states of experts over the ranks that hold the same ones."""
+        assert self.experts is not None
+        self.expert_gradients: dict[str, list[Tensor]] = {EXPERTS: []}
+        for number, group in enumerate(self.optimizer.param_groups):
+            if group.get("moe"):
+                self.real_dp_process_group[number] = self.experts.same
+
+    def average_experts(self, data_ranks: int) -> None:
+        """Average accumulated gradients of experts, which are sums over the ranks that divide them.
+
+        Args:
+            data_ranks: Number of all data ranks.
+        """
+        if not self.has_moe_layers or self.experts is None:
+            return
+        for gradients in self.expert_gradients[EXPERTS]:
+            dist.all_reduce(gradients, group=self.experts.same)
+            gradients /= data_ranks
 
     @torch.no_grad()
     def _update_hp_grad(self, lp: Tensor, group_idx: int, param_idx: int, clear_lp_grads: bool) -> None:
@@ -60,10 +94,20 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
 
     def _norm_and_factor(self) -> tuple[float, float]:
         """Return the norm of the model's gradient and the factor that clips it, both as computed in fp32."""
-        counted, _ = self.get_grads_for_norm()
-        square = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).square().sum()
+        counted, of_experts = self.get_grads_for_norm()
+        square = self._square(counted)
+        if self.experts is not None:
+            square_of_experts = self._square(of_experts.get(EXPERTS, []))
+            dist.all_reduce(square_of_experts, group=self.experts.divided)
+            square += square_of_experts
         if self.mpu is not None and self.mpu.get_model_parallel_world_size() > 1:
             dist.all_reduce(square, group=self.mpu.get_model_parallel_group())
         norm = square.sqrt()
         first, second = torch.stack([norm, self.clip_grad / (norm + 1e-6)]).tolist()
         return first, second
+
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        """Return the sum of the squares of gradients."""
+        if not gradients:
+            return torch.zeros((), device=self.fp32_groups_gradients_flat[0].device)
+        return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()

@@ -53,6 +53,7 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> BF16Optimizer:
         """Build our subclass of DeepSpeed's optimizer for bf16, with DeepSpeed's arguments."""
+        trains_experts = self.experts is not None and self._mark_experts()
         return BF16Optimizer(
             optimizer,
             self.param_names,
@@ -62,7 +63,8 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
             allgather_bucket_size=self.zero_allgather_bucket_size(),
             dp_process_group=self.seq_data_parallel_group,
             grad_acc_dtype=self.get_data_types()[1],
-            has_moe_layers=self.has_moe_layers,
+            has_moe_layers=trains_experts,
+            experts=self.experts,
         )
 
     def _configure_fp16_optimizer(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> Any:
@@ -92,17 +94,22 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed divides states of experts over the ranks with the same experts, if it knows which parameters these
         are. It takes both from layers of its own only. Its engine must not know: it would save and reduce itself.
         """
+        trains_experts = self._mark_experts()
+        self.expert_parallel_group = {EXPERTS: groups.divided}
+        self.expert_data_parallel_group = {EXPERTS: groups.same}
+        # DeepSpeed asserts that some group of parameters holds experts. A stage may train none.
+        with _replaced(self, "has_moe_layers", trains_experts):
+            return super()._configure_zero_optimizer(optimizer)
+
+    def _mark_experts(self) -> bool:
+        """Give parameters of divided experts DeepSpeed's marks, and return whether any of them is trained."""
         trains_experts = False
         for parameter in self.module.parameters():
             if holds_divided_experts(parameter):
                 parameter.allreduce = False
                 parameter.group_name = EXPERTS
                 trains_experts = trains_experts or parameter.requires_grad
-        self.expert_parallel_group = {EXPERTS: groups.divided}
-        self.expert_data_parallel_group = {EXPERTS: groups.same}
-        # DeepSpeed asserts that some group of parameters holds experts. A stage may train none.
-        with _replaced(self, "has_moe_layers", trains_experts):
-            return super()._configure_zero_optimizer(optimizer)
+        return trains_experts
 
     def backward(self, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Scale the loss, which is the first of the scores, and run the backward pass.
@@ -166,6 +173,9 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _average_experts(self) -> None:
         """Average gradients of experts, which are sums over the ranks that divide experts, over all data ranks."""
         if self.experts is None:
+            return
+        if isinstance(self.optimizer, BF16Optimizer):
+            self.optimizer.average_experts(self.dp_world_size)
             return
         for parameter in self.module.parameters():
             if parameter.requires_grad and holds_divided_experts(parameter):

@@ -12,6 +12,7 @@ The formulas use these words:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -74,10 +75,8 @@ def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting
     exchanged = 0
     if setting.pp_size > 1:
         exchanged = 2 * boundary
-    schedule = PIPELINE_SCHEDULES[setting.pipeline_schedule]
-    in_flight = schedule.most_kept(stage.index, setting.pp_size, len(stage.ranges), setting.accumulation_steps)
     kept = 0
-    for layer_range, micro_batches in zip(stage.ranges, in_flight, strict=True):
+    for layer_range, micro_batches in zip(stage.ranges, _in_flight(stage, setting), strict=True):
         of_range = _blocks_memory(layers, replace(stage, ranges=(layer_range,)), setting)
         kept += micro_batches * (of_range.kept + _fixed_bias_bytes(layers, setting) + exchanged)
 
@@ -86,7 +85,8 @@ def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting
     if stage.holds(layers.head.index):
         head_pass = 2 * hidden_states + head_bytes(layers, setting)
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
-    block_pass = blocks.recomputed + block // 2 + gathered
+    tile = _tile_bytes(layers.architecture, setting)
+    block_pass = blocks.recomputed + block // 2 + gathered + tile + tile // 2
     return kept + max(head_pass, block_pass)
 
 
@@ -122,15 +122,39 @@ def _recomputing_blocks(layers: LayerPlan, stage: StagePlan, setting: MemorySett
     """
     block = block_bytes(layers, setting)
     runs = _runs_of_recomputed_blocks(layers, stage, setting)
+    inputs = 0
+    if not setting.kept_inputs_on_cpu or setting.on_cpu:
+        inputs = _chunk_inputs(layers, stage, setting)
+    whole_blocks = len(_blocks_of(layers, stage)) - sum(runs)
+    longest = min(setting.recompute_chunk, max(runs, default=0))
+    return BlocksMemory(whole_blocks * block + inputs, longest * block)
+
+
+def _chunk_inputs(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
+    """Return bytes of one micro batch's inputs of recomputed chunks: chunks x tokens x H x number."""
+    runs = _runs_of_recomputed_blocks(layers, stage, setting)
     chunks = sum(-(-run // setting.recompute_chunk) for run in runs)
     chunk_input = _hidden_state_bytes(layers, setting) // setting.token_shares
     if setting.divides_kept_inputs:
         chunk_input //= setting.tp_size
-    if setting.kept_inputs_on_cpu and not setting.on_cpu:
-        chunk_input = 0
-    whole_blocks = len(_blocks_of(layers, stage)) - sum(runs)
-    longest = min(setting.recompute_chunk, max(runs, default=0))
-    return BlocksMemory(whole_blocks * block + chunks * chunk_input, longest * block)
+    return chunks * chunk_input
+
+
+def kept_inputs_on_host(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
+    """Return bytes in main memory of the inputs of recomputed blocks: micro batches in flight x chunks x input."""
+    is_whole = setting.recompute_chunk > 0 and setting.recomputed_part == "full"
+    if not is_whole or not setting.kept_inputs_on_cpu or setting.on_cpu:
+        return 0
+    total = 0
+    for layer_range, micro_batches in zip(stage.ranges, _in_flight(stage, setting), strict=True):
+        total += micro_batches * _chunk_inputs(layers, replace(stage, ranges=(layer_range,)), setting)
+    return total
+
+
+def _in_flight(stage: StagePlan, setting: MemorySetting) -> Sequence[int]:
+    """Return the most micro batches that each range of a stage keeps between their passes."""
+    schedule = PIPELINE_SCHEDULES[setting.pipeline_schedule]
+    return schedule.most_kept(stage.index, setting.pp_size, len(stage.ranges), setting.accumulation_steps)
 
 
 def _recomputing_attention(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> BlocksMemory:
@@ -182,20 +206,41 @@ def _token_bytes(network: Architecture, setting: MemorySetting) -> int:
     split = setting.tp_size
     hidden = network.hidden_size
     tensors = 1 + RESIDUALS[network.residual].norms.number  # the block's input, and an input or output of each norm
+    if setting.in_tiles:
+        tensors -= _norms_in_tiles(network)
     if not network.parallel_residual:
         tensors += 1  # the sum of the input and the attention
     whole = tensors * hidden * number
-    if NORMS[network.norm].by_steps:
+    if NORMS[network.norm].by_steps and not setting.in_tiles:
         whole += 2 * (2 * _FP32 - number) * hidden  # two norms keep two fp32 tensors instead of their input
     if setting.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
     heads = network.num_attention_heads * network.head_dim
     mlp = 0
-    if len(network.expert_blocks) < network.num_layers:
+    if len(network.expert_blocks) < network.num_layers and not setting.in_tiles:
         mlp = _mlp_bytes(network, network.mlp_width, setting)
     if network.num_experts:
         mlp = max(mlp, _expert_bytes(network, setting))
     return whole // setting.token_shares + heads * number // split + mlp
+
+
+def _norms_in_tiles(network: Architecture) -> int:
+    """Return the number of norms whose input or output only the MLP's tiles hold."""
+    norms, rule = RESIDUALS[network.residual]
+    if rule == "post_norm":  # its norms are of sums
+        return 0
+    return (norms.before_mlp is not None) + (norms.after_mlp is not None)
+
+
+def _tile_bytes(network: Architecture, setting: MemorySetting) -> int:
+    """Return bytes that the backward pass of one tile of an MLP needs, with its norms; 0 without tiles."""
+    if not setting.in_tiles:
+        return 0
+    hidden = (1 + _norms_in_tiles(network)) * network.hidden_size * setting.bytes_per_number
+    if NORMS[network.norm].by_steps:
+        hidden += 2 * _FP32 * network.hidden_size
+    of_token = hidden + _mlp_bytes(network, network.mlp_width, setting)
+    return setting.micro_batch_size * setting.tile_tokens * of_token
 
 
 def _mlp_bytes(network: Architecture, width: int, setting: MemorySetting) -> int:
@@ -260,6 +305,9 @@ def _operand_bytes(network: Architecture, setting: MemorySetting) -> int:
         total += (heads + keys) * number // split
     if setting.gathers_keys:  # of all tokens
         total += 2 * setting.cp_size * keys * number // split
+    if network.latent_width:  # latent vectors before and after their norms, on every tensor rank
+        widths = network.latent_width + network.rotary_ndims + network.query_latent_width
+        total += 2 * widths * number
     if network.qk_norm != "none":
         total += (heads + 3 * keys - 2 * stored_keys) * number // split
     return total
@@ -320,7 +368,7 @@ def _goes_by_blocks(network: Architecture, setting: MemorySetting) -> bool:
         return False
     if setting.gathers_keys:
         return False
-    if network.bidirectional or setting.separate_documents or set(network.attention) != {"global"}:
+    if network.bidirectional or setting.separate_documents or not set(network.attention) <= {"global", "latent"}:
         return False
     if POSITIONS[network.positions].biases_scores or setting.attention_dropout:
         return False
@@ -365,6 +413,8 @@ def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     weight in fp32, vocabulary / split x H x 4. In addition there are a chunk's logits or, if that is more, the weight's
     gradient in the weight's type.
     """
+    if layers.architecture.score_head:
+        return 0  # numbers of a few tokens
     number = setting.bytes_per_number
     hidden = layers.architecture.hidden_size
     tokens = setting.micro_batch_size * setting.predicted_tokens // setting.cp_size

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neox.architecture import LayerPlan
-from neox.plan.memory.activations import activation_bytes
+from neox.plan.memory.activations import activation_bytes, kept_inputs_on_host
 from neox.plan.memory.parameters import ParameterCount, count_parameters
 from neox.plan.memory.setting import MemorySetting
 from neox.plan.memory.zero import Sharding, copied_bytes, file_bytes, host_bytes, sharding_of
@@ -25,7 +25,7 @@ class MemoryPlan:
         gradients: Gradients with the buffers of their reduction.
         optimizer: Optimizer states, fp32 copies of weights and their average on the device.
         activations: Peak of temporary memory: activations and logits, or what the update needs.
-        host: Main memory of offloaded states and weights, and of an average of weights.
+        host: Main memory of offloaded states and weights, of an average of weights, and of inputs of recomputed blocks.
         copies: Main memory of the copies that background saves write.
         files: Files on a local disk with offloaded states and weights.
     """
@@ -70,7 +70,7 @@ def stage_memory(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) ->
         gradients=sharding.gradients() + sharding.reduction_buckets() + _summed_gradients(setting, count),
         optimizer=sharding.optimizer_states() + averages_here,
         activations=_temporary_peak(layers, stage, sharding),
-        host=host_bytes(sharding) + averages_on_host,
+        host=host_bytes(sharding) + averages_on_host + kept_inputs_on_host(layers, stage, setting),
         copies=copied_bytes(sharding),
         files=file_bytes(sharding),
     )

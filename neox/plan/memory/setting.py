@@ -51,6 +51,7 @@ class MemorySetting:
         recomputed_part: The part of these blocks that is recomputed.
         no_recompute_blocks: Numbers of blocks that keep their activations nevertheless.
         divides_kept_inputs: Whether tensor ranks divide the kept inputs of recomputed blocks.
+        tile_tokens: Tokens of a sample on this rank that MLPs and norms compute at once; 0 for all.
         kept_inputs_on_cpu: Whether the kept inputs of recomputed blocks are in main memory.
         activation_budget: Fraction of a block's activations that the compiler keeps next to the block's input.
         zero_stage: ZeRO stage.
@@ -61,6 +62,7 @@ class MemorySetting:
         communicated_bytes: Bytes of a gradient's element while the engine reduces it.
         reduce_bucket: Elements that ZeRO reduces at once.
         reduce_buffers: Buffers of so many elements.
+        hpz_size: Data ranks that keep a second copy of the weights, divided among them; 1 for no such copy.
         gathered: Elements of weights that ZeRO 3 gathers at once.
         sub_group: Elements that ZeRO 3 updates at once.
         optimizer_states: What the optimizer keeps for each parameter.
@@ -99,6 +101,7 @@ class MemorySetting:
     no_recompute_blocks: tuple[int, ...]
     divides_kept_inputs: bool
     kept_inputs_on_cpu: bool
+    tile_tokens: int = 0
     activation_budget: float
     zero_stage: int
     fp32_gradients: bool
@@ -118,6 +121,7 @@ class MemorySetting:
     weights_in_files: bool
     copies_weights: bool
     copies_states: bool
+    hpz_size: int = 1
     averages_weights: bool = False
     averages_on_host: bool = False
 
@@ -137,6 +141,11 @@ class MemorySetting:
     def queries(self) -> int:
         """Tokens of a sample on this rank."""
         return self.sequence_length // self.cp_size
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether MLPs and norms go by tiles of tokens."""
+        return 0 < self.tile_tokens < self.queries
 
     @property
     def bytes_per_number(self) -> int:
@@ -194,6 +203,7 @@ def memory_setting(
         no_recompute_blocks=training.no_recompute_layers or (),
         divides_kept_inputs=training.partition_activations,
         kept_inputs_on_cpu=training.checkpoint_in_cpu,
+        tile_tokens=training.mlp_tile_size or 0,
         activation_budget=activation_budget,
         zero_stage=zero.stage,
         fp32_gradients=_accumulates_in_fp32(config.deepspeed, precision),
@@ -203,6 +213,7 @@ def memory_setting(
         communicated_bytes=_communicated_bytes(config.deepspeed, precision),
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
         reduce_buffers=1 + _overlaps_reduction(zero),
+        hpz_size=zero.zero_hpz_partition_size or 1,
         gathered=_gathered_at_once(zero),
         sub_group=zero.updated_at_once,
         optimizer_states=optimizer.states,

@@ -261,10 +261,17 @@ class Zero3(_ReducedByZero):
     """ZeRO 3: data ranks also divide weights, which are gathered for the layers at work."""
 
     def weights(self) -> int:
-        """Return bytes of weights: held x width / data ranks; none if they are offloaded."""
-        if self.setting.offloads_weights:
+        """Return bytes of weights: held x width / data ranks, none if they are offloaded; and of the second copy.
+
+        That copy is held x width / the data ranks that divide it (`hpz_size`).
+        """
+        setting = self.setting
+        if setting.offloads_weights:
             return 0
-        return self.setting.bytes_per_number * self.count.held // self.setting.dp_size
+        whole = setting.bytes_per_number * self.count.held
+        if setting.hpz_size == 1:
+            return whole // setting.dp_size
+        return whole // setting.dp_size + whole // setting.hpz_size
 
     def gradients(self) -> int:
         """Return bytes of gradients: shard x gradient; none if they are offloaded."""

@@ -20,19 +20,13 @@ def context_problems(config: NeoXConfig) -> Iterator[Problem]:
     """Yield the rules about context ranks that are broken; none for one rank."""
     if config.parallelism.context_parallel_size == 1:
         return
-    yield from _networks(config)
+    yield from networks_without_context_ranks(config)
     yield from _lengths(config)
     yield from _heads(config)
-    if config.value("scaled_upper_triang_masked_softmax_fusion"):
-        rule = "needs all tokens of a sample on one rank; remove it, or use attention kind flash"
-        yield config.problem("scaled_upper_triang_masked_softmax_fusion", rule, _DEGREE)
-    if config.logging.log_gradient_noise_scale:
-        rule = "compares gradients of single samples, which context ranks divide; remove one of them"
-        yield config.problem("log_gradient_noise_scale", rule, _DEGREE)
 
 
-def _networks(config: NeoXConfig) -> Iterator[Problem]:
-    """Yield why the network does not work with a part of the tokens on each rank."""
+def networks_without_context_ranks(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield why the network and what else was chosen do not work with a part of the tokens on each rank."""
     model = config.model
     if model.objective != "causal_lm":
         objective = config.describe_setting("objective")
@@ -47,12 +41,21 @@ def _networks(config: NeoXConfig) -> Iterator[Problem]:
     if gated := sorted(kinds & set(GATED_KINDS)):
         rule = f"does not work with {' and '.join(gated)}, which mix all tokens of a sample; remove one of them"
         yield config.problem(_DEGREE, rule, "attention_config")
+    if "latent" in kinds:
+        rule = "does not work with attention kind latent, whose keys and values differ in width; remove one of them"
+        yield config.problem(_DEGREE, rule, "attention_config")
     if model.soft_prompt_tuning is not None and model.soft_prompt_tuning.enabled:
         rule = "does not work with soft_prompt_tuning, whose vectors every rank holds; remove one of them"
         yield config.problem(_DEGREE, rule, "soft_prompt_tuning")
     if config.experts.moe_num_experts > 1:
         rule = "does not work with experts, whose losses are of all tokens of a sample; remove one of them"
         yield config.problem(_DEGREE, rule, "moe_num_experts")
+    if config.value("scaled_upper_triang_masked_softmax_fusion"):
+        rule = "needs all tokens of a sample on one rank; remove it, or use attention kind flash"
+        yield config.problem("scaled_upper_triang_masked_softmax_fusion", rule, _DEGREE)
+    if config.logging.log_gradient_noise_scale:
+        rule = "compares gradients of single samples, which context ranks divide; remove one of them"
+        yield config.problem("log_gradient_noise_scale", rule, _DEGREE)
 
 
 def _lengths(config: NeoXConfig) -> Iterator[Problem]:

@@ -10,7 +10,6 @@ from neox.config.sections.experts import ExpertsConfig
 from neox.errors import ConfigError
 from neox.plan.attention_config import attention_kinds
 from neox.plan.expert_keys import expert_blocks
-from neox.plan.precision import choose_precision
 from neox.plan.rules.network import nearest_multiples
 from neox.problems import Problem
 
@@ -47,7 +46,12 @@ def _choices(config: NeoXConfig, experts: ExpertsConfig) -> Iterator[Problem]:
         described = config.describe_setting("moe_router_num_groups")
         yield config.problem("moe_router_group_topk", f"is more than {described}", "moe_router_num_groups")
         return
-    available = experts.moe_num_experts // groups * chosen
+    size = experts.moe_num_experts // groups
+    counted = experts.moe_router_group_score_topk
+    if counted is not None and counted > size:
+        rule = f"is more than the {size} experts of a group; use at most that many"
+        yield config.problem("moe_router_group_score_topk", rule, "moe_router_num_groups", _NUMBER)
+    available = size * chosen
     if experts.moe_top_k > available:
         rule = f"is more than the {available} experts of the groups that a token chooses; choose more groups"
         yield config.problem("moe_top_k", rule, "moe_router_group_topk", "moe_router_num_groups", _NUMBER)
@@ -69,7 +73,7 @@ def _blocks(config: NeoXConfig) -> Iterator[Problem]:
         keys = ("moe_layer_freq", "moe_expert_interval", "moe_first_k_dense", "num_layers")
         yield config.problem(_NUMBER, f"and {depth}: no block has experts; change the first blocks", *keys)
     if len(blocks) == layers and config.given("use_bias_in_mlp") and config.model.use_bias_in_mlp:
-        rule = "has no block to act on: experts have no biases; remove it"
+        rule = "has no block to act on: moe_expert_bias gives experts biases; remove it"
         yield config.problem("use_bias_in_mlp", rule, _NUMBER)
 
 
@@ -116,13 +120,6 @@ def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
     if zero.contiguous_gradients is False and zero.stage == 2:
         rule = "needs contiguous gradients with ZeRO 2; remove contiguous_gradients: false"
         yield config.problem(key, rule, "zero_optimization.contiguous_gradients", "zero_optimization.stage")
-    is_bf16 = choose_precision(config, []) == "bf16"
-    if is_bf16 and config.parallelism.pipe_parallel_size > 1:
-        rule = "does not work with stages in bf16, whose optimizer divides its state over all data ranks; use one stage"
-        yield config.problem(key, rule, "pipe_parallel_size", "precision")
-    elif is_bf16 and config.deepspeed.zero_optimization.stage == 1:
-        rule = "does not work with ZeRO 1 in bf16, which divides states over all data ranks; use stage 0 or 2"
-        yield config.problem(key, rule, "zero_optimization.stage", "precision")
 
 
 def _gated_blocks(config: NeoXConfig) -> Iterator[Problem]:

@@ -31,8 +31,6 @@ def network_problems(config: NeoXConfig) -> Iterator[Problem]:
     for key in REQUIRED:
         if config.value(key) is None:
             yield config.problem_about(f"`{key}` is missing: every model needs it", key)
-    if config.model.rope_scaling and (problem := rope_scaling_problem(config.model.rope_scaling)):
-        yield config.problem("rope_scaling", problem)
     yield from _heads(config)
     yield from _rotary(config)
     yield from _unrotated(config)
@@ -83,6 +81,9 @@ def _rotary(config: NeoXConfig) -> Iterator[Problem]:
         count = f"rotates {rotated} of the {size_of_head(*sizes)} dimensions of a head"
         others = ("hidden_size", "num_attention_heads", "head_dim", "pos_emb")
         yield config.problem("rotary_pct", f"{count}; it must be an even number of at least 2", *others)
+        return
+    if model.rope_scaling and (problem := rope_scaling_problem(model.rope_scaling, rotated)):
+        yield config.problem("rope_scaling", problem)
 
 
 def _unrotated(config: NeoXConfig) -> Iterator[Problem]:
@@ -174,9 +175,36 @@ def _attention(config: NeoXConfig) -> Iterator[Problem]:
         message = f'`{_ATTENTION}` describes {len(kinds)} layers, but {depth}; write [[["{first}"], {layers}]]'
         yield config.problem_about(message, _ATTENTION, "num_layers")
     yield from _windows(config, set(kinds))
+    if "latent" in kinds:
+        yield from _latents(config)
     yield from _sparsity(config, set(kinds))
     if gated := sorted(set(kinds) & set(GATED_KINDS)):
         yield from _gates(config, " and ".join(gated))
+
+
+def _latents(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield what is missing for latent attention, and what its queries and keys do not have."""
+    model = config.model
+    if model.kv_lora_rank is None:
+        message = f"`{_ATTENTION}` asks for latent: give kv_lora_rank"
+        yield config.problem_about(message, _ATTENTION, "kv_lora_rank")
+    if model.pos_emb != "rotary":
+        yield config.problem("pos_emb", "does not work with attention kind latent; use rotary", _ATTENTION)
+    has_biases = model.use_bias_in_attn_linear if model.use_bias_in_qkv is None else model.use_bias_in_qkv
+    if has_biases:
+        rule = "gives no queries and keys of attention kind latent a bias; set use_bias_in_qkv: false"
+        yield config.problem("use_bias_in_attn_linear", rule, "use_bias_in_qkv", _ATTENTION)
+    has_norms = model.use_qk_layernorm or model.qk_norm != "none"
+    refused = {
+        "num_kv_heads": bool(model.num_kv_heads) and model.num_kv_heads != model.num_attention_heads,
+        "qk_norm": has_norms,
+        "no_rotary_layers": bool(model.no_rotary_layers),
+        "lora": config.training.lora is not None,
+        "objective": model.objective != "causal_lm",
+    }
+    for key, is_given in refused.items():
+        if is_given:
+            yield config.problem(key, "does not work with attention kind latent; remove it", _ATTENTION)
 
 
 def _windows(config: NeoXConfig, kinds: set[str]) -> Iterator[Problem]:

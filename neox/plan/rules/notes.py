@@ -39,6 +39,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_attention_notes(config),
         *_width_notes(config),
         *_parallel_notes(config),
+        *_evaluation_notes(config),
         *dropout_notes(config),
     ]
 
@@ -51,6 +52,19 @@ def _unsupported_notes(config: NeoXConfig) -> Iterator[Note]:
             continue
         reason = f"it is {key.reason}, which is off" if key.status == "dormant" else key.reason
         yield Note((name,), f"{config.describe_setting(name)} changes nothing: {reason}")
+
+
+def _evaluation_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield given keys of evaluations in a run that has no data for them."""
+    data = config.data
+    if data.train_data_paths is None or data.valid_data_paths or config.training.eval_iters == 0:
+        return
+    if config.preferences.on_preferences:
+        return
+    for key in ("eval_iters", "eval_interval", "eval_at_start", "eval_ema"):
+        if config.given(key) and config.value(key):
+            reason = "changes nothing: without valid_data_paths nothing is evaluated"
+            yield Note((key, "valid_data_paths"), f"{config.describe_setting(key)} {reason}")
 
 
 def _optimizer_notes(config: NeoXConfig) -> Iterator[Note]:

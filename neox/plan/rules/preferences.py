@@ -48,7 +48,8 @@ def _files(config: NeoXConfig, answers: SplitAnswers) -> Iterator[Problem]:
     """Yield what is wrong with the files of a split."""
     needed = _needed_keys(config, answers)
     given = [paths for paths in needed.values() if paths is not None]
-    if not given and answers.split != "train":
+    may_be_missing = answers.split != "train" or answers.scored  # a reward model is described without data, too
+    if not given and may_be_missing:
         return
     counts = {len(paths) for paths in given}
     for key, paths in needed.items():

@@ -18,6 +18,7 @@ def training_problems(config: NeoXConfig) -> Iterator[Problem]:
     """Yield the rules about training that are broken."""
     yield from _compiled_layers(config)
     yield from _recompute(config)
+    yield from _tiles(config)
     yield from _checkpoint(config)
     yield from _profile(config)
     yield from _noise_scale(config)
@@ -50,6 +51,25 @@ def _recompute(config: NeoXConfig) -> Iterator[Problem]:
     if training.part_to_recompute != "full" and any(kind in kinds for kind in GATED_KINDS):
         rule = "needs attention, which blocks gmlp and amlp lack; use full"
         yield config.problem("recompute_granularity", rule, "attention_config")
+
+
+def _tiles(config: NeoXConfig) -> Iterator[Problem]:
+    key = "mlp_tile_size"
+    size = config.training.mlp_tile_size
+    if size is None:
+        return
+    ranks = config.parallelism.context_parallel_size
+    tokens = (config.model.seq_length or 0) // ranks
+    if size >= tokens:
+        rule = f"divides nothing: a rank has {tokens} tokens of a sample; use a smaller one, or remove it"
+        yield config.problem(key, rule, "seq_length", "context_parallel_size")
+    if config.experts.moe_num_experts > 1:
+        rule = "does not work with experts, whose losses are of all tokens; remove one of them"
+        yield config.problem(key, rule, "moe_num_experts")
+    kinds = str(config.model.attention_config)
+    if any(kind in kinds for kind in GATED_KINDS):
+        rule = "does not work with gmlp and amlp, which mix all tokens of a sample; remove one of them"
+        yield config.problem(key, rule, "attention_config")
 
 
 def _checkpoint(config: NeoXConfig) -> Iterator[Problem]:

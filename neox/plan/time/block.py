@@ -8,12 +8,6 @@ from math import ceil
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.setting import NetworkShape, StepSetting
 
-_KERNEL = 4e-6
-"""Seconds between two kernels' starts, and the least time of one."""
-
-_LATENCY = 12e-6
-"""Seconds that a collective takes whatever its size and its number of ranks."""
-
 _HOP = 2e-6
 """Seconds from one rank of a ring to the next, whatever the size."""
 
@@ -39,6 +33,7 @@ class Seconds:
         elementwise: Norms, activations, residuals and all that memory bandwidth limits.
         tensor: Collectives of tensor ranks that nothing hides.
         context: Collectives of context ranks that nothing hides.
+        experts: Exchanges of tokens between the ranks that divide experts.
     """
 
     products: float = 0.0
@@ -46,11 +41,12 @@ class Seconds:
     elementwise: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    experts: float = 0.0
 
     @property
     def total(self) -> float:
         """Sum of the parts."""
-        return self.products + self.attention + self.elementwise + self.tensor + self.context
+        return self.products + self.attention + self.elementwise + self.tensor + self.context + self.experts
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(
@@ -59,6 +55,7 @@ class Seconds:
             self.elementwise + other.elementwise,
             self.tensor + other.tensor,
             self.context + other.context,
+            self.experts + other.experts,
         )
 
     def __mul__(self, factor: float) -> Seconds:
@@ -68,6 +65,7 @@ class Seconds:
             self.elementwise * factor,
             self.tensor * factor,
             self.context * factor,
+            self.experts * factor,
         )
 
 
@@ -98,7 +96,7 @@ def product_seconds(gpu: Gpu, rows: float, columns: float, inner: float, *, fp8:
     ramp = 1 + _RAMP / 2 / inner
     compute = 2 * rows * columns * inner / (peak * 1e12) * quantised * ramp
     moved = size * (rows * inner + inner * columns) + 2 * rows * columns
-    return max(compute, moved / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)) + _KERNEL
+    return max(compute, moved / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)) + gpu.kernel_seconds
 
 
 def ring_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, stride: int) -> float:
@@ -118,12 +116,12 @@ def ring_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, stride
     if in_host < ranks:
         network = (setting.network or gpu.network) * gpu.network_efficiency
         link = min(link, network * in_host)
-    return size * (ranks - 1) / ranks / (link * 1e9) + latency_seconds(ranks)
+    return size * (ranks - 1) / ranks / (link * 1e9) + latency_seconds(gpu, ranks)
 
 
-def latency_seconds(ranks: int) -> float:
+def latency_seconds(gpu: Gpu, ranks: int) -> float:
     """Return the time of a collective of a few bytes over a ring."""
-    return _LATENCY + (ranks - 1) * _HOP
+    return gpu.collective_seconds + (ranks - 1) * _HOP
 
 
 def forward_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> Seconds:
@@ -147,6 +145,7 @@ def forward_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> Seco
         elementwise=_elementwise(shape, setting, gpu, tokens),
         tensor=_tensor(shape, setting, gpu, tokens),
         context=_context(shape, setting, gpu, tokens, kv_heads),
+        experts=_experts(shape, setting, gpu, tokens),
     )
 
 
@@ -160,13 +159,13 @@ def attention_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu, token
         operations *= (2 * setting.cp - 1) / setting.cp
     if setting.flash:
         narrow = max(1.0, 128 / shape.head_dim) ** 0.5
-        return operations / 2 * narrow / (gpu.peak_tflops * 1e12 * gpu.attention_efficiency) + _KERNEL
+        return operations / 2 * narrow / (gpu.peak_tflops * 1e12 * gpu.attention_efficiency) + gpu.kernel_seconds
     # Two batched products over a head's short sums; the scores go through memory for the products, softmax and dropout.
     ramp = 1 + _RAMP / 2 / shape.head_dim / 2
     compute = operations / (gpu.peak_tflops * 1e12 * gpu.product_efficiency) * ramp
     scores = tokens * setting.sequence * heads
     passes = 2 * 6 + 1
-    return compute + passes * scores / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + 4 * _KERNEL
+    return compute + passes * scores / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + 4 * gpu.kernel_seconds
 
 
 def _elementwise(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) -> float:
@@ -184,7 +183,7 @@ def _elementwise(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: fl
         kernels = 30
     if setting.fp8:  # each factor of a product is scaled and written again
         elements += 3 * hidden + 1.5 * inner
-    return 2 * elements / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + kernels * _KERNEL / 2
+    return 2 * elements / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + kernels * gpu.kernel_seconds / 2
 
 
 def _tensor(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) -> float:
@@ -199,20 +198,52 @@ def _tensor(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) 
 
 
 def _context(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float, kv_heads: float) -> float:
-    """Return what a ring of context ranks costs: keys and values that no attention hides, and merging the parts.
+    """Return what context ranks exchange in a forward pass and nothing hides.
 
-    Each step of the ring gives a part of the output, which is merged with the sum so far in fp32, by the logarithm of
-    its softmax's sum.
+    A ring hides keys and values behind attention. Each of its steps gives a part of the output, which is merged with
+    the sum so far in fp32, by the logarithm of its softmax's sum.
     """
     if setting.cp == 1:
         return 0.0
     heads = shape.heads / setting.tp
+    if setting.context == "ulysses":  # queries, keys and values there, outputs back
+        here = 2 * tokens * (2 * heads + 2 * kv_heads) * shape.head_dim
+        return ring_seconds(gpu, setting, here, setting.cp, setting.tp) + latency_seconds(gpu, setting.cp)
     size = 2 * 2 * tokens * setting.cp * kv_heads * shape.head_dim
     sent = ring_seconds(gpu, setting, size, setting.cp, setting.tp)
+    if setting.context == "all_gather":
+        return sent
     hidden = attention_seconds(shape, setting, gpu, tokens, heads)
     merged = _MERGE_BYTES * tokens * heads * shape.head_dim * (setting.cp - 1)
     merging = merged / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
-    return max(0.0, sent - hidden) + merging + setting.cp * _LATENCY
+    return max(0.0, sent - hidden) + merging + setting.cp * gpu.collective_seconds
+
+
+def all_to_all_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, stride: int) -> float:
+    """Return the time of an all-to-all in which each rank sends equal parts of `size` bytes to all ranks.
+
+    Parts for ranks of the same host and of others travel at the same time.
+
+    Args:
+        gpu: The GPU, whose links it uses.
+        setting: Layout, which may name another network.
+        size: Bytes that a rank sends, its own part included.
+        ranks: Ranks of the group.
+        stride: Distance of neighbouring ranks of the group in the order of all ranks.
+    """
+    if ranks == 1:
+        return 0.0
+    in_host = min(ranks, max(1, gpu.per_host // stride))
+    network = (setting.network or gpu.network) * gpu.network_efficiency
+    near = size * (in_host - 1) / ranks / (gpu.link * gpu.link_efficiency * 1e9)
+    far = size * (ranks - in_host) / ranks / (network * 1e9)
+    return max(near, far) + gpu.collective_seconds
+
+
+def _experts(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) -> float:
+    """Return the time of a block's two all-to-alls: tokens to their experts, and back. Nothing hides them."""
+    size = 2 * tokens * shape.experts_per_token * shape.hidden
+    return 2 * all_to_all_seconds(gpu, setting, size, setting.ep, setting.tp)
 
 
 def backward_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> Seconds:
@@ -229,7 +260,8 @@ def backward_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> Sec
         attention=attention * forward.attention,
         elementwise=2 * forward.elementwise,
         tensor=forward.tensor,
-        context=2 * forward.context,
+        context=forward.context * (2 if setting.context == "ring" else 1),
+        experts=forward.experts,
     )
     return result + recomputed_seconds(forward, setting)
 

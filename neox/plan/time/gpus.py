@@ -31,6 +31,10 @@ class Gpu:
         memory_efficiency: Share of the memory bandwidth that elementwise kernels reach.
         link_efficiency: Share of the links' bandwidth that collectives in a host reach.
         network_efficiency: Share of the network's bandwidth that collectives between hosts reach.
+        host_link: Bandwidth between a GPU and main memory in GB/s, in one direction.
+        host_memory: One GPU's share of the bandwidth of main memory in GB/s.
+        kernel_seconds: Seconds between two kernels' starts, and the least time of one.
+        collective_seconds: Seconds that a collective takes whatever its size and its number of ranks.
     """
 
     name: str
@@ -48,6 +52,10 @@ class Gpu:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.75
     network_efficiency: float = 0.8
+    host_link: float = 25.0
+    host_memory: float = 25.0
+    kernel_seconds: float = 4e-6
+    collective_seconds: float = 12e-6
 
 
 # 312 TFLOP/s; NVLink 3 has 300 GB/s each way; hosts of 2021 had eight cards of 200 Gb/s (DGX A100).
@@ -68,6 +76,8 @@ _H100 = Gpu(
     memory_gib=79.1,
     peak_tflops=989.0,
     peak_fp8_tflops=1979.0,
+    host_link=50.0,
+    host_memory=40.0,
     bandwidth=3.35,
     link=450.0,
     network=50.0,
@@ -150,3 +160,18 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
     }
 )
 """Value of `--gpu-type` -> the GPU."""
+
+CPU_CORE = Gpu(
+    name="CPU core",
+    memory_gib=0.0,
+    peak_tflops=0.1,
+    bandwidth=0.01,
+    link=1.0,
+    network=1.0,
+    multiprocessors=1,
+    product_efficiency=0.7,
+    attention_efficiency=0.3,
+    kernel_seconds=2e-5,
+    collective_seconds=3e-4,
+)
+"""A rank on one core of a server, roughly: enough to choose which layouts are measured. Its memory is the host's."""

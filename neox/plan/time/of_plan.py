@@ -21,9 +21,13 @@ _SAME_MEMORY = 0.05
 
 
 def network_shape(layers: LayerPlan) -> NetworkShape | None:
-    """Return the shape of a decoder; None for networks whose time is not estimated (gMLP blocks, encoders)."""
+    """Return the shape of a decoder; None for networks whose time is not estimated.
+
+    These have gMLP blocks, or another head than that of a decoder (encoders, reward models).
+    """
     network = layers.architecture
-    if network.bidirectional or any(kind in GATED_KINDS for kind in network.attention):
+    has_other_head = network.bidirectional or network.score_head
+    if has_other_head or any(kind in GATED_KINDS for kind in network.attention):
         return None
     return NetworkShape(
         layers=network.num_layers,
@@ -36,6 +40,8 @@ def network_shape(layers: LayerPlan) -> NetworkShape | None:
         vocabulary=layers.padded_vocab_size,
         tied=network.tie_word_embeddings,
         idle_parameters=layers.numel - layers.active_numel,
+        expert_parameters=sum(spec.numel for spec in layers.parameters if spec.experts),
+        experts_per_token=network.experts_per_token * len(network.expert_blocks) / network.num_layers,
     )
 
 
@@ -48,10 +54,10 @@ def _active_width(network: Architecture) -> int:
 
 
 def estimate_of_plan(plan: RunPlan, gpu: Gpu) -> StepTime | None:
-    """Return the estimated time of a step; None if it is not estimated: other networks, offload, context ranks."""
+    """Return the estimated time of a step; None if it is not estimated: other networks, offload to files."""
     shape = network_shape(plan.layers)
     setting = plan.memory_setting
-    if shape is None or setting.offloads_states or setting.offloads_weights or setting.cp_size > 1:
+    if shape is None or setting.states_in_files or setting.weights_in_files:
         return None
     return estimate_step(shape, step_setting(setting, plan.config), gpu)
 
@@ -101,6 +107,7 @@ def step_setting(setting: MemorySetting, config: NeoXConfig) -> StepSetting:
         config: The configuration, which chooses kernels.
     """
     partly_recomputed = setting.recompute_chunk > 0 and setting.recomputed_part != "full"
+    zero = config.deepspeed.zero_optimization
     may_compile = setting.zero_stage < 3 and not partly_recomputed
     return StepSetting(
         sequence=setting.sequence_length,
@@ -108,10 +115,17 @@ def step_setting(setting: MemorySetting, config: NeoXConfig) -> StepSetting:
         micro_batches=setting.accumulation_steps,
         tp=setting.tp_size,
         pp=setting.pp_size,
-        dp=setting.dp_size,
+        cp=setting.cp_size,
+        context="all_gather" if setting.gathers_keys else "ulysses",
+        dp=setting.dp_size // setting.cp_size,
+        ep=setting.ep_size,
+        host_states=setting.offloads_states,
+        host_weights=setting.offloads_weights,
         schedule=setting.pipeline_schedule,
         chunks=ranges_per_stage(setting.pipeline_schedule, setting.pp_size, setting.virtual_stages),
         zero_stage=setting.zero_stage,
+        copies=setting.hpz_size,
+        weight_bytes=1 if zero.zero_quantized_weights else 2,
         recompute=_recompute(setting),
         fp8=config.training.fp8 is not None,
         gradient_bytes=setting.communicated_bytes,

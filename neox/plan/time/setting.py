@@ -25,6 +25,8 @@ class NetworkShape:
         vocabulary: Rows of the embedding, padding included.
         tied: Whether the head uses the embedding's weight.
         idle_parameters: Elements of experts that one token is not computed with, over all blocks.
+        expert_parameters: Elements of all experts, over all blocks.
+        experts_per_token: Experts that compute a token in a block, as the mean over blocks.
     """
 
     layers: int
@@ -37,6 +39,8 @@ class NetworkShape:
     vocabulary: int
     tied: bool = False
     idle_parameters: int = 0
+    expert_parameters: int = 0
+    experts_per_token: float = 0.0
 
     @property
     def mlp_matrices(self) -> int:
@@ -69,10 +73,14 @@ class StepSetting:
         pp: Pipeline stages.
         cp: Context-parallel ranks.
         dp: Data-parallel ranks.
+        ep: Data-parallel ranks that divide experts.
         schedule: Value of `pipeline_schedule`.
         chunks: Ranges of layers that a stage holds.
         zero_stage: ZeRO stage, 0 to 3.
         keeps_gathered: With ZeRO 3: weights are gathered once a step and kept, not gathered for each pass.
+        copies: Neighbouring data ranks that keep a second copy of the weights, from which all passes but the first
+            forward pass of a step gather them (`zero_hpz_partition_size`); 1 for none.
+        weight_bytes: Bytes of a weight's element when it is gathered.
         recompute: What the backward pass repeats.
         fp8: Products of the blocks run in fp8.
         gradient_bytes: Bytes of a gradient's element when it is reduced.
@@ -81,6 +89,10 @@ class StepSetting:
         sequence_parallel: Norms and residuals are divided over tensor ranks.
         overlaps_tensor: Collectives of tensor ranks run during products (async TP).
         overlaps_gradients: Gradients are reduced during the backward pass.
+        context: What context ranks exchange: keys and values in a ring, behind attention; keys and values at once
+            before it (`all_gather`); or tokens for heads (`ulysses`).
+        host_states: Optimizer states are in main memory, where the host updates them.
+        host_weights: Weights are in main memory between uses.
         balanced_context: Each context rank holds an early and a late part of a sample, so that all attend to as many
             tokens. Otherwise the last rank attends to the most, and the others wait for it.
         blocking_handoff: A rank waits while it sends to the next stage (gpt-neox). Otherwise it computes.
@@ -95,10 +107,13 @@ class StepSetting:
     pp: int = 1
     cp: int = 1
     dp: int = 1
+    ep: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
     zero_stage: int = 0
     keeps_gathered: bool = False
+    copies: int = 1
+    weight_bytes: int = 2
     recompute: Recompute = "none"
     fp8: bool = False
     gradient_bytes: int = 2
@@ -107,6 +122,9 @@ class StepSetting:
     sequence_parallel: bool = False
     overlaps_tensor: bool = False
     overlaps_gradients: bool = True
+    context: Literal["ring", "all_gather", "ulysses"] = "ring"
+    host_states: bool = False
+    host_weights: bool = False
     balanced_context: bool = True
     blocking_handoff: bool = False
     divided_handoff: bool = True

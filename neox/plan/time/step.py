@@ -24,9 +24,10 @@ class StepTime:
         elementwise: Work limited by memory bandwidth.
         tensor: Collectives of tensor ranks.
         context: Collectives of context ranks.
+        experts: Exchanges of tokens between the ranks that divide experts.
         bubble: Waiting for other pipeline stages, hand-offs included.
         gradients: Reduction of gradients and gathering of weights that nothing hides.
-        update: The optimizer's step.
+        update: The optimizer's step, with copies to and from main memory.
         tokens: Tokens of the step over all ranks.
         ranks: Number of GPUs.
         model_flops: Operations of the network for the step, without recomputation, causal attention counted whole.
@@ -38,6 +39,7 @@ class StepTime:
     elementwise: float
     tensor: float
     context: float
+    experts: float
     bubble: float
     gradients: float
     update: float
@@ -49,8 +51,9 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """The whole step."""
-        computing = self.products + self.attention + self.elementwise + self.tensor + self.context
-        return computing + self.bubble + self.gradients + self.update
+        computing = self.products + self.attention + self.elementwise
+        exchanging = self.tensor + self.context + self.experts + self.gradients
+        return computing + exchanging + self.bubble + self.update
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -129,17 +132,19 @@ def estimate_step(
     length = pipeline_length(setting.schedule, passes.forward, passes.backward, setting.micro_batches, passes.handoff)
     blocks = (forward + backward) * (shape.layers / setting.pp * setting.micro_batches)
     busy = blocks.total + head * setting.micro_batches
-    in_blocks = shape.layers * shape.block_parameters + shape.idle_parameters
+    in_blocks = shape.layers * shape.block_parameters + shape.idle_parameters - shape.expert_parameters
     held = (in_blocks / setting.pp + shape.vocabulary * shape.hidden) / setting.tp
+    experts = shape.expert_parameters / setting.pp / setting.tp
     return StepTime(
         products=blocks.products + head_products * setting.micro_batches,
         attention=blocks.attention,
         elementwise=blocks.elementwise + head_elementwise * setting.micro_batches,
         tensor=blocks.tensor,
         context=blocks.context,
+        experts=blocks.experts,
         bubble=max(0.0, length - busy),
-        gradients=_gradients(setting, gpu, held, forward.total, backward.total, shape),
-        update=_update(setting, gpu, held),
+        gradients=_gradients(setting, gpu, (held, experts), forward.total, backward.total, shape),
+        update=_update(setting, gpu, held, experts),
         tokens=setting.tokens,
         ranks=setting.ranks,
         model_flops=model_flops(shape, setting),
@@ -171,34 +176,63 @@ def _handoff(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> float:
 
 
 def _gradients(
-    setting: StepSetting, gpu: Gpu, held: float, forward: float, backward: float, shape: NetworkShape
+    setting: StepSetting, gpu: Gpu, sizes: tuple[float, float], forward: float, backward: float, shape: NetworkShape
 ) -> float:
-    """Return the time of reducing gradients and gathering weights that no computation hides."""
+    """Return the time of reducing gradients and gathering weights that no computation hides.
+
+    `sizes` are the elements of a tensor rank and stage: those of all but experts, and those of all experts.
+    """
     ranks = setting.dp * setting.cp
     stride = setting.tp
     if ranks == 1:
         return 0.0
-    reduce = ring_seconds(gpu, setting, setting.gradient_bytes * held, ranks, stride)
-    gather = ring_seconds(gpu, setting, 2 * held, ranks, stride)
+    held, experts = sizes
+
+    def exchange(element: float) -> float:
+        if setting.ep == 1:
+            return ring_seconds(gpu, setting, element * (held + experts), ranks, stride)
+        of_experts = element * experts / setting.ep
+        seconds = ring_seconds(gpu, setting, element * held, ranks, stride)
+        return seconds + ring_seconds(gpu, setting, of_experts, ranks // setting.ep, stride * setting.ep)
+
+    reduce = exchange(setting.gradient_bytes)
+    gather = exchange(setting.weight_bytes)
+    if setting.host_weights:
+        gather += 2 * (held + experts) / ranks / (gpu.host_link * 1e9)
     layers = shape.layers / setting.pp
     if setting.zero_stage < 3:
         hidden = _HIDDEN_SHARE * layers * backward if setting.overlaps_gradients else 0.0
         times = setting.micro_batches if setting.zero_stage == 2 else 1  # ZeRO 2 keeps no whole gradients to add to
         return times * max(0.0, reduce - hidden) + gather
-    of_layers = (layers - 1) * latency_seconds(ranks)  # each layer has collectives of its own
+    of_layers = (layers - 1) * latency_seconds(gpu, ranks)  # each layer has collectives of its own
     gather += of_layers
     reduce += of_layers
     if setting.keeps_gathered:
         exposed = max(0.0, gather - _HIDDEN_SHARE * layers * forward)
         return exposed + max(0.0, reduce - _HIDDEN_SHARE * layers * backward)
-    exposed = max(0.0, gather - _HIDDEN_SHARE * layers * forward)
-    exposed += max(0.0, gather + reduce - _HIDDEN_SHARE * layers * backward)
-    first = (gather + gather + reduce) / max(1.0, layers)  # of the first and last block, which nothing hides
-    return (exposed + first) * setting.micro_batches
+    again = gather  # once more, from the second copy of the weights if there is one
+    if setting.copies > 1:
+        again = ring_seconds(gpu, setting, setting.weight_bytes * (held + experts), setting.copies, stride) + of_layers
+
+    def of_micro_batch(gather_forward: float) -> float:
+        exposed = max(0.0, gather_forward - _HIDDEN_SHARE * layers * forward)
+        exposed += max(0.0, again + reduce - _HIDDEN_SHARE * layers * backward)
+        ends = (gather_forward + again + reduce) / max(1.0, layers)  # of the first and last block, which nothing hides
+        return exposed + ends
+
+    return of_micro_batch(gather) + (setting.micro_batches - 1) * of_micro_batch(again)
 
 
-def _update(setting: StepSetting, gpu: Gpu, held: float) -> float:
-    """Return the time of Adam: it reads and writes weight and two moments in fp32, reads a gradient, writes 2 bytes."""
-    divided = setting.dp * setting.cp if setting.zero_stage else 1
+def _update(setting: StepSetting, gpu: Gpu, held: float, experts: float) -> float:
+    """Return the time of Adam: it reads and writes weight and two moments in fp32, reads a gradient, writes 2 bytes.
+
+    A host that updates gets the gradient and sends the new weight.
+    """
+    updated = held + experts / setting.ep
+    if setting.zero_stage:
+        updated = (held + experts) / (setting.dp * setting.cp)
     moved = 2 * 12 + 4 + 2
-    return moved * held / divided / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
+    if setting.host_states:
+        copied = setting.gradient_bytes + 2
+        return updated * (moved / gpu.host_memory + copied / gpu.host_link) / 1e9
+    return moved * updated / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)

@@ -21,6 +21,18 @@ def test_six_per_parameter_and_attention():
     assert recomputed_flops_per_token(p.layers, length, ["none", "full"]) == again["full"] // 2
 
 
+def test_latent():
+    keys = {"attention_config": ["latent", "latent"], "kv_lora_rank": 12, "q_lora_rank": 10, "v_head_dim": 6}
+    p = small_plan(**keys, head_dim=10, rotary_pct=0.4, use_bias_in_qkv=False)
+    hidden, length, heads = 32, 16, 4
+    projections = 10 * hidden + heads * 10 * 10 + (12 + 4) * hidden + heads * (6 + 6) * 12
+    block = projections + heads * 6 * hidden + 8 * hidden**2
+    head = p.padded_vocab_size * hidden
+    scores = 2 * heads * (10 + 6) * length
+    assert training_flops_per_token(p.layers, length) == 6 * (2 * block + head) + 3 * 2 * scores
+    assert recomputed_flops_per_token(p.layers, length, ["full_attn", "none"]) == 2 * projections + scores
+
+
 def test_grouped_gated_and_windowed():
     keys = {"num_kv_heads": 2, "head_dim": 12, "activation": "swiglu", "mlp_width": 20, "qk_norm": "head"}
     p = small_plan(**keys, attention_config=["sliding_window", "global"], sliding_window_width=5)

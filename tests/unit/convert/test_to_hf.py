@@ -50,10 +50,10 @@ def tensors(directory):
 
 
 def test_every_reason_is_named_before_files_are_looked_for(tmp_path):
-    config = NeoXConfig.from_flat({**SIZES, "num_unique_layers": 2, "mlp_type": "llama"})
+    config = NeoXConfig.from_flat({**SIZES, "te_mha": True, "te_layernorm_mlp": True})
     with pytest.raises(ConfigError) as refused:
         to_hf(tmp_path / "nowhere", config, tmp_path / "out")
-    for key in ("num_unique_layers: 2", "mlp_type: llama"):
+    for key in ("te_mha: true", "te_layernorm_mlp: true"):
         assert key in str(refused.value)
     for keys, named in (({"pos_emb": "none"}, "pos_emb: none"), ({"use_mup": True, "mup_base_hidden_size": 16}, "mup")):
         with pytest.raises(ConfigError) as refused:

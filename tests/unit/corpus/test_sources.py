@@ -100,7 +100,11 @@ def test_failures_are_named(server: Server, tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert len(find_corpus("pile").sources) == 32
+    assert "pile-uncopyrighted" in find_corpus("pile").sources[0]
+    with raises_naming(DataError, "enron", "Enron Emails", "pile-uncopyrighted"):
+        find_corpus("enron")
+    known = [corpus for corpus in CORPORA.values() if not corpus.gone]
+    assert all(corpus.sources and "copy" in corpus.described() for corpus in known)
     assert find_corpus("wikipedia=/data/wiki,/data/more").sources == ("/data/wiki", "/data/more")
     assert find_corpus("enron=/data/enron.jsonl").sources == ("/data/enron.jsonl",)
     for request, name in (("enrom", "enron"), ("../x=/y", "../x"), ("a=", "a=")):
@@ -114,8 +118,8 @@ def test_a_folder_in_the_data_directory_is_a_corpus(tmp_path: Path) -> None:
         find_corpus("wikipedia", tmp_path)
     (tmp_path / "webtext").mkdir()
     assert find_corpus("webtext", tmp_path).sources == (str(tmp_path / "webtext"),)
-    (tmp_path / "enron").mkdir()  # where its download is kept
-    assert find_corpus("enron", tmp_path) is CORPORA["enron"]
+    (tmp_path / "enwik8").mkdir()  # where its download is kept
+    assert find_corpus("enwik8", tmp_path) is CORPORA["enwik8"]
 
 
 def test_the_tool_combines_local_corpora(tmp_path: Path) -> None:

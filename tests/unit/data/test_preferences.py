@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from neox.config import NeoXConfig
 from neox.config.sections.data import PackImpl
 from neox.data import IndexedDataset, IndexedDatasetBuilder
-from neox.data.answers import AnswerFiles, AnswerPairs, Document, JudgedAnswers, Pairs, desirable_answers
+from neox.data.answers import (
+    AnswerFiles,
+    AnswerPairs,
+    Document,
+    JudgedAnswers,
+    Pairs,
+    ScoredPairs,
+    desirable_answers,
+)
 from neox.data.epochs import rows_of_epochs
 from neox.data.indexed_dataset import IGNORED
 from neox.data.pair_packing import pack_pairs
@@ -66,6 +74,24 @@ def test_a_row_holds_whole_documents_apart() -> None:
     assert fields["in_answer"][0].tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
     assert fields["pair_mask"].tolist() == [[1, 0], [1, 1]]
     assert fields["slots"][1].tolist() == [0, 1, 2, 3, 3, 3, NO_SLOT, NO_SLOT]
+
+
+def test_a_row_of_scored_pairs_holds_the_last_tokens(tmp_path: Path) -> None:
+    scored = ScoredPairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS, REJECTED))
+    assert scored.sizes.tolist() == [[4, 3], [2, 4], [5, 4]]
+    fields = PreferenceDataset(scored, 3, 12, 1, impl="unpacked").fields([0, 1, 2])
+    for tokens, ends in zip(fields["tokens"], fields["ends"], strict=True):
+        assert (tokens[ends[0]], tokens[ends[1]]) in {(12, 21), (13, 24), (15, 25)}
+
+
+def test_the_end_that_gpt_neox_marks_is_scored(tmp_path: Path) -> None:
+    marked = []
+    for name, answer in (("pos", [7, 0, 0]), ("neg", [8, 8, 0, 0])):
+        opened = files(tmp_path, name, [[1, 2, *answer[:-1]]], [answer[-1:]])
+        marked.append(opened)
+    fields = PreferenceDataset(ScoredPairs(*marked), 1, 16, 1).fields([0])
+    assert fields["tokens"][0, :9].tolist() == [1, 2, 7, 0, 1, 2, 8, 8, 0]
+    assert fields["ends"].tolist() == [[3, 8]]
 
 
 @settings(max_examples=50, deadline=None)

@@ -106,8 +106,16 @@ def test_rotary_positions_of_both_forms_are_read():
 def test_missing_entries_have_the_defaults_of_transformers(family):
     from transformers import AutoConfig
 
-    full = AutoConfig.for_model(family.model_type).to_dict()
-    needed = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+    without_default = {"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {}
+    full = AutoConfig.for_model(family.model_type, **without_default).to_dict()
+    needed = (
+        *without_default,
+        "vocab_size",
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "intermediate_size",
+    )
     given = {key: full[key] for key in needed if key in full and family.model_type not in ("gpt2", "gptj")}
     assert family.read_config(given)[0] == family.read_config(full)[0]
 
@@ -160,11 +168,19 @@ SMALL = {
         ("qwen2", {"layer_types": ["full_attention"]}),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}),
         ("bert", {"is_decoder": True}),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("gpt_oss", {"swiglu_limit": 5.0}),
     ],
     ids=str,
 )
 def test_entries_of_config_json_that_cannot_be_read_are_named(family, entry):
     assert keys_refused(family, {**SMALL, **entry}) == [*entry]
+
+
+@pytest.mark.parametrize("value", [True, 1, {}, None, "LlamaForCausalLM"], ids=str)
+def test_an_entry_of_architectures_that_is_no_list_says_nothing(value):
+    network, _ = FAMILIES["llama"].read_config({**SMALL, "architectures": value})
+    assert network == FAMILIES["llama"].read_config(SMALL)[0]
 
 
 def test_heads_that_are_too_many_are_refused():

@@ -104,3 +104,11 @@ def test_completions_appear_whole_or_not_at_all(tmp_path):
         write_completions(path, failing())
     assert len(path.read_text().splitlines()) == 1
     assert [p.name for p in path.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_completions_of_an_earlier_run_are_kept(tmp_path):
+    path = tmp_path / "out.jsonl"
+    for text in ("one", "two", "three"):
+        write_completions(path, [Completion("a", text, 2, True, 0.5)])
+    found = {file.name: json.loads(file.read_text())["text"] for file in tmp_path.iterdir()}
+    assert found == {"out.1.jsonl": "one", "out.2.jsonl": "two", "out.jsonl": "three"}

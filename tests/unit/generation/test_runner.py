@@ -106,11 +106,11 @@ def test_a_checkpoint_of_another_model_is_refused():
 )
 def test_a_checkpoint_that_cannot_be_read_says_what_to_set(changes, named, lines):
     with raises_naming(CheckpointError, *named, lines=lines):
-        choose_checkpoint(golden_plan(RUNS[2], **changes))
+        choose_checkpoint(golden_plan(RUNS[2], **changes), TOKENIZER)
 
 
 def test_the_checkpoint_is_found_by_iteration_and_its_hashes_are_looked_at_unless_told_otherwise(tmp_path):
-    assert choose_checkpoint(golden_plan(RUNS[0], load=GOLDEN / RUNS[0], iteration=0)).name == "global_step0"
+    assert choose_checkpoint(golden_plan(RUNS[0], load=GOLDEN / RUNS[0], iteration=0), TOKENIZER).name == "global_step0"
     broken = tmp_path / "global_step30"
     shutil.copytree(GOLDEN / RUNS[0] / "global_step30", broken)
     layer = next(broken.glob("*.pt"))
@@ -118,8 +118,8 @@ def test_the_checkpoint_is_found_by_iteration_and_its_hashes_are_looked_at_unles
     damaged[len(damaged) // 2] ^= 1
     layer.write_bytes(damaged)
     with raises_naming(CheckpointError, "global_step30", lines=3):
-        choose_checkpoint(golden_plan(RUNS[0], load=tmp_path))
-    assert choose_checkpoint(golden_plan(RUNS[0], load=tmp_path, checkpoint_verify="false")) == broken
+        choose_checkpoint(golden_plan(RUNS[0], load=tmp_path), TOKENIZER)
+    assert choose_checkpoint(golden_plan(RUNS[0], load=tmp_path, checkpoint_verify="false"), TOKENIZER) == broken
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_tokenizer_of_another_size_than_the_checkpoints_is_refused(stored, kno
     plan = golden_plan(RUNS[0], load=GOLDEN / RUNS[0])
     monkeypatch.setattr(CheckpointReader, "args", stored)
     with raises_naming(CheckpointError, known, 1000):
-        choose_checkpoint(plan)
+        choose_checkpoint(plan, TOKENIZER)
 
 
 def test_every_step_tells_the_launcher_that_it_got_on(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     good = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "code": "abc", "accelerators": 2}
     paths = {"/save": {"exists": True, "writable": True, "free": 2**40}, "/data": {"exists": True}}
     paths["/data"].update(writable=False, free=2**40)
-    return {**good, "port": "free", "shared": True, "paths": paths, "clock": time.time(), **changes}
+    return {**good, "port": "free", "product": True, "shared": True, "paths": paths, "clock": time.time(), **changes}
 
 
 def judge(*answers: dict[str, Any]) -> list[HostReport]:
@@ -48,6 +48,7 @@ def test_each_problem_is_named_with_its_remedy() -> None:
         (answer(torch="2.11.0"), [("torch", "2.11.0", "2.13.0")]),
         (answer(deepspeed="missing"), [("deepspeed", "make install")]),
         (answer(code="xyz"), [("xyz", "abc")]),
+        (answer(product=False), [("multiplies",)]),
         (answer(accelerators=1), [("2 slots", "1 accelerator")]),
         (answer(port="Address already in use"), [("29513", "Address already in use")]),
         (answer(shared=False), [("/save", "shared")]),
@@ -73,6 +74,7 @@ def test_asking_this_machine(tmp_path: Path) -> None:
     checks = Checks(save_paths=(str(tmp_path / "save" / "checkpoints"),), data_paths=(str(tmp_path / "none.bin"),))
     (report,) = examine(spec("localhost"), checks, os.environ)
     assert report.answer["python"] == sys.version.split()[0]
+    assert report.answer["product"] is True
     assert report.answer["torch"] != "missing"
     (problem,) = report.problems
     assert problem.startswith(f"{tmp_path / 'none.bin'} ")

@@ -105,3 +105,17 @@ def test_selections_that_are_refused(choice: dict[str, Any], keys: set[str]) -> 
         select_hosts(HOSTS, **choice)
     (problem,) = error.value.problems
     assert set(problem.keys) == keys
+
+
+def test_spare_hosts_stay_behind_the_others_and_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("a slots=2 spare\nb slots=2\nc slots=2\n")
+    hosts = read_hostfile(path)
+    chosen = select_hosts(hosts, num_nodes=1, num_gpus=1)
+    assert [(host.name, host.slots, host.spare) for host in chosen] == [("b", (0,), False), ("a", (0,), True)]
+    assert [host.name for host in select_hosts(hosts, exclude="a@c:0")] == ["b", "c"]
+    with pytest.raises(ConfigError):
+        select_hosts(hosts, include="a")
+    path.write_text("a slots=2 spare\n")
+    with pytest.raises(ConfigError, match="only spare"):
+        read_hostfile(path)

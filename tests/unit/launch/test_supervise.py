@@ -29,7 +29,7 @@ def end(rank: int, code: int, **changes: Any) -> Event:
 def supervise(events: list[Event], before: str = "") -> int:
     """Supervise an agent that runs some code and then sends events."""
     lines = "\n".join(map(encode_event, [*events, {"kind": "done", "code": events[0].get("code", 1), "node": 0}]))
-    return Supervisor(SPEC, [[sys.executable, "-c", f"{before}\nprint({lines!r})"]]).run()
+    return Supervisor(SPEC, [[sys.executable, "-c", f"{before}\nprint({lines!r})"]]).run().status
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ SCALINGS = st.one_of(
         },
     ),
 )
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 32.0,
+    "short_factor": [1.0, 1.1, 1.5, 2.0],
+    "long_factor": [1.0, 4.0, 30.0, 60.0],
+    "original_max_position_embeddings": 4096,
+}
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -54,6 +61,49 @@ def test_frequencies_are_those_of_transformers(scaling, head_dim, base):
     assert cos[0, 0, 0].item() == pytest.approx(factor)
 
 
+def _config(scaling: dict, head_dim: int, longest: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        max_position_embeddings=longest,
+        rope_parameters={**scaling, "rope_theta": 10000.0},
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([8, 64, 96]),
+    st.floats(1.0, 16.0).map(lambda x: round(x, 2)),
+    st.sampled_from([512, 4096]),
+    st.integers(1, 40_000),
+    st.integers(0, 2**31),
+)
+def test_frequencies_by_length_are_those_of_transformers(head_dim, factor, trained, length, seed):
+    draw = torch.Generator().manual_seed(seed)
+    longrope = {
+        "rope_type": "longrope",
+        "short_factor": (1 + torch.rand(head_dim // 2, generator=draw)).tolist(),
+        "long_factor": (1 + 60 * torch.rand(head_dim // 2, generator=draw)).tolist(),
+        "original_max_position_embeddings": trained,
+    }
+    dynamic = {"rope_type": "dynamic", "factor": factor}
+    cases = {
+        "longrope": (_config(longrope, head_dim, 8 * trained), {**longrope, "factor": 8.0}),
+        "dynamic": (_config(dynamic, head_dim, trained), {**dynamic, "original_max_position_embeddings": trained}),
+    }
+    for kind, (config, settings_of_kind) in cases.items():
+        assert rope_scaling_problem(settings_of_kind, head_dim) is None
+        ours = dict(rope_scaling_of(settings_of_kind))
+        # in a forward pass transformers gives the length as a tensor
+        theirs, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=torch.tensor(length))
+        found = rotary_inv_freq(head_dim, 10000.0, None, ours, torch.tensor([length, 1]))
+        torch.testing.assert_close(found[0], theirs, rtol=1e-6, atol=0)
+        shortest, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=torch.tensor(1))
+        torch.testing.assert_close(found[1], shortest, rtol=1e-6, atol=0)
+        torch.testing.assert_close(rotary_inv_freq(head_dim, 10000.0, None, ours), shortest, rtol=1e-6, atol=0)
+        assert rotary_factor(ours) == pytest.approx(attention_factor, rel=1e-12)
+
+
 def test_no_scaling_has_one_form():
     assert rope_scaling_of(None) == rope_scaling_of({}) == rope_scaling_of({"rope_type": "default"}) == ()
     assert rope_scaling_of({"type": "linear", "factor": 2}) == (("factor", 2), ("rope_type", "linear"))
@@ -62,7 +112,11 @@ def test_no_scaling_has_one_form():
 @pytest.mark.parametrize(
     ("scaling", "words"),
     [
-        ({"rope_type": "dynamic", "factor": 2}, ("dynamic", "length of each sequence", "llama3")),
+        ({"rope_type": "dynamic", "factor": 2}, ("dynamic", "lacks original_max_position_embeddings")),
+        ({**LONGROPE, "long_factor": [1.0, 2.0]}, ("2 numbers in long_factor", "4")),
+        ({**LONGROPE, "short_factor": [1.0, 2.0, 3.0, 0]}, ("short_factor", "above 0")),
+        ({**LONGROPE, "short_factor": 2.0}, ("short_factor", "list")),
+        ({**LONGROPE, "factor": 0.5}, ("factor", "at least 1")),
         ({"rope_type": "other"}, ("'other'", "yarn")),
         ({"rope_type": "llama3", "factor": 8.0}, ("lacks low_freq_factor",)),
         ({"rope_type": "linear", "factor": 2, "beta_fast": 32}, ("no setting beta_fast",)),
@@ -73,7 +127,7 @@ def test_no_scaling_has_one_form():
     ],
 )
 def test_what_is_wrong_is_named(scaling, words):
-    problem = rope_scaling_problem(scaling)
+    problem = rope_scaling_problem(scaling, 8)
     assert problem is not None
     assert all(word in problem for word in words), problem
 
@@ -81,4 +135,6 @@ def test_what_is_wrong_is_named(scaling, words):
 def test_every_type_is_computed():
     for kind, scaling in ROPE_SCALINGS.items():
         given = {"rope_type": kind, **{name: 2.0 * n for n, name in enumerate(scaling.required, 1)}}
+        if kind == "longrope":
+            given = LONGROPE
         assert rotary_inv_freq(8, 10000.0, None, given).shape == (4,)

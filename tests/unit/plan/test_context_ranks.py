@@ -25,7 +25,7 @@ def test_the_batch_counts_groups_of_ranks_and_the_plan_names_the_degree() -> Non
     plan = small_plan(4, **TWO, train_micro_batch_size_per_gpu=3)
     assert (plan.grid.dp_size, plan.grid.data_size) == (4, 2)
     assert plan.batch.train_batch_size == 6
-    assert plan_as_dict(plan)["grid"] == {"pp": 1, "mp": 1, "cp": 2, "dp": 2, "world": 4}
+    assert plan_as_dict(plan)["grid"] == {"pp": 1, "mp": 1, "cp": 2, "dp": 2, "ep": 1, "world": 4}
 
 
 def test_activations_are_divided() -> None:
@@ -58,3 +58,18 @@ def test_what_cannot_be_divided_is_refused(named: str, keys: dict[str, Any]) -> 
 def test_a_world_that_is_no_multiple_is_refused() -> None:
     (found,) = problem_keys(3, **{**SMALL, **TWO})
     assert "context_parallel_size" in found
+
+
+def test_tiles_and_inputs_in_main_memory_are_counted() -> None:
+    keys = {"seq_length": 4096, "max_position_embeddings": 4096, "attention_config": ["flash", "flash"]}
+    whole = small_plan(1, **keys).memory
+    tiled = small_plan(1, **keys, mlp_tile_size=256).memory
+    # kept by two layers for two samples: the first product, the activation, and the norm's output
+    mlps = 2 * 2 * 4096 * (2 * 128 + 32) * 4
+    gradients_of_one = mlps // 4
+    assert mlps < whole.activations - tiled.activations < mlps + gradients_of_one
+    recomputed = small_plan(1, **keys, checkpoint_activations=True).memory
+    moved = small_plan(1, **keys, checkpoint_activations=True, checkpoint_in_cpu=True).memory
+    inputs = 2 * 2 * 4096 * 32 * 4  # layers x samples x tokens x width
+    assert (recomputed.host, moved.host) == (0, inputs)
+    assert recomputed.activations - moved.activations == inputs

@@ -19,6 +19,7 @@ def test_what_nobody_gave_is_shown():
     assert {"hidden_dropout", "attention_dropout", "rms_norm_epsilon", "attention_config"} <= found
     assert not found & {"norm", "layernorm_epsilon", "pos_emb"}
     assert "hidden_dropout" not in keys_of(plan, training=False)
+    assert "precision" in keys_of(plan_of(**{key: value for key, value in SIZES.items() if key != "precision"}))
     assert "rms_norm_epsilon 1e-08" in format_plan(plan)
 
 
@@ -26,7 +27,7 @@ def test_what_is_given_is_not_repeated():
     keys = {"hidden_dropout": 0.1, "attention_dropout": 0, "layernorm_epsilon": 1e-5}
     flash = {"attention_config": [[["flash"], "all"]], "precision": "bf16"}
     found = keys_of(plan_of(**SIZES, **keys, **flash))
-    assert not found & {*keys, "attention_config"}
+    assert not found & {*keys, "attention_config", "precision"}
 
 
 def test_verbose_lists_every_default():

@@ -7,6 +7,7 @@ import pytest
 from neox.config import NeoXConfig, for_inference
 from neox.errors import ConfigError
 from neox.plan import resolve
+from neox.plan.inference import inference_bytes
 from neox.problems import COMMAND_LINE, Source
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "pos_emb": "rotary"}
@@ -38,3 +39,17 @@ def test_aliases_of_what_is_left_out_go_too():
     keys = {**SIZES, "batch_size": 4, "gas": 8, "train_batch_size": 1536}
     plan = resolve(for_inference(NeoXConfig.from_flat(keys)), 3, 100)
     assert (plan.batch.train_micro_batch_size_per_gpu, plan.batch.gradient_accumulation_steps) == (4, 1)
+
+
+def test_latent_attention_keeps_one_vector_of_each_token():
+    keys = {**SIZES, "head_dim": 8, "rotary_pct": 0.5, "use_bias_in_qkv": False, "generation_batch_size": 1}
+    latent = {**keys, "attention_config": ["latent", "latent"], "kv_lora_rank": 12, "v_head_dim": 5}
+    cached = []
+    for flat in (keys, latent):
+        bytes_of = []
+        for tokens in (100, 200):
+            config = for_inference(NeoXConfig.from_flat({**flat, "maximum_tokens": tokens}))
+            bytes_of.append(inference_bytes(resolve(config, 1, 100), 1, 1))
+        cached.append((bytes_of[1] - bytes_of[0]) // 100)
+    number = 4
+    assert cached == [2 * number * 2 * 2 * 8, 2 * number * (12 + 4)]  # in two blocks

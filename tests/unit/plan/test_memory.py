@@ -93,7 +93,10 @@ def test_activations_are_what_autograd_keeps():
         {"attention_config": ["bigbird", "bigbird"]},
         {"attention_config": ["flash", "flash"], "sliding_window_width": 64, "pos_emb": "alibi"},
     )
-    for keys in ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned, *others, *masked):
+    tiles = {"mlp_tile_size": 32}
+    tiled = (tiles, {**tiles, **parallel}, {**tiles, **others[0]}, {**tiles, "norm_placement": "both"})
+    plain = ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned)
+    for keys in (*plain, *others, *masked, *tiled):
         flat = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 256, "pos_emb": "rotary"}
         flat |= {"num_layers": 2, "train_micro_batch_size_per_gpu": 2, "attention_config": [[["flash"], 2]]}
         flat |= {"attention_dropout": 0, "hidden_dropout": 0, "rotary_pct": 0.25, **keys}

@@ -9,6 +9,7 @@ import pytest
 
 from neox.architecture import LOSS_CHUNK
 from neox.config.sections.optimizer_kind import PIECE
+from neox.errors import ConfigError
 from neox.plan import format_plan
 from neox.plan.checkpoint_size import checkpoint_bytes
 from neox.plan.device import host_device, memory_on
@@ -125,6 +126,24 @@ class TestUpdate:
         for stage in (2, 3):
             zero = {"stage": stage, "offload_optimizer": CPU}
             assert sharding(plan_of(2, **WIDE, **BF16, zero_optimization=zero)).update() == 0
+
+
+def test_second_copies_of_weights_take_memory_in_each_group() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    plan = plan_of(8, **WIDE, **BF16, zero_optimization=zero)
+    held = 2 * plan.layers.numel
+    assert plan.memory.weights == held // 8 + held // 2
+    assert plan.deepspeed["zero_optimization"]["zero_hpz_partition_size"] == 2
+    fewer = memory_of(plan, hpz_size=4)
+    assert fewer.weights == held // 8 + held // 4
+    assert fewer.optimizer == plan.memory.optimizer
+
+
+def test_groups_of_second_copies_divide_the_data_ranks() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    with pytest.raises(ConfigError) as caught:
+        plan_of(6, **WIDE, **BF16, zero_optimization=zero)
+    assert [problem.keys[0] for problem in caught.value.problems] == ["zero_optimization.zero_hpz_partition_size"]
 
 
 class TestReduction:

@@ -39,7 +39,7 @@ class TestJson:
     def test_20b(self):
         plan = shipped("20B", 96, "global_num_gpus=96")
         found = json.loads(json.dumps(plan_as_dict(plan)))
-        assert found["grid"] == {"pp": 4, "mp": 2, "cp": 1, "dp": 12, "world": 96}
+        assert found["grid"] == {"pp": 4, "mp": 2, "cp": 1, "dp": 12, "ep": 1, "world": 96}
         assert found["batch"] == {
             "train_batch_size": 1536,
             "train_micro_batch_size_per_gpu": 4,

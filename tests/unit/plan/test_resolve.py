@@ -219,7 +219,8 @@ class TestJson:
     @pytest.mark.parametrize(
         ("ours", "theirs", "translated"),
         [
-            (ZeroSettings, DeepSpeedZeroConfig, set()),
+            # MiCS is refused by name, because DeepSpeed has removed it
+            (ZeroSettings, DeepSpeedZeroConfig, {"mics_shard_size", "mics_hierarchical_params_gather"}),
             (Fp16Settings, DeepSpeedFP16Config, {"fp16", "type"}),
             (Bf16Settings, DeepSpeedBF16Config, set()),
             (CommsLoggerSettings, CommsLoggerConfig, set()),

@@ -34,7 +34,15 @@ JUDGED = {
 # The key that a problem points to, others that it must name, and the keys that cause it.
 MIXTURE: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk"}
 
+LATENT = {"attention_config": [[["latent"], "all"]], "kv_lora_rank": 8, "use_bias_in_qkv": False}
 VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("attention_config", ("kv_lora_rank",), {**LATENT, "kv_lora_rank": None}),
+    ("pos_emb", ("attention_config",), {**LATENT, "pos_emb": "alibi", "rotary_pct": 1.0}),
+    ("use_bias_in_attn_linear", ("use_bias_in_qkv", "attention_config"), {**LATENT, "use_bias_in_qkv": None}),
+    ("num_kv_heads", ("attention_config",), {**LATENT, "num_kv_heads": 2}),
+    ("qk_norm", ("attention_config",), {**LATENT, "qk_norm": "head"}),
+    ("lora", ("attention_config",), {**LATENT, "lora": {"r": 2}}),
+    ("context_parallel_size", ("attention_config",), {**LATENT, "context_parallel_size": 2}),
     ("hidden_size", ("num_attention_heads",), {"hidden_size": 66}),
     ("num_attention_heads", ("model_parallel_size",), {"num_attention_heads": 2, "model_parallel_size": 4}),
     ("log_gradient_noise_scale", ("zero_optimization.stage",), {"log_gradient_noise_scale": True, ZERO: {"stage": 1}}),
@@ -143,7 +151,7 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("use_qk_layernorm", ("norm",), {"use_qk_layernorm": True, "norm": "scalenorm"}),
     ("attention_config", ("sliding_window_width",), {"attention_config": ["sliding_window"] * 4}),
     ("sliding_window_width", ("attention_config",), {"attention_config": ["global"] * 4, "sliding_window_width": 8}),
-    ("num_unique_layers", (), {"num_unique_layers": 2}),
+    ("te_mha", (), {"te_mha": True}),
     ("attention_config", (), {"attention_config": [[["rwkv"], 4]]}),
     ("attention_config", ("num_layers",), {"attention_config": [[["flash"], 3]]}),
     ("attention_config", ("num_layers",), {"attention_config": [[["flash", "global", "flash"], "all"]]}),
@@ -159,6 +167,11 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         "moe_router_group_topk",
         ("moe_router_num_groups",),
         {**MIXTURE, "moe_router_num_groups": 2, "moe_router_group_topk": 3},
+    ),
+    (
+        "moe_router_group_score_topk",
+        ("moe_router_num_groups", "moe_num_experts"),
+        {**MIXTURE, "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_score_topk": 7},
     ),
     (
         "moe_top_k",
@@ -203,16 +216,6 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         "expert_model_parallel_size",
         ("optimizer.type",),
         {**MIXTURE, "expert_model_parallel_size": 2, "optimizer": {"type": "Adafactor"}},
-    ),
-    (
-        "expert_model_parallel_size",
-        ("precision",),
-        {**MIXTURE, "expert_model_parallel_size": 2, "precision": "bf16", "pipe_parallel_size": 2},
-    ),
-    (
-        "expert_model_parallel_size",
-        ("precision",),
-        {**MIXTURE, "expert_model_parallel_size": 2, "precision": "bf16", "zero_optimization": {"stage": 1}},
     ),
     ("use_mup", ("mup_base_hidden_size",), {"use_mup": True}),
     ("init_method", ("use_mup",), {"use_mup": True, "mup_base_hidden_size": 32, "init_method": "xavier_normal"}),
@@ -274,7 +277,7 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ),
     ("data_types.grad_accum_dtype", ("bf16",), {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}),
     ("fp32_allreduce", ("communication_data_type",), {"fp32_allreduce": True, "communication_data_type": "bf16"}),
-    ("sparse_gradients", (), {"sparse_gradients": True}),
+    ("te_columnparallel", (), {"te_columnparallel": True}),
     ("min_lr", ("optimizer.params.lr",), {"min_lr": 0.01}),
     ("lr_decay_fraction", ("lr_decay_iters",), {"lr_decay_iters": 5, "lr_decay_fraction": 0.5}),
     ("warmup", (), {"warmup": 1.0}),
@@ -317,7 +320,7 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("profile_step_start", ("profile_step_stop",), {"profile": True, "log_dir": "a", "profile_step_start": 12}),
     ("num_nodes", (), {"num_nodes": 0}),
     ("include", ("exclude",), {"include": "a:0", "exclude": "b"}),
-    ("world_size", (), {"world_size": 8}),
+    ("te_rowparallel", (), {"te_rowparallel": True}),
     (
         "train_batch_size",
         ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
@@ -326,7 +329,9 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("autotuning", (), {"autotuning": {"enabled": True}}),
     ("padded_vocab_size", ("vocab_file",), {"padded_vocab_size": 90}),
     ("train_impl", (), {**PAIRS, "train_impl": "reinforce"}),
-    ("train_impl", (), {**PAIRS, "train_impl": "rm"}),
+    ("train_impl", ("eval_tasks",), {**PAIRS, "train_impl": "rm", "eval_tasks": ["lambada_openai"]}),
+    ("train_impl", ("use_mup",), {**PAIRS, "train_impl": "rm", "use_mup": True, "mup_base_hidden_size": 16}),
+    ("neg_train_data_paths", ("train_impl",), {**PAIRS, "train_impl": "rm", "neg_train_data_paths": None}),
     ("pack_impl", ("train_impl",), {**PAIRS, "pack_impl": "best_fit"}),
     ("train_impl", ("soft_prompt_tuning.enabled",), {**PAIRS, "soft_prompt_tuning": {"enabled": True}}),
     ("train_impl", ("data_path",), {**PAIRS, "data_path": "x"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import pytest
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan import RunPlan, gpu_device, resolve
-from neox.plan.fit import memory_of_settings
-from neox.plan.search import _layouts, suggest_layouts
+from neox.plan.fit import memory_of_settings, nested_keys, setting_changes
+from neox.plan.layouts import layouts
+from neox.plan.search import Suggestions, suggest_layouts
 from neox.plan.time import GPUS, estimate_step
 from neox.plan.time.of_plan import likely_gpu, network_shape, step_setting
-from tests.plans import SIZES, plan_of
 
 GIB = 2**30
 MEDIUM: dict[str, Any] = {
@@ -46,7 +47,7 @@ def test_the_best_is_that_of_trying_everything(world: int, gpu: str, keys: dict[
     assert shape is not None
     memory = memory_of_settings(plan)
     times = []
-    for setting in _layouts(plan):
+    for setting in layouts(plan, plan.memory_setting):
         if memory(setting).needed(on_cpu=False) <= device.usable:
             times.append(estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]))
     assert found.best[0].time.seconds <= 1.02 * min(time.seconds for time in times)
@@ -55,7 +56,10 @@ def test_the_best_is_that_of_trying_everything(world: int, gpu: str, keys: dict[
 
 
 def test_schedules_are_searched_that_have_enough_layers_and_micro_batches() -> None:
-    tried = {(layout.pp_size, layout.pipeline_schedule, layout.virtual_stages) for layout in _layouts(make_plan(8))}
+    plan = make_plan(8)
+    tried = set()
+    for layout in layouts(plan, plan.memory_setting):
+        tried.add((layout.pp_size, layout.pipeline_schedule, layout.virtual_stages))
     assert (2, "interleaved", 4) in tried
     assert (8, "dualpipev", None) in tried
     assert (8, "interleaved", 4) not in tried, "24 blocks are less than 32 ranges"
@@ -98,13 +102,77 @@ def test_the_gpu_that_the_configuration_names() -> None:
     assert likely_gpu(make_plan(1, gpu_type="a100-40", gpu_memory_gib=80))[0] == "a100-40"
 
 
-def test_experts_stay_divided_as_the_configuration_says():
-    keys = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "expert_model_parallel_size": 4}
-    plan = plan_of(8, **{**SIZES, **keys, "zero_optimization": {"stage": 2}, "precision": "bf16"})
-    found = suggest_layouts(plan, gpu_device(plan), GPUS["h100"])
+def again(plan: RunPlan, changes: tuple[tuple[str, str], ...]) -> RunPlan:
+    """Return the plan of a configuration with changed keys."""
+    return resolve(plan.config.updated(nested_keys(plan.config, changes)), plan.grid.world_size, plan.vocab_size)
+
+
+def assert_best_of_all(plan: RunPlan, gpu: str, memory_gib: float) -> Suggestions:
+    """Compare the search with the estimates of all layouts that fit and that the rules accept; return its result."""
+    device = gpu_device(plan, memory_gib * GIB)
+    found = suggest_layouts(plan, device, GPUS[gpu])
+    shape = network_shape(plan.layers)
+    assert shape is not None
+    memory = memory_of_settings(plan)
+    start = plan.memory_setting
+    times = []
+    for setting in layouts(plan, start):
+        if memory(setting).needed(on_cpu=False) <= device.usable:
+            times.append((estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]).seconds, setting))
+    for _, setting in sorted(times, key=itemgetter(0)):
+        try:
+            again(plan, setting_changes(start, setting))
+        except ConfigError:
+            continue
+        best = estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]).seconds
+        assert found.best[0].time.seconds <= 1.02 * best
+        return found
+    raise AssertionError("no layout fits")
+
+
+MIXTURE = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "expert_model_parallel_size": 4}
+LONG = {
+    "num_layers": 4,
+    "seq_length": 16384,
+    "max_position_embeddings": 16384,
+    "train_batch_size": 2,
+    "context_parallel_size": 4,
+}
+
+
+def test_expert_degrees_are_searched() -> None:
+    plan = make_plan(8, **MIXTURE, num_layers=4, zero_optimization={"stage": 2})
+    found = assert_best_of_all(plan, "h100", 79.1)
+    assert {layout.ep_size for layout in layouts(plan, plan.memory_setting)} == {1, 2, 4}
+    for suggestion in found.best:
+        assert again(plan, suggestion.changes).grid.ep_size == suggestion.setting.ep_size
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "ulysses"])
+def test_context_degrees_are_searched(kind: str) -> None:
+    plan = make_plan(8, **LONG, context_parallel_kind=kind)
+    found = assert_best_of_all(plan, "a100-40", 39.4)
+    assert any(layout.setting.cp_size > 1 for layout in found.best), "two samples for eight ranks"
+    for suggestion in found.best:
+        grid = again(plan, suggestion.changes).grid
+        assert (grid.cp_size, grid.dp_size) == (suggestion.setting.cp_size, suggestion.setting.dp_size)
+
+
+def test_offload_is_suggested_if_nothing_else_fits() -> None:
+    plan = make_plan(2, num_layers=48, hidden_size=4096, num_attention_heads=32, train_batch_size=2)
+    found = assert_best_of_all(plan, "a100-40", 39.4)
     assert found.best
     for suggestion in found.best:
-        layout = suggestion.setting
-        assert layout.dp_size % 4 == 0
-        assert (layout.pp_size, layout.ep_size) == (1, 4)
-        assert layout.zero_stage in (0, 2)
+        zero = again(plan, suggestion.changes).config.deepspeed.zero_optimization
+        assert zero.offloads_optimizer
+        assert zero.offloads_weights == suggestion.setting.offloads_weights
+    fits_without = assert_best_of_all(plan, "h200", 139.8).best[0]
+    assert not fits_without.setting.offloads_states
+
+
+def test_offload_that_is_configured_can_be_left_out() -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    plan = make_plan(2, zero_optimization=zero)
+    best = suggest_layouts(plan, gpu_device(plan), GPUS["h100"]).best[0]
+    assert not best.setting.offloads_states
+    assert not again(plan, best.changes).config.deepspeed.zero_optimization.offloads_optimizer

@@ -14,25 +14,38 @@ import yaml
 
 from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDatasetBuilder
+from neox.data.build import build_data_iterators
+from neox.launch.command_line import parse_arguments
 from neox.launch.remote import path_state
 from neox.plan import resolve
+from neox.plan.data_lines import data_lines
+from neox.plan.rules import notes_without_effect
 from neox.preflight import checks
+from neox.preflight.chat_checks import label_notes
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
     login_problems,
     missing_packages,
     nvme_paths,
     nvme_problems,
+    quantizer_problems,
     task_problems,
 )
 from neox.preflight.data_amounts import training_tokens, with_amounts
 from neox.preflight.data_checks import data_problems, missing_data
+from neox.preflight.next_steps import next_steps
 from neox.preflight.tokenizer_checks import read_vocabulary
 from neox.problems import COMMAND_LINE, Problem
 from neox.tokenizer import build_tokenizer
 from tests.plans import small_plan
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "pos_emb": "rotary"}
+
+
+def test_quantisation_needs_gpus() -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": False}
+    problems = quantizer_problems(config(zero_optimization=zero))
+    assert [problem.keys for problem in problems] == [("zero_optimization.zero_quantized_weights",)]
 
 
 def config(**keys: Any) -> NeoXConfig:
@@ -294,6 +307,32 @@ def test_amounts_of_training_data(tmp_path: Path) -> None:
     assert problem.keys[0] == "train_data_max_passes"
 
 
+@pytest.mark.parametrize(
+    ("packing", "samples"),
+    [
+        ({"pack_impl": "unpacked"}, 11),
+        ({"pack_impl": "unpacked", "allow_chopped": False}, 10),
+        ({"pack_impl": "pack_until_overflow"}, 6),
+    ],
+)
+def test_passes_over_padded_samples_count_the_padding(tmp_path: Path, packing: dict[str, Any], samples: int) -> None:
+    """A pass over 11 documents, of which one is longer than a sample of 20 tokens."""
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_documents(np.arange(140), [10] * 10 + [40])
+        builder.add_document([1])  # it has no token to predict
+    keys = {"train_data_paths": [str(tmp_path / "x")], "seq_length": 20, "train_micro_batch_size_per_gpu": 1, **packing}
+    plan, problems = with_amounts(resolve(config(**keys, train_iters=samples, train_data_max_passes=1), 1, 200))
+    assert problems == ()
+    assert plan.pass_tokens == (samples * 20,)
+    (line,) = data_lines(plan)
+    assert "(1 passes)" in line
+    settings = resolve(config(**keys, train_iters=samples, train_data_max_passes=1), 1, 512)
+    tokenizer = build_tokenizer("CharLevelTokenizer", None)
+    build_data_iterators(settings, 0, 0, tokenizer=tokenizer, cache_dir=tmp_path)  # the start agrees
+    _, (problem,) = with_amounts(resolve(config(**keys, train_iters=samples + 1, train_data_max_passes=1), 1, 200))
+    assert problem.keys[0] == "train_data_max_passes"
+
+
 def test_the_plan_names_what_best_fit_packing_wastes(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
         for size in (17, 40, 17, 17):
@@ -332,3 +371,45 @@ def test_the_start_of_a_prefix_is_completed(tmp_path: Path) -> None:
     (tmp_path / "own_text_document.idx").touch()
     (problem,) = missing_data(config(data_path=str(tmp_path / "own")))
     assert str(tmp_path / "own_text_document") in problem.message
+
+
+def test_conversations_without_labels_have_a_note(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "chats_messages_document")
+    labels = str(tmp_path / "chats_messages_label_document")
+    Path(f"{labels}.idx").touch()
+    (note,) = label_notes(config(train_data_paths=[prefix]))
+    assert f"train_label_data_paths: [{labels}]" in note
+    assert len(label_notes(config(data_path=prefix))) == 1
+    assert label_notes(config(train_data_paths=[prefix], train_label_data_paths=[labels])) == []
+    assert label_notes(config(train_data_paths=[str(tmp_path / "x_text_document")])) == []
+
+
+def test_missing_conversations_name_the_tool_that_makes_them(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "chats_messages_document")
+    (problem,) = missing_data(config(train_data_paths=[prefix], vocab_file="tok.json"))
+    assert f"tools/preprocess_chat.py --input chats.jsonl --output-prefix {tmp_path}/chats" in problem.message
+    assert "--vocab-file tok.json" in problem.message
+
+
+def test_keys_of_evaluations_without_validation_data_have_a_note() -> None:
+    keys = {"train_data_paths": ["x"], "eval_iters": 2, "ema_decay": 0.9, "eval_ema": True}
+
+    def noted(**more: Any) -> list[str]:
+        notes = notes_without_effect(config(**keys, **more))
+        return [note.keys[0] for note in notes if "valid_data_paths" in note.keys]
+
+    assert noted() == ["eval_iters", "eval_ema"]
+    assert noted(valid_data_paths=["y"]) == []
+    del keys["train_data_paths"]
+    assert noted(data_path="x") == []
+
+
+def test_the_commands_after_a_training_name_its_files_and_settings() -> None:
+    words = ["train.py", "-d", "configs", "a.yml", "b.yml", "--set", "save=runs/x y", "--overwrite"]
+    arguments = parse_arguments(words)
+    keys = {"seq_length": 8, "train_micro_batch_size_per_gpu": 1, "train_iters": 1}
+    plan = resolve(config(save="runs/x y", **keys), 1, 100)
+    text, export = next_steps(arguments, plan)
+    assert "tools/generate.py -d configs a.yml b.yml --set 'save=runs/x y' --set text_gen_type=interactive" in text
+    assert "tools/convert_to_hf.py --input_dir 'runs/x y' --output_dir 'runs/x y-hf'" in export
+    assert list(next_steps(arguments, resolve(config(**keys), 1, 100))) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,27 @@ def test_another_runs_checkpoints_are_refused(tmp_path: Path) -> None:
     config = make_config(save=str(tmp_path))
     assert [problem.keys for problem in with_own_run(config).problems] == [("save",)]
     assert with_own_run(make_config(save=str(tmp_path), overwrite=True)).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "same"),
+    [
+        ({}, True),
+        ({"train_iters": 9}, True),
+        ({"num_layers": 3}, False),
+        ({"lora": {"r": 2}}, False),
+        ({"seed": 2}, False),
+    ],
+)
+def test_hash_of_an_older_version_is_no_other_run(tmp_path: Path, keys: dict[str, Any], same: bool) -> None:
+    config = make_config(save=str(tmp_path))
+    put_checkpoint(tmp_path, 4, config)
+    checkpoint = tmp_path / "global_step4"
+    (checkpoint / RUN_FILE).write_text(identity_text(replace(run_identity(config), run_id="of 0.1")))
+    (checkpoint / "configs").mkdir()
+    (checkpoint / "configs" / "config.yml").write_text(json.dumps(config.to_flat()))
+    decided = with_own_run(make_config(save=str(tmp_path), **keys))
+    assert (decided.problems == ()) is same
 
 
 def test_checkpoints_without_an_identity_are_not_replaced(tmp_path: Path) -> None:

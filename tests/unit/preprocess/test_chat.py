@@ -113,7 +113,7 @@ def test_what_is_counted_can_be_chosen(model: Path) -> None:
 def test_prompts_and_answers(model: Path, as_lists: bool) -> None:
     prompt, answer = (as_messages([turn]) if as_lists else turn[1] for turn in CHATS[1])
     run = settings(model, [{"prompt": prompt, "response": answer}], keys=("prompt", "response"))
-    assert run.keys == ("text", "text_label")
+    assert run.keys == ("messages", "messages_label")
     assert made(model, run) == [
         ("<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nOne<|im_end|>\n", "One<|im_end|>\n")
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from tokenizers import Tokenizer
 from neox.data import IndexedDataset, read_sidecar
 from neox.errors import DataError
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
-from neox.preprocess.parquet import as_lines
 from neox.tokenizer import build_tokenizer
 from neox.tokenizer.chat import ChatTemplate
 from tests.errors import raises_naming
@@ -166,15 +166,21 @@ def test_messages_need_a_template(vocab: Path) -> None:
     assert preprocess(settings(vocab, [PAIR], template=None)).documents["chosen"] == 1
 
 
-def test_rows_of_parquet_become_lines(tmp_path: Path) -> None:
+def test_rows_of_parquet_are_pairs(vocab: Path) -> None:
     rows = [PAIR, {**PAIR, "rejected": " Six."}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
-    lines = Path(as_lines(str(tmp_path / "pairs.parquet"), str(tmp_path / "out")))
-    assert [json.loads(line) for line in lines.read_text().splitlines()] == rows
-    assert as_lines("pairs.jsonl", "out") == "pairs.jsonl"
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
-    with raises_naming(DataError, "broken.parquet"):
-        as_lines(str(tmp_path / "broken.parquet"), str(tmp_path / "out"))
+    file = vocab.parent / "pairs.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    expected = settings(vocab, rows)
+    preprocess(expected)
+    preprocess(replace(expected, inputs=(str(file),), output_prefix=str(vocab.parent / "table")))
+    made = [
+        Path(f"{prefix}_rejected_document.bin").read_bytes()
+        for prefix in (expected.output_prefix, vocab.parent / "table")
+    ]
+    assert made[0] == made[1]
+    file.write_bytes(b"PAR1")
+    with raises_naming(DataError, "pairs.parquet"):
+        preprocess(replace(expected, inputs=(str(file),), output_prefix=str(vocab.parent / "broken")))
 
 
 def test_the_command_writes_what_the_keys_of_gpt_neox_name(vocab: Path) -> None:

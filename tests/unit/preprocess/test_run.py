@@ -144,6 +144,19 @@ def test_finished_work_is_not_done_again_unless_something_changed(tmp_path: Path
     assert preprocess(asked).documents == {"text": 3}
 
 
+def test_data_of_another_tokenizer_are_not_replaced_unless_asked(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(["one", "two"]))
+    asked = settings(tmp_path, path)
+    preprocess(asked)
+    before = result(tmp_path / "out")
+    bytes_of_text = replace(asked, tokenizer=TokenizerSpec("CharLevelTokenizer", None, None))
+    with raises_naming(DataError, "out_text_document", "--restart"):
+        preprocess(bytes_of_text)
+    assert result(tmp_path / "out") == before
+    assert preprocess(replace(bytes_of_text, restart=True)).fresh
+
+
 DIES = """
 import os, signal, sys
 from neox.data import IndexedDatasetBuilder

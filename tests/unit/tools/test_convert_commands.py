@@ -30,7 +30,7 @@ def test_there_and_back(tmp_path, run):
 
 def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path, run):
     (tmp_path / "c.yml").write_text(
-        '{"norm": "batchnorm", "num_unique_layers": 4, "num_layers": 2, "hidden_size": 64,'
+        '{"norm": "batchnorm", "te_mha": true, "num_layers": 2, "hidden_size": 64,'
         ' "num_attention_heads": 4, "seq_length": 64}\n'
     )
     failed = run(
@@ -38,7 +38,7 @@ def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path, run):
         *("--input_dir", tmp_path / "none", "--config_file", tmp_path / "c.yml", "--output_dir", tmp_path / "hf"),
     )
     assert failed.returncode == 2
-    for reason in ("norm", "num_unique_layers"):
+    for reason in ("norm", "te_mha"):
         assert reason in failed.stderr
     assert "Traceback" not in failed.stderr
     failed = run("convert_to_hf.py", "--input_dir", tmp_path, "--output_dir", tmp_path / "hf")

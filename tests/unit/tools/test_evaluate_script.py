@@ -30,6 +30,18 @@ def test_refusals_write_nothing(tmp_path, monkeypatch, capsys, arguments, messag
     monkeypatch.setattr(sys, "argv", [str(script), f"{NAME}/{NAME}.yml", *settings, *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_scores_is_refused_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(GOLDEN)
+    script = ROOT / "tools" / "score.py"
+    files = ("--input", "a.jsonl", "--output", str(tmp_path / "x"))
+    monkeypatch.setattr(sys, "argv", [str(script), f"{NAME}/{NAME}.yml", "-o", f"load={NAME}", *files])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 2
+    assert "train_impl" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

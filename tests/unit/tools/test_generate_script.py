@@ -37,7 +37,7 @@ def test_refusals_write_nothing(tmp_path, monkeypatch, capsys, prompts, argument
     (tmp_path / "prompts.txt").write_text(prompts)
     out = tmp_path / "out.jsonl"
     code, said = generate(monkeypatch, capsys, "-i", tmp_path / "prompts.txt", "-o", out, *arguments)
-    assert code == 1
+    assert code == 2
     assert "error: " in said
     assert message in said
     assert not out.exists()
@@ -48,7 +48,7 @@ def test_the_file_of_prompts_is_not_written_over(tmp_path, monkeypatch, capsys):
     prompts.write_text("a\n")
     (tmp_path / "link").symlink_to(prompts)
     code, said = generate(monkeypatch, capsys, "-i", prompts, "-o", tmp_path / "link")
-    assert code == 1
+    assert code == 2
     assert "is the file of prompts" in said
     assert prompts.read_text() == "a\n"
 
@@ -56,7 +56,7 @@ def test_the_file_of_prompts_is_not_written_over(tmp_path, monkeypatch, capsys):
 def test_a_place_that_cannot_be_written_is_said_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     code, said = generate(monkeypatch, capsys, "-o", tmp_path / "file" / "out.jsonl")
-    assert code == 1
+    assert code == 2
     assert f"sample_output_file {tmp_path / 'file' / 'out.jsonl'}: " in said
     assert "weights of" not in said
 

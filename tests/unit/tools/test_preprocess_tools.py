@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from neox.corpus import read_documents
 from neox.data import IndexedDataset
 from neox.tokenizer import build_tokenizer
 
@@ -101,6 +102,11 @@ def test_from_documents_to_a_tokenizer_to_ids(tmp_path: Path, kind: str) -> None
     done = tool("train_tokenizer", "--input", path, "--vocab-size", "300", "--output", out, "--kind", kind)
     assert done.returncode == 0, done.stderr
     files = [Path(line) for line in done.stdout.splitlines()]
+    before = [file.read_bytes() for file in files]
+    again = tool("train_tokenizer", "--input", path, "--vocab-size", "301", "--output", out, "--kind", kind)
+    assert again.returncode == 2
+    assert "--overwrite" in again.stderr
+    assert [file.read_bytes() for file in files] == before
     name = "HFTokenizer" if kind == "byte-level-bpe" else "GPT2BPETokenizer"
     vocab = ["--vocab-file", files[0], *(["--merge-file", files[1]] if len(files) > 1 else [])]
     out = tmp_path / "ids"
@@ -135,10 +141,11 @@ def test_ctrl_c_ends_the_training_of_a_tokenizer(tmp_path: Path) -> None:
 def test_a_sample_of_documents_is_seeded(tmp_path: Path) -> None:
     choose = runpy.run_path(str(ROOT / "tools" / "train_tokenizer.py"))["chosen_texts"]
     path = corpus(tmp_path / "a.jsonl", [f"document {i}" for i in range(100)])
-    chosen = [list(choose([str(path)], "text", 0, 0.3, None, seed)) for seed in (1, 1, 2)]
+    documents = list(read_documents(path))
+    chosen = [list(choose(documents, 0.3, None, seed)) for seed in (1, 1, 2)]
     assert chosen[0] == chosen[1] != chosen[2]
     assert 10 < len(chosen[0]) < 60
-    assert len(list(choose([str(path)], "text", 0, 1.0, 0.0001, 1))) < 12
+    assert len(list(choose(documents, 1.0, 0.0001, 1))) < 12
 
 
 OLD_NAMES = {

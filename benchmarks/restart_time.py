@@ -1,0 +1,149 @@
+"""Time from the death of a rank to the next step: `max_restarts`, the same command typed again, and torchrun.
+
+    benchmarks/restart_time.py [--rounds 5] [--out FILE.json]
+
+Two CPU ranks train a small network and save every 20 steps. After a few saves rank 1 is killed (SIGKILL), and the time
+until the metrics have the next step is taken. The three sides take turns:
+
+- `deepy`: `deepy.py train.py --max-restarts 9`, with the parts: noticing, planning, and the start of the ranks;
+- `again`: the same without restarts; the command is typed again as soon as it has ended;
+- `torchrun`: `torchrun --max-restarts 9 train.py --payload ...`, which finds the newest checkpoint as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.soak import MARK, Training, wait
+from neox.config import NeoXConfig
+from neox.plan import encode_payload, resolve
+from neox.run_events import read_events
+from neox.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 100_000
+KILL_AFTER = 50
+SIDES = ("deepy", "again", "torchrun")
+
+
+class Measured(Training):
+    """A training that is started by one of the sides."""
+
+    def __init__(self, directory: Path, side: str) -> None:
+        super().__init__(directory, "dense")
+        self.side = side
+        keys = json.loads((directory / "soak.yml").read_text())
+        restarts = 9 if side == "deepy" else 0
+        keys |= {"train_iters": STEPS, "checkpoint_factor": 20, "eval_interval": STEPS, "max_restarts": restarts}
+        keys |= {"hang_timeout": 600, "save": str(self.save), "load": str(self.save)}
+        (directory / "soak.yml").write_text(json.dumps(keys))
+        self.keys = keys
+
+    def start(self) -> None:
+        """Start the side's command."""
+        if self.side != "torchrun":
+            super().start()
+            return
+        vocabulary = build_tokenizer("HFTokenizer", self.keys["vocab_file"]).vocab_size
+        payload = encode_payload(resolve(NeoXConfig.from_flat(self.keys), 2, vocabulary))
+        words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "9", "--standalone"]
+        command = [sys.executable, *words, str(ROOT / "train.py"), "--payload", payload]
+        mark = {
+            MARK: self.mark,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
+        with open(self.directory / "log", "ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **mark},
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def rank_to_kill(self) -> int:
+        """Return the process of rank 1."""
+        for pid in self.pids():
+            if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
+        raise RuntimeError(f"rank 1 does not run: see {self.directory / 'log'}")
+
+    def rows(self) -> int:
+        """Return the number of lines of the metrics."""
+        path = self.run / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def measure(work: Path, side: str) -> dict[str, float]:
+    """Return the seconds from the death of a rank to the next step, and their parts if they are known."""
+    training = Measured(work, side)
+    training.start()
+    try:
+        wait(lambda: training.step() >= KILL_AFTER or training.ended(), "steps")
+        killed = time.time()
+        os.kill(training.rank_to_kill(), signal.SIGKILL)
+        if side == "again":
+            wait(training.ended, "end of the run")
+        else:
+            time.sleep(0.5)  # steps that were under way are in the metrics
+        rows = training.rows()
+        if side == "again":
+            training.start()
+        wait(lambda: training.rows() > rows, "next step")
+        parts = {"all": time.time() - killed}
+        if side == "deepy":
+            events = read_events(training.run)
+            end = next(event["time"] for event in events if event["event"] == "end")
+            start = [event["time"] for event in events if event["event"] == "start"][-1]
+            parts |= {"noticing": end - killed, "planning": start - end, "ranks": killed + parts["all"] - start}
+        return parts
+    finally:
+        training.end()
+
+
+def medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each part."""
+    return {part: round(median(each[part] for each in found), 2) for part in found[0]}
+
+
+def compare(rounds: int, report: Callable[[str], None]) -> dict[str, Any]:
+    """Let the sides take turns, and return the medians and all measurements."""
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for number in range(rounds):
+        for side in SIDES:
+            with tempfile.TemporaryDirectory() as directory:
+                found[side].append(measure(Path(directory) / side, side))
+            report(f"{number} {side}: {found[side][-1]}")
+    return {"medians": {side: medians(each) for side, each in found.items()}, "all": found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
+    arguments = parser.parse_args()
+    load = os.getloadavg()
+    numbers = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load_before": load}
+    numbers |= compare(arguments.rounds, lambda line: print(line, flush=True))
+    print(json.dumps(numbers["medians"], indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(numbers, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Copies of checkpoints in object storage: uploaded in parts, the manifest last, and fetched with every hash checked.
+
+s3://bucket/run/global_step10/layer_00-...pt, ..., manifest.json    complete: it has a manifest
+s3://bucket/run/global_step20/layer_00-...pt                        being uploaded, or left by a killed run
+s3://bucket/run/latest                                              global_step10
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, hash_file, read_manifest
+from neox.checkpoint.names import LATEST, MANIFEST, parse_step_directory, step_directory
+from neox.errors import CheckpointError, os_errors
+from neox.files import fsync_file, fsync_path, lock_file, write_text
+from neox.log import get_logger
+from neox.storage import attempt, filesystem, shown
+
+_log = get_logger(__name__)
+_FETCHING = ".fetching-"
+_READ_BYTES = 8 << 20
+_SMALLEST_PART = 5 << 20  # of S3
+_DOWNLOADS = 3
+
+
+class Mirror:
+    """Directory of checkpoints in object storage."""
+
+    def __init__(self, address: str, *, part_bytes: int = 100 << 20) -> None:
+        """Connect.
+
+        Args:
+            address: Address of the directory, such as `s3://bucket/run`.
+            part_bytes: Size of the parts of an upload.
+
+        Raises:
+            CheckpointError: If a package is missing.
+        """
+        self.address = address.rstrip("/")
+        self._part_bytes = max(part_bytes, _SMALLEST_PART)
+        self._where: Any = filesystem(self.address, CheckpointError)
+
+    def iterations(self) -> list[int]:
+        """Return the iterations of complete checkpoints, ascending. Raises CheckpointError."""
+
+        def list_manifests() -> list[str]:
+            self._where.invalidate_cache()
+            found: list[str] = self._where.glob(f"{self.address}/global_step*/{MANIFEST}")
+            return found
+
+        iterations = []
+        for name in attempt(list_manifests, shown(self.address), CheckpointError):
+            step = parse_step_directory(name.split("/")[-2])
+            if step is not None:
+                iterations.append(step)
+        return sorted(iterations)
+
+    def upload(self, path: Path, progress: Callable[[], None] = lambda: None) -> None:
+        """Upload a complete local checkpoint; it counts in the mirror when its manifest is there.
+
+        Args:
+            path: The checkpoint.
+            progress: Function that is called after each piece that is passed on.
+
+        Raises:
+            CheckpointError: If the server refuses, or files differ from their manifest.
+        """
+        manifest = read_manifest(path)
+        if manifest is None:
+            raise CheckpointError(f"{path} has no manifest, so that it cannot be mirrored")
+        target = f"{self.address}/{path.name}"
+        if manifest.iteration in self.iterations():  # another one of this iteration must not look complete meanwhile
+            old = f"{target}/{MANIFEST}"
+            attempt(partial(self._where.rm_file, old), shown(old), CheckpointError)
+        for name, record in manifest.files.items():
+            what = shown(f"{target}/{name}")
+            put = partial(self._put, path / name, f"{target}/{name}", record, progress)
+            attempt(put, what, CheckpointError)
+        text = (path / MANIFEST).read_bytes()
+        for name, data in ((f"{target}/{MANIFEST}", text), (f"{self.address}/{LATEST}", path.name.encode())):
+            attempt(partial(self._where.pipe_file, name, data), shown(name), CheckpointError)
+            progress()
+
+    def _put(self, file: Path, target: str, record: FileRecord, progress: Callable[[], None]) -> None:
+        """Upload a file in parts, and compare it with its record."""
+        digest = hashlib.sha256()
+        size = 0
+        with open(file, "rb") as source, self._where.open(target, "wb", block_size=self._part_bytes) as out:
+            while piece := source.read(_READ_BYTES):
+                digest.update(piece)
+                size += len(piece)
+                if size > record.size:
+                    break
+                out.write(piece)
+                progress()
+        if size != record.size or digest.hexdigest() != record.sha256:
+            raise CheckpointError(f"{file} has changed since it was written, so it is not mirrored")
+        self._where.invalidate_cache()
+        found = self._where.info(target)["size"]
+        if found != size:
+            raise OSError(f"{found:,} bytes arrived instead of {size:,}")
+
+    def keep_last(self, count: int) -> None:
+        """Delete complete checkpoints but the newest, each manifest first. Raises CheckpointError."""
+        for iteration in self.iterations()[:-count]:
+            target = f"{self.address}/{step_directory(iteration)}"
+            attempt(partial(self._where.rm_file, f"{target}/{MANIFEST}"), shown(target), CheckpointError)
+            attempt(partial(self._where.rm, target, recursive=True), shown(target), CheckpointError)
+
+    def manifest_text(self, iteration: int) -> bytes:
+        """Return the manifest of a checkpoint. Raises CheckpointError."""
+        name = f"{self.address}/{step_directory(iteration)}/{MANIFEST}"
+        return attempt(lambda: bytes(self._where.cat_file(name)), shown(name), CheckpointError)
+
+    def download(self, iteration: int, name: str, target: Path, record: FileRecord) -> None:
+        """Write a file of a checkpoint to disk, in ranges. Raises CheckpointError if it differs from its record."""
+        source = f"{self.address}/{step_directory(iteration)}/{name}"
+        reason = ""
+        for _ in range(_DOWNLOADS):
+            reason = self._download_once(source, target, record)
+            if not reason:
+                return
+            _log.warning("%s: %s: fetching it again", shown(source), reason)
+        target.unlink(missing_ok=True)
+        raise CheckpointError(f"{shown(source)}: {reason}, {_DOWNLOADS} times; load another iteration")
+
+    def _download_once(self, source: str, target: Path, record: FileRecord) -> str:
+        """Write a file, and return how it differs from its record."""
+        self._where.invalidate_cache()
+        found = attempt(lambda: self._where.info(source)["size"], shown(source), CheckpointError)
+        if found != record.size:
+            return f"it has {found:,} bytes instead of {record.size:,}"
+        digest = hashlib.sha256()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target, "wb") as file:
+            for start in range(0, record.size, _READ_BYTES):
+                end = min(start + _READ_BYTES, record.size)
+                piece = attempt(partial(self._range, source, start, end), shown(source), CheckpointError)
+                digest.update(piece)
+                file.write(piece)
+            fsync_file(file)
+        if digest.hexdigest() != record.sha256:
+            return "its content is not what was saved (sha256 differs)"
+        return ""
+
+    def _range(self, source: str, start: int, end: int) -> bytes:
+        data: bytes = self._where.cat_file(source, start=start, end=end)
+        if len(data) != end - start:
+            raise OSError(f"{len(data):,} bytes came instead of {end - start:,}")
+        return data
+
+
+def fetch_checkpoint(address: str, directory: Path, iteration: int | None = None) -> Path:
+    """Return a local copy of a checkpoint in object storage. What is there already is not fetched again.
+
+    Args:
+        address: Address of a mirror, or of one checkpoint in it (`.../global_stepN`).
+        directory: Directory for the copy. One process at a time fetches into it.
+        iteration: Iteration to fetch, by default the newest complete one.
+
+    Raises:
+        CheckpointError: If there is no such checkpoint, the server refuses, or files are damaged.
+    """
+    root, _, last = address.rstrip("/").rpartition("/")
+    named = parse_step_directory(last)
+    if named is not None:
+        if iteration is not None and iteration != named:
+            raise CheckpointError(f"load: {address} and iteration: {iteration} name different checkpoints")
+        address = root
+        iteration = named
+    mirror = Mirror(address)
+    complete = mirror.iterations()
+    if not complete:
+        raise CheckpointError(f"{shown(address)} holds no complete checkpoint")
+    if iteration is None:
+        iteration = complete[-1]
+    if iteration not in complete:
+        raise CheckpointError(
+            f"{shown(address)} holds no complete checkpoint of iteration {iteration}, only {complete}"
+        )
+    with os_errors(CheckpointError, f"{directory} cannot be written"):
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / f"{_FETCHING}lock", "w") as lock:
+            lock_file(lock, wait=True)
+            return _fetch(mirror, directory, iteration)
+
+
+def _fetch(mirror: Mirror, directory: Path, iteration: int) -> Path:
+    """Fetch a checkpoint, unless the same one is there."""
+    final = directory / step_directory(iteration)
+    text = mirror.manifest_text(iteration)
+    is_same = (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == text
+    if is_same and not check_manifest(final, _parsed(final), hashes=False):
+        return final
+    if final.exists():
+        raise CheckpointError(f"{final} exists and is not the checkpoint of {shown(mirror.address)}; remove it")
+    staged = directory / f"{_FETCHING}{final.name}"
+    staged.mkdir(exist_ok=True)
+    (staged / MANIFEST).write_bytes(text)
+    manifest = _parsed(staged)
+    total = sum(record.size for record in manifest.files.values())
+    _log.info("fetching %s, %.1f GB in %d files", final.name, total / 1e9, len(manifest.files))
+    started = time.monotonic()
+    for name, record in manifest.files.items():
+        file = staged / name
+        if not file.is_file() or hash_file(file) != record:
+            mirror.download(iteration, name, file, record)
+    staged.rename(final)
+    fsync_path(directory)
+    write_text(directory / LATEST, final.name)
+    _log.info("fetched %s in %.0f s", final, time.monotonic() - started)
+    return final
+
+
+def _parsed(directory: Path) -> Manifest:
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    return manifest

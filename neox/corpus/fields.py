@@ -1,0 +1,187 @@
+"""Fields of records: paths with dots, templates of texts, and filters by a field's value."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from neox.errors import ConfigError
+
+Comparison = Literal["=", "!=", ">=", "<=", ">", "<", ".."]
+_FILTER = re.compile(r"([^=!<>]+?)\s*(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
+
+
+class FieldError(Exception):
+    """A record lacks a field, or the field has another kind of value.
+
+    Attributes:
+        field: The field.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def look_up(record: Mapping[str, Any], key: str) -> Any:
+    r"""Return what a key finds in a record.
+
+    Args:
+        record: JSON object.
+        key: Name of a field; a path with dots (`meta.text`); or a template with fields in braces, such as
+            `{title}\n\n{text}`, whose fields are texts or numbers.
+
+    Raises:
+        FieldError: If a field is missing, or a template has one that is neither text nor a number.
+    """
+    if key in record:
+        return record[key]
+    if "{" not in key:
+        return _walk(record, key)
+    parts = []
+    for literal, field in template_parts(key):
+        parts.append(literal)
+        if field:
+            value = look_up(record, field)
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                raise FieldError(field, f"{field!r} is neither text nor a number, and {key!r} needs it")
+            parts.append(str(value))
+    return "".join(parts)
+
+
+def _walk(record: Mapping[str, Any], path: str) -> Any:
+    value: Any = record
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            names = ", ".join(map(repr, list(record)[:8]))
+            raise FieldError(path, f"no field {path!r} (the line has {names or 'none'})")
+        value = value[name]
+    return value
+
+
+@lru_cache(maxsize=64)
+def template_parts(key: str) -> tuple[tuple[str, str | None], ...]:
+    """Return the literal texts of a template, each with the field that follows it.
+
+    Raises:
+        ConfigError: If braces do not match.
+    """
+    try:
+        parsed = list(string.Formatter().parse(key))
+    except ValueError as error:
+        raise ConfigError(f"{key!r} is no template of a text: {error}; write {{{{ and }}}} for braces") from None
+    return tuple((literal, field) for literal, field, _, _ in parsed)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Condition that a field of a document must meet.
+
+    Attributes:
+        field: Field, or a path with dots.
+        comparison: How the field is compared; `..` is a range with its ends.
+        values: Values to compare with, as texts. Several of them stand for any (`=`) or none (`!=`) of them.
+    """
+
+    field: str
+    comparison: Comparison
+    values: tuple[str, ...]
+
+    def passes(self, record: Any) -> bool:
+        """Return whether a record meets the condition; null never does. Raises FieldError without the field."""
+        if not isinstance(record, dict):
+            raise FieldError(self.field, f"no field {self.field!r}: the line is not an object")
+        value = look_up(record, self.field)
+        if value is None:
+            return False
+        if isinstance(value, list | dict):
+            raise FieldError(self.field, f"{self.field!r} is a list or an object, which cannot be compared")
+        if self.comparison == "=":
+            return _is_one_of(value, self.values)
+        if self.comparison == "!=":
+            return not _is_one_of(value, self.values)
+        return self._is_within(value)
+
+    def _is_within(self, value: Any) -> bool:
+        bounds: Sequence[Any] = self.values
+        if isinstance(value, bool):
+            raise FieldError(self.field, f"{self.field!r} is true or false, which has no order")
+        if isinstance(value, int | float):
+            try:
+                bounds = list(map(float, self.values))
+            except ValueError:
+                raise FieldError(self.field, f"{self.field!r} is a number, and {self} compares texts") from None
+        if self.comparison == "..":
+            return bool(bounds[0] <= value <= bounds[1])
+        results: Mapping[str, bool] = {
+            ">=": value >= bounds[0],
+            "<=": value <= bounds[0],
+            ">": value > bounds[0],
+            "<": value < bounds[0],
+        }
+        return results[self.comparison]
+
+    def __str__(self) -> str:
+        if self.comparison == "..":
+            return f"{self.field}={self.values[0]}..{self.values[1]}"
+        return f"{self.field}{self.comparison}{','.join(self.values)}"
+
+
+def _is_one_of(value: Any, texts: Sequence[str]) -> bool:
+    return any(_equal(value, text) for text in texts)
+
+
+def _equal(value: Any, text: str) -> bool:
+    """Return whether a JSON value is what a text says."""
+    if isinstance(value, bool):
+        return str(value).lower() == text.lower()
+    if isinstance(value, int | float):
+        try:
+            return value == float(text)
+        except ValueError:
+            return False
+    return bool(value == text)
+
+
+def read_filter(text: str) -> Filter:
+    """Return the filter that a text describes.
+
+    Args:
+        text: `FIELD=VALUE[,VALUE...]`, `FIELD!=VALUE`, `FIELD>=VALUE` (and `<=`, `>`, `<`), or `FIELD=LOW..HIGH`.
+
+    Raises:
+        ConfigError: For another text.
+    """
+    found = _FILTER.fullmatch(text.strip())
+    if found is None or not found[3].strip():
+        raise ConfigError(
+            f"--filter {text!r}: give FIELD=VALUE[,VALUE...], FIELD!=VALUE, FIELD>=VALUE (<=, >, <) or FIELD=LOW..HIGH"
+        )
+    field = found[1].strip()
+    value = found[3].strip()
+    low, dots, high = value.partition("..")
+    if found[2] == "=" and dots and low and high:
+        return Filter(field, "..", (low, high))
+    values = (value,)
+    if found[2] in ("=", "!="):
+        values = tuple(value.split(","))
+    comparison: Any = found[2]
+    return Filter(field, comparison, values)
+
+
+def columns_of(keys: Sequence[str], filters: Sequence[Filter] = ()) -> tuple[str, ...]:
+    """Return the fields that keys and filters need: names, or paths with dots."""
+    fields: list[str] = []
+    for key in keys:
+        if "{" in key:
+            for _, field in template_parts(key):
+                fields += [field] if field else []
+        else:
+            fields.append(key)
+    for each in filters:
+        fields.append(each.field)
+    return tuple(dict.fromkeys(fields))

@@ -1,0 +1,215 @@
+"""Tables as JSON lines: Parquet, Arrow and CSV files. Line N is row N, so that a row is found by its number.
+
+A table is read in pieces of about a mebibyte: Parquet a row group after another, Arrow a record batch after another.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date, time
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from neox.corpus.document import BAD_ROW, CorruptInput
+from neox.errors import DataError, needs_package
+from neox.storage import is_remote
+
+_PIECE_BYTES = 1 << 20
+_MOST_ROWS = 4096
+_MAX_CELL = (1 << 31) - 1
+_ARROW_MAGIC = b"ARROW1"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+TableReader = Callable[[str, IO[bytes], int, Sequence[str] | None], Iterator[bytes]]
+"""Function of a path, its opened file, a number of rows to skip, and the wanted columns; it yields JSON lines."""
+
+
+def parquet_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[bytes]:
+    """Yield the rows of a Parquet file as JSON lines. Row groups that are skipped are not read.
+
+    Raises:
+        CorruptInput: If the file is damaged.
+        DataError: If pyarrow is not installed.
+    """
+    with _arrow_errors(path, "Parquet"):
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(file, buffer_size=_PIECE_BYTES, page_checksum_verification=True) as table:
+            names = _chosen(table.schema_arrow.names, columns)
+            for number in range(table.num_row_groups):
+                group = table.metadata.row_group(number)
+                if skip >= group.num_rows:
+                    skip -= group.num_rows
+                    continue
+                row_bytes = group.total_byte_size // max(group.num_rows, 1)
+                rows = max(1, min(_MOST_ROWS, _PIECE_BYTES // max(row_bytes, 1)))
+                seen = 0
+                for batch in table.iter_batches(rows, row_groups=[number], columns=names, use_threads=False):
+                    seen += batch.num_rows
+                    yield from _batch_lines(batch.slice(min(skip, batch.num_rows)))
+                    skip = max(0, skip - batch.num_rows)
+                if seen != group.num_rows:
+                    raise CorruptInput(f"row group {number} holds {seen:,} rows instead of {group.num_rows:,}")
+
+
+def arrow_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[bytes]:
+    """Yield the rows of an Arrow file or stream as JSON lines; `datasets` saves streams. Raises as `parquet_lines`."""
+    with _arrow_errors(path, "Arrow"):
+        for batch in _arrow_batches(path, file):
+            if skip >= batch.num_rows:
+                skip -= batch.num_rows
+                continue
+            names = _chosen(batch.schema.names, columns)
+            if names is not None:
+                batch = batch.select(names)
+            batch.validate(full=True)  # offsets and text, which reading itself does not check
+            rows = max(1, min(_MOST_ROWS, _PIECE_BYTES * batch.num_rows // max(batch.nbytes, 1)))
+            for start in range(skip, batch.num_rows, rows):
+                yield from _batch_lines(batch.slice(start, rows))
+            skip = 0
+
+
+def _arrow_batches(path: str, file: IO[bytes]) -> Iterator[Any]:
+    """Yield the record batches of an Arrow file or stream. A local file is mapped, not read into memory."""
+    import pyarrow
+    from pyarrow import ipc
+
+    begin = file.read(len(_ARROW_MAGIC))
+    file.seek(-min(len(_END_OF_STREAM), file.seek(0, io.SEEK_END)), io.SEEK_END)
+    end = file.read()
+    file.seek(0)
+    source = file if is_remote(path) else pyarrow.memory_map(path)
+    if begin == _ARROW_MAGIC:
+        with ipc.open_file(source) as reader:
+            for number in range(reader.num_record_batches):
+                yield reader.get_batch(number)
+        return
+    if end != _END_OF_STREAM:
+        raise CorruptInput("the Arrow stream is truncated: its end is not marked")
+    with ipc.open_stream(source) as stream:
+        yield from stream
+
+
+@contextmanager
+def _arrow_errors(path: str, what: str) -> Iterator[None]:
+    """Raise DataError without pyarrow, and CorruptInput instead of pyarrow's errors."""
+    with needs_package(DataError, f"{path}, a file in {what},", "pyarrow", "requirements-corpus.txt"):
+        import pyarrow
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        if isinstance(error, DataError):
+            raise
+        reason = str(error).splitlines()[:1] or [type(error).__name__]
+        raise CorruptInput(f"the {what} file is damaged, truncated or not {what} ({reason[0]})") from error
+
+
+def _chosen(names: Sequence[str], wanted: Sequence[str] | None) -> list[str] | None:
+    """Return the columns to read, or None for all of them.
+
+    Args:
+        names: Columns of the table.
+        wanted: Wanted columns, or paths that begin with one (`meta.lang`); None for all columns. If the table lacks
+            one, all are read, so that the message can name what there is.
+    """
+    twice = Counter(names) - Counter(set(names))
+    if twice:
+        raise CorruptInput(f"several columns are called {', '.join(map(repr, twice))}")
+    if wanted is None:
+        return None
+    chosen = []
+    for path in wanted:
+        parts = path.split(".")
+        while parts and ".".join(parts) not in names:
+            parts.pop()
+        if not parts:
+            return None
+        if ".".join(parts) not in chosen:
+            chosen.append(".".join(parts))
+    return chosen
+
+
+def _batch_lines(batch: Any) -> Iterator[bytes]:
+    """Yield the rows of a record batch in one piece of JSON lines."""
+    if not batch.num_rows:
+        return
+    try:
+        rows = batch.to_pylist()
+        lines = [orjson.dumps(row, default=_as_json) for row in rows]
+    except (UnicodeDecodeError, TypeError, ValueError, OverflowError):
+        lines = [_row_line(batch, number) for number in range(batch.num_rows)]
+    lines.append(b"")
+    yield b"\n".join(lines)
+
+
+def _row_line(batch: Any, number: int) -> bytes:
+    """Return one row as a JSON line, or as a bad row."""
+    try:
+        return orjson.dumps(batch.slice(number, 1).to_pylist()[0], default=_as_json)
+    except UnicodeDecodeError:
+        return BAD_ROW + b"its text is not UTF-8"
+    except (TypeError, ValueError, OverflowError) as error:
+        return BAD_ROW + f"it cannot be written as JSON ({error})".replace("\n", " ").encode(errors="replace")
+
+
+def _as_json(value: Any) -> Any:
+    """Return what stands for a value that JSON lacks. Bytes become an object, which is no text."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, tuple | set):
+        return list(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value)
+
+
+def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[bytes]:
+    """Yield the rows of a CSV or TSV file as JSON lines. All values are texts; the first row names the columns.
+
+    Raises:
+        CorruptInput: If the file is not UTF-8 or not CSV.
+    """
+    delimiter = "\t" if ".tsv" in Path(path).name else ","
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    csv.field_size_limit(_MAX_CELL)
+    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    lines: list[bytes] = []
+    size = 0
+    problem = ""
+    try:
+        names = next(rows, [])
+        _chosen(names, None)
+        for row in rows:
+            if skip:
+                skip -= 1
+                continue
+            lines.append(_csv_line(names, row))
+            size += len(lines[-1]) + 1
+            if size > _PIECE_BYTES:
+                yield b"\n".join([*lines, b""])
+                lines = []
+                size = 0
+    except UnicodeDecodeError as error:
+        problem = f"the text is not UTF-8 ({error.reason}), after line {rows.line_num:,} of the file"
+    except csv.Error as error:
+        problem = f"it is not CSV ({error}), in line {rows.line_num:,} of the file"
+    if lines:
+        yield b"\n".join([*lines, b""])
+    if problem:
+        raise CorruptInput(problem)
+
+
+def _csv_line(names: Sequence[str], row: Sequence[str]) -> bytes:
+    """Return a row as a JSON line: an empty line for an empty row."""
+    if not row:
+        return b""
+    if len(row) != len(names):
+        return BAD_ROW + f"the row has {len(row)} fields instead of {len(names)}".encode()
+    return orjson.dumps(dict(zip(names, row, strict=True)))

@@ -1,0 +1,150 @@
+"""Scores of answers by a reward model, from lines of preferences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from neox.config import NeoXConfig
+from neox.corpus import BadInput, BadRecord, SkipBudget, convert_lines, expand_inputs, read_blocks
+from neox.generation.runner import ModelRunner
+from neox.log import get_logger
+from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec
+from neox.preprocess.encode import EncodeJob
+from neox.preprocess.preferences import CHOSEN, PreferenceEncoder
+from neox.tokenizer.chat import ChatTemplate
+
+_log = get_logger(__name__)
+_BLOCK_BYTES = 1 << 18
+_LONGEST_TEXT = 1 << 24
+
+
+class _Line(NamedTuple):
+    """A line of the input.
+
+    Attributes:
+        record: Its JSON value.
+        answers: Ids of its answers: the preferred and the other one, or the only one.
+    """
+
+    record: dict[str, Any]
+    answers: tuple[np.ndarray, ...]
+
+
+@dataclass
+class ScoreSummary:
+    """What is known of scored lines.
+
+    Attributes:
+        scores: Score of every answer.
+        margins: Difference of the scores of each pair.
+    """
+
+    scores: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        mean = sum(self.scores) / max(1, len(self.scores))
+        text = f"{len(self.scores):,} answers, mean score {mean:.4g}"
+        if self.margins:
+            accuracy = sum(margin > 0 for margin in self.margins) / len(self.margins)
+            margin = sum(self.margins) / len(self.margins)
+            text += f"; {len(self.margins):,} pairs, accuracy {accuracy:.4f}, mean margin {margin:.4g}"
+        return text
+
+
+def answer_encoder(config: NeoXConfig, template: ChatTemplate | None) -> PreferenceEncoder:
+    """Return the encoder that makes the ids of training of a line of preferences.
+
+    Args:
+        config: Configuration of the reward model.
+        template: Its chat template; None if it has none.
+    """
+    keys = config.tokenizer
+    tokenizer = TokenizerSpec(keys.tokenizer_type, keys.vocab_file, keys.merge_file, True, tuple(keys.added_tokens))
+    settings = PreprocessSettings((), "", tokenizer)
+    return PreferenceEncoder(EncodeJob(settings, "int32", (), _LONGEST_TEXT), PreferenceSettings(template))
+
+
+def scored_lines(
+    runner: ModelRunner,
+    encoder: PreferenceEncoder,
+    paths: Sequence[str],
+    summary: ScoreSummary,
+    *,
+    batch: int,
+    skip_bad: int,
+) -> Iterator[str]:
+    """Yield the lines of files with the scores of their answers, as JSON.
+
+    A line with `chosen` and `rejected` gets `chosen_score` and `rejected_score`, one with `completion` gets `score`.
+    All ranks of the model call it together.
+
+    Args:
+        runner: The reward model.
+        encoder: Encoder of lines.
+        paths: Files or directories.
+        summary: Is completed.
+        batch: Number of lines that are computed at once.
+        skip_bad: Number of bad lines that are left out, each with a warning.
+
+    Raises:
+        DataError: For more bad lines, with the place of the first one.
+    """
+    waiting: list[_Line] = []
+    for line in _lines(encoder, paths, runner.max_length, skip_bad):
+        waiting.append(line)
+        if len(waiting) == batch:
+            yield from _scored(runner, waiting, summary)
+            waiting = []
+    if waiting:
+        yield from _scored(runner, waiting, summary)
+
+
+def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, skip_bad: int) -> Iterator[_Line]:
+    """Yield the good lines of files. Raises DataError for more than `skip_bad` bad ones."""
+
+    def read(record: Any, _: bool) -> _Line:
+        if isinstance(record, dict) and CHOSEN in record:
+            answers = tuple(document.ids for document in encoder.pair(record))
+        else:
+            answers = (encoder.completion(record).ids,)
+        longest = max(map(len, answers))
+        if longest > max_length:
+            raise BadRecord(f"an answer with its prompt has {longest:,} tokens, and the model reads {max_length:,}")
+        return _Line(record, answers)
+
+    budget = SkipBudget(skip_bad, report=lambda bad: _log.warning("skipped %s", bad))
+    for file in expand_inputs(paths):
+        for block in read_blocks(file, block_bytes=_BLOCK_BYTES):
+            lines = [block] if isinstance(block, BadInput) else convert_lines(block, read)
+            for line in lines:
+                if isinstance(line, BadInput):
+                    budget.add(line)
+                else:
+                    yield line
+
+
+def _scored(runner: ModelRunner, lines: Sequence[_Line], summary: ScoreSummary) -> Iterator[str]:
+    """Yield lines with their scores."""
+    answers = [ids for line in lines for ids in line.answers]
+    lengths = torch.tensor(list(map(len, answers)))
+    tokens = torch.zeros(len(answers), int(lengths.max()), dtype=torch.long)
+    for row, ids in zip(tokens, answers, strict=True):
+        row[: len(ids)] = torch.from_numpy(ids.astype(np.int64))
+    scores = runner.text_scores(tokens.to(runner.device), lengths.to(runner.device)).tolist()
+    summary.scores += scores
+    remaining = iter(scores)
+    for line in lines:
+        own = [next(remaining) for _ in line.answers]
+        if len(own) == 1:
+            found = {"score": own[0]}
+        else:
+            found = {"chosen_score": own[0], "rejected_score": own[1]}
+            summary.margins.append(own[0] - own[1])
+        yield json.dumps({**line.record, **found}, ensure_ascii=False)

@@ -1,0 +1,38 @@
+"""ERNIE 4.5 (`Ernie4_5ForCausalLM`), dense: Llama whose rotary positions turn neighbouring dimensions.
+
+Source: transformers, models/ernie4_5. One entry gives all projections biases.
+"""
+
+from __future__ import annotations
+
+from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Derived, Switch, Written
+from neox.families.family import Family
+from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
+from neox.families.shared_entries import Rotary, ending_entries
+
+ERNIE = Family(
+    model_type="ernie4_5",
+    class_name="Ernie4_5ForCausalLM",
+    title="ERNIE 4.5",
+    network=NETWORK,
+    config=(
+        *llama_entries(
+            max_positions=131072,
+            norm_epsilon=1e-5,
+            num_kv_heads=2,
+            head_dim=128,
+            rotary=Rotary(default_base=500000.0),
+            tied=True,
+        ),
+        ALL_GLOBAL,
+        Switch("use_bias", "qkv_bias", False),
+        ATTENTION_BIASES_EQUAL,
+        Derived("mlp_bias", lambda known: known["qkv_bias"]),
+        # its default in transformers, 0, would keep the embedding of that token from being trained there
+        Written("pad_token_id", None),
+        *ending_entries(),
+    ),
+    tensors=llama_tensors(interleaved=True),
+    base_prefix=BASE_PREFIX,
+    buffers=BUFFERS,
+)

@@ -1,0 +1,92 @@
+"""Largest logits of a teacher for the samples of a run that learns from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from neox.data.batches import BatchIterator, document_starts
+from neox.data.build import build_data_iterators, sample_counts
+from neox.data.teacher_file import TeacherIdentity, TeacherWriter, sample_batches, sample_hashes
+from neox.generation.runner import ModelRunner
+from neox.log import progress
+from neox.plan import RunPlan
+from neox.tokenizer import Tokenizer
+
+
+class _Split(NamedTuple):
+    """Samples of a run that are computed.
+
+    Attributes:
+        name: Name of the split in files.
+        batches: Iterator over its batches in the run.
+        samples: Number of samples that the run reads.
+    """
+
+    name: str
+    batches: BatchIterator
+    samples: int
+
+
+def write_teacher_logits(
+    run: RunPlan, tokenizer: Tokenizer, teacher: ModelRunner, identity: TeacherIdentity, directory: Path, *, batch: int
+) -> int:
+    """Compute and write the largest logits of all samples that a run reads.
+
+    Args:
+        run: Plan of the run, without `teacher_logits`.
+        tokenizer: Tokenizer of run and teacher.
+        teacher: The teacher, on one rank.
+        identity: What the logits are computed with.
+        directory: Directory to write.
+        batch: Number of samples that are computed at once.
+
+    Returns:
+        Number of samples.
+
+    Raises:
+        DataError: If data are missing or damaged, or the directory cannot be written.
+    """
+    writer = TeacherWriter(directory, identity)
+    total = 0
+    for split in _splits(run, tokenizer):
+        length = split.batches.dataset.seq_length
+        rows = writer.rows(split.name, split.samples, length)
+        with progress(f"teacher, {split.name}", split.samples, "samples") as bar:
+            for numbers in sample_batches(split.samples, batch):
+                tokens = split.batches.dataset.read(numbers)[:, :-1].astype(np.int64)
+                ids, logits = _largest(teacher, split.batches, torch.from_numpy(tokens), identity)
+                rows.ids[numbers] = ids.cpu().numpy()
+                rows.logits[numbers] = logits.cpu().numpy()
+                rows.hashes[numbers] = sample_hashes(tokens)
+                bar.update(len(numbers))
+        total += split.samples
+    writer.commit()
+    return total
+
+
+def _splits(run: RunPlan, tokenizer: Tokenizer) -> Iterator[_Split]:
+    """Yield the splits that a run reads."""
+    data = build_data_iterators(run, tokenizer=tokenizer)
+    counts = sample_counts(run.config.training, run.batch.train_batch_size)
+    train = run.batch_schedule.samples(run.config.training.train_iters or 0)
+    yield _Split("train", data.train, min(train, data.train.dataset.num_samples))
+    for kind, sets, count in (("valid", data.valid, counts.valid), ("test", data.test, counts.test)):
+        for item in sets:
+            name = kind if item.name is None else f"{kind}-{item.name}"
+            yield _Split(name, item.batches, min(count, item.batches.dataset.num_samples))
+
+
+def _largest(
+    teacher: ModelRunner, batches: BatchIterator, tokens: torch.Tensor, identity: TeacherIdentity
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the teacher's largest logits for tokens [B, S], which read documents as the run does."""
+    starts = None
+    if batches.mark_documents:
+        assert batches.eod is not None
+        starts = document_starts(tokens, batches.eod).to(teacher.device)
+    return teacher.largest_logits(tokens.to(teacher.device), starts, identity.vocab_size, identity.top_k)

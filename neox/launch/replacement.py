@@ -1,0 +1,69 @@
+"""Hosts of a start: those that can take part, spare ones in place of others, and how many a smaller run can use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from neox.launch.spec import Host
+
+
+@dataclass(frozen=True)
+class ChosenHosts:
+    """Hosts of one start.
+
+    Attributes:
+        hosts: The hosts, in the order of the hostfile; a spare one stands at the place of the host that it replaces.
+        replaced: Name of the spare host by the name of the host that it replaces.
+        missing: Hosts that cannot take part and that no spare one replaces.
+    """
+
+    hosts: tuple[Host, ...]
+    replaced: Mapping[str, str]
+    missing: tuple[Host, ...]
+
+
+def choose_fit_hosts(hosts: Sequence[Host], spares: Sequence[Host], unfit: Mapping[str, str]) -> ChosenHosts:
+    """Choose the hosts of a start.
+
+    Args:
+        hosts: Hosts of the hostfile that are not spare.
+        spares: Spare hosts. One can replace a host if it has as many slots.
+        unfit: Names of the hosts that cannot take part, with the reasons.
+    """
+    free = [spare for spare in spares if spare.name not in unfit]
+    chosen: list[Host] = []
+    missing: list[Host] = []
+    replaced: dict[str, str] = {}
+    for host in hosts:
+        if host.name not in unfit:
+            chosen.append(host)
+            continue
+        spare = next((spare for spare in free if len(spare.slots) >= len(host.slots)), None)
+        if spare is None:
+            missing.append(host)
+            continue
+        free.remove(spare)
+        replaced[host.name] = spare.name
+        chosen.append(Host(spare.name, spare.slots[: len(host.slots)]))
+    return ChosenHosts(tuple(chosen), replaced, tuple(missing))
+
+
+def most_usable_hosts(hosts: Sequence[Host], ranks_of_copy: int, samples_of_copy: int, batch: int) -> tuple[Host, ...]:
+    """Return the first hosts, as many as possible, on which data ranks can share a batch by accumulation.
+
+    Args:
+        hosts: Hosts that can take part.
+        ranks_of_copy: Ranks that hold the network once: stages, tensor ranks and context ranks.
+        samples_of_copy: Samples of one micro batch.
+        batch: Samples of a step.
+
+    Returns:
+        The hosts; none if it is possible on no number of them.
+    """
+    for count in range(len(hosts), 0, -1):
+        ranks = sum(len(host.slots) for host in hosts[:count])
+        copies, rest = divmod(ranks, ranks_of_copy)
+        if rest == 0 and copies and batch % (copies * samples_of_copy) == 0:
+            return tuple(hosts[:count])
+    return ()

@@ -1,0 +1,117 @@
+"""Decision about a failed run: start it again at once, after a pause, or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from neox.launch.agent_files import Cause
+from neox.launch.outcome import EndKind, RunEnd
+
+EXIT_REFUSED = 2
+"""Exit status of a script that refuses its configuration or command line."""
+_FIRST_PAUSE = 1.0  # seconds
+_LONGEST_PAUSE = 300.0
+_SOON_SECONDS = 60.0  # a rank that fails so soon after a start has probably not failed by chance
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a run that has ended.
+
+    Attributes:
+        restart: Whether it is started again.
+        reason: The reason in words; empty for a run that has not failed.
+        pause: Seconds to wait first.
+    """
+
+    restart: bool
+    reason: str = ""
+    pause: float = 0.0
+
+    @property
+    def words(self) -> str:
+        """The decision, as events name it."""
+        if not self.restart:
+            return "stop"
+        if self.pause:
+            return f"restart after {self.pause:.0f} s"
+        return "restart"
+
+
+class RestartPolicy:
+    """Rules about the restarts of one run. It remembers the failures.
+
+    Args:
+        allowed: Number of restarts that are allowed (`max_restarts`).
+        clock: Function that returns the seconds by which durations are measured.
+
+    Attributes:
+        restarts: Number of restarts so far.
+    """
+
+    def __init__(self, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.allowed = allowed
+        self.restarts = 0
+        self._clock = clock
+        self._started_at = clock()
+        self._last: RunEnd | None = None
+        self._repeats = 0  # failures in a row that resemble the one before
+
+    def started(self) -> None:
+        """Note that the run has been started, the first time or again."""
+        self._started_at = self._clock()
+
+    def decide(self, end: RunEnd, *, can_move: bool = False) -> Decision:
+        """Return what becomes of the run, and remember its end.
+
+        Args:
+            end: How the run has ended.
+            can_move: Whether the run can go on without a host that is about to be taken.
+        """
+        if end.kind is EndKind.ASKED or (end.kind is EndKind.FINISHED and end.status == 0):
+            return Decision(restart=False)
+        if end.kind is EndKind.PREEMPTED and not can_move:
+            reason = "the host is about to be taken, and no other one can step in; start the run elsewhere"
+            return Decision(restart=False, reason=reason)
+        before = self._last
+        self._last = end
+        useless = _why_useless(end, before)
+        if useless:
+            return Decision(restart=False, reason=useless)
+        if self.restarts >= self.allowed:
+            used = f"max_restarts is {self.allowed}"
+            return Decision(restart=False, reason=f"{used}, and all are used" if self.allowed else used)
+        self.restarts += 1
+        again = "" if before is None else self._what_again(end, before)
+        if not again:
+            self._repeats = 0
+            return Decision(restart=True, reason=f"restart {self.restarts} of {self.allowed}")
+        pause = min(_FIRST_PAUSE * 2**self._repeats, _LONGEST_PAUSE)
+        self._repeats += 1
+        return Decision(True, f"restart {self.restarts} of {self.allowed}, after a pause because {again}", pause)
+
+    def _what_again(self, end: RunEnd, before: RunEnd) -> str:
+        """Return in which way a failure resembles the one before; empty if it does not."""
+        if end.step == before.step:
+            where = "before the first step" if end.step is None else f"after step {end.step}"
+            return f"the run failed {where} again"
+        soon = self._clock() - self._started_at < _SOON_SECONDS
+        if soon and end.rank is not None and end.rank == before.rank:
+            return f"rank {end.rank} failed again within {_SOON_SECONDS:.0f} s"
+        return ""
+
+
+def _why_useless(end: RunEnd, before: RunEnd | None) -> str:
+    """Return why a restart cannot help; empty if it may."""
+    cause = end.reported_cause
+    if cause == Cause.REFUSED or (end.kind is EndKind.RANK and end.status == EXIT_REFUSED):
+        return "the configuration is refused, and would be again"
+    if cause == Cause.DISK_FULL:
+        return "a disk is full; free space, and start the run again"
+    if cause != Cause.NOT_FINITE or before is None:
+        return ""
+    if before.reported_cause == Cause.NOT_FINITE and before.step == end.step:
+        return f"step {end.step} was not finite a second time"
+    return ""

@@ -1,0 +1,230 @@
+"""Status of a run, read from the files of its run directory: what a person on call wants to know."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from neox.errors import DataError
+from neox.launch.lifeline import is_alive
+from neox.metrics import METRICS_FILE, curves, read_metrics
+from neox.run_events import interruptions, read_events
+
+_LAST_STEPS = 50  # over which speed is measured
+_MOST_POINTS = 400  # of a curve on the page
+_SLOW_HOST = "runtime/slow_host/"
+_SHOWN_INTERRUPTIONS = 10  # in a text
+
+Status = dict[str, Any]
+
+
+def run_status(directory: Path) -> Status:
+    """Return the status of a run as JSON.
+
+    Args:
+        directory: The run directory (`log_dir`).
+
+    Raises:
+        DataError: If it is no run directory.
+    """
+    events = read_events(directory)
+    metrics = directory / METRICS_FILE
+    if not events and not metrics.exists() and not (directory / "plan.json").exists():
+        raise DataError(f"{directory} is no run directory: it has no events.jsonl, {METRICS_FILE} or plan.json")
+    rows = _last_steps(metrics)
+    found = _curves(metrics)
+    starts = [event for event in events if event["event"] == "start"]
+    status: Status = {
+        "directory": str(directory),
+        "time": time.time(),
+        **_state(directory, events),
+        **_progress(rows, _planned_steps(directory)),
+        "curves": {name: _thinned(points) for name, points in found.items()},
+        "hosts": _hosts(directory, starts, rows),
+        "starts": len(starts),
+        "interruptions": _interruptions(events),
+        "other_events": [event for event in events if event["event"] not in ("start", "end")],
+        "silent_seconds": _age(metrics),
+    }
+    return status
+
+
+def _state(directory: Path, events: Sequence[Mapping[str, Any]]) -> Status:
+    """Return `state` in a word, and `reason`: why it has ended."""
+    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+    if last is None:
+        return {"state": "unknown", "reason": "events.jsonl is missing or empty"}
+    if last["event"] == "start" or str(last["decision"]).startswith("restart"):
+        if _launcher_is_gone(directory):
+            return {"state": "ended", "reason": "the launcher has ended without a word; the same command goes on"}
+        if last["event"] == "start":
+            return {"state": "running", "reason": None}
+        return {"state": "restarting", "reason": last["reason"]}
+    words = {"finished": "finished", "asked to end": "stopped", "preempted": "preempted"}
+    state = words.get(str(last.get("kind")), "failed")
+    if state == "finished" and last.get("status"):
+        state = "failed"
+    reasons = [text for text in (last.get("cause"), last.get("reason")) if text]
+    return {"state": state, "reason": "; ".join(reasons) or None}
+
+
+def _launcher_is_gone(directory: Path) -> bool:
+    """Return whether the process that locked the run directory was on this machine and has ended."""
+    try:
+        holder = json.loads((directory / ".run.lock").read_text())
+        return holder["host"] == socket.gethostname() and not is_alive(int(holder["pid"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _planned_steps(directory: Path) -> int | None:
+    """Return the number of steps of the run; None if it is not known."""
+    try:
+        lines = (directory / "config.yml").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip().replace("-", "_") == "train_iters" and value.strip().isdecimal():
+            return int(value)
+    return None
+
+
+def _last_steps(metrics: Path) -> list[dict[str, Any]]:
+    """Return the last rows of steps."""
+    if not metrics.exists():
+        return []
+    steps = [row for row in read_metrics(metrics) if row.get("kind") == "step"]
+    return steps[-_LAST_STEPS:]
+
+
+def _curves(metrics: Path) -> dict[str, dict[int, float]]:
+    if not metrics.exists():
+        return {}
+    return curves(metrics)
+
+
+def _progress(rows: Sequence[Mapping[str, Any]], planned: int | None) -> Status:
+    """Return where the run is and how fast it goes, from the last steps."""
+    if not rows:
+        return {"step": None, "steps": planned, "loss": None, "seconds_per_step": None, "tokens_per_second": None}
+    last = rows[-1]
+    seconds = median(row["runtime/iteration_time"] for row in rows)
+    loss = next((value for name, value in last.items() if name.startswith("train/")), None)
+    progress: Status = {
+        "step": last["iteration"],
+        "steps": planned,
+        "loss": loss,
+        "seconds_per_step": seconds,
+        "tokens_per_second": median(row["runtime/tokens_per_sec"] for row in rows),
+    }
+    if planned is not None:
+        progress["seconds_left"] = max(0, planned - last["iteration"]) * seconds
+    return progress
+
+
+def _hosts(
+    directory: Path, starts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the hosts of the last start: seconds since their ranks printed, and how slow they are."""
+    slow: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(_SLOW_HOST):
+                slow[name.removeprefix(_SLOW_HOST)] = value
+    hosts: list[Mapping[str, Any]] = []
+    if not starts:
+        return hosts
+    for name in starts[-1]["hosts"]:
+        logs = list((directory / "ranks" / name).glob("rank_*.log"))
+        ages = [age for age in map(_age, logs) if age is not None]
+        hosts.append({"name": name, "silent_seconds": min(ages, default=None), "slower": slow.get(name)})
+    return hosts
+
+
+def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what interrupted the run, each with the steps that were trained again and the time to the next start."""
+    found: list[Mapping[str, Any]] = []
+    for event in interruptions(events):
+        shown = {key: event.get(key) for key in ("time", "host", "rank", "cause", "step", "decision", "reason")}
+        following = next((start for start in events[events.index(event) :] if start["event"] == "start"), None)
+        if following is not None:
+            shown["seconds_to_start"] = round(following["time"] - event["time"], 3)
+            if event.get("step") is not None:
+                shown["steps_again"] = event["step"] - (following["step"] or 0)
+        found.append(shown)
+    return found
+
+
+def _age(path: Path) -> float | None:
+    """Return the seconds since a file was written; None if it does not exist."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def _thinned(points: Mapping[int, float]) -> list[tuple[int, float]]:
+    """Return at most so many points of a curve, ascending, the last one among them."""
+    ordered = sorted(points.items())
+    step = max(1, -(-len(ordered) // _MOST_POINTS))
+    return ordered[::-1][::step][::-1]
+
+
+def format_status(status: Status) -> str:
+    """Format a status for a terminal."""
+    lines = [f"{status['directory']}: {status['state']}"]
+    if status["reason"]:
+        lines[0] += f" ({status['reason']})"
+    if status["step"] is not None:
+        of_steps = ""
+        if status["steps"]:
+            of_steps = f" of {status['steps']}"
+        lines.append(f"step        {status['step']}{of_steps}, loss {_number(status['loss'])}")
+        speed = f"{status['seconds_per_step']:.3g} s a step, {status['tokens_per_second']:,.0f} tokens/s"
+        if status.get("seconds_left"):
+            speed += f", {duration(status['seconds_left'])} left"
+        lines.append(f"speed       {speed} (median of the last steps)")
+        lines.append(f"last step   {duration(status['silent_seconds'])} ago")
+    for host in status["hosts"]:
+        heard = "nothing printed yet"
+        if host["silent_seconds"] is not None:
+            heard = f"printed {duration(host['silent_seconds'])} ago"
+        if host["slower"]:
+            heard += f", {host['slower']:.2f} times as slow as the others"
+        lines.append(f"host        {host['name']}: {heard}")
+    interrupted = status["interruptions"]
+    lines.append(f"starts      {status['starts']}, interruptions {len(interrupted)}")
+    for event in interrupted[-_SHOWN_INTERRUPTIONS:]:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+        lines.append(f"  {at}  step {event['step']}: {event['cause']}; {event['decision']}")
+    for event in status["other_events"][-_SHOWN_INTERRUPTIONS:]:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+        words = event.get("reason") or event.get("cause")
+        lines.append(f"  {at}  {event['event']} {event.get('host') or ''}: {words}")
+    return "\n".join(lines)
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words, such as `3 h 12 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes = whole // 60
+    if minutes < 60:
+        return f"{minutes} min {whole % 60} s"
+    hours = minutes // 60
+    if hours < 24:
+        return f"{hours} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"

@@ -1,0 +1,104 @@
+"use strict";
+// Reads the status again and again, and shows it.
+const EVERY = 2000;
+const COLOURS = ["#2459a8", "#c2571a", "#2e7d4f", "#8e3b8a"];
+const byId = (id) => document.getElementById(id);
+
+function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "unknown";
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 24 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+function show(id, text) {
+  byId(id).textContent = text ?? "";
+}
+
+function rows(id, lines) {
+  byId(id).replaceChildren(...lines.map((cells) => {
+    const row = document.createElement("tr");
+    for (const cell of cells) row.insertCell().textContent = cell ?? "";
+    return row;
+  }));
+}
+
+function element(name, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function draw(curves, interruptions) {
+  const picture = byId("picture");
+  const names = Object.keys(curves).filter((name) => curves[name].length);
+  const points = names.flatMap((name) => curves[name]);
+  if (!points.length) return picture.replaceChildren(element("text", { x: 350, y: 160 }, "no steps yet"));
+  const xs = points.map((point) => point[0]);
+  const ys = points.map((point) => point[1]);
+  const [left, right, top, bottom] = [60, 785, 15, 290];
+  const [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  const x = (value) => left + (value - x0) / (x1 - x0 || 1) * (right - left);
+  const y = (value) => bottom - (value - y0) / (y1 - y0 || 1) * (bottom - top);
+  const parts = [
+    element("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
+    element("line", { class: "axis", x1: left, x2: left, y1: top, y2: bottom }),
+    element("text", { x: 5, y: top + 5 }, y1.toPrecision(4)),
+    element("text", { x: 5, y: bottom }, y0.toPrecision(4)),
+    element("text", { x: left, y: bottom + 18 }, x0),
+    element("text", { x: right - 40, y: bottom + 18 }, x1),
+  ];
+  for (const event of interruptions) {
+    if (event.step === null || event.step < x0) continue;
+    parts.push(element("line", { class: "interruption", x1: x(event.step), x2: x(event.step), y1: top, y2: bottom }));
+  }
+  names.forEach((name, number) => {
+    const colour = COLOURS[number % COLOURS.length];
+    const path = curves[name].map((point) => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`).join(" ");
+    parts.push(element("polyline", { class: "curve", points: path, style: `stroke: ${colour}`, stroke: colour }));
+    parts.push(element("text", { x: right - 180, y: top + 12 + 16 * number, fill: colour }, `— ${name}`));
+  });
+  picture.replaceChildren(...parts);
+}
+
+function present(status) {
+  const time = (event) => new Date(event.time * 1000).toLocaleString();
+  document.title = `${status.state}: ${status.directory}`;
+  show("state", status.state);
+  show("directory", status.directory);
+  show("reason", status.reason);
+  show("step", status.step === null ? "none yet" : `${status.step}${status.steps ? ` of ${status.steps}` : ""}`);
+  show("loss", typeof status.loss === "number" ? status.loss.toPrecision(5) : status.loss);
+  show("speed", status.seconds_per_step === null ? "" :
+    `${status.seconds_per_step.toPrecision(3)} s a step, ${Math.round(status.tokens_per_second)} tokens/s`);
+  show("left", duration(status.seconds_left));
+  show("silent", status.silent_seconds === null ? "none yet" : `${duration(status.silent_seconds)} ago`);
+  draw(status.curves, status.interruptions);
+  rows("hosts", status.hosts.map((host) => [
+    host.name,
+    host.silent_seconds === null ? "nothing yet" : `${duration(host.silent_seconds)} ago`,
+    host.slower ? `${host.slower.toFixed(2)} times as slow as the others` : "",
+  ]));
+  show("starts", `${status.interruptions.length} in ${status.starts} starts`);
+  rows("interruptions", status.interruptions.map((event) =>
+    [time(event), event.step, event.cause, `${event.decision}: ${event.reason}`, event.steps_again]));
+  rows("events", status.other_events.map((event) =>
+    [time(event), event.event, [event.host, event.cause, event.decision, event.reason].filter(Boolean).join("; ")]));
+  show("updated", `updated ${new Date(status.time * 1000).toLocaleTimeString()}`);
+}
+
+async function update() {
+  try {
+    const answer = await fetch("/status.json");
+    const status = await answer.json();
+    if (answer.ok) present(status); else show("updated", status.error);
+  } catch (error) {
+    show("updated", `no answer from the server: ${error.message}`);
+  }
+  setTimeout(update, EVERY);
+}
+
+update();

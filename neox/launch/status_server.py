@@ -1,0 +1,82 @@
+"""HTTP server of a run's status: one page that updates by itself, and the status as JSON. It needs no package."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from neox.errors import NeoXError
+from neox.launch.run_status import run_status
+
+_PAGES = Path(__file__).with_name("status_pages")
+_POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'"
+_TYPES = MappingProxyType({".html": "text/html", ".css": "text/css", ".js": "text/javascript"})
+# Path -> file of the page.
+_FILES = MappingProxyType({"/": "status.html", "/status.css": "status.css", "/status.js": "status.js"})
+
+
+class StatusServer(ThreadingHTTPServer):
+    """Server of the status of one run.
+
+    Args:
+        directory: The run directory.
+        address: Address and port to listen on; port 0 for a free one.
+        hosts: Host names that browsers may use, next to those of this machine. Others are refused, so that no other
+            site can read the status through a name of its own.
+
+    Raises:
+        OSError: If it cannot listen there.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path, address: tuple[str, int], hosts: Sequence[str] = ()) -> None:
+        self.directory = directory
+        self.names = {"localhost", "127.0.0.1", "[::1]", *(host.lower() for host in hosts)}
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers to the requests of each path."""
+
+    server: StatusServer
+
+    def do_GET(self) -> None:
+        """Answer a request."""
+        name = re.sub(r":\d*$", "", self.headers.get("Host", "")).lower()
+        if name not in self.server.names:
+            self._send(400, "text/plain", f"the host name {name[:80]!r} is not accepted; --allow_host adds it")
+        elif self.path in _FILES:
+            file = _PAGES / _FILES[self.path]
+            self._send(200, _TYPES[file.suffix], file.read_text(encoding="utf-8"))
+        elif self.path == "/status.json":
+            self._send_status()
+        else:
+            self._send(404, "text/plain", "not found")
+
+    def _send_status(self) -> None:
+        try:
+            status = run_status(self.server.directory)
+        except (NeoXError, OSError, ValueError) as error:  # ValueError: a file that is being written
+            self._send(503, "application/json", json.dumps({"error": str(error)}))
+            return
+        self._send(200, "application/json", json.dumps(status))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Log no requests."""

@@ -1,0 +1,41 @@
+"""Head of a reward model: one number for a text, its score.
+
+Legend: H hidden, T tensor ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor, nn
+
+from neox.model.embedding import LMHead
+from neox.parallel import ParallelGrid, RowParallelLinear, TensorOptions, scatter_last_dim
+
+
+class ScoreHead(nn.Module):
+    """Layer L+4 of a reward model: hidden states [..., H] -> scores [..., 1], equal on all tensor ranks.
+
+    Tensor ranks split the weight along the hidden dimension, as gpt-neox's do. The score of a text is that of its last
+    token, as in transformers' models for sequence classification.
+
+    Args:
+        hidden_size: H.
+        grid: Process groups.
+        **options: Device and type of the weight.
+    """
+
+    def __init__(self, hidden_size: int, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> None:
+        super().__init__()
+        self.grid = grid
+        self.rm_linear = RowParallelLinear(hidden_size, 1, grid, bias=False, **options)
+
+    @property
+    def head(self) -> LMHead:
+        """This layer as an objective uses it: its logits are the scores."""
+        return LMHead(self.grid, self.rm_linear.weight, self, row=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Score hidden states."""
+        scores: Tensor = self.rm_linear(scatter_last_dim(x, self.grid))
+        return scores

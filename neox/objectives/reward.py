@@ -1,0 +1,107 @@
+"""Reward model from pairs of answers (Bradley-Terry; InstructGPT, arXiv:2203.02155, equation 1).
+
+    s(answer) = score of its last token
+    loss      = -log sigmoid(s(chosen) - s(rejected)) + c (s(chosen) + s(rejected))^2 + z (s(chosen)^2 + s(rejected)^2)
+
+c (`rm_center_coefficient`, arXiv:2312.09244) is TRL's `center_rewards_coefficient`, and z (`z_loss`) is gpt-neox's.
+Both keep scores near 0, which the first term does not determine.
+
+Legend: B rows, S positions of a row, P most pairs of a row, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from neox.data.answers import PER_PAIR
+from neox.model import NetworkOutput
+from neox.objectives.preferences import inputs_of_rows, mean_over_ranks
+from neox.parallel import ParallelGrid
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Mean over pairs of the loss of their scores.
+
+    A batch holds the fields of `neox.data.preferences.PreferenceDataset` for scored pairs. Scores have TRL's names;
+    those of rewards are of the micro batch of all data ranks.
+
+    Attributes:
+        center_coefficient: Factor of the square of the sum of both scores.
+        square_coefficient: Factor of the sum of the squares of both scores.
+    """
+
+    center_coefficient: float = 0.0
+    square_coefficient: float = 0.0
+
+    label_mask = "pair_mask"
+    per_token: tuple[str, ...] = ()
+    names = ("loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward")
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tokens, and the positions where their documents start [B, S]."""
+        return inputs_of_rows(batch)
+
+    def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the last position of each document [B, 2 P], and the weights of pairs [B, P]."""
+        return batch["ends"], batch["pair_mask"]
+
+    def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the scores of a micro batch in fp32, one for each of `names`."""
+        ends, weights = targets
+        scores = scores_of_documents(output, ends).view(*weights.shape, PER_PAIR)
+        chosen, rejected = scores.unbind(-1)
+        losses = -F.logsigmoid(chosen - rejected)
+        if self.center_coefficient:
+            losses = losses + self.center_coefficient * (chosen + rejected).square()
+        if self.square_coefficient:
+            losses = losses + self.square_coefficient * (chosen.square() + rejected.square())
+        reported = self._reported(scores.detach(), weights, output.head.grid)
+        return torch.stack([(weights * losses).sum(), *reported])
+
+    def _reported(self, scores: Tensor, weights: Tensor, grid: ParallelGrid) -> list[Tensor]:
+        """Return the scores that are not trained.
+
+        Args:
+            scores: Scores of both answers [B, P, 2].
+            weights: Weights of pairs [B, P].
+            grid: Process groups.
+        """
+        chosen, rejected = scores.unbind(-1)
+        is_pair = weights > 0
+        given = is_pair.float()
+        of_pairs = scores[is_pair]
+        return [
+            (weights * (chosen > rejected)).sum(),
+            (weights * (chosen - rejected)).sum(),
+            mean_over_ranks(scores.mean(-1), given, grid),
+            -_largest_over_ranks(-of_pairs, grid),
+            _largest_over_ranks(of_pairs, grid),
+        ]
+
+
+def scores_of_documents(output: NetworkOutput, ends: Tensor) -> Tensor:
+    """Return the scores of documents in fp32, [B, D].
+
+    Args:
+        output: Hidden states and head.
+        ends: Last position of each document in its row [B, D].
+    """
+    hidden = output.hidden
+    last = hidden.gather(1, ends.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, D, H]
+    return output.head.logits(last).squeeze(-1).float()
+
+
+def _largest_over_ranks(values: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return the largest value of all data ranks."""
+    lowest = values.new_full((1,), float("-inf"))
+    largest = torch.cat((values.flatten(), lowest)).max()
+    if grid.dp_size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=grid.dp_group)
+    return largest

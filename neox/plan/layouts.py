@@ -1,0 +1,178 @@
+"""Layouts that a search for the fastest one tries: degrees, schedule, micro batch, ZeRO, offload, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from neox.architecture import LayerPlan
+from neox.plan.architecture import layer_plan
+from neox.plan.memory import MemorySetting
+from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
+from neox.plan.rules.context import context_problems
+from neox.plan.run_plan import RunPlan
+from neox.plan.search_start import TENSOR_DEGREES
+
+_CONTEXT_DEGREES = (2, 4, 8, 16, 32)
+_LEAST_TOKENS = 2048
+"""Tokens of a sample that each context rank has at least."""
+_EXPERT_DEGREES = (2, 4, 8, 16, 32, 64)
+_LARGEST_MICRO_BATCH = 64
+_SCHEDULES = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("dualpipev", None))
+"""Values of `pipeline_schedule` and `virtual_stages` that are tried."""
+_GPUS_OF_HOST = 8
+
+
+def layouts(plan: RunPlan, start: MemorySetting) -> Iterator[MemorySetting]:
+    """Yield every layout of the run's GPUs that keeps its batch and that the engine can run.
+
+    Args:
+        plan: The run.
+        start: Its setting, whose other fields the layouts keep.
+    """
+    for tp_size in _tensor_degrees(plan):
+        for cp_size in _context_degrees(plan, start, tp_size):
+            for ep_size in _expert_degrees(plan):
+                for pp_size in range(1, plan.architecture.num_layers + 1):
+                    degrees = _Degrees(tp_size, cp_size, ep_size, pp_size)
+                    yield from _layouts_of(degrees, plan, start)
+
+
+class _Degrees(NamedTuple):
+    tp: int
+    cp: int
+    ep: int
+    pp: int
+
+
+def _layouts_of(degrees: _Degrees, plan: RunPlan, start: MemorySetting) -> Iterator[MemorySetting]:
+    """Yield the layouts of some degrees; none if they do not divide ranks and batch."""
+    same_weights, rest = divmod(plan.grid.world_size, degrees.tp * degrees.pp)
+    if rest or same_weights % degrees.cp or same_weights % degrees.ep:
+        return
+    samples, rest = divmod(plan.batch.train_batch_size, same_weights // degrees.cp)
+    if rest:
+        return
+    layout = replace(
+        start,
+        tp_size=degrees.tp,
+        pp_size=degrees.pp,
+        dp_size=same_weights,
+        cp_size=degrees.cp,
+        gathers_keys=degrees.cp > 1 and plan.grid.cp_kind == "all_gather",
+        ep_size=degrees.ep,
+    )
+    for batched in _micro_batches(layout, samples):
+        for scheduled in _schedules(batched, plan):
+            yield from _memory_choices(scheduled)
+
+
+def _context_degrees(plan: RunPlan, start: MemorySetting, tp_size: int) -> Iterator[int]:
+    """Yield the context degrees whose ranks have samples long enough to be worth it, and the configured one."""
+    yield 1
+    for cp_size in _CONTEXT_DEGREES:
+        is_long = start.sequence_length >= cp_size * _LEAST_TOKENS
+        if (is_long or cp_size == start.cp_size) and _allows_context(plan, cp_size, tp_size):
+            yield cp_size
+
+
+def _allows_context(plan: RunPlan, cp_size: int, tp_size: int) -> bool:
+    keys = {"context_parallel_size": cp_size, "model_parallel_size": tp_size, "sequence_parallel": False}
+    return not any(context_problems(plan.config.updated(keys)))
+
+
+def _expert_degrees(plan: RunPlan) -> Iterator[int]:
+    """Yield the numbers of ranks that may divide the experts."""
+    yield 1
+    experts = plan.architecture.num_experts
+    for ep_size in _EXPERT_DEGREES:
+        if ep_size <= experts and experts % ep_size == 0:
+            yield ep_size
+
+
+def _tensor_degrees(plan: RunPlan) -> Iterator[int]:
+    """Yield the tensor degrees that divide every parameter."""
+    for tp_size in TENSOR_DEGREES:
+        layers: LayerPlan = layer_plan(plan.config, plan.vocab_size, tp_size)
+        if all(parameter.is_divisible(tp_size) for layer in layers for parameter in layer.parameters):
+            yield tp_size
+
+
+def _micro_batches(layout: MemorySetting, samples: int) -> Iterator[MemorySetting]:
+    """Yield the ways to cut a data rank's samples into micro batches."""
+    for size in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1):
+        if samples % size == 0:
+            yield replace(layout, micro_batch_size=size, accumulation_steps=samples // size)
+
+
+def _schedules(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
+    """Yield the pipeline schedules of a layout; the configuration's own if there are no stages or another division."""
+    if layout.pp_size == 1 or not _divides_blocks(plan):
+        yield layout
+        return
+    for name, virtual_stages in _SCHEDULES:
+        schedule = PIPELINE_SCHEDULES[name]
+        ranges = ranges_per_stage(name, layout.pp_size, virtual_stages)
+        is_deep_enough = layout.pp_size * ranges <= plan.architecture.num_layers
+        if is_deep_enough and layout.accumulation_steps >= schedule.least_micro_batches(layout.pp_size):
+            yield replace(layout, pipeline_schedule=name, virtual_stages=virtual_stages)
+
+
+def _divides_blocks(plan: RunPlan) -> bool:
+    """Return whether layers are divided by their blocks, so that each range has some."""
+    return plan.config.parallelism.pipe_partition_method.startswith("type:transformer")
+
+
+def _memory_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
+    """Yield ZeRO stages, offload, recomputation and sequence parallelism of a layout."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    if layout.pp_size > 1:
+        stages = (0, 1)
+    if layout.dp_size == 1 and layout.zero_stage in stages:  # there is nothing to divide
+        stages = (layout.zero_stage,)
+    for stage in stages:
+        for chunk in (0, 1):
+            for divides in _sequence_parallel_choices(layout):
+                chosen = replace(
+                    layout,
+                    zero_stage=stage,
+                    fp32_gradients=layout.precision == "bf16" and stage > 0,
+                    recompute_chunk=chunk,
+                    recomputed_part="full",
+                    no_recompute_blocks=(),
+                    sequence_parallel=divides,
+                )
+                for offloaded in _offload_choices(chosen):
+                    for copies in _copies_of_weights(offloaded):
+                        yield replace(offloaded, hpz_size=copies)
+
+
+def _offload_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
+    """Yield what may be in main memory: nothing, optimizer states (ZeRO 1 to 3), and weights too (ZeRO 3).
+
+    What is in files stays there.
+    """
+    if layout.states_in_files or layout.weights_in_files or layout.on_cpu:
+        yield layout
+        return
+    yield replace(layout, offloads_states=False, offloads_weights=False)
+    if layout.zero_stage > 0:
+        yield replace(layout, offloads_states=True, offloads_weights=False)
+    if layout.zero_stage == 3:
+        yield replace(layout, offloads_states=True, offloads_weights=True)
+
+
+def _copies_of_weights(layout: MemorySetting) -> Iterator[int]:
+    """Yield the data ranks that keep a second copy of the weights with ZeRO 3: 1 for none, and those of one host."""
+    yield 1
+    in_host = _GPUS_OF_HOST // layout.tp_size
+    crosses_hosts = 1 < in_host < layout.dp_size and layout.dp_size % in_host == 0
+    if layout.zero_stage == 3 and not layout.offloads_weights and crosses_hosts:
+        yield in_host
+
+
+def _sequence_parallel_choices(layout: MemorySetting) -> tuple[bool, ...]:
+    if layout.tp_size == 1 or layout.sequence_length % layout.tp_size:
+        return (False,)
+    return (False, True)

@@ -1,0 +1,148 @@
+"""Longest samples that fit, and the nearest settings with which samples of twice that length do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from neox.config.neox_config import NeoXConfig
+from neox.plan.device import Device
+from neox.plan.fit import Limits, limits_of, memory_of_settings, moves, nearest_setting, setting_changes, settings_text
+from neox.plan.memory import MemorySetting
+from neox.plan.rules.context import networks_without_context_ranks
+from neox.plan.run_plan import RunPlan
+
+_STEP = 256  # lengths are multiples of this, if that many tokens fit
+_LONGEST = 2**30
+_MOST_GROWTH = 8
+_POSITIONS_BY_TABLE = "learned"
+
+
+@dataclass(frozen=True)
+class LongestSample:
+    """Longest samples that fit.
+
+    Attributes:
+        tokens: Largest `seq_length` that fits with the plan's settings; 0 if none does.
+        changes: Keys and values with which twice as many tokens fit; none if nothing was found.
+        world: Number of devices for that.
+    """
+
+    tokens: int
+    changes: tuple[tuple[str, str], ...] = ()
+    world: int = 0
+
+
+def longest_sample(plan: RunPlan, device: Device) -> LongestSample | None:
+    """Return the longest samples of a training that fit on a device; None if parameters depend on the length."""
+    network = plan.architecture
+    if network.positions == _POSITIONS_BY_TABLE or not network.has_cache:
+        return None
+    if device.shared and device.assumed:  # how much memory there is is not known
+        return None
+    memory = memory_of_settings(plan)
+
+    def fits(setting: MemorySetting) -> bool:
+        return memory(setting).needed(on_cpu=device.shared) <= device.usable
+
+    start = replace(plan.memory_setting, on_cpu=device.shared)
+    tokens = _longest_that_fits(start, network.soft_prompt_tokens, fits)
+    if tokens == 0:
+        return LongestSample(0)
+    return _doubled(plan, start, tokens, fits)
+
+
+def length_notes(plan: RunPlan, device: Device) -> Iterator[str]:
+    """Yield the longest samples that fit, and what would allow twice as long ones."""
+    longest = longest_sample(plan, device)
+    if longest is None:
+        return
+    if longest.tokens == 0:
+        yield "no seq_length fits with these settings"
+        return
+    line = f"seq_length may be up to {longest.tokens:,} with these settings"
+    if longest.world:
+        devices = "" if longest.world == plan.grid.world_size else f" on {longest.world} of these"
+        line += f"; twice that fits{devices} with {settings_text(longest.changes)}"
+    yield line
+
+
+def _longest_that_fits(setting: MemorySetting, prompt: int, fits: Callable[[MemorySetting], bool]) -> int:
+    """Return the most tokens of a sample, by doubling and then by halves; 0 if none fit."""
+    unit = 2 * setting.cp_size if setting.cp_size > 1 else 1
+    if setting.sequence_parallel:
+        unit *= setting.tp_size
+    step = math.lcm(unit, _STEP)
+    if not fits(_with_length(setting, step, prompt)):
+        step = unit
+    most = 0
+    following = 1
+    while following * step <= _LONGEST and fits(_with_length(setting, following * step, prompt)):
+        most = following
+        following *= 2
+    low = most
+    high = following
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(_with_length(setting, middle * step, prompt)):
+            low = middle
+        else:
+            high = middle
+    return low * step
+
+
+def _with_length(setting: MemorySetting, tokens: int, prompt: int) -> MemorySetting:
+    """Return a setting with another length of samples."""
+    whole = tokens + prompt
+    predicted = setting.predicted_tokens
+    if predicted == setting.sequence_length:
+        predicted = whole
+    return replace(setting, sequence_length=whole, predicted_tokens=predicted)
+
+
+def _doubled(plan: RunPlan, start: MemorySetting, tokens: int, fits: Callable[[MemorySetting], bool]) -> LongestSample:
+    """Return the fewest changes with which samples of twice as many tokens fit, on as few devices as possible."""
+    longer = _with_length(start, 2 * tokens, plan.architecture.soft_prompt_tokens)
+    limits = limits_of(plan)
+    width = plan.architecture.hidden_size
+    may_divide = divides_over_context_ranks(plan.config)
+
+    def all_moves(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
+        yield from moves(setting, limits)
+        yield from _moves_of_long_samples(setting, width, may_divide=may_divide)
+
+    growth = 1
+    while growth <= (1 if start.on_cpu else _MOST_GROWTH):
+        wider = replace(
+            longer, dp_size=longer.dp_size * growth, accumulation_steps=max(1, longer.accumulation_steps // growth)
+        )
+        found = nearest_setting(wider, limits, fits, all_moves)
+        if found is not None:
+            return LongestSample(tokens, setting_changes(wider, found), plan.grid.world_size * growth)
+        growth *= 2
+    return LongestSample(tokens)
+
+
+def divides_over_context_ranks(config: NeoXConfig) -> bool:
+    """Return whether the network and its objective allow context ranks."""
+    return next(networks_without_context_ranks(config), None) is None
+
+
+def _moves_of_long_samples(setting: MemorySetting, width: int, *, may_divide: bool) -> Iterator[MemorySetting]:
+    """Yield settings one step away that need less memory for each sample; those with more context ranks last.
+
+    Args:
+        setting: The setting.
+        width: Hidden size, which is a good size of tiles: the weights of a tile's products are as large as its tokens.
+        may_divide: Whether context ranks may divide the tokens.
+    """
+    recomputes_whole = setting.recompute_chunk > 0 and setting.recomputed_part == "full"
+    if not setting.tile_tokens and recomputes_whole and width < setting.queries:
+        yield replace(setting, tile_tokens=width)
+    if recomputes_whole and not setting.kept_inputs_on_cpu and not setting.on_cpu:
+        yield replace(setting, kept_inputs_on_cpu=True)
+    degree = 2 * setting.cp_size
+    if may_divide and setting.dp_size % degree == 0 and setting.sequence_length % (2 * degree) == 0:
+        gathers = setting.gathers_keys or setting.cp_size == 1
+        yield replace(setting, cp_size=degree, gathers_keys=gathers, accumulation_steps=2 * setting.accumulation_steps)

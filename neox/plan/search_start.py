@@ -1,0 +1,69 @@
+"""Start of a search for layouts on GPUs that the configured degrees or batch sizes cannot be divided over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import Any
+
+from neox.config.neox_config import NeoXConfig
+from neox.plan.batch import BATCH_KEYS, MICRO, STEPS, TOTAL, solve_batch
+from neox.plan.topology import model_ranks_of, solve_grid
+from neox.problems import Problem
+
+TENSOR_DEGREES = (1, 2, 4, 8)
+"""Tensor degrees that a search tries."""
+
+
+def divisible_config(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, dict[str, Any]]:
+    """Return a configuration of the same batch that runs on a number of ranks, from which layouts can be searched.
+
+    Args:
+        config: What the user asked for.
+        world_size: Number of ranks.
+
+    Returns:
+        The configuration itself if its degrees and batch divide the ranks, or if none do; else one with other degrees.
+        And the keys that differ, with their values.
+    """
+    if config.deepspeed.train_batch_size is None and config.deepspeed.train_micro_batch_size_per_gpu is None:
+        return config, {}
+    if _divides(config, world_size):
+        return config, {}
+    total = _samples_of_step(config, world_size)
+    for pp_size, tp_size in _degrees(config, world_size):
+        dp_size = world_size // (pp_size * tp_size)
+        if total % dp_size or dp_size % config.parallelism.expert_model_parallel_size:
+            continue
+        changes: dict[str, Any] = {"pipe_parallel_size": pp_size, "model_parallel_size": tp_size}
+        if config.parallelism.pipeline_schedule != "1f1b":
+            changes |= {"pipeline_schedule": "1f1b", "virtual_stages": None}
+        changes |= {TOTAL: total, MICRO: 1, STEPS: total // dp_size}
+        changed = {key: value for key, value in changes.items() if config.value(key) != value}
+        return config.updated(changed), changed
+    return config, {}
+
+
+def _divides(config: NeoXConfig, world_size: int) -> bool:
+    problems: list[Problem] = []
+    grid = solve_grid(config, world_size, problems)
+    return grid is not None and solve_batch(config, grid.data_size, problems) is not None
+
+
+def _degrees(config: NeoXConfig, world_size: int) -> Iterator[tuple[int, int]]:
+    """Yield pipeline and tensor degrees that divide the ranks, few stages first."""
+    for pp_size in range(1, (config.model.num_layers or 1) + 1):
+        for tp_size in TENSOR_DEGREES:
+            if world_size % (pp_size * tp_size) == 0:
+                yield pp_size, tp_size
+
+
+def _samples_of_step(config: NeoXConfig, world_size: int) -> int:
+    """Return the samples of a step: those that are asked for, or about as many for each GPU as the keys mean."""
+    total, micro, steps = (config.value(key) for key in BATCH_KEYS)
+    if total is not None:
+        return int(total)
+    model_ranks = model_ranks_of(config)
+    wanted = micro * (steps or 1) * world_size / model_ranks
+    divisor = world_size // gcd(world_size, model_ranks)
+    return max(1, round(wanted / divisor)) * divisor

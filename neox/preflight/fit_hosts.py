@@ -1,0 +1,155 @@
+"""Hosts of a start that may use others than the hostfile's first choice: spare ones, or fewer with the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from neox.config import NeoXConfig
+from neox.errors import ConfigError, LaunchError
+from neox.launch.doctor import HostReport, format_reports
+from neox.launch.hosts import refusal
+from neox.launch.placement import Placement
+from neox.launch.replacement import ChosenHosts, choose_fit_hosts, most_usable_hosts
+from neox.launch.spec import Host
+from neox.plan.batch import MICRO, STEPS, TOTAL, BatchPlan, solve_batch
+from neox.problems import CODE, Problem
+
+
+@dataclass(frozen=True)
+class FitHosts:
+    """Hosts of a start, and the configuration for them.
+
+    Attributes:
+        placement: Hosts and slots.
+        config: The configuration. With fewer ranks than planned, its batch is that of all ranks.
+        reports: Report of each host that takes part.
+        left_out: Names of the hosts that do not take part, with what is done about each.
+    """
+
+    placement: Placement
+    config: NeoXConfig
+    reports: list[HostReport]
+    left_out: Mapping[str, str]
+
+
+def with_spares(placement: Placement) -> Placement:
+    """Return a placement with the spare hosts among the hosts, so that all are asked."""
+    return replace(placement, hosts=(*placement.hosts, *placement.spares), spares=())
+
+
+def can_change_hosts(config: NeoXConfig, placement: Placement) -> bool:
+    """Return whether other hosts than those of the placement may be used.
+
+    Raises:
+        ConfigError: There are spare hosts, and the launcher cannot use them.
+    """
+    over_ssh = config.runner.launcher == "pdsh" and not config.runner.no_ssh_check
+    if placement.spares and not over_ssh:
+        raise refusal(
+            "spare hosts need `launcher: pdsh` without no_ssh_check: take them out of the hostfile, or use pdsh",
+            "launcher",
+        )
+    several = len(placement.hosts) > 1
+    return not placement.assumed and (bool(placement.spares) or (several and config.healing.elastic))
+
+
+def fit_hosts(
+    config: NeoXConfig,
+    placement: Placement,
+    reports: Sequence[HostReport],
+    unfit: Mapping[str, str],
+    suspects: Mapping[str, str],
+) -> FitHosts:
+    """Choose the hosts of a start.
+
+    Args:
+        config: The configuration.
+        placement: Hosts and spare hosts of the hostfile.
+        reports: Reports of all of them.
+        unfit: Names of further hosts that cannot take part, with the reasons.
+        suspects: Names of hosts that are left out only if others can take their places, with the reasons.
+
+    Raises:
+        LaunchError: Too few hosts can take part.
+        ConfigError: The batch is wrong.
+    """
+    reasons = {report.host.name: report.problems[0] for report in reports if report.problems} | dict(unfit)
+    chosen = choose_fit_hosts(placement.hosts, placement.spares, {**suspects, **reasons})
+    if chosen.missing:
+        chosen = choose_fit_hosts(placement.hosts, placement.spares, reasons)
+    else:
+        reasons = {**suspects, **reasons}
+    hosts = chosen.hosts
+    if chosen.missing:
+        hosts = _fewer_hosts(config, placement, chosen, reports, reasons)
+        config = _with_batch_of_all(config, placement)
+    if hosts[0].name != placement.hosts[0].name:
+        config = config.updated({}, without=("master_addr",))  # it is the address of the first host
+    left_out = {}
+    for host in placement.hosts:
+        if host not in hosts:
+            left_out[host.name] = _words(host, chosen, reasons)
+    report_of = {report.host.name: report for report in reports}
+    own_reports = [replace(report_of[host.name], host=host) for host in hosts]
+    return FitHosts(replace(placement, hosts=hosts, spares=()), config, own_reports, left_out)
+
+
+def _words(host: Host, chosen: ChosenHosts, reasons: Mapping[str, str]) -> str:
+    """Return why a host does not take part, and what is done about it."""
+    reason = reasons.get(host.name, "the batch cannot be divided over its ranks too")
+    spare = chosen.replaced.get(host.name)
+    if spare is None:
+        return f"{reason}; no spare host is left, and the run goes on with fewer ranks"
+    return f"{reason}; the spare host {spare} steps in"
+
+
+def _fewer_hosts(
+    config: NeoXConfig,
+    placement: Placement,
+    chosen: ChosenHosts,
+    reports: Sequence[HostReport],
+    reasons: Mapping[str, str],
+) -> tuple[Host, ...]:
+    """Return the hosts of a smaller run.
+
+    Raises:
+        LaunchError: The run may not be smaller, or the batch cannot be kept.
+    """
+    names = ", ".join(host.name for host in chosen.missing)
+    if not config.healing.elastic:
+        why = [f"{host.name}: {reasons[host.name]}" for host in chosen.missing if host.name in reasons]
+        table = format_reports(reports)
+        advice = "name spare hosts in the hostfile (`host slots=N spare`), or go on with fewer ranks: `elastic: true`"
+        raise LaunchError("\n".join(["nothing was started:", table, *why, f"{names}: no host is left; {advice}"]))
+    batch = _batch_of_all(config, placement)
+    size = batch.train_batch_size
+    hosts = most_usable_hosts(chosen.hosts, _ranks_of_copy(config), batch.train_micro_batch_size_per_gpu, size)
+    if not hosts:
+        raise LaunchError(
+            f"{names} cannot take part, and the batch of {size} samples, {batch.train_micro_batch_size_per_gpu} at "
+            "once on a rank, cannot be divided over the ranks of any of the other hosts: mend a host, or name a spare"
+        )
+    return hosts
+
+
+def _with_batch_of_all(config: NeoXConfig, placement: Placement) -> NeoXConfig:
+    """Return the configuration with the batch that all hosts of the hostfile have, whatever the number of ranks."""
+    batch = _batch_of_all(config, placement)
+    sizes = {TOTAL: batch.train_batch_size, MICRO: batch.train_micro_batch_size_per_gpu}
+    return config.updated(sizes, without=(STEPS, "global_num_gpus"), source=CODE)
+
+
+def _batch_of_all(config: NeoXConfig, placement: Placement) -> BatchPlan:
+    """Return the batch on all hosts. Raises ConfigError if it is wrong."""
+    problems: list[Problem] = []
+    batch = solve_batch(config, placement.world_size // _ranks_of_copy(config), problems)
+    if batch is None:
+        raise ConfigError(problems)
+    return batch
+
+
+def _ranks_of_copy(config: NeoXConfig) -> int:
+    """Return the number of ranks that hold the network once and share each sample."""
+    keys = config.parallelism
+    return max(1, keys.pipe_parallel_size) * keys.model_parallel_size * keys.context_parallel_size

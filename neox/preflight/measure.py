@@ -1,0 +1,192 @@
+"""Measurement of layouts: each one trains for a few steps on the hosts at hand, in a directory that is removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import FrameType
+
+from neox.errors import LaunchError
+from neox.launch.lifeline import exit_status, parent_death_hook
+from neox.log import progress
+from neox.metrics import METRICS_FILE, curves
+from neox.plan.search import Suggestion
+
+STEPS = 8
+"""Steps that each layout trains for."""
+_FIRST_STEPS = 3
+"""Steps that are not counted: they compile, allocate memory and connect ranks."""
+_STEP_SECONDS = "runtime/iteration_time"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOTHING_BUT_STEPS = (
+    "save=null",
+    "load=null",
+    "eval_iters=0",
+    "eval_tasks=null",
+    "use_wandb=false",
+    "tensorboard_dir=null",
+    "log_gradient_noise_scale=false",
+    "log_stability_every=null",
+    "profile=false",
+    "memory_profiling=false",
+    "straggler_steps=0",
+)
+"""Keys of a measured run: it reads nothing but its data, and writes metrics only."""
+
+
+@dataclass(frozen=True)
+class MeasuredLayout:
+    """A layout that was tried.
+
+    Attributes:
+        layout: The layout, with its estimate.
+        seconds: Median time of a step; None if it failed.
+        failure: Why it failed; empty if it did not.
+    """
+
+    layout: Suggestion
+    seconds: float | None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Result of `measure_layouts`.
+
+    Attributes:
+        layouts: Layouts that were tried, the fastest first, then those that failed.
+        stopped_by: Number of the signal that ended the measurement early; None if it was not.
+    """
+
+    layouts: tuple[MeasuredLayout, ...]
+    stopped_by: int | None
+
+
+def measure_layouts(layouts: Sequence[Suggestion], command: Sequence[str], run_directory: Path) -> Measurement:
+    """Train each layout for `STEPS` steps, one after another.
+
+    A signal ends the layout that runs, and those after it; what was measured stays.
+
+    Args:
+        layouts: What to measure, in this order.
+        command: Words of `deepy.py` that start the run as configured.
+        run_directory: Directory of the run. Measured runs log in one next to it, which is removed at the end.
+
+    Raises:
+        LaunchError: The directory cannot be made.
+    """
+    try:
+        run_directory.parent.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=f"{run_directory.name}-measured-", dir=run_directory.parent))
+    except OSError as error:
+        raise LaunchError(f"no directory for measured runs can be made next to {run_directory}: {error}") from None
+    measured: list[MeasuredLayout] = []
+    try:
+        with _MeasuredRuns(command) as runs, progress("measure", len(layouts), "layouts") as bar:
+            for number, layout in enumerate(layouts):
+                found = runs.measure(layout, directory / str(number))
+                if runs.stopped_by is not None:
+                    break
+                measured.append(found)
+                bar.update()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    measured.sort(key=_seconds_or_last)
+    return Measurement(tuple(measured), runs.stopped_by)
+
+
+def _seconds_or_last(measured: MeasuredLayout) -> float:
+    return float("inf") if measured.seconds is None else measured.seconds
+
+
+class _MeasuredRuns:
+    """Measured runs, one at a time. A stop signal ends the one that runs; a second one kills its launcher.
+
+    Ranks end with their launcher, and the launcher with this process.
+
+    Args:
+        command: Words of `deepy.py` that start the run as configured.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.stopped_by: int | None = None
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._handlers: dict[int, object] = {}
+
+    def __enter__(self) -> _MeasuredRuns:
+        for number in _STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what `signal.signal` has returned
+
+    def measure(self, layout: Suggestion, directory: Path) -> MeasuredLayout:
+        """Train a layout for a few steps and return the median time of a step, or why there is none."""
+        directory.mkdir()
+        output = directory / "output.txt"
+        with output.open("wb") as file:
+            status = self._run([*self._command, *_measured_keys(layout, directory)], file.fileno())
+        if status != 0:
+            text = output.read_text(encoding="utf-8", errors="replace")
+            return MeasuredLayout(layout, None, _reason(text, status))
+        metrics = directory / METRICS_FILE
+        if not metrics.exists():
+            return MeasuredLayout(layout, None, f"{metrics} is not seen here; set log_dir to a path that hosts share")
+        seconds = curves(metrics, [_STEP_SECONDS]).get(_STEP_SECONDS, {})
+        counted = [value for iteration, value in seconds.items() if iteration > _FIRST_STEPS]
+        if not counted:
+            return MeasuredLayout(layout, None, f"the run ended after {len(seconds)} steps; train_iters is too small")
+        return MeasuredLayout(layout, median(counted))
+
+    def _run(self, command: Sequence[str], output: int) -> int:
+        """Run a command to its end and return its exit status."""
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
+            preexec_fn=parent_death_hook(signal.SIGTERM),
+        )
+        try:
+            if self.stopped_by is not None:  # while it started
+                self._process.terminate()
+            return exit_status(self._process.wait())
+        finally:
+            self._process.kill()  # after an error; ranks end with their launcher
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_second = self.stopped_by is not None
+        self.stopped_by = number
+        if self._process is None or self._process.returncode is not None:
+            return
+        os.kill(self._process.pid, signal.SIGKILL if is_second else signal.SIGTERM)
+
+
+def _measured_keys(layout: Suggestion, directory: Path) -> list[str]:
+    """Return the flags that make a run train a layout for a few steps and write nothing outside a directory."""
+    keys = [f"{key}={value}" for key, value in layout.changes]
+    keys += [*_NOTHING_BUT_STEPS, f"exit_interval={STEPS}", f"log_dir={directory}"]
+    flags = []
+    for key in keys:
+        flags += ["--set", key]
+    return flags
+
+
+def _reason(output: str, status: int) -> str:
+    """Return why a run failed: the last line that it has printed."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    if not lines:
+        return f"it ended with status {status}"
+    return lines[-1].strip()

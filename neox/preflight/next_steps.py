@@ -1,0 +1,36 @@
+"""Commands that follow a finished training: text from its newest checkpoint, and its export."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from shlex import join
+
+from neox.launch.command_line import overrides
+from neox.plan import RunPlan
+from neox.plan.export_form import export_note
+
+
+def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
+    """Yield the commands that use what a training has saved; none if it saves nothing.
+
+    Args:
+        arguments: Command line of the training.
+        plan: Its plan.
+    """
+    save = plan.config.checkpoint.save
+    if save is None:
+        return
+    files = list(arguments.conf_file)
+    if arguments.conf_dir:
+        files = ["-d", arguments.conf_dir, *files]
+    settings: list[str] = []
+    for text in overrides(arguments):
+        if text != "overwrite=true":
+            settings += ["--set", text]
+    if plan.config.model.objective == "causal_lm":
+        typed = ["--set", "text_gen_type=interactive"]
+        yield f"to try it: {join(['python', 'tools/generate.py', *files, *settings, *typed])}"
+    if export_note(plan.config, plan.architecture) is None:
+        export = ["python", "tools/convert_to_hf.py", "--input_dir", save, "--output_dir", f"{save.rstrip('/')}-hf"]
+        yield f"to export it: {join(export)}"

@@ -1,0 +1,123 @@
+"""Token files that a configuration names by addresses: copied to `data_cache_dir` before anything is planned."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from neox.config import NeoXConfig
+from neox.errors import DataError, os_errors
+from neox.files import atomic_write, lock_file, write_text
+from neox.log import get_logger
+from neox.storage import FileState, is_remote, open_file, shown, state_of
+
+_log = get_logger(__name__)
+_SUFFIXES = (".bin", ".idx", ".json")
+_PIECE_BYTES = 8 << 20
+
+
+def with_local_data(config: NeoXConfig) -> NeoXConfig:
+    """Return a configuration in which addresses of token files are replaced by prefixes of local copies.
+
+    Copies that are there are kept if the server still names the same content.
+
+    Raises:
+        DataError: If a file cannot be read, or the disk is too small.
+    """
+    directory = Path(config.data.data_cache_dir)
+    changes = {}
+    for key, value in config.to_flat().items():
+        if key.endswith(("data_path", "data_paths")) and _has_address(value):
+            changes[key] = _local(value, directory)
+    if not changes:
+        return config
+    return config.updated(changes)
+
+
+def _has_address(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_address, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_address, value))
+    return isinstance(value, str) and is_remote(value)
+
+
+def _local(value: Any, directory: Path) -> Any:
+    """Return a value of a key with copies in place of addresses."""
+    if isinstance(value, Mapping):
+        return {name: _local(each, directory) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_local(each, directory) for each in value]
+    if isinstance(value, str) and is_remote(value):
+        return str(fetch_token_files(value, directory))
+    return value
+
+
+def fetch_token_files(address: str, directory: Path) -> Path:
+    """Return the prefix of a local copy of `ADDRESS.bin`, `.idx` and, if there is one, `.json`.
+
+    Args:
+        address: Address without the suffix.
+        directory: Directory of copies. One process at a time writes into it.
+
+    Raises:
+        DataError: If a file cannot be read, or the disk is too small.
+    """
+    folder = directory / hashlib.sha256(address.encode()).hexdigest()[:12]
+    prefix = folder / address.rpartition("/")[2]
+    with os_errors(DataError, f"data_cache_dir: {directory} cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".lock", "w") as lock:
+            lock_file(lock, wait=True)
+            wanted = _wanted(address, prefix)
+            needed = sum(state.size for state in wanted.values())
+            free = shutil.disk_usage(folder).free
+            if needed > free:
+                raise DataError(
+                    f"{shown(address)} needs {needed / 1e9:.1f} GB, and {directory} has {free / 1e9:.1f} GB free; "
+                    "set data_cache_dir to a larger disk"
+                )
+            if wanted:
+                _log.info("copying %s, %.2f GB, to %s", shown(address), needed / 1e9, folder)
+            for suffix, state in wanted.items():
+                _copy(address + suffix, Path(f"{prefix}{suffix}"), state)
+    return prefix
+
+
+def _wanted(address: str, prefix: Path) -> dict[str, FileState]:
+    """Return the files that are not there yet, or have changed at the server."""
+    wanted = {}
+    for suffix in _SUFFIXES:
+        try:
+            state = state_of(address + suffix)
+        except DataError:
+            if suffix == ".json":  # other programs write none
+                continue
+            raise
+        local = Path(f"{prefix}{suffix}")
+        if not local.is_file() or local.stat().st_size != state.size or _noted(local) != str(state.version):
+            wanted[suffix] = state
+    return wanted
+
+
+def _noted(local: Path) -> str:
+    note = _note_of(local)
+    return note.read_text(encoding="utf-8") if note.is_file() else ""
+
+
+def _note_of(local: Path) -> Path:
+    """Return the file that holds the server's tag of a copy."""
+    return local.with_name(f"{local.name}.version")
+
+
+def _copy(address: str, target: Path, state: FileState) -> None:
+    _note_of(target).unlink(missing_ok=True)
+    with open_file(address) as source, atomic_write(target) as out:
+        while piece := source.read(_PIECE_BYTES):
+            out.write(piece)
+    if target.stat().st_size != state.size:
+        raise DataError(f"{shown(address)} changed while it was copied; give the command again")
+    write_text(_note_of(target), str(state.version))

@@ -1,0 +1,196 @@
+"""Restarts of a failed training by `deepy.py`: what is decided, recorded and changed before the next start."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from neox.config import NeoXConfig
+from neox.errors import NeoXError
+from neox.launch.agent_files import Cause
+from neox.launch.event_log import record_event
+from neox.launch.outcome import EndKind, RunEnd
+from neox.launch.restarts import RestartPolicy
+from neox.launch.spec import LaunchSpec
+from neox.plan.run_identity import find_run, resumes_own_directory
+
+_ADVICE = (
+    "a failed training can be started again by itself, from its newest checkpoint: `max_restarts: N` with `save`, "
+    "or --max-restarts N"
+)
+
+
+_FAILURES_OF_SUSPECT = 3  # in a row on one host
+
+
+class Restarts:
+    """Restarts of one run.
+
+    Args:
+        config: The configuration of the first start.
+        script: Script of the ranks. Only a training is started again.
+
+    Attributes:
+        unfit: Names of the hosts that must not take part any more, with the reasons.
+        can_move: Whether other hosts may be used at the next start.
+        suspects: Names of the hosts that should not take part if others can, with the reasons.
+    """
+
+    def __init__(self, config: NeoXConfig, script: Path) -> None:
+        self._config = config
+        self._trains = script.stem == "train"
+        allowed = 0
+        if self._trains:
+            allowed = config.healing.max_restarts
+        self._policy = RestartPolicy(allowed)
+        self._latest = self._latest_checkpoint()
+        self._ranks: int | None = None  # of the last start
+        self._failures_in_a_row: list[str] = []  # host of each, while it is the same
+        self._taken: tuple[str, ...] = ()  # hosts that must not take part in the next start, because they are taken
+        self.can_move = False
+        self.unfit: dict[str, str] = {}
+        self.suspects: dict[str, str] = {}
+
+    @property
+    def advice(self) -> str:
+        """Line about restarts for a training that fails without any; empty if there is nothing to say."""
+        if self._trains and self._policy.allowed == 0:
+            return _ADVICE
+        return ""
+
+    def starting(self, spec: LaunchSpec, directory: Path, left_out: Mapping[str, str]) -> None:
+        """Record a start.
+
+        Args:
+            spec: The start.
+            directory: The run directory.
+            left_out: Names of the hosts that do not take part, with what is done about each.
+        """
+        self._policy.started()
+        if not self._trains:
+            return
+        for host, words in left_out.items():
+            record_event(directory, "host left out", host=host, reason=words)
+            _print(f"{host} is left out: {words}")
+        if self._ranks not in (None, spec.world_size):
+            change = f"{spec.world_size} ranks instead of {self._ranks}, with the same batch"
+            record_event(directory, "ranks changed", ranks=spec.world_size, before=self._ranks, reason=change)
+            _print(change)
+        self._ranks = spec.world_size
+        record_event(
+            directory,
+            "start",
+            restart=self._policy.restarts,
+            hosts=[host.name for host in spec.hosts],
+            ranks=spec.world_size,
+            step=self._saved_step(),
+        )
+
+    def follow(self, end: RunEnd, directory: Path) -> bool:
+        """Record the end of a start, and decide about another one.
+
+        Args:
+            end: How the start has ended.
+            directory: The run directory.
+
+        Returns:
+            Whether the run is to be started again; the pause before is over.
+        """
+        if not self._trains:
+            return False
+        decision = self._policy.decide(end, can_move=self.can_move)
+        self._judge_hosts(end)
+        record_event(
+            directory,
+            "end",
+            kind=end.kind.value,
+            status=end.status,
+            host=", ".join(end.hosts) or None,
+            rank=end.rank,
+            cause=end.cause or None,
+            reported=end.reported_cause,
+            step=end.step,
+            decision=decision.words,
+            reason=decision.reason or None,
+        )
+        if self._policy.allowed and decision.reason:
+            action = "no restart"
+            if decision.restart:
+                action = f"{decision.words} from {self._start_words()}"
+            _print(f"{action}: {decision.reason}")
+        if decision.pause:
+            time.sleep(decision.pause)
+        return decision.restart
+
+    def _judge_hosts(self, end: RunEnd) -> None:
+        """Note the hosts that should not take part in the next start."""
+        for host in self._taken:
+            self.unfit.pop(host, None)
+        self._taken = ()
+        if end.kind is EndKind.PREEMPTED:
+            self._taken = end.hosts
+            self.unfit |= dict.fromkeys(end.hosts, "it is about to be taken")
+        report = end.report
+        if report is not None and report.cause == Cause.REPLICAS and report.ranks:
+            for host in end.hosts:
+                self.unfit[host] = f"its weights differed from those of the other data ranks at step {end.step}"
+        if len(end.hosts) != 1:
+            self._failures_in_a_row = []
+            return
+        host = end.hosts[0]
+        if host not in self._failures_in_a_row:
+            self._failures_in_a_row = []
+        self._failures_in_a_row.append(host)
+        if len(self._failures_in_a_row) == _FAILURES_OF_SUSPECT:
+            self.suspects[host] = f"{_FAILURES_OF_SUSPECT} failures in a row were there"
+
+    def next_config(self) -> NeoXConfig:
+        """Return the configuration of the next start, which goes on from the newest checkpoint of this run."""
+        dropped = ["overwrite"]  # else the checkpoints of this very run would be moved away
+        has_saved = self._latest_checkpoint() != self._latest
+        if has_saved and resumes_own_directory(self._config):
+            dropped.append("iteration")  # it names the checkpoint of the first start
+        return self._config.updated({}, without=dropped)
+
+    @contextmanager
+    def recording_refusals(self, directory: Path) -> Iterator[None]:
+        """Record an error of the block, which refuses the next start, in the run directory."""
+        try:
+            yield
+        except NeoXError as error:
+            record_event(directory, "end", cause=str(error), decision="stop", reason="the restart is refused")
+            raise
+
+    def _saved_step(self) -> int | None:
+        """Return the iteration of the checkpoint that a start goes on from; None if it starts anew."""
+        save = self._config.checkpoint.save
+        if save is None:
+            return None
+        found = find_run(Path(save))
+        if found is None:
+            return None
+        return found.iteration
+
+    def _start_words(self) -> str:
+        step = self._saved_step()
+        if step is None:
+            return "the start, because there is no checkpoint"
+        return f"the checkpoint of step {step}"
+
+    def _latest_checkpoint(self) -> tuple[str, int] | None:
+        """Return what `latest` says and when it was written; None without it."""
+        save = self._config.checkpoint.save
+        if save is None:
+            return None
+        path = Path(save) / "latest"
+        try:
+            return path.read_text(), path.stat().st_mtime_ns
+        except OSError:
+            return None
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,65 @@
+"""Events of a run in `events.jsonl` of its run directory: starts, failures and what was decided about them.
+
+One JSON object a line. Every line has `time` (seconds since the epoch) and `event`; others are None or left out if they
+are not known: `host`, `rank`, `cause`, `step`, `decision`, `reason`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+"""Name of the file in a run directory."""
+
+
+def append_event(directory: Path, event: str, **fields: Any) -> None:
+    """Append an event.
+
+    Args:
+        directory: The run directory.
+        event: What has happened, in one word or two.
+        fields: Further fields of the line.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
+    descriptor = os.open(directory / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def interruptions(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the ends of starts after which the run was started again, in their order."""
+    found = []
+    for event in events:
+        if event["event"] == "end" and str(event.get("decision")).startswith("restart"):
+            found.append(event)
+    return found
+
+
+def read_events(directory: Path) -> list[dict[str, Any]]:
+    """Return the events of a run in the order of the file; a line that is cut off is left out.
+
+    Args:
+        directory: The run directory.
+    """
+    path = directory / EVENTS_FILE
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(event, dict) and {"time", "event"} <= event.keys():
+            events.append(event)
+    return events

@@ -1,0 +1,257 @@
+"""Files in object storage, on the Hugging Face hub and on web servers, read by their addresses through fsspec.
+
+A read that fails is tried again, and an answer that is shorter than asked for counts as a failure. What a server
+refuses (no such file, no permission) is an error at once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+from urllib.parse import urlsplit
+
+from neox.errors import DataError, NeoXError, needs_package
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+SCHEMES = ("s3", "gs", "hf", "https", "http")
+"""Schemes of addresses that are read through fsspec."""
+
+BLOCK_BYTES = 8 << 20
+ATTEMPTS = 7
+FIRST_PAUSE = 0.5
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"}
+_TEMPORARY_STATUS = (408, 425, 429)
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError")
+_WILDCARDS = set("*?[")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What identifies the content of a file without reading it.
+
+    Attributes:
+        size: Number of bytes.
+        version: Time of change of a local file in nanoseconds; otherwise the server's tag of the content.
+    """
+
+    size: int
+    version: int | str
+
+
+def is_remote(path: str | Path) -> bool:
+    """Return whether a path is an address of a storage service, the hub or a web server."""
+    scheme, separator, _ = str(path).partition("://")
+    return bool(separator) and scheme in SCHEMES
+
+
+def shown(path: str | Path) -> str:
+    """Return a path as messages and sidecars show it: an address without its query and user, which may be secrets."""
+    text = str(path)
+    if not is_remote(text):
+        return text
+    parts = urlsplit(text)
+    if parts.scheme in ("http", "https"):
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return text
+
+
+def name_of(path: str | Path) -> str:
+    """Return the file name at the end of a path or an address."""
+    text = str(path)
+    if text.startswith(("http://", "https://")):
+        text = urlsplit(text).path
+    return text.rstrip("/").rpartition("/")[2]
+
+
+def filesystem(address: str, kind: type[NeoXError] = DataError) -> Any:
+    """Return fsspec's file system of an address.
+
+    Args:
+        address: Address in one of SCHEMES.
+        kind: Class of errors.
+
+    Raises:
+        NeoXError: If a package is missing, or the file system cannot be made, as an error of `kind`.
+    """
+    scheme = address.partition("://")[0]
+    file = "requirements-gcs.txt" if scheme == "gs" else "requirements-storage.txt"
+    with needs_package(kind, shown(address), f"fsspec with {_PACKAGES[scheme]}", file):
+        import fsspec
+
+        try:
+            return fsspec.filesystem(scheme)
+        except ImportError:
+            raise
+        except Exception as error:  # those of many libraries
+            raise kind(f"{shown(address)}: {type(error).__name__}: {error}") from error
+
+
+def attempt(action: Callable[[], T], what: str, kind: type[NeoXError] = DataError) -> T:
+    """Do something with a server, and try again after errors that may pass.
+
+    Args:
+        action: Action to do. It is repeated as a whole.
+        what: What the messages name.
+        kind: Class of errors.
+
+    Raises:
+        NeoXError: If the server refuses, or ATTEMPTS have failed, as an error of `kind`.
+    """
+    for number in range(1, ATTEMPTS + 1):
+        try:
+            return action()
+        except NeoXError:
+            raise
+        except Exception as error:  # those of many libraries
+            reason = _refusal(error)
+            if reason is not None:
+                raise kind(f"{what}: {reason}") from error
+            described = f"{type(error).__name__}: {_first_line(error)}"
+            if number == ATTEMPTS:
+                raise kind(f"{what}: {described}, {ATTEMPTS} times; the same command goes on from here") from error
+            _log.warning("%s: %s: trying again", what, described)
+            time.sleep(FIRST_PAUSE * 2 ** (number - 1))
+    raise AssertionError
+
+
+def _refusal(error: Exception) -> str | None:
+    """Return why a server refuses, with what to do about it; None for an error that may pass."""
+    if isinstance(error, FileNotFoundError):
+        return "it does not exist (or is hidden from these credentials)"
+    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
+    lasting = isinstance(status, int) and 400 <= status < 500 and status not in _TEMPORARY_STATUS
+    without = type(error).__name__ in _NO_CREDENTIALS
+    if isinstance(error, PermissionError) or lasting or without:
+        return (
+            f"it is refused: {_first_line(error)}; check the credentials of this machine and whether they have expired "
+            "(s3: AWS_ACCESS_KEY_ID or a profile; hub: HF_TOKEN)"
+        )
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of what an error says, without a full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(". ")
+
+
+def state_of(path: str) -> FileState:
+    """Return what identifies the content of a file. Raises DataError, or OSError for a local file."""
+    if not is_remote(path):
+        status = os.stat(path)
+        return FileState(status.st_size, status.st_mtime_ns)
+    found = attempt(lambda: filesystem(path).info(path), shown(path))
+    size = found.get("size")
+    if size is None:
+        raise DataError(f"{shown(path)}: the server does not tell its size; download it, and give the local file")
+    version = found.get("ETag") or found.get("blob_id") or found.get("etag") or found.get("mtime") or ""
+    return FileState(int(size), str(version))
+
+
+def size_of(path: str) -> int:
+    """Return the number of bytes of a file. Raises errors as `state_of`."""
+    return state_of(path).size
+
+
+def has_wildcards(path: str) -> bool:
+    """Return whether an address is a pattern. `?` begins the query of one on the web."""
+    if path.startswith(("http://", "https://")):
+        path = urlsplit(path).path
+    return bool(_WILDCARDS & set(path))
+
+
+def list_files(address: str) -> list[str]:
+    """Return the files below an address, or those that match it if it is a pattern, sorted by name.
+
+    Raises:
+        DataError: If the server refuses, or lists no files (a web server).
+    """
+    scheme = address.partition("://")[0]
+    if scheme in ("http", "https"):
+        raise DataError(f"{shown(address)}: a web server does not list files; give the address of each file")
+    where = filesystem(address)
+    root = address
+    if has_wildcards(address):
+        wild = min(address.find(sign) for sign in _WILDCARDS if sign in address)
+        root = address[:wild].rpartition("/")[0]
+    found = attempt(lambda: where.find(root), shown(address))
+    files = [f"{scheme}://{str(name).removeprefix(f'{scheme}://')}" for name in found]
+    if root != address:
+        files = [file for file in files if matches(file, address)]
+    return sorted(files)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern, in which `*` stays in a part of the path and `**` does not."""
+    names = name.split("/")
+    patterns = pattern.split("/")
+    return _parts_match(names, patterns)
+
+
+def _parts_match(names: list[str], patterns: list[str]) -> bool:
+    if not patterns:
+        return not names
+    if patterns[0] == "**":
+        return any(_parts_match(names[skipped:], patterns[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], patterns[0]) and _parts_match(names[1:], patterns[1:])
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Open a local or remote file for reading. Raises DataError, or OSError for a local file."""
+    if not is_remote(path):
+        return open(path, "rb")
+    return io.BufferedReader(RemoteFile(path), BLOCK_BYTES)
+
+
+class RemoteFile(io.RawIOBase):
+    """Remote file that is read in ranges. Each range is checked for its length and tried again after an error."""
+
+    def __init__(self, address: str) -> None:
+        """Ask for the size. Raises DataError if the file cannot be read."""
+        self._address = address
+        self._where = filesystem(address)
+        self._size = size_of(address)
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the position, which costs nothing."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes. Raises DataError if the server does not give them."""
+        wanted = min(len(buffer), self._size - self._position)
+        if wanted <= 0:
+            return 0
+        start = self._position
+
+        def read() -> bytes:
+            data: bytes = self._where.cat_file(self._address, start=start, end=start + wanted)
+            if len(data) != wanted:
+                raise OSError(f"{len(data):,} bytes came instead of {wanted:,} at byte {start:,}")
+            return data
+
+        buffer[:wanted] = attempt(read, shown(self._address))
+        self._position += wanted
+        return wanted

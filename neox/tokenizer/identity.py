@@ -1,0 +1,125 @@
+"""Identity of a tokenizer, which checkpoints carry, because a model knows tokens only by the ids of its training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neox.errors import CheckpointError, os_errors
+from neox.tokenizer.base import Tokenizer
+
+if TYPE_CHECKING:
+    from neox.config import NeoXConfig
+
+TOKENIZER_IDENTITY = "tokenizer_identity.json"
+"""Name of the file in a checkpoint."""
+_SHOWN_DIGITS = 12
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """What tells a tokenizer from others.
+
+    Attributes:
+        tokenizer_type: NeoX's name of the type.
+        content_hash: `Tokenizer.content_hash`.
+        original_hash: The hash without added tokens; the same as `content_hash` if none were added to the file's.
+        vocab_size: Number of ids.
+        added_tokens: Value of the key `added_tokens`.
+        vocab_file: Path of the vocabulary, for messages; None if the type has none.
+    """
+
+    tokenizer_type: str
+    content_hash: str
+    original_hash: str
+    vocab_size: int
+    added_tokens: tuple[str, ...] = ()
+    vocab_file: str | None = None
+
+    def __str__(self) -> str:
+        file = f" {self.vocab_file}" if self.vocab_file else ""
+        return f"{self.tokenizer_type}{file} ({self.vocab_size:,} ids, hash {self.content_hash[:_SHOWN_DIGITS]})"
+
+    def same_ids(self, other: TokenizerIdentity) -> bool:
+        """Return whether the ids that both tokenizers have mean the same: they are equal, or one has more tokens."""
+        ours = {self.content_hash, self.original_hash}
+        theirs = {other.content_hash, other.original_hash}
+        if self.content_hash in theirs or other.content_hash in ours:
+            return True
+        shared = min(len(self.added_tokens), len(other.added_tokens))
+        same_start = self.added_tokens[:shared] == other.added_tokens[:shared]
+        return self.original_hash == other.original_hash and same_start
+
+    def difference(self, checkpoint: Path, saved: TokenizerIdentity) -> str:
+        """Return that a checkpoint was trained with another tokenizer than this one, and the ways out."""
+        return (
+            f"{checkpoint} was trained with the tokenizer {saved}, and this one is {self}: to the model its ids mean "
+            "other tokens; set vocab_file and tokenizer_type to the checkpoint's, or `allow_other_tokenizer: true` if "
+            "it is meant"
+        )
+
+
+def identify(
+    tokenizer: Tokenizer, vocab_file: str | Path | None, added_tokens: Sequence[str] = ()
+) -> TokenizerIdentity:
+    """Return the identity of a tokenizer.
+
+    Args:
+        tokenizer: The tokenizer, with its added tokens.
+        vocab_file: Path of its vocabulary.
+        added_tokens: Value of the key `added_tokens`.
+    """
+    return TokenizerIdentity(
+        tokenizer.name,
+        tokenizer.content_hash,
+        tokenizer.original_hash or tokenizer.content_hash,
+        tokenizer.vocab_size,
+        tuple(added_tokens),
+        None if vocab_file is None else str(vocab_file),
+    )
+
+
+def identify_configured(config: NeoXConfig, tokenizer: Tokenizer) -> TokenizerIdentity:
+    """Return the identity of a configuration's tokenizer."""
+    return identify(tokenizer, config.tokenizer.vocab_file, config.tokenizer.added_tokens)
+
+
+def write_tokenizer_identity(directory: Path, identity: TokenizerIdentity | None) -> None:
+    """Write an identity, if there is one, into a checkpoint. Raises CheckpointError if the disk refuses."""
+    if identity is None:
+        return
+    path = directory / TOKENIZER_IDENTITY
+    with os_errors(CheckpointError, f"{path}: cannot be written"):
+        path.write_text(json.dumps(asdict(identity), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def saved_tokenizer_identity(checkpoint: Path) -> TokenizerIdentity | None:
+    """Return the identity that a checkpoint carries; None if it has none. Raises CheckpointError if it is damaged."""
+    path = checkpoint / TOKENIZER_IDENTITY
+    if not path.is_file():
+        return None
+    try:
+        identity = TokenizerIdentity(**json.loads(path.read_text(encoding="utf-8")))
+        return replace(identity, added_tokens=tuple(identity.added_tokens))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read as the identity of a tokenizer: {error}") from error
+
+
+def other_tokenizer(config: NeoXConfig, tokenizer: Tokenizer, checkpoint: Path) -> str | None:
+    """Return why a configuration's tokenizer does not go with a checkpoint; None if it does, or nothing is known.
+
+    Raises:
+        CheckpointError: If the checkpoint's identity is damaged.
+    """
+    if config.checkpoint.allow_other_tokenizer:
+        return None
+    saved = saved_tokenizer_identity(checkpoint)
+    if saved is None:
+        return None
+    ours = identify_configured(config, tokenizer)
+    if ours.same_ids(saved):
+        return None
+    return ours.difference(checkpoint, saved)

@@ -1,0 +1,40 @@
+"""Reports of failures to the launcher, which decides whether a restart can help."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from neox.errors import ConfigError, NotFiniteError, ReplicaError
+from neox.launch import Cause, FailureReport, report_failure
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def reported_failures() -> Iterator[None]:
+    """Report an error that leaves the block, if its kind decides about a restart."""
+    try:
+        yield
+    except Exception as error:
+        report = failure_report(error)
+        if report is not None:
+            report_failure(report)
+        raise
+
+
+def failure_report(error: BaseException) -> FailureReport | None:
+    """Return what the launcher should know about an error; None if a restart may help against it."""
+    if isinstance(error, NotFiniteError):
+        return FailureReport(Cause.NOT_FINITE, error.step)
+    if isinstance(error, ReplicaError):
+        return FailureReport(Cause.REPLICAS, error.step, error.ranks)
+    if isinstance(error, ConfigError):
+        return FailureReport(Cause.REFUSED)
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, OSError) and reason.errno in _FULL:
+            return FailureReport(Cause.DISK_FULL)
+        reason = reason.__cause__ or reason.__context__
+    return None

@@ -1,0 +1,109 @@
+"""Uploads of committed checkpoints by a thread of rank 0, which no step and no other rank waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+from neox.checkpoint import checkpoint_directories, read_manifest
+from neox.checkpoint.mirror import Mirror
+from neox.engine import SaveReport
+from neox.errors import CheckpointError
+from neox.launch import busy_saving, report_progress
+from neox.log import get_logger
+from neox.plan import RunPlan
+from neox.train.callbacks import Callback, TrainState
+
+_log = get_logger(__name__)
+_POLL_SECONDS = 0.2
+_DEADLINE_SECONDS = 300.0
+
+
+class MirrorUploads(Callback):
+    """Queue of checkpoints that go to `checkpoint_mirror`. After a failure the next checkpoint is tried.
+
+    Only the newest waiting checkpoint is uploaded. The mirror drops older ones when a newer one is complete there.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        """Connect to the mirror.
+
+        Args:
+            plan: The run, with `checkpoint_mirror`.
+
+        Raises:
+            CheckpointError: If a package is missing.
+        """
+        keys = plan.config.checkpoint
+        assert keys.checkpoint_mirror is not None
+        self._save = Path(keys.save or ".")
+        self._keep = keys.keep_last_n_checkpoints
+        self._mirror = Mirror(keys.checkpoint_mirror, part_bytes=keys.checkpoint_mirror_part_bytes)
+        self._waiting: deque[Path] = deque(maxlen=1)
+        self._wakes = threading.Event()
+        self._ends = threading.Event()
+        self._moved = time.monotonic()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="checkpoint-mirror")
+
+    def on_start(self, state: TrainState) -> None:
+        """Start the thread, with the newest local checkpoint if a killed run has not uploaded it."""
+        if state.iteration > 0 and self._save.is_dir():
+            for path in checkpoint_directories(self._save)[:1]:
+                self._put(path)
+        self._thread.start()
+
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        """Queue a committed checkpoint."""
+        self._put(report.path)
+
+    def finish(self) -> None:
+        """Wait for the last upload after training has ended, as long as it moves. Other ranks have ended already."""
+        if not self._thread.is_alive():
+            return
+        self._moved = time.monotonic()
+        self._ends.set()
+        self._wakes.set()
+        with busy_saving():
+            while self._thread.is_alive():
+                self._thread.join(_POLL_SECONDS)
+                report_progress()
+                if time.monotonic() - self._moved > _DEADLINE_SECONDS:
+                    _log.warning("%s: the upload does not move; the local checkpoint stays", self._mirror.address)
+                    return
+
+    def _put(self, path: Path) -> None:
+        self._waiting.append(path)
+        self._wakes.set()
+
+    def _note_progress(self) -> None:
+        self._moved = time.monotonic()
+
+    def _serve(self) -> None:
+        while True:
+            self._wakes.wait()
+            self._wakes.clear()
+            while self._waiting:
+                self._upload(self._waiting.popleft())
+            if self._ends.is_set():
+                return
+
+    def _has(self, path: Path) -> bool:
+        """Return whether the mirror holds this checkpoint already."""
+        manifest = read_manifest(path)
+        if manifest is None or manifest.iteration not in self._mirror.iterations():
+            return False
+        return self._mirror.manifest_text(manifest.iteration) == manifest.to_json().encode()
+
+    def _upload(self, path: Path) -> None:
+        started = time.monotonic()
+        try:
+            if self._has(path):
+                return
+            self._mirror.upload(path, self._note_progress)
+            _log.info("%s is in %s after %.0f s", path.name, self._mirror.address, time.monotonic() - started)
+            if self._keep is not None:
+                self._mirror.keep_last(self._keep)
+        except (CheckpointError, OSError) as error:
+            _log.warning("checkpoint_mirror: %s; training goes on, and %s stays", error, path)

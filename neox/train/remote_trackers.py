@@ -1,0 +1,374 @@
+"""Experiment trackers whose rows wait in a file until they are sent: MLflow, Comet and Trackio.
+
+Training writes each row to a journal and goes on. A thread connects, sends the rows in order, and notes how many it has
+sent. If the tracker fails, the thread tries again; what is left when the run ends is sent by the next one that resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from neox.errors import ConfigError, TrainingError, needs_package
+from neox.files import write_text
+from neox.log import get_logger
+from neox.plan import RunPlan
+from neox.train.callbacks import TrainState
+from neox.train.trackers import Tracker, cut_partial_line, kept_run_id, run_settings, tracker_directory
+
+_log = get_logger(__name__)
+_ROWS_AT_ONCE = 200
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
+_SECONDS_TO_END = 20.0
+_LONGEST_VALUE = 500
+
+
+class Row(NamedTuple):
+    """Row of the journal.
+
+    Attributes:
+        iteration: Iteration of the numbers.
+        seconds: Time of the row since 1970.
+        scalars: Numbers by name.
+    """
+
+    iteration: int
+    seconds: float
+    scalars: dict[str, float]
+
+
+class QueuedTracker(Tracker):
+    """Tracker with a journal. Subclasses connect and send; they are called by one thread only."""
+
+    name = ""
+    """Name in messages and of the files."""
+
+    def __init__(self, plan: RunPlan, part: str = "") -> None:
+        """Describe the run; nothing is connected yet.
+
+        Args:
+            plan: The run.
+            part: What another process than the training adds to its run, such as `evaluation`; it has a journal of its
+                own.
+        """
+        self.plan = plan
+        self.part = part
+        self.directory = tracker_directory(plan)
+        stem = f"{self.name}_{part}" if part else self.name
+        self.journal = self.directory / f"{stem}_rows.jsonl"
+        self.sent_file = self.directory / f"{stem}_sent"
+        self.run_id = ""
+        self._sent = 0  # rows
+        self._written = 0
+        self._failing = False
+        self._ending = threading.Event()
+        self._exit_failed = False
+        self._thread: threading.Thread | None = None
+
+    @abstractmethod
+    def connect(self, *, is_resumed: bool) -> None:
+        """Begin the run at the tracker, or continue it. Any exception means: not now."""
+
+    @abstractmethod
+    def send(self, rows: list[Row]) -> None:
+        """Send rows, oldest first. Any exception means: not now, and the rows come again."""
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
+        """End the run at the tracker."""
+
+    def on_start(self, state: TrainState) -> None:
+        """Open the journal, with the rows that an interrupted training has left, and start the thread.
+
+        Raises:
+            TrainingError: If the journal cannot be written.
+        """
+        resumed = state.iteration > 0 or bool(self.part)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.run_id = kept_run_id(self.directory / f"{self.name}_run_id", resumed=resumed)
+            if not resumed:
+                self._forget_earlier_run()
+            if self.journal.is_file():
+                cut_partial_line(self.journal)
+            self._sent = int(self.sent_file.read_text() or 0) if self.sent_file.is_file() else 0
+            self._written = sum(1 for _ in self._rows(0))
+            self._stream = open(self.journal, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"{self.journal} cannot be written or read: {error}") from error
+        if self._written > self._sent:
+            _log.info("%s: sending %d rows that are left from before", self.name, self._written - self._sent)
+        self._thread = threading.Thread(target=self._serve, args=(resumed,), daemon=True, name=self.name)
+        self._thread.start()
+
+    def _forget_earlier_run(self) -> None:
+        """Keep rows of an earlier run, if some were never sent, under another name, and begin without any."""
+        if self.journal.is_file():
+            kept = self.journal.with_name(f"{self.journal.stem}_unsent_{secrets.token_hex(2)}.jsonl")
+            self.journal.rename(kept)
+            _log.warning("%s: an earlier run has rows that were not sent; they are in %s", self.name, kept)
+        self.sent_file.unlink(missing_ok=True)
+
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
+        """Append a row to the journal."""
+        finite = {name: value if math.isfinite(value) else str(value) for name, value in scalars.items()}
+        self._stream.write(json.dumps([iteration, time.time(), finite]) + "\n")
+        self._stream.flush()
+        self._written += 1
+
+    def on_end(self, state: TrainState) -> None:
+        """Wait for the last rows, but not for long."""
+        self._end(failed=False)
+
+    def on_failure(self, state: TrainState) -> None:
+        """Mark the run as failed, if it has begun."""
+        self._end(failed=True)
+
+    def _end(self, *, failed: bool) -> None:
+        if self._thread is None:
+            return
+        self._exit_failed = failed
+        self._ending.set()
+        self._thread.join(_SECONDS_TO_END)
+        self._stream.close()
+        left = self._written - self._sent
+        if left or self._thread.is_alive():
+            _log.warning("%s: %d rows are not sent; a resumed run sends them (%s)", self.name, left, self.journal)
+            return
+        self.journal.unlink(missing_ok=True)
+        self.sent_file.unlink(missing_ok=True)
+
+    def _serve(self, resumed: bool) -> None:
+        """Connect and send until the run ends and no row is left, or until the tracker fails after the end."""
+        pause = _FIRST_PAUSE
+        connected = False
+        while True:
+            ends = self._ending.is_set()  # before the rows are counted
+            try:
+                if not connected:
+                    self.connect(is_resumed=resumed)
+                    connected = True
+                self._send_all()
+                if ends:
+                    self.close(failed=self._exit_failed)
+                    return
+                self._note_success()
+                pause = _FIRST_PAUSE
+                self._ending.wait(_FIRST_PAUSE)
+            except Exception as error:  # those of the tracker's package, of any kind
+                self._note_failure(error)
+                if ends:
+                    return
+                self._ending.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _send_all(self) -> None:
+        while self._sent < self._written:
+            rows = []
+            for row in self._rows(self._sent):
+                rows.append(row)
+                if len(rows) == _ROWS_AT_ONCE:
+                    break
+            self.send(rows)
+            self._sent += len(rows)
+            write_text(self.sent_file, str(self._sent))
+
+    def _rows(self, first: int) -> Iterator[Row]:
+        """Yield the rows of the journal from a number on."""
+        if not self.journal.is_file():
+            return
+        with open(self.journal, encoding="utf-8") as file:
+            for number, line in enumerate(file):
+                if number < first:
+                    continue
+                iteration, seconds, scalars = json.loads(line)
+                yield Row(iteration, seconds, {name: float(value) for name, value in scalars.items()})
+
+    def _note_failure(self, error: Exception) -> None:
+        if not self._failing:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            _log.warning("%s: %s; training goes on, and the rows wait in %s", self.name, reason, self.journal)
+        self._failing = True
+
+    def _note_success(self) -> None:
+        if self._failing:
+            _log.info("%s: connected again, and all rows are sent", self.name)
+        self._failing = False
+
+
+class MLflow(QueuedTracker):
+    """Run of MLflow, at `mlflow_tracking_uri` or where MLFLOW_TRACKING_URI points.
+
+    Raises:
+        ConfigError: If mlflow is not installed.
+    """
+
+    name = "mlflow"
+    _MOST_METRICS = 900
+    _MOST_PARAMETERS = 100
+
+    def __init__(self, plan: RunPlan, part: str = "") -> None:
+        super().__init__(plan, part)
+        with needs_package(ConfigError, "use_mlflow", "mlflow-skinny", "requirements-mlflow.txt"):
+            import mlflow
+        self._mlflow: Any = mlflow
+        self._client: Any = None
+        self._run = ""
+
+    def connect(self, *, is_resumed: bool) -> None:
+        """Find the run by its tag, or create it with its parameters."""
+        keys = self.plan.config.logging
+        entities = self._mlflow.entities
+        client = self._mlflow.MlflowClient(tracking_uri=keys.mlflow_tracking_uri)
+        experiment = client.get_experiment_by_name(keys.mlflow_experiment)
+        number = experiment.experiment_id if experiment else client.create_experiment(keys.mlflow_experiment)
+        found = client.search_runs([number], f"tags.neox_run = '{self.run_id}'") if is_resumed else []
+        if found:
+            self._run = found[0].info.run_id
+            client.update_run(self._run, status="RUNNING")
+        else:
+            created = client.create_run(number, tags={"neox_run": self.run_id}, run_name=keys.mlflow_run_name)
+            self._run = created.info.run_id
+            parameters = []
+            for key, value in run_settings(self.plan).items():
+                parameters.append(entities.Param(key, _short(value)))
+            for start in range(0, len(parameters), self._MOST_PARAMETERS):
+                client.log_batch(self._run, params=parameters[start : start + self._MOST_PARAMETERS])
+        self._client = client
+
+    def send(self, rows: list[Row]) -> None:
+        """Log metrics, as many at once as the server takes."""
+        metrics = []
+        for row in rows:
+            for name, value in row.scalars.items():
+                time_ms = int(row.seconds * 1000)
+                metrics.append(self._mlflow.entities.Metric(name, value, time_ms, row.iteration))
+        for start in range(0, len(metrics), self._MOST_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[start : start + self._MOST_METRICS])
+
+    def close(self, *, failed: bool) -> None:
+        """Set the state of the run."""
+        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
+
+
+class Comet(QueuedTracker):
+    """Experiment of Comet, with gpt-neox's keys; `comet_offline_directory` keeps it on disk for `comet upload`.
+
+    Raises:
+        ConfigError: If comet_ml is not installed.
+    """
+
+    name = "comet"
+
+    def __init__(self, plan: RunPlan, part: str = "") -> None:
+        super().__init__(plan, part)
+        with needs_package(ConfigError, "use_comet", "comet_ml", "requirements-comet.txt"):
+            import comet_ml
+        self._comet: Any = comet_ml
+        self._experiment: Any = None
+
+    def connect(self, *, is_resumed: bool) -> None:
+        """Begin the experiment, or continue the one with this run's key."""
+        keys = self.plan.config.logging
+        offline = keys.comet_offline_directory
+        if offline is not None:
+            Path(offline).mkdir(parents=True, exist_ok=True)
+        settings = self._comet.ExperimentConfig(
+            name=keys.comet_experiment_name,
+            tags=list(keys.comet_tags or ()) or None,
+            offline_directory=offline,
+            log_code=False,
+            auto_output_logging=False,
+            auto_metric_logging=False,
+            auto_param_logging=False,
+            display_summary_level=0,
+        )
+        self._experiment = self._comet.start(
+            workspace=keys.comet_workspace,
+            project_name=keys.comet_project,
+            online=offline is None,
+            mode="get_or_create" if offline is None else "create",
+            experiment_key=self.run_id.ljust(32, "0") if offline is None else None,
+            experiment_config=settings,
+        )
+        self._experiment.log_parameters(run_settings(self.plan))
+        if keys.comet_others:
+            self._experiment.log_others(dict(keys.comet_others))
+
+    def send(self, rows: list[Row]) -> None:
+        """Log the numbers of each row."""
+        for row in rows:
+            self._experiment.log_metrics(row.scalars, step=row.iteration)
+
+    def close(self, *, failed: bool) -> None:
+        """End the experiment, which sends what the package still holds."""
+        self._experiment.log_other("failed", failed)
+        self._experiment.end()
+
+
+class Trackio(QueuedTracker):
+    """Run of Trackio: on this machine, or in a Space of the Hugging Face hub (`trackio_space_id`).
+
+    Raises:
+        ConfigError: If trackio is not installed.
+    """
+
+    name = "trackio"
+
+    def __init__(self, plan: RunPlan, part: str = "") -> None:
+        super().__init__(plan, part)
+        with needs_package(ConfigError, "use_trackio", "trackio", "requirements-trackio.txt"):
+            import trackio
+        self._trackio: Any = trackio
+        self._run: Any = None
+
+    def connect(self, *, is_resumed: bool) -> None:
+        """Begin the run, or continue the one of this name."""
+        keys = self.plan.config.logging
+        config = {key: _short(value) for key, value in run_settings(self.plan).items()}
+        self._run = self._trackio.init(
+            project=keys.trackio_project,
+            name=keys.trackio_run_name or self.run_id,
+            space_id=keys.trackio_space_id,
+            config=config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def send(self, rows: list[Row]) -> None:
+        """Log the numbers of each row."""
+        for row in rows:
+            self._run.log({"iteration": row.iteration, **row.scalars}, step=row.iteration)
+
+    def close(self, *, failed: bool) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def queued_trackers(plan: RunPlan, part: str = "") -> list[QueuedTracker]:
+    """Return the trackers of this file that a run asks for. Raises ConfigError if a package is not installed."""
+    keys = plan.config.logging
+    trackers: list[QueuedTracker] = []
+    if keys.use_mlflow:
+        trackers.append(MLflow(plan, part))
+    if keys.use_comet:
+        trackers.append(Comet(plan, part))
+    if keys.use_trackio:
+        trackers.append(Trackio(plan, part))
+    return trackers
+
+
+def _short(value: Any) -> str:
+    """Return a setting as a text that trackers take."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text[:_LONGEST_VALUE]

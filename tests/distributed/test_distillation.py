@@ -1,0 +1,144 @@
+"""Distillation: the same numbers under every layout, and the teacher's logits that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from neox.data import IndexedDatasetBuilder
+from neox.plan import RunPlan
+from tests.distributed.spawn import RankError, run_ranks
+from tests.distributed.training_runs import SEQ, VOCAB, tiny_plan
+
+STEPS = 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "zero3": {"zero": 3},
+    "tp2": {"mp": 2},
+    "tp2-row": {"mp": 2, "no_weight_tying": True, "output_layer_parallelism": "row"},
+    "pp2": {"pp": 2},
+    "cp2": {"context_parallel_size": 2, "attention_config": [[["flash"], "all"]]},
+}
+
+
+def keys_of(directory: Path, **others: Any) -> dict[str, Any]:
+    """Write documents, and return the keys of a run that learns from a teacher."""
+    random = np.random.default_rng(2)
+    documents = [random.integers(0, VOCAB, random.integers(10, 40)).astype(np.int32) for _ in range(40)]
+    if not (directory / "text.idx").exists():
+        with IndexedDatasetBuilder(directory / "text", np.int32) as builder:
+            builder.add_documents(np.concatenate(documents), list(map(len, documents)))
+    return {
+        "data_path": str(directory / "text"),
+        "split": "80,20,0",
+        "num_workers": 0,
+        "num_layers": 2,
+        "train_iters": STEPS,
+        "eval_interval": 100,
+        "eval_iters": 1,
+        "loss_normalization": "tokens",
+        **others,
+    }
+
+
+def write_teacher(plans: tuple[RunPlan, RunPlan, str]) -> int:
+    """On one rank: write the logits of a teacher with initial weights."""
+    from neox.data.teacher_file import TeacherIdentity
+    from neox.engine import initialize_distributed
+    from neox.generation.load import runner_of_stage
+    from neox.generation.teacher import write_teacher_logits
+    from neox.model import GPT
+    from neox.tokenizer import build_tokenizer
+
+    teacher, run, directory = plans
+    grid, device = initialize_distributed(teacher)
+    tokenizer = build_tokenizer("CharLevelTokenizer", None)
+    runner = runner_of_stage(teacher, GPT(teacher, grid, device=device).eval().stage, grid, device)
+    identity = TeacherIdentity("initial", VOCAB, tokenizer.known_hashes, top_k=7)
+    return write_teacher_logits(run, tokenizer, runner, identity, Path(directory), batch=3)
+
+
+def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
+    """On this rank: the scores and norm of each step of each plan, and those of an evaluation."""
+    from neox.data.build import build_data_iterators
+    from neox.engine import initialize_distributed, initialize_engine
+    from neox.tokenizer import build_tokenizer
+
+    answers = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        data = build_data_iterators(plan, grid.data_rank, tokenizer=build_tokenizer("CharLevelTokenizer", None))
+        steps = []
+        for _ in range(STEPS):
+            result = engine.train_batch(data.train)
+            steps.append({**result.scores, "norm": result.grad_norm})
+        steps.append(dict(engine.eval_batch(data.valid[0].batches).scores))
+        answers.append(steps)
+    return answers
+
+
+def prepared(directory: Path) -> tuple[dict[str, Any], str]:
+    """Write data and logits, and return the keys of the run, and the directory of the logits."""
+    keys = keys_of(directory)
+    logits = str(directory / "teacher")
+    teacher = tiny_plan(1, seed=3, hidden_size=48, num_layers=2, train_batch_size=None)
+    run = tiny_plan(1, train_micro_batch_size_per_gpu=4, **keys)
+    samples = run_ranks(1, write_teacher, (teacher, run, logits))[0]
+    assert samples == STEPS * 4 + 2 * 4 - 4  # one evaluation at the end
+    return keys, logits
+
+
+def check_layouts(directory: Path, names: list[str], **others: Any) -> None:
+    keys, logits = prepared(directory)
+    keys |= {"teacher_logits": logits, "distillation_temperature": 1.5, "distillation_weight": 0.7, **others}
+    for shape in ({}, {"no_weight_tying": True}):
+        chosen = [name for name in names if ("row" in name) == bool(shape)]
+        if not chosen:
+            continue
+        alone = tiny_plan(1, train_micro_batch_size_per_gpu=4, **keys, **shape)
+        expected = run_ranks(1, curves, [alone])[0][0]
+        assert expected[0]["loss"] == pytest.approx(0.7 * expected[0]["kl"] + 0.3 * expected[0]["lm_loss"], rel=1e-5)
+        assert expected[0]["kl"] > 0
+        assert expected[0]["kl"] != expected[STEPS - 1]["kl"]
+        plans = []
+        for name in chosen:
+            micro = 4 if name.startswith(("tp", "cp")) else 2
+            plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **keys, **LAYOUTS[name]))
+        for name, curve in zip(chosen, run_ranks(2, curves, plans)[0], strict=True):
+            for step, wanted in zip(curve, expected, strict=True):
+                assert step == pytest.approx(wanted, rel=4e-6, abs=2e-6), name
+
+
+def test_layouts_learn_alike_from_a_teacher(tmp_path: Path) -> None:
+    check_layouts(tmp_path, ["tp2", "pp2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+def test_every_layout_learns_alike_from_a_teacher(tmp_path: Path, divergence: str) -> None:
+    check_layouts(tmp_path, list(LAYOUTS), distillation_divergence=divergence)
+
+
+def test_logits_of_others_are_refused(tmp_path: Path) -> None:
+    keys, logits = prepared(tmp_path)
+    shared = {**keys, "train_micro_batch_size_per_gpu": 4, "teacher_logits": logits}
+    with pytest.raises(RankError, match="other samples"):
+        run_ranks(1, curves, [tiny_plan(1, **{**shared, "seed": 8})])
+    identity = Path(logits) / "identity.json"
+    fields = json.loads(identity.read_text())
+    identity.write_text(json.dumps({**fields, "vocab_size": VOCAB + 1}))
+    with pytest.raises(RankError, match="another vocabulary"):
+        run_ranks(1, curves, [tiny_plan(1, **shared)])
+    identity.write_text(json.dumps({**fields, "tokenizers": ["0"]}))
+    with pytest.raises(RankError, match="another vocabulary"):
+        run_ranks(1, curves, [tiny_plan(1, **shared)])
+    (Path(logits) / "valid.ids.npy").unlink()
+    identity.write_text(json.dumps(fields))
+    with pytest.raises(RankError, match=r"valid\.ids\.npy is missing"):
+        run_ranks(1, curves, [tiny_plan(1, **shared)])
+    assert np.load(Path(logits) / "train.ids.npy", mmap_mode="r").shape[1] == SEQ

@@ -1,0 +1,96 @@
+"""A loss spike on two data ranks: back to a checkpoint, other samples from there on, and a resume that knows them."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from neox.data import IndexedDatasetBuilder
+from tests.distributed.spawn import run_ranks
+from tests.distributed.training_runs import VOCAB, tiny_plan
+
+STEPS, SPIKE, FACTOR = 12, 10, 4
+
+
+def write_data(directory):
+    """Write documents of random tokens, so that every sample is another one."""
+    random = np.random.default_rng(1)
+    sizes = random.integers(6, 30, 90)
+    with IndexedDatasetBuilder(str(directory / "data"), np.uint16) as builder:
+        builder.add_documents(random.integers(0, VOCAB, sizes.sum()), sizes)
+    return str(directory / "data")
+
+
+def train(plans, spikes):
+    """Train each plan with the loss of some steps raised once.
+
+    Returns (steps in order, samples of each step, losses by step, skipped ranges) for each plan.
+    """
+    from neox.data.build import build_data_iterators
+    from neox.engine import initialize_distributed, open_engine
+    from neox.tokenizer import build_tokenizer
+    from neox.train import Trainer
+
+    tokenizer = build_tokenizer("CharLevelTokenizer", None)
+
+    def run(plan, raised):
+        grid, device = initialize_distributed(plan)
+        engine = open_engine(plan, grid, device)
+        steps, samples, losses, left = [], [], {}, list(raised)
+        train_batch = engine.train_batch
+
+        def observed(batches):
+            read = []
+            result = train_batch(item for item in noted(batches, read))
+            steps.append(engine.iteration)
+            samples.append(read)
+            losses[engine.iteration] = result.loss
+            if engine.iteration in left:
+                left.remove(engine.iteration)
+                return replace(result, scores={"lm_loss": 50.0})
+            return result
+
+        def open_data():
+            return build_data_iterators(plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, ledger=engine.ledger)
+
+        engine.train_batch = observed
+        Trainer(plan, engine, open_data(), (), None, open_data).fit()
+        return steps, samples, losses, engine.skipped
+
+    return [run(plan, raised) for plan, raised in zip(plans, spikes, strict=True)]
+
+
+def noted(batches, read):
+    """Yield batches, and note their samples."""
+    for batch in batches:
+        read.extend(tuple(row) for row in batch["tokens"].tolist())
+        yield batch
+
+
+def test_rollback_skips_batches_once_and_a_resume_knows_it(tmp_path):
+    keys = {
+        "train_iters": STEPS,
+        "eval_iters": 0,
+        "num_workers": 0,
+        "data_path": write_data(tmp_path),
+        "split": "1,0,0",
+        "save": str(tmp_path / "save"),
+        "checkpoint_factor": FACTOR,
+        "loss_spike_action": "rollback",
+        "loss_spike_factor": 200.0,  # only the losses that are raised
+        "loss_spike_window": 8,
+        "loss_spike_max_rollbacks": 1,
+    }
+    first = tiny_plan(2, **keys)
+    resumed = tiny_plan(2, **{**keys, "load": keys["save"], "iteration": 8})
+    everything = []
+    for whole, again in run_ranks(2, train, [first, resumed], [[SPIKE, SPIKE + 1], []], timeout=300):
+        steps, samples, losses, skipped = whole
+        assert steps == [*range(1, SPIKE + 1), *range(9, STEPS + 1)]  # back to 8; the second spike is only reported
+        assert skipped == ((9, SPIKE),)
+        everything += [sample for read in samples for sample in read]
+        steps, samples_again, losses_again, skipped = again
+        assert steps == [9, 10, 11, 12]
+        assert skipped == ((9, SPIKE),)
+        assert samples_again == samples[-4:]
+        assert losses_again == {step: losses[step] for step in steps}
+    assert len(everything) == len(set(everything)) == (STEPS + SPIKE - 8) * first.batch.train_batch_size

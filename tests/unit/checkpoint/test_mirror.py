@@ -1,0 +1,162 @@
+"""Copies of checkpoints in a bucket: complete or not there, whatever fails, and the same bytes when they come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from neox.checkpoint import commit, stage_directory
+from neox.checkpoint.mirror import Mirror, fetch_checkpoint
+from neox.engine import SaveReport
+from neox.errors import CheckpointError
+from neox.train.callbacks import TrainState
+from neox.train.mirror_uploads import MirrorUploads
+from tests.errors import raises_naming
+from tests.plans import small_plan
+from tests.unit.corpus.s3_server import FailingApp, error, s3_server
+
+RUN = "s3://bucket/run"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingApp]:
+    monkeypatch.setattr("neox.storage.FIRST_PAUSE", 0.001)
+    with s3_server(monkeypatch) as app:
+        yield app
+
+
+def checkpoint(save: Path, iteration: int, size: int = 1000) -> Path:
+    staged = stage_directory(save, iteration)
+    (staged / "configs").mkdir()
+    (staged / "configs" / "run.yml").write_text(f"iteration {iteration}")
+    for name in ("layer_00.pt", "layer_02.pt"):
+        (staged / name).write_bytes((name + str(iteration)).encode() * (size // 10))
+    return commit(staged)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_checkpoint_comes_back_equal_and_old_ones_go(s3: FailingApp, tmp_path: Path) -> None:
+    mirror = Mirror(RUN)
+    paths = [checkpoint(tmp_path / "save", iteration, size=13_000_000 // iteration) for iteration in (1, 2, 3)]
+    for path in paths:
+        mirror.upload(path)
+    assert mirror.iterations() == [1, 2, 3]
+    fetched = fetch_checkpoint(RUN, tmp_path / "cache")
+    assert contents(fetched) == contents(paths[2])
+    requests = len(s3.requests)
+    assert fetch_checkpoint(f"{RUN}/global_step3/", tmp_path / "cache") == fetched
+    assert not any(path.endswith(".pt") for _, path in s3.requests[requests:])
+    mirror.keep_last(1)
+    assert mirror.iterations() == [3]
+    assert not any("global_step1/" in name for name in fsspec.filesystem("s3").find("bucket/run"))
+    with raises_naming(CheckpointError, RUN, "[3]"):
+        fetch_checkpoint(RUN, tmp_path / "cache", 2)
+
+
+def test_a_server_that_refuses_one_request_in_five(s3: FailingApp, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "save", 7, size=6_000_000)
+    s3.fail = lambda number, method, path: error("503 Slow Down", "SlowDown") if number % 5 == 0 else None
+    Mirror(RUN).upload(path)
+    assert contents(fetch_checkpoint(RUN, tmp_path / "cache")) == contents(path)
+
+
+def test_what_fails_halfway_does_not_count(s3: FailingApp, tmp_path: Path) -> None:
+    mirror = Mirror(RUN)
+    mirror.upload(checkpoint(tmp_path / "save", 1))
+    newer = checkpoint(tmp_path / "save", 2)
+    refused = error("400 Bad Request", "ExpiredToken")
+    s3.fail = lambda number, method, path: refused if method == "PUT" and path.endswith("layer_02.pt") else None
+    with raises_naming(CheckpointError, f"{RUN}/global_step2/layer_02.pt"):
+        mirror.upload(newer)
+    s3.fail = lambda number, method, path: None
+    assert mirror.iterations() == [1]
+    assert fetch_checkpoint(RUN, tmp_path / "cache").name == "global_step1"
+    (newer / "layer_00.pt").write_bytes(b"changed")
+    with raises_naming(CheckpointError, newer / "layer_00.pt"):
+        mirror.upload(newer)
+    assert mirror.iterations() == [1]
+
+
+def test_damaged_objects_are_named(s3: FailingApp, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "save", 4)
+    Mirror(RUN).upload(path)
+    where = fsspec.filesystem("s3")
+    whole = (path / "layer_00.pt").read_bytes()
+    for damaged in (whole[:-1], b"X" + whole[1:]):
+        where.pipe_file("bucket/run/global_step4/layer_00.pt", damaged)
+        with raises_naming(CheckpointError, f"{RUN}/global_step4/layer_00.pt"):
+            fetch_checkpoint(RUN, tmp_path / "cache")
+        assert not (tmp_path / "cache" / "global_step4").exists()
+    where.pipe_file("bucket/run/global_step4/layer_00.pt", whole)
+    assert contents(fetch_checkpoint(RUN, tmp_path / "cache")) == contents(path)
+
+
+def test_training_does_not_wait_for_uploads(s3: FailingApp, tmp_path: Path) -> None:
+    keys = {"save": str(tmp_path / "save"), "checkpoint_mirror": RUN, "keep_last_n_checkpoints": 1}
+    uploads = MirrorUploads(small_plan(**keys))
+    state = TrainState()
+    opened = threading.Event()
+
+    def stall(number: int, method: str, path: str) -> None:
+        opened.wait(60)
+
+    s3.fail = stall
+    uploads.on_start(state)
+    for iteration in (1, 2, 3):
+        uploads.on_save(state, SaveReport(checkpoint(tmp_path / "save", iteration), iteration, 0.0, 0.0))
+    assert not opened.is_set()  # three saves were reported while the server answered nothing
+    opened.set()
+    uploads.finish()
+    assert Mirror(RUN).iterations() == [3]
+    s3.fail = lambda number, method, path: error("403 Forbidden", "ExpiredToken")
+    broken = MirrorUploads(small_plan(**keys))
+    state.iteration = 4
+    checkpoint(tmp_path / "save", 4)
+    broken.on_start(state)
+    broken.finish()
+    s3.fail = lambda number, method, path: None
+    assert Mirror(RUN).iterations() == [3]
+    resumed = MirrorUploads(small_plan(**keys))
+    resumed.on_start(state)
+    resumed.finish()
+    assert Mirror(RUN).iterations() == [4]
+
+
+def test_uploads_that_are_killed_leave_nothing_half_committed(s3: FailingApp, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "save", 5)
+    imports = "from pathlib import Path\nfrom neox.checkpoint.mirror import Mirror\n"
+    program = f"{imports}Mirror({RUN!r}).upload(Path({str(path)!r}))"
+    reached: list[str] = []
+
+    def stall(number: int, method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("layer_02.pt"):
+            reached.append(path)
+            time.sleep(20)
+
+    s3.fail = stall
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    upload = subprocess.Popen([sys.executable, "-c", program], env=environment, cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while not reached and time.monotonic() < deadline and upload.poll() is None:
+        time.sleep(0.05)
+    assert reached
+    upload.send_signal(signal.SIGKILL)
+    upload.wait()
+    s3.fail = lambda number, method, path: None
+    mirror = Mirror(RUN)
+    assert mirror.iterations() == []
+    mirror.upload(path)
+    assert contents(fetch_checkpoint(RUN, tmp_path / "cache")) == contents(path)

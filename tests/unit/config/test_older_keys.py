@@ -1,0 +1,48 @@
+"""Keys of older gpt-neox that stand for several keys here, and keys that load with a note."""
+
+from __future__ import annotations
+
+import pytest
+
+from neox.config import NeoXConfig
+from neox.config.keys import NEOX_KEYS
+from neox.errors import ConfigError
+from neox.plan import resolve
+from tests.errors import raises_naming
+
+TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16, "train_iters": 2}
+SIZES = {**TINY, "max_position_embeddings": 16, "train_micro_batch_size_per_gpu": 1, "lr_decay_style": "constant"}
+
+
+@pytest.mark.parametrize(("given", "used"), [("silu", "swiglu"), ("gelu", "geglu"), (None, "geglu"), ("relu", "reglu")])
+def test_the_llama_mlp_is_gated_and_wide(given: str | None, used: str) -> None:
+    config = NeoXConfig.from_flat({**SIZES, "hidden_size": 4096, "mlp_type": "llama", "activation": given})
+    assert (config.model.activation, config.model.mlp_width) == (used, 11008)
+    again = NeoXConfig.from_flat(config.to_flat())
+    assert again.model == config.model
+
+
+def test_what_contradicts_the_llama_mlp_is_named() -> None:
+    for key, value in (("intermediate_size", 128), ("mlp_width", 100), ("activation", "softsign")):
+        with raises_naming(ConfigError, "mlp_type", f"{key}"):
+            NeoXConfig.from_flat({**SIZES, "mlp_type": "llama", key: value})
+
+
+def test_bitsandbytes_replaces_adam() -> None:
+    adam = {"type": "Adam", "params": {"lr": 0.01}}
+    config = NeoXConfig.from_flat({**SIZES, "use_bnb_optimizer": True, "optimizer": adam})
+    assert config.optimizer.optimizer.name == "adam8bit"
+    assert config.optimizer.optimizer.params.lr == 0.01
+    assert (
+        NeoXConfig.from_flat({**SIZES, "use_bnb_optimizer": False, "optimizer": adam}).optimizer.optimizer.name
+        == "adam"
+    )
+    with raises_naming(ConfigError, "use_bnb_optimizer", "Lion"):
+        NeoXConfig.from_flat({**SIZES, "use_bnb_optimizer": True, "optimizer": {"type": "Lion"}})
+
+
+def test_keys_that_gpt_neox_overwrites_load_and_few_are_refused() -> None:
+    for key, value in (("do_train", True), ("num_unique_layers", 2), ("git_hash", "abc"), ("rank", 3)):
+        config = NeoXConfig.from_flat({**SIZES, key: value})
+        assert resolve(config, 1, 60).architecture == resolve(NeoXConfig.from_flat(SIZES), 1, 60).architecture
+    assert sum(row.status == "refused" for row in NEOX_KEYS.values()) <= 31

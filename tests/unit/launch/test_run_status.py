@@ -1,0 +1,147 @@
+"""Status of a run from the files of its directory, as text, as JSON and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neox.errors import DataError
+from neox.launch.run_status import duration, format_status, run_status
+from neox.launch.status_server import StatusServer
+from neox.metrics import draw
+from neox.run_events import EVENTS_FILE
+
+
+def write_run(directory: Path, *events: dict[str, Any], steps: int = 30) -> Path:
+    """Write the directory of a run whose 30 steps were interrupted after step 20 and went on from step 15."""
+    logs = directory / "ranks" / "worker-0"
+    logs.mkdir(parents=True)
+    (logs / "rank_0000.log").touch()
+    (directory / "config.yml").write_text("seed: 1\ntrain_iters: 60\n")
+    with open(directory / "metrics.jsonl", "w") as file:
+        for step in [*range(1, 21), *range(16, steps + 1)]:
+            row = {"iteration": step, "kind": "step", "train/lm_loss": 9.0 - step / 10, "train/learning_rate": 0.1}
+            speed = {"runtime/iteration_time": 2.0, "runtime/tokens_per_sec": 500.0}
+            file.write(json.dumps({**row, **speed, "runtime/slow_host/worker-1": 1.3}) + "\n")
+    first = {"event": "start", "time": 100.0, "restart": 0, "hosts": ["worker-0", "worker-1"], "ranks": 2, "step": None}
+    failed = {
+        "event": "end",
+        "time": 200.0,
+        "kind": "rank failed",
+        "status": 137,
+        "host": "worker-1",
+        "rank": 1,
+        "cause": "rank 1 was killed",
+        "step": 20,
+        "decision": "restart",
+        "reason": "restart 1 of 9",
+    }
+    again = {**first, "time": 206.5, "restart": 1, "step": 15}
+    lines = [json.dumps(event) for event in (first, failed, again, *events)]
+    (directory / EVENTS_FILE).write_text("".join(f"{line}\n" for line in lines))
+    return directory
+
+
+def end(kind: str, status: int, **fields: Any) -> dict[str, Any]:
+    return {"event": "end", "time": 300.0, "kind": kind, "status": status, "decision": "stop", "reason": None, **fields}
+
+
+def test_progress_hosts_and_interruptions(tmp_path: Path) -> None:
+    status = run_status(write_run(tmp_path))
+    assert (status["state"], status["step"], status["steps"], status["loss"]) == ("running", 30, 60, 6.0)
+    assert (status["seconds_per_step"], status["tokens_per_second"], status["seconds_left"]) == (2.0, 500.0, 60.0)
+    assert [(host["name"], host["slower"]) for host in status["hosts"]] == [("worker-0", None), ("worker-1", 1.3)]
+    assert status["hosts"][0]["silent_seconds"] < 60
+    assert status["hosts"][1]["silent_seconds"] is None
+    (event,) = status["interruptions"]
+    assert (event["rank"], event["step"], event["steps_again"], event["seconds_to_start"]) == (1, 20, 5, 6.5)
+    assert [step for step, _ in status["curves"]["train/lm_loss"]] == list(range(1, 31))
+    text = format_status(status)
+    for part in ("running", "step        30 of 60, loss 6", "worker-1", "1.30 times", "rank 1 was killed; restart"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        (end("finished", 0), "finished"),
+        (end("asked to end", 0), "stopped"),
+        (end("preempted", 0), "preempted"),
+        (end("rank failed", 1, cause="out of luck"), "failed"),
+        (end("hang", 124, decision="restart after 2 s", reason="again"), "restarting"),
+    ],
+)
+def test_states(last: dict[str, Any], state: str, tmp_path: Path) -> None:
+    assert run_status(write_run(tmp_path, last))["state"] == state
+
+
+def test_a_launcher_that_was_killed_is_noticed(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    holder = {"pid": os.getpid(), "host": socket.gethostname()}
+    (tmp_path / ".run.lock").write_text(json.dumps(holder))
+    assert run_status(tmp_path)["state"] == "running"
+    (tmp_path / ".run.lock").write_text(json.dumps({**holder, "pid": 2**22 + 1}))
+    assert run_status(tmp_path)["state"] == "ended"
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        run_status(tmp_path)
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (7.4, 125, 7260, 200000)] == ["7 s", "2 min 5 s", "2 h 1 min", "2 d 7 h"]
+
+
+@contextmanager
+def serving(directory: Path, *hosts: str) -> Iterator[int]:
+    """Serve the status of a run; yield the port."""
+    with StatusServer(directory, ("127.0.0.1", 0), hosts) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(port: int, path: str, host: str = "localhost") -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Host": host})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_server_answers_this_machine_only(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    with serving(tmp_path, "monitor") as port:
+        code, text = get(port, "/status.json")
+        assert (code, json.loads(text)["step"]) == (200, 30)
+        assert get(port, "/status.json", f"monitor:{port}")[0] == 200
+        assert get(port, "/status.json", "evil.example")[0] == 400
+        assert get(port, "/../run_status.py")[0] == 404
+        for page in ("/", "/status.js", "/status.css"):
+            assert get(port, page)[0] == 200
+        (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"broken\n')
+        assert get(port, "/status.json")[0] == 503
+
+
+def test_the_picture_of_a_run_shows_its_interruptions(tmp_path: Path) -> None:
+    metrics = write_run(tmp_path / "run") / "metrics.jsonl"
+    draw({"": metrics}, tmp_path / "with.png")
+    (tmp_path / "run" / EVENTS_FILE).unlink()
+    draw({"": metrics}, tmp_path / "without.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()

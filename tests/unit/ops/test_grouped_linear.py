@@ -1,0 +1,53 @@
+"""Products of sorted rows with the weights of their experts: both ways to compute them, and rows without a place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from neox.ops.grouped_linear import _GroupedProduct, _LoopedProduct, sort_by_expert
+
+SHARES = {"equal": [4, 4, 4, 4], "with empty experts": [0, 9, 0, 7], "one expert": [0, 0, 16, 0]}
+
+
+def operands(device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows [R, I], weights [E, O, I] and the gradient of the result [R, O] in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for shape in ((16, 32), (4, 24, 32), (16, 24)):
+        made.append(torch.randn(shape, generator=generator).bfloat16().to(device))
+    rows, weight, gradient = made
+    return rows.requires_grad_(), weight.requires_grad_(), gradient
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_one_kernel_and_a_loop_give_the_same(shares: str):
+    rows, weight, gradient = operands()
+    counts = torch.tensor(SHARES[shares])
+    results = []
+    for product in (_GroupedProduct.apply(rows, weight, counts), _LoopedProduct.apply(rows, weight, counts.tolist())):
+        results.append([product, *torch.autograd.grad(product, [rows, weight], gradient)])
+    for grouped, looped in zip(*results, strict=True):
+        torch.testing.assert_close(grouped, looped, rtol=1.6e-2, atol=1e-2)
+    idle = [expert for expert, count in enumerate(SHARES[shares]) if not count]
+    assert not results[0][2][idle].any()
+    assert not results[1][2][idle].any()
+
+
+def test_shapes_and_strides_are_those_that_the_kernel_of_gpus_takes():
+    rows, weight, gradient = operands("meta")
+    product = _GroupedProduct.apply(rows, weight, torch.empty(4, dtype=torch.int64, device="meta"))
+    of_rows, of_weight = torch.autograd.grad(product, [rows, weight], gradient)
+    assert (product.shape, of_rows.shape, of_weight.shape) == (gradient.shape, rows.shape, weight.shape)
+
+
+def test_an_experts_rows_keep_their_order_and_later_ones_are_dropped():
+    experts = torch.tensor([[1, 0], [1, 2], [0, 1]])
+    order = sort_by_expert(experts, 3)
+    assert order.sources.tolist() == [0, 2, 0, 1, 2, 1]
+    assert order.counts.tolist() == [2, 3, 1]
+    limited = sort_by_expert(experts, 3, most=2)
+    assert limited.sources.tolist() == [0, 2, 0, 1, 1]
+    assert limited.counts.tolist() == [2, 2, 1]
+    assert limited.dropped == 1

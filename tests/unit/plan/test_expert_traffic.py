@@ -1,0 +1,131 @@
+"""What ranks that divide experts exchange: bytes, times and rows of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from neox.plan import RunPlan, config_from_files, format_plan, plan_as_dict, resolve
+from neox.plan.expert_traffic import expert_traffic
+from neox.plan.figures import figures
+from neox.plan.time import GPUS, NetworkShape, StepSetting, estimate_step
+from tests.plans import plan_of
+from tests.unit.plan.shipped import CONFIGS
+
+DEEPSEEK_V3: dict[str, Any] = {  # with plain attention
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "seq_length": 4096,
+    "max_position_embeddings": 4096,
+    "pos_emb": "rotary",
+    "rotary_pct": 1,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "mlp_width": 18432,
+    "use_bias_in_mlp": False,
+    "use_bias_in_attn_linear": False,
+    "no_weight_tying": True,
+    "moe_num_experts": 256,
+    "moe_top_k": 8,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_first_k_dense": 3,
+    "moe_router_type": "sigmoid",
+    "moe_norm_topk_prob": True,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_topk_scaling_factor": 2.5,
+    "expert_model_parallel_size": 64,
+    "pipe_parallel_size": 16,
+    "train_batch_size": 4096,
+    "train_micro_batch_size_per_gpu": 1,
+    "precision": "bf16",
+    "zero_optimization": {"stage": 1},
+    "checkpoint_activations": True,
+    "gpu_type": "h100",
+    "train_iters": 1000,
+}
+
+
+def deepseek() -> RunPlan:
+    return plan_of(2048, 129280, **DEEPSEEK_V3)
+
+
+def mixtral(*overrides: str) -> RunPlan:
+    return resolve(config_from_files(["moe/mixtral-8x7B.yml"], conf_dir=CONFIGS, overrides=overrides), 64, 32000)
+
+
+def test_bytes_and_rows_of_256_experts_on_2048_ranks():
+    plan = deepseek()
+    traffic = expert_traffic(plan)
+    assert traffic is not None
+    blocks = 4  # of the fullest stage
+    assert traffic.exchanges == 2 * 3 * blocks * 32  # forward, recomputed and backward, of 32 micro batches
+    assert traffic.sent_bytes == traffic.exchanges * 4096 * 8 * 7168 * 2 * 63 // 64
+    assert traffic.rows == 4096 * 8
+    assert traffic.most_rows == 64 * 4096 * 4  # a rank holds 4 of a token's 8 experts
+    (held,) = {stage.parameters for stage in plan.stages[2:3]}
+    expected = 4 * (256 + 1) * 3 * 7168 * 2048
+    assert held == pytest.approx(expected, rel=0.02)
+
+
+def test_mixtral_on_64_ranks_resolves_and_shows_its_exchanges():
+    plan = mixtral("expert_model_parallel_size=8")
+    found = plan_as_dict(plan)
+    assert found["grid"]["ep"] == 8
+    assert found["expert_traffic"]["exchanges"] == 2 * 3 * 4 * 4
+    assert found["expert_traffic"]["rows"] == 2 * 8192
+    text = format_plan(plan)
+    assert "96 all-to-alls" in text
+    assert "46,702,792,704 parameters (12,879,925,248 active)" in text
+
+
+def test_experts_that_every_rank_holds_exchange_nothing():
+    plan = mixtral()
+    assert expert_traffic(plan) is None
+    estimate = figures(plan).estimate
+    assert estimate is not None
+    assert estimate.experts == 0
+
+
+MIXTURE = NetworkShape(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    mlp_width=2 * 14336,
+    gated=True,
+    vocabulary=32000,
+    idle_parameters=32 * 6 * 3 * 4096 * 14336,
+    expert_parameters=32 * 8 * 3 * 4096 * 14336,
+    experts_per_token=2,
+)
+SETTING = StepSetting(sequence=4096, micro_batch=1, micro_batches=1, dp=16, zero_stage=1)
+
+
+def test_the_time_of_exchanges_follows_from_links():
+    gpu = GPUS["h100"]
+    within = estimate_step(MIXTURE, replace(SETTING, ep=8), gpu)
+    size = 2 * 4096 * 2 * 4096  # bytes of a block's rows
+    transfer = size * 7 / 8 / (gpu.link * gpu.link_efficiency * 1e9)
+    assert within.experts == pytest.approx(4 * 32 * (transfer + gpu.collective_seconds), rel=1e-6)
+    between = estimate_step(MIXTURE, replace(SETTING, ep=16), gpu)
+    slow = size * 8 / 16 / (gpu.network * gpu.network_efficiency * 1e9)
+    assert between.experts == pytest.approx(4 * 32 * (slow + gpu.collective_seconds), rel=1e-6)
+    recomputed = estimate_step(MIXTURE, replace(SETTING, ep=8, recompute="full"), gpu)
+    assert recomputed.experts == pytest.approx(1.5 * within.experts)
+
+
+def test_divided_experts_have_less_to_reduce_and_without_zero_less_to_update():
+    gpu = GPUS["h100"]
+    whole = estimate_step(MIXTURE, SETTING, gpu)
+    divided = estimate_step(MIXTURE, replace(SETTING, ep=16), gpu)
+    assert divided.gradients < whole.gradients
+    assert divided.update == whole.update  # ZeRO divides states over all data ranks either way
+    unsharded = replace(SETTING, zero_stage=0)
+    assert estimate_step(MIXTURE, replace(unsharded, ep=16), gpu).update < estimate_step(MIXTURE, unsharded, gpu).update

@@ -1,0 +1,82 @@
+"""Hosts of a start with spare hosts, and the batch of a smaller run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from neox.config import NeoXConfig
+from neox.errors import ConfigError, LaunchError
+from neox.launch import Host
+from neox.launch.doctor import HostReport
+from neox.launch.placement import ChosenBy, Placement
+from neox.preflight.fit_hosts import FitHosts, can_change_hosts, fit_hosts, with_spares
+
+HOSTS = tuple(Host(name, (0, 1)) for name in "abc")
+SPARE = Host("s", (0, 1), spare=True)
+
+
+def placed(*spares: Host) -> Placement:
+    return Placement(HOSTS, ChosenBy.HOSTFILE, 0, "hostfile of -H", spares)
+
+
+def config(**keys: object) -> NeoXConfig:
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    return NeoXConfig.from_flat({**sizes, "master_addr": "a", **keys})
+
+
+def fit(
+    keys: NeoXConfig,
+    placement: Placement,
+    broken: Collection[str] = (),
+    unfit: Collection[str] = (),
+    suspects: Collection[str] = (),
+) -> FitHosts:
+    reports = []
+    for host in with_spares(placement).hosts:
+        problems = ["no answer"] if host.name in broken else []
+        reports.append(HostReport(host, problems=problems))
+    return fit_hosts(keys, placement, reports, dict.fromkeys(unfit, "unfit"), dict.fromkeys(suspects, "suspect"))
+
+
+def names(found: FitHosts) -> str:
+    return "".join(host.name for host in found.placement.hosts)
+
+
+def test_a_spare_host_steps_in_with_its_report() -> None:
+    found = fit(config(), placed(SPARE), broken="a")
+    assert names(found) == "sbc"
+    assert [report.host.name for report in found.reports] == ["s", "b", "c"]
+    assert list(found.left_out) == ["a"]
+    assert found.config.runner.master_addr is None  # it was the first host's
+    assert fit(config(), placed(SPARE)).config.runner.master_addr == "a"
+
+
+def test_a_smaller_run_keeps_the_batch_if_it_is_elastic() -> None:
+    with pytest.raises(LaunchError, match="elastic"):
+        fit(config(), placed(), broken="b")
+    found = fit(config(elastic=True), placed(), broken="b")
+    assert names(found) == "ac"
+    assert found.config.deepspeed.train_batch_size == 24  # 6 ranks x 1 x 4
+    assert found.config.deepspeed.gradient_accumulation_steps is None
+    assert names(fit(config(elastic=True), placed(), unfit="bc")) == "a"
+
+
+def test_a_batch_that_cannot_be_kept_ends_the_run() -> None:
+    keys = config(elastic=True, pipe_parallel_size=6)
+    with pytest.raises(LaunchError, match="batch"):
+        fit(keys, placed(), broken="b")
+
+
+def test_suspects_stay_if_nothing_can_replace_them() -> None:
+    assert names(fit(config(), placed(), suspects="b")) == "abc"
+    assert names(fit(config(), placed(SPARE), suspects="b")) == "asc"
+
+
+def test_who_can_change_hosts() -> None:
+    assert not can_change_hosts(config(), placed())
+    assert can_change_hosts(config(), placed(SPARE))
+    assert can_change_hosts(config(elastic=True), placed())
+    with pytest.raises(ConfigError, match="spare"):
+        can_change_hosts(config(launcher="slurm"), placed(SPARE))

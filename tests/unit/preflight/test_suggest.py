@@ -1,0 +1,64 @@
+"""Suggested layouts: numbers of GPUs that the configured degrees do not divide, and the file of the best one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from neox.config import NeoXConfig, load_config
+from neox.errors import ConfigError
+from neox.plan import gpu_device, resolve
+from neox.plan.search_start import divisible_config
+from neox.preflight.suggest import find_layouts, layouts_to_measure, write_keys
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+@pytest.mark.parametrize("gpus", [7, 12, 100])
+def test_file_of_the_best_layout_runs_on_gpus_that_the_degrees_do_not_divide(gpus: int, tmp_path: Path) -> None:
+    files = [CONFIGS / "20B.yml", CONFIGS / "local_setup.yml"]
+    config = load_config(files).config
+    searchable, changed = divisible_config(config, gpus)
+    assert changed
+    plan = resolve(searchable, gpus, 50_277)
+    output = tmp_path / "best.yml"
+    found, _ = find_layouts(plan, gpu_device(plan), "a100-80", changed, 10)
+    assert str(output.resolve()) in write_keys(found.best[0], plan.config, output)
+    again = resolve(load_config([*files, output]).config, gpus, 50_277)
+    assert again.grid.world_size == gpus
+    assert again.batch.train_batch_size == plan.batch.train_batch_size == 16 * gpus
+    blocks = (again.config.deepspeed.zero_optimization, config.deepspeed.zero_optimization)
+    assert blocks[0].reduce_bucket_size == blocks[1].reduce_bucket_size is not None
+
+
+def test_half_of_the_measured_layouts_have_other_degrees() -> None:
+    config = load_config([CONFIGS / "20B.yml", CONFIGS / "local_setup.yml"]).config
+    plan = resolve(config, 96, 50_277)
+    found, _ = find_layouts(plan, gpu_device(plan), "a100-40", {}, 60)
+    chosen = layouts_to_measure(found, 6, is_changed=True)
+    assert chosen[:3] == list(found.best[:3])
+    degrees = [(layout.setting.pp_size, layout.setting.tp_size) for layout in chosen]
+    assert len(chosen) == 6
+    assert len(set(degrees[3:]) - set(degrees[:3])) == 3
+
+
+def test_total_batch_that_is_given_stays(tmp_path: Path) -> None:
+    overrides = ["train_batch_size=64", "gradient_accumulation_steps=None"]
+    config = load_config([CONFIGS / "20B.yml", CONFIGS / "local_setup.yml"], overrides=overrides).config
+    searchable, changed = divisible_config(config, 24)
+    assert "train_batch_size" not in changed
+    assert resolve(searchable, 24, 50_277).batch.train_batch_size == 64
+
+
+def test_configuration_that_divides_its_gpus_stays() -> None:
+    config = load_config([CONFIGS / "20B.yml", CONFIGS / "local_setup.yml"]).config
+    assert divisible_config(config, 96) == (config, {})
+
+
+def test_part_of_a_name_of_a_gpu_is_answered_with_all_that_begin_with_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        NeoXConfig.from_flat({"gpu_type": "A100"})
+    (problem,) = caught.value.problems
+    assert problem.keys == ("gpu_type",)
+    assert str(problem).endswith("did you mean `a100-40` or `a100-80`?")

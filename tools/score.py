@@ -1,0 +1,52 @@
+# PYTHON_ARGCOMPLETE_OK
+r"""Score answers with a reward model (`train_impl: rm`).
+
+    python tools/score.py MODEL.yml configs/preferences/reward.yml --input data/pairs.jsonl --output scores.jsonl
+
+A line of the input is `{"prompt": ..., "completion": ...}`, which gets `score`, or `{"prompt": ..., "chosen": ...,
+"rejected": ...}`, which gets `chosen_score` and `rejected_score`. Texts and messages become the ids of training
+(tools/preprocess_preferences.py). Of pairs the accuracy is printed: the share whose preferred answer has more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import _checkout  # noqa: F401
+
+from neox.arguments import ScriptParser
+from neox.checkpoint import find_chat_template
+from neox.errors import DataError, os_errors, run_script
+from neox.evaluation.text_scores import ScoreSummary, answer_encoder, scored_lines
+from neox.files import atomic_write
+from neox.generation.load import load_model
+from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments, start_ranks
+from neox.log import setup_logging
+
+
+def main() -> None:
+    parser = ScriptParser(description=__doc__)
+    add_plan_arguments(parser, "-o")
+    parser.add_argument("--input", nargs="+", required=True, help=".jsonl or .jsonl.zst files, or directories")
+    parser.add_argument("--output", required=True, help="file for the lines with scores")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="lines that are computed at once")
+    parser.add_argument("--skip-bad", type=int, default=0, metavar="N", help="bad lines that may be left out")
+    args = parser.parse_intermixed_args()
+    setup_logging()
+    plan, tokenizer = plan_from_arguments(args, scores_texts=True)
+    grid, device, checkpoint = start_ranks(plan, lambda: choose_checkpoint(plan, tokenizer))
+    keys = plan.config.tokenizer
+    template = find_chat_template(keys.chat_template, checkpoint, keys.vocab_file, tokenizer)
+    encoder = answer_encoder(plan.config, template)
+    model = load_model(plan, checkpoint, grid, device)
+    summary = ScoreSummary()
+    lines = scored_lines(model, encoder, args.input, summary, batch=max(1, args.batch_size), skip_bad=args.skip_bad)
+    output = Path(args.output)
+    with os_errors(DataError, f"{output} cannot be written"), atomic_write(output) as file:
+        for line in lines:
+            file.write(f"{line}\n".encode())
+    print(f"{summary}; lines with scores are in {output}")
+
+
+if __name__ == "__main__":
+    run_script(main)

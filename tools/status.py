@@ -1,0 +1,59 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Show the status of a run: state, progress, speed, hosts, interruptions; as text, as JSON, or as a page.
+
+python tools/status.py runs/20B
+python tools/status.py runs/20B --json
+python tools/status.py runs/20B --serve            # http://127.0.0.1:8001/, which updates by itself
+
+Only this machine can connect to the page, unless --host is given: the server has no authentication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import _checkout  # noqa: F401
+
+from neox.arguments import ScriptParser
+from neox.errors import NeoXError, run_script
+from neox.launch.run_status import format_status, run_status
+from neox.launch.status_server import StatusServer
+
+
+def serve(directory: Path, host: str, port: int, allowed: list[str]) -> None:
+    """Serve the page until Ctrl-C. Raises NeoXError if the server cannot listen there."""
+    try:
+        server = StatusServer(directory, (host, port), (host, *allowed))
+    except (OSError, OverflowError) as error:
+        raise NeoXError(
+            f"--host {host} --port {port}: cannot listen on this address ({error}); give another with --port"
+        ) from error
+    print(f"http://{host}:{server.server_address[1]}/ shows {directory}", flush=True)
+    with server, contextlib.suppress(KeyboardInterrupt):  # the usual end
+        server.serve_forever()
+
+
+def main() -> int:
+    """Run the tool."""
+    parser = ScriptParser(description=__doc__)
+    parser.add_argument("run_directory", type=Path, help="directory of the run: `log_dir`")
+    parser.add_argument("--json", action="store_true", help="print the status as one JSON object")
+    parser.add_argument("--serve", action="store_true", help="serve a page with the status")
+    parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to listen on")
+    parser.add_argument("--port", type=int, default=8001, help="with --serve: port to listen on (default: 8001)")
+    parser.add_argument("--allow_host", action="append", default=[], help="with --serve: another host name for clients")
+    arguments = parser.parse_args()
+    status = run_status(arguments.run_directory)
+    if arguments.serve:
+        serve(arguments.run_directory, arguments.host, arguments.port, arguments.allow_host)
+    elif arguments.json:
+        print(json.dumps(status))
+    else:
+        print(format_status(status))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,66 @@
+# PYTHON_ARGCOMPLETE_OK
+r"""Compute a teacher's largest logits for the samples of a run, which then learns from them (`teacher_logits`).
+
+    python tools/teacher_logits.py teacher/config.yml --run student/config.yml configs/preferences/distillation.yml \
+        --output data/teacher --top-k 32
+
+The files before --run are the teacher's, as for tools/evaluate.py; those after it are the run's, whose data, seed,
+seq_length and number of samples decide which samples there are. They take 8 bytes for each token and logit. Teacher and
+run have the same tokenizer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import _checkout  # noqa: F401
+
+from neox.arguments import ScriptParser
+from neox.data.teacher_file import TeacherIdentity
+from neox.engine.reference import hash_of_weights
+from neox.errors import ConfigError, run_script
+from neox.generation.load import load_model
+from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments, start_ranks
+from neox.generation.teacher import write_teacher_logits
+from neox.log import setup_logging
+from neox.plan import config_from_files, resolve
+from neox.tokenizer import tokenizer_of
+
+
+def main() -> None:
+    parser = ScriptParser(description=__doc__)
+    add_plan_arguments(parser, "-o")
+    parser.add_argument("--run", nargs="+", required=True, metavar="FILE", help="YAML files of the run")
+    parser.add_argument(
+        "--run-set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run (repeatable)"
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of ranks of the run")
+    parser.add_argument("--output", required=True, help="directory for the logits: `teacher_logits` of the run")
+    parser.add_argument("--top-k", type=int, default=32, metavar="K", help="logits for each token")
+    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="samples that are computed at once")
+    args = parser.parse_intermixed_args()
+    setup_logging()
+    plan, tokenizer = plan_from_arguments(args)
+    config = config_from_files(args.run, overrides=args.run_set).updated({}, without=["teacher_logits"])
+    of_run = tokenizer_of(config)
+    if set(of_run.known_hashes).isdisjoint(tokenizer.known_hashes):
+        raise ConfigError(
+            f"the teacher's tokenizer has {tokenizer.vocab_size:,} ids, and the run's is another one of "
+            f"{of_run.vocab_size:,}: take a teacher with the run's tokenizer"
+        )
+    if not 1 <= args.top_k <= tokenizer.vocab_size:
+        raise ConfigError(
+            f"--top-k {args.top_k} is not between 1 and the {tokenizer.vocab_size:,} ids of the tokenizer"
+        )
+    run = resolve(config, args.ranks, of_run.vocab_size)
+    grid, device, checkpoint = start_ranks(plan, lambda: choose_checkpoint(plan, tokenizer))
+    teacher = load_model(plan, checkpoint, grid, device)
+    weights = f"{plan.config.checkpoint.load_weights} weights {hash_of_weights(checkpoint)}"
+    identity = TeacherIdentity(weights, tokenizer.vocab_size, tokenizer.known_hashes, args.top_k)
+    output = Path(args.output)
+    samples = write_teacher_logits(run, of_run, teacher, identity, output, batch=max(1, args.batch_size))
+    print(f"the {args.top_k} largest logits of {samples:,} samples by {checkpoint} are in {output}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,77 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Make a mixture of experts of a dense checkpoint (sparse upcycling, arXiv:2212.05055).
+
+    tools/upcycle.py --input_dir CKPT --output_dir OUT --config_file moe.yml
+
+Each expert is a copy of its block's MLP, and routers start from their initial distribution. If the weights of a
+token's experts add up to 1 (`moe_norm_topk_prob: true`), the mixture computes what the dense network does, and so its
+first loss is the dense one. The original stays as it is. The result has only weights. Train on with `load: OUT` and
+`finetune: true`, or with `no_load_optim: true` to keep the iteration.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import _checkout  # noqa: F401
+from torch import Tensor
+
+from neox.architecture import ParameterSpec, build_layer_plan
+from neox.arguments import ScriptParser
+from neox.checkpoint import checkpoint_at, open_checkpoint, upcycle
+from neox.config import NeoXConfig
+from neox.errors import run_script
+from neox.log import setup_logging
+from neox.model import initial_weights
+from neox.plan import architecture_of, config_from_files
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = ScriptParser(description=__doc__)
+    add = parser.add_argument
+    add("--input_dir", required=True, type=Path, help="a global_stepN directory, or one that holds some")
+    add("--output_dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
+    add("--config_file", required=True, nargs="+", help="the mixture's YAML")
+    add("--seed", type=int, help="seed of the routers (default: that of the YAML)")
+    add(
+        "--changes-outputs",
+        action="store_true",
+        help="accept a router whose weights do not add up to 1: the first loss is not the dense one",
+    )
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    setup_logging()
+    config = config_from_files(args.config_file)
+    if args.seed is not None:
+        config = config.updated({"seed": args.seed})
+    reader = open_checkpoint(checkpoint_at(args.input_dir))
+    router = InitialRouters(config, reader.vocabulary_rows)
+    result = upcycle(reader, args.output_dir, config, router, changes_outputs=args.changes_outputs)
+    layers = router.layers
+    print(f"{result}: {layers.numel:,} parameters, {layers.active_numel:,} of them active")
+
+
+class InitialRouters:
+    """Initial values of the routers of a mixture: those that its training would start from.
+
+    Args:
+        config: Configuration of the mixture.
+        vocabulary_rows: Number of rows of the embedding.
+    """
+
+    def __init__(self, config: NeoXConfig, vocabulary_rows: int) -> None:
+        architecture = architecture_of(config)
+        self.layers = build_layer_plan(architecture, vocabulary_rows)
+        self.weights = initial_weights(config, architecture)
+
+    def __call__(self, index: int, spec: ParameterSpec) -> Tensor:
+        """Return the weight of the router in a layer."""
+        return self.weights.full(spec, self.layers[index])
+
+
+if __name__ == "__main__":
+    run_script(main)
