@@ -2,8 +2,8 @@
 
     benchmarks/restart_time.py [--rounds 5] [--out FILE.json]
 
-Two CPU ranks train a small network and save every 20 steps. After a few saves rank 1 is killed (SIGKILL), and the time
-until the metrics have the next step is taken. The three sides take turns:
+Two CPU ranks train a small network and save every 20 steps. After a few saves, when the warm processes are ready, rank
+1 is killed (SIGKILL), and the time until the metrics have the next step is taken. The three sides take turns:
 
 - `deepy`: `deepy.py train.py --max-restarts 9`, with the parts: noticing, planning, and the start of the ranks;
 - `again`: the same without restarts; the command is typed again as soon as it has ended;
@@ -21,12 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.soak import MARK, Training, wait
 from neox.config import NeoXConfig
+from neox.launch.warm_start import WAITING_NAME
 from neox.plan import encode_payload, resolve
 from neox.run_events import read_events
 from neox.tokenizer import build_tokenizer
@@ -77,10 +79,21 @@ class Measured(Training):
 
     def rank_to_kill(self) -> int:
         """Return the process of rank 1."""
-        for pid in self.pids():
+        role = None if self.side == "torchrun" else "rank"
+        for pid in self.pids(role):
             if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 return pid
         raise RuntimeError(f"rank 1 does not run: see {self.directory / 'log'}")
+
+    def is_warm(self) -> bool:
+        """Return whether all processes that become ranks at the next start are ready; only one side has any."""
+        if self.side != "deepy":
+            return True
+        names = []
+        for pid in self.pids():
+            with suppress(OSError):
+                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+        return names.count(WAITING_NAME) == self.ranks
 
     def rows(self) -> int:
         """Return the number of lines of the metrics."""
@@ -94,6 +107,7 @@ def measure(work: Path, side: str) -> dict[str, float]:
     training.start()
     try:
         wait(lambda: training.step() >= KILL_AFTER or training.ended(), "steps")
+        wait(lambda: training.is_warm() or training.ended(), "warm processes")
         killed = time.time()
         os.kill(training.rank_to_kill(), signal.SIGKILL)
         if side == "again":

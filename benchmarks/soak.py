@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from neox.launch.warm_start import RANK_NAME
 from neox.run_events import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,11 +149,13 @@ class Training:
                 environment = (entry / "environ").read_bytes()
                 words = (entry / "cmdline").read_bytes().decode(errors="replace")
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                name = (entry / "comm").read_text().strip()
             except OSError:
                 continue
             if f"{MARK}={self.mark}".encode() not in environment.split(b"\0") or state in "ZX":
                 continue
-            if role is None or _ROLES[role] in words:
+            waits = role == "rank" and "--warm" in words and name != RANK_NAME  # it has not become a rank yet
+            if role is None or (_ROLES[role] in words and not waits):
                 found.append(int(entry.name))
         return sorted(found)
 

@@ -101,6 +101,11 @@ def take_secrets(run_id: str, node_rank: int) -> dict[str, str]:
     return found
 
 
+def next_start_file(run_id: str, node_rank: int) -> Path:
+    """Return the path of the file by which an agent that has stayed after a failure gets the next start."""
+    return agent_directory(run_id, node_rank).with_suffix(f".{node_rank}.next")
+
+
 def _user_directory() -> Path:
     """Return this user's private directory inside the temporary directory. Raises LaunchError if it is not private."""
     path = Path(tempfile.gettempdir()) / f"neox-{os.getuid()}"

@@ -2,6 +2,8 @@
 
 `python -m neox.launch.bootstrap SCRIPT ARGUMENTS...`: SIGUSR1 writes the Python stacks of all threads to stderr, even
 while the interpreter waits inside C code. A crash in C code writes them, too.
+
+`--warm MODULE` instead of a script: see `neox.launch.warm_ranks`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from neox import end_at_interrupts, is_own_script
+from neox.launch.warm_start import become_rank
 
 
 def _start_tracebacks_at(script: str) -> None:
@@ -48,12 +51,14 @@ def _end_failed() -> None:
 
 def main() -> None:
     """Run the script that the first argument names, as `__main__`."""
-    script = sys.argv[1]
     with suppress(OSError):
         # When memory runs out, the kernel then kills ranks rather than the agent, which reports it.
         Path("/proc/self/oom_score_adj").write_text("500")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    if sys.argv[1] == "--warm":
+        become_rank(sys.argv[2])
+    script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
     _start_tracebacks_at(script)

@@ -63,6 +63,13 @@ def rank_command(spec: LaunchSpec) -> list[str]:
     return [spec.python, "-u", "-m", "neox.launch.bootstrap", spec.script, *spec.arguments]
 
 
+def warm_command(spec: LaunchSpec) -> list[str] | None:
+    """Return the command of a process that becomes a rank later; None if the run has none."""
+    if spec.warm_module is None:
+        return None
+    return [spec.python, "-u", "-m", "neox.launch.bootstrap", "--warm", spec.warm_module]
+
+
 def deepspeed_command(spec: LaunchSpec, node_rank: int = 0) -> list[str]:
     """Return the command that starts a host's ranks under DeepSpeed's own launcher, without our supervision."""
     return [

@@ -11,6 +11,9 @@
 - no rank has made progress for `hang_timeout` seconds.
 
 SIGUSR1 shows every rank's stacks.
+
+The agent of a run that may be started again (`warm_module`) stays after a failure, with its warm processes, until the
+launcher ends it or writes the next start to a file.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ from neox.launch.agent_files import (
     PROGRESS_VARIABLE,
     RankActivity,
     create_agent_directory,
+    next_start_file,
     take_secrets,
 )
-from neox.launch.commands import rank_command
+from neox.launch.commands import rank_command, warm_command
 from neox.launch.environment import child_environment, remove_stale_locks
 from neox.launch.event_log import RUN_DIRECTORY_VARIABLE
 from neox.launch.events import Event, encode_event, text_events
@@ -47,12 +51,15 @@ from neox.launch.preemption import PreemptionSource, PreemptionWatch
 from neox.launch.rank_process import RankProcess, Watchdog
 from neox.launch.run_lock import lock_directories
 from neox.launch.spec import LaunchSpec
+from neox.launch.warm_ranks import Order, WarmRanks
 
 _POLL_SECONDS = 0.1
 _END_POLL_SECONDS = 0.005  # after a rank has closed its output, which means that it is about to end
 _HEARTBEAT_SECONDS = 1.0
 _AFTER_FAILURE_SECONDS = 0.7  # until the other ranks are killed; their own errors reach their logs meanwhile
+_AFTER_KILL_SECONDS = 0.1  # the same after a SIGKILL, which needs no explanation by the other ranks
 _STACK_SECONDS = 1.5
+_NEXT_START_SECONDS = 0.01  # between two looks for the next start
 
 
 class NodeAgent:
@@ -63,17 +70,29 @@ class NodeAgent:
         node_rank: Number of this host, from 0.
         lifeline: Whether to end when standard input ends.
         plain: Whether to print for people, because no launcher process reads the events.
+        warm: The processes that can become ranks; None if this agent ends with its ranks.
     """
 
-    def __init__(self, spec: LaunchSpec, node_rank: int, lifeline: bool, plain: bool = False) -> None:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        node_rank: int,
+        lifeline: bool,
+        plain: bool = False,
+        warm: WarmRanks | None = None,
+    ) -> None:
         self.spec = spec
         self.node_rank = node_rank
         self.lifeline = lifeline
         self.plain = PlainOutput(spec) if plain else None
+        self.warm = warm
+        self.warm_prepared = False
+        self.next: NodeAgent | None = None  # agent of the next start, in this process
         self.host = spec.hosts[node_rank]
         self.locks = contextlib.ExitStack()  # of the run's directories, if no launcher process holds them
         self.selector = selectors.DefaultSelector()
         self.ranks: list[RankProcess] = []
+        self.rank_environments: list[dict[str, str]] = []
         self.watchdog: Watchdog | None = None
         self.preemption: PreemptionWatch | None = None
         self.code = 0  # exit status of this agent
@@ -154,9 +173,28 @@ class NodeAgent:
             self._kill_ranks()
             if self.watchdog is not None:
                 self.watchdog.close()
+            self.selector.close()
             shutil.rmtree(self.directory, ignore_errors=True)
         self.tell({"kind": "done", "code": self.code})
         return self.code
+
+    def wait_for_next(self) -> NodeAgent | None:
+        """Wait for the next start after a failure. If the launcher ends meanwhile, so does this process.
+
+        Returns:
+            The agent of the next start; None if there is none.
+        """
+        if self.warm is None or self.code == 0:
+            return None
+        path = next_start_file(self.spec.run_id, self.node_rank)
+        while not path.exists():
+            if self.stop_requested is not None:
+                return None
+            time.sleep(_NEXT_START_SECONDS)
+        spec = LaunchSpec.decode(path.read_text())
+        path.unlink()
+        self.next = NodeAgent(spec, self.node_rank, lifeline=False, warm=self.warm)  # this one follows the launcher
+        return self.next
 
     def environment(self) -> dict[str, str]:
         """Return the variables that all ranks of this host share."""
@@ -194,11 +232,25 @@ class NodeAgent:
             rank = RankProcess(number, self.spec.log_path(number), self._pass_on)
             variables = {**environment, "RANK": str(number), "LOCAL_RANK": str(local_rank)}
             stdin = self.spec.stdin if number == 0 else None
-            rank.start(rank_command(self.spec), variables, self.spec.directory, stdin)
+            order = Order((self.spec.script, *self.spec.arguments), variables, self.spec.directory, stdin)
+            warm = None if self.warm is None else self.warm.take(local_rank, order)
+            if warm is None:
+                rank.start(rank_command(self.spec), variables, self.spec.directory, stdin)
+            else:
+                rank.follow(warm)
+            self.rank_environments.append(variables)
             self.ranks.append(rank)
             watchdog.add(rank.pid)
             for name, pipe in rank.pipes.items():
                 self.selector.register(pipe, selectors.EVENT_READ, (rank, name))
+
+    def _prepare_warm_ranks(self) -> None:
+        """Start the warm processes once the first step is over, so that they do not slow the start down."""
+        if self.warm is None or self.warm_prepared or self.activity.step() is None:
+            return
+        self.warm_prepared = True
+        for local_rank, variables in enumerate(self.rank_environments):
+            self.warm.prepare(local_rank, variables, self.spec.directory)
 
     def _watch_for_preemption(self, watchdog: Watchdog) -> None:
         spec = self.spec
@@ -224,6 +276,7 @@ class NodeAgent:
                 last_beat = now
                 self.output_ended = False
                 self.tell({"kind": "alive", "step": self.activity.step()})
+                self._prepare_warm_ranks()
             self.activity.update()
             self._fulfil_requests(now)
             self._kill_what_is_overdue(now)
@@ -289,7 +342,7 @@ class NodeAgent:
         if rank.code:
             self.code = self.code or exit_status(rank.code)
             if not self._was_asked_to_end(rank.code):  # the others wait for this rank, and cannot save without it
-                self._kill_in(_AFTER_FAILURE_SECONDS)
+                self._kill_in(_AFTER_KILL_SECONDS if rank.code == -signal.SIGKILL else _AFTER_FAILURE_SECONDS)
 
     def _was_asked_to_end(self, code: int) -> bool:
         """Return whether a rank's `returncode` is the consequence of the signal that was passed on."""
@@ -336,6 +389,10 @@ class NodeAgent:
 
     def end_now(self) -> None:
         """Kill everything and exit, because the launcher is gone."""
+        if self.next is not None and self.next.watchdog is not None:
+            self.next.end_now()
+        if self.warm is not None:
+            self.warm.close()
         self._kill_ranks()
         shutil.rmtree(self.directory, ignore_errors=True)
         if self.watchdog is not None:
@@ -395,9 +452,25 @@ def main() -> int:
     spec = LaunchSpec.decode(arguments.spec)
     node_rank = _node_rank(arguments.node_rank)
     try:
-        return NodeAgent(spec, node_rank, arguments.lifeline, arguments.plain).run()
+        return _run_starts(spec, node_rank, arguments.lifeline, arguments.plain)
     except OSError as error:  # usually about the run's directories
         raise LaunchError(f"ranks cannot be started on {spec.hosts[node_rank].name}: {error}") from None
+
+
+def _run_starts(spec: LaunchSpec, node_rank: int, lifeline: bool, plain: bool) -> int:
+    """Run one start after another, as long as the launcher sends any. Return the status of the last."""
+    command = warm_command(spec)
+    warm = WarmRanks(command) if command is not None and lifeline else None
+    agent: NodeAgent | None = NodeAgent(spec, node_rank, lifeline, plain, warm)
+    code = 0
+    try:
+        while agent is not None:
+            code = agent.run()
+            agent = agent.wait_for_next()
+    finally:
+        if warm is not None:
+            warm.close()
+    return code
 
 
 def _node_rank(text: str) -> int:

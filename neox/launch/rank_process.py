@@ -74,7 +74,7 @@ class RankProcess:
         """
         descriptor = _open_stdin(stdin)
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 env=dict(environment),
                 cwd=directory,
@@ -87,6 +87,11 @@ class RankProcess:
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
+        self.follow(process)
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Follow a process that leads a process group of its own and whose outputs are pipes."""
+        self._process = process
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self.pipes = {"out": self._process.stdout, "err": self._process.stderr}

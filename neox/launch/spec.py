@@ -57,6 +57,8 @@ class LaunchSpec:
         preemption_file: File that appears on such a host; None for none.
         preemption_seconds: Seconds between two looks for such a notice.
         rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None if it is not known.
+        warm_module: Module that warm processes import while the run goes on, to become the ranks of its next start. The
+            agents then stay after a failure, and wait for that start. None if agents end with their ranks.
     """
 
     run_id: str
@@ -79,6 +81,7 @@ class LaunchSpec:
     preemption_command: str | None = None
     preemption_file: str | None = None
     preemption_seconds: float = 5.0
+    warm_module: str | None = None
 
     @property
     def world_size(self) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from neox.config.sections.healing import HealingConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
+from neox.launch.agent_processes import AgentProcesses
 from neox.launch.commands import (
     MAX_CONNECTIONS,
     agent_command,
@@ -55,6 +56,7 @@ def new_spec(
     healing: HealingConfig | None = None,
     rank_bytes: int | None = None,
     answers_interrupts: bool = False,
+    warm_module: str | None = None,
 ) -> LaunchSpec:
     """Return the specification of a new run. It gets its own id, and a free port unless one is configured.
 
@@ -71,6 +73,7 @@ def new_spec(
         healing: Keys of the configuration about failures; None for their defaults.
         rank_bytes: Estimated memory of the fullest rank.
         answers_interrupts: Whether Ctrl-C is for the script, which goes on.
+        warm_module: Module that is imported ahead for the next start; None if there is none.
     """
     healing = healing or HealingConfig()
     return LaunchSpec(
@@ -93,6 +96,7 @@ def new_spec(
         preemption_command=healing.preemption_command,
         preemption_file=healing.preemption_file,
         preemption_seconds=healing.preemption_seconds,
+        warm_module=warm_module,
     )
 
 
@@ -135,6 +139,7 @@ def launch(
     forwarded: Sequence[str] = FORWARDED,
     *,
     advice: str = "",
+    agents: AgentProcesses | None = None,
 ) -> RunEnd:
     """Start a run and follow it until it ends.
 
@@ -144,6 +149,7 @@ def launch(
         environment: Variables of the launcher's processes, and the secrets to send.
         forwarded: Patterns of the variables that are forwarded. Secrets that match are sent separately.
         advice: Line that is printed before the explanation of a failure.
+        agents: Processes of the starts before, which a local run goes on with; None if there is only one start.
 
     Returns:
         How the run has ended, with its exit status.
@@ -161,12 +167,17 @@ def launch(
         return RunEnd(EndKind.FINISHED, 0)
     if launcher == "local":
         spec = replace(spec, stdin=f"/proc/{os.getpid()}/fd/0")
+    else:
+        spec = replace(spec, warm_module=None)
     if launcher == "pdsh":
         send_secrets(spec, {name: environment[name] for name in secrets}, environment, runner.ssh_port)
         return _launch_pdsh(spec, pdsh_environment(environment, runner.ssh_port), advice)
     command = launcher_command(spec, runner, secrets)
     assert command is not None, launcher
-    return Supervisor(spec, [command], advice=advice).run(environment)
+    if agents is None:
+        return Supervisor(spec, [command], advice=advice).run(environment)
+    commands = [] if agents.go_on(spec) else [command]
+    return Supervisor(spec, commands, advice=advice, agents=agents).run(environment)
 
 
 def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:

@@ -8,13 +8,11 @@ rank's host, number and traceback. No process of the run is left.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -24,9 +22,10 @@ from typing import IO, Any, TextIO
 
 from neox.files import write_text
 from neox.launch.agent_files import ANSWER_SECONDS, INTERRUPT_RANKS
-from neox.launch.events import Event, LineBuffer, decode_event
+from neox.launch.agent_processes import AgentProcesses
+from neox.launch.events import Event, decode_event
 from neox.launch.failures import EXIT_HANG
-from neox.launch.lifeline import LOST_SECONDS, exit_status, parent_death_hook
+from neox.launch.lifeline import LOST_SECONDS, exit_status
 from neox.launch.outcome import EndKind, Failure, RunEnd, end_by_failure, explain, find_cause
 from neox.launch.shared_warnings import SharedWarnings
 from neox.launch.spec import LaunchSpec
@@ -36,7 +35,6 @@ _POLL_SECONDS = 0.1
 _READ_BYTES = 65536
 _WINDOW_SECONDS = 1.5  # after the first failure, for the reports of other hosts, one of which may be the cause
 _END_SECONDS = 4.0
-_LIFELINE_SECONDS = 3.0
 _HANG_SECONDS = 6.0
 _TWICE_SECONDS = 1.0  # between two Ctrl-C that end a run whose script answers them
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -50,10 +48,11 @@ class Supervisor:
 
     Args:
         spec: The run.
-        commands: Commands to start; they end when the agents end.
+        commands: Commands to start; they end when the agents end. Empty if the agents have stayed after a failure.
         signal_agents: Function that sends a signal to all agents; by default to the processes of the commands, which
             are agents on this machine.
         advice: Line that is printed before the explanation of a failure.
+        agents: Where the processes are kept if the agents may stay after a failure; None if they end with this run.
     """
 
     def __init__(
@@ -62,14 +61,14 @@ class Supervisor:
         commands: Sequence[Sequence[str]],
         signal_agents: SignalAgents | None = None,
         advice: str = "",
+        agents: AgentProcesses | None = None,
     ) -> None:
         self.spec = spec
         self.advice = advice
         self.commands = commands
-        self.signal_agents = signal_agents or self._signal_children
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.agents = agents or AgentProcesses()
+        self.signal_agents = signal_agents or self.agents.signal
         # Output of the agents
-        self.buffers: dict[int, LineBuffer] = {}  # by file descriptor
         self.warnings = SharedWarnings(self._print_error, shown_lines())
         self.tails: defaultdict[int, str] = defaultdict(str)  # last lines of failed ranks
         self.stacks: list[str] = []
@@ -99,41 +98,24 @@ class Supervisor:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
                 previous[number] = signal.signal(number, self._on_signal)
         try:
-            with selectors.DefaultSelector() as selector:
-                for command in self.commands:
-                    self._start(list(command), selector, environment)
-                self._watch(selector)
+            for command in self.commands:
+                self.agents.start(command, environment)
+            self._watch(self.agents.selector)
         finally:
-            self._end_all()
+            if self._agents_stay():
+                self.agents.keep(self.spec)
+            else:
+                self.agents.end_all()
             for number, handler in previous.items():
                 signal.signal(number, handler)
         return self._conclude()
-
-    def _start(
-        self, command: list[str], selector: selectors.BaseSelector, environment: Mapping[str, str] | None
-    ) -> None:
-        process = subprocess.Popen(
-            command,
-            env=None if environment is None else dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
-            preexec_fn=parent_death_hook(signal.SIGTERM),
-        )
-        self.processes.append(process)
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-            self.buffers[pipe.fileno()] = LineBuffer()
-            selector.register(pipe, selectors.EVENT_READ)
 
     # -- watching
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Take what the agents send until all their outputs have ended, or the run must end."""
         passed_on = False
-        while selector.get_map():
+        while selector.get_map() and not self._agents_stay():
             for key, _ in selector.select(_POLL_SECONDS):
                 if not self._read(key.fileobj):  # type: ignore[arg-type]
                     selector.unregister(key.fileobj)
@@ -178,7 +160,7 @@ class Supervisor:
             data = os.read(pipe.fileno(), _READ_BYTES)
         except BlockingIOError:
             return True
-        buffer = self.buffers[pipe.fileno()]
+        buffer = self.agents.buffers[pipe.fileno()]
         for line in buffer.feed(data) if data else buffer.flush():
             self._take_line(line)
         return bool(data)
@@ -280,37 +262,11 @@ class Supervisor:
         # Ranks save at SIGTERM; a closed terminal asks for the same.
         self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number
 
-    def _signal_children(self, number: int) -> None:
-        """Signal the local agents, which are child processes."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
-
-    def _end_all(self) -> None:
-        """End all agents: close their standard input, terminate them, and finally kill them.
-
-        An agent kills its ranks when its standard input ends. srun and mpirun pass no standard input on.
-        """
-        for process in self.processes:
-            if process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
-        self._wait_for_all(_LIFELINE_SECONDS)
-        for process in self.processes:
-            if process.poll() is None:
-                process.terminate()
-        self._wait_for_all(_END_SECONDS)
-        for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-    def _wait_for_all(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.01, deadline - time.monotonic()))
+    def _agents_stay(self) -> bool:
+        """Return whether the ranks have ended with a failure on all hosts, and the agents wait for the next start."""
+        if self.spec.warm_module is None or self.stop_signal is not None:
+            return False
+        return len(self.hosts_done) == len(self.spec.hosts) and all(self.hosts_done.values())
 
     # -- the result
 
@@ -384,8 +340,7 @@ class Supervisor:
         missing = [host.name for node, host in enumerate(self.spec.hosts) if node not in self.hosts_done]
         self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
         status = 1
-        for process in self.processes:
-            status = max(status, exit_status(process.returncode))
+        status = max([status, *self.agents.statuses])
         cause = f"{', '.join(missing)} ended without a report about its ranks"
         return RunEnd(EndKind.SILENT, status, cause, hosts=tuple(missing), step=self.step)
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
+from neox import is_own_script
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
+from neox.launch.agent_processes import AgentProcesses
 from neox.launch.command_line import (
     INFERENCE,
     TOOLS,
@@ -235,11 +237,11 @@ class _Command:
         """
         script = find_script(self.arguments.script)
         restarts = Restarts(self.config, script)
-        with ExitStack() as held:
+        with ExitStack() as held, AgentProcesses() as agents:
             prepared = self._prepare(script, restarts)
             directory = reserve(self._run_directory(), self.save, script.name, held)
             while True:
-                end = self._launch(prepared, directory, restarts)
+                end = self._launch(prepared, directory, restarts, agents)
                 if not restarts.follow(end, directory):
                     if end.status == 0 and prepared.job.trains:
                         print(*next_steps(self.arguments, prepared.planned.plan), sep="\n", file=sys.stderr)
@@ -296,7 +298,7 @@ class _Command:
         reports = self._examine_hosts(self._empty_spec(with_spares(placement), script))
         return fit_hosts(self.config, placement, reports, restarts.unfit, restarts.suspects)
 
-    def _launch(self, prepared: _Prepared, directory: Path, restarts: Restarts) -> RunEnd:
+    def _launch(self, prepared: _Prepared, directory: Path, restarts: Restarts, agents: AgentProcesses) -> RunEnd:
         """Start a prepared run, and follow it until it ends."""
         plan = prepared.planned.plan
         spec = self._spec(prepared.job, prepared.planned, directory, prepared.runner)
@@ -310,7 +312,7 @@ class _Command:
         _print_to_stderr("note", notes)
         write_run_directory(directory, plan, prepared.planned.device, self._commands(spec))
         restarts.starting(spec, directory, prepared.left_out)
-        return launch(spec, prepared.runner, self.environment, self.forwarded, advice=restarts.advice)
+        return launch(spec, prepared.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
 
     def _capabilities_without_run(self, placement: Placement) -> Capabilities:
         """Return what this machine multiplies natively, if a dry run depends on it and ranks would run here."""
@@ -352,6 +354,9 @@ class _Command:
         """Return the launch of a planned job."""
         rank_bytes = None
         save = None
+        warm_module = None
+        if job.trains and self.config.healing.max_restarts and is_own_script(str(job.script)):
+            warm_module = "neox.train"
         if job.trains:
             rank_bytes = memory_on(planned.plan, planned.device).needed(on_cpu=planned.device.shared)
             save = self.save
@@ -367,6 +372,7 @@ class _Command:
             hang_timeout=self.config.training.hang_timeout,
             healing=self.config.healing,
             rank_bytes=rank_bytes,
+            warm_module=warm_module,
             answers_interrupts=job.script.stem == "generate" and self.config.generation.text_gen_type == "chat",
         )
 

@@ -1,0 +1,123 @@
+"""Warm processes of a host's agent: one per slot, which have imported what ranks need and wait to become ranks.
+
+A rank needs seconds to import torch and DeepSpeed. The agent of a run that may be started again has it done ahead: once
+the first step is over, it starts one process per slot, `python -m neox.launch.bootstrap --warm MODULE`, with the rank's
+own environment, because packages read variables while they are imported. At the next start the process gets an order
+through its standard input: the script, its arguments and all variables. If one differs that an import may have read,
+the process is ended, and the rank is started anew. It imports at low priority, opens no GPU, and dies with the agent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from signal import SIGKILL
+
+from neox.launch.agent_files import PROGRESS_VARIABLE
+from neox.launch.lifeline import parent_death_hook, signal_group
+
+_MAY_DIFFER = ("MASTER_ADDR", "MASTER_PORT", PROGRESS_VARIABLE)  # nothing reads them before process groups are set up
+_PIPE_BYTES = 2**20  # so that an order never waits for a process that is still importing
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a warm process becomes.
+
+    Attributes:
+        words: The script and its arguments.
+        environment: All variables.
+        directory: Working directory.
+        stdin: Path of the file that is its standard input from then on; None for an empty input.
+    """
+
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    directory: str
+    stdin: str | None
+
+
+class WarmRanks:
+    """The warm processes of one host. Only the agent's main thread may use them.
+
+    Args:
+        command: Command that starts one.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._waiting: dict[int, tuple[subprocess.Popen[bytes], Mapping[str, str]]] = {}
+
+    def prepare(self, local_rank: int, environment: Mapping[str, str], directory: str) -> None:
+        """Start the process of a slot, unless there is one.
+
+        Args:
+            local_rank: The slot's position on this host.
+            environment: All variables of the slot's rank.
+            directory: Working directory of the rank.
+        """
+        if local_rank in self._waiting:
+            return
+        process = subprocess.Popen(
+            self._command,
+            env=dict(environment),
+            cwd=directory,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=parent_death_hook(),
+        )
+        assert process.stdin is not None
+        with suppress(OSError):  # more than this user may have
+            fcntl.fcntl(process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._waiting[local_rank] = (process, environment)
+
+    def take(self, local_rank: int, order: Order) -> subprocess.Popen[bytes] | None:
+        """Make the process of a slot a rank, and return it.
+
+        Args:
+            local_rank: The slot's position on this host.
+            order: What it becomes.
+
+        Returns:
+            The process; None if there is none that could do this. Its pipes hold what it has printed so far.
+        """
+        if local_rank not in self._waiting:
+            return None
+        process, environment = self._waiting.pop(local_rank)
+        if _what_counts(environment) != _what_counts(order.environment) or process.poll() is not None:
+            _end(process)
+            return None
+        assert process.stdin is not None
+        try:
+            with process.stdin as pipe:
+                pipe.write(json.dumps(vars(order)).encode() + b"\n")
+        except OSError:  # it has ended just now
+            _end(process)
+            return None
+        return process
+
+    def close(self) -> None:
+        """End all that still wait."""
+        while self._waiting:
+            _, (process, _) = self._waiting.popitem()
+            _end(process)
+
+
+def _what_counts(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that an import may have read."""
+    return {name: value for name, value in environment.items() if name not in _MAY_DIFFER}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    signal_group(process.pid, SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
