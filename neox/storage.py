@@ -23,6 +23,9 @@ _log = get_logger(__name__)
 SCHEMES = ("s3", "gs", "hf", "https", "http")
 """Schemes of addresses that are read through fsspec."""
 
+CHECKPOINT_CACHE = "runs/fetched"
+"""Default directory of copies of checkpoints."""
+
 BLOCK_BYTES = 8 << 20
 ATTEMPTS = 7
 FIRST_PAUSE = 0.5
@@ -61,6 +64,23 @@ def shown(path: str | Path) -> str:
     if parts.scheme in ("http", "https"):
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     return text
+
+
+def cache_folder(address: str, cache: str | Path) -> Path:
+    """Return the directory of a cache that belongs to an address of a directory, such as `CACHE/s3/bucket/run`."""
+    scheme, _, rest = address.partition("://")
+    parts = [part for part in rest.split("/") if part not in ("", ".")]
+    return Path(cache, scheme, *("__" if part == ".." else part for part in parts))
+
+
+def named_checkpoint(address: str) -> tuple[str, int | None]:
+    """Return the address of a directory of checkpoints, and the iteration if the address ends with `/global_stepN`."""
+    address = address.rstrip("/")
+    root, _, last = address.rpartition("/")
+    step = last.removeprefix("global_step")
+    if step != last and step.isdecimal():
+        return root, int(step)
+    return address, None
 
 
 def name_of(path: str | Path) -> str:

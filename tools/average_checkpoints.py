@@ -26,16 +26,18 @@ from neox.checkpoint import (
     last_checkpoints,
     open_checkpoint,
 )
+from neox.checkpoint.fetching import add_checkpoint_cache
 from neox.errors import ConfigError, run_script
 from neox.log import setup_logging
 from neox.plan import config_from_files
 from neox.plan.schedule.annealing import FINAL_DECAYS
+from neox.storage import is_remote
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", required=True, nargs="+", type=Path, help="global_stepN directories, or one that holds them")
+    add("--input_dir", required=True, nargs="+", help="global_stepN directories, or one that holds them")
     add("--last", type=int, help="number of the newest checkpoints, if --input_dir holds several")
     add("--output_dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
     add("--weights", choices=["mean", "linear", "decay"], default="mean", help="how much each checkpoint counts")
@@ -43,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model-parallel-size", type=int, help="tensor ranks of the result (default: the newest checkpoint's)")
     add("--pipe-parallel-size", type=int, help="pipeline stages of the result (default: the newest checkpoint's)")
     add("--config_file", nargs="+", help="the run's YAML, if the checkpoints do not tell enough")
+    add_checkpoint_cache(parser)
     return parser
 
 
@@ -51,10 +54,13 @@ def chosen_checkpoints(args: argparse.Namespace) -> list[Path]:
     if args.last is not None:
         if len(args.input_dir) != 1 or args.last < 2:
             raise ConfigError("--last takes a number from 2 on, and one directory of checkpoints as --input_dir")
-        return last_checkpoints(args.input_dir[0], args.last)
+        if is_remote(args.input_dir[0]):
+            raise ConfigError("--last takes a local directory: give the addresses of checkpoints as --input_dir")
+        return last_checkpoints(Path(args.input_dir[0]), args.last)
     if len(args.input_dir) < 2:
         raise ConfigError("one checkpoint is its own average: give --last N, or several checkpoints as --input_dir")
-    return sorted(map(checkpoint_at, args.input_dir), key=lambda path: CheckpointReader(path).iteration)
+    paths = [checkpoint_at(given, args.cache_dir) for given in args.input_dir]
+    return sorted(paths, key=lambda path: CheckpointReader(path).iteration)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser, add_overrides
 from neox.checkpoint import CONFIG, checkpoint_at, with_steps
+from neox.checkpoint.fetching import add_checkpoint_cache
 from neox.config import NeoXConfig
 from neox.convert import choose_family, to_hf, upload, write_peft_adapter
 from neox.errors import ConfigError, refusals, run_script
@@ -24,7 +25,10 @@ from neox.plan import config_from_files, model_directory
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", help="a global_stepN directory, or one that holds some (default: what --config_file trains)")
+    add(
+        "--input_dir",
+        help="a global_stepN directory, or one that holds some, or its address (default: what --config_file trains)",
+    )
     add("--config_file", nargs="+", help="the run's YAML (default: the one in the checkpoint)")
     add("--output_dir", required=True, help="a directory that does not exist yet, or an empty one")
     add_overrides(parser)
@@ -59,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--average-replicas", action="store_true", help="average replicated weights that differ between tensor ranks")
     add("--overwrite", action="store_true", help="replace the output directory")
     add("--upload", metavar="USER/NAME", help="upload the result to this repository of the Hugging Face hub")
+    add_checkpoint_cache(parser)
     return parser
 
 
@@ -77,16 +82,16 @@ def choose_input(args: argparse.Namespace) -> tuple[NeoXConfig, Path]:
     if args.input_dir is None and not args.config_file:
         raise ConfigError("give --input_dir, a directory of checkpoints, or --config_file, the YAML of a run")
     if not args.config_file:
-        checkpoint = checkpoint_at(Path(args.input_dir))
+        checkpoint = checkpoint_at(args.input_dir, args.cache_dir)
         return config_from_files([saved_config(checkpoint)], overrides=args.set), checkpoint
     config = config_from_files(args.config_file, overrides=args.set)
     choose_family(config, args.hf_architecture)
     if args.input_dir is not None:
-        return config, checkpoint_at(Path(args.input_dir))
+        return config, checkpoint_at(args.input_dir, args.cache_dir)
     directory = model_directory(config)
     if directory is None:
         raise ConfigError("the configuration has neither `load` nor `save`: give --input_dir, the directory to export")
-    return config, checkpoint_at(directory)
+    return config, checkpoint_at(directory, args.cache_dir or config.checkpoint.checkpoint_cache_dir)
 
 
 def main() -> None:

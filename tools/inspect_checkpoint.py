@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import _checkout  # noqa: F401
@@ -24,6 +23,7 @@ from neox.checkpoint import (
     summarize,
     tensor_stats,
 )
+from neox.checkpoint.fetching import add_checkpoint_cache, all_files, without_optimizer
 from neox.checkpoint.inspection import Summary, TensorStats
 from neox.errors import run_script
 from neox.plan import config_from_files
@@ -36,11 +36,12 @@ INCOMPLETE = 4
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("checkpoint", nargs="+", help="one or two global_stepN directories, or directories that hold some")
+    add("checkpoint", nargs="+", help="one or two global_stepN directories, or that hold some, or their addresses")
     add("--tensors", action="store_true", help="list every tensor with shape, norm, largest value and sha256")
     add("--no-verify", action="store_true", help="do not read every byte to check it")
     add("--config_file", nargs="+", help="the run's YAML, if the checkpoint does not tell enough")
     add("--json", action="store_true", help="one JSON object")
+    add_checkpoint_cache(parser)
     return parser
 
 
@@ -49,7 +50,9 @@ def main() -> int:
     if len(args.checkpoint) > 2:
         build_parser().error("one or two checkpoints")
     config = config_from_files(args.config_file) if args.config_file else None
-    readers = [open_checkpoint(checkpoint_at(Path(path)), config=config) for path in args.checkpoint]
+    needed = without_optimizer if len(args.checkpoint) == 2 else all_files
+    paths = [checkpoint_at(given, args.cache_dir, needed) for given in args.checkpoint]
+    readers = [open_checkpoint(path, config=config) for path in paths]
     if len(readers) == 2:
         return show_difference(*readers, as_json=args.json)
     return show(readers[0], args)

@@ -29,6 +29,7 @@ from neox.checkpoint import (
     resize_vocabulary,
     rows_of_file,
 )
+from neox.checkpoint.fetching import add_checkpoint_cache
 from neox.checkpoint.resizing import NewRows
 from neox.config import NeoXConfig
 from neox.errors import ConfigError, run_script
@@ -41,7 +42,7 @@ from neox.tokenizer import TOKENIZER_FILE, HFTokenizer, Tokenizer, identify_conf
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", required=True, type=Path, help="a global_stepN directory, or one that holds some")
+    add("--input_dir", required=True, help="a global_stepN directory, or one that holds some, or its address")
     add("--output_dir", required=True, type=Path, help="global_stepN, `latest` and tokenizer.json are written into it")
     add("--config_file", nargs="+", help="the run's YAML (default: that in the checkpoint)")
     add("--added-tokens", nargs="+", default=[], metavar="TOKEN", help="tokens after those of the YAML's added_tokens")
@@ -53,13 +54,14 @@ def build_parser() -> argparse.ArgumentParser:
         "old tokenizer cuts the token; or tensors of a file of torch.save, by the names of parameters",
     )
     add("--old-vocab-size", type=int, metavar="N", help="ids in use, for a checkpoint that does not say it")
+    add_checkpoint_cache(parser)
     return parser
 
 
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
-    path = checkpoint_at(args.input_dir)
+    path = checkpoint_at(args.input_dir, args.cache_dir)
     config = config_of(path, args.config_file, args.added_tokens)
     tokenizer = tokenizer_of(config)
     reader = open_checkpoint(path, config=config if args.config_file else None)

@@ -20,6 +20,7 @@ from torch import Tensor
 from neox.architecture import ParameterSpec, build_layer_plan
 from neox.arguments import ScriptParser
 from neox.checkpoint import checkpoint_at, open_checkpoint, upcycle
+from neox.checkpoint.fetching import add_checkpoint_cache
 from neox.config import NeoXConfig
 from neox.errors import run_script
 from neox.log import setup_logging
@@ -30,7 +31,7 @@ from neox.plan import architecture_of, config_from_files
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
-    add("--input_dir", required=True, type=Path, help="a global_stepN directory, or one that holds some")
+    add("--input_dir", required=True, help="a global_stepN directory, or one that holds some, or its address")
     add("--output_dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
     add("--config_file", required=True, nargs="+", help="the mixture's YAML")
     add("--seed", type=int, help="seed of the routers (default: that of the YAML)")
@@ -39,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accept a router whose weights do not add up to 1: the first loss is not the dense one",
     )
+    add_checkpoint_cache(parser)
     return parser
 
 
@@ -48,7 +50,7 @@ def main() -> None:
     config = config_from_files(args.config_file)
     if args.seed is not None:
         config = config.updated({"seed": args.seed})
-    reader = open_checkpoint(checkpoint_at(args.input_dir))
+    reader = open_checkpoint(checkpoint_at(args.input_dir, args.cache_dir))
     router = InitialRouters(config, reader.vocabulary_rows)
     result = upcycle(reader, args.output_dir, config, router, changes_outputs=args.changes_outputs)
     layers = router.layers

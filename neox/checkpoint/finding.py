@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from neox.checkpoint.fetching import Choice, cached_checkpoint, without_optimizer
 from neox.checkpoint.manifest import check_manifest, read_manifest
 from neox.checkpoint.names import (
     LATEST,
@@ -19,10 +20,11 @@ from neox.checkpoint.names import (
     parse_step_directory,
     step_directory,
 )
-from neox.checkpoint.staging import PENDING, checkpoint_directories, delete_checkpoint
+from neox.checkpoint.staging import PENDING, checkpoint_directories, delete_checkpoint, is_kept_from_deletion
 from neox.checkpoint.weight_files import open_source
 from neox.errors import CheckpointError, ConfigError
 from neox.log import get_logger
+from neox.storage import CHECKPOINT_CACHE, is_remote
 
 _log = get_logger(__name__)
 
@@ -67,13 +69,21 @@ def find_checkpoint(
     raise CheckpointError(f"load: no complete checkpoint in {load}:\n  {found}\n{way_out}")
 
 
-def checkpoint_at(path: Path) -> Path:
+def checkpoint_at(given: str | Path, cache: str | Path | None = None, needed: Choice = without_optimizer) -> Path:
     """Return the checkpoint that a tool is given: the directory itself, or the newest complete one in it.
+
+    Args:
+        given: The directory, or its address in object storage, of which a local copy is made.
+        cache: Directory of such copies, by default CHECKPOINT_CACHE.
+        needed: Choice of the files to copy.
 
     Raises:
         ConfigError: If the directory is not a checkpoint and holds none.
-        CheckpointError: If none in it is complete.
+        CheckpointError: If none in it is complete, or it cannot be fetched.
     """
+    if is_remote(given):
+        return cached_checkpoint(str(given), cache or CHECKPOINT_CACHE, needed=needed)
+    path = Path(given)
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory{_beside(path)}; give the global_stepN directory of a checkpoint")
     if is_checkpoint(path):
@@ -288,7 +298,7 @@ def keep_last(save: str | Path, count: int) -> list[Path]:
     """Delete all but the newest checkpoints of a run. One rank calls it.
 
     The checkpoint that `latest` names is never deleted. Nothing is deleted unless a kept checkpoint is complete (by the
-    sizes of its files), so that a good one remains.
+    sizes of its files), so that a good one remains. A checkpoint that is being uploaded stays until a later call.
 
     Args:
         save: Directory of the run's checkpoints.
@@ -312,7 +322,12 @@ def keep_last(save: str | Path, count: int) -> list[Path]:
             "keep_last_n_checkpoints: none of the %d newest in %s is complete; nothing is deleted", count, save
         )
         return []
+    deleted = []
     for path in old:
+        if is_kept_from_deletion(path):
+            _log.info("%s stays until its upload has ended", path)
+            continue
         delete_checkpoint(path)
+        deleted.append(path)
         _log.info("deleted old checkpoint %s", path)
-    return old
+    return deleted

@@ -105,18 +105,35 @@ def read_manifest(directory: Path) -> Manifest | None:
     """Read a directory's manifest. Return None if it has none. Raises CheckpointError if it is broken."""
     path = directory / MANIFEST
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: broken manifest ({error})") from error
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: bytes, path: str | Path) -> Manifest:
+    """Return the manifest with a text.
+
+    Args:
+        text: Content of a `manifest.json`.
+        path: Place of the text, for the message.
+
+    Raises:
+        CheckpointError: If it is broken.
+    """
+    try:
+        loaded = json.loads(text)
         if loaded["version"] != _VERSION:
             raise CheckpointError(f"{path}: version {loaded['version']}, this program reads version {_VERSION}")
         files = {}
         for name, record in loaded["files"].items():
             files[name] = FileRecord(int(record["size"]), str(record["sha256"]))
         return Manifest(int(loaded["iteration"]), int(loaded["sequence"]), files)
-    except FileNotFoundError:
-        return None
     except CheckpointError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: broken manifest ({error})") from error
 
 

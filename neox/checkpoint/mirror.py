@@ -1,4 +1,4 @@
-"""Copies of checkpoints in object storage: uploaded in parts, the manifest last, and fetched with every hash checked.
+"""Directories of checkpoints in object storage: uploaded in parts, the manifest last, and read with hashes checked.
 
 s3://bucket/run/global_step10/layer_00-...pt, ..., manifest.json    complete: it has a manifest
 s3://bucket/run/global_step20/layer_00-...pt                        being uploaded, or left by a killed run
@@ -8,21 +8,19 @@ s3://bucket/run/latest                                              global_step1
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, hash_file, read_manifest
+from neox.checkpoint.manifest import FileRecord, read_manifest
 from neox.checkpoint.names import LATEST, MANIFEST, parse_step_directory, step_directory
-from neox.errors import CheckpointError, os_errors
-from neox.files import fsync_file, fsync_path, lock_file, write_text
+from neox.errors import CheckpointError
+from neox.files import fsync_file
 from neox.log import get_logger
 from neox.storage import attempt, filesystem, shown
 
 _log = get_logger(__name__)
-_FETCHING = ".fetching-"
 _READ_BYTES = 8 << 20
 _SMALLEST_PART = 5 << 20  # of S3
 _DOWNLOADS = 3
@@ -153,71 +151,3 @@ class Mirror:
         if len(data) != end - start:
             raise OSError(f"{len(data):,} bytes came instead of {end - start:,}")
         return data
-
-
-def fetch_checkpoint(address: str, directory: Path, iteration: int | None = None) -> Path:
-    """Return a local copy of a checkpoint in object storage. What is there already is not fetched again.
-
-    Args:
-        address: Address of a mirror, or of one checkpoint in it (`.../global_stepN`).
-        directory: Directory for the copy. One process at a time fetches into it.
-        iteration: Iteration to fetch, by default the newest complete one.
-
-    Raises:
-        CheckpointError: If there is no such checkpoint, the server refuses, or files are damaged.
-    """
-    root, _, last = address.rstrip("/").rpartition("/")
-    named = parse_step_directory(last)
-    if named is not None:
-        if iteration is not None and iteration != named:
-            raise CheckpointError(f"load: {address} and iteration: {iteration} name different checkpoints")
-        address = root
-        iteration = named
-    mirror = Mirror(address)
-    complete = mirror.iterations()
-    if not complete:
-        raise CheckpointError(f"{shown(address)} holds no complete checkpoint")
-    if iteration is None:
-        iteration = complete[-1]
-    if iteration not in complete:
-        raise CheckpointError(
-            f"{shown(address)} holds no complete checkpoint of iteration {iteration}, only {complete}"
-        )
-    with os_errors(CheckpointError, f"{directory} cannot be written"):
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / f"{_FETCHING}lock", "w") as lock:
-            lock_file(lock, wait=True)
-            return _fetch(mirror, directory, iteration)
-
-
-def _fetch(mirror: Mirror, directory: Path, iteration: int) -> Path:
-    """Fetch a checkpoint, unless the same one is there."""
-    final = directory / step_directory(iteration)
-    text = mirror.manifest_text(iteration)
-    is_same = (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == text
-    if is_same and not check_manifest(final, _parsed(final), hashes=False):
-        return final
-    if final.exists():
-        raise CheckpointError(f"{final} exists and is not the checkpoint of {shown(mirror.address)}; remove it")
-    staged = directory / f"{_FETCHING}{final.name}"
-    staged.mkdir(exist_ok=True)
-    (staged / MANIFEST).write_bytes(text)
-    manifest = _parsed(staged)
-    total = sum(record.size for record in manifest.files.values())
-    _log.info("fetching %s, %.1f GB in %d files", final.name, total / 1e9, len(manifest.files))
-    started = time.monotonic()
-    for name, record in manifest.files.items():
-        file = staged / name
-        if not file.is_file() or hash_file(file) != record:
-            mirror.download(iteration, name, file, record)
-    staged.rename(final)
-    fsync_path(directory)
-    write_text(directory / LATEST, final.name)
-    _log.info("fetched %s in %.0f s", final, time.monotonic() - started)
-    return final
-
-
-def _parsed(directory: Path) -> Manifest:
-    manifest = read_manifest(directory)
-    assert manifest is not None
-    return manifest

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from neox.checkpoint.manifest import FileRecord, read_manifest, write_manifest
-from neox.checkpoint.names import LATEST, parse_step_directory, step_directory
+from neox.checkpoint.names import LATEST, MANIFEST, parse_step_directory, step_directory
 from neox.errors import CheckpointError, os_errors
-from neox.files import fsync_path, write_text
+from neox.files import fsync_path, lock_file, write_text
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -127,6 +128,26 @@ def delete_checkpoint(path: Path) -> None:
     with os_errors(CheckpointError, f"{path}: cannot be deleted"):
         os.rename(path, renamed)
         shutil.rmtree(renamed)
+
+
+@contextmanager
+def kept_from_deletion(path: Path) -> Iterator[None]:
+    """Keep a checkpoint from `keep_last` while it is read. Raises OSError if it has no manifest."""
+    with open(path / MANIFEST, "r+b") as file:  # network file systems lock only what is open for writing
+        lock_file(file, wait=True)
+        yield
+
+
+def is_kept_from_deletion(path: Path) -> bool:
+    """Return whether this or another process is inside `kept_from_deletion` of a checkpoint."""
+    try:
+        with open(path / MANIFEST, "r+b") as file:
+            lock_file(file, wait=False)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def checkpoint_directories(save: Path) -> list[Path]:

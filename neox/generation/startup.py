@@ -12,6 +12,7 @@ import torch
 
 from neox.arguments import add_overrides
 from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
+from neox.checkpoint.fetching import with_local_load
 from neox.config import NeoXConfig, for_inference
 from neox.engine import from_first_rank, initialize_distributed
 from neox.errors import CheckpointError, ConfigError, refusals
@@ -90,7 +91,7 @@ def _plan_and_tokenizer(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
     if args.iteration is not None:
         overrides.append(f"iteration={args.iteration}")
     training = config_from_files(args.files, conf_dir=args.conf_dir, overrides=overrides)
-    config = one_process(with_trained_model(training))
+    config = with_local_load(one_process(with_trained_model(training)), trains=False)
     capabilities = Capabilities.of_hosts([native_formats()])
     saved = saved_precision(config, training=False)
     tokenizer = tokenizer_of(config)

@@ -18,6 +18,7 @@ from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
 from neox.plan.architecture import architecture_of
 from neox.plan.precision import newest_checkpoint
+from neox.storage import cache_folder, is_remote, named_checkpoint
 
 RUN_FILE = "run.json"
 """Name of the file in a checkpoint that holds the identity of its run."""
@@ -99,9 +100,16 @@ def _start_of(config: NeoXConfig) -> str:
     keys = config.checkpoint
     if keys.load is None or resumes_own_directory(config):
         return f"initial weights of seed {config.training.seed}"
-    source = str(Path(keys.load).resolve())
-    if keys.iteration is not None:
-        source += f", iteration {keys.iteration}"
+    load = Path(keys.load)
+    iteration = keys.iteration
+    if is_remote(keys.load):  # not fetched yet; afterwards `load` is the copy's directory
+        root, named = named_checkpoint(keys.load)
+        load = cache_folder(root, keys.checkpoint_cache_dir)
+        if named is not None:
+            iteration = named
+    source = str(load.resolve())
+    if iteration is not None:
+        source += f", iteration {iteration}"
     if keys.finetune:
         return f"the weights of {source} (finetune)"
     return f"a continuation of {source}"

@@ -27,10 +27,7 @@ def with_trained_model(config: NeoXConfig) -> NeoXConfig:
     return config.updated({"load": keys.save}, without=without, source=config.source("save").derived("save"))
 
 
-def model_directory(config: NeoXConfig) -> Path | None:
-    """Return the directory of the trained model's checkpoints: `load`, else `save`; None if neither is given."""
+def model_directory(config: NeoXConfig) -> str | None:
+    """Return the directory or address of the trained model: `load`, else `save`; None if neither is given."""
     keys = with_trained_model(config).checkpoint
-    directory = keys.load or keys.save
-    if directory is None:
-        return None
-    return Path(directory)
+    return keys.load or keys.save

@@ -13,6 +13,7 @@ from neox.errors import ConfigError
 from neox.plan import architecture_settings, setting_differences
 from neox.plan.precision import newest_checkpoint
 from neox.problems import Problem
+from neox.storage import is_remote
 
 _CONFIG_FILE = "configs/config.yml"  # written by `neox.checkpoint.write_config`
 _SIGNS_OF_A_CHECKPOINT = ("*global_step*", "*.pt", _CONFIG_FILE)
@@ -36,6 +37,8 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
             return []
         message = "neither `load` nor `save` is given: --set load=DIRECTORY names a checkpoint"
         return [Problem(("load", "save"), message)]
+    if is_remote(directory):  # of a dry run: nothing is fetched
+        return []
     load = Path(directory)
     may_be_first_start = training and _saves_to(config, load)
     if not load.is_dir():

@@ -12,6 +12,7 @@ from neox.config.sections.preferences import PATH_KEYS, REWARD_KEYS
 from neox.errors import DataError
 from neox.plan import missing_for_training
 from neox.problems import Problem
+from neox.storage import is_remote
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
         dry_run: Whether to leave out the check of whole index files.
     """
     problems = [*missing_for_training(config), *missing_data(config)]
-    prefixes = data_prefixes(config)
+    prefixes = {prefix: key for prefix, key in data_prefixes(config).items() if not is_remote(prefix)}
     if tokenizer is None or not any(Path(f"{prefix}.idx").exists() for prefix in prefixes):
         return problems
     from neox.data import sidecar  # numpy, which a dry run without data does not need
@@ -126,6 +127,8 @@ def missing_data(config: NeoXConfig) -> list[Problem]:
         return [Problem(("data_path", "train_data_paths"), f"{message} (tools/preprocess_data.py writes them)")]
     problems = []
     for prefix, key in prefixes.items():
+        if is_remote(prefix):  # of a dry run: nothing is copied
+            continue
         absent = [prefix + suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
         if absent:
             do_not = "does not" if len(absent) == 1 else "do not"

@@ -22,6 +22,7 @@ from neox.plan import (
     decides_run,
     resolve,
     saved_precision,
+    static_problems,
     with_trained_model,
 )
 from neox.plan.export_form import export_note
@@ -41,8 +42,8 @@ from neox.preflight.data_amounts import with_amounts
 from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
 from neox.preflight.own_run import with_own_run
-from neox.preflight.remote_checkpoints import with_local_load
-from neox.preflight.remote_data import with_local_data
+from neox.preflight.remote_checkpoints import planned_load, with_local_load
+from neox.preflight.remote_data import planned_data, with_local_data
 from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
 from neox.problems import Problem, in_file_order
 
@@ -66,7 +67,7 @@ class Job:
     @property
     def trains(self) -> bool:
         """Whether the script trains the model."""
-        return self.script.stem == "train"
+        return _trains(self.script)
 
     @property
     def runs_model(self) -> bool:
@@ -112,10 +113,21 @@ def read_config(arguments: argparse.Namespace) -> NeoXConfig:
     if Path(arguments.script).stem in INFERENCE:
         loaded = replace(loaded, config=for_inference(with_trained_model(loaded.config)))
     if not loaded.problems:
-        return with_local_data(with_local_load(loaded.config))
+        if not _starts_ranks(arguments) or static_problems(loaded.config):
+            return loaded.config
+        return with_local_data(with_local_load(loaded.config, trains=_trains(arguments.script)))
     if arguments.script == "doctor":
         raise ConfigError(loaded.problems)
     raise ConfigError(_all_problems(loaded, arguments))
+
+
+def _starts_ranks(arguments: argparse.Namespace) -> bool:
+    """Return whether a command starts ranks itself, so that it fetches what addresses name."""
+    return not arguments.dry_run and arguments.suggest is None and arguments.script != "doctor"
+
+
+def _trains(script: str | Path) -> bool:
+    return Path(script).stem == "train"
 
 
 def _all_problems(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Problem]:
@@ -132,7 +144,7 @@ def _all_problems(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[P
 
 
 def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> PlannedJob:
-    """Resolve a configuration and check what the job needs.
+    """Resolve a configuration and check what the job needs. For a dry run nothing that addresses name is fetched.
 
     Args:
         config: The configuration.
@@ -142,6 +154,17 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
     Raises:
         ConfigError: The configuration cannot be resolved; for a launch with what else is missing.
     """
+    if not job.dry_run:
+        return _plan_of_local(config, job, capabilities)
+    load = planned_load(config, trains=job.trains)
+    data = planned_data(load.config)
+    planned = _plan_of_local(data.config, job, capabilities)
+    plan = replace(planned.plan, notes=(*planned.plan.notes, *load.notes, *data.notes))
+    return replace(planned, plan=plan, problems=(*load.problems, *data.problems, *planned.problems))
+
+
+def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> PlannedJob:
+    """Plan a job whose files are here, or, in a dry run, are left out of the checks."""
     own = DecidedConfig(config)
     if job.trains:
         own = with_own_run(config)

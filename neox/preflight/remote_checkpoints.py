@@ -1,24 +1,64 @@
-"""Checkpoints that `load` names by an address in object storage: fetched before anything is planned."""
+"""Checkpoints that `load` names by an address in object storage: fetched, or for a dry run only looked at."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from neox.config import NeoXConfig
-from neox.storage import is_remote
+from neox.errors import CheckpointError
+from neox.preflight.data_decisions import DecidedConfig
+from neox.preflight.own_run import with_own_run
+from neox.storage import cache_folder, is_remote, shown
 
 
-def with_local_load(config: NeoXConfig) -> NeoXConfig:
+def with_local_load(config: NeoXConfig, *, trains: bool) -> NeoXConfig:
     """Return a configuration whose `load` is a local directory: an address is replaced by a copy of its checkpoint.
+
+    Args:
+        config: The configuration.
+        trains: Whether optimizer states may be needed.
 
     Raises:
         CheckpointError: If the checkpoint cannot be fetched.
     """
-    keys = config.checkpoint
-    if keys.load is None or not is_remote(keys.load):
+    if not _is_remote(config):
         return config
-    from neox.checkpoint.mirror import fetch_checkpoint  # torch
-    from neox.checkpoint.names import parse_step_directory
+    if trains and not _is_remote(with_own_run(config).config):
+        return config  # `save` holds this run, and is resumed
+    from neox.checkpoint.fetching import with_local_load  # torch
 
-    found = fetch_checkpoint(keys.load, Path(keys.checkpoint_cache_dir), keys.iteration)
-    return config.updated({"load": str(found.parent), "iteration": parse_step_directory(found.name)})
+    return with_local_load(config, trains=trains)
+
+
+def planned_load(config: NeoXConfig, *, trains: bool) -> DecidedConfig:
+    """Return what `with_local_load` will do, without fetching anything.
+
+    A complete copy takes the place of the address. Otherwise `load` stays, and a note says what a start fetches.
+
+    Args:
+        config: The configuration.
+        trains: Whether optimizer states may be needed.
+    """
+    if not _is_remote(config) or (trains and not _is_remote(with_own_run(config).config)):
+        return DecidedConfig(config)
+    from neox.checkpoint import fetching  # torch
+
+    keys = config.checkpoint
+    address = str(keys.load)
+    if trains and fetching.returns_to_save(config):
+        local = config.updated({"load": keys.save}, source=config.source("save").derived("load"))
+        return DecidedConfig(local, (f"load: the newest checkpoint of {shown(address)}, if any, goes to {keys.save}",))
+    try:
+        remote = fetching.find_remote(address, keys.iteration)
+        whole = remote.manifest()
+    except CheckpointError as error:
+        return DecidedConfig(config, problems=(config.problem_about(str(error), "load"),))
+    directory = cache_folder(remote.mirror.address, keys.checkpoint_cache_dir)
+    needed = fetching.needed_files(config, trains=trains)
+    if fetching.has_copy(directory / remote.name, whole, needed):
+        return DecidedConfig(config.updated(fetching.local_keys(address, directory)))
+    sizes = [record.size for name, record in whole.files.items() if needed(name)]
+    what = f"{shown(remote.mirror.address)}/{remote.name}, {sum(sizes):,} bytes in {len(sizes)} files,"
+    return DecidedConfig(config, (f"load: {what} is fetched to {directory} at the start",))
+
+
+def _is_remote(config: NeoXConfig) -> bool:
+    return config.checkpoint.load is not None and is_remote(config.checkpoint.load)

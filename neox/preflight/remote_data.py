@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from neox.config import NeoXConfig
 from neox.errors import DataError, os_errors
 from neox.files import atomic_write, lock_file, write_text
 from neox.log import get_logger
+from neox.preflight.data_decisions import DecidedConfig
+from neox.problems import Problem
 from neox.storage import FileState, is_remote, open_file, shown, state_of
 
 _log = get_logger(__name__)
@@ -28,10 +30,42 @@ def with_local_data(config: NeoXConfig) -> NeoXConfig:
         DataError: If a file cannot be read, or the disk is too small.
     """
     directory = Path(config.data.data_cache_dir)
+    return _with_paths(config, lambda address: str(fetch_token_files(address, directory)))
+
+
+def planned_data(config: NeoXConfig) -> DecidedConfig:
+    """Return what `with_local_data` will do, without copying anything.
+
+    Copies of what the server still has take the places of addresses. Other addresses stay, and notes say what a start
+    copies.
+    """
+    directory = Path(config.data.data_cache_dir)
+    notes: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
+
+    def planned(address: str) -> str:
+        prefix = _prefix_of_copy(address, directory)
+        try:
+            wanted = _wanted(address, prefix)
+        except DataError as error:
+            problems[address] = Problem((), str(error))
+            return address
+        if not wanted:
+            return str(prefix)
+        size = sum(state.size for state in wanted.values())
+        notes[address] = f"{shown(address)}, {size:,} bytes, is copied to {directory} at the start"
+        return address
+
+    changed = _with_paths(config, planned)
+    return DecidedConfig(changed, tuple(notes.values()), tuple(problems.values()))
+
+
+def _with_paths(config: NeoXConfig, path_of: Callable[[str], str]) -> NeoXConfig:
+    """Return a configuration with other paths in place of the addresses of token files."""
     changes = {}
     for key, value in config.to_flat().items():
         if key.endswith(("data_path", "data_paths")) and _has_address(value):
-            changes[key] = _local(value, directory)
+            changes[key] = _replaced(value, path_of)
     if not changes:
         return config
     return config.updated(changes)
@@ -45,15 +79,21 @@ def _has_address(value: Any) -> bool:
     return isinstance(value, str) and is_remote(value)
 
 
-def _local(value: Any, directory: Path) -> Any:
-    """Return a value of a key with copies in place of addresses."""
+def _replaced(value: Any, path_of: Callable[[str], str]) -> Any:
+    """Return a value of a key with other paths in place of addresses."""
     if isinstance(value, Mapping):
-        return {name: _local(each, directory) for name, each in value.items()}
+        return {name: _replaced(each, path_of) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_local(each, directory) for each in value]
+        return [_replaced(each, path_of) for each in value]
     if isinstance(value, str) and is_remote(value):
-        return str(fetch_token_files(value, directory))
+        return path_of(value)
     return value
+
+
+def _prefix_of_copy(address: str, directory: Path) -> Path:
+    """Return the prefix of the local copy of token files."""
+    folder = directory / hashlib.sha256(address.encode()).hexdigest()[:12]
+    return folder / address.rpartition("/")[2]
 
 
 def fetch_token_files(address: str, directory: Path) -> Path:
@@ -66,8 +106,8 @@ def fetch_token_files(address: str, directory: Path) -> Path:
     Raises:
         DataError: If a file cannot be read, or the disk is too small.
     """
-    folder = directory / hashlib.sha256(address.encode()).hexdigest()[:12]
-    prefix = folder / address.rpartition("/")[2]
+    prefix = _prefix_of_copy(address, directory)
+    folder = prefix.parent
     with os_errors(DataError, f"data_cache_dir: {directory} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".lock", "w") as lock:

@@ -7,8 +7,9 @@ import time
 from collections import deque
 from pathlib import Path
 
-from neox.checkpoint import checkpoint_directories, read_manifest
+from neox.checkpoint import checkpoint_directories, keep_last, read_manifest
 from neox.checkpoint.mirror import Mirror
+from neox.checkpoint.staging import kept_from_deletion
 from neox.engine import SaveReport
 from neox.errors import CheckpointError
 from neox.launch import busy_saving, report_progress
@@ -24,7 +25,8 @@ _DEADLINE_SECONDS = 300.0
 class MirrorUploads(Callback):
     """Queue of checkpoints that go to `checkpoint_mirror`. After a failure the next checkpoint is tried.
 
-    Only the newest waiting checkpoint is uploaded. The mirror drops older ones when a newer one is complete there.
+    Only the newest waiting checkpoint is uploaded, and it is not pruned meanwhile. The mirror drops older ones when a
+    newer one is complete there.
     """
 
     def __init__(self, plan: RunPlan) -> None:
@@ -72,6 +74,8 @@ class MirrorUploads(Callback):
                 if time.monotonic() - self._moved > _DEADLINE_SECONDS:
                     _log.warning("%s: the upload does not move; the local checkpoint stays", self._mirror.address)
                     return
+        if self._keep is not None:  # one that stayed for its upload
+            keep_last(self._save, self._keep)
 
     def _put(self, path: Path) -> None:
         self._waiting.append(path)
@@ -98,10 +102,13 @@ class MirrorUploads(Callback):
 
     def _upload(self, path: Path) -> None:
         started = time.monotonic()
+        if not path.is_dir():
+            return  # pruned while it waited, so that a newer one comes next
         try:
             if self._has(path):
                 return
-            self._mirror.upload(path, self._note_progress)
+            with kept_from_deletion(path):
+                self._mirror.upload(path, self._note_progress)
             _log.info("%s is in %s after %.0f s", path.name, self._mirror.address, time.monotonic() - started)
             if self._keep is not None:
                 self._mirror.keep_last(self._keep)

@@ -18,6 +18,7 @@ from neox.config.sections.numbers import (
     PositiveInt,
 )
 from neox.config.sections.preferences import OF_PREFERENCES
+from neox.storage import CHECKPOINT_CACHE
 
 RecomputedPart = Literal["none", "full", "full_attn", "core_attn"]
 """Part of a block whose activations are computed again in the backward pass."""
@@ -234,7 +235,7 @@ class CheckpointConfig(Section):
     checkpoint_mirror_part_bytes: Annotated[PositiveInt, OnlyWith("checkpoint_mirror")] = 104857600
     """Size of the parts of an upload."""
 
-    checkpoint_cache_dir: str = "runs/fetched"
+    checkpoint_cache_dir: str = CHECKPOINT_CACHE
     """Directory for copies of checkpoints that `load` names by an address (`s3://...`). All hosts must see it."""
 
     async_save: Annotated[bool, OnlyWith("save")] = False

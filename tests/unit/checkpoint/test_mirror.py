@@ -14,16 +14,19 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from neox.checkpoint import commit, stage_directory
-from neox.checkpoint.mirror import Mirror, fetch_checkpoint
+from neox.checkpoint import commit, find_checkpoint, keep_last, stage_directory, why_incomplete
+from neox.checkpoint.fetching import cached_checkpoint, with_local_load, without_optimizer
+from neox.checkpoint.mirror import Mirror
 from neox.engine import SaveReport
 from neox.errors import CheckpointError
+from neox.storage import cache_folder
 from neox.train.callbacks import TrainState
 from neox.train.mirror_uploads import MirrorUploads
 from tests.errors import raises_naming
 from tests.plans import small_plan
 from tests.unit.corpus.s3_server import FailingApp, error, s3_server
 
+OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 RUN = "s3://bucket/run"
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +42,7 @@ def checkpoint(save: Path, iteration: int, size: int = 1000) -> Path:
     staged = stage_directory(save, iteration)
     (staged / "configs").mkdir()
     (staged / "configs" / "run.yml").write_text(f"iteration {iteration}")
-    for name in ("layer_00.pt", "layer_02.pt"):
+    for name in ("layer_00.pt", "layer_02.pt", OPTIMIZER):
         (staged / name).write_bytes((name + str(iteration)).encode() * (size // 10))
     return commit(staged)
 
@@ -54,23 +57,23 @@ def test_a_checkpoint_comes_back_equal_and_old_ones_go(s3: FailingApp, tmp_path:
     for path in paths:
         mirror.upload(path)
     assert mirror.iterations() == [1, 2, 3]
-    fetched = fetch_checkpoint(RUN, tmp_path / "cache")
+    fetched = cached_checkpoint(RUN, tmp_path / "cache")
     assert contents(fetched) == contents(paths[2])
     requests = len(s3.requests)
-    assert fetch_checkpoint(f"{RUN}/global_step3/", tmp_path / "cache") == fetched
+    assert cached_checkpoint(f"{RUN}/global_step3/", tmp_path / "cache") == fetched
     assert not any(path.endswith(".pt") for _, path in s3.requests[requests:])
     mirror.keep_last(1)
     assert mirror.iterations() == [3]
     assert not any("global_step1/" in name for name in fsspec.filesystem("s3").find("bucket/run"))
     with raises_naming(CheckpointError, RUN, "[3]"):
-        fetch_checkpoint(RUN, tmp_path / "cache", 2)
+        cached_checkpoint(RUN, tmp_path / "cache", 2)
 
 
 def test_a_server_that_refuses_one_request_in_five(s3: FailingApp, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "save", 7, size=6_000_000)
     s3.fail = lambda number, method, path: error("503 Slow Down", "SlowDown") if number % 5 == 0 else None
     Mirror(RUN).upload(path)
-    assert contents(fetch_checkpoint(RUN, tmp_path / "cache")) == contents(path)
+    assert contents(cached_checkpoint(RUN, tmp_path / "cache")) == contents(path)
 
 
 def test_what_fails_halfway_does_not_count(s3: FailingApp, tmp_path: Path) -> None:
@@ -83,7 +86,7 @@ def test_what_fails_halfway_does_not_count(s3: FailingApp, tmp_path: Path) -> No
         mirror.upload(newer)
     s3.fail = lambda number, method, path: None
     assert mirror.iterations() == [1]
-    assert fetch_checkpoint(RUN, tmp_path / "cache").name == "global_step1"
+    assert cached_checkpoint(RUN, tmp_path / "cache").name == "global_step1"
     (newer / "layer_00.pt").write_bytes(b"changed")
     with raises_naming(CheckpointError, newer / "layer_00.pt"):
         mirror.upload(newer)
@@ -98,10 +101,10 @@ def test_damaged_objects_are_named(s3: FailingApp, tmp_path: Path) -> None:
     for damaged in (whole[:-1], b"X" + whole[1:]):
         where.pipe_file("bucket/run/global_step4/layer_00.pt", damaged)
         with raises_naming(CheckpointError, f"{RUN}/global_step4/layer_00.pt"):
-            fetch_checkpoint(RUN, tmp_path / "cache")
-        assert not (tmp_path / "cache" / "global_step4").exists()
+            cached_checkpoint(RUN, tmp_path / "cache")
+        assert not cache_folder(f"{RUN}/global_step4", tmp_path / "cache").exists()
     where.pipe_file("bucket/run/global_step4/layer_00.pt", whole)
-    assert contents(fetch_checkpoint(RUN, tmp_path / "cache")) == contents(path)
+    assert contents(cached_checkpoint(RUN, tmp_path / "cache")) == contents(path)
 
 
 def test_training_does_not_wait_for_uploads(s3: FailingApp, tmp_path: Path) -> None:
@@ -135,6 +138,75 @@ def test_training_does_not_wait_for_uploads(s3: FailingApp, tmp_path: Path) -> N
     assert Mirror(RUN).iterations() == [4]
 
 
+def test_a_copy_of_weights_grows_to_a_whole_one(s3: FailingApp, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "save", 3)
+    Mirror(RUN).upload(path)
+    weights = cached_checkpoint(RUN, tmp_path / "cache", needed=without_optimizer)
+    assert OPTIMIZER not in contents(weights)
+    assert why_incomplete(weights) == []
+    requests = len(s3.requests)
+    assert contents(cached_checkpoint(RUN, tmp_path / "cache")) == contents(path)
+    fetched = {path.rpartition("/")[2] for method, path in s3.requests[requests:] if method == "GET"}
+    assert not any(name.startswith("layer_") for name in fetched)
+    assert contents(cached_checkpoint(RUN, tmp_path / "cache", needed=without_optimizer)) == contents(path)
+
+
+def test_another_run_at_the_same_address_is_refused(s3: FailingApp, tmp_path: Path) -> None:
+    Mirror(RUN).upload(checkpoint(tmp_path / "one", 3))
+    copy = cached_checkpoint(RUN, tmp_path / "cache")
+    Mirror(RUN).upload(checkpoint(tmp_path / "two", 3, size=500))
+    with raises_naming(CheckpointError, copy, RUN):
+        cached_checkpoint(RUN, tmp_path / "cache")
+
+
+def test_a_run_whose_load_is_its_mirror_goes_on_in_save(s3: FailingApp, tmp_path: Path) -> None:
+    save = tmp_path / "new-host"
+    keys = {"save": str(save), "load": RUN, "checkpoint_mirror": f"{RUN}/"}
+    first = with_local_load(small_plan(**keys).config, trains=True)
+    assert first.checkpoint.load == str(save)
+    assert not save.exists()
+    paths = [checkpoint(tmp_path / "old-host", iteration) for iteration in (1, 2)]
+    for path in paths:
+        Mirror(RUN).upload(path)
+    moved = with_local_load(small_plan(**keys).config, trains=True)
+    assert moved.checkpoint.load == str(save)
+    assert contents(save / "global_step2") == contents(paths[1])
+    newer = checkpoint(save, 3)
+    requests = len(s3.requests)
+    with_local_load(small_plan(**keys).config, trains=True)
+    assert find_checkpoint(save) == newer
+    assert not any(path.endswith(".pt") for _, path in s3.requests[requests:])
+
+
+def test_a_checkpoint_is_not_pruned_while_it_is_uploaded(s3: FailingApp, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    uploads = MirrorUploads(small_plan(save=str(save), checkpoint_mirror=RUN, keep_last_n_checkpoints=1))
+    state = TrainState()
+    reached = threading.Event()
+    opened = threading.Event()
+
+    def stall(number: int, method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("layer_02.pt"):
+            reached.set()
+            opened.wait(60)
+
+    s3.fail = stall
+    uploads.on_start(state)
+    first = checkpoint(save, 1)
+    uploads.on_save(state, SaveReport(first, 1, 0.0, 0.0))
+    assert reached.wait(60)
+    second = checkpoint(save, 2)
+    assert keep_last(save, 1) == []
+    assert first.is_dir()
+    uploads.on_save(state, SaveReport(second, 2, 0.0, 0.0))
+    opened.set()
+    uploads.finish()
+    assert sorted(save.glob("global_step*")) == [second]
+    assert Mirror(RUN).iterations() == [2]
+    puts = [path for method, path in s3.requests if method == "PUT"]
+    assert "/bucket/run/global_step1/manifest.json" in puts  # it was complete before the newer one came
+
+
 def test_uploads_that_are_killed_leave_nothing_half_committed(s3: FailingApp, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "save", 5)
     imports = "from pathlib import Path\nfrom neox.checkpoint.mirror import Mirror\n"
@@ -159,4 +231,4 @@ def test_uploads_that_are_killed_leave_nothing_half_committed(s3: FailingApp, tm
     mirror = Mirror(RUN)
     assert mirror.iterations() == []
     mirror.upload(path)
-    assert contents(fetch_checkpoint(RUN, tmp_path / "cache")) == contents(path)
+    assert contents(cached_checkpoint(RUN, tmp_path / "cache")) == contents(path)
