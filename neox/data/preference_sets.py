@@ -43,7 +43,7 @@ def preference_datasets(
             continue
         pairs = open_pairs(answers, factory.seq_length, factory.open)
         values = None
-        if keys.needs_reference:
+        if keys.needs_reference and not keys.copies_reference:
             if reference is None:
                 raise DataError(f"train_impl: {keys.train_impl} needs the log-probabilities of a reference model")
             values = reference(pairs, answers.paths[0])

@@ -91,6 +91,8 @@ class Engine:
         averages: Average of the trained weights; None without `ema_decay`.
         reference: Identity of the weights that the run began with, to which a loss may compare the model; None if it is
             not known.
+        with_reference: Completes the next micro batches, of the number given, with a reference's log-probabilities;
+            None if the data have them, or no loss needs them.
         skipped: First and last step of each range whose batches were skipped after a loss spike.
         ledger_at: Maps a number of steps to the ledger of the data, which checkpoints carry; None to save none.
     """
@@ -123,6 +125,7 @@ class Engine:
         self.ledger: Mapping[str, Any] | None = None
         self.ledger_at: Callable[[int], Mapping[str, Any]] | None = None
         self.reference: str | None = None
+        self.with_reference: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
         self.skipped: tuple[tuple[int, int], ...] = ()
         self._steps = steps
         self._timers = timers
@@ -164,7 +167,8 @@ class Engine:
         else:
             observed = None
         with _readable_scaler_failure(self.iteration + 1), readable_refusal():
-            self._steps.train(self._cut(batches, length), length)
+            count = self.deepspeed_engine.gradient_accumulation_steps()
+            self._steps.train(self._completed(self._cut(batches, length), count), length)
         if self.plan.architecture.router_bias:
             move_selection_biases(self.deepspeed_engine.module, self.grid)
         self.iteration += 1
@@ -192,6 +196,7 @@ class Engine:
     def eval_batch(self, batches: Iterator[Batch]) -> EvaluationResult:
         """Return the objective's mean scores of the next `gradient_accumulation_steps` micro batches."""
         count = self.plan.batch.gradient_accumulation_steps
+        batches = self._completed(batches, count)
         scores, amount = self._steps.evaluate(batches, count, self.plan.batch_schedule.full_length)
         return EvaluationResult(dict(zip(self.objective.names, scores.tolist(), strict=True)), amount)
 
@@ -293,6 +298,12 @@ class Engine:
         if length == self.plan.batch_schedule.full_length:
             return batches
         return ({name: value[:, :length] for name, value in batch.items()} for batch in batches)
+
+    def _completed(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """Return the next micro batches with what they need of a reference model."""
+        if self.with_reference is None:
+            return batches
+        return self.with_reference(batches, count)
 
     def _take_values(self, skipped: bool) -> tuple[dict[str, float], float]:
         """Return the scores and the gradient norm of the step; the norm of a skipped update is inf."""

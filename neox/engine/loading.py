@@ -18,7 +18,8 @@ from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.forward_check import compare_logits, fixed_logits
 from neox.engine.optimizer_tensors import Fragment, OptimizerTensor, optimizer_tensors
-from neox.engine.reference import weights_identity
+from neox.engine.reference import first_start, weights_identity
+from neox.engine.reference_copy import CopiedReference, WeightsCopy
 from neox.engine.start import Start, check_local_copy, choose_start, start_before
 from neox.engine.weights import gathered, read_weights, read_weights_fp32, weight_layers
 from neox.errors import ConfigError, TokenizerError
@@ -44,6 +45,9 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
         check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
     objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
+    copied: WeightsCopy | None = None
+    if plan.config.preferences.copies_reference:
+        copied = _copy_first_weights(model, plan, grid, start)
     if start.checkpoint is not None:
         _load_weights(model, plan, grid, start, start.checkpoint)
     if start.new_prompt:
@@ -52,10 +56,31 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     engine.run = start.run
     engine.chat_template = from_first_rank(lambda: template_to_save(plan, start.checkpoint))
     engine.tokenizer = from_first_rank(lambda: _tokenizer_identity(plan))
-    if plan.config.preferences.stores_reference:
+    if copied is not None:
+        engine.with_reference = CopiedReference(engine, copied).complete
+    if plan.config.preferences.compares_with_start:
         engine.reference = from_first_rank(lambda: weights_identity(start))
     _load_state(engine, start)
     return engine
+
+
+def _copy_first_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Start) -> WeightsCopy:
+    """Return a copy of the weights that the run begins with, or began with if it goes on. All ranks call it together.
+
+    Args:
+        model: The model, with initial weights. The others are loaded into it.
+        plan: The run.
+        grid: Process groups.
+        start: How the run starts.
+
+    Raises:
+        CheckpointError: On all ranks, if these weights are not where they were.
+    """
+    first = from_first_rank(lambda: first_start(plan, start))
+    if first.checkpoint is not None:
+        check_local_copy(first.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
+        _load_weights(model, plan, grid, first, first.checkpoint)
+    return WeightsCopy(model)
 
 
 def _tokenizer_identity(plan: RunPlan) -> TokenizerIdentity | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from neox.checkpoint import find_checkpoint
 from neox.checkpoint.manifest import hash_file, read_manifest
 from neox.checkpoint.names import parse_layer_file
 from neox.data.answers import PER_PAIR, Document, Pairs
@@ -23,6 +24,7 @@ from neox.log import progress
 from neox.model import NetworkOutput
 from neox.objectives.preferences import AnswerTargets, inputs_of_rows, log_probs_of_answers
 from neox.parallel import Adapter
+from neox.plan import RunPlan
 
 
 def weights_identity(start: Start) -> str | None:
@@ -39,6 +41,32 @@ def weights_identity(start: Start) -> str | None:
     if start.checkpoint is None:
         return f"{start.run.start} (run {start.run.run_id})"
     return f"{start.weights} weights {hash_of_weights(start.checkpoint)}"
+
+
+def first_start(plan: RunPlan, start: Start) -> Start:
+    """Return how the run began, if it goes on, or how it begins. Only one rank calls it.
+
+    Args:
+        plan: The run.
+        start: How it starts now.
+
+    Raises:
+        CheckpointError: If the weights that it began with are not those that `load` and `finetune` name.
+    """
+    if not start.iteration:
+        return start
+    keys = plan.config.checkpoint
+    first = Start(start.run)
+    if keys.finetune and keys.load is not None:
+        path = find_checkpoint(Path(keys.load), keys.iteration, verify=keys.checkpoint_verify)
+        first = Start(start.run, path, finetune=True, weights=keys.load_weights)
+    if start.reference is None or weights_identity(first) != start.reference:
+        raise CheckpointError(
+            f"reference_model: copy: the run goes on from iteration {start.iteration}, and the weights that it began "
+            f"with are not {first.checkpoint or 'the initial ones'}: keep `load` and `finetune` as they were when it "
+            "began, or start it again from its weights"
+        )
+    return first
 
 
 def hash_of_weights(checkpoint: Path) -> str:
@@ -140,7 +168,19 @@ def _sums_of_rows(engine: Engine, pairs: Pairs, rows: list[list[int]], length: i
         for number in own:
             row += pairs.documents(number)
         documents.append(row)
-    batch = {name: torch.from_numpy(field).to(engine.device) for name, field in layout_rows(documents, length).items()}
+    fields = layout_rows(documents, length)
+    return sums_of_batch(engine, {name: torch.from_numpy(field).to(engine.device) for name, field in fields.items()})
+
+
+def sums_of_batch(engine: Engine, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the sums of the log-probabilities of a batch's answers by the model as it is [B, P, 2].
+
+    All ranks of a model call it together, and all get them.
+
+    Args:
+        engine: The engine with the model.
+        batch: Fields of rows of pairs (`neox.data.preferences.layout_rows`), on the device.
+    """
     targets = AnswerTargets(batch["labels"], batch["slots"], batch["in_answer"], batch["pair_mask"])
 
     def sums(output: NetworkOutput) -> Tensor:

@@ -79,6 +79,9 @@ def preference_lines(plan: RunPlan) -> Iterator[str]:
     if not keys.needs_reference:
         yield f"{loss}, without a reference"
         return
+    if keys.copies_reference:
+        yield f"{loss}; the reference is a second copy of the weights, computed in each step"
+        return
     if not keys.stores_reference:
         yield f"{loss}; the reference is the model without its adapters, computed at each start: no second model"
         return

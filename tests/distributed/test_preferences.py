@@ -13,6 +13,7 @@ import pytest
 from neox.data import IndexedDatasetBuilder
 from neox.data.indexed_dataset import IGNORED
 from neox.plan import RunPlan
+from neox.plan.device import rank_memory
 from tests.distributed.spawn import RankError, run_ranks
 from tests.distributed.training_runs import VOCAB, batches, tiny_plan
 
@@ -218,6 +219,75 @@ def test_the_reference_without_adapters_is_the_stored_one(tmp_path: Path) -> Non
     first, second = run_ranks(2, resumed, [whole, going_on])[0]
     assert second[0] == pytest.approx(first[0], rel=4e-6)
     assert not (tmp_path / "pos.start.reference.npz").exists()
+
+
+@pytest.mark.parametrize(
+    "names", [["alone", "zero3"], pytest.param(["zero1", "tp2", "pp2", "dualpipev"], marks=pytest.mark.slow)]
+)
+def test_a_copy_of_the_weights_is_the_stored_reference(tmp_path: Path, names: list[str]) -> None:
+    keys = {"train_batch_size": 4, "num_layers": 4, **keys_of(write_preferences(tmp_path), "sigmoid")}
+    layouts = {**LAYOUTS, **SCHEDULES}
+    for name in names:
+        world = 1 if name == "alone" else 2
+        micro = {"alone": 4, "tp2": 4, "dualpipev": 1}.get(name, 2)
+        layout = layouts.get(name, {})
+        shared = {**keys, "train_micro_batch_size_per_gpu": micro, "precompute_model_name": name, **layout}
+        stored = tiny_plan(world, **shared)
+        copied = tiny_plan(world, **{**shared, "precompute_model_name": None}, reference_model="copy")
+        expected, found = run_ranks(world, curves, [stored, copied])[0]
+        assert found[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+        assert found[1]["loss"] != found[0]["loss"]
+        for step, wanted in zip(found, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=2e-6, abs=2e-6), name
+        assert not (tmp_path / "pos.start.reference.npz").exists()
+
+
+def copied_bytes(plans: list[RunPlan]) -> list[int]:
+    """On this rank: the bytes of the second copy of the weights of each plan."""
+    from neox.engine import initialize_distributed
+    from neox.engine.build import build_model
+    from neox.engine.reference_copy import WeightsCopy
+    from neox.objectives import build_objective
+
+    answers = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        answers.append(WeightsCopy(build_model(plan, grid, build_objective(plan), device)).nbytes)
+    return answers
+
+
+def test_the_plan_counts_the_copy(tmp_path: Path) -> None:
+    keys = {**keys_of(write_preferences(tmp_path), "sigmoid"), "precision": "bf16"}
+    layouts: list[dict[str, Any]] = [{"zero": 1}, {"zero": 3}, {"mp": 2}, {"pp": 2}]
+    plans = [tiny_plan(2, **keys, reference_model="copy", **layout) for layout in layouts]
+    measured = run_ranks(2, copied_bytes, plans)
+    for number, layout in enumerate(layouts):
+        stored = tiny_plan(2, **keys, **layout)
+        for rank in range(2):
+            planned = rank_memory(plans[number], rank, on_cpu=False).weights
+            planned -= rank_memory(stored, rank, on_cpu=False).weights
+            assert measured[rank][number] == pytest.approx(planned, rel=0.02), layout
+
+
+def test_a_run_goes_on_with_the_copy_of_its_first_weights(tmp_path: Path) -> None:
+    data = write_preferences(tmp_path)
+    base = str(tmp_path / "base")
+    shared = {"train_batch_size": 4, "num_layers": 2, "train_micro_batch_size_per_gpu": 2}
+    steps = {"train_iters": 6, "checkpoint_factor": 2}
+    simpo = {**shared, **keys_of(data, "simpo"), **steps, "train_iters": 2, "seed": 5, "save": base}
+    copied = {"reference_model": "copy", "load": base, "finetune": True}
+    keys = {**shared, **keys_of(data, "sigmoid"), **steps, **copied}
+    save = str(tmp_path / "run")
+    whole = tiny_plan(2, **keys, save=str(tmp_path / "whole"))
+    stopped = tiny_plan(2, **keys, save=save, exit_interval=4)
+    going_on = tiny_plan(2, **keys, save=save, zero=3)
+    _, expected, before, found = run_ranks(2, resumed, [tiny_plan(2, **simpo), whole, stopped, going_on])[0]
+    assert before[0] != expected[0]
+    assert found[0] == pytest.approx(expected[0], rel=2e-6, abs=2e-6)
+    assert found[1] == expected[1]
+    lost = tiny_plan(2, **{**keys, "load": save, "save": save, "finetune": False, "iteration": 4})
+    with pytest.raises(RankError, match="the initial ones"):
+        run_ranks(2, resumed, [lost])
 
 
 def test_the_reference_moves_no_random_numbers(tmp_path: Path) -> None:

@@ -135,14 +135,29 @@ class PreferenceConfig(Section):
     that a row of seq_length tokens cannot hold. Otherwise they are refused."""
 
     reference_model: Annotated[
-        Literal["start", "without_adapters"],
+        Literal["start", "without_adapters", "copy"],
         OnlyWith("train_impl", ("dpo", "kto")),
         Requires("lora", when=("without_adapters",), advice="or use start"),
-        Excludes("precompute_model_name", when=("without_adapters",), reason="nothing is stored"),
+        Excludes("precompute_model_name", when=("without_adapters", "copy"), reason="nothing is stored"),
+        Excludes("lora", when=("copy",), reason="the weights are there already", advice="use without_adapters"),
+        Excludes(
+            "zero_optimization.offload_param.device",
+            ("cpu", "nvme"),
+            when=("copy",),
+            reason="the copy takes the place of weights on the device",
+            advice="use start, which needs no second copy",
+        ),
+        Excludes(
+            "zero_optimization.zero_hpz_partition_size",
+            when=("copy",),
+            reason="it keeps another copy of the weights in training",
+            advice="use start, which needs no second copy",
+        ),
     ] = "start"
     """The reference of the loss. `start`: the model that the run starts from; its log-probabilities are stored next to
     the data. `without_adapters`: with `lora`, the model whose adapters are switched off; its log-probabilities are
-    computed at each start of the run, and kept in memory."""
+    computed at each start of the run, and kept in memory. `copy`: the model that the run starts from, as a second copy
+    of its weights, which ZeRO 3 divides; its log-probabilities are computed in each step, and nothing is stored."""
 
     precompute_model_name: Annotated[str | None, OnlyWith("train_impl", ("dpo", "kto"))] = None
     """Name of the reference model in the files of its log-probabilities, `PREFIX.NAME.reference.npz` next to the data.
@@ -245,6 +260,16 @@ class PreferenceConfig(Section):
     def stores_reference(self) -> bool:
         """Whether the reference's log-probabilities are stored next to the data."""
         return self.needs_reference and self.reference_model == "start"
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a second copy of the weights."""
+        return self.needs_reference and self.reference_model == "copy"
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether the reference is the model that the run starts from."""
+        return self.stores_reference or self.copies_reference
 
     @property
     def needs_reference(self) -> bool:

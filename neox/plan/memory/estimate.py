@@ -21,7 +21,7 @@ class MemoryPlan:
     """Estimated bytes of one rank.
 
     Attributes:
-        weights: Weights on the device.
+        weights: Weights on the device, with the copy of them that is a reference.
         gradients: Gradients with the buffers of their reduction.
         optimizer: Optimizer states, fp32 copies of weights and their average on the device.
         activations: Peak of temporary memory: activations and logits, or what the update needs.
@@ -66,7 +66,7 @@ def stage_memory(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) ->
     else:
         averages_here = sharding.averages()
     return MemoryPlan(
-        weights=sharding.weights(),
+        weights=sharding.weights() * (1 + setting.copies_reference),
         gradients=sharding.gradients() + sharding.reduction_buckets() + _summed_gradients(setting, count),
         optimizer=sharding.optimizer_states() + averages_here,
         activations=_temporary_peak(layers, stage, sharding),

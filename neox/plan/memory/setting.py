@@ -69,6 +69,7 @@ class MemorySetting:
         optimizer_temporaries: Tensors of up to `PIECE` elements that the optimizer makes in a step.
         averages_weights: Whether an average of the trained weights is kept.
         averages_on_host: Whether it is in main memory.
+        copies_reference: Whether a second copy of the weights is the reference of preferences.
         offloads_states: Whether optimizer states are in main memory or in files.
         offloads_weights: Whether weights are there, too.
         states_in_files: Whether offloaded optimizer states are in files.
@@ -124,6 +125,7 @@ class MemorySetting:
     hpz_size: int = 1
     averages_weights: bool = False
     averages_on_host: bool = False
+    copies_reference: bool = False
 
     @property
     def token_shares(self) -> int:
@@ -195,7 +197,7 @@ def memory_setting(
         sequence_length=sequence_length,
         predicted_tokens=predicted_tokens,
         attention=min(attention, key=_MOST_MEMORY_FIRST.index),
-        separate_documents=config.data.reset_attention_mask,
+        separate_documents=config.data.reset_attention_mask or config.preferences.on_preferences,
         attention_dropout=training.attention_dropout > 0,
         hidden_dropout=training.hidden_dropout > 0,
         recompute_chunk=recompute_chunk,
@@ -226,6 +228,7 @@ def memory_setting(
         copies_states=config.checkpoint.async_save and not config.checkpoint.no_save_optim,
         averages_weights=config.optimizer.ema_decay is not None,
         averages_on_host=config.optimizer.ema_device == "cpu" or zero.offloads_optimizer,
+        copies_reference=config.preferences.copies_reference,
     )
 
 

@@ -1,0 +1,42 @@
+"""Rules of the reference model of preferences: each violation is one problem with its keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.plans import SIZES, problem_keys, small_plan
+
+PAIRS = {"train_impl": "dpo", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"]}
+COPIED = {**PAIRS, "reference_model": "copy"}
+CPU = {"device": "cpu"}
+VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("reference_model", ("lora",), {**PAIRS, "reference_model": "without_adapters"}),
+    ("reference_model", ("lora",), {**COPIED, "lora": {"r": 4, "alpha": 8, "target": ["dense"]}}),
+    ("reference_model", ("precompute_model_name",), {**COPIED, "precompute_model_name": "base"}),
+    (
+        "reference_model",
+        ("zero_optimization.offload_param.device",),
+        {**COPIED, "zero_optimization": {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}},
+    ),
+    (
+        "reference_model",
+        ("zero_optimization.zero_hpz_partition_size",),
+        {**COPIED, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "others", "change"), VIOLATIONS, ids=lambda value: str(value)[:50])
+def test_violation(key: str, others: tuple[str, ...], change: dict[str, Any]) -> None:
+    (keys,) = problem_keys(8, **{**SIZES, **change})
+    assert {key, *others} <= set(keys)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_copy_takes_the_memory_of_the_weights(stage: int) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    stored, copied = (small_plan(2, **{**PAIRS, **zero, "reference_model": kind}).memory for kind in ("start", "copy"))
+    assert copied.weights == 2 * stored.weights
+    assert copied.total - stored.total == stored.weights
