@@ -112,6 +112,7 @@ def head_log_probs(
         logits = softly_capped(_logits(x[here], weight, bias, grid, row=row), softcap)
         log_sums, picked = _scores_over_ranks(logits, labels[here], grid)
         result[here] = picked - log_sums
+        del logits  # before those of the next chunk are made
     return result
 
 
@@ -163,11 +164,12 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, grid: ParallelGrid, 
 
 
 def _bounded(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Return the bounded logits, and their derivative by the logits; the logits and None without a bound."""
+    """Bound logits in place, and return them with their derivative by the logits; None for that without a bound."""
     if softcap == 0.0:
         return logits, None
-    ratio = torch.tanh(logits / softcap)
-    return ratio * softcap, 1.0 - ratio.square()
+    ratio = logits.div_(softcap).tanh_()
+    slope = ratio.square().neg_().add_(1.0)
+    return ratio.mul_(softcap), slope
 
 
 def _z_loss(log_sums: Tensor, weights: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
@@ -296,6 +298,7 @@ class _HeadLoss(torch.autograd.Function):
             logits = _logits(x[here], weight, bias, grid, row=row)
             logits, slope = _bounded(logits, softcap)
             parts, grad = loss(logits, here, first_column, needs_gradient=needs_gradient)
+            del logits  # here and below, because the next chunk's are made before the names are used again
             total += parts
             if grad is None:
                 continue
@@ -309,6 +312,7 @@ class _HeadLoss(torch.autograd.Function):
                 grad_x[here] = linear(grad, weight.t())
             if grad_weight is not None:
                 add_product(grad_weight, grad, x[here])
+            del grad, slope
         ctx.gradients = (grad_x, grad_weight, grad_bias)
         ctx.scale = scale
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)

@@ -62,6 +62,13 @@ class Distillation:
         """Factors of divergence and cross entropy in the trained loss."""
         return (self.share, 1.0 - self.share)
 
+    @property
+    def _row_temperature(self) -> float:
+        """Temperature of the softmax of whole rows: the reverse divergence needs none of all tokens."""
+        if self.direction == "reverse":
+            return 1.0
+        return self.temperature
+
     def __call__(
         self, logits: Tensor, here: slice, first_column: int, *, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +77,7 @@ class Distillation:
         weights = self.weights[here]
         ids = torch.cat((self.teacher.ids[here], self.labels[here].unsqueeze(1)), dim=1)  # [r, K + 1]
         columns, elsewhere = _own_columns(ids - first_column, scores.shape[1])
-        found = _Sums.of(scores, columns, elsewhere, self.temperature, self.grid)
+        found = _Sums.of(scores, columns, elsewhere, self._row_temperature, self.grid)
         divergences, of_teacher, of_softmax = self._divergences(found, here)
         cross_entropies = found.log_sums - found.picked[:, -1]
         parts = torch.stack(((weights * divergences).sum(), (weights * cross_entropies).sum()))
@@ -79,15 +86,24 @@ class Distillation:
         of_divergence, of_entropy = self.factors
         scale = (of_divergence * weights).unsqueeze(1)  # [r, 1]
         rest = (of_entropy * weights).unsqueeze(1)
-        gradient = torch.zeros_like(scores)
-        if of_softmax:
-            warm = scores / self.temperature - found.warm_log_sums.unsqueeze(1)
-            gradient += warm.exp() * (of_softmax * scale)
-        if of_entropy:
-            gradient += (scores - found.log_sums.unsqueeze(1)).exp() * rest
+        gradient = self._of_softmax(scores, found, of_softmax * scale, rest)
         picked = torch.cat((of_teacher * scale, -rest), dim=1)
         gradient.scatter_add_(1, columns, picked.masked_fill(elsewhere, 0.0))
         return parts, gradient.to(logits.dtype)
+
+    def _of_softmax(self, scores: Tensor, found: _Sums, warm_factors: Tensor, factors: Tensor) -> Tensor:
+        """Return the softmax of whole rows with the temperature and without it, each with its factors, in their place.
+
+        Args:
+            scores: This rank's logits [r, V/T], which are overwritten.
+            found: Sums of the rows.
+            warm_factors: Factors of the softmax of the logits divided by the temperature [r, 1].
+            factors: Factors of the softmax [r, 1].
+        """
+        if self._row_temperature == 1.0:
+            return scores.sub_(found.log_sums.unsqueeze(1)).exp_().mul_(warm_factors + factors)
+        warm = (scores / self.temperature).sub_(found.warm_log_sums.unsqueeze(1)).exp_().mul_(warm_factors)
+        return scores.sub_(found.log_sums.unsqueeze(1)).exp_().mul_(factors).add_(warm)
 
     def _divergences(self, found: _Sums, here: slice) -> tuple[Tensor, Tensor, float]:
         """Return the divergences of a chunk [r], and their derivatives.
@@ -137,7 +153,9 @@ class _Sums(NamedTuple):
         """
         picked = scores.gather(1, columns).masked_fill(elsewhere, 0.0)
         log_sums = scores.logsumexp(1)
-        warm_log_sums = (scores / temperature).logsumexp(1)
+        warm_log_sums = log_sums
+        if temperature != 1.0:
+            warm_log_sums = (scores / temperature).logsumexp(1)
         if grid.tp_size == 1:
             return cls(picked, log_sums, warm_log_sums)
         sums = gather_tensor_ranks(torch.stack((log_sums, warm_log_sums)), grid).logsumexp(0)  # [T, 2, r] -> [2, r]

@@ -164,8 +164,8 @@ class CountedTokens:
     def cross_entropy(self, weights: Tensor) -> Tensor:
         """Return the weighted sum of their cross entropies. Tokens of weight 0 are left out."""
         used = weights.nonzero().squeeze(1)
-        if not len(used):
-            used = torch.arange(len(weights), device=weights.device)
+        if len(used) in (0, len(weights)):
+            return self.head.cross_entropy(self.hidden, self.labels, weights)
         return self.head.cross_entropy(self.hidden[used], self.labels[used], weights[used])
 
 
