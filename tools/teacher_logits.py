@@ -2,7 +2,7 @@
 r"""Compute a teacher's largest logits for the samples of a run, which then learns from them (`teacher_logits`).
 
     python tools/teacher_logits.py teacher/config.yml --run student/config.yml configs/preferences/distillation.yml \
-        --output data/teacher --top-k 32
+        --output data/teacher
 
 The files before --run are the teacher's, as for tools/evaluate.py; those after it are the run's, whose data, seed,
 seq_length and number of samples decide which samples there are. They take 8 bytes for each token and logit. Teacher and
@@ -36,7 +36,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of ranks of the run")
     parser.add_argument("--output", required=True, help="directory for the logits: `teacher_logits` of the run")
-    parser.add_argument("--top-k", type=int, default=32, metavar="K", help="logits for each token")
+    parser.add_argument("--top-k", type=int, metavar="K", help="logits for each token (default: distillation_top_k)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="samples that are computed at once")
     args = parser.parse_intermixed_args()
     setup_logging()
@@ -48,18 +48,22 @@ def main() -> None:
             f"the teacher's tokenizer has {tokenizer.vocab_size:,} ids, and the run's is another one of "
             f"{of_run.vocab_size:,}: take a teacher with the run's tokenizer"
         )
-    if not 1 <= args.top_k <= tokenizer.vocab_size:
+    top_k = config.distillation.distillation_top_k
+    if args.top_k is not None:
+        top_k = args.top_k
+    if not 1 <= top_k <= tokenizer.vocab_size:
         raise ConfigError(
-            f"--top-k {args.top_k} is not between 1 and the {tokenizer.vocab_size:,} ids of the tokenizer"
+            f"--top-k or distillation_top_k: {top_k} is not between 1 and the {tokenizer.vocab_size:,} ids of the "
+            "tokenizer"
         )
     run = resolve(config, args.ranks, of_run.vocab_size)
     grid, device, checkpoint = start_ranks(plan, lambda: choose_checkpoint(plan, tokenizer))
     teacher = load_model(plan, checkpoint, grid, device)
     weights = f"{plan.config.checkpoint.load_weights} weights {hash_of_weights(checkpoint)}"
-    identity = TeacherIdentity(weights, tokenizer.vocab_size, tokenizer.known_hashes, args.top_k)
+    identity = TeacherIdentity(weights, tokenizer.vocab_size, tokenizer.known_hashes, top_k)
     output = Path(args.output)
     samples = write_teacher_logits(run, of_run, teacher, identity, output, batch=max(1, args.batch_size))
-    print(f"the {args.top_k} largest logits of {samples:,} samples by {checkpoint} are in {output}")
+    print(f"the {top_k} largest logits of {samples:,} samples by {checkpoint} are in {output}")
 
 
 if __name__ == "__main__":

@@ -285,9 +285,10 @@ def _iterator(
         kind = partial(MaskedBatchIterator, part.split_rows)
     elif isinstance(part, PreferenceDataset):
         kind = PreferenceBatchIterator
-    teacher = plan.config.distillation.teacher_logits
-    if teacher is not None:
-        kind = partial(DistillationBatchIterator, TeacherFile(Path(teacher), split, plan.vocab_size, tokenizer))
+    keys = plan.config.distillation
+    if keys.teacher_logits is not None:
+        logits = TeacherFile(Path(keys.teacher_logits), split, plan.vocab_size, tokenizer, keys.distillation_top_k)
+        kind = partial(DistillationBatchIterator, logits)
     data = plan.config.data
     return kind(
         dataset,

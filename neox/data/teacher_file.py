@@ -49,7 +49,7 @@ class TeacherRows(NamedTuple):
     """Arrays of a split.
 
     Attributes:
-        ids: Tokens, int32 [samples, S, K].
+        ids: Tokens, those with the largest logits first, int32 [samples, S, K].
         logits: Their logits, fp32 [samples, S, K].
         hashes: Hash of each sample's tokens, uint64 [samples].
     """
@@ -117,20 +117,27 @@ class TeacherFile:
         split: `train`, `valid` or `test`.
         vocab_size: Number of ids of the run.
         tokenizer: Tokenizer of the run.
+        top_k: Number of logits of each token that are read, the largest ones.
 
     Raises:
-        DataError: If files are missing or damaged, or the teacher has another vocabulary.
+        DataError: If files are missing or damaged, the teacher has another vocabulary, or too few logits are stored.
     """
 
-    def __init__(self, directory: Path, split: str, vocab_size: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, directory: Path, split: str, vocab_size: int, tokenizer: Tokenizer, top_k: int) -> None:
         self._directory = directory
         self._split = split
+        self._top_k = top_k
         identity = _read_identity(directory)
         same_tokenizer = not identity.tokenizers or not set(identity.tokenizers).isdisjoint(tokenizer.known_hashes)
         if identity.vocab_size != vocab_size or not same_tokenizer:
             raise DataError(
                 f"teacher_logits: {directory} is of a teacher with another vocabulary ({identity.vocab_size:,} ids; "
                 f"this run has {vocab_size:,}): take a teacher with the same tokenizer"
+            )
+        if identity.top_k < top_k:
+            raise DataError(
+                f"teacher_logits: {directory} has {identity.top_k:,} logits for each token, and distillation_top_k is "
+                f"{top_k:,}: set it to {identity.top_k:,}, or compute the teacher's logits again"
             )
         self._rows = TeacherRows(*(self._open(name) for name in TeacherRows._fields))
 
@@ -165,7 +172,8 @@ class TeacherFile:
                 "the teacher's logits again (tools/teacher_logits.py) for this data, seed, seq_length and number of "
                 "samples"
             )
-        return {"teacher_ids": ids[numbers].astype(np.int64), "teacher_logits": np.array(logits[numbers])}
+        own_ids = ids[numbers, :, : self._top_k].astype(np.int64)
+        return {"teacher_ids": own_ids, "teacher_logits": np.array(logits[numbers, :, : self._top_k])}
 
 
 class DistillationBatchIterator(BatchIterator):

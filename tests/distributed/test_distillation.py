@@ -95,7 +95,13 @@ def prepared(directory: Path) -> tuple[dict[str, Any], str]:
 
 def check_layouts(directory: Path, names: list[str], **others: Any) -> None:
     keys, logits = prepared(directory)
-    keys |= {"teacher_logits": logits, "distillation_temperature": 1.5, "distillation_weight": 0.7, **others}
+    keys |= {
+        "teacher_logits": logits,
+        "distillation_top_k": 7,
+        "distillation_temperature": 1.5,
+        "distillation_weight": 0.7,
+        **others,
+    }
     for shape in ({}, {"no_weight_tying": True}):
         chosen = [name for name in names if ("row" in name) == bool(shape)]
         if not chosen:
@@ -126,7 +132,8 @@ def test_every_layout_learns_alike_from_a_teacher(tmp_path: Path, divergence: st
 
 def test_logits_of_others_are_refused(tmp_path: Path) -> None:
     keys, logits = prepared(tmp_path)
-    shared = {**keys, "train_micro_batch_size_per_gpu": 4, "teacher_logits": logits}
+    keys |= {"teacher_logits": logits, "distillation_top_k": 7}
+    shared = {**keys, "train_micro_batch_size_per_gpu": 4}
     with pytest.raises(RankError, match="other samples"):
         run_ranks(1, curves, [tiny_plan(1, **{**shared, "seed": 8})])
     identity = Path(logits) / "identity.json"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith
-from neox.config.sections.numbers import PositiveFloat
+from neox.config.sections.numbers import PositiveFloat, PositiveInt
 from neox.config.sections.preferences import OF_PREFERENCES
 
 _WITH_TEACHER = OnlyWith("teacher_logits")
@@ -29,6 +29,10 @@ class DistillationConfig(Section):
     tokens are then predicted as the teacher predicts them. Logits of other samples, or of a teacher with another
     vocabulary, are refused."""
 
+    distillation_top_k: Annotated[PositiveInt, _WITH_TEACHER] = 32
+    """Number of the teacher's largest logits of each token that are learned. tools/teacher_logits.py stores so many; a
+    directory with fewer is refused, and of one with more the largest are read."""
+
     distillation_divergence: Annotated[Literal["forward", "reverse"], _WITH_TEACHER] = "forward"
     """Direction of the divergence: `forward` from the teacher (arXiv:1503.02531), which covers what it finds likely, or
     `reverse` (arXiv:2306.08543), which keeps to what it finds likely."""
@@ -38,3 +42,16 @@ class DistillationConfig(Section):
 
     distillation_weight: Annotated[float, _WITH_TEACHER] = Field(1.0, gt=0, le=1)
     """Share of the divergence in the loss; the rest is the cross entropy of the next tokens."""
+
+    @property
+    def logits_of_token(self) -> int:
+        """Number of a teacher's logits for each token; 0 without a teacher."""
+        if self.teacher_logits is None:
+            return 0
+        return self.distillation_top_k
+
+    @property
+    def warms_all_logits(self) -> bool:
+        """Whether the loss divides the logits of all tokens by a temperature."""
+        is_forward = self.distillation_divergence == "forward"
+        return self.teacher_logits is not None and is_forward and self.distillation_temperature != 1.0

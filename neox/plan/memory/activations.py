@@ -20,7 +20,6 @@ from typing import NamedTuple
 from neox.architecture import (
     ACTIVATIONS,
     BLOCK_OFFSET,
-    LOSS_CHUNK,
     MOST_BLOCKED,
     NORMS,
     POSITIONS,
@@ -30,6 +29,7 @@ from neox.architecture import (
     Architecture,
     LayerPlan,
 )
+from neox.plan.memory.head import head_bytes
 from neox.plan.memory.setting import MemorySetting
 from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.stages import StagePlan
@@ -404,27 +404,3 @@ def _fixed_bias_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
         return 0
     heads = network.num_attention_heads // setting.tp_size
     return heads * setting.sequence_length * setting.queries * setting.bytes_per_number
-
-
-def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
-    """Return bytes of head and cross entropy, which hold the logits of one chunk of tokens at a time.
-
-    Kept until the backward pass: gradients of the hidden states, predicted tokens x H x number, and of the head's
-    weight in fp32, vocabulary / split x H x 4. In addition there are a chunk's logits or, if that is more, the weight's
-    gradient in the weight's type.
-    """
-    if layers.architecture.score_head:
-        return 0  # numbers of a few tokens
-    number = setting.bytes_per_number
-    hidden = layers.architecture.hidden_size
-    tokens = setting.micro_batch_size * setting.predicted_tokens // setting.cp_size
-    vocabulary = layers.padded_vocab_size // setting.tp_size
-    weight = vocabulary * hidden
-    largest_chunk = LOSS_CHUNK["cpu" if setting.on_cpu else "cuda"]
-    chunk = min(tokens, max(1, largest_chunk // vocabulary)) * vocabulary * number
-    if setting.on_cpu:
-        chunk *= 2  # the gradient of logits is not computed in place
-    if layers.architecture.logit_softcap:
-        chunk *= 2  # the slope of the bounded logits
-    weight_gradient = weight * number if number < _FP32 else 0
-    return tokens * hidden * number + _FP32 * weight + max(chunk, weight_gradient)

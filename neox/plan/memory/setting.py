@@ -69,6 +69,9 @@ class MemorySetting:
         optimizer_temporaries: Tensors of up to `PIECE` elements that the optimizer makes in a step.
         averages_weights: Whether an average of the trained weights is kept.
         averages_on_host: Whether it is in main memory.
+        scores_answers: Whether the loss is of the log-probabilities of answers.
+        teacher_logits: Logits of a teacher for each token; 0 without one.
+        warm_logits: Whether the loss divides all logits by a temperature.
         copies_reference: Whether a second copy of the weights is the reference of preferences.
         offloads_states: Whether optimizer states are in main memory or in files.
         offloads_weights: Whether weights are there, too.
@@ -125,6 +128,9 @@ class MemorySetting:
     hpz_size: int = 1
     averages_weights: bool = False
     averages_on_host: bool = False
+    scores_answers: bool = False
+    teacher_logits: int = 0
+    warm_logits: bool = False
     copies_reference: bool = False
 
     @property
@@ -228,6 +234,9 @@ def memory_setting(
         copies_states=config.checkpoint.async_save and not config.checkpoint.no_save_optim,
         averages_weights=config.optimizer.ema_decay is not None,
         averages_on_host=config.optimizer.ema_device == "cpu" or zero.offloads_optimizer,
+        scores_answers=config.preferences.on_preferences,
+        teacher_logits=config.distillation.logits_of_token,
+        warm_logits=config.distillation.warms_all_logits,
         copies_reference=config.preferences.copies_reference,
     )
 
