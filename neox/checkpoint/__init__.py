@@ -3,7 +3,6 @@
 from neox.checkpoint.averaged_weights import LoadedWeights, Parts
 from neox.checkpoint.averaging import average_checkpoints, checkpoint_weights, last_checkpoints
 from neox.checkpoint.chat_template import (
-    CHAT_TEMPLATE,
     find_chat_template,
     saved_chat_template,
     write_chat_template,
@@ -65,7 +64,6 @@ from neox.checkpoint.upcycling import upcycle
 
 __all__ = [
     "upcycle",
-    "CHAT_TEMPLATE",
     "rows_of_file",
     "resize_vocabulary",
     "mean_of_pieces",

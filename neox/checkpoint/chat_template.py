@@ -8,10 +8,7 @@ from pathlib import Path
 
 from neox.errors import CheckpointError, os_errors
 from neox.tokenizer import Tokenizer
-from neox.tokenizer.chat import ChatTemplate, own_chat_template, read_chat_template
-
-CHAT_TEMPLATE = "chat_template.json"
-"""Name of the file in a checkpoint: the text of the template, and the special tokens that it was used with."""
+from neox.tokenizer.chat import CHAT_TEMPLATE, ChatTemplate, own_chat_template, read_chat_template
 
 
 def write_chat_template(directory: Path, template: ChatTemplate | None) -> None:

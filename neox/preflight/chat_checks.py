@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
 from neox.errors import DataError, TokenizerError
+from neox.plan.precision import newest_checkpoint
 from neox.problems import Problem
 
 if TYPE_CHECKING:
@@ -55,6 +56,15 @@ def chat_template_problems(config: NeoXConfig, tokenizer: Tokenizer | None) -> l
     except ModuleNotFoundError:
         return []
     return []
+
+
+def carries_chat_template(save: str) -> bool:
+    """Return whether the newest checkpoint of a directory was trained on conversations and carries their template."""
+    try:
+        from neox.tokenizer.chat import CHAT_TEMPLATE  # numpy, which a launcher of other hosts can do without
+    except ModuleNotFoundError:
+        return False
+    return (newest_checkpoint(Path(save)) / CHAT_TEMPLATE).is_file()
 
 
 def label_notes(config: NeoXConfig) -> list[str]:

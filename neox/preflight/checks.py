@@ -150,6 +150,15 @@ def quantizer_problems(config: NeoXConfig) -> list[Problem]:
     return problems
 
 
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has all files of its manifest in full; False if that cannot be checked here."""
+    try:
+        from neox.checkpoint.finding import why_incomplete  # torch, which a launcher of other hosts can do without
+    except ModuleNotFoundError:
+        return False
+    return why_incomplete(checkpoint, hashes=False) == []
+
+
 def nvme_paths(config: NeoXConfig) -> tuple[str, ...]:
     """Return the directories in which each host keeps files of offloaded states and weights."""
     zero = config.deepspeed.zero_optimization

@@ -57,6 +57,7 @@ from neox.preflight.fit_hosts import FitHosts, can_change_hosts, fit_hosts, with
 from neox.preflight.host_checks import capabilities_of, check_memory
 from neox.preflight.measure import measure_layouts
 from neox.preflight.next_steps import next_steps
+from neox.preflight.own_run import finished_note
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import draw_schedules
 from neox.preflight.restarts import Restarts
@@ -240,15 +241,29 @@ class _Command:
         with ExitStack() as held, AgentProcesses() as agents:
             prepared = self._prepare(script, restarts)
             directory = reserve(self._run_directory(), self.save, script.name, held)
+            if prepared.job.trains and self._has_finished(prepared.planned.plan, directory):
+                return 0
             while True:
                 end = self._launch(prepared, directory, restarts, agents)
                 if not restarts.follow(end, directory):
                     if end.status == 0 and prepared.job.trains:
-                        print(*next_steps(self.arguments, prepared.planned.plan), sep="\n", file=sys.stderr)
+                        self._print_next_steps(prepared.planned.plan)
                     return end.status
                 with restarts.recording_refusals(directory):
                     self.config = restarts.next_config()
                     prepared = self._prepare(script, restarts)
+
+    def _has_finished(self, plan: RunPlan, directory: Path) -> bool:
+        """Return whether nothing is left of a training; if so, print it, and the commands that use the model."""
+        note = finished_note(plan.config, directory)
+        if note is None:
+            return False
+        _print_to_stderr("note", [note])
+        self._print_next_steps(plan)
+        return True
+
+    def _print_next_steps(self, plan: RunPlan) -> None:
+        print(*next_steps(self.arguments, plan), sep="\n", file=sys.stderr)
 
     def _prepare(self, script: Path, restarts: Restarts) -> _Prepared:
         """Plan a run, and check everything that can be known before its directory is used.

@@ -1,4 +1,4 @@
-"""Commands that follow a finished training: text from its newest checkpoint, and its export."""
+"""Commands that follow a finished training: a conversation or text from its newest checkpoint, and its export."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from shlex import join
 from neox.launch.command_line import overrides
 from neox.plan import RunPlan
 from neox.plan.export_form import export_note
+from neox.preflight.chat_checks import carries_chat_template
 
 
 def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
@@ -29,8 +30,11 @@ def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
         if text != "overwrite=true":
             settings += ["--set", text]
     if plan.config.model.objective == "causal_lm":
+        generate = join(["python", "tools/generate.py", *files, *settings])
+        if carries_chat_template(save):
+            yield f"to talk to it: {generate} --chat"
         typed = ["--set", "text_gen_type=interactive"]
-        yield f"to try it: {join(['python', 'tools/generate.py', *files, *settings, *typed])}"
+        yield f"to try it: {generate} {join(typed)}"
     if export_note(plan.config, plan.architecture) is None:
         export = ["python", "tools/convert_to_hf.py", "--input_dir", save, "--output_dir", f"{save.rstrip('/')}-hf"]
         yield f"to export it: {join(export)}"

@@ -1,4 +1,4 @@
-"""Check of `save` before a training starts: does it hold checkpoints, and are they of this run?"""
+"""Check of `save` before a training starts: does it hold checkpoints, are they of this run, and has it finished?"""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from neox.plan.run_identity import (
     other_run_message,
     resumes_own_directory,
 )
+from neox.preflight.checks import is_complete
 from neox.preflight.data_decisions import DecidedConfig
+from neox.run_events import read_events
 
 _MOST_CHANGES = 8
+_EPOCHS = "num_train_epochs"
 
 
 def with_own_run(config: NeoXConfig) -> DecidedConfig:
@@ -37,6 +40,49 @@ def with_own_run(config: NeoXConfig) -> DecidedConfig:
     source = config.source("save").derived("load")
     resumed = config.updated({"load": keys.save}, without=("finetune", "iteration"), source=source)
     return DecidedConfig(resumed, (note, *_changes(config, found)))
+
+
+def finished_note(config: NeoXConfig, directory: Path) -> str | None:
+    """Return that a run has finished, and how to go on; None if something is left to do.
+
+    A run is started again if its last start did not end by itself (its last evaluation may be missing), or if it sends
+    something elsewhere: a start sends what an earlier one has not.
+
+    Args:
+        config: The configuration, which loads the run's own checkpoints (`with_own_run`).
+        directory: The run directory.
+    """
+    keys = config.checkpoint
+    steps = config.training.train_iters
+    if keys.save is None or keys.overwrite or steps is None or not resumes_own_directory(config):
+        return None
+    found = find_run(Path(keys.save))
+    if found is None or found.iteration < steps or keys.iteration not in (None, found.iteration):
+        return None
+    if _sends_elsewhere(config) or not _ended_by_itself(directory) or not is_complete(found.checkpoint):
+        return None
+    key = _EPOCHS if config.source("train_iters").rule == _EPOCHS else "train_iters"
+    return (
+        f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started. A larger "
+        f"`{key}` goes on (--set {key}=N), and --overwrite starts from the beginning"
+    )
+
+
+def _sends_elsewhere(config: NeoXConfig) -> bool:
+    logging = config.logging
+    trackers = (logging.use_mlflow, logging.use_comet, logging.use_trackio)
+    return config.checkpoint.checkpoint_mirror is not None or any(trackers)
+
+
+def _ended_by_itself(directory: Path) -> bool:
+    """Return whether the last start that a run directory has recorded ended with status 0; True if none is recorded."""
+    status: int | None = 0
+    for event in read_events(directory):
+        if event["event"] == "start":
+            status = None
+        elif event["event"] == "end":
+            status = event.get("status")
+    return status == 0
 
 
 def _changes(config: NeoXConfig, found: FoundRun) -> tuple[str, ...]:

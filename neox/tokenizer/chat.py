@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from neox.tokenizer.chat_environment import Clock
 
 TEMPLATE_FILE = "chat_template.jinja"
+CHAT_TEMPLATE = "chat_template.json"
+"""Name of the file in a checkpoint: the text of the template, and the special tokens that it was used with."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Tokens that an export names for a tokenizer without a configuration: all are the end of a document.
 _ENDS = ("bos_token", "eos_token", "unk_token")

@@ -75,6 +75,15 @@ def test_training_learns_logs_and_saves(trained: Path) -> None:
     assert (trained / "logs/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_finished_run_ends_at_once(trained: Path, command: Command) -> None:
+    before = (trained / "logs/metrics.jsonl").read_bytes()
+    done = command("deepy.py", "train.py", "-d", str(ROOT / "configs"), "quickstart.yml", *SETTINGS)
+    assert (trained / "logs/metrics.jsonl").read_bytes() == before
+    assert f"{STEPS} steps" in done.stderr
+    assert "--set train_iters=N" in done.stderr
+    assert "loading checkpoint" not in done.stdout + done.stderr
+
+
 def test_more_steps_go_on_from_the_checkpoint(trained: Path, command: Command) -> None:
     more = ("--set", f"train_iters={STEPS + 2}")
     command("deepy.py", "train.py", "-d", str(ROOT / "configs"), "quickstart.yml", *SETTINGS, *more)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from neox.checkpoint import CHAT_TEMPLATE, find_chat_template, saved_chat_template, write_chat_template
+from neox.checkpoint import find_chat_template, saved_chat_template, write_chat_template
 from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.data import IndexedDataset
@@ -17,7 +17,7 @@ from neox.errors import CheckpointError
 from neox.preflight.chat_checks import chat_template_notes, chat_template_problems
 from neox.preprocess import ChatSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer
-from neox.tokenizer.chat import ChatTemplate, read_chat_template
+from neox.tokenizer.chat import CHAT_TEMPLATE, ChatTemplate, read_chat_template
 from tests.errors import raises_naming
 from tests.unit.convert.test_to_hf import checkpoint
 

@@ -413,3 +413,17 @@ def test_the_commands_after_a_training_name_its_files_and_settings() -> None:
     assert "tools/generate.py -d configs a.yml b.yml --set 'save=runs/x y' --set text_gen_type=interactive" in text
     assert "tools/convert_to_hf.py --input_dir 'runs/x y' --output_dir 'runs/x y-hf'" in export
     assert list(next_steps(arguments, resolve(config(**keys), 1, 100))) == []
+
+
+def test_after_a_training_on_conversations_the_first_command_keeps_one(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    checkpoint = save / "global_step3"
+    checkpoint.mkdir(parents=True)
+    (save / "latest").write_text(checkpoint.name)
+    arguments = parse_arguments(["train.py", "a.yml", "--set", f"save={save}"])
+    keys = {"seq_length": 8, "train_micro_batch_size_per_gpu": 1, "train_iters": 3}
+    plan = resolve(config(save=str(save), **keys), 1, 100)
+    assert [step for step in next_steps(arguments, plan) if "--chat" in step] == []
+    (checkpoint / "chat_template.json").write_text("{}")
+    conversation = next(next_steps(arguments, plan))
+    assert f"tools/generate.py a.yml --set save={save} --chat" in conversation

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from neox.checkpoint.manifest import write_manifest
 from neox.config import NeoXConfig
 from neox.plan.run_identity import RUN_FILE, find_run, identity_text, other_run_message, run_identity
-from neox.preflight.own_run import with_own_run
+from neox.preflight.own_run import finished_note, with_own_run
+from neox.run_events import append_event
 from tests.plans import SMALL
 
 
@@ -102,6 +104,55 @@ def test_latest_decides_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     found = find_run(tmp_path)
     assert found is not None
     assert found.iteration == 2
+
+
+def finished(directory: Path, **keys: Any) -> str | None:
+    """What is said at a start with two steps in all; the run directory is `directory`/run."""
+    config = make_config(save=str(directory / "save"), **{"train_iters": 2, **keys})
+    return finished_note(with_own_run(config).config, directory / "run")
+
+
+def put_complete_checkpoint(directory: Path, step: int) -> Path:
+    save = directory / "save"
+    put_checkpoint(save, step, make_config(save=str(save)))
+    write_manifest(save / f"global_step{step}", step, step)
+    return save / f"global_step{step}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, True),
+        ({"seed": 1234}, True),
+        ({"train_micro_batch_size_per_gpu": 1}, True),
+        ({"train_iters": 3}, False),
+        ({"overwrite": True}, False),
+        ({"iteration": 1, "load": "save"}, False),
+        ({"checkpoint_mirror": "s3://bucket/run"}, False),
+    ],
+)
+def test_a_run_with_all_steps_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], said: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert finished(Path()) is None
+    put_complete_checkpoint(Path(), 1)
+    assert finished(Path()) is None
+    put_complete_checkpoint(Path(), 2)
+    assert (finished(Path(), **keys) is not None) is said
+
+
+def test_a_damaged_checkpoint_or_an_interrupted_evaluation_is_not_the_end(tmp_path: Path) -> None:
+    checkpoint = put_complete_checkpoint(tmp_path, 2)
+    run = tmp_path / "run"
+    run.mkdir()
+    for status in (130, 0):
+        append_event(run, "start")
+        assert finished(tmp_path) is None
+        append_event(run, "end", status=status)
+        assert (finished(tmp_path) is not None) is (status == 0)
+    (checkpoint / RUN_FILE).write_text("{}")
+    assert finished(tmp_path) is None
 
 
 def test_a_run_of_another_network_is_not_said_to_start_elsewhere(tmp_path: Path) -> None:
