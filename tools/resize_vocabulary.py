@@ -13,11 +13,12 @@ with `finetune: true`, or with `no_load_optim: true` to keep the iteration.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import _checkout  # noqa: F401
 
-from neox.arguments import ScriptParser
+from neox.arguments import ScriptParser, add_overrides
 from neox.checkpoint import (
     CONFIG,
     CheckpointReader,
@@ -36,7 +37,16 @@ from neox.errors import ConfigError, run_script
 from neox.files import write_text
 from neox.log import setup_logging
 from neox.plan import config_from_files, padded_vocabulary
-from neox.tokenizer import TOKENIZER_FILE, HFTokenizer, Tokenizer, identify_configured, tokenizer_of
+from neox.tokenizer import (
+    TOKENIZER_FILE,
+    HFTokenizer,
+    Tokenizer,
+    identify_configured,
+    is_larger,
+    other_tokenizer,
+    saved_tokenizer_identity,
+    tokenizer_of,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output_dir", required=True, type=Path, help="global_stepN, `latest` and tokenizer.json are written into it")
     add("--config_file", nargs="+", help="the run's YAML (default: that in the checkpoint)")
     add("--added-tokens", nargs="+", default=[], metavar="TOKEN", help="tokens after those of the YAML's added_tokens")
+    add_overrides(parser)
     add(
         "--rows",
         default="mean",
@@ -62,15 +73,17 @@ def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
     path = checkpoint_at(args.input_dir, args.cache_dir)
-    config = config_of(path, args.config_file, args.added_tokens)
+    config = config_of(path, args.config_file, args.added_tokens, args.set)
     tokenizer = tokenizer_of(config)
     reader = open_checkpoint(path, config=config if args.config_file else None)
+    identity = identify_configured(config, tokenizer)
+    refuse_other_tokenizer(path, config, tokenizer)
     before = old_size(reader, args.old_vocab_size)
     padded = padded_vocabulary(config, tokenizer.vocab_size, reader.tp_size)
     size = VocabularySize(before, tokenizer.vocab_size, padded)
     rows = new_rows(args.rows, size, tokenizer)
-    identity = identify_configured(config, tokenizer)
-    result = resize_vocabulary(reader, args.output_dir, size, rows, config=config.to_flat(), tokenizer=identity)
+    stored = config.updated({}, without=["allow_other_tokenizer"])  # the result has this tokenizer's identity
+    result = resize_vocabulary(reader, args.output_dir, size, rows, config=stored.to_flat(), tokenizer=identity)
     if isinstance(tokenizer, HFTokenizer):
         write_text(args.output_dir / TOKENIZER_FILE, tokenizer.to_json())
     print(f"{result}: {size.after - size.before} new tokens, {size.after} in all, padded to {size.padded}")
@@ -78,13 +91,16 @@ def main() -> None:
         print(f"added_tokens: {list(config.tokenizer.added_tokens)}")
 
 
-def config_of(path: Path, files: list[str] | None, added_tokens: list[str]) -> NeoXConfig:
+def config_of(
+    path: Path, files: list[str] | None, added_tokens: list[str], overrides: Sequence[str] = ()
+) -> NeoXConfig:
     """Return the configuration of the result: with all added tokens, and without a size of the embedding.
 
     Args:
         path: The checkpoint.
         files: Configuration files; None for the one in the checkpoint.
         added_tokens: Further added tokens.
+        overrides: Values of `--set`.
 
     Raises:
         ConfigError: If there is no configuration, or it is wrong.
@@ -94,9 +110,19 @@ def config_of(path: Path, files: list[str] | None, added_tokens: list[str]) -> N
         if not stored.is_file():
             raise ConfigError(f"{path} holds no configuration; name the run's with --config_file")
         files = [str(stored)]
-    config = config_from_files(files)
+    config = config_from_files(files, overrides=overrides)
     tokens = [*config.tokenizer.added_tokens, *added_tokens]
     return config.updated({"added_tokens": tokens}, without=["padded_vocab_size"])
+
+
+def refuse_other_tokenizer(path: Path, config: NeoXConfig, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if the ids that a checkpoint has rows for mean other tokens in a tokenizer."""
+    saved = saved_tokenizer_identity(path)
+    if saved is not None and is_larger(tokenizer, saved):
+        return
+    difference = other_tokenizer(config, tokenizer, path)
+    if difference is not None:
+        raise ConfigError(difference)
 
 
 def old_size(reader: CheckpointReader, given: int | None) -> int:

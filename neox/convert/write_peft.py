@@ -15,8 +15,9 @@ from neox.convert.layouts import to_hf_layout
 from neox.convert.peft_names import CONFIG, WEIGHTS, adaptable_weights, layout_of_b, modules_of, target_of, tensor_key
 from neox.convert.to_hf import choose_family
 from neox.convert.verification import single_rank_plan
-from neox.errors import ConversionError
+from neox.errors import ConversionError, TokenizerError, refusals
 from neox.families import TensorMapping
+from neox.tokenizer import other_tokenizer, tokenizer_of
 
 
 def write_peft_adapter(
@@ -43,7 +44,7 @@ def write_peft_adapter(
 
     Raises:
         ConfigError: If no family can express the model.
-        ConversionError: If the checkpoint has no adapters.
+        ConversionError: If the checkpoint has no adapters, or was trained with another tokenizer.
         CheckpointError: If the checkpoint cannot be read or belongs to another model.
     """
     from safetensors.torch import save_file
@@ -51,6 +52,7 @@ def write_peft_adapter(
     path = checkpoint_at(Path(input_dir))
     output = Path(output_dir)
     stored = CheckpointReader(path)
+    _refuse_other_tokenizer(config, path)
     settings = stored.args.get("lora")
     if settings is None:
         raise ConversionError(f"{path} holds no adapters: it was not trained with `lora`")
@@ -97,6 +99,18 @@ def write_peft_adapter(
         write_json(partial / CONFIG, peft_settings)
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
     return output
+
+
+def _refuse_other_tokenizer(config: NeoXConfig, checkpoint: Path) -> None:
+    """Raise ConversionError if the configuration's tokenizer can be built and is not that of the training."""
+    try:
+        tokenizer = tokenizer_of(config)
+    except TokenizerError:
+        return
+    difference = other_tokenizer(config, tokenizer, checkpoint)
+    if difference is not None:
+        with refusals():
+            raise ConversionError(difference)
 
 
 def _target_modules(adapted: Sequence[str], mappings: Iterable[TensorMapping]) -> list[str]:

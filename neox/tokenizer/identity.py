@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neox.errors import CheckpointError, os_errors
+from neox.errors import CheckpointError, TokenizerError, os_errors
 from neox.tokenizer.base import Tokenizer
+from neox.tokenizer.build import build_tokenizer
+from neox.tokenizer.huggingface import HFTokenizer
 
 if TYPE_CHECKING:
     from neox.config import NeoXConfig
@@ -85,6 +87,35 @@ def identify(
 def identify_configured(config: NeoXConfig, tokenizer: Tokenizer) -> TokenizerIdentity:
     """Return the identity of a configuration's tokenizer."""
     return identify(tokenizer, config.tokenizer.vocab_file, config.tokenizer.added_tokens)
+
+
+def is_larger(tokenizer: Tokenizer, saved: TokenizerIdentity) -> bool:
+    """Return whether a tokenizer has all tokens of an earlier one under the same ids, and perhaps more.
+
+    It is compared without its later tokens. If it cannot do without them, the tokens are compared one by one with those
+    of the earlier tokenizer's file; False if that file has changed or is gone.
+
+    Args:
+        tokenizer: The tokenizer.
+        saved: Identity of the earlier one.
+    """
+    if not isinstance(tokenizer, HFTokenizer) or tokenizer.vocab_size < saved.vocab_size:
+        return False
+    try:
+        if tokenizer.with_vocabulary(saved.vocab_size).content_hash == saved.content_hash:
+            return True
+    except TokenizerError:
+        pass  # later tokens are part of its own vocabulary
+    try:
+        earlier = build_tokenizer(saved.tokenizer_type, saved.vocab_file, added_tokens=saved.added_tokens)
+    except TokenizerError:
+        return False
+    if not isinstance(earlier, HFTokenizer) or earlier.content_hash != saved.content_hash:
+        return False
+    for number in range(saved.vocab_size):
+        if tokenizer.backend.id_to_token(number) != earlier.backend.id_to_token(number):
+            return False
+    return True
 
 
 def write_tokenizer_identity(directory: Path, identity: TokenizerIdentity | None) -> None:

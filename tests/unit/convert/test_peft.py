@@ -15,6 +15,7 @@ from neox.convert import from_hf, to_hf, write_peft_adapter
 from neox.convert.verification import load_reference_model, single_rank_plan
 from neox.errors import ConversionError
 from neox.plan import config_from_files
+from neox.tokenizer import build_tokenizer, identify, train_tokenizer, write_tokenizer_identity
 from tests.errors import raises_naming
 from tests.parity.test_hf_families import CASES, transformers_model
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
@@ -206,6 +207,23 @@ def test_missing_and_unknown_tensors_are_named(tmp_path, base):
     save_file(narrow, file)
     with raises_naming(ConversionError, file, [96, 4], [96, 32]):
         from_hf(base, tmp_path / "imported", adapter_dir=tmp_path / "adapter")
+
+
+def test_an_adapter_of_another_tokenizer_is_refused(tmp_path):
+    files = []
+    for name in "ab":
+        files.append(train_tokenizer([f"{name}x {name}{name}y " * 9], 264, tmp_path / f"{name}.json")[0])
+    own = build_tokenizer("HFTokenizer", files[0])
+    lora = Lora(4, 8.0, ("dense",))
+    layers = add_adapters(single_rank_plan(CONFIG, 96).layers, lora)
+    state = {"model_identity": {"lora": asdict(lora)}}
+    checkpoint = write_checkpoint(tmp_path / "tuned", layers, seeded_weights(layers), client_state=state)
+    write_tokenizer_identity(checkpoint, identify(own, files[0]))
+    keys = {"tokenizer_type": "HFTokenizer", "vocab_file": str(files[1]), "lora": {"r": 4, "alpha": 8.0}}
+    other = CONFIG.updated(keys)
+    with raises_naming(ConversionError, *files):
+        write_peft_adapter(checkpoint, other, tmp_path / "adapter", base="x")
+    write_peft_adapter(checkpoint, other.updated({"allow_other_tokenizer": True}), tmp_path / "adapter", base="x")
 
 
 def test_a_checkpoint_without_adapters_has_none_to_write(tmp_path, base):

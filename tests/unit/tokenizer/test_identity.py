@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from neox.generation.startup import choose_checkpoint, one_process
 from neox.plan import resolve
 from neox.preflight.tokenizer_checks import other_tokenizer_problems
 from neox.tokenizer import (
+    HFTokenizer,
     build_tokenizer,
     identify,
     identify_configured,
+    is_larger,
     saved_tokenizer_identity,
     tokenizer_of,
     train_tokenizer,
@@ -105,6 +108,24 @@ def test_lists_of_added_tokens_must_begin_alike(files: tuple[str, str]) -> None:
     assert two.same_ids(one)
     assert not one.same_ids(different)
     assert not two.same_ids(different)
+
+
+def test_larger_tokenizer_keeps_the_ids_of_the_smaller_one(files: tuple[str, str], tmp_path: Path) -> None:
+    own = build_tokenizer("HFTokenizer", files[0])
+    saved = identify(own, files[0])
+    grown = build_tokenizer("HFTokenizer", files[0], added_tokens=["<a>"])
+    assert isinstance(grown, HFTokenizer)
+    written = tmp_path / "grown.json"
+    written.write_text(grown.to_json())
+    retrained = json.loads(Path(files[0]).read_text())  # a further token of its own vocabulary
+    retrained["model"]["vocab"]["zq"] = SIZE
+    (tmp_path / "retrained.json").write_text(json.dumps(retrained))
+    larger = train_tokenizer(OTHER_TEXTS, SIZE + 5, tmp_path / "other.json")[0]
+    same = {}
+    for file in (files[0], written, tmp_path / "retrained.json", files[1], larger):
+        same[Path(file).name] = is_larger(build_tokenizer("HFTokenizer", file), saved)
+    assert same == {"own.json": True, "grown.json": True, "retrained.json": True, "other.json": False}
+    assert not is_larger(own, identify(grown, None, ["<a>"]))
 
 
 def test_checkpoint_without_an_identity_loads(trained: Path, files: tuple[str, str]) -> None:

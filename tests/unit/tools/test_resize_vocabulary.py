@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import torch
+import yaml
 from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import hf_logits
 from neox.plan import config_from_files
-from neox.tokenizer import build_tokenizer
+from neox.tokenizer import build_tokenizer, train_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json"
 TOKENS = ["<|user|>", "<|assistant|>", "unheard"]
@@ -64,6 +65,19 @@ def test_there_and_back_equals_resizing_in_transformers(tmp_path, run):
     ids = AutoTokenizer.from_pretrained(str(tmp_path / "back"))(text)["input_ids"]
     assert ids == build_tokenizer("HFTokenizer", GOLDEN, added_tokens=TOKENS).encode(text)
     assert ids == build_tokenizer("HFTokenizer", tmp_path / "grown" / "tokenizer.json").encode(text)
+
+    squares = " ".join(str(n * n) for n in range(4000))
+    other = train_tokenizer([squares], old.vocab_size + 3, tmp_path / "other.json")[0]
+    renamed = config_from_files([imported.config_file]).updated({"vocab_file": str(other)})
+    (tmp_path / "other.yml").write_text(yaml.safe_dump(renamed.to_flat()))
+    wrong = ["--input_dir", tmp_path / "base", "--output_dir", tmp_path / "wrong"]
+    wrong += ["--config_file", tmp_path / "other.yml"]
+    refused = run("resize_vocabulary.py", *wrong)
+    assert refused.returncode == 2
+    assert str(other) in refused.stderr
+    assert str(imported.config_file.parent) in refused.stderr
+    meant = run("resize_vocabulary.py", *wrong, "--set", "allow_other_tokenizer=true")
+    assert meant.returncode == 0, meant.stderr
 
     resized = tmp_path / "resized"
     model.save_pretrained(str(resized))
