@@ -171,7 +171,9 @@ class DatasetFactory:
         if num_samples == 0:
             return None
         if not blend.paths:
-            _log.warning("no %s_data_paths are given: there is nothing to read for %s", blend.split, blend.split)
+            # Nobody has asked for evaluations; the launcher names keys of evaluations that have no data.
+            level = logging.INFO if blend.split == "valid" else logging.DEBUG
+            _log.log(level, "without %s_data_paths there is no %s data", blend.split, blend.split)
             return None
         parts = [self.open(path) for path in blend.paths]
         shares = self.shares(blend, parts)

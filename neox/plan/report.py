@@ -298,7 +298,7 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
     if seconds < 0.1:
-        return "under 0.1 seconds"
+        return f"{1000 * seconds:.3g} ms"
     return f"{seconds:.1f} seconds"
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
-from neox.config.neox_config import NeoXConfig
+from neox.config.neox_config import NeoXConfig, yaml_text
 from neox.plan.batch import BATCH_KEYS, MICRO, STEPS, TOTAL, solve_batch
+from neox.plan.fit import nested_keys
 from neox.plan.topology import model_ranks_of, solve_grid
 from neox.problems import Problem
 
@@ -39,8 +40,11 @@ def divisible_config(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, d
         if config.parallelism.pipeline_schedule != "1f1b":
             changes |= {"pipeline_schedule": "1f1b", "virtual_stages": None}
         changes |= {TOTAL: total, MICRO: 1, STEPS: total // dp_size}
+        if pp_size > 1 and config.deepspeed.zero_optimization.stage > 1:  # which stages of a pipeline cannot have
+            changes["zero_optimization.stage"] = 1
         changed = {key: value for key, value in changes.items() if config.value(key) != value}
-        return config.updated(changed), changed
+        texts = {key: yaml_text(value) for key, value in changed.items()}
+        return config.updated(nested_keys(config, texts.items())), changed
     return config, {}
 
 

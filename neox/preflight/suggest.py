@@ -25,6 +25,7 @@ from neox.preflight.measure import STEPS, Measurement
 _GIB = 2**30
 _PARTS = ("products", "attention", "elementwise", "tensor", "context", "experts", "bubble", "gradients", "update")
 _LEAST_SHARE = 0.02
+_NOTICEABLE = 1.01  # times as long
 SHOWN = 10
 """Layouts that a table of estimates has."""
 
@@ -176,7 +177,10 @@ def _explanation(found: Suggestions) -> Iterator[str]:
     shares = [f"{part} {getattr(best, part) / best.seconds:.0%}" for part in _PARTS if _counts(best, part)]
     yield f"the best spends its time on {', '.join(shares)}"
     given = found.given.time
-    if given.seconds <= best.seconds:
+    if not found.given_fits or given.seconds <= best.seconds:
+        return
+    if given.seconds < _NOTICEABLE * best.seconds:
+        yield "the configured layout takes about as long"
         return
     losses = {part: getattr(given, part) - getattr(best, part) for part in _PARTS}
     worse = sorted((part for part in _PARTS if losses[part] > _LEAST_SHARE * given.seconds), key=losses.__getitem__)

@@ -9,6 +9,7 @@ import pytest
 from neox.config import NeoXConfig, load_config
 from neox.errors import ConfigError
 from neox.plan import gpu_device, resolve
+from neox.plan.fit import nested_keys
 from neox.plan.search_start import divisible_config
 from neox.preflight.suggest import find_layouts, layouts_to_measure, write_keys
 
@@ -49,6 +50,19 @@ def test_total_batch_that_is_given_stays(tmp_path: Path) -> None:
     searchable, changed = divisible_config(config, 24)
     assert "train_batch_size" not in changed
     assert resolve(searchable, 24, 50_277).batch.train_batch_size == 64
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_batch_that_needs_stages_is_searched_with_a_zero_stage_that_they_can_have(stage: int) -> None:
+    overrides = ["train_batch_size=8", "train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=null"]
+    files = [CONFIGS / "125M.yml", CONFIGS / "local_setup.yml"]
+    config = load_config(files, overrides=[*overrides, f"zero_optimization.stage={stage}"]).config
+    searchable, changed = divisible_config(config, 6)
+    assert (changed["pipe_parallel_size"], changed["zero_optimization.stage"]) == (3, 1)
+    plan = resolve(searchable, 6, 50_304)
+    found, _ = find_layouts(plan, gpu_device(plan), "a100-40", changed, 10)
+    for layout in found.best:
+        resolve(config.updated(nested_keys(config, layout.changes)), 6, 50_304)
 
 
 def test_configuration_that_divides_its_gpus_stays() -> None:
