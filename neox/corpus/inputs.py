@@ -9,7 +9,7 @@ from pathlib import Path
 
 from neox.corpus.hub import chosen_split, hub_files
 from neox.corpus.streams import is_readable, suffixes
-from neox.errors import DataError
+from neox.errors import DataError, refusals
 from neox.log import get_logger
 from neox.storage import has_wildcards, is_remote, list_files, name_of, shown
 
@@ -33,6 +33,12 @@ def expand_inputs(
         DataError: If a path does not exist, has no readable format, is a directory without inputs, or is a data set
             from which a split must be chosen.
     """
+    with refusals():
+        return _expanded(paths, split, config)
+
+
+def _expanded(paths: Iterable[str | Path], split: str | None, config: str | None) -> tuple[str, ...]:
+    """Return the files of inputs. Raises DataError as `expand_inputs`."""
     files: list[str] = []
     chosen = False
     for given in paths:

@@ -17,7 +17,7 @@ import numpy as np
 from neox.corpus import BadInput, LineBlock, SkipBudget, first_lines, parse_texts, read_blocks
 from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
 from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
-from neox.errors import DataError
+from neox.errors import DataError, refusals
 from neox.log import Progress, get_logger, progress
 from neox.preprocess.encode import EncodedBlock, EncodeJob, load_ftfy
 from neox.preprocess.sentences import sentence_splitter
@@ -164,23 +164,25 @@ class _Run:
     """
 
     def __init__(self, settings: PreprocessSettings, may_be_empty: bool) -> None:
-        _check_flags(settings)
         self.settings = settings
         self.may_be_empty = may_be_empty
-        self.files = settings.files()
-        if not self.files:
-            raise DataError("no inputs: give files or directories with --input, separated by commas")
-        if settings.ftfy:
-            load_ftfy()
-        if settings.sentences is not None:
-            sentence_splitter(settings.sentences)
+        with refusals():
+            _check_flags(settings)
+            self.files = settings.files()
+            if not self.files:
+                raise DataError("no inputs: give files or directories with --input, separated by commas")
+            if settings.ftfy:
+                load_ftfy()
+            if settings.sentences is not None:
+                sentence_splitter(settings.sentences)
         self.shares = share_memory(settings.workers, settings.memory_mb)
         self.accelerator: str | None = None
         self.not_strict = 0
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return self.settings.tokenizer.build()
+        with refusals():
+            return self.settings.tokenizer.build()
 
     @cached_property
     def description(self) -> Mapping[str, Any]:
@@ -210,7 +212,8 @@ class _Run:
             report = self.finished()
             if report is not None:
                 return report
-            self._refuse_other_tokenizer()
+            with refusals():
+                self._refuse_other_tokenizer()
         try:
             state, builders = self._open_builders()
             state = self._collect(builders, state)

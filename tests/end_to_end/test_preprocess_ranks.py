@@ -62,6 +62,6 @@ def test_two_slots_make_the_labels_of_one_process(tmp_path: Path) -> None:
 def test_what_no_rank_could_do_is_said_once_and_nothing_is_left(tmp_path: Path) -> None:
     flags = ["--output-prefix", "out/x", "--tokenizer-type", "CharLevelTokenizer", "--num_gpus", "2"]
     failed = run(tmp_path, str(ROOT / "deepy.py"), "preprocess_data.py", "--input", "none.jsonl", *flags)
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     assert failed.stderr.count("none.jsonl") == 1
     assert list(tmp_path.iterdir()) == []

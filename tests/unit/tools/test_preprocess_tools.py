@@ -167,3 +167,20 @@ def test_old_names_run_the_new_ones(old: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"usage: {Path(OLD_NAMES[old]).name} ")
     assert (ROOT / OLD_NAMES[old]).is_file()
+
+
+def test_missing_input_is_refused_and_a_bad_line_is_a_failure(tmp_path: Path) -> None:
+    missing = tmp_path / "none.jsonl"
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "good"}\nno JSON\n')
+    tokenizer = ("--tokenizer-type", "CharLevelTokenizer")
+    for path, status in ((missing, 2), (bad, 1)):
+        data = tool("preprocess_data", "--input", path, "--output-prefix", tmp_path / "out", *tokenizer)
+        vocabulary = tool("train_tokenizer", "--input", path, "--vocab-size", "300", "--output", tmp_path / "t.json")
+        for done in (data, vocabulary):
+            assert done.returncode == status, done.stderr
+            assert path.name in done.stderr
+    none = tool(
+        "preprocess_data", "--input", bad, "--output-prefix", tmp_path / "out", "--tokenizer-type", "HFTokenizer"
+    )
+    assert none.returncode == 2
