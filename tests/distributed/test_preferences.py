@@ -126,7 +126,10 @@ def compare(tmp_path: Path, kind: str, layouts: list[str], **others: Any) -> Non
             micro = 4
         plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, **keys, **layout))
     for name, curve in zip(layouts, run_ranks(2, curves, plans)[0], strict=True):
-        for step, wanted in zip(curve, expected, strict=True):
+        for number, (step, wanted) in enumerate(zip(curve, expected, strict=True)):
+            if number == 0 and kind != "rm":  # the model is its own reference: margins are rounding of either sign
+                step.pop("rewards/accuracies", None)
+                wanted = {key: value for key, value in wanted.items() if key in step}
             assert step == pytest.approx(wanted, rel=4e-6, abs=2e-6), (kind, name)
 
 
