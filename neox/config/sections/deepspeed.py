@@ -16,6 +16,10 @@ _SUB_GROUP = 1_000_000_000  # DeepSpeed's default
 _SUB_GROUP_IN_FILES = 100_000_000  # with states in files, of which one sub-group at a time is in memory
 _NEEDS_QUANTIZER = Requires("zero_optimization.stage", (3,), advice="or remove it")
 _NO_MICS = Refused("is of MiCS, which DeepSpeed has removed; use zero_hpz_partition_size")
+_NO_ROUNDED_WEIGHTS = Refused(
+    "stores frozen weights rounded to 8-bit integers, which checkpoints and exports would then hold; remove it, or use "
+    "zero_quantized_weights, which rounds them only while they are gathered"
+)
 _NO_EFFECT = NoEffect()
 _NOT_OURS = Refused("is of DeepSpeed's own files, which are not used: the kernel reads and writes ours; remove it")
 
@@ -133,6 +137,8 @@ class ZeroSettings(Section):
     ] = None
     """qgZ of ZeRO++: gradients are reduced as 4-bit integers, in hosts and then between them (stage 3, on GPUs). It
     needs a CUDA toolkit, as zero_quantized_weights does."""
+    zero_quantized_nontrainable_weights: Annotated[bool | None, _NO_ROUNDED_WEIGHTS] = None
+    """Frozen weights (of adapters) are stored as 8-bit integers, which is refused."""
     mics_shard_size: Annotated[int | None, _NO_MICS] = None
     """MiCS, which DeepSpeed 0.19 has removed."""
     mics_hierarchical_params_gather: Annotated[bool | None, _NO_MICS] = None

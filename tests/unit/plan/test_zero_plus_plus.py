@@ -30,6 +30,12 @@ OFFLOADED = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
             {"model_parallel_size": 2},
         ),
         ("mics_shard_size", None, {"stage": 3, "mics_shard_size": 8}, {}),
+        (
+            "zero_quantized_nontrainable_weights",
+            None,
+            {"stage": 3, "zero_quantized_nontrainable_weights": True},
+            {"lora": {"r": 4, "alpha": 8, "target": ["query_key_value"]}},
+        ),
     ],
 )
 def test_what_a_key_needs(key: str, other: str | None, zero: dict[str, Any], keys: dict[str, Any]) -> None:
