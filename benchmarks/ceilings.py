@@ -23,8 +23,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_sides import SHAPES, Shape
 
+from benchmarks.machine import describe
 from neox.files import write_text
-from train import describe
 
 BACKENDS = {
     "default": None,

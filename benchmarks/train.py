@@ -27,21 +27,19 @@ The loss is computed in chunks without whole logits (`GPT.loss`); transformers' 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from train_sides import DTYPES, SHAPES, SIDES, Shape, Side, make_plan
 
+from benchmarks.machine import describe
 from neox.files import write_text
 from neox.ops import FP8_RECIPES, linear
 
@@ -202,26 +200,6 @@ def row_of(
         "gradient_accumulation_dtype": "fp32" if name.startswith("neox bf16") else dtype,
         "predicted_memory_bytes": plan.memory.total if name.startswith("neox") else None,
     }
-
-
-def cpu_name() -> str:
-    """Return the processor's name where Linux tells it, else its family."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def describe(device: torch.device) -> dict[str, Any]:
-    if device.type == "cuda":
-        what = torch.cuda.get_device_name(device)
-    else:
-        what = f"CPU ({cpu_name()}), {torch.get_num_threads()} threads"
-    versions = {"torch": torch.__version__, "deepspeed": metadata.version("deepspeed")}
-    if device.type == "cpu":
-        versions["transformers"] = metadata.version("transformers")
-    today = datetime.date.today().isoformat()
-    return {"date": today, "device": what, **versions, "python": platform.python_version()}
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from neox.families.entries import (
     Fixed,
     ModelSettings,
     Number,
-    Off,
     Size,
     Switch,
     Written,
@@ -232,7 +231,6 @@ def _entries(
         sizes: transformers' defaults of the sizes of experts.
     """
     return (
-        Off("quantization_config"),
         Size("num_hidden_layers", "num_layers"),
         Size("hidden_size", "hidden_size"),
         Size("num_attention_heads", "num_attention_heads"),

@@ -192,7 +192,7 @@ class Family:
         Raises:
             ConversionError: For entries that are missing, wrong or not supported, with every reason.
         """
-        reasons = list(self._problems_of_scores(hf))
+        reasons = [*_problems_of_quantization(hf), *self._problems_of_scores(hf)]
         for part in self.config:
             reasons.extend(part.problems(hf))
         if not reasons:
@@ -270,6 +270,13 @@ class Family:
                 keys.update(f"{name}.{ending}" for ending in endings)
         aliases = {alias for alias, key in self.key_aliases.items() if key in keys}
         return keys | aliases
+
+
+def _problems_of_quantization(hf: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the weights of a model that was saved in fewer bits (MXFP4, fp8, int8) cannot be read."""
+    given = hf.get("quantization_config")
+    if given is not None and given is not False:
+        yield f"quantization_config: {given!r}: is not supported; save the model with weights of 16 or 32 bits first"
 
 
 def _gives_scores(hf: Mapping[str, Any]) -> bool:

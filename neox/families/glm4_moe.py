@@ -13,7 +13,7 @@ from neox.families.deepseek import (
     RoutedExperts,
     SharedExperts,
 )
-from neox.families.entries import ALL_GLOBAL, Choice, Factor, Off, Switch, Written
+from neox.families.entries import ALL_GLOBAL, Choice, Factor, Switch, Written
 from neox.families.expert_entries import ExpertSize
 from neox.families.family import Family
 from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, NORMS_OF_HEADS, llama_entries, llama_tensors
@@ -27,7 +27,6 @@ GLM4_MOE = Family(
     title="GLM-4.5",
     network={**NETWORK, "router": "sigmoid", "router_bias": True},
     config=(
-        Off("quantization_config"),
         *llama_entries(
             max_positions=131072,
             norm_epsilon=1e-5,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from neox.families.entries import ATTENTION_BIASES_EQUAL, Fixed, Off, Switch
+from neox.families.entries import ATTENTION_BIASES_EQUAL, Fixed, Switch
 from neox.families.expert_entries import (
     SOFTMAX_EXPERTS,
     ExpertSize,
@@ -47,7 +47,6 @@ GPT_OSS = Family(
         "attention_sinks": True,
     },
     config=(
-        Off("quantization_config"),
         *with_experts_instead_of_mlps(
             llama_entries(
                 max_positions=131072,

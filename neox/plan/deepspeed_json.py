@@ -156,7 +156,12 @@ def _bf16_accumulation(config: NeoXConfig, notes: list[str]) -> dict[str, Any]:
     if config.deepspeed.zero_optimization.stage >= 1:
         notes.append("data_types.grad_accum_dtype is fp32: bf16 gradients are accumulated in fp32")
         return {"data_types": {"grad_accum_dtype": "fp32"}}
-    if config.deepspeed.gradient_accumulation_steps not in (None, 1):
+    if config.parallelism.pipe_parallel_size > 1:
+        notes.append(
+            "bf16 stages with ZeRO-0 accumulate gradients in bf16 and divide states over data ranks; "
+            "zero_optimization.stage 1 accumulates in fp32, which takes 2 bytes per parameter more"
+        )
+    elif config.deepspeed.gradient_accumulation_steps not in (None, 1):
         notes.append("bf16 with ZeRO-0 accumulates gradients in bf16; zero_optimization.stage 1 does so in fp32")
     return {}
 

@@ -315,6 +315,61 @@ def test_a_run_goes_on_at_any_expert_degree(tmp_path: Path, precision: str, tole
             assert ours == pytest.approx(theirs, rel=tolerance)
 
 
+ADAPTED: dict[str, Any] = {**EXPERTS, "lora": {"r": 4, "alpha": 8, "target": ["query_key_value", "dense"]}}
+
+
+def test_adapters_next_to_divided_experts_go_on_at_any_expert_degree(tmp_path: Path):
+    """Adapters and their states are saved with two expert ranks and without, and read by others."""
+    keys = {**ADAPTED, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    saving = []
+    loading = []
+    for number, layout in enumerate(({}, DIVIDED, {**DIVIDED, "zero": 2})):
+        path = str(tmp_path / str(number))
+        saving.append(tiny_plan(2, **keys, **layout, save=path))
+        for other in ({"zero": 1}, {**DIVIDED, "zero": 1}, {"mp": 2}):
+            loading.append(tiny_plan(2, **keys, **other, load=path))
+    expected, *curves_of_others = run_ranks(2, resumed, saving)[0]
+    assert expected[0]["norm"] > 0
+    for curve in curves_of_others:
+        for ours, theirs in zip(curve, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-6)
+    for curve in run_ranks(2, resumed, loading)[0]:
+        assert len(curve) == STEPS - SAVED_AT
+        for ours, theirs in zip(curve, expected[SAVED_AT:], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-6)
+
+
+HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        (2, DIVIDED),
+        pytest.param(4, {**DIVIDED, "mp": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {**DIVIDED, "pp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_divided_experts_with_states_in_host_memory(tmp_path: Path, world: int, degrees: dict[str, Any]):
+    """They train the same, and a run goes on with and without offload."""
+    stages = (1, 2) if "pp" not in degrees else (1,)
+    ((expected,),) = run_ranks(1, curves, [tiny_plan(1, **EXPERTS)])
+    saving = []
+    loading = []
+    for stage in stages:
+        zero = {"zero_optimization": {"stage": stage, **HOST}}
+        path = str(tmp_path / str(stage))
+        saving.append(tiny_plan(world, **EXPERTS, **degrees, **zero, save=path))
+        loading.append(tiny_plan(world, **EXPERTS, **degrees, zero=1, load=path))
+        loading.append(tiny_plan(world, **EXPERTS, **degrees, **zero, load=path))
+    for curve in run_ranks(world, resumed, saving)[0]:
+        for ours, theirs in zip(curve, expected[:STEPS], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8)
+    for curve in run_ranks(world, resumed, loading)[0]:
+        for ours, theirs in zip(curve, expected[SAVED_AT:STEPS], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8)
+
+
 def test_an_upcycled_network_starts_with_the_dense_loss(tmp_path: Path):
     dense = {"activation": "swiglu", "mlp_width": 40, "use_bias_in_mlp": False, "no_weight_tying": True}
     mixture = {**EXPERTS, **dense, "moe_norm_topk_prob": True, "moe_ffn_hidden_size": 40}

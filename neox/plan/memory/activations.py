@@ -87,6 +87,7 @@ def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
     tile = _tile_bytes(layers.architecture, setting)
     block_pass = blocks.recomputed + block // 2 + gathered + tile + tile // 2
+    block_pass += _expert_gradient_bytes(layers, stage, setting)
     return kept + max(head_pass, block_pass)
 
 
@@ -266,6 +267,22 @@ def _expert_bytes(network: Architecture, setting: MemorySetting) -> int:
         router += _FP32 * hidden
     shared = _mlp_bytes(network, network.shared_expert_width, setting)
     return network.experts_per_token * of_expert + router + shared
+
+
+def _expert_gradient_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
+    """Return bytes of a new gradient of all experts' matrices on this rank, until it is added to the earlier ones.
+
+    Elements of the largest such tensor x number, and a copy that ZeRO 2 reduces if the tensor exceeds its bucket.
+    """
+    largest = 0
+    for layer in stage.entries(layers):
+        for spec in layer.parameters:
+            if spec.experts and spec.trained:
+                largest = max(largest, spec.shard_numel(setting.tp_size) // setting.ep_size)
+    copies = 1
+    if setting.zero_stage == 2 and largest > setting.reduce_bucket:
+        copies += 1
+    return copies * largest * setting.bytes_per_number
 
 
 def _attention_memory(layers: LayerPlan, setting: MemorySetting) -> AttentionMemory:

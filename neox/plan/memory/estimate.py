@@ -90,10 +90,10 @@ def _summed_gradients(setting: MemorySetting, count: ParameterCount) -> int:
 
 
 def _temporary_peak(layers: LayerPlan, stage: StagePlan, sharding: Sharding) -> int:
-    """Return bytes of the phase of a step that holds the most: passes, reduction by the engine, or update.
+    """Return bytes of the phase of a step that holds the most: passes, reduction after them, or update.
 
     Passes hold activations, and gathered weights or a second sum of gradients. They are gone in the other two.
     """
-    passes = activation_bytes(layers, stage, sharding.setting) + sharding.held_during_passes()
+    passes = sharding.passes(activation_bytes(layers, stage, sharding.setting))
     update = sharding.update() + sharding.copied_before_update()
-    return max(passes, sharding.engine_reduction(), update)
+    return max(passes, sharding.reduction_after_passes(), update)

@@ -21,12 +21,14 @@ class ParameterCount:
         trained: Elements of the weights that have gradients.
         state_bytes: Mean bytes of optimizer states per trained element, without fp32 copies of weights.
         divided: Elements whose states all data ranks divide: the trained ones, with the experts of all expert ranks.
+        own_experts: Trained elements of experts that other data ranks do not have; 0 if each rank has all experts.
     """
 
     held: int
     trained: int
     state_bytes: float
     divided: int
+    own_experts: int = 0
 
 
 def count_parameters(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> ParameterCount:
@@ -34,6 +36,7 @@ def count_parameters(layers: LayerPlan, stage: StagePlan, setting: MemorySetting
     held = 0
     trained = 0
     divided = 0
+    own_experts = 0
     for spec in stage.parameter_specs(layers):
         whole = spec.shard_numel(setting.tp_size)
         elements = whole // setting.ep_size if spec.experts else whole
@@ -41,7 +44,10 @@ def count_parameters(layers: LayerPlan, stage: StagePlan, setting: MemorySetting
         if spec.trained:
             trained += elements
             divided += whole
-    return ParameterCount(held, trained, _state_bytes(stage.entries(layers), setting.optimizer_states), divided)
+            if elements != whole:
+                own_experts += elements
+    state_bytes = _state_bytes(stage.entries(layers), setting.optimizer_states)
+    return ParameterCount(held, trained, state_bytes, divided, own_experts)
 
 
 def _state_bytes(layers: Sequence[LayerEntry], states: Sequence[State]) -> float:

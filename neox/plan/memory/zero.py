@@ -81,13 +81,17 @@ class Sharding(ABC):
         """Return bytes of the buffers in which gradients are reduced during the backward pass."""
         return 0
 
-    def engine_reduction(self) -> int:
-        """Return bytes that the engine's own reduction needs after the backward pass; none if ZeRO reduces."""
+    def reduction_after_passes(self) -> int:
+        """Return bytes that a reduction after the backward pass needs; none if all is reduced during that pass."""
         return 0
 
     def held_during_passes(self) -> int:
         """Return bytes that are needed next to the activations: gathered weights, or a second sum of gradients."""
         return 0
+
+    def passes(self, activations: int) -> int:
+        """Return bytes of the forward and backward passes: activations, and what is held next to them."""
+        return activations + self.held_during_passes()
 
     @abstractmethod
     def update(self) -> int:
@@ -131,7 +135,7 @@ class Unsharded(Sharding):
             per_element += _FP32
         return int(per_element * self.count.trained)
 
-    def engine_reduction(self) -> int:
+    def reduction_after_passes(self) -> int:
         """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
         return _engine_bucket_bytes(self.setting, self.count)
 
@@ -158,7 +162,7 @@ class Bf16Optimizer(Sharding):
             return self._gradients_of_all
         return self._gradients_of_all + self.setting.bytes_per_number * self.count.trained
 
-    def engine_reduction(self) -> int:
+    def reduction_after_passes(self) -> int:
         """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
         return _engine_bucket_bytes(self.setting, self.count)
 
@@ -202,6 +206,25 @@ class Zero1(_ReducedByZero):
             total += _FP32 * self.shard
         return total
 
+    def held_during_passes(self) -> int:
+        """Return bytes of `_reduced_shard` if reduction overlaps the backward pass."""
+        if self.setting.reduce_buffers == 1:
+            return 0
+        return self._reduced_shard
+
+    def reduction_after_passes(self) -> int:
+        """Return bytes of `_reduced_shard` if the reduction comes after the backward pass."""
+        if self.setting.reduce_buffers > 1:
+            return 0
+        return self._reduced_shard
+
+    @property
+    def _reduced_shard(self) -> int:
+        """Bytes of the buffer of this rank's reduced gradients: shard x width, none if they are offloaded."""
+        if self.setting.offloads_states:
+            return 0
+        return self.setting.bytes_per_number * self.shard
+
     def update(self) -> int:
         """Return bytes of the update: this rank's gradients in fp32, less the other ranks' gradients.
 
@@ -226,19 +249,41 @@ class Zero2(_ReducedByZero):
         """Return bytes of gradients: shard x gradient. Offloaded ones stay only if they are fp32 sums of bf16 ones."""
         if self.setting.offloads_states and not self.setting.fp32_gradients:
             return 0
-        return self._gradients_of_all // self.setting.dp_size
+        return self.setting.gradient_bytes * self.count.divided // self.setting.dp_size
 
     def held_during_passes(self) -> int:
-        """Return bytes of a second sum: shard x width for this backward pass's gradients, if several are summed."""
-        if self._sums_in_place or self.setting.offloads_states:
+        """Return bytes of this backward pass's gradients: shard x width, if they are added to earlier or fp32 ones."""
+        is_only_sum = self.setting.accumulation_steps == 1 and not self.setting.fp32_gradients
+        if is_only_sum or self.setting.offloads_states:
             return 0
-        return self.setting.bytes_per_number * self.count.trained // self.setting.dp_size
+        return self.setting.bytes_per_number * self.count.divided // self.setting.dp_size
+
+    def passes(self, activations: int) -> int:
+        """Return bytes of both passes.
+
+        A bf16 gradient that belongs to an fp32 sum is held from its layer's backward pass to the end. The rank of the
+        last layers has all of its own after 1 / data ranks of that pass, and if ranks divide experts, after 1 / the
+        ranks with the same ones. Activations are released in the same order. The other types have one buffer for all.
+        """
+        setting = self.setting
+        held = self.held_during_passes()
+        if not setting.fp32_gradients or held == 0:
+            return activations + held
+        passed = 1 / setting.dp_size
+        if self.count.own_experts:
+            passed = setting.ep_size / setting.dp_size
+        return max(activations, int(activations * (1 - passed)) + held)
 
     def update(self) -> int:
-        """Return bytes of the update: this rank's gradients joined and in fp32; none if the host updates."""
+        """Return bytes of the update: this rank's gradients joined and in fp32; none if the host updates.
+
+        fp32 sums of bf16 gradients are joined already.
+        """
         setting = self.setting
         if setting.offloads_states:
             return 0
+        if setting.fp32_gradients:
+            return self._temporaries(self.shard)
         converted = 0
         if setting.gradient_bytes < _FP32:
             converted = setting.bytes_per_number * self.shard
@@ -309,13 +354,14 @@ def _engine_bucket_bytes(setting: MemorySetting, count: ParameterCount) -> int:
     """Return bytes of a bucket in which DeepSpeed's engine reduces accumulated gradients.
 
     Elements of a bucket x (gradient + bytes of the communicated type, if that is another one); none for one data rank.
+    Experts that data ranks divide are averaged one by one, in place.
     """
     if setting.dp_size == 1:
         return 0
     per_element = setting.gradient_bytes
     if setting.communicated_bytes != setting.gradient_bytes:
         per_element += setting.communicated_bytes
-    return per_element * min(count.trained, _ENGINE_BUCKET)
+    return per_element * min(count.trained - count.own_experts, _ENGINE_BUCKET)
 
 
 _STAGES: Mapping[int, type[Sharding]] = MappingProxyType({0: Unsharded, 1: Zero1, 2: Zero2, 3: Zero3})
@@ -348,8 +394,8 @@ def host_bytes(sharding: Sharding) -> int:
         weights = setting.bytes_per_number * count.held
     if setting.states_in_files:
         sub_group = int(of_states) * min(sharding.shard, setting.sub_group)
-        return int(exchanged * count.trained + weights) // setting.dp_size + sub_group
-    return int((of_states + exchanged) * count.trained + weights) // setting.dp_size
+        return int(exchanged * count.divided + weights) // setting.dp_size + sub_group
+    return int((of_states + exchanged) * count.divided + weights) // setting.dp_size
 
 
 def file_bytes(sharding: Sharding) -> int:

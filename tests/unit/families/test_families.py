@@ -183,6 +183,12 @@ def test_an_entry_of_architectures_that_is_no_list_says_nothing(value):
     assert network == FAMILIES["llama"].read_config(SMALL)[0]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "bitsandbytes"])
+def test_quantised_weights_are_refused_by_name(family, method):
+    assert "quantization_config" in keys_refused(family, {**SMALL, "quantization_config": {"quant_method": method}})
+
+
 def test_heads_that_are_too_many_are_refused():
     with pytest.raises(ConversionError):
         NEOX.read_config({"hidden_size": 3, "num_attention_heads": 4})

@@ -98,6 +98,14 @@ def test_data_ranks_hold_each_state_once():
         assert of_rank.weights * ranks == one.memory.weights
 
 
+def test_bf16_stages_with_zero_0_need_less_than_with_zero_1():
+    """Both divide states; ZeRO 0 accumulates in bf16."""
+    keys = {**WIDE, **BF16, "pipe_parallel_size": 2}
+    none, one = (sharding(plan_of(4, **keys, zero_optimization={"stage": stage})) for stage in (0, 1))
+    assert none.optimizer_states() == one.optimizer_states()
+    assert 2 * none.gradients() == one.gradients()
+
+
 class TestUpdate:
     """What is needed while there are no activations."""
 
@@ -153,18 +161,27 @@ class TestReduction:
         for keys, reduces in (
             ({}, True),
             ({**BF16, "zero_optimization": {"stage": 1}}, True),
-            ({"zero_optimization": {"stage": 1}}, False),
+            ({"zero_optimization": {"stage": 2}}, False),
             ({**BF16, "zero_optimization": {"stage": 3}}, False),
         ):
             held = sharding(small_plan(2, **keys))
-            assert (held.engine_reduction() > 0) is reduces
+            assert (held.reduction_after_passes() > 0) is reduces
             assert (held.reduction_buckets() > 0) is not reduces
-            assert sharding(small_plan(1, **keys)).engine_reduction() == 0
+            assert sharding(small_plan(1, **keys)).reduction_after_passes() == 0
+
+    def test_zero_1_copies_its_shard_of_reduced_gradients(self):
+        for overlaps in (False, True):
+            zero = {"stage": 1, "overlap_comm": overlaps}
+            held = sharding(small_plan(2, fp16={"enabled": True}, zero_optimization=zero))
+            copied = [held.reduction_after_passes(), held.held_during_passes()]
+            assert copied == [0, 2 * held.shard] if overlaps else [2 * held.shard, 0]
+            host = sharding(plan_of(2, **WIDE, zero_optimization={**zero, "offload_optimizer": CPU}))
+            assert host.reduction_after_passes() == host.held_during_passes() == 0
 
     def test_another_communicated_type_is_a_copy(self):
         plain = sharding(small_plan(2, **BF16))
         converted = sharding(small_plan(2, **BF16, fp32_allreduce=True))
-        assert converted.engine_reduction() == 3 * plain.engine_reduction()  # 2 bytes, and 4 for the copy
+        assert converted.reduction_after_passes() == 3 * plain.reduction_after_passes()  # 2 bytes, and 4 for the copy
 
     def test_overlapped_reductions_have_two_buffers(self):
         zero = {"stage": 2, "reduce_bucket_size": 1000}
@@ -195,6 +212,18 @@ def test_zero_2_holds_the_sum_of_gradients_next_to_those_of_a_backward_pass():
     one, two = (sharding(plan_of(2, **keys, gradient_accumulation_steps=n)) for n in (1, 2))
     assert one.held_during_passes() == 0
     assert two.held_during_passes() == two.gradients()
+    assert two.passes(1000) == 1000 + two.gradients()
+
+
+def test_bf16_gradients_are_held_until_they_are_added_to_fp32_sums():
+    for ranks in (2, 8):
+        held = sharding(plan_of(ranks, **WIDE, **BF16, zero_optimization={"stage": 2}))
+        assert held.held_during_passes() == held.gradients() // 2
+        assert held.update() == 0
+        many = 10**12  # activations are released while the gradients come
+        assert held.passes(many) == many
+        few = ranks * held.shard
+        assert held.passes(few) == few * (ranks - 1) // ranks + 2 * held.shard
 
 
 def test_zero_3_keeps_weights_that_are_used_again_soon():
