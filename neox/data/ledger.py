@@ -18,6 +18,8 @@ from neox.data.rows import Part
 from neox.data.stream import Read
 
 _VERSION = 1
+SKIPPED_SAMPLES = "skipped_samples"
+"""Key of a mixture after a loss spike: the number of samples between the checkpoint and the spike."""
 
 
 class GptNeoxOrder(NamedTuple):
@@ -138,7 +140,7 @@ def after_skipping(at_checkpoint: Mapping[str, Any], at_spike: Mapping[str, Any]
         at_spike: Ledger of the last step whose samples are skipped, as JSON.
     """
     skipped = at_spike["samples"] - at_checkpoint["samples"]
-    mixture = {**at_spike["mixture"], "skipped_samples": skipped}  # another one, so that the order begins anew
+    mixture = {**at_spike["mixture"], SKIPPED_SAMPLES: skipped}  # another one, so that the order begins anew
     return {**at_spike, "samples": at_checkpoint["samples"], "mixture": mixture}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from neox.data.blend import BlendedDataset
 from neox.data.factory import Samples
 from neox.data.gpt_dataset import GPTDataset
-from neox.data.ledger import DatasetRecord, GptNeoxOrder, Ledger, dataset_keys
+from neox.data.ledger import SKIPPED_SAMPLES, DatasetRecord, GptNeoxOrder, Ledger, dataset_keys
 from neox.data.passes import GptNeoxPass
 from neox.data.preferences import PreferenceDataset
 from neox.data.rows import Part
@@ -147,8 +147,19 @@ def _origin(plan: RunPlan, mixture: Mapping[str, Any], steps: int, saved: Ledger
         return Ledger(mixture, start, {}, start, {})
     if saved.mixture == mixture and saved.samples == samples:
         return saved
-    _log.info("the mixture of the training data has changed: each dataset is read on from where it was")
+    _log.info("%s: each dataset is read on from where it was", _what_changed(mixture, saved))
     return Ledger(mixture, samples, saved.records, samples, saved.records)
+
+
+def _what_changed(mixture: Mapping[str, Any], saved: Ledger) -> str:
+    """Return in words why a run does not go on in the order of a ledger."""
+    skipped = saved.mixture.get(SKIPPED_SAMPLES, 0)
+    before = {key: value for key, value in saved.mixture.items() if key != SKIPPED_SAMPLES}
+    if before != mixture:
+        return "the mixture of the training data has changed"
+    if skipped:
+        return f"{skipped:,} samples are skipped after a loss spike"
+    return "the batch has changed"
 
 
 def _going_on(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from neox.data import IndexedDatasetBuilder
 from tests.distributed.spawn import run_ranks
@@ -66,8 +67,8 @@ def noted(batches, read):
         yield batch
 
 
-def test_rollback_skips_batches_once_and_a_resume_knows_it(tmp_path):
-    keys = {
+def keys_of_run(tmp_path):
+    return {
         "train_iters": STEPS,
         "eval_iters": 0,
         "num_workers": 0,
@@ -80,6 +81,10 @@ def test_rollback_skips_batches_once_and_a_resume_knows_it(tmp_path):
         "loss_spike_window": 8,
         "loss_spike_max_rollbacks": 1,
     }
+
+
+def test_rollback_skips_batches_once_and_a_resume_knows_it(tmp_path):
+    keys = keys_of_run(tmp_path)
     first = tiny_plan(2, **keys)
     resumed = tiny_plan(2, **{**keys, "load": keys["save"], "iteration": 8})
     everything = []
@@ -94,3 +99,32 @@ def test_rollback_skips_batches_once_and_a_resume_knows_it(tmp_path):
         assert samples_again == samples[-4:]
         assert losses_again == {step: losses[step] for step in steps}
     assert len(everything) == len(set(everything)) == (STEPS + SPIKE - 8) * first.batch.train_batch_size
+
+
+@pytest.mark.slow
+def test_each_sample_is_trained_once_or_skipped_while_ranks_change(tmp_path):
+    """Two ranks until step 4, one from there on, a spike at step 14, and two ranks again from step 12 on."""
+    keys = {**keys_of_run(tmp_path), "train_iters": 16}
+
+    def train_from(ranks, iteration, spikes):
+        start = {"load": keys["save"], "iteration": iteration} if iteration else {}
+        found = [
+            each for (each,) in run_ranks(ranks, train, [tiny_plan(ranks, **keys, **start)], [spikes], timeout=300)
+        ]
+        by_step = []
+        for parts in zip(*(samples for _, samples, _, _ in found), strict=True):
+            by_step.append(sorted(sample for part in parts for sample in part))
+        steps, _, _, skipped = found[0]
+        return steps, by_step, skipped
+
+    _, before, _ = train_from(2, 0, [])
+    steps, shrunk, skipped = train_from(1, 4, [14])
+    assert steps == [*range(5, 15), 13, 14, 15, 16]
+    assert skipped == ((13, 14),)
+    assert shrunk[:10] == before[4:14]
+    steps, grown, skipped = train_from(2, 12, [])
+    assert steps == [13, 14, 15, 16]
+    assert skipped == ((13, 14),)
+    assert grown == shrunk[10:]
+    everything = [sample for step in (*before[:4], *shrunk[:10], *grown) for sample in step]
+    assert len(everything) == len(set(everything)) == (16 + 2) * 4

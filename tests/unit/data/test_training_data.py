@@ -13,6 +13,7 @@ import pytest
 
 from neox.data import IndexedDatasetBuilder, lanes
 from neox.data.build import DataIterators, build_data_iterators
+from neox.data.ledger import DatasetRecord, after_skipping
 from neox.plan import RunPlan
 from neox.plan.readings import readings
 from neox.tokenizer import build_tokenizer
@@ -42,10 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_of(folder: Path, **keys: Any) -> RunPlan:
+def run_of(folder: Path, ranks: int = 1, **keys: Any) -> RunPlan:
     paths = [str(folder / name) for name in NAMES]
     defaults = {"train_data_paths": paths, "train_iters": STEPS, "eval_iters": 0, "num_workers": 0}
-    return plan_of(vocab_size=40_000, **{**SIZES, **defaults, **keys})
+    return plan_of(ranks, 40_000, **{**SIZES, **defaults, **keys})
 
 
 def open_run(plan: RunPlan, steps: int = 0, ledger: Mapping[str, Any] | None = None, **options: Any) -> DataIterators:
@@ -195,6 +196,58 @@ def test_ranks_read_one_stream(folder: Path, tmp_path: Path) -> None:
         parts = [next(data.train)["tokens"].numpy() for data in ranks]
         np.testing.assert_array_equal(np.concatenate(parts), batch)
     assert {batch.shape[1] for batch in alone} == {16, 32}
+
+
+def steps_of_ranks(
+    folder: Path, cache: Path, ranks: int, first: int, last: int, ledger: Mapping[str, Any] | None
+) -> tuple[list[np.ndarray], DataIterators]:
+    """Return the samples of each step, sorted, that some data ranks read of batches of 4, and the first rank's data."""
+    keys = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "train_data_weights": [4, 2, 1]}
+    plan = run_of(folder, ranks, **keys)
+    data = [open_run(plan, first, ledger, cache_dir=cache, dp_rank=rank) for rank in range(ranks)]
+    found = []
+    for step in range(first, last):
+        tokens = np.concatenate([batch for each in data for batch in batches_of(each, plan, step, step + 1)])
+        found.append(tokens[np.argsort(tokens[:, 0])])
+    return found, data[0]
+
+
+def test_each_sample_is_read_once_or_skipped_over_shrinking_rollback_and_growing(folder: Path, tmp_path: Path) -> None:
+    undisturbed, _ = steps_of_ranks(folder, tmp_path, 2, 0, 24, None)
+    # Two ranks are killed in step 8, after the checkpoint of step 6. One rank goes on.
+    killed, data = steps_of_ranks(folder, tmp_path, 2, 0, 8, None)
+    shrunk, data = steps_of_ranks(folder, tmp_path, 1, 6, 14, saved(data, 6))
+    # Step 14 is a spike: back to the checkpoint of step 12. Then four ranks go on from the checkpoint of step 16.
+    ledger = after_skipping(saved(data, 12), saved(data, 14))
+    after, data = steps_of_ranks(folder, tmp_path, 1, 12, 17, ledger)
+    grown, data = steps_of_ranks(folder, tmp_path, 4, 16, 24, saved(data, 16))
+    np.testing.assert_array_equal(killed[6:], shrunk[:2])  # what is trained again
+    np.testing.assert_array_equal(after[4:], grown[:1])
+    trained = [*killed[:6], *shrunk[:6], *after[:4], *grown]
+    skipped = shrunk[6:]
+    np.testing.assert_array_equal(np.concatenate([*trained[:12], *skipped]), np.concatenate(undisturbed[:14]))
+    counts = read_counts([*trained, *skipped])
+    assert counts.max() == 1
+    assert counts.sum() == (24 + 2) * 4 * 32
+    read = [DatasetRecord.from_json(record).tokens for record in saved(data, 24)["records"].values()]
+    assert sorted(read) == sorted(counts.sum(axis=1))
+
+
+def test_what_has_changed_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = run_of(folder)
+    data = open_run(plan)
+    ledger = saved(data, 20)
+    ledgers = {
+        "skipped": (plan, after_skipping(saved(data, 18), ledger), 18),
+        "mixture": (run_of(folder, train_data_weights=[1, 1, 6]), ledger, 20),
+        "batch": (run_of(folder, gas=2, train_iters=STEPS // 2), ledger, 20),
+    }
+    caplog.set_level("INFO", "neox.data.training")
+    for word, (changed, found, steps) in ledgers.items():
+        caplog.clear()
+        open_run(changed, steps, found)
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "neox.data.training"]
+        assert [each for each in ledgers if each in line] == [word]
 
 
 def test_labels_and_fill_in_middle_follow_their_tokens(folder: Path, tmp_path: Path) -> None:
