@@ -47,6 +47,7 @@ FAULTS_OF_TRAINING = 5
 HANG_SECONDS = 60  # longer than imports on a busy machine
 WAIT_SECONDS = 300
 MARK = "NEOX_SOAK_MARK"
+_LISTEN = "0A"  # the kernel's number of this state of a socket
 _ROLES = {"rank": "neox.launch.bootstrap", "agent": "neox.launch.node"}
 
 DENSE: dict[str, Any] = {
@@ -162,6 +163,10 @@ class Training:
     def starts(self) -> list[Mapping[str, Any]]:
         """Return the events of the starts of ranks."""
         return [event for event in read_events(self.run) if event["event"] == "start"]
+
+    def ends(self) -> list[Mapping[str, Any]]:
+        """Return the events of the ends of ranks."""
+        return [event for event in read_events(self.run) if event["event"] == "end"]
 
     def losses(self) -> dict[int, float]:
         """Return the trained loss of every step; of one that was done again, the last."""
@@ -280,9 +285,8 @@ def _disturb(training: Training, faults: Sequence[str], generator: random.Random
     training.start()
     steps = sorted(generator.sample(range(2, STEPS - 4), len(faults)))
     for fault, step in zip(faults, steps, strict=True):
-        if fault != "set-up":
-            wait(lambda at=step: training.step() >= at or training.ended(), f"step {step}")  # type: ignore[misc]
-            time.sleep(generator.uniform(0, 0.1))
+        wait(lambda at=step: training.step() >= at or training.ended(), f"step {step}")  # type: ignore[misc]
+        time.sleep(generator.uniform(0, 0.1))
         if training.ended():
             return
         starts = len(training.starts())
@@ -321,14 +325,36 @@ def _kill_rank(training: Training, generator: random.Random) -> bool:
 
 
 def _kill_in_set_up(training: Training, generator: random.Random) -> bool:
-    """Kill a rank, and one of the next start's ranks while they set up their process groups."""
+    """Kill a rank, and one of the next start's ranks while they set up their process groups.
+
+    A rank listens for the others from the moment at which it opens the store of the first group. That it was hit
+    before the first step is in the event of its end.
+    """
     starts = len(training.starts())
     if not _kill_rank(training, generator):
         return False
     wait(lambda: len(training.starts()) > starts or training.ended(), "restart")
-    wait(lambda: len(training.pids("rank")) == training.ranks or training.ended(), "ranks")
-    time.sleep(generator.uniform(0, 5))
-    return _kill_rank(training, generator)
+    wait(lambda: any(map(listens, training.pids("rank"))) or training.ended(), "set-up of process groups")
+    time.sleep(generator.uniform(0, 0.2))
+    ends = len(training.ends())
+    if not _kill_rank(training, generator):
+        return False
+    wait(lambda: len(training.ends()) > ends or training.ended(), "end of the start that was hit")
+    return len(training.ends()) > ends and training.ends()[ends]["step"] is None
+
+
+def listens(pid: int) -> bool:
+    """Return whether a process has a TCP socket on which it accepts connections."""
+    links = []
+    with contextlib.suppress(OSError):  # it has ended
+        links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else []:
+            fields = line.split()  # sl local remote state queues timer repeats uid timeout inode
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                return True
+    return False
 
 
 def _kill_agent(training: Training, _: random.Random) -> bool:
