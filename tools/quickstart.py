@@ -184,7 +184,7 @@ quickstart finished in {seconds:,.0f} s
 
   train on, from the last checkpoint:
     .venv/bin/python deepy.py train.py -d configs {name} --set train_iters={2 * figures.steps}{extra}{text}
-  start over:      make clean && make quickstart
+  start over:      make clean && make quickstart (`make clean` removes what the quickstart made, and nothing else)
   your own text:   make clean && make quickstart TEXT=my.txt
   a bigger model:  see configs/README.md""",
         flush=True,

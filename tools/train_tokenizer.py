@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable, Iterator
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import _checkout  # noqa: F401
 from preprocess_data import add_choice, chosen_documents, text_key
@@ -18,7 +21,20 @@ from neox.arguments import ScriptParser
 from neox.corpus import Document
 from neox.errors import ConfigError, run_script
 from neox.log import progress, setup_logging
-from neox.tokenizer import TOKENIZER_KINDS, TokenizerKind, tokenizer_files, train_tokenizer
+from neox.tokenizer import TOKENIZER_KINDS, TokenizerKind, build_tokenizer, tokenizer_files, train_tokenizer
+
+TOKENIZER_TYPE_OF_KIND = MappingProxyType(
+    {
+        "byte-level-bpe": "HFTokenizer",
+        "gpt2": "GPT2BPETokenizer",
+        "sentencepiece": "SPMTokenizer",
+        "sentencepiece-bert": "SPMTokenizer",
+        "sentencepiece-char": "SPMTokenizer",
+        "wordpiece": "BertWordPieceLowerCase",
+        "wordpiece-cased": "BertWordPieceCase",
+    }
+)
+"""Value of `--kind` -> `tokenizer_type`."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,9 +80,20 @@ def main() -> int:
         refuse_existing(Path(args.output), args.kind)
     documents = chosen_documents(list(filter(None, args.input.split(","))), args.jsonl_key, args)
     texts = chosen_texts(documents, args.sample, args.max_mb, args.seed)
-    for path in train_tokenizer(texts, args.vocab_size, args.output, args.kind):
-        print(path)
+    files = train_tokenizer(texts, args.vocab_size, args.output, args.kind)
+    print(*files, sep="\n", flush=True)
+    print(next_step(args.input, args.kind, files), file=sys.stderr)
     return 0
+
+
+def next_step(inputs: str, kind: TokenizerKind, files: Sequence[Path]) -> str:
+    """Return the size of a new tokenizer, and the command that makes token files with it."""
+    size = build_tokenizer(TOKENIZER_TYPE_OF_KIND[kind], *files).vocab_size
+    words = ["python", "tools/preprocess_data.py", "--input", inputs, "--output-prefix", "data/mydata", "--append-eod"]
+    words += ["--tokenizer-type", TOKENIZER_TYPE_OF_KIND[kind], "--vocab-file", str(files[0])]
+    if len(files) > 1:
+        words += ["--merge-file", str(files[1])]
+    return f"{size:,} ids; to make token files with it: {shlex.join(words)}"
 
 
 def refuse_existing(output: Path, kind: TokenizerKind) -> None:

@@ -88,16 +88,19 @@ def _keys_of(problems: Iterable[Problem]) -> set[str]:
 
 
 def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
-    """Return the path of a configuration file.
+    """Return the path of a configuration file: in the directory if it has it, else as it is given.
+
+    Args:
+        file: Path of the file, perhaps without its suffix.
+        conf_dir: Directory that is looked in first (`-d`).
 
     Raises:
         ConfigError: There is none; with a hint at the file that may have been meant.
     """
     path = Path(file) if conf_dir is None else Path(conf_dir, file)
-    candidates = [path]
-    if path.suffix not in _SUFFIXES:
-        candidates = [*(path.with_name(path.name + suffix) for suffix in _SUFFIXES), path]
-    for candidate in candidates:
+    candidates = _spellings(path)
+    elsewhere = [] if conf_dir is None else _spellings(Path(file))
+    for candidate in (*candidates, *elsewhere):
         if candidate.exists():
             return candidate
     for candidate in candidates:
@@ -106,6 +109,13 @@ def find_file(file: str | Path, conf_dir: str | Path | None = None) -> Path:
             return shipped
     message = f"no such file{_where_else(path, Path(file))}"
     raise ConfigError(Problem((), message, Source.in_file(str(candidates[0]))))
+
+
+def _spellings(path: Path) -> list[Path]:
+    """Return the paths that a file may have whose suffix may be left out."""
+    if path.suffix in _SUFFIXES:
+        return [path]
+    return [*(path.with_name(path.name + suffix) for suffix in _SUFFIXES), path]
 
 
 def _where_else(path: Path, file: Path) -> str:
@@ -117,8 +127,6 @@ def _where_else(path: Path, file: Path) -> str:
     stems = [Path(name).stem for name in there]
     if close := get_close_matches(path.name, [*there, *stems], n=1, cutoff=0.75):
         return f"; did you mean {close[0]}?"
-    if path != file and file.is_file():
-        return f"; this directory has it: give {file.resolve()}, because -d holds for every file"
     if directory := _shipped_directory(file):
         return f"; {directory} has it: did you forget `-d {directory}`?"
     if not path.parent.is_dir():

@@ -16,6 +16,7 @@ from neox.plan.run_plan import RunPlan
 _STEP = 256  # lengths are multiples of this, if that many tokens fit
 _LONGEST = 2**30
 _MOST_GROWTH = 8
+_FAR = 64  # times as many tokens as the run's samples have
 _POSITIONS_BY_TABLE = "learned"
 
 
@@ -60,6 +61,9 @@ def length_notes(plan: RunPlan, device: Device) -> Iterator[str]:
         return
     if longest.tokens == 0:
         yield "no seq_length fits with these settings"
+        return
+    length = plan.config.model.seq_length
+    if device.shared and length is not None and longest.tokens > _FAR * length:  # a small run in main memory
         return
     line = f"seq_length may be up to {longest.tokens:,} with these settings"
     if longest.world:

@@ -31,7 +31,7 @@ from neox.launch.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.environment import FORWARDED, child_environment, forwarded_secrets, launch_environment
 from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.machine import native_formats
-from neox.launch.outcome import RunEnd
+from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.placement import ChosenBy, Placement, choose_hosts, place_ranks
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
@@ -57,7 +57,7 @@ from neox.preflight.fit_hosts import FitHosts, can_change_hosts, fit_hosts, with
 from neox.preflight.host_checks import capabilities_of, check_memory
 from neox.preflight.measure import measure_layouts
 from neox.preflight.next_steps import next_steps
-from neox.preflight.own_run import finished_note
+from neox.preflight.own_run import finished_note, unfinished_note
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import draw_schedules
 from neox.preflight.restarts import Restarts
@@ -246,8 +246,8 @@ class _Command:
             while True:
                 end = self._launch(prepared, directory, restarts, agents)
                 if not restarts.follow(end, directory):
-                    if end.status == 0 and prepared.job.trains:
-                        self._print_next_steps(prepared.planned.plan)
+                    if prepared.job.trains:
+                        self._print_what_follows(prepared.planned.plan, end)
                     return end.status
                 with restarts.recording_refusals(directory):
                     self.config = restarts.next_config()
@@ -261,6 +261,14 @@ class _Command:
         _print_to_stderr("note", [note])
         self._print_next_steps(plan)
         return True
+
+    def _print_what_follows(self, plan: RunPlan, end: RunEnd) -> None:
+        """Print how to go on with a run that was asked to end, or the commands that use a finished one."""
+        rest = unfinished_note(plan.config)
+        if rest is not None and (end.status == 0 or end.kind is EndKind.ASKED):
+            _print_to_stderr("note", [rest])
+        elif end.status == 0:
+            self._print_next_steps(plan)
 
     def _print_next_steps(self, plan: RunPlan) -> None:
         print(*next_steps(self.arguments, plan), sep="\n", file=sys.stderr)

@@ -68,6 +68,23 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     )
 
 
+def unfinished_note(config: NeoXConfig) -> str | None:
+    """Return how to go on with a run that has ended before its last step; None if it has all steps or no checkpoint.
+
+    Args:
+        config: The configuration of the run that has ended.
+    """
+    keys = config.checkpoint
+    steps = config.training.train_iters
+    if keys.save is None or steps is None:
+        return None
+    found = find_run(Path(keys.save))
+    if found is None or found.iteration >= steps:
+        return None
+    command = "the same command without --overwrite" if keys.overwrite else "the same command"
+    return f"{found.checkpoint} has {found.iteration:,} of {steps:,} steps; {command} goes on from there"
+
+
 def _sends_elsewhere(config: NeoXConfig) -> bool:
     logging = config.logging
     trackers = (logging.use_mlflow, logging.use_comet, logging.use_trackio)

@@ -11,6 +11,8 @@ from neox.engine import SaveReport
 from neox.plan import RunPlan
 from neox.train.callbacks import Callback, StepReport, TrainState
 
+_LINES_OF_SHORT_RUN = 20
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -91,6 +93,8 @@ class Interval:
 class TerminalLine(Callback):
     """Printer of one line every `log_interval` iterations, with means of the steps since the last one (`log_style`).
 
+    If nobody has given `log_interval`, a short run has about twenty lines.
+
     Args:
         plan: The run.
     """
@@ -98,6 +102,9 @@ class TerminalLine(Callback):
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
         self.train_iters = plan.config.training.train_iters or 0
+        self.log_interval = plan.config.logging.log_interval
+        if not plan.config.given("log_interval"):
+            self.log_interval = min(self.log_interval, max(1, self.train_iters // _LINES_OF_SHORT_RUN))
         self._reports: list[StepReport] = []
         self._first = True
 
@@ -112,7 +119,7 @@ class TerminalLine(Callback):
         self._reports.append(report)
         keys = self.plan.config.logging
         is_last = state.iteration == self.train_iters
-        if state.iteration % keys.log_interval != 0 and not self._first and not is_last:
+        if state.iteration % self.log_interval != 0 and not self._first and not is_last:
             return
         interval = Interval(self.plan, state, self._reports)
         lines = [LINES[keys.log_style](interval)]

@@ -297,7 +297,8 @@ class LoggingConfig(Section):
     """Directory of metrics.jsonl and of per-rank logs."""
 
     log_interval: PositiveInt = 100
-    """Number of iterations between lines on the terminal (gpt-neox's later default; v2.0 had none)."""
+    """Number of iterations between lines on the terminal (gpt-neox's later default; v2.0 had none). If it is not given,
+    a run of fewer than 2,000 iterations has about twenty lines."""
 
     log_style: Literal["neox", "fleetx", "oneflow"] = "neox"
     """Form of these lines: gpt-neox's, FleetX's (`global step N, epoch: ...`) or OneFlow's table (throughput in

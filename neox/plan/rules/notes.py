@@ -35,12 +35,12 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_optimizer_notes(config),
         *_schedule_notes(config),
         *_save_notes(config),
-        *_replacement_notes(config),
         *_attention_notes(config),
         *_width_notes(config),
         *_parallel_notes(config),
         *_evaluation_notes(config),
         *dropout_notes(config),
+        *_replacement_notes(config),
     ]
 
 
@@ -110,10 +110,14 @@ def _save_notes(config: NeoXConfig) -> Iterator[Note]:
 
 
 def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield keys that a later file has replaced, with both places."""
+    """Yield the keys that a later file has replaced, a note for each two files."""
+    keys_of_files: dict[tuple[str, str], list[str]] = {}
     for key, source in sorted(config.sources().items()):
         if source.replaces is not None and config.given(key):
-            yield Note((key,), config.describe_setting(key))
+            keys_of_files.setdefault((source.file, source.replaces.file), []).append(key)
+    for (later, earlier), keys in keys_of_files.items():
+        listed = ", ".join(f"`{key}`" for key in keys)
+        yield Note(tuple(keys), f"{later} replaces {listed} of {earlier}")
 
 
 def _attention_notes(config: NeoXConfig) -> Iterator[Note]:

@@ -93,6 +93,17 @@ def test_suffix_and_directory(tmp_path):
     assert "1-3B.yml, a.yml" in problem.message
 
 
+def test_a_file_that_the_directory_lacks_is_looked_for_here(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    write(tmp_path / "configs" / "a.yml", TINY)
+    write(tmp_path / "a.yml", "no configuration")
+    write(tmp_path / "mine.yml", "seed: 9\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "mine.yml"):
+        config = config_from_files(["a", name], conf_dir="configs")
+        assert (config.training.train_iters, config.training.seed) == (10, 9)
+
+
 def test_a_file_that_is_not_there(tmp_path, monkeypatch):
     write(tmp_path / "quickstart.yml", TINY)
     monkeypatch.chdir(tmp_path)
@@ -160,7 +171,7 @@ def test_the_section_overrides_replaces_keys_of_earlier_files(tmp_path):
     assert config.source("optimizer.type").line == 6
     assert config.source("seed").replaces is None
     assert "overrides" not in config.to_flat()
-    notes = {note.keys[0] for note in notes_without_effect(config)}
+    notes = {key for note in notes_without_effect(config) for key in note.keys}
     assert {"num_layers", "optimizer"} <= notes
 
 

@@ -12,7 +12,7 @@ import pytest
 from neox.checkpoint.manifest import write_manifest
 from neox.config import NeoXConfig
 from neox.plan.run_identity import RUN_FILE, find_run, identity_text, other_run_message, run_identity
-from neox.preflight.own_run import finished_note, with_own_run
+from neox.preflight.own_run import finished_note, unfinished_note, with_own_run
 from neox.run_events import append_event
 from tests.plans import SMALL
 
@@ -140,6 +140,21 @@ def test_a_run_with_all_steps_has_finished(
     assert finished(Path()) is None
     put_complete_checkpoint(Path(), 2)
     assert (finished(Path(), **keys) is not None) is said
+
+
+def test_a_run_that_was_asked_to_end_says_how_to_go_on(tmp_path: Path) -> None:
+    def said(**keys: Any) -> str | None:
+        return unfinished_note(make_config(save=str(tmp_path), train_iters=60, **keys))
+
+    assert said() is None
+    put_checkpoint(tmp_path, 45, make_config())
+    text = said()
+    assert text is not None
+    assert "45 of 60" in text
+    assert "--overwrite" not in text
+    assert "--overwrite" in str(said(overwrite=True))
+    put_checkpoint(tmp_path, 60, make_config())
+    assert said() is None
 
 
 def test_a_damaged_checkpoint_or_an_interrupted_evaluation_is_not_the_end(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_from_documents_to_a_tokenizer_to_ids(tmp_path: Path, kind: str) -> None
     assert done.returncode == 0, done.stderr
     files = [Path(line) for line in done.stdout.splitlines()]
     before = [file.read_bytes() for file in files]
+    assert f"--vocab-file {files[0]}" in done.stderr.splitlines()[-1]
     again = tool("train_tokenizer", "--input", path, "--vocab-size", "301", "--output", out, "--kind", kind)
     assert again.returncode == 2
     assert "--overwrite" in again.stderr

@@ -68,6 +68,13 @@ def test_rates_are_of_the_mean_step(capsys):
     assert f"samples/sec: {8 / 0.7:.3f}" in line
 
 
+@pytest.mark.parametrize(
+    ("train_iters", "given", "interval"), [(60, {}, 3), (7, {}, 1), (5000, {}, 100), (60, {"log_interval": 50}, 50)]
+)
+def test_a_short_run_has_about_twenty_lines(train_iters, given, interval):
+    assert TerminalLine(small_plan(train_iters=train_iters, **given)).log_interval == interval
+
+
 FLEETX = re.compile(
     r"global step (\d+), epoch: (\d+), batch: (\d+), loss: (\d+\.\d{9}), avg_reader_cost: 0\.01000 sec, "
     r"avg_batch_cost: 0\.50000 sec, speed: 2\.00 step/s, ips_total: 2048 tokens/s, ips: 1024 tokens/s, "
