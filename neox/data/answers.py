@@ -226,14 +226,17 @@ class JudgedAnswers(Pairs):
 
 
 def desirable_answers(rewards: AnswerFiles) -> np.ndarray:
-    """Return whether answers are good, from files of one number for each token, bool [documents].
+    """Return whether answers are good, from files of numbers for each: above 0 for good ones, bool [documents].
 
     Raises:
-        DataError: If a document has rewards of both kinds, or none.
+        DataError: If a document has rewards of both kinds, or none, or one that is not finite.
     """
     result = np.zeros(len(rewards), dtype=bool)
     for number in range(len(rewards)):
-        good = rewards.ids(number) > 0
+        values = rewards.ids(number)
+        if not np.isfinite(values).all():
+            raise DataError(f"{rewards.name(number)}: a reward is not finite")
+        good = values > 0
         if not len(good) or good.any() != good.all():
             raise DataError(f"{rewards.name(number)}: the rewards of an answer are not all above 0, or all not")
         result[number] = good[0]

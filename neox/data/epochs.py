@@ -59,9 +59,8 @@ def rows_of_epochs(config: NeoXConfig, seq_length: int, epochs: float) -> int:
         DataError: If token files are missing, damaged, or hold answers that cannot be trained on.
     """
     keys = config.preferences
-    pairs = open_pairs(
-        keys.answers(config.data)[0], seq_length, partial(IndexedDataset, data_impl=config.data.data_impl)
-    )
+    open_ids = partial(IndexedDataset, data_impl=config.data.data_impl)
+    pairs = open_pairs(keys.answers(config.data)[0], seq_length, open_ids, partial(open_ids, floats=True))
     usable = usable_pairs(pairs, seq_length, skip_bad=keys.skip_bad_pairs)
     whole, part = divmod(Fraction(str(epochs)), 1)
     rows = 0

@@ -76,6 +76,10 @@ class DatasetFactory:
             indexed.warm_up()
         return indexed
 
+    def open_rewards(self, prefix: str) -> IndexedDataset:
+        """Open a dataset of judgements, which are no ids and may be floating-point."""
+        return IndexedDataset(prefix, self.data.data_impl, floats=True)
+
     def samples(
         self,
         indexed: IndexedDataset,

@@ -41,7 +41,9 @@ CACHED_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
 _MMAP_HEADER = struct.Struct("<QBQQ")
 _CACHED_HEADER = struct.Struct("<QQQQQQ")
-# Codes 6 and 7 are floats (of different widths in NeoX and Megatron). They are not read, because ids are integers.
+# Codes 6 and 7 are floats, of different widths in NeoX and Megatron: the length of `.bin` says which.
+_FLOAT_CODES = (6, 7)
+_FLOATS: dict[int, np.dtype] = {4: np.dtype("<f4"), 8: np.dtype("<f8")}
 _DTYPES: dict[int, np.dtype] = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
@@ -107,8 +109,12 @@ def json_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
-def read_index(prefix: str | Path) -> Index:
+def read_index(prefix: str | Path, *, floats: bool = False) -> Index:
     """Map `PREFIX.idx` and check that it is consistent and agrees with the length of `PREFIX.bin`.
+
+    Args:
+        prefix: Path without `.bin` and `.idx`.
+        floats: Whether numbers may be floating-point, which token ids are not.
 
     Raises:
         DataError: If a file is missing, truncated, inconsistent or of another format.
@@ -128,13 +134,15 @@ def read_index(prefix: str | Path) -> Index:
         )
     raw = _map_bytes(path)
     if raw[: len(MMAP_MAGIC)].tobytes() == MMAP_MAGIC:
-        index = _read_mmap(path, raw)
+        index = _read_mmap(path, raw, data.stat().st_size)
     elif raw[: len(CACHED_MAGIC)].tobytes() == CACHED_MAGIC:
         index = _read_cached(path, raw)
     else:
         raise DataError(
             f"{path} is not a token index: it starts with {raw[:9].tobytes()!r}, neither MMIDIDX nor TNTIDX"
         )
+    if index.dtype.kind == "f" and not floats:
+        raise DataError(f"{path} holds floating-point data, not token ids")
     _check_pointers(path, index)
     _check_documents(path, index)
     data_bytes = data.stat().st_size
@@ -164,10 +172,10 @@ def _unpack(path: Path, raw: np.ndarray, header: struct.Struct, start: int) -> t
     return fields[1:]
 
 
-def _dtype(path: Path, code: int) -> np.dtype:
-    """Return the dtype with a code. Raises DataError if token ids cannot have it."""
-    if code in (6, 7):
-        raise DataError(f"{path} holds floating-point data (dtype code {code}), not token ids")
+def _dtype(path: Path, code: int, width: int) -> np.dtype:
+    """Return the dtype with a code, in which a float has `width` bytes. Raises DataError if it is unknown."""
+    if code in _FLOAT_CODES and width in _FLOATS:
+        return _FLOATS[width]
     if code not in _DTYPES:
         raise DataError(f"{path} has the unknown dtype code {code}; its header is damaged")
     return _DTYPES[code]
@@ -196,20 +204,21 @@ def _arrays(path: Path, raw: np.ndarray, start: int, parts: list[tuple[str, int]
     return arrays
 
 
-def _read_mmap(path: Path, raw: np.ndarray) -> Index:
+def _read_mmap(path: Path, raw: np.ndarray, data_bytes: int) -> Index:
     start = len(MMAP_MAGIC) + _MMAP_HEADER.size
     code, sequences, documents = _unpack(path, raw, _MMAP_HEADER, len(MMAP_MAGIC))
-    dtype = _dtype(path, code)
     sizes, pointers, document_index = _arrays(
         path, raw, start, [("<i4", sequences), ("<i8", sequences), ("<i8", documents)]
     )
-    return Index("mmap", dtype, sizes, pointers, 1, document_index, int(sizes.sum(dtype=np.int64)))
+    numbers = int(sizes.sum(dtype=np.int64))
+    dtype = _dtype(path, code, data_bytes // max(1, numbers))
+    return Index("mmap", dtype, sizes, pointers, 1, document_index, numbers)
 
 
 def _read_cached(path: Path, raw: np.ndarray) -> Index:
     start = len(CACHED_MAGIC) + _CACHED_HEADER.size
     code, element_size, sequences, num_sizes, documents = _unpack(path, raw, _CACHED_HEADER, len(CACHED_MAGIC))
-    dtype = _dtype(path, code)
+    dtype = _dtype(path, code, element_size)
     if element_size != dtype.itemsize:
         raise DataError(f"{path} says that {dtype} takes {element_size} bytes; its header is damaged")
     dims, offsets, sizes, document_index = _arrays(
@@ -349,19 +358,20 @@ class IndexedDataset:
         num_tokens: Number of ids.
     """
 
-    def __init__(self, prefix: str | Path, data_impl: str = "infer") -> None:
+    def __init__(self, prefix: str | Path, data_impl: str = "infer", *, floats: bool = False) -> None:
         """Open a dataset.
 
         Args:
             prefix: Path without `.bin` and `.idx`.
             data_impl: Layout that the index must have: `mmap`, `cached` or `lazy` (two names of one layout), or
                 `infer` for any.
+            floats: Whether numbers may be floating-point, which token ids are not.
 
         Raises:
             DataError: If a file is missing or damaged, or has another layout.
         """
         self.prefix = str(prefix)
-        index = read_index(prefix)
+        index = read_index(prefix, floats=floats)
         self.layout: Layout = index.layout
         required = {"infer": index.layout, "lazy": "cached"}.get(data_impl, data_impl)
         if required != index.layout:

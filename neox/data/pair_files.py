@@ -12,13 +12,14 @@ from neox.errors import DataError
 Open = Callable[[str], IndexedDataset]
 
 
-def open_pairs(answers: SplitAnswers, seq_length: int, open_file: Open) -> Pairs:
+def open_pairs(answers: SplitAnswers, seq_length: int, open_file: Open, open_rewards: Open) -> Pairs:
     """Open the answers of a split.
 
     Args:
         answers: Their files.
         seq_length: Number of positions of a row.
         open_file: Function that opens a token file, given its prefix.
+        open_rewards: The same for a file of judgements. It has a number for each token, or one for each answer.
 
     Raises:
         DataError: If files are missing, damaged, or do not fit together.
@@ -27,8 +28,9 @@ def open_pairs(answers: SplitAnswers, seq_length: int, open_file: Open) -> Pairs
     if answers.rewards is None:
         kind = ScoredPairs if answers.scored else AnswerPairs
         return kind(first, _answers(answers.others or (), answers.other_labels, open_file))
-    rewards = _answers(answers.rewards, None, open_file)
-    if rewards.sizes.tolist() != first.sizes.tolist():
+    rewards = _answers(answers.rewards, None, open_rewards)
+    one_each = len(rewards) == len(first) and bool((rewards.sizes == 1).all())
+    if not one_each and rewards.sizes.tolist() != first.sizes.tolist():
         raise DataError(
             f"{answers.split}_reward_data_paths do not have the same documents as {answers.split}_data_paths; give "
             "the files that were made with them, in the same order"

@@ -41,12 +41,7 @@ def preference_datasets(
         if not count or not answers.paths:
             datasets.append(None)
             continue
-        pairs = open_pairs(answers, factory.seq_length, factory.open)
-        values = None
-        if keys.needs_reference and not keys.copies_reference:
-            if reference is None:
-                raise DataError(f"train_impl: {keys.train_impl} needs the log-probabilities of a reference model")
-            values = reference(pairs, answers.paths[0])
+        pairs = open_pairs(answers, factory.seq_length, factory.open, factory.open_rewards)
         dataset = PreferenceDataset(
             pairs,
             count,
@@ -54,8 +49,11 @@ def preference_datasets(
             factory.seed,
             impl=factory.data.pack_impl,
             skip_bad=keys.skip_bad_pairs,
-            reference=values,
         )
+        if keys.needs_reference and not keys.copies_reference:
+            if reference is None:
+                raise DataError(f"train_impl: {keys.train_impl} needs the log-probabilities of a reference model")
+            dataset.reference = reference(pairs, answers.paths[0])  # bad pairs have been refused by now
         _log.info("%s: %d pairs of answers fill %.1f %% of the rows", answers.split, len(pairs), 100 * dataset.filled)
         datasets.append(dataset)
     return datasets

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from neox.config.sections.data import DataConfig
+from neox.config.sections.preferences import REWARD_KEYS
 from neox.data.indexed_dataset import IndexedDataset, bin_path, idx_path, json_path
 from neox.data.packing import usable_documents
 from neox.errors import DataError
@@ -233,10 +234,12 @@ def data_problems(
         if not bin_path(prefix).is_file() or not idx_path(prefix).is_file():
             continue
         try:
-            if open_files:
-                _check_dataset(prefix, labelled.get(prefix), data, seq_length, tokenizer)
-            else:
+            if not open_files:
                 _check_sidecar(prefix, tokenizer)
+            elif key in REWARD_KEYS:
+                IndexedDataset(prefix, data.data_impl, floats=True)
+            else:
+                _check_dataset(prefix, labelled.get(prefix), data, seq_length, tokenizer)
         except DataError as error:
             problems.append((key, str(error)))
     return problems

@@ -5,7 +5,10 @@
     loss       = w_desirable   (1 - sigmoid(beta (r - z)))      for a good answer
                  w_undesirable (1 - sigmoid(beta (z - r)))      for a bad one
 
-No gradient passes through z, which estimates how far the model is from the reference.
+No gradient passes through z, which estimates how far the model is from the reference. Its answers are in the rows of
+the others, so that every layout computes both in one pass. They then take part in the backward pass of the blocks, with
+a gradient of 0, but not in that of the head. A pass of their own without a backward pass would need a second schedule
+of stages in each step.
 """
 
 from __future__ import annotations

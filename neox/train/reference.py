@@ -63,6 +63,12 @@ def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray
             name,
         )
     values = answer_log_probs(engine, pairs)
+    unknown = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    if len(unknown):
+        raise DataError(
+            f"the reference's log-probabilities of {len(unknown):,} of {len(pairs):,} answers are not finite, first of "
+            f"{pairs.name(int(unknown[0]))}: train in another precision, or from other weights"
+        )
     from_first_rank(lambda: write_reference(path, values, identity))
     if engine.grid.rank == 0:
         _log.info("log-probabilities of %d answers by the reference are in %s", 2 * len(pairs), path)

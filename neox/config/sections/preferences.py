@@ -122,7 +122,8 @@ class PreferenceConfig(Section):
     """Prefixes of the labels of neg_test_data_paths."""
 
     train_reward_data_paths: Annotated[Paths, _KTO] = None
-    """Prefixes of the judgements of train_data_paths: files of the same shape, above 0 for answers that are good."""
+    """Prefixes of the judgements of train_data_paths: integers or floats, above 0 for answers that are good, one for
+    each answer or for each of its tokens."""
 
     valid_reward_data_paths: Annotated[Paths, _KTO] = None
     """Prefixes of the judgements of valid_data_paths."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from neox.config import NeoXConfig
 from neox.config.sections.data import PackImpl
+from neox.config.sections.preferences import SplitAnswers
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.data.answers import (
     AnswerFiles,
@@ -23,6 +24,7 @@ from neox.data.answers import (
 )
 from neox.data.epochs import rows_of_epochs
 from neox.data.indexed_dataset import IGNORED
+from neox.data.pair_files import open_pairs
 from neox.data.pair_packing import pack_pairs
 from neox.data.preferences import NO_SLOT, PreferenceDataset, layout_rows
 from neox.data.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, write_reference
@@ -182,6 +184,34 @@ def test_rewards_say_which_answers_are_good(tmp_path: Path) -> None:
     assert desirable_answers(AnswerFiles([IndexedDataset(tmp_path / "rewards")], [None])).tolist() == [1, 0, 1]
     with raises_naming(DataError, "mixed, document 0"):
         desirable_answers(AnswerFiles([IndexedDataset(tmp_path / "mixed")], [None]))
+
+
+def write_floats(prefix: Path, rewards: list[list[float]], width: int) -> IndexedDataset:
+    """Write floating-point rewards as gpt-neox does, and open them."""
+    with IndexedDatasetBuilder(prefix, np.int32 if width == 4 else np.int64) as builder:
+        builder.add_documents(np.zeros(sum(map(len, rewards)), np.int64), list(map(len, rewards)))
+    index = bytearray(Path(f"{prefix}.idx").read_bytes())
+    index[17] = 6  # the code of the dtype, after the magic bytes and the version
+    Path(f"{prefix}.idx").write_bytes(index)
+    Path(f"{prefix}.bin").write_bytes(np.concatenate(rewards).astype(f"<f{width}").tobytes())
+    return IndexedDataset(prefix, floats=True)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_rewards_may_be_floats_and_one_for_each_answer(tmp_path: Path, width: int) -> None:
+    files(tmp_path, "pos", PROMPTS, CHOSEN)
+    write_floats(tmp_path / "rewards", [[0.25], [-0.5], [1.5]], width)
+    paths = (str(tmp_path / "pos"),)
+    labels = (str(tmp_path / "pos_label"),)
+    answers = SplitAnswers("train", paths, labels, None, None, (str(tmp_path / "rewards"),))
+    pairs = open_pairs(answers, 24, IndexedDataset, lambda prefix: IndexedDataset(prefix, floats=True))
+    assert pairs.desirable is not None
+    assert pairs.desirable.tolist() == [True, False, True]
+    with raises_naming(DataError, tmp_path / "rewards.idx"):
+        open_pairs(answers, 24, IndexedDataset, IndexedDataset)
+    unknown = AnswerFiles([write_floats(tmp_path / "unknown", [[1.0], [float("nan")]], width)], [None])
+    with raises_naming(DataError, "unknown, document 1"):
+        desirable_answers(unknown)
 
 
 def test_a_reference_belongs_to_its_weights_and_data(tmp_path: Path, pairs: AnswerPairs) -> None:
