@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from neox.data import IndexedDatasetBuilder
+from neox.data.teacher_file import TeacherIdentity, TeacherWriter
+from neox.errors import DataError
 from neox.plan import RunPlan
 from tests.distributed.spawn import RankError, run_ranks
 from tests.distributed.training_runs import SEQ, VOCAB, tiny_plan
+from tests.errors import raises_naming
 
 STEPS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -21,8 +24,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"mp": 2},
     "tp2-row": {"mp": 2, "no_weight_tying": True, "output_layer_parallelism": "row"},
     "pp2": {"pp": 2},
+    "interleaved": {"pp": 2, "pipeline_schedule": "interleaved"},
+    "dualpipev": {"pp": 2, "pipeline_schedule": "dualpipev"},
     "cp2": {"context_parallel_size": 2, "attention_config": [[["flash"], "all"]]},
 }
+
+
+SCHEDULES = ("interleaved", "dualpipev")
 
 
 def keys_of(directory: Path, **others: Any) -> dict[str, Any]:
@@ -45,9 +53,19 @@ def keys_of(directory: Path, **others: Any) -> dict[str, Any]:
     }
 
 
+def test_a_teacher_reads_whole_samples_and_the_disk_holds_them(tmp_path: Path) -> None:
+    short = tiny_plan(1, seq_length=SEQ // 2, max_position_embeddings=SEQ // 2, pos_emb="learned")
+    run = tiny_plan(1, train_micro_batch_size_per_gpu=4, **keys_of(tmp_path))
+    with pytest.raises(RankError, match="teacher reads 8"):
+        run_ranks(1, write_teacher, (short, run, str(tmp_path / "teacher")))
+    assert not (tmp_path / "teacher").exists()
+    writer = TeacherWriter(tmp_path / "large", TeacherIdentity("initial", VOCAB, (), top_k=1024))
+    with raises_naming(DataError, tmp_path, "GB"):
+        writer.rows("train", 10**9, 4096)
+
+
 def write_teacher(plans: tuple[RunPlan, RunPlan, str]) -> int:
     """On one rank: write the logits of a teacher with initial weights."""
-    from neox.data.teacher_file import TeacherIdentity
     from neox.engine import initialize_distributed
     from neox.generation.load import runner_of_stage
     from neox.generation.teacher import write_teacher_logits
@@ -113,7 +131,11 @@ def check_layouts(directory: Path, names: list[str], **others: Any) -> None:
         assert expected[0]["kl"] != expected[STEPS - 1]["kl"]
         plans = []
         for name in chosen:
-            micro = 4 if name.startswith(("tp", "cp")) else 2
+            micro = 2
+            if name.startswith(("tp", "cp")):
+                micro = 4
+            elif name in SCHEDULES:
+                micro = 1
             plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **keys, **LAYOUTS[name]))
         for name, curve in zip(chosen, run_ranks(2, curves, plans)[0], strict=True):
             for step, wanted in zip(curve, expected, strict=True):
@@ -127,7 +149,26 @@ def test_layouts_learn_alike_from_a_teacher(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["forward", "reverse"])
 def test_every_layout_learns_alike_from_a_teacher(tmp_path: Path, divergence: str) -> None:
-    check_layouts(tmp_path, list(LAYOUTS), distillation_divergence=divergence)
+    names = [name for name in LAYOUTS if name not in SCHEDULES]
+    check_layouts(tmp_path, names, distillation_divergence=divergence)
+
+
+@pytest.mark.slow
+def test_other_pipeline_schedules_learn_alike_from_a_teacher(tmp_path: Path) -> None:
+    check_layouts(tmp_path, list(SCHEDULES), num_layers=4)
+
+
+def test_half_precision_learns_nearly_alike_from_a_teacher(tmp_path: Path) -> None:
+    keys, logits = prepared(tmp_path)
+    keys |= {"teacher_logits": logits, "distillation_top_k": 7, "distillation_temperature": 1.5}
+    plans = []
+    for precision, layout in (("fp32", {}), ("bf16", {"zero": 1}), ("bf16", {"pp": 2})):
+        plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=2, precision=precision, **keys, **layout))
+    expected, *curves_found = run_ranks(2, curves, plans)[0]
+    for curve in curves_found:
+        for step, wanted in zip(curve, expected, strict=True):
+            assert step["loss"] == pytest.approx(wanted["loss"], rel=0.02)
+            assert step["kl"] == pytest.approx(wanted["kl"], rel=0.05)
 
 
 def test_logits_of_others_are_refused(tmp_path: Path) -> None:

@@ -162,6 +162,31 @@ def test_other_pipeline_schedules_train_alike(tmp_path: Path) -> None:
     compare(tmp_path, "sigmoid", ["interleaved", "dualpipev"], num_layers=4)
 
 
+@pytest.mark.slow
+def test_other_pipeline_schedules_train_a_reward_model_alike(tmp_path: Path) -> None:
+    keys = {"train_batch_size": 4, "num_layers": 4, **keys_of(write_preferences(tmp_path), "rm")}
+    plans = [tiny_plan(2, train_micro_batch_size_per_gpu=1, **keys, **layout) for layout in SCHEDULES.values()]
+    expected = run_ranks(1, curves, [tiny_plan(1, train_micro_batch_size_per_gpu=4, **keys)])[0][0]
+    for curve in run_ranks(2, curves, plans)[0]:
+        for step, wanted in zip(curve, expected, strict=True):
+            for name in {"loss", "accuracy", "margin", "norm"} & step.keys():  # others are of a micro batch
+                assert step[name] == pytest.approx(wanted[name], rel=4e-6, abs=2e-6), name
+
+
+@pytest.mark.parametrize("kind", ["rm", pytest.param("sigmoid", marks=pytest.mark.slow)])
+def test_half_precision_trains_nearly_alike(tmp_path: Path, kind: str) -> None:
+    keys = {"train_batch_size": 4, "num_layers": 2, **keys_of(write_preferences(tmp_path), kind)}
+    plans = []
+    for precision, layout in (("fp32", {}), ("bf16", {"zero": 1}), ("bf16", {"pp": 2})):
+        own = {"precision": precision, "pipe_parallel_size": 0, **layout}
+        name = {"precompute_model_name": precision} if kind == "sigmoid" else {}
+        plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=2, **keys, **own, **name))
+    expected, *found = run_ranks(2, curves, plans)[0]
+    for curve in found:
+        for step, wanted in zip(curve, expected, strict=True):
+            assert step["loss"] == pytest.approx(wanted["loss"], abs=0.03)
+
+
 def resumed(plans: list[RunPlan]):
     """On this rank: the scores after each run, and the identity of its reference."""
     from neox.train.trainer import Trainer
@@ -291,6 +316,15 @@ def test_a_run_goes_on_with_the_copy_of_its_first_weights(tmp_path: Path) -> Non
     lost = tiny_plan(2, **{**keys, "load": save, "save": save, "finetune": False, "iteration": 4})
     with pytest.raises(RankError, match="the initial ones"):
         run_ranks(2, resumed, [lost])
+
+
+def test_a_stored_reference_of_shorter_rows_is_refused(tmp_path: Path) -> None:
+    keys = {"train_batch_size": 4, "num_layers": 2, **keys_of(write_preferences(tmp_path), "sigmoid")}
+    shared = {**keys, "train_micro_batch_size_per_gpu": 4, "skip_bad_pairs": True}
+    short, whole = tiny_plan(1, **{**shared, "seq_length": LENGTH // 2}), tiny_plan(1, **shared)
+    run_ranks(1, curves, [short])
+    with pytest.raises(RankError, match="smaller seq_length"):
+        run_ranks(1, curves, [whole])
 
 
 def test_the_reference_moves_no_random_numbers(tmp_path: Path) -> None:

@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from neox.checkpoint import CheckpointReader
+from neox.checkpoint import CheckpointReader, find_checkpoint
 from neox.convert import choose_family, from_hf, to_hf
 from neox.convert.verification import hf_logits, load_reference_model, single_rank_plan
 from neox.errors import ConfigError, ConversionError
 from neox.families import FAMILIES
-from neox.plan import config_from_files
+from neox.plan import RunPlan, config_from_files
+from neox.train.trainer import Trainer
+from tests.distributed.spawn import run_ranks
+from tests.distributed.test_preferences import keys_of, opened, write_preferences
+from tests.distributed.training_runs import VOCAB, tiny_plan
 from tests.parity.family_configs import COMMON
 from tests.parity.test_hf_families import CASES, FURTHER_CASES, TOKENS, weights_of
 
+ROWS = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(1))
 SCORED = {**CASES, **FURTHER_CASES}
 FAMILIES_WITH_SCORES = [name for name, family in FAMILIES.items() if family.score_class is not None]
 
@@ -69,6 +74,44 @@ def test_scores_are_those_of_transformers(tmp_path: Path, model_type: str) -> No
 @pytest.mark.parametrize("model_type", FAMILIES_WITH_SCORES)
 def test_scores_of_every_family(tmp_path: Path, model_type: str) -> None:
     check_scores(tmp_path, model_type)
+
+
+def trained(plans: list[RunPlan]) -> list[float]:
+    """On this rank: the last loss of each plan, whose run is saved."""
+    losses = []
+    for plan in plans:
+        engine, data = opened(plan)
+        Trainer(plan, engine, data).fit()
+        losses.append(engine.eval_batch(data.valid[0].batches).scores["loss"])
+    return losses
+
+
+def test_adapters_of_a_reward_model_are_trained_and_exported(tmp_path: Path) -> None:
+    keys = keys_of(write_preferences(tmp_path), "rm")
+    lora = {"r": 4, "alpha": 8, "target": ["query_key_value", "dense"]}
+    save = str(tmp_path / "run")
+    shared = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "num_layers": 2, "lora": lora, **keys}
+    plan = tiny_plan(2, **{**shared, "train_iters": 4}, checkpoint_factor=2, save=save)
+    run_ranks(2, trained, [plan])
+    merged = plan.config.updated({}, without=["lora"])
+    layers = single_rank_plan(merged, plan.padded_vocab_size).layers
+    for step in (2, 4):
+        checkpoint = find_checkpoint(Path(save), step)
+        model = load_reference_model(CheckpointReader(checkpoint, layers), merged)
+        with torch.inference_mode():
+            scores = model(ROWS)[:, -1]
+        exported = to_hf(checkpoint, plan.config, tmp_path / f"hf-{step}", verify=True)
+        assert exported.check is not None
+        assert exported.check.difference < 1e-5
+        torch.testing.assert_close(hf_logits(tmp_path / f"hf-{step}", ROWS), scores, rtol=0, atol=1e-5)
+    first, last = (weights_of(tmp_path / f"hf-{step}") for step in (2, 4))
+    changed = {name for name in first if not torch.equal(first[name], last[name])}
+    assert "score.weight" in changed
+    assert {name for name in changed if name != "score.weight"} == {
+        f"gpt_neox.layers.{layer}.attention.{part}.weight"
+        for layer in range(2)
+        for part in ("query_key_value", "dense")
+    }
 
 
 def test_classes_are_those_of_transformers() -> None:
