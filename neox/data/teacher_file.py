@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +89,19 @@ class TeacherWriter:
             self._partial.mkdir(parents=True)
 
     def rows(self, split: str, samples: int, length: int) -> TeacherRows:
-        """Return the arrays of a split, which are filled by the caller."""
+        """Return the arrays of a split, which are filled by the caller.
+
+        Raises:
+            DataError: If the disk is too small, or cannot be written.
+        """
         shape = (samples, length, self._identity.top_k)
+        needed = 8 * prod(shape) + 8 * samples
+        free = shutil.disk_usage(self._partial).free
+        if needed > free:  # a full disk would end the process at a write into a mapped file
+            raise DataError(
+                f"the teacher's logits of the {split} data take {needed / 1e9:.1f} GB, and {self._directory.parent} "
+                f"has {free / 1e9:.1f} GB free: choose another directory, a smaller --top-k, or fewer samples"
+            )
         with os_errors(DataError, f"{self._partial} cannot be written"):
             return TeacherRows(
                 self._array(split, "ids", np.int32, shape),

@@ -97,7 +97,7 @@ def answer_log_probs(engine: Engine, pairs: Pairs, *, adapters: bool = True) -> 
 
     Args:
         engine: The engine with the model.
-        pairs: Pairs of answers. Those that a row cannot hold get 0.
+        pairs: Pairs of answers. Those that a row cannot hold get NaN.
         adapters: Whether the adapters of `lora` take part.
     """
     switch: AbstractContextManager[None] = nullcontext()
@@ -142,6 +142,7 @@ def _answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
     if grid.dp_size > 1:
         dist.all_reduce(result, group=grid.dp_group)
     found: np.ndarray = result.cpu().numpy()
+    found[pairs.sizes.sum(axis=1) > length] = np.nan
     return found
 
 

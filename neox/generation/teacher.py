@@ -12,6 +12,7 @@ import torch
 from neox.data.batches import BatchIterator, document_starts
 from neox.data.build import build_data_iterators, sample_counts
 from neox.data.teacher_file import TeacherIdentity, TeacherWriter, sample_batches, sample_hashes
+from neox.errors import ConfigError
 from neox.generation.runner import ModelRunner
 from neox.log import progress
 from neox.plan import RunPlan
@@ -49,8 +50,15 @@ def write_teacher_logits(
         Number of samples.
 
     Raises:
+        ConfigError: If samples are longer than the texts that the teacher reads.
         DataError: If data are missing or damaged, or the directory cannot be written.
     """
+    length = run.batch_schedule.full_length
+    if length > teacher.max_length:
+        raise ConfigError(
+            f"the run's samples have {length:,} tokens (seq_length), and the teacher reads {teacher.max_length:,}: "
+            "take a teacher that reads longer texts, or a smaller seq_length"
+        )
     writer = TeacherWriter(directory, identity)
     total = 0
     for split in _splits(run, tokenizer):

@@ -48,7 +48,15 @@ def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray
         return identity, read_reference(path, identity)
 
     identity, stored = from_first_rank(read)
+    held = pairs.sizes.sum(axis=1) <= engine.plan.batch_schedule.full_length
     if stored is not None:
+        missing = np.flatnonzero(held & ~np.isfinite(stored).all(axis=1))
+        if len(missing):
+            raise DataError(
+                f"{path} was computed with a smaller seq_length, and has no log-probabilities of {len(missing):,} "
+                f"pairs of answers that a row now holds, first of {pairs.name(int(missing[0]))}: choose another "
+                "precompute_model_name, or remove the file so that it is computed again"
+            )
         return stored
     if engine.iteration:
         raise DataError(
@@ -63,7 +71,7 @@ def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray
             name,
         )
     values = answer_log_probs(engine, pairs)
-    unknown = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    unknown = np.flatnonzero(held & ~np.isfinite(values).all(axis=1))
     if len(unknown):
         raise DataError(
             f"the reference's log-probabilities of {len(unknown):,} of {len(pairs):,} answers are not finite, first of "
