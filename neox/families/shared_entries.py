@@ -174,6 +174,8 @@ class Rotary(ConfigEntries):
             entries[self.fraction_key] = network.rotary_fraction
             parameters["partial_rotary_factor"] = network.rotary_fraction
         entries[self.base_key] = int(base) if base.is_integer() else base
+        if scaling.get("rope_type") == "longrope":
+            entries[_TRAINED] = scaling[_TRAINED]  # transformers 4 reads it here only
         entries["rope_scaling"] = scaling or None
         entries["rope_parameters"] = parameters
         return entries

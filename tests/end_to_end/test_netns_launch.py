@@ -208,6 +208,25 @@ def test_training_with_stages_on_both_machines(machines: TwoMachines, tmp_path: 
 
 
 @pytest.mark.slow
+def test_layouts_are_measured_on_both_machines(machines: TwoMachines, tmp_path: Path) -> None:
+    """`--suggest --measure` starts its runs on the hosts of the hostfile, and leaves nothing."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{host} slots=1\n" for host in machines.hosts))
+    arguments = ["--suggest", "--measure", "1", "--suggest-output", "best.yml", "-H", str(hostfile)]
+    for setting in ("doctor_timeout=30", "precision=fp32", f"data_path={DATA}", "train_iters=20"):
+        arguments += ["--set", setting]
+    run = LaunchedRun(tmp_path, arguments, None, None, machines.inside([]), **machines.environment)
+    output = run.output(400)
+    assert run.process.returncode == 0, output
+    _, _, measured = output.partition("median time")
+    assert measured, output
+    assert "failed" not in measured
+    assert (run.directory / "best.yml").exists()
+    assert not list(run.directory.glob("*-measured-*"))
+    wait_until_gone(machines)
+
+
+@pytest.mark.slow
 def test_copies_of_weights_in_each_machine(machines: TwoMachines, tmp_path: Path) -> None:
     """ZeRO 3 over both machines with second copies of the weights in each: the losses without copies."""
     hostfile = tmp_path / "hosts"

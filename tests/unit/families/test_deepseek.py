@@ -71,11 +71,14 @@ def test_scaled_positions_scale_scores() -> None:
     assert FAMILIES["deepseek_v3"].read_config({**SMALL, "rope_scaling": scaling})[0].attention_scale == 0.0
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
+OF_FAMILIES = {"deepseek_v3": SMALL, "glm4_moe": {**SMALL, "num_key_value_heads": 4, "n_shared_experts": 1}}
+
+
+@pytest.fixture(params=OF_FAMILIES)
+def files(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A model whose tensors have random values, and two of a layer that predicts further tokens."""
-    family = FAMILIES["deepseek_v3"]
-    network, settings = family.read_config(SMALL)
+    family = FAMILIES[request.param]
+    network, settings = family.read_config(OF_FAMILIES[request.param])
     tensors = {}
     for mapping in family.mappings(build_layer_plan(network, 90)):
         # any shapes: the names are what is read first
@@ -85,7 +88,8 @@ def files(tmp_path: Path) -> Path:
     directory = tmp_path / "hf"
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({**family.config_json(network, settings), **SMALL}))
+    written = {**OF_FAMILIES[request.param], **family.config_json(network, settings)}
+    (directory / "config.json").write_text(json.dumps(written))
     return directory
 
 
