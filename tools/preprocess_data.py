@@ -314,6 +314,8 @@ def print_report(report: PreprocessReport | None, settings: PreprocessSettings) 
     figures = [f"{report.seconds:.1f} s", f"{rate:.1f} MB/s"]
     if report.accelerator != "off":
         figures.append(f"accelerator {report.accelerator}")
+    if settings.filters:
+        figures.append(f"{report.filtered:,} documents left out by --filter")
     if report.skipped:
         figures.append(f"{report.skipped:,} bad inputs skipped")
     if report.not_strict:

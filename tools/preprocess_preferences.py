@@ -5,7 +5,8 @@ r"""Convert preferences to token datasets with labels, for training by DPO, KTO 
         --vocab-file model/tokenizer.json --seq-length 2048
 
 A line is `{"prompt": ..., "chosen": ..., "rejected": ...}`: texts, or lists of messages, for which the tokenizer's chat
-template makes the text. Without `prompt` it is what both answers begin with. It writes data/pairs_chosen_document and
+template makes the text. Without `prompt` it is what both answers begin with. --fields names fields that are called
+otherwise. It writes data/pairs_chosen_document and
 data/pairs_rejected_document with their labels, for `pos_train_data_paths`, `pos_train_label_data_paths` and the same
 keys with `neg`.
 
@@ -24,19 +25,30 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 from preprocess_chat import add_template, vocab_file
-from preprocess_data import add_files, add_running, run, shared_settings
+from preprocess_data import add_files, add_running, run, shared_settings, text_key
 
 from neox.arguments import ScriptParser
 from neox.errors import TokenizerError, run_script
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, check_settings
+from neox.preprocess.preferences import FIELDS
 from neox.tokenizer.chat import ChatRenderer, ChatTemplate, read_chat_template
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser."""
     p = ScriptParser(description=__doc__)
-    add_files(p).add_argument(
+    data = add_files(p)
+    data.add_argument(
         "--labelled", action="store_true", help="lines hold one answer with a label, instead of two answers"
+    )
+    data.add_argument(
+        "--fields",
+        nargs="+",
+        type=renamed_field,
+        default=[],
+        metavar="NAME=KEY",
+        help=r"fields of other names, such as prompt=question chosen=answers.best; KEY may be a path with dots or a "
+        r"template ('{title}\n\n{text}')",
     )
     tokens = p.add_argument_group("tokenizer")
     add_template(tokens)
@@ -54,10 +66,18 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def renamed_field(text: str) -> tuple[str, str]:
+    """Return the name and the key of a word of --fields. Raises ValueError for another word."""
+    name, equals, key = text.partition("=")
+    if name not in FIELDS or not equals or not key:
+        raise ValueError(text)
+    return name, text_key(key)
+
+
 def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     """Return the settings of a run from the flags. Raises NeoXError if flags, inputs or the template are wrong."""
     vocab = vocab_file(args)
-    preferences = PreferenceSettings(template_of(args, vocab), args.labelled, args.seq_length)
+    preferences = PreferenceSettings(template_of(args, vocab), args.labelled, args.seq_length, tuple(args.fields))
     if preferences.template is not None:
         ChatRenderer(preferences.template)  # raises if it is no template
     tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True, tuple(args.added_tokens))

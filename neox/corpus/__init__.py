@@ -7,6 +7,7 @@ from neox.corpus.inputs import expand_inputs
 from neox.corpus.records import (
     BadRecord,
     convert_lines,
+    find_value,
     kind_of,
     missing_key,
     parse_records,
@@ -27,6 +28,7 @@ __all__ = [
     "SkipBudget",
     "columns_of",
     "convert_lines",
+    "find_value",
     "expand_inputs",
     "first_lines",
     "kind_of",

@@ -178,11 +178,13 @@ class BlockTexts(NamedTuple):
         columns: Texts of each key, without empty ones.
         bad: Bad lines.
         not_strict: Number of lines that are not strict JSON (see `ParsedLine`).
+        filtered: Number of lines that filters leave out.
     """
 
     columns: list[list[str]]
     bad: list[BadInput]
     not_strict: int
+    filtered: int
 
 
 def parse_texts(
@@ -201,7 +203,8 @@ def parse_texts(
     columns: list[list[str]] = [[] for _ in keys]
     bad: list[BadInput] = []
     not_strict = 0
-    for line in _parse(block, keys, problem):
+    filtered: list[int] = []
+    for line in _parse(block, keys, problem, filtered):
         if isinstance(line, BadInput):
             bad.append(line)
             continue
@@ -210,7 +213,7 @@ def parse_texts(
         for column, text in zip(columns, line.texts, strict=True):
             if text:
                 column.append(text)
-    return BlockTexts(columns, bad, not_strict)
+    return BlockTexts(columns, bad, not_strict, len(filtered))
 
 
 def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any] | BadInput]:
@@ -231,7 +234,9 @@ def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any
     yield from convert_lines(block, parse)
 
 
-def convert_lines(block: LineBlock, convert: Callable[[Any, bool], T]) -> Iterator[T | BadInput]:
+def convert_lines(
+    block: LineBlock, convert: Callable[[Any, bool], T], filtered: list[int] | None = None
+) -> Iterator[T | BadInput]:
     """Convert each line of a block; yield the result, or a BadInput for a bad line.
 
     Blank lines, and those that the block's filters refuse, are left out.
@@ -240,6 +245,7 @@ def convert_lines(block: LineBlock, convert: Callable[[Any, bool], T]) -> Iterat
         block: Lines to parse.
         convert: Function that takes the JSON value of a line, and whether the line is strict JSON. It raises BadRecord
             for a bad line.
+        filtered: List to which the numbers of lines that filters leave out are appended.
     """
     line = block.start.line
     offset = block.start.offset
@@ -249,6 +255,8 @@ def convert_lines(block: LineBlock, convert: Callable[[Any, bool], T]) -> Iterat
                 record, strict = _load(data, first=line == 1)
                 if not block.filters or _passes(record, block.filters):
                     yield convert(record, strict)
+                elif filtered is not None:
+                    filtered.append(line)
             except BadRecord as error:
                 yield BadInput(block.file, line, offset, str(error))
         line += 1
@@ -264,9 +272,15 @@ def _passes(record: Any, filters: Sequence[Filter]) -> bool:
 
 
 def _parse(
-    block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
+    block: LineBlock,
+    keys: Sequence[str],
+    problem: Callable[[str], str | None] | None = None,
+    filtered: list[int] | None = None,
 ) -> Iterator[ParsedLine | BadInput]:
-    """Yield each line of a block, except blank ones, or a BadInput for a bad line. Arguments as in `parse_texts`."""
+    """Yield each line of a block, except blank ones, or a BadInput for a bad line.
+
+    Arguments as in `parse_texts` and `convert_lines`.
+    """
 
     def parse(record: Any, strict: bool) -> ParsedLine:
         texts = [_text(record, key) for key in keys]
@@ -279,7 +293,7 @@ def _parse(
                     raise BadRecord(reason)
         return ParsedLine(record, texts, strict)
 
-    yield from convert_lines(block, parse)
+    yield from convert_lines(block, parse, filtered)
 
 
 def _text(record: Any, key: str) -> str:
@@ -293,7 +307,7 @@ def _text(record: Any, key: str) -> str:
     try:
         text = record[key]
     except KeyError:
-        text = _found(record, key)
+        text = find_value(record, key)
     if type(text) is list and all(type(part) is str for part in text):
         text = _PARAGRAPH.join(text)
     if type(text) is not str:
@@ -301,8 +315,8 @@ def _text(record: Any, key: str) -> str:
     return text
 
 
-def _found(record: Mapping[str, Any], key: str) -> Any:
-    """Return what a path with dots or a template finds in an object. Raises BadRecord if it finds nothing."""
+def find_value(record: Mapping[str, Any], key: str) -> Any:
+    """Return what a name, a path with dots or a template finds in an object. Raises BadRecord if it finds nothing."""
     try:
         return look_up(record, key)
     except FieldError as error:

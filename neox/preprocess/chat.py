@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, kind_of, missing_key
+from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, find_value, kind_of
 from neox.data.indexed_dataset import IGNORED
 from neox.errors import TokenizerError
 from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
@@ -69,7 +69,8 @@ class ChatEncoder:
         """Encode each conversation of a block."""
         conversations: list[Conversation] = []
         bad: list[BadInput] = []
-        for line in convert_lines(block, self._conversation):
+        filtered: list[int] = []
+        for line in convert_lines(block, self._conversation, filtered):
             if isinstance(line, BadInput):
                 bad.append(line)
             else:
@@ -99,6 +100,7 @@ class ChatEncoder:
             text_bytes=len(block.data),
             accelerator="off",
             note=None,
+            filtered=len(filtered),
         )
 
     def _conversation(self, record: Any, strict: bool) -> Conversation:
@@ -119,9 +121,7 @@ class ChatEncoder:
         """Return the messages of a line: those under one key, or of a prompt and its answer. Raises BadRecord."""
         messages = []
         for key, role in zip(self.chat.keys, ("user", self.chat.role), strict=False):
-            if key not in record:
-                raise missing_key(record, key)
-            value = record[key]
+            value = find_value(record, key)
             if isinstance(value, str) and len(self.chat.keys) == 2:
                 value = [{"role": role, "content": value}]
             if not isinstance(value, list) or not value:

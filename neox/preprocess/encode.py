@@ -68,6 +68,7 @@ class EncodedBlock:
         text_bytes: Size of the block.
         accelerator: Name of the accelerator; None if it has not been chosen yet.
         note: Message that says which faster accelerators are not used and why; None if there is none.
+        filtered: Number of lines that filters leave out.
     """
 
     end: Position
@@ -77,6 +78,7 @@ class EncodedBlock:
     text_bytes: int
     accelerator: str | None
     note: str | None
+    filtered: int = 0
 
 
 class BlockEncoder:
@@ -120,6 +122,7 @@ class BlockEncoder:
             text_bytes=len(block.data),
             accelerator=self.encoder.name,
             note=self.note,
+            filtered=found.filtered,
         )
 
     def _problem(self, text: str) -> str | None:

@@ -142,11 +142,13 @@ def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings],
     sidecars = []
     skipped = 0
     text_bytes = 0
+    filtered = 0
     for part in parts:
         sidecar = _sidecar(part.prefix(key))
         sidecars.append(sidecar)
         skipped += sidecar.settings["skipped"]
         text_bytes += sidecar.settings["text_bytes"]
+        filtered += sidecar.settings.get("filtered", 0)
     if skipped > settings.skip_bad:
         raise DataError(
             f"{skipped} bad inputs over all parts, more than --skip-bad {settings.skip_bad}: allow {skipped}"
@@ -162,6 +164,8 @@ def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings],
     # The settings are those of one process that makes the whole.
     description = describe_run(settings, settings.files(), joined.tokenizer_hash)
     result = {"run": fingerprint(description), "skipped": skipped, "text_bytes": text_bytes}
+    if settings.filters:
+        result["filtered"] = filtered
     whole = replace(joined, settings={**joined.settings, **description, **result}, crc32=builder.progress["crc32"])
     write_sidecar(prefix, whole)
     return whole

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, kind_of, missing_key
+from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, find_value, kind_of, missing_key
 from neox.data.indexed_dataset import IGNORED
 from neox.errors import TokenizerError
 from neox.preprocess.chat import is_trained
@@ -21,6 +21,7 @@ CHOSEN = "chosen"
 REJECTED = "rejected"
 COMPLETION = "completion"
 LABEL = "label"
+FIELDS = (PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL, "tools")
 Messages = list[Mapping[str, Any]]
 
 
@@ -119,7 +120,8 @@ class PreferenceEncoder:
             return strict
 
         bad: list[BadInput] = []
-        for line in convert_lines(block, encode_row):
+        filtered: list[int] = []
+        for line in convert_lines(block, encode_row, filtered):
             if isinstance(line, BadInput):
                 bad.append(line)
             elif not line:
@@ -132,6 +134,7 @@ class PreferenceEncoder:
             text_bytes=len(block.data),
             accelerator="off",
             note=None,
+            filtered=len(filtered),
         )
 
     def pair(self, record: Any) -> tuple[Document, Document]:
@@ -158,6 +161,7 @@ class PreferenceEncoder:
         """Return the answers of a line. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
+        record = self._with_names(record)
         if self.preferences.labelled:
             return self._labelled_row(record)
         for key in (CHOSEN, REJECTED):
@@ -178,6 +182,13 @@ class PreferenceEncoder:
         for key, value in ((CHOSEN, chosen), (REJECTED, rejected)):
             answers.append(self._answer(prompt, key, value, record.get("tools")))
         return Row(tuple(answers), None)
+
+    def _with_names(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a line with the names that `fields` give. Raises BadRecord if it lacks one of their keys."""
+        if not self.preferences.fields:
+            return record
+        found = {name: find_value(record, key) for name, key in self.preferences.fields}
+        return {**record, **found}
 
     def _labelled_row(self, record: Mapping[str, Any]) -> Row:
         """Return the answer of a line that judges one answer. Raises BadRecord if the line is bad."""

@@ -55,6 +55,7 @@ class PreprocessReport:
         accelerator: Name of the accelerator; `off` for none.
         fresh: Whether this run made the datasets. If not, an earlier run did.
         not_strict: Number of lines read by this run that are JSON for gpt-neox's parser only.
+        filtered: Number of documents that filters have left out.
     """
 
     documents: Mapping[str, int]
@@ -65,6 +66,7 @@ class PreprocessReport:
     accelerator: str
     fresh: bool = True
     not_strict: int = 0
+    filtered: int = 0
 
     @classmethod
     def of(
@@ -87,6 +89,7 @@ class PreprocessReport:
             accelerator=accelerator,
             fresh=fresh,
             not_strict=not_strict,
+            filtered=settings.get("filtered", 0),
         )
 
 
@@ -383,6 +386,7 @@ class _Run:
                             skipped=budget.skipped,
                             text_bytes=state.text_bytes + result.text_bytes,
                             builders=_write(result, builders),
+                            filtered=state.filtered + result.filtered,
                         )
                         display.written(builders[self.settings.keys[0]].num_documents)
                         if self.log.is_due:
@@ -453,6 +457,8 @@ class _Run:
             "text_bytes": state.text_bytes,
             "key": key,
         }
+        if self.settings.filters:
+            settings["filtered"] = state.filtered
         if key in self.settings.label_keys:
             settings["labels"] = True
         return Sidecar(

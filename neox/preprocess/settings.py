@@ -54,7 +54,7 @@ class ChatSettings:
 
     Attributes:
         template: Chat template.
-        keys: JSON key of a list of messages, or the two keys of a prompt and its answer.
+        keys: JSON key of a list of messages, or the two keys of a prompt and its answer; also paths with dots.
         role: Role whose messages are trained.
         only_last: Whether only the last message of this role is trained.
         count_all: Whether every token is trained.
@@ -69,7 +69,9 @@ class ChatSettings:
     @property
     def datasets(self) -> tuple[str, str]:
         """Names of the datasets of ids and of labels."""
-        name = self.keys[0] if len(self.keys) == 1 else "messages"
+        name = "messages"
+        if len(self.keys) == 1 and self.keys[0].isidentifier():
+            name = self.keys[0]
         return name, f"{name}_label"
 
 
@@ -81,11 +83,14 @@ class PreferenceSettings:
         template: Chat template; None if the tokenizer has none, which texts do not need.
         labelled: Whether a line holds one answer and says whether it is good, instead of two answers.
         seq_length: Number of tokens of a row in training, which must hold both answers; None for no limit.
+        fields: Names that lines are to have (`prompt`), each with the key, path with dots or template that finds its
+            value; other names are as they are.
     """
 
     template: ChatTemplate | None = None
     labelled: bool = False
     seq_length: int | None = None
+    fields: tuple[tuple[str, str], ...] = ()
 
     @property
     def datasets(self) -> tuple[str, ...]:
@@ -264,7 +269,10 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
     if settings.chat is not None:
         description["chat"] = asdict(settings.chat)
     if settings.preferences is not None:
-        description["preferences"] = asdict(settings.preferences)
+        preferences = asdict(settings.preferences)
+        if not settings.preferences.fields:
+            del preferences["fields"]
+        description["preferences"] = preferences
     if settings.mask_before:
         description["mask_before"] = list(settings.mask_before)
     if settings.sentences is not None:
@@ -291,6 +299,7 @@ class RunState:
         skipped: Number of bad inputs skipped.
         text_bytes: Number of bytes of JSON lines read.
         builders: State of the dataset of each key.
+        filtered: Number of documents that filters have left out.
     """
 
     file: int = 0
@@ -298,6 +307,7 @@ class RunState:
     skipped: int = 0
     text_bytes: int = 0
     builders: Mapping[str, BuilderState] = field(default_factory=dict)
+    filtered: int = 0
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RunState:

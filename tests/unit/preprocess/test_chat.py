@@ -119,6 +119,14 @@ def test_prompts_and_answers(model: Path, as_lists: bool) -> None:
     ]
 
 
+def test_a_column_of_another_name_holds_the_messages(model: Path) -> None:
+    plain = made(model, settings(model, [{"messages": as_messages(CHATS[1])}]))
+    for key, record in (("turns", {"turns": as_messages(CHATS[1])}), ("a.b", {"a": {"b": as_messages(CHATS[1])}})):
+        run = settings(model, [record], keys=(key,))
+        assert run.keys[0] == {"turns": "turns", "a.b": "messages"}[key]
+        assert made(model, run) == plain
+
+
 @pytest.mark.parametrize(
     ("record", "name"),
     [

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from neox.corpus import read_filter
 from neox.data.sidecar import read_sidecar
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess, preprocess_on_rank
@@ -43,9 +44,9 @@ def run_ranks(settings: PreprocessSettings, ranks: int) -> None:
 
 def test_three_ranks_make_the_bytes_of_one(tmp_path: Path) -> None:
     files = tuple(str(write(tmp_path / f"{i}.jsonl", count)) for i, count in enumerate((50, 20, 30, 25)))
-    one = PreprocessSettings(
-        files, str(tmp_path / "one"), TokenizerSpec("HFTokenizer", VOCAB), append_eod=True, workers=1
-    )
+    filters = (read_filter("text!=none"),)
+    spec = TokenizerSpec("HFTokenizer", VOCAB)
+    one = PreprocessSettings(files, str(tmp_path / "one"), spec, append_eod=True, workers=1, filters=filters)
     preprocess(one)
     three = replace(one, output_prefix=str(tmp_path / "three"))
     preprocess_on_rank(three, RankInfo(2, 3))  # a rank alone, before a run that was lost

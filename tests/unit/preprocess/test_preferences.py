@@ -159,6 +159,19 @@ def test_bad_labels_are_refused_by_line_or_skipped(vocab: Path, name: str) -> No
     assert (report.skipped, set(report.documents.values())) == (1, {1})
 
 
+def test_fields_of_other_names(vocab: Path) -> None:
+    expected = settings(vocab, [PAIR])
+    preprocess(expected)
+    plain = [made(vocab, expected, answer) for answer in ("chosen", "rejected")]
+    record = {"question": "Two and two", "answers": {"best": " Four.", "worst": " Five."}}
+    fields = (("prompt", "{question}?"), ("chosen", "answers.best"), ("rejected", "answers.worst"))
+    run = settings(vocab, [record], fields=fields)
+    preprocess(run)
+    assert [made(vocab, run, answer) for answer in ("chosen", "rejected")] == plain
+    with raises_naming(DataError, "in.jsonl:1", "answers.best"):
+        preprocess(settings(vocab, [PAIR], fields=fields))
+
+
 def test_messages_need_a_template(vocab: Path) -> None:
     record = {"chosen": said("Hi", "Hello"), "rejected": said("Hi", "No")}
     with raises_naming(DataError, "--chat-template", "in.jsonl:1"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from neox.corpus import LineBlock
+from neox.corpus import LineBlock, read_filter
 from neox.data import IndexedDataset
 from neox.data.sidecar import read_sidecar
 from neox.errors import DataError, NeoXError, TokenizerError
@@ -110,6 +110,21 @@ def test_ftfy(tmp_path: Path) -> None:
     preprocess(settings(tmp_path, tmp_path / "a.jsonl", ftfy=True, append_eod=False))
     ids = IndexedDataset(tmp_path / "out_text_document")[0].tolist()
     assert build_tokenizer("HFTokenizer", VOCAB).decode(ids) == "café"
+
+
+def test_what_filters_leave_out_is_counted_over_interruptions(tmp_path: Path) -> None:
+    texts = documents(4000)
+    english = as_lines(texts[:3000], lang="en")
+    (tmp_path / "a.jsonl").write_bytes(english + b'{"text": 7, "lang": "en"}\n' + as_lines(texts[3000:], lang="de"))
+    asked = settings(tmp_path, tmp_path / "a.jsonl", filters=(read_filter("lang=de"),))
+    report = preprocess(replace(asked, output_prefix=str(tmp_path / "one")))
+    assert (report.documents["text"], report.filtered, report.skipped) == (1000, 3001, 0)
+    other = replace(asked, filters=(read_filter("lang=en"),))
+    with raises_naming(DataError, "a.jsonl:3001 "):
+        preprocess(other)
+    resumed = replace(other, skip_bad=1)
+    assert preprocess(resumed).filtered == 1000
+    assert preprocess(resumed).filtered == 1000  # of the sidecar
 
 
 def test_bad_input_stops_and_the_run_goes_on_from_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
