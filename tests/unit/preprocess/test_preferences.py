@@ -168,7 +168,7 @@ def test_fields_of_other_names(vocab: Path) -> None:
     run = settings(vocab, [record], fields=fields)
     preprocess(run)
     assert [made(vocab, run, answer) for answer in ("chosen", "rejected")] == plain
-    with raises_naming(DataError, "in.jsonl:1", "answers.best"):
+    with raises_naming(DataError, "in.jsonl:1", "question"):
         preprocess(settings(vocab, [PAIR], fields=fields))
 
 
