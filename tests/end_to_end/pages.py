@@ -56,7 +56,7 @@ def _run(directory: Path, typed: str, *command: str) -> str:
         input=typed,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, (command, done.stdout[-3000:], done.stderr[-3000:])
     return done.stdout + done.stderr

@@ -40,12 +40,12 @@ def test_the_page_of_models_names_every_choice() -> None:
 
 
 def test_the_file_from_nothing_is_a_llama_that_can_be_planned_and_exported(tmp_path: Path) -> None:
-    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n# my.yml\n(.*?)```", page, re.DOTALL)
     file = tmp_path / "my.yml"
     file.write_text(block)
     plan = resolve(config_from_files([file]), 1, 8000)
-    assert plan.architecture.mlp_width == 1024
+    assert plan.architecture.mlp_width == 352
     assert choose_family(plan.config).model_type == "llama"
     assert not [note for note in plan.notes if "changes nothing" in note]
 
