@@ -2,6 +2,7 @@
 
 s3://bucket/run/global_step10/layer_00-...pt, ..., manifest.json    complete: it has a manifest
 s3://bucket/run/global_step20/layer_00-...pt                        being uploaded, or left by a killed run
+s3://bucket/run/global_step30/superseded_manifest.json              does not count: a run went back before it
 s3://bucket/run/latest                                              global_step10
 """
 
@@ -21,6 +22,9 @@ from neox.log import get_logger
 from neox.storage import attempt, filesystem, shown
 
 _log = get_logger(__name__)
+SUPERSEDED_MANIFEST = "superseded_manifest.json"
+"""Name of the manifest of a checkpoint of another run, or of one that went back before it."""
+
 _READ_BYTES = 8 << 20
 _SMALLEST_PART = 5 << 20  # of S3
 _DOWNLOADS = 3
@@ -109,6 +113,23 @@ class Mirror:
             target = f"{self.address}/{step_directory(iteration)}"
             attempt(partial(self._where.rm_file, f"{target}/{MANIFEST}"), shown(target), CheckpointError)
             attempt(partial(self._where.rm, target, recursive=True), shown(target), CheckpointError)
+
+    def supersede_after(self, iteration: int) -> list[int]:
+        """Let later checkpoints no longer count: their manifests get the name SUPERSEDED_MANIFEST, their files stay.
+
+        Returns:
+            The iterations that no longer count.
+
+        Raises:
+            CheckpointError: If the server refuses.
+        """
+        later = [step for step in self.iterations() if step > iteration]
+        for step in later:
+            target = f"{self.address}/{step_directory(step)}"
+            copy = partial(self._where.pipe_file, f"{target}/{SUPERSEDED_MANIFEST}", self.manifest_text(step))
+            attempt(copy, shown(target), CheckpointError)
+            attempt(partial(self._where.rm_file, f"{target}/{MANIFEST}"), shown(target), CheckpointError)
+        return later
 
     def manifest_text(self, iteration: int) -> bytes:
         """Return the manifest of a checkpoint. Raises CheckpointError."""

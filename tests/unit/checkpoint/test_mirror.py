@@ -16,7 +16,7 @@ import pytest
 
 from neox.checkpoint import commit, find_checkpoint, keep_last, stage_directory, why_incomplete
 from neox.checkpoint.fetching import cached_checkpoint, with_local_load, without_optimizer
-from neox.checkpoint.mirror import Mirror
+from neox.checkpoint.mirror import SUPERSEDED_MANIFEST, Mirror
 from neox.engine import SaveReport
 from neox.errors import CheckpointError
 from neox.storage import cache_folder
@@ -27,6 +27,7 @@ from tests.plans import small_plan
 from tests.unit.corpus.s3_server import FailingApp, error, s3_server
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+NAMES = ("layer_00.pt", "layer_02.pt", OPTIMIZER)
 RUN = "s3://bucket/run"
 ROOT = Path(__file__).parents[3]
 
@@ -42,7 +43,7 @@ def checkpoint(save: Path, iteration: int, size: int = 1000) -> Path:
     staged = stage_directory(save, iteration)
     (staged / "configs").mkdir()
     (staged / "configs" / "run.yml").write_text(f"iteration {iteration}")
-    for name in ("layer_00.pt", "layer_02.pt", OPTIMIZER):
+    for name in NAMES:
         (staged / name).write_bytes((name + str(iteration)).encode() * (size // 10))
     return commit(staged)
 
@@ -205,6 +206,24 @@ def test_a_checkpoint_is_not_pruned_while_it_is_uploaded(s3: FailingApp, tmp_pat
     assert Mirror(RUN).iterations() == [2]
     puts = [path for method, path in s3.requests if method == "PUT"]
     assert "/bucket/run/global_step1/manifest.json" in puts  # it was complete before the newer one came
+
+
+def test_a_run_that_goes_back_supersedes_what_is_later_in_the_mirror(s3: FailingApp, tmp_path: Path) -> None:
+    mirror = Mirror(RUN)
+    for iteration in (2, 8, 9):
+        mirror.upload(checkpoint(tmp_path / "before", iteration))
+    save = tmp_path / "save"
+    uploads = MirrorUploads(small_plan(save=str(save), checkpoint_mirror=RUN, keep_last_n_checkpoints=1))
+    state = TrainState()
+    state.iteration = 2
+    checkpoint(save, 2)
+    uploads.on_start(state)
+    uploads.on_save(state, SaveReport(checkpoint(save, 3), 3, 0.0, 0.0))
+    uploads.finish()
+    assert mirror.iterations() == [3]
+    assert cached_checkpoint(RUN, tmp_path / "cache").name == "global_step3"
+    kept = fsspec.filesystem("s3").find("bucket/run/global_step9")
+    assert {name.rpartition("/")[2] for name in kept} == {*NAMES, "run.yml", SUPERSEDED_MANIFEST}
 
 
 def test_uploads_that_are_killed_leave_nothing_half_committed(s3: FailingApp, tmp_path: Path) -> None:
