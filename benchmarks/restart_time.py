@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.soak import MARK, Training, wait
+from benchmarks.soak import MARK, SoakError, Training, wait
 from neox.config import NeoXConfig
 from neox.launch.warm_start import WAITING_NAME
 from neox.plan import encode_payload, resolve
@@ -117,7 +117,9 @@ def measure(work: Path, side: str) -> dict[str, float]:
         rows = training.rows()
         if side == "again":
             training.start()
-        wait(lambda: training.rows() > rows, "next step")
+        wait(lambda: training.rows() > rows or (side != "again" and training.ended()), "next step")
+        if training.rows() == rows:
+            raise SoakError(f"the run ended: see {training.directory / 'log'}")
         parts = {"all": time.time() - killed}
         if side == "deepy":
             events = read_events(training.run)

@@ -4,8 +4,9 @@
 
 Each training is `deepy.py train.py` on this machine, one or two ranks of a small network in one of SCENARIOS.
 Faults come at random steps: a rank, an agent or the launcher is killed (SIGKILL), a rank is killed while process groups
-are set up, a rank is stopped (SIGSTOP), a bit of the newest checkpoint is flipped and then a rank killed, the disk is
-filled. After a fault that the launcher does not survive, or that ends the run, the same command is typed again.
+are set up or while the disk is slow, a rank is stopped (SIGSTOP), a bit of the newest checkpoint is flipped and then a
+rank killed, the disk is filled. After a fault that the launcher does not survive, or that ends the run, the same command
+is typed again.
 
 Checked after each: the run goes on from a checkpoint at least as new as the newest one before the fault (after a
 flipped bit: the one before it). At the end: no process is left, and the loss of every step is that of the undisturbed
@@ -88,8 +89,21 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "offload": {"zero_optimization": _OFFLOAD},
     "experts": {"moe_num_experts": 4, "moe_top_k": 2},
     "one-rank": {"num_gpus": 1, "async_save": True},
+    "bert": {"objective": "masked_lm", "bert_binary_head": False, "pos_emb": "learned"},
 }
-FAULTS = ("rank", "rank", "rank", "set-up", "agent", "launcher", "flip", "full", "stop")
+FAULTS = ("rank", "rank", "rank", "set-up", "agent", "launcher", "flip", "full", "stop", "slow")
+_BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]")
+_SLOW_DISK = "NEOX_SOAK_SLOW_DISK"
+# Python imports this file at its start. While the named file exists, each fsync takes half a second longer.
+_SLOW_FSYNC = f"""
+import os, time
+fsync = os.fsync
+def slow_fsync(descriptor):
+    if os.path.exists(os.environ.get("{_SLOW_DISK}", "")):
+        time.sleep(0.5)
+    fsync(descriptor)
+os.fsync = slow_fsync
+"""
 
 
 @dataclass
@@ -131,11 +145,18 @@ class Training:
         directory.mkdir(parents=True, exist_ok=True)
         self.ranks: int = {**DENSE, **SCENARIOS[scenario]}["num_gpus"]
         keys = {**DENSE, **SCENARIOS[scenario], "save": str(self.save), "log_dir": str(self.run)}
+        if keys.get("objective") == "masked_lm":
+            keys["vocab_file"] = str(_write_vocabulary(directory / "tokenizer.json"))
+        self.slow = directory / "slow"
+        (directory / "injected").mkdir(exist_ok=True)
+        (directory / "injected" / "sitecustomize.py").write_text(_SLOW_FSYNC)
         (directory / "soak.yml").write_text(json.dumps(keys, indent=1))
 
     def start(self) -> None:
         """Type the command, the first time or again."""
         environment = {**os.environ, MARK: self.mark, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        paths = [str(self.directory / "injected"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"PYTHONPATH": os.pathsep.join(paths), _SLOW_DISK: str(self.slow)}
         command = [sys.executable, str(ROOT / "deepy.py"), str(ROOT / "train.py"), str(self.directory / "soak.yml")]
         with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen(
@@ -208,6 +229,17 @@ class Training:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+
+
+def _write_vocabulary(path: Path) -> Path:
+    """Write the tokenizer of the data, with the special tokens of BERT added."""
+    tokenizer = json.loads((DATA / "tokenizer.json").read_text())
+    first = len(tokenizer["model"]["vocab"])
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    for number, token in enumerate(_BERT_TOKENS):
+        tokenizer["added_tokens"].append({"id": first + number, "content": token, **usual})
+    path.write_text(json.dumps(tokenizer))
+    return path
 
 
 class SoakError(Exception):
@@ -396,6 +428,20 @@ def _flip_bit(training: Training, generator: random.Random) -> bool:
     return killed
 
 
+def _kill_on_slow_disk(training: Training, generator: random.Random) -> bool:
+    """Kill a rank while each fsync takes longer, so that most of the time something is being saved."""
+    starts = len(training.starts())
+    training.slow.touch()
+    try:
+        time.sleep(generator.uniform(0, 3))
+        if not _kill_rank(training, generator):
+            return False
+        wait(lambda: len(training.starts()) > starts or training.ended(), "restart from a slow disk")
+        return True
+    finally:
+        training.slow.unlink()
+
+
 def _fill_disk(training: Training, _: random.Random) -> bool:
     """Leave too little room for the next checkpoint; False if the checkpoints have no disk of their own."""
     disk_of_save = training.save.parent
@@ -422,6 +468,7 @@ _FAULTS: dict[str, Callable[[Training, random.Random], bool]] = {
     "stop": _stop_rank,
     "flip": _flip_bit,
     "full": _fill_disk,
+    "slow": _kill_on_slow_disk,
 }
 
 

@@ -1,0 +1,170 @@
+"""Useful time of a training with one kill a minute, and what the rest of the time is spent on.
+
+    benchmarks/useful_time.py [--minutes 15] [--every 60] [--save-every 50] [--out FILE.json]
+
+Two CPU ranks train a small network with `max_restarts`, and save often, in the background. Every minute one of them is
+killed (SIGKILL), in turn, because a rank that fails again within a minute of its start waits on purpose. The time from
+the end of the first step to the end of the last one is divided into
+
+- noticing: from the kill to the event of the end of the ranks;
+- restarting: from there to the next step, without loading;
+- loading: from the line about the checkpoint to the line about the first iteration;
+- repeated: steps that had been done, and are done again from the checkpoint on;
+- useful: the rest, with the time in which training waits for saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.restart_time import STEPS
+from benchmarks.soak import Training, wait
+
+_LOADING = "loading checkpoint"
+_TRAINING = "training from iteration"
+_LOOK_SECONDS = 0.005
+
+
+class Watched(Training):
+    """A training of which the times of steps and of lines of its output are noted as they appear."""
+
+    def __init__(self, directory: Path, save_every: int) -> None:
+        super().__init__(directory, "dense")
+        keys = json.loads((directory / "soak.yml").read_text())
+        keys |= {"train_iters": STEPS, "checkpoint_factor": save_every, "eval_interval": STEPS, "log_interval": 100}
+        keys |= {"hang_timeout": 600, "async_save": True}
+        (directory / "soak.yml").write_text(json.dumps(keys))
+        self.steps: list[tuple[float, int]] = []  # time at which each was seen, and its number
+        self.lines: list[tuple[float, str]] = []
+        self._places = {"metrics": 0, "log": 0}
+
+    def look(self) -> None:
+        """Note what is new."""
+        now = time.time()
+        for line in self._new_lines("metrics", self.run / "metrics.jsonl"):
+            row = json.loads(line)
+            if row["kind"] == "step":
+                self.steps.append((now, row["iteration"]))
+        for line in self._new_lines("log", self.directory / "log"):
+            self.lines.append((now, line))
+
+    def _new_lines(self, name: str, path: Path) -> list[str]:
+        if not path.exists():
+            return []
+        with open(path, "rb") as file:
+            file.seek(self._places[name])
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._places[name] += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+    def follow(self, until: float) -> None:
+        """Note what happens until a time."""
+        while time.time() < until and not self.ended():
+            self.look()
+            time.sleep(_LOOK_SECONDS)
+
+
+@dataclass
+class Kill:
+    """A kill of a rank.
+
+    Attributes:
+        time: When.
+        step: Last step before.
+    """
+
+    time: float
+    step: int
+
+
+def train(directory: Path, minutes: float, every: float, save_every: int) -> dict[str, Any]:
+    """Train for so many minutes with a kill every so many seconds, and return the parts of the time."""
+    training = Watched(directory, save_every)
+    training.start()
+    kills: list[Kill] = []
+    try:
+        wait(lambda: training.look() or training.steps or training.ended(), "first step")
+        started = training.steps[0][0]
+        end = started + 60 * minutes
+        while time.time() < end and not training.ended():
+            training.follow(min(end, started + every * (len(kills) + 1)))
+            if time.time() >= end - every / 2:
+                training.follow(end)
+                break
+            ranks = training.pids("rank")
+            pid = ranks[len(kills) % len(ranks)]
+            kills.append(Kill(time.time(), training.steps[-1][1]))
+            os.kill(pid, signal.SIGKILL)
+        return parts(training, kills)
+    finally:
+        training.end()
+
+
+def parts(training: Watched, kills: list[Kill]) -> dict[str, Any]:
+    """Return the seconds of each part, and their shares."""
+    found = dict.fromkeys(("noticing", "restarting", "loading", "repeated"), 0.0)
+    ends = training.ends()
+    for kill, end in zip(kills, ends, strict=True):
+        after = [(at, step) for at, step in training.steps if at > end["time"]]
+        done = max(step for at, step in training.steps if at <= end["time"])
+        first = after[0][0]
+        load = _between(training.lines, end["time"], first)
+        found["noticing"] += end["time"] - kill.time
+        found["loading"] += load
+        found["restarting"] += first - end["time"] - load
+        again = [at for at, step in after if step <= done and at < _next_end(ends, end["time"])]
+        if again:  # the first one of them ends the restart
+            found["repeated"] += again[-1] - first
+    seconds = training.steps[-1][0] - training.steps[0][0]
+    found["useful"] = seconds - sum(found.values())
+    return {
+        "seconds": round(seconds, 1),
+        "kills": len(kills),
+        "steps": max(step for _, step in training.steps),
+        "steps_with_repeated": len(training.steps),
+        "parts": {name: round(value, 1) for name, value in found.items()},
+        "shares": {name: round(value / seconds, 4) for name, value in found.items()},
+        "each_kill": {name: round(value / len(kills), 2) for name, value in found.items() if name != "useful"},
+    }
+
+
+def _next_end(ends: list[Any], after: float) -> float:
+    return min((float(end["time"]) for end in ends if end["time"] > after), default=float("inf"))
+
+
+def _between(lines: list[tuple[float, str]], start: float, end: float) -> float:
+    """Return the seconds that loading took between two times; 0 if the ranks started anew."""
+    loading = [at for at, line in lines if start < at <= end and _LOADING in line]
+    training = [at for at, line in lines if start < at <= end and _TRAINING in line]
+    return training[0] - loading[0] if loading and training else 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--every", type=float, default=60, help="seconds between kills")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
+    arguments = parser.parse_args()
+    numbers = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load_before": os.getloadavg()}
+    with tempfile.TemporaryDirectory() as directory:
+        numbers |= train(Path(directory) / "run", arguments.minutes, arguments.every, arguments.save_every)
+    numbers["load_after"] = os.getloadavg()
+    print(json.dumps(numbers, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(numbers, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
