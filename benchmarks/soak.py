@@ -4,9 +4,9 @@
 
 Each training is `deepy.py train.py` on this machine, one or two ranks of a small network in one of SCENARIOS.
 Faults come at random steps: a rank, an agent or the launcher is killed (SIGKILL), a rank is killed while process groups
-are set up or while the disk is slow, a rank is stopped (SIGSTOP), a bit of the newest checkpoint is flipped and then a
-rank killed, the disk is filled. After a fault that the launcher does not survive, or that ends the run, the same command
-is typed again.
+are set up or while the disk is slow (each fsync takes longer), a rank is stopped (SIGSTOP), a bit of the newest
+checkpoint is flipped and then a rank killed, the disk is filled. After a fault that the launcher does not survive, or
+that ends the run, the same command is typed again.
 
 Checked after each: the run goes on from a checkpoint at least as new as the newest one before the fault (after a
 flipped bit: the one before it). At the end: no process is left, and the loss of every step is that of the undisturbed

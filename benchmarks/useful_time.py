@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,44 +106,55 @@ def train(directory: Path, minutes: float, every: float, save_every: int) -> dic
             pid = ranks[len(kills) % len(ranks)]
             kills.append(Kill(time.time(), training.steps[-1][1]))
             os.kill(pid, signal.SIGKILL)
-        return parts(training, kills)
+        return parts(training.steps, training.lines, training.ends(), kills)
     finally:
         training.end()
 
 
-def parts(training: Watched, kills: list[Kill]) -> dict[str, Any]:
-    """Return the seconds of each part, and their shares."""
+def parts(
+    steps: Sequence[tuple[float, int]],
+    lines: Sequence[tuple[float, str]],
+    ends: Sequence[Mapping[str, Any]],
+    kills: Sequence[Kill],
+) -> dict[str, Any]:
+    """Return the seconds of each part, and their shares.
+
+    Args:
+        steps: Time at which each step was seen, and its number.
+        lines: Time and text of each line of the output.
+        ends: Events of the ends of ranks, one for each kill.
+        kills: The kills.
+    """
     found = dict.fromkeys(("noticing", "restarting", "loading", "repeated"), 0.0)
-    ends = training.ends()
     for kill, end in zip(kills, ends, strict=True):
-        after = [(at, step) for at, step in training.steps if at > end["time"]]
-        done = max(step for at, step in training.steps if at <= end["time"])
+        after = [(at, step) for at, step in steps if at > end["time"]]
+        done = max(step for at, step in steps if at <= end["time"])
         first = after[0][0]
-        load = _between(training.lines, end["time"], first)
+        load = _between(lines, end["time"], first)
         found["noticing"] += end["time"] - kill.time
         found["loading"] += load
         found["restarting"] += first - end["time"] - load
         again = [at for at, step in after if step <= done and at < _next_end(ends, end["time"])]
         if again:  # the first one of them ends the restart
             found["repeated"] += again[-1] - first
-    seconds = training.steps[-1][0] - training.steps[0][0]
+    seconds = steps[-1][0] - steps[0][0]
     found["useful"] = seconds - sum(found.values())
     return {
         "seconds": round(seconds, 1),
         "kills": len(kills),
-        "steps": max(step for _, step in training.steps),
-        "steps_with_repeated": len(training.steps),
+        "steps": max(step for _, step in steps),
+        "steps_with_repeated": len(steps),
         "parts": {name: round(value, 1) for name, value in found.items()},
         "shares": {name: round(value / seconds, 4) for name, value in found.items()},
         "each_kill": {name: round(value / len(kills), 2) for name, value in found.items() if name != "useful"},
     }
 
 
-def _next_end(ends: list[Any], after: float) -> float:
+def _next_end(ends: Sequence[Mapping[str, Any]], after: float) -> float:
     return min((float(end["time"]) for end in ends if end["time"] > after), default=float("inf"))
 
 
-def _between(lines: list[tuple[float, str]], start: float, end: float) -> float:
+def _between(lines: Sequence[tuple[float, str]], start: float, end: float) -> float:
     """Return the seconds that loading took between two times; 0 if the ranks started anew."""
     loading = [at for at, line in lines if start < at <= end and _LOADING in line]
     training = [at for at, line in lines if start < at <= end and _TRAINING in line]

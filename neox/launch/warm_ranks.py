@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -94,6 +95,8 @@ class WarmRanks:
             _end(process)
             return None
         assert process.stdin is not None
+        with suppress(OSError):  # if it is still importing, there is no reason to wait for others any more
+            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0))
         try:
             with process.stdin as pipe:
                 pipe.write(json.dumps(vars(order)).encode() + b"\n")

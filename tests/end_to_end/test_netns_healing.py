@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -138,6 +139,40 @@ def test_a_run_shrinks_without_a_spare_host_and_grows_again(
         wait(run, lambda: len(events(run, "start")) == 3)
         assert [start["ranks"] for start in events(run, "start")] == [2, 1, 2]
         assert [(event["before"], event["ranks"]) for event in events(run, "ranks changed")] == [(2, 1), (1, 2)]
+        check_end(run, undisturbed)
+    finally:
+        cable(machines, "up")
+        run.end()
+
+
+def test_cuts_at_random_moments(machines: TwoMachines, undisturbed: LaunchedRun, tmp_path: Path) -> None:
+    """A cut of some seconds changes nothing; after longer ones the run shrinks, and grows when a rank is killed."""
+    generator = random.Random(1)
+    first, second = machines.hosts
+    run = train_on(machines, tmp_path, f"{first} slots=1\n{second} slots=1\n", "elastic=true")
+
+    def steps_later(least: int, most: int) -> None:
+        goal = len(losses(run)) + generator.randint(least, most)
+        wait(run, lambda: len(losses(run)) >= goal)
+
+    try:
+        steps_later(5, 60)
+        cable(machines, "down")
+        time.sleep(generator.uniform(1, 6))
+        cable(machines, "up")
+        steps_later(1, 20)
+        assert len(events(run, "start")) == 1
+        for _ in range(2):
+            starts = len(events(run, "start"))
+            steps_later(1, 60)
+            cable(machines, "down")
+            wait(run, lambda n=starts: len(events(run, "start")) == n + 1)  # type: ignore[misc]
+            steps_later(1, 10)
+            cable(machines, "up")
+            time.sleep(1)
+            os.kill(run.rank_pid(0), signal.SIGKILL)
+            wait(run, lambda n=starts: len(events(run, "start")) == n + 2)  # type: ignore[misc]
+        assert [start["ranks"] for start in events(run, "start")] == [2, 1, 2, 1, 2]
         check_end(run, undisturbed)
     finally:
         cable(machines, "up")
