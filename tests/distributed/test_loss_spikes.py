@@ -83,12 +83,13 @@ def keys_of_run(tmp_path):
     }
 
 
-def test_rollback_skips_batches_once_and_a_resume_knows_it(tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rollback_skips_batches_once_and_a_resume_knows_it(tmp_path, ranks):
     keys = keys_of_run(tmp_path)
-    first = tiny_plan(2, **keys)
-    resumed = tiny_plan(2, **{**keys, "load": keys["save"], "iteration": 8})
+    first = tiny_plan(ranks, **keys)
+    resumed = tiny_plan(ranks, **{**keys, "load": keys["save"], "iteration": 8})
     everything = []
-    for whole, again in run_ranks(2, train, [first, resumed], [[SPIKE, SPIKE + 1], []], timeout=300):
+    for whole, again in run_ranks(ranks, train, [first, resumed], [[SPIKE, SPIKE + 1], []], timeout=300):
         steps, samples, losses, skipped = whole
         assert steps == [*range(1, SPIKE + 1), *range(9, STEPS + 1)]  # back to 8; the second spike is only reported
         assert skipped == ((9, SPIKE),)

@@ -35,7 +35,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoMachines]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> LaunchedRun:
     """The same training on this machine, without a failure."""
     run = train(tmp_path_factory.mktemp("undisturbed"), ranks=2)
-    output = run.output(300)
+    output = run.output(900)
     assert run.process.returncode == 0, output
     return run
 
@@ -82,7 +82,7 @@ def events(run: LaunchedRun, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run.directory / "run") if event["event"] == kind]
 
 
-def wait(run: LaunchedRun, condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait(run: LaunchedRun, condition: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert run.process.poll() is None, run.output()
@@ -96,7 +96,7 @@ def cable(machines: TwoMachines, state: str) -> None:
 
 
 def check_end(run: LaunchedRun, undisturbed: LaunchedRun) -> None:
-    output = run.output(240)
+    output = run.output(900)
     assert run.process.returncode == 0, output
     expected = losses(undisturbed)
     assert len(expected) == ITERATIONS

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from neox.run_events import read_events
 from tests.end_to_end.launched_runs import ROOT, LaunchedRun
 
@@ -52,36 +54,45 @@ def ends(run: LaunchedRun) -> list[dict[str, Any]]:
     return [event for event in read_events(run.directory / "run") if event["event"] == "end"]
 
 
-def test_restarts_and_failures_that_end_a_run(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+def test_a_run_is_started_again_or_its_failure_says_how(tmp_path: Path, runs: list[LaunchedRun]) -> None:
     healed = start(tmp_path / "healed", "kill kill", "--max-restarts", "3")
+    off = start(tmp_path / "off", "kill")
+    runs += [healed, off]
+    outputs = [run.output(60) for run in runs]
+    assert [run.process.returncode for run in runs] == [0, 128 + signal.SIGKILL], outputs
+    decisions = [end["decision"] for end in ends(healed)]
+    assert (decisions[0], decisions[2:]) == ("restart", ["stop"])
+    assert decisions[1].startswith("restart after")  # the same rank, soon after its start
+    first = ends(healed)[0]
+    assert (first["host"], first["rank"], first["step"]) == ("localhost", 1, 3)
+    assert ["--max-restarts N" in output for output in outputs] == [False, True]
+    assert [end["decision"] for end in ends(off)] == ["stop"]
+    for run in runs:
+        assert not run.pids()
+
+
+@pytest.mark.slow
+def test_failures_that_end_a_run(tmp_path: Path, runs: list[LaunchedRun]) -> None:
     used = start(tmp_path / "used", "kill kill", "--max-restarts", "1")
     refused = start(tmp_path / "refused", "kill refuse", "--max-restarts", "3")
     full = start(tmp_path / "full", "full", "--max-restarts", "3")
-    off = start(tmp_path / "off", "kill")
     notice = ("--set", "preemption_command=test -e notice", "--set", "preemption_seconds=0.2", "--max-restarts", "3")
     taken = start(tmp_path / "taken", "wait", *notice)
-    runs += [healed, used, refused, full, off, taken]
+    runs += [used, refused, full, taken]
     taken.wait_up()
     (taken.directory / "notice").touch()
     outputs = {run.mark: run.output(60) for run in runs}
     codes = [run.process.returncode for run in runs]
     killed = 128 + signal.SIGKILL
-    assert codes == [0, killed, 2, 1, killed, 0], outputs
-    decisions = [[end["decision"] for end in ends(run)] for run in runs]
-    assert decisions[0][0] == "restart"
-    assert decisions[0][1].startswith("restart after")  # the same rank, soon after its start
-    assert decisions[0][2] == "stop"
-    assert [len(found) for found in decisions] == [3, 2, 2, 1, 1, 1]
+    assert codes == [killed, 2, 1, 0], outputs
+    assert [len(ends(run)) for run in runs] == [2, 2, 1, 1]
     assert (ends(taken)[0]["kind"], ends(taken)[0]["decision"]) == ("preempted", "stop")
-    first = ends(healed)[0]
-    assert (first["host"], first["rank"], first["step"]) == ("localhost", 1, 3)
     assert ends(full)[0]["reported"] == "disk full"
-    assert "max_restarts" in outputs[off.mark]
-    assert "--max-restarts N" not in outputs[healed.mark]
     for run in runs:
         assert not run.pids()
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_pause_ends_the_launcher(tmp_path: Path, runs: list[LaunchedRun]) -> None:
     run = start(tmp_path / "pausing", "kill " * 20, "--max-restarts", "20")
     runs.append(run)
