@@ -68,7 +68,9 @@ def _build_parser() -> ScriptParser:
     )
     parser.add_argument("script", help="train.py, generate.py, evaluate.py, or a path; `doctor` checks the hosts")
     parser.add_argument("conf_file", nargs="*", help="configuration files (YAML or JSON; .yml may be left out)")
-    parser.add_argument("-d", "--conf_dir", help="directory of the configuration files")
+    parser.add_argument(
+        "-d", "--conf_dir", help="directory of the configuration files; one that it lacks is looked for here"
+    )
     add_overrides(parser)
     _add_dry_run_flags(parser)
     parser.add_argument(

@@ -54,7 +54,7 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     """
     keys = config.checkpoint
     steps = config.training.train_iters
-    if keys.save is None or keys.overwrite or steps is None or not resumes_own_directory(config):
+    if keys.save is None or keys.overwrite or not steps or not resumes_own_directory(config):
         return None
     found = find_run(Path(keys.save))
     if found is None or found.iteration < steps or keys.iteration not in (None, found.iteration):

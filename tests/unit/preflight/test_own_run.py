@@ -126,6 +126,7 @@ def put_complete_checkpoint(directory: Path, step: int) -> Path:
         ({"seed": 1234}, True),
         ({"train_micro_batch_size_per_gpu": 1}, True),
         ({"train_iters": 3}, False),
+        ({"train_iters": 0}, False),
         ({"overwrite": True}, False),
         ({"iteration": 1, "load": "save"}, False),
         ({"checkpoint_mirror": "s3://bucket/run"}, False),
