@@ -22,6 +22,12 @@ from neox.log import setup_logging
 from neox.plan import config_from_files, model_directory
 
 
+_OF_WHOLE_MODELS = (
+    *("precision", "weights", "trim_vocab", "verify", "verify_text", "tokenizer", "max_shard_size"),
+    *("average_replicas", "upload"),
+)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
@@ -94,9 +100,22 @@ def choose_input(args: argparse.Namespace) -> tuple[NeoXConfig, Path]:
     return config, checkpoint_at(directory, args.cache_dir or config.checkpoint.checkpoint_cache_dir)
 
 
+def refuse_idle_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags of whole models next to --adapter, which would change nothing."""
+    idle = []
+    for name in _OF_WHOLE_MODELS:
+        if getattr(args, name) != parser.get_default(name):
+            idle.append(f"--{name.replace('_', '-')}")
+    if idle:
+        raise ConfigError(f"--adapter writes only adapters: leave out {', '.join(idle)}")
+
+
 def main() -> None:
-    args = build_parser().parse_args()
+    parser = build_parser()
+    args = parser.parse_args()
     setup_logging()
+    if args.adapter:
+        refuse_idle_flags(parser, args)
     with refusals():
         config, checkpoint = choose_input(args)
     print(with_steps(checkpoint), flush=True)

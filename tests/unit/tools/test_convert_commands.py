@@ -48,3 +48,11 @@ def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path, run):
     failed = run("convert_from_hf.py", "--input_dir", tmp_path / "none", "--output_dir", tmp_path / "back")
     assert failed.returncode == 2
     assert "config.json: no such file" in failed.stderr
+
+
+def test_flags_of_whole_models_are_refused_next_to_an_adapter(tmp_path, run):
+    paths = ("--input_dir", tmp_path, "--output_dir", tmp_path / "out", "--adapter", "base")
+    done = run("convert_to_hf.py", *paths, "--trim-vocab", "--no-verify", "--upload", "me/mine")
+    assert done.returncode == 2
+    for flag in ("--trim-vocab", "--verify", "--upload"):
+        assert flag in done.stderr
