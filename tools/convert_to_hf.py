@@ -21,7 +21,6 @@ from neox.families import FAMILIES
 from neox.log import setup_logging
 from neox.plan import config_from_files, model_directory
 
-
 _OF_WHOLE_MODELS = (
     *("precision", "weights", "trim_vocab", "verify", "verify_text", "tokenizer", "max_shard_size"),
     *("average_replicas", "upload"),
