@@ -9,7 +9,7 @@ from pathlib import Path
 
 from neox.checkpoint import checkpoint_directories, keep_last, read_manifest
 from neox.checkpoint.mirror import SUPERSEDED_MANIFEST, Mirror
-from neox.checkpoint.names import step_directory
+from neox.checkpoint.names import parse_step_directory, step_directory
 from neox.checkpoint.staging import kept_from_deletion
 from neox.engine import SaveReport
 from neox.errors import CheckpointError
@@ -48,16 +48,10 @@ class MirrorUploads(Callback):
         self._wakes = threading.Event()
         self._ends = threading.Event()
         self._moved = time.monotonic()
-        self._start: int | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True, name="checkpoint-mirror")
 
     def on_start(self, state: TrainState) -> None:
-        """Start the thread, with the newest local checkpoint if a killed run has not uploaded it.
-
-        Later checkpoints in the mirror, of another run or from before it went back, no longer count there: otherwise
-        they would be taken for the newest ones.
-        """
-        self._start = state.iteration
+        """Start the thread, with the newest local checkpoint if a killed run has not uploaded it."""
         if state.iteration > 0 and self._save.is_dir():
             for path in checkpoint_directories(self._save)[:1]:
                 self._put(path)
@@ -107,16 +101,19 @@ class MirrorUploads(Callback):
             return False
         return self._mirror.manifest_text(manifest.iteration) == manifest.to_json().encode()
 
-    def _supersede_later(self) -> None:
-        """Let what is later than the start of this run no longer count, once. Raises CheckpointError."""
-        if self._start is None:
+    def _supersede_later(self, path: Path) -> None:
+        """Let what is later in the mirror than the run's newest checkpoint no longer count. Raises CheckpointError.
+
+        It is of another run, or from before this one went back, and would be taken for the newest.
+        """
+        newest = parse_step_directory(path.name)
+        if newest is None:
             return
-        later = self._mirror.supersede_after(self._start)
-        self._start = None
+        later = self._mirror.supersede_after(newest)
         if later:
             names = ", ".join(map(step_directory, later))
             _log.warning(
-                "%s: %s no longer count, because this run starts before them: each %s can be renamed back",
+                "%s: %s no longer count, because this run is before them: each %s can be renamed back",
                 self._mirror.address,
                 names,
                 SUPERSEDED_MANIFEST,
@@ -127,7 +124,7 @@ class MirrorUploads(Callback):
         if not path.is_dir():
             return  # pruned while it waited, so that a newer one comes next
         try:
-            self._supersede_later()
+            self._supersede_later(path)
             if self._has(path):
                 return
             with kept_from_deletion(path):
