@@ -20,14 +20,17 @@ from torch import Tensor
 from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, paired_scores
 
 
+@dataclass(frozen=True, kw_only=True)
 class AgainstReference(PreferenceObjective):
     """Loss that may compare the model with a reference.
 
     Attributes:
+        beta: How strongly the model is held to the reference, the factor of the reported rewards.
         with_reference: Whether batches hold `reference` [B, 2 P].
     """
 
-    with_reference: bool
+    beta: float
+    with_reference: bool = True
 
     @property
     def extra_fields(self) -> Sequence[str]:
@@ -35,21 +38,17 @@ class AgainstReference(PreferenceObjective):
         return ("reference",) if self.with_reference else ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DPO(AgainstReference):
     """Mean over pairs of the loss of their margins.
 
     Attributes:
-        beta: How strongly the model is held to the reference.
         kind: Loss of a margin.
         label_smoothing: Probability that a pair is the wrong way round, for `sigmoid`.
-        with_reference: Whether batches hold `reference` [B, 2 P].
     """
 
-    beta: float
     kind: Literal["sigmoid", "hinge"] = "sigmoid"
     label_smoothing: float = 0.0
-    with_reference: bool = True
 
     def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
         """Return the scores of pairs."""

@@ -16,17 +16,9 @@ from neox.objectives.dpo import AgainstReference, log_ratios
 from neox.objectives.preferences import AnswerLogProbs, paired_scores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class IPO(AgainstReference):
-    """Mean over pairs of the squared distance of their margins from a fixed one.
-
-    Attributes:
-        beta: The paper's tau; rewards are reported with it as a factor.
-        with_reference: Whether batches hold `reference` [B, 2 P].
-    """
-
-    beta: float
-    with_reference: bool = True
+    """Mean over pairs of the squared distance of their margins from a fixed one; `beta` is the paper's tau."""
 
     def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
         """Return the scores of pairs."""

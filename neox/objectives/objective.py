@@ -152,5 +152,10 @@ def _of_preferences(keys: PreferenceConfig) -> Objective:
     if keys.train_impl == "simpo":
         return SimPO(keys.simpo_beta, keys.simpo_gamma)
     if keys.dpo_loss == "ipo":
-        return IPO(keys.dpo_beta, keys.needs_reference)
-    return DPO(keys.dpo_beta, keys.dpo_loss, keys.dpo_label_smoothing, keys.needs_reference)
+        return IPO(beta=keys.dpo_beta, with_reference=keys.needs_reference)
+    return DPO(
+        beta=keys.dpo_beta,
+        with_reference=keys.needs_reference,
+        kind=keys.dpo_loss,
+        label_smoothing=keys.dpo_label_smoothing,
+    )

@@ -139,6 +139,7 @@ def check_layouts(directory: Path, names: list[str], **others: Any) -> None:
             plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **keys, **LAYOUTS[name]))
         for name, curve in zip(chosen, run_ranks(2, curves, plans)[0], strict=True):
             for step, wanted in zip(curve, expected, strict=True):
+                assert step["loss"] == pytest.approx(wanted["loss"], rel=2e-6), name
                 assert step == pytest.approx(wanted, rel=4e-6, abs=2e-6), name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,22 @@ def compare(tmp_path: Path, kind: str, layouts: list[str], **others: Any) -> Non
             micro = 4
         plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, **keys, **layout))
     for name, curve in zip(layouts, run_ranks(2, curves, plans)[0], strict=True):
-        for number, (step, wanted) in enumerate(zip(curve, expected, strict=True)):
-            if number == 0 and kind != "rm":  # the model is its own reference: margins are rounding of either sign
-                step.pop("rewards/accuracies", None)
-                wanted = {key: value for key, value in wanted.items() if key in step}
-            assert step == pytest.approx(wanted, rel=4e-6, abs=2e-6), (kind, name)
+        for step, wanted in zip(curve, expected, strict=True):
+            check_scores(step, wanted, (kind, name))
+
+
+def check_scores(found: Mapping[str, float], wanted: Mapping[str, float], what: object) -> None:
+    """Compare the scores of a step: losses to 2e-6, which is met by 1e-6.
+
+    Others are looser. Rewards are beta times differences of sums of about 40 nats, which fp32 rounds to 4e-6; and the
+    squares in a norm are added in another order if micro batches or ranks divide a step.
+    """
+    assert found.keys() == wanted.keys()
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-6), what
+    for name, value in wanted.items():
+        if name == "rewards/accuracies" and abs(wanted["rewards/margins"]) < 1e-6:
+            continue  # the model is its own reference: margins are rounding of either sign
+        assert found[name] == pytest.approx(value, rel=4e-6, abs=2e-6), (what, name)
 
 
 def test_layouts_train_alike_by_dpo(tmp_path: Path) -> None:
@@ -227,7 +239,7 @@ def test_a_run_goes_on_at_other_degrees(tmp_path: Path, kind: str) -> None:
         others.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, load=save, iteration=4, **layout))
     first, *found = run_ranks(2, resumed, [whole, *others])[0]
     for scores, _ in found:
-        assert scores == pytest.approx(first[0], rel=4e-6, abs=2e-6)
+        check_scores(scores, first[0], kind)
 
 
 def test_the_reference_without_adapters_is_the_stored_one(tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ def test_dpo(seed: int, beta: float, smoothing: float) -> None:
     sums, reference, *_ = lists(found)
     margins = [(s[0] - r[0]) - (s[1] - r[1]) for s, r in zip(sums, reference, strict=True)]
     sigmoid = [-(1 - smoothing) * log_sigmoid(beta * m) - smoothing * log_sigmoid(-beta * m) for m in margins]
-    scores = check(DPO(beta, "sigmoid", smoothing), found, sigmoid)
+    scores = check(DPO(beta=beta, label_smoothing=smoothing), found, sigmoid)
     assert scores["rewards/accuracies"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     assert scores["rewards/margins"] == pytest.approx(beta * sum(margins) / len(margins), rel=1e-5, abs=1e-5)
     assert scores["logps/chosen"] == pytest.approx(sum(s[0] for s in sums) / len(sums), rel=1e-5)
-    check(DPO(beta, "hinge"), found, [max(0.0, 1 - beta * m) for m in margins])
+    check(DPO(beta=beta, kind="hinge"), found, [max(0.0, 1 - beta * m) for m in margins])
 
 
 @seeds
@@ -88,7 +88,7 @@ def test_ipo(seed: int, beta: float) -> None:
     expected = []
     for s, r, c in zip(sums, reference, counts, strict=True):
         expected.append(((s[0] - r[0]) / c[0] - (s[1] - r[1]) / c[1] - 1 / (2 * beta)) ** 2)
-    check(IPO(beta), found, expected)
+    check(IPO(beta=beta), found, expected)
 
 
 @seeds
@@ -137,12 +137,15 @@ def test_without_a_reference_log_probabilities_count_themselves() -> None:
     free = AnswerLogProbs(found.targets._replace(extra=None), found.sums, found.counts, found.document_means, ONE_RANK)
     zero = found.targets._replace(extra=torch.zeros_like(cast(torch.Tensor, found.targets.extra)))
     same = AnswerLogProbs(zero, found.sums, found.counts, found.document_means, ONE_RANK)
-    objective = DPO(0.1, with_reference=False)
+    objective = DPO(beta=0.1, with_reference=False)
     assert objective.extra_fields == ()
     assert torch.equal(torch.stack(objective.pair_scores(free)), torch.stack(objective.pair_scores(same)))
 
 
-@pytest.mark.parametrize("objective", [DPO(0.3), DPO(0.3, "hinge"), IPO(0.5), SimPO(2.0, 0.5), ORPO(0.2), KTO(0.4)])
+@pytest.mark.parametrize(
+    "objective",
+    [DPO(beta=0.3), DPO(beta=0.3, kind="hinge"), IPO(beta=0.5), SimPO(2.0, 0.5), ORPO(0.2), KTO(0.4)],
+)
 def test_gradients_are_those_of_plain_torch(objective: PreferenceObjective) -> None:
     """Two rows: two pairs, and one with padding. Gradients of hidden states and of the head, and the loss."""
     torch.manual_seed(1)
