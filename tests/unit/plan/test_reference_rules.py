@@ -1,4 +1,4 @@
-"""Rules of the reference model of preferences: each violation is one problem with its keys."""
+"""Rules of preferences and their reference model: each violation is one problem with its keys."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COPIED = {**PAIRS, "reference_model": "copy"}
 CPU = {"device": "cpu"}
 VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("reference_model", ("lora",), {**PAIRS, "reference_model": "without_adapters"}),
+    ("context_parallel_size", ("train_impl",), {**PAIRS, "train_impl": "rm", "context_parallel_size": 2}),
     ("reference_model", ("lora",), {**COPIED, "lora": {"r": 4, "alpha": 8, "target": ["dense"]}}),
     ("reference_model", ("precompute_model_name",), {**COPIED, "precompute_model_name": "base"}),
     (
