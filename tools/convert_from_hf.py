@@ -10,12 +10,15 @@ the keys of data, batch and optimizer to that `config.yml`.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
+from neox.checkpoint import supersede_all
+from neox.checkpoint.finding import names_of_checkpoints
 from neox.convert import find_source, from_hf
-from neox.errors import run_script
+from neox.errors import ConfigError, run_script
 from neox.log import setup_logging
 
 
@@ -30,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--revision", help="branch, tag or commit of the model on the hub (default: main)")
     add("--output_dir", required=True, help="a checkpoint directory; global_step0 is written into it")
+    add("--overwrite", action="store_true", help="move the checkpoints of the output directory to superseded/")
     add("--adapter", metavar="DIR", help="a LoRA adapter of this model that peft has written")
     add("--model-parallel-size", type=int, default=1, help="tensor ranks of the files; any degree can load them")
     add(
@@ -42,10 +46,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def refuse_checkpoints(output: Path) -> None:
+    """Raise ConfigError for a directory with checkpoints, before which an import would come."""
+    if output.is_dir() and (names := names_of_checkpoints(output)):
+        raise ConfigError(
+            f"{output} holds {names}; choose another directory, or pass --overwrite, which moves them to superseded/"
+        )
+
+
 def main() -> None:
     args = build_parser().parse_args()
     setup_logging()
+    output = Path(args.output_dir)
+    if not args.overwrite:
+        refuse_checkpoints(output)
     source = find_source(args.input_dir, args.revision)
+    if args.overwrite:
+        supersede_all(output)
     result = from_hf(
         source.directory,
         args.output_dir,

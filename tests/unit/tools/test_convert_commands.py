@@ -26,6 +26,12 @@ def test_there_and_back(tmp_path, run):
     back = run("convert_from_hf.py", "--input_dir", tmp_path / "hf", "--output_dir", tmp_path / "back")
     assert back.returncode == 0, back.stderr
     assert find_checkpoint(tmp_path / "back").name == "global_step0"
+    again = ("--input_dir", tmp_path / "hf", "--output_dir", tmp_path / "back")
+    refused = run("convert_from_hf.py", *again)
+    assert refused.returncode == 2
+    assert "global_step0" in refused.stderr
+    assert run("convert_from_hf.py", *again, "--overwrite").returncode == 0
+    assert (tmp_path / "back" / "superseded" / "global_step0").is_dir()
 
 
 def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path, run):
