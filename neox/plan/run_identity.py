@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -182,11 +182,22 @@ def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     saved = _saved_config(found.checkpoint)
     if saved is None:
         return
-    before = saved.to_flat()
-    now = config.to_flat()
+    before = dict(_leaves(saved.to_flat()))
+    now = dict(_leaves(config.to_flat()))
+    if now.get("precision") == "auto":  # a resume keeps the checkpoint's
+        now["precision"] = before.get("precision")
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and _is_learning_key(key):
+        if before.get(key) != now.get(key) and _is_learning_key(key.partition(".")[0]):
             yield f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}"
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested blocks by their dotted paths."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _is_learning_key(key: str) -> bool:

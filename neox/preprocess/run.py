@@ -216,7 +216,7 @@ class _Run:
             if report is not None:
                 return report
             with refusals():
-                self._refuse_other_tokenizer()
+                self._check_existing()
         try:
             state, builders = self._open_builders()
             state = self._collect(builders, state)
@@ -240,8 +240,8 @@ class _Run:
             sidecars[key] = sidecar
         return PreprocessReport.of(sidecars, seconds=0.0, accelerator=self.settings.accelerator, fresh=False)
 
-    def _refuse_other_tokenizer(self) -> None:
-        """Raise DataError if complete data, which runs may read, would be replaced by ids of another tokenizer."""
+    def _check_existing(self) -> None:
+        """Warn if complete data, which runs may read, is replaced. Raises DataError if it is of another tokenizer."""
         for key in self.settings.keys:
             prefix = self.settings.prefix(key)
             sidecar = read_sidecar(prefix)
@@ -252,6 +252,13 @@ class _Run:
                     f"{prefix} holds data of another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids): "
                     "name another --output-prefix, or replace it with --restart"
                 )
+            _log.warning(
+                "%s holds %s documents of %s, or was made with other settings: it is replaced, and runs that were "
+                "trained on it go on with other data",
+                prefix,
+                f"{sidecar.documents:,}",
+                ", ".join(sidecar.inputs),
+            )
 
     def _open_builders(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:
         """Return the state of an interrupted run and the builders that continue it, or a new state and new builders."""

@@ -11,7 +11,7 @@ import pytest
 
 from neox.checkpoint.manifest import write_manifest
 from neox.config import NeoXConfig
-from neox.plan.run_identity import RUN_FILE, find_run, identity_text, other_run_message, run_identity
+from neox.plan.run_identity import RUN_FILE, changed_keys, find_run, identity_text, other_run_message, run_identity
 from neox.preflight.own_run import finished_note, unfinished_note, with_own_run
 from neox.run_events import append_event
 from tests.plans import SMALL
@@ -156,6 +156,20 @@ def test_a_run_that_was_asked_to_end_says_how_to_go_on(tmp_path: Path) -> None:
     assert "--overwrite" in str(said(overwrite=True))
     put_checkpoint(tmp_path, 60, make_config())
     assert said() is None
+
+
+def test_only_what_has_changed_is_named(tmp_path: Path) -> None:
+    optimizer = {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95]}}
+    put_checkpoint(tmp_path, 4, make_config())
+    checkpoint = tmp_path / "global_step4"
+    (checkpoint / "configs").mkdir()
+    saved = make_config(optimizer=optimizer, precision="bf16")
+    (checkpoint / "configs" / "config.yml").write_text(json.dumps(saved.to_flat()))
+    found = find_run(tmp_path)
+    assert found is not None
+    reordered = {"params": {"betas": [0.9, 0.95], "lr": 1e-4}, "type": "Adam"}
+    changes = list(changed_keys(make_config(optimizer=reordered, precision="auto"), found))
+    assert changes == ["optimizer.params.lr 0.0006 -> 0.0001"]
 
 
 def test_a_damaged_checkpoint_or_an_interrupted_evaluation_is_not_the_end(tmp_path: Path) -> None:

@@ -146,7 +146,9 @@ def test_bad_input_stops_and_the_run_goes_on_from_there(tmp_path: Path, caplog: 
     assert result(tmp_path / "out") == result(tmp_path / "other")
 
 
-def test_finished_work_is_not_done_again_unless_something_changed(tmp_path: Path) -> None:
+def test_finished_work_is_not_done_again_unless_something_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_lines(["one", "two"]))
     asked = settings(tmp_path, path)
@@ -155,8 +157,11 @@ def test_finished_work_is_not_done_again_unless_something_changed(tmp_path: Path
     assert (first.fresh, again.fresh, again.tokens) == (True, False, first.tokens)
     assert preprocess(replace(asked, restart=True)).fresh
     assert preprocess(replace(asked, append_eod=False)).fresh
+    caplog.clear()
     path.write_bytes(as_lines(["one", "two", "three"]))
     assert preprocess(asked).documents == {"text": 3}
+    (warned,) = [record.getMessage() for record in caplog.records if str(tmp_path / "out_text") in record.getMessage()]
+    assert "2 documents" in warned
 
 
 def test_data_of_another_tokenizer_are_not_replaced_unless_asked(tmp_path: Path) -> None:
