@@ -20,6 +20,9 @@ is as fast."""
 MASKED_QUERY_BLOCK: Final = 64
 """Queries of a block when a CPU computes causal flash attention of windows, documents or patterns of blocks."""
 
+MASKED_SCORES: Final = 2**19
+"""Scores that this attention holds at once on a CPU: those of several heads only if they are no more."""
+
 LOSS_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"cpu": 2**21, "cuda": 2**27})
 """Logits that head and cross entropy hold at once: what stays in a CPU's cache, what keeps a GPU busy."""
 

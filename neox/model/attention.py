@@ -7,7 +7,7 @@ rank; T tensor ranks; C blocks of tokens in a sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack, cast
@@ -42,7 +42,7 @@ from neox.parallel import (
     Summand,
     TensorOptions,
     context_ranges,
-    gather_context,
+    gathered_context,
     heads_to_tokens,
     mark_split,
     tokens_to_heads,
@@ -240,19 +240,11 @@ class SelfAttention(nn.Module):
     def _core_of_parts(
         self, q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs, context: BlockContext, bias: Tensor | None
     ) -> Tensor:
-        """Attend to the keys of all context ranks, with the queries of each of this rank's two parts."""
-        keys_values = gather_context(torch.cat((k, v), dim=2), self.grid)
-        k, v = keys_values.chunk(2, dim=2)
-        biases: tuple[Tensor | None, ...] = (None, None)
-        if bias is not None:
-            biases = bias.chunk(2, dim=2)
-        outs = []
+        """Attend to the keys of all context ranks, with the queries of this rank's two parts."""
         parts = context_ranges(pairs.length, self.grid)
-        for queries, part_bias, part in zip(q.chunk(2, dim=1), biases, parts, strict=True):
-            mask = context.block_masks.get(_part_name(self.pairs_name, part))
-            out = self._kernel(queries, k, v, pairs, part_bias, self.sinks, block_mask=mask, first_query=part.start)
-            outs.append(out)
-        return torch.cat(outs, dim=1)
+        mask = context.block_masks.get(self.pairs_name)
+        with gathered_context(k, v, self.grid) as (all_k, all_v):
+            return self._kernel(q, all_k, all_v, pairs, bias, self.sinks, block_mask=mask, queries=parts)
 
     def _kernel(
         self,
@@ -265,7 +257,7 @@ class SelfAttention(nn.Module):
         *,
         block_mask: BlockMask | None = None,
         visible: Tensor | None = None,
-        first_query: int = 0,
+        queries: Sequence[range] | None = None,
     ) -> Tensor:
         """Call the kernel with this block's scales and dropout."""
         dropout_p = 0.0
@@ -285,7 +277,7 @@ class SelfAttention(nn.Module):
             dropout_context=dropout_context,
             causal=self.causal,
             pairs=pairs,
-            first_query=first_query,
+            queries=queries,
             block_mask=block_mask,
             mask=visible,
             bias=bias,
@@ -406,10 +398,7 @@ class SelfAttention(nn.Module):
             return {}
         if not divided or self.exchanges_heads:
             return {self.pairs_name: block_mask_of(pairs)}
-        masks = {}
-        for part in context_ranges(length, self.grid):
-            masks[_part_name(self.pairs_name, part)] = block_mask_of(pairs, part.start, len(part))
-        return masks
+        return {self.pairs_name: block_mask_of(pairs, context_ranges(length, self.grid))}
 
     @property
     def cache_form(self) -> CacheForm:
@@ -528,8 +517,3 @@ class WindowedSelfAttention(SelfAttention):
     def pairs_name(self) -> str:
         """The window."""
         return f"window of {self.reach}"
-
-
-def _part_name(pairs_name: str, part: range) -> str:
-    """Return the name of the pairs of a part of the queries."""
-    return f"{pairs_name}, queries from {part.start}"

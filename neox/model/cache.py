@@ -368,7 +368,7 @@ class RingLayer(NamedTuple):
             starts = torch.where(indices >= first, first.clamp(min=0), 0)
         seen = VisiblePairs(length, q.device, starts, window_rule(slots), slots)
         keys, values = joined.unbind(2)
-        out = blocked_attention(q.transpose(1, 2), keys, values, seen, scale, first_query=old)
+        out = blocked_attention(q.transpose(1, 2), keys, values, seen, scale, queries=[range(old, old + q.shape[1])])
         kept = min(slots, length)
         self.pairs.index_copy_(3, torch.arange(end - kept, end, device=q.device) % slots, joined[:, :, :, -kept:])
         return out.transpose(1, 2)

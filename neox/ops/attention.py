@@ -10,6 +10,7 @@ Legend: B batch, S sequence, N heads of queries, K of keys and values, G = N / K
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -37,7 +38,7 @@ def core_attention(
     dropout_context: AbstractContextManager[None] | None = None,
     causal: bool = True,
     pairs: VisiblePairs | None = None,
-    first_query: int = 0,
+    queries: Sequence[range] | None = None,
     block_mask: BlockMask | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
@@ -59,7 +60,7 @@ def core_attention(
         dropout_context: Context of the dropout, which chooses its random stream.
         causal: Whether queries see earlier keys only.
         pairs: Which queries see which keys if attention is causal; all earlier ones if None. Not with "fused".
-        first_query: Index of the first query among the keys, if there are pairs. The queries are neighbours.
+        queries: Indices of the queries among the keys, in runs of neighbours, if there are pairs; all if None.
         block_mask: Blocks of these pairs (`block_mask_of`), for the kernel of GPUs; without it they get a mask tensor.
         mask: Keys that are not padding if attention is not causal, bool [B, 1, 1, S]; all if None.
         bias: Summand of the scaled scores, [1, N, S, S], with -inf for later keys.
@@ -76,7 +77,7 @@ def core_attention(
     context = dropout_context or nullcontext()
     if impl != "flash":
         if pairs is not None:
-            mask = pairs.dense(first_query, q.shape[2])
+            mask = pairs.dense(queries)
             causal = False  # the pairs say so already
         kernel: SoftmaxImpl = "triton" if impl == "fused" else "torch"
         scores = _scores(q * scale, k, bias, softmax_scale, softcap)
@@ -91,10 +92,10 @@ def core_attention(
         return attention_by_block_mask(q, k, v, block_mask, scale).transpose(1, 2)
     if pairs is not None and bias is None and _takes_blocks(q):
         with context:
-            out = blocked_attention(q, k, v, pairs, scale, dropout_p=dropout_p, first_query=first_query)
+            out = blocked_attention(q, k, v, pairs, scale, dropout_p=dropout_p, queries=queries)
         return out.transpose(1, 2)
     if pairs is not None:
-        mask = pairs.dense(first_query, q.shape[2])
+        mask = pairs.dense(queries)
     if bias is not None:
         mask = masked_bias(bias, mask)
     if causal and mask is None and dropout_p == 0.0 and _goes_by_blocks(q):

@@ -10,13 +10,13 @@ block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from neox.architecture import MASKED_QUERY_BLOCK
+from neox.architecture import MASKED_QUERY_BLOCK, MASKED_SCORES
 from neox.ops.visible_pairs import VisiblePairs
 
 # A block takes only its visible keys out of their range if they are at most this share of it.
@@ -31,7 +31,7 @@ def blocked_attention(
     scale: float,
     *,
     dropout_p: float = 0.0,
-    first_query: int = 0,
+    queries: Sequence[range] | None = None,
 ) -> Tensor:
     """Attend to visible keys: q [B, N, S, D], k and v [B, K, T, D] -> [B, N, S, D].
 
@@ -42,8 +42,10 @@ def blocked_attention(
         pairs: Which queries see which keys, of T tokens. Each query sees a key at least.
         scale: Factor of the scores.
         dropout_p: Dropout probability of the weights.
-        first_query: Index of the first query among the keys.
+        queries: Indices of the queries among the keys, in runs of neighbours; all if None.
     """
+    if queries is None:
+        queries = (range(pairs.length),)
     seed = 0
     if dropout_p > 0.0:
         seed = int(torch.randint(2**62, ()))
@@ -51,7 +53,7 @@ def blocked_attention(
     if dtype == torch.float16:  # in which scores overflow
         q, k, v = (x.float() for x in (q, k, v))
     dropout = _Dropout(dropout_p, seed)
-    out: Tensor = _BlockedAttention.apply(q, k, v, pairs, scale, dropout, first_query)
+    out: Tensor = _BlockedAttention.apply(q, k, v, pairs, scale, dropout, queries)
     return out.to(dtype)
 
 
@@ -98,12 +100,19 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs, scale: float, dropout: _Dropout, first: int
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pairs: VisiblePairs,
+        scale: float,
+        dropout: _Dropout,
+        queries: Sequence[range],
     ) -> Tensor:
         grouped, keys, values = _grouped(q, k, v)
         groups = grouped.shape[1]
-        out = grouped.new_empty((*grouped.shape[:-1], v.shape[-1]))
-        for block in _blocks(grouped, k, pairs, first):
+        out = _empty_output(grouped, k.shape[0], v.shape[-1])
+        for block in _blocks(grouped, k, pairs, queries):
             index = (block.heads, slice(None), block.queries)
             weights = _weights(grouped[index].flatten(1, 2), keys[block.heads, block.keys], block, scale)
             factors = dropout.factors(weights, block.number)
@@ -111,13 +120,13 @@ class _BlockedAttention(torch.autograd.Function):
                 weights.mul_(factors)
             out[index] = torch.bmm(weights, values[block.heads, block.keys]).unflatten(1, (groups, -1))
         ctx.save_for_backward(q, k, v, out)
-        ctx.arguments = (pairs, scale, dropout, first)
-        return out.view(*q.shape[:-1], v.shape[-1])
+        ctx.arguments = (pairs, scale, dropout, queries)
+        return out.reshape(*q.shape[:-1], v.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
-        pairs, scale, dropout, first = ctx.arguments
+        pairs, scale, dropout, queries = ctx.arguments
         grouped, keys, values = _grouped(q, k, v)
         gradient = gradient.reshape(out.shape)
         groups = grouped.shape[1]
@@ -126,27 +135,41 @@ class _BlockedAttention(torch.autograd.Function):
         of_v = torch.zeros_like(values, dtype=torch.float32)
         # The gradient of a row of weights is orthogonal to the row: this is what the softmax subtracts.
         projections = (gradient * out).sum(-1, keepdim=True, dtype=torch.float32).to(q.dtype)
-        for block in _blocks(grouped, k, pairs, first):
+        for block in _blocks(grouped, k, pairs, queries):
             index = (block.heads, slice(None), block.queries)
             part_q = grouped[index].flatten(1, 2)
-            part_gradient = gradient[index].flatten(1, 2)
             part_k = keys[block.heads, block.keys]
-            part_v = values[block.heads, block.keys]
+            part_gradient = gradient[index].flatten(1, 2)
             weights = _weights(part_q, part_k, block, scale)
             factors = dropout.factors(weights, block.number)
-            if factors is None:
-                _add_product(of_v, block, weights, part_gradient)
-                of_weights = torch.baddbmm(
-                    projections[index].flatten(1, 2), part_gradient, part_v.transpose(1, 2), beta=-1
-                )
-            else:
-                _add_product(of_v, block, weights * factors, part_gradient)
-                of_weights = torch.bmm(part_gradient, part_v.transpose(1, 2)).mul_(factors)
-                of_weights.sub_(projections[index].flatten(1, 2))
-            of_scores = of_weights.mul_(weights).mul_(scale)
+            dropped = weights if factors is None else weights * factors
+            _add_product(of_v, block, dropped, part_gradient)
+            part_v = values[block.heads, block.keys]
+            of_scores = _of_scores(weights, factors, part_gradient, part_v, projections[index].flatten(1, 2))
+            of_scores.mul_(scale)
             of_q[index] = torch.bmm(of_scores, part_k).unflatten(1, (groups, -1))
             _add_product(of_k, block, of_scores, part_q)
+            del block, weights, factors, dropped, of_scores  # before the scores of the next block
         return of_q.view_as(q), of_k.to(k.dtype).view_as(k), of_v.to(v.dtype).view_as(v), None, None, None, None
+
+
+def _of_scores(
+    weights: Tensor, factors: Tensor | None, gradient: Tensor, values: Tensor, projections: Tensor
+) -> Tensor:
+    """Return the gradient of scores [heads, G*Q, T], before their factor.
+
+    Args:
+        weights: Weights [heads, G*Q, T].
+        factors: What dropout multiplied them by; None without dropout.
+        gradient: Gradient of the output [heads, G*Q, D].
+        values: Values [heads, T, D].
+        projections: What the softmax subtracts [heads, G*Q, 1].
+    """
+    if factors is None:
+        of_weights = torch.baddbmm(projections, gradient, values.transpose(1, 2), beta=-1)
+    else:
+        of_weights = torch.bmm(gradient, values.transpose(1, 2)).mul_(factors).sub_(projections)
+    return of_weights.mul_(weights)
 
 
 def _weights(q: Tensor, k: Tensor, block: _Block, scale: float) -> Tensor:
@@ -162,36 +185,59 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return grouped, k.flatten(0, 1), v.flatten(0, 1)
 
 
-def _blocks(grouped: Tensor, k: Tensor, pairs: VisiblePairs, first_query: int) -> Iterator[_Block]:
-    """Yield the blocks of all rows; rows whose pairs are alike are computed together.
+def _empty_output(grouped: Tensor, batch: int, dim: int) -> Tensor:
+    """Return a tensor [B*K, G, S, D] for the output, for queries of that shape.
+
+    The heads of one sample's token are neighbours in memory, so that the output projection needs no copy.
+    """
+    rows, groups, length, _ = grouped.shape
+    if batch > 1:
+        return grouped.new_empty((rows, groups, length, dim))
+    return grouped.new_empty((length, rows, groups, dim)).permute(1, 2, 0, 3)
+
+
+def _blocks(grouped: Tensor, k: Tensor, pairs: VisiblePairs, queries: Sequence[range]) -> Iterator[_Block]:
+    """Yield the blocks of all rows; rows whose pairs are alike are computed together, if their scores are not too many.
 
     Args:
         grouped: Queries [B*K, G, S, D].
         k: Keys [B, K, T, D].
         pairs: Which queries see which keys.
-        first_query: Index of the first query among the keys.
+        queries: Indices of the queries among the keys, in runs of neighbours.
     """
-    _, groups, length, _ = grouped.shape
+    rows_of_heads, groups, _, _ = grouped.shape
     kv_heads = k.shape[1]
     number = 0
     separate = pairs.rows > 1 or pairs.rule_heads > 1
+    together = kv_heads if separate else rows_of_heads
     for row in range(k.shape[0] if separate else 1):
-        heads = slice(None)
-        if separate:
-            heads = slice(row * kv_heads, (row + 1) * kv_heads)
         described_row = row if pairs.rows > 1 else 0
-        for start in range(0, length, MASKED_QUERY_BLOCK):
-            end = min(start + MASKED_QUERY_BLOCK, length)
-            keys, seen = _visible_keys(pairs, described_row, first_query + start, first_query + end)
+        for part, neighbours in _query_blocks(queries):
+            keys, seen = _visible_keys(pairs, described_row, neighbours.start, neighbours.stop)
             unseen = torch.zeros(seen.shape, dtype=grouped.dtype, device=seen.device).masked_fill_(
                 ~seen, -math.inf
             )  # [N or 1, Q, T]
             if pairs.rule_heads > 1:
-                unseen = unseen.view(kv_heads, groups * (end - start), -1)
+                unseen = unseen.view(kv_heads, groups * len(neighbours), -1)
             else:
                 unseen = unseen.squeeze(0).repeat(groups, 1)
-            yield _Block(number, heads, slice(start, end), keys, unseen)
-            number += 1
+            at_once = max(1, MASKED_SCORES // (groups * len(neighbours) * seen.shape[-1]))
+            for first in range(0, together, at_once):
+                last = min(first + at_once, together)
+                heads = slice(row * together + first, row * together + last)
+                of_heads = unseen[first:last] if pairs.rule_heads > 1 else unseen
+                yield _Block(number, heads, part, keys, of_heads)
+                number += 1
+
+
+def _query_blocks(queries: Sequence[range]) -> Iterator[tuple[slice, range]]:
+    """Yield which queries a block has: their places among all queries, and their indices among the keys."""
+    place = 0
+    for run in queries:
+        for start in range(run.start, run.stop, MASKED_QUERY_BLOCK):
+            neighbours = range(start, min(start + MASKED_QUERY_BLOCK, run.stop))
+            yield slice(place, place + len(neighbours)), neighbours
+            place += len(neighbours)
 
 
 def _visible_keys(pairs: VisiblePairs, row: int, start: int, end: int) -> tuple[slice | Tensor, Tensor]:

@@ -5,7 +5,7 @@ It is compiled. Blocks without a visible pair are not computed, and nothing has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,33 +16,37 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from neox.ops.visible_pairs import VisiblePairs
 
 
-def block_mask_of(pairs: VisiblePairs, first_query: int = 0, queries: int | None = None) -> BlockMask:
+def block_mask_of(pairs: VisiblePairs, queries: Sequence[range] | None = None) -> BlockMask:
     """Return the blocks of pairs to compute, of 128 queries and 128 keys each, for all rows.
 
     Args:
         pairs: Which queries see which keys.
-        first_query: Index of the first query among the keys.
-        queries: Number of queries; all of the row if None.
+        queries: Indices of the queries among the keys, in runs of neighbours; all of the row if None.
     """
     make: Callable[..., BlockMask] = create_block_mask
     if pairs.device.type != "cpu":
         make = compiled_block_mask()
-    return block_mask_by(make, pairs, first_query, queries)
+    return block_mask_by(make, pairs, queries)
 
 
 def block_mask_by(
-    make: Callable[..., BlockMask], pairs: VisiblePairs, first_query: int = 0, queries: int | None = None
+    make: Callable[..., BlockMask], pairs: VisiblePairs, queries: Sequence[range] | None = None
 ) -> BlockMask:
     """Return what `block_mask_of` does, made by `create_block_mask` as it is or compiled."""
-    if queries is None:
-        queries = pairs.length
+    indices = None
+    count = pairs.length
+    if queries is not None:
+        indices = pairs.indices(queries)
+        count = len(indices)
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if pairs.rule_heads == 1:  # the rule knows one head; the kernel asks for all
             head = torch.zeros_like(head)
-        return pairs.sees(row, head, query + first_query, key)
+        if indices is not None:
+            query = indices[query]
+        return pairs.sees(row, head, query, key)
 
-    return make(mask_mod, pairs.rows, pairs.rule_heads, queries, pairs.length, device=pairs.device)
+    return make(mask_mod, pairs.rows, pairs.rule_heads, count, pairs.length, device=pairs.device)
 
 
 def attention_by_block_mask(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float) -> Tensor:

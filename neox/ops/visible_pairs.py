@@ -5,7 +5,7 @@ Legend: B batch, S sequence, N heads here, Q queries and T keys of one part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,18 +76,20 @@ class VisiblePairs:
             return 1
         return self.document_starts.shape[0]
 
-    def dense(self, first_query: int = 0, queries: int | None = None) -> Tensor:
-        """Return the pairs of some neighbouring queries, by default of all, with all keys: bool [B or 1, N or 1, Q, S].
+    def dense(self, queries: Sequence[range] | None = None) -> Tensor:
+        """Return the pairs of some queries, by default of all, with all keys: bool [B or 1, N or 1, Q, S].
 
         Args:
-            first_query: Index of the first query.
-            queries: Number of queries, Q; all of the row if None.
+            queries: Runs of neighbouring queries, by their indices; all of the row if None.
         """
-        if queries is None:
-            queries = self.length
         rows = torch.arange(self.rows, device=self.device)
-        asking = torch.arange(first_query, first_query + queries, device=self.device)
-        return self.part(rows, asking, torch.arange(self.length, device=self.device))
+        return self.part(rows, self.indices(queries), torch.arange(self.length, device=self.device))
+
+    def indices(self, queries: Sequence[range] | None) -> Tensor:
+        """Return the indices of queries [Q], given as runs of neighbours; of all if None."""
+        if queries is None:
+            return torch.arange(self.length, device=self.device)
+        return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in queries])
 
     def part(self, rows: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Return the pairs of some rows, queries [Q] and keys [T], by their indices: bool [rows, N or 1, Q, T]."""

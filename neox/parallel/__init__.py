@@ -16,7 +16,6 @@ from neox.parallel.collectives import (
 from neox.parallel.context_ranks import (
     context_indices,
     context_ranges,
-    gather_context,
     heads_to_tokens,
     tokens_to_heads,
 )
@@ -28,6 +27,7 @@ from neox.parallel.expert_exchange import (
     mark_divided_experts,
     own_experts,
 )
+from neox.parallel.gathered_again import gathered_context
 from neox.parallel.grid import ParallelGrid
 from neox.parallel.kept_inputs import KeptInputs
 from neox.parallel.layers import (
@@ -70,11 +70,11 @@ __all__ = [
     "derive_seed",
     "divide_tokens",
     "first_own_element",
-    "gather_context",
     "gather_experts",
     "gather_last_dim",
     "gather_tensor_ranks",
     "gather_tokens",
+    "gathered_context",
     "heads_to_tokens",
     "holds_divided_experts",
     "mark_decay",

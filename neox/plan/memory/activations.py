@@ -20,6 +20,7 @@ from typing import NamedTuple
 from neox.architecture import (
     ACTIVATIONS,
     BLOCK_OFFSET,
+    MASKED_SCORES,
     MOST_BLOCKED,
     NORMS,
     POSITIONS,
@@ -86,7 +87,8 @@ def activation_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting
         head_pass = 2 * hidden_states + head_bytes(layers, setting)
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
     tile = _tile_bytes(layers.architecture, setting)
-    block_pass = blocks.recomputed + block // 2 + gathered + tile + tile // 2
+    at_work = max(block // 2, _gathered_pass_bytes(layers.architecture, setting))
+    block_pass = blocks.recomputed + at_work + gathered + tile + tile // 2
     block_pass += _expert_gradient_bytes(layers, stage, setting)
     return kept + max(head_pass, block_pass)
 
@@ -244,6 +246,27 @@ def _tile_bytes(network: Architecture, setting: MemorySetting) -> int:
     return setting.micro_batch_size * setting.tile_tokens * of_token
 
 
+def _gathered_pass_bytes(network: Architecture, setting: MemorySetting) -> int:
+    """Return bytes that the backward pass of attention needs in addition if it gathers keys and values again.
+
+    Those of all tokens and their gradients, 4 x keys x cp x number / split; gradients of queries, of the output and of
+    hidden states; on a CPU the scores of some queries. What the MLP kept is released by then.
+    """
+    if not setting.gathers_keys or setting.keeps_gathered_keys:
+        return 0
+    heads = network.num_attention_heads * network.head_dim
+    keys = network.attended_heads * network.head_dim
+    split = (4 * setting.cp_size * keys + 2 * heads) // setting.tp_size
+    whole = 2 * network.hidden_size // setting.token_shares
+    of_token = (split + whole) * setting.bytes_per_number
+    if not setting.in_tiles:
+        of_token -= _mlp_bytes(network, network.mlp_width, setting)
+    scores = 0
+    if setting.on_cpu:  # a block's mask, weights and their gradient
+        scores = 3 * MASKED_SCORES * setting.bytes_per_number
+    return setting.tokens * of_token + scores
+
+
 def _mlp_bytes(network: Architecture, width: int, setting: MemorySetting) -> int:
     """Return bytes that an MLP of a width keeps for one token: its first product, and what the activation makes of it.
 
@@ -306,7 +329,8 @@ def _operand_bytes(network: Architecture, setting: MemorySetting) -> int:
     """Return bytes of queries, keys and values for one token, in all forms that the backward pass needs.
 
     (heads + 2 x stored keys) x number / split, and as much again as is rotated, normalised or repeated. If a CPU goes
-    by blocks of queries, the weights of half of all pairs take the place of rotated queries and keys.
+    by blocks of queries, the weights of half of all pairs take the place of rotated queries and keys. Context ranks
+    that gather keys and values keep copies of their own ones, or of all in compiled layers.
     """
     number = setting.bytes_per_number
     split = setting.tp_size
@@ -314,14 +338,20 @@ def _operand_bytes(network: Architecture, setting: MemorySetting) -> int:
     keys = network.attended_heads * network.head_dim
     stored_keys = network.num_kv_heads * network.head_dim
     total = (heads + 2 * stored_keys) * number // split
-    if _goes_by_blocks(network, setting):
+    rotates = POSITIONS[network.positions].rotates
+    if setting.gathers_keys:
+        copies = 2 * keys * (setting.cp_size if setting.keeps_gathered_keys else 1)
+        if rotates and setting.keeps_gathered_keys:
+            copies += heads + keys
+        elif rotates:  # the copies take the place of what is not rotated
+            copies += keys - 2 * stored_keys
+        total += copies * number // split
+    elif _goes_by_blocks(network, setting):
         blocks = -(-setting.sequence_length // QUERY_BLOCK)
         pairs = setting.sequence_length * (blocks + 1) // (2 * blocks)
         total += network.num_attention_heads * pairs * number // split
-    elif POSITIONS[network.positions].rotates:
+    elif rotates:
         total += (heads + keys) * number // split
-    if setting.gathers_keys:  # of all tokens
-        total += 2 * setting.cp_size * keys * number // split
     if network.latent_width:  # latent vectors before and after their norms, on every tensor rank
         widths = network.latent_width + network.rotary_ndims + network.query_latent_width
         total += 2 * widths * number
@@ -345,6 +375,8 @@ def _score_bytes(network: Architecture, setting: MemorySetting) -> int:
         per_score += number  # the bounded score
     if setting.attention_dropout:
         per_score += number + 1
+    if setting.gathers_keys:
+        keys *= setting.cp_size
     copies = (heads + 2 * keys) * number // split
     return copies + per_score * network.num_attention_heads * setting.sequence_length // split
 

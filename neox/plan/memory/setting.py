@@ -33,6 +33,7 @@ class MemorySetting:
         dp_size: Ranks with the same weights.
         cp_size: Context ranks, which divide the tokens of each sample.
         gathers_keys: Whether context ranks get the keys and values of all tokens.
+        may_compile: Whether layers are compiled on GPUs if ZeRO, tiles and recomputation allow it.
         ep_size: Data-parallel ranks that divide experts.
         pipeline_schedule: Key of `PIPELINE_SCHEDULES`.
         virtual_stages: Value of the key `virtual_stages`.
@@ -86,6 +87,7 @@ class MemorySetting:
     dp_size: int
     cp_size: int = 1
     gathers_keys: bool = False
+    may_compile: bool = False
     pipeline_schedule: str
     virtual_stages: int | None = None
     sequence_parallel: bool
@@ -151,6 +153,13 @@ class MemorySetting:
         return self.sequence_length // self.cp_size
 
     @property
+    def keeps_gathered_keys(self) -> bool:
+        """Whether gathered keys and values are kept for the backward pass: compiled layers do not gather them again."""
+        recomputes_part = self.recompute_chunk > 0 and self.recomputed_part != "full"
+        compiles = self.may_compile and self.zero_stage < 3 and not self.tile_tokens and not recomputes_part
+        return self.gathers_keys and compiles and not self.on_cpu
+
+    @property
     def in_tiles(self) -> bool:
         """Whether MLPs and norms go by tiles of tokens."""
         return 0 < self.tile_tokens < self.queries
@@ -193,6 +202,7 @@ def memory_setting(
         dp_size=grid.dp_size,
         cp_size=grid.cp_size,
         gathers_keys=grid.cp_size > 1 and grid.cp_kind == "all_gather",
+        may_compile=_may_compile(config),
         ep_size=grid.ep_size,
         pipeline_schedule=config.parallelism.pipeline_schedule,
         virtual_stages=config.parallelism.virtual_stages,
@@ -239,6 +249,14 @@ def memory_setting(
         warm_logits=config.distillation.warms_all_logits,
         copies_reference=config.preferences.copies_reference,
     )
+
+
+def _may_compile(config: NeoXConfig) -> bool:
+    """Return whether layers are compiled on GPUs unless ZeRO, tiles or recomputation keep them from it."""
+    asked = config.training.compile_layers
+    if isinstance(asked, bool):
+        return asked
+    return not config.training.deterministic and not config.model.apply_query_key_layer_scaling
 
 
 def _accumulates_in_fp32(deepspeed: DeepSpeedConfig, precision: Precision) -> bool:

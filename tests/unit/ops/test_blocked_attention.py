@@ -67,7 +67,7 @@ def test_a_part_of_the_queries_gets_its_rows_of_the_result(kind: str) -> None:
     pairs = described(kind)
     q, k, v = (x.detach().transpose(1, 2) for x in inputs(2))
     whole = blocked_attention(q, k, v, pairs, 0.25)
-    part = blocked_attention(q[:, :, 90:171], k, v, pairs, 0.25, first_query=90)
+    part = blocked_attention(q[:, :, 90:171], k, v, pairs, 0.25, queries=[range(90, 171)])
     torch.testing.assert_close(part, whole[:, :, 90:171])
 
 

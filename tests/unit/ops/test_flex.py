@@ -51,6 +51,25 @@ def test_attention_by_block_masks_equals_blocks_of_queries(kind: str) -> None:
     torch.testing.assert_close(flex, blocks)
 
 
+@pytest.mark.parametrize("kind", ["window", "documents", "bigbird"])
+@torch.no_grad()
+def test_queries_of_two_runs_get_their_rows_of_the_result(kind: str) -> None:
+    """As on a context rank, which has an early and a late part of the queries."""
+    pairs = described(kind)
+    runs = (range(30, 60), range(240, 270))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, LENGTH, heads, 16, generator=generator) for heads in (4, 2, 2))
+    whole = core_attention(q, k, v, impl="flash", pairs=pairs)
+    own = pairs.indices(runs)
+    mask = block_mask_of(pairs, runs)
+    assert mask.shape[-2:] == (60, LENGTH)
+    for block_mask in (None, mask):
+        part = core_attention(q[:, own], k, v, impl="flash", pairs=pairs, queries=runs, block_mask=block_mask)
+        torch.testing.assert_close(part, whole[:, own])
+    dense = core_attention(q[:, own], k, v, impl="eager", pairs=pairs, queries=runs)
+    torch.testing.assert_close(dense, whole[:, own])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="torch.compile needs a C++ compiler")
 @torch.no_grad()
