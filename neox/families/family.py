@@ -221,6 +221,8 @@ class Family:
         found: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, **self.network}
         for part in self.config:
             found.update(part.read(hf, found))
+        if found.get("window"):  # Phi-3 of 128k tokens has a window of twice that many
+            found["window"] = min(found["window"], found["max_positions"])
         settings = {name: found.pop(name) for name in SETTINGS}
         if _gives_scores(hf):
             found.update(WITHOUT_LOGITS, score_head=True)

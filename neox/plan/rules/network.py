@@ -214,6 +214,13 @@ def _windows(config: NeoXConfig, kinds: set[str]) -> Iterator[Problem]:
         yield config.problem_about(f"`{_ATTENTION}` asks for {SLIDING_WINDOW}: give {key}", _ATTENTION, key)
     if width is not None and not {FLASH, SLIDING_WINDOW} & kinds:
         yield config.problem(key, f"applies to no block: none is {FLASH} or {SLIDING_WINDOW}", _ATTENTION)
+    context = max(config.model.seq_length or 0, config.model.max_position_embeddings or 0)
+    if width is not None and 0 < context < width:
+        rule = (
+            f"hides nothing: no token has more than {context} before it; remove it, use less, or give "
+            "max_position_embeddings if the network is meant for more tokens"
+        )
+        yield config.problem(key, rule, "seq_length", "max_position_embeddings")
 
 
 def _gates(config: NeoXConfig, kinds: str) -> Iterator[Problem]:

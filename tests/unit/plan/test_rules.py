@@ -151,6 +151,16 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("use_qk_layernorm", ("norm",), {"use_qk_layernorm": True, "norm": "scalenorm"}),
     ("attention_config", ("sliding_window_width",), {"attention_config": ["sliding_window"] * 4}),
     ("sliding_window_width", ("attention_config",), {"attention_config": ["global"] * 4, "sliding_window_width": 8}),
+    (
+        "sliding_window_width",
+        ("seq_length", "max_position_embeddings"),
+        {
+            "attention_config": ["flash"] * 4,
+            "sliding_window_width": 65,
+            "seq_length": 64,
+            "max_position_embeddings": 64,
+        },
+    ),
     ("te_mha", (), {"te_mha": True}),
     ("attention_config", (), {"attention_config": [[["rwkv"], 4]]}),
     ("attention_config", ("num_layers",), {"attention_config": [[["flash"], 3]]}),
