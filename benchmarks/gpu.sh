@@ -15,7 +15,8 @@ cd "$(dirname "$0")/.."
 
 steps=(ceilings tests train-1.3B-engine train-1.3B-compile train-6.9B-engine train-1.3B-compile-fp8 train-6.9B-compile
        train-6.9B-compile-fp8 fp8-loss-160M deterministic-160M generate-1.3B train-1.3B train-1.3B-engine-eager train-1.3B-compile-cudnn
-       train-1.3B-engine-recompute train-1.3B-fused train-1.3B-16x-compile train-1.3B-16x-engine generate-410M generate-410M-steps memory)
+       train-1.3B-engine-recompute train-1.3B-fused train-1.3B-16x-compile train-1.3B-16x-engine generate-410M generate-410M-steps
+       longest-1.3B longest-8B speed-1.3B-8k speed-1.3B-32k speed-1.3B-128k memory)
 rehearse=
 if [ "${1:-}" = --list ]; then
     printf '%s\n' "${steps[@]}"
@@ -56,7 +57,7 @@ fi
 
 # command_of STEP: set `command` to what a step runs.
 command_of() {
-    local step=$1 shape dtype=bf16 bench generate
+    local step=$1 shape dtype=bf16 bench generate long
     shape=$(cut -d- -f2 <<<"$step")
     case $step in *-16x-*) shape+=-16x ;; esac # 16 experts
     generate=("$python" benchmarks/generate.py --dtype bf16 --json)
@@ -71,6 +72,14 @@ command_of() {
         generate=("$python" benchmarks/generate.py --json --layers 2 --hidden 64 --heads 4 --vocab 512 --new 8 --rounds 1)
     fi
     bench=("$python" benchmarks/train.py --shape "$shape" --rounds "$rounds" --dtype "$dtype" --json "$work/$step.json")
+    long=("$python" benchmarks/long_context.py "${step%%-*}" --shape "$shape" --json "$work/$step.json")
+    case $step in # long samples, which a rehearsal shortens
+        longest-8B) long+=(--in-main-memory) ;;
+        speed-*-8k) long+=(--tokens 8192) ;;
+        speed-*-32k) long+=(--tokens 32768) ;;
+        speed-*-128k) long+=(--tokens 131072 --rounds 1) ;;
+    esac
+    [ -z "$rehearse" ] || long+=(--tokens 256 --window 64 --most 512 --rounds 1)
     case $step in
         ceilings) command=("$python" benchmarks/ceilings.py --seconds 2 --json "$work/ceilings.json" ${rehearse:+--shape tiny}) ;;
         tests) command=("$python" -m pytest tests/gpu -v --tb=short --durations=15) ;;
@@ -92,6 +101,7 @@ command_of() {
         train-*) command=("${bench[@]}" --sides model) ;;
         generate-*-steps) command=("${generate[@]}" --one-by-one) ;;
         generate-*) command=("${generate[@]}") ;;
+        longest-* | speed-*) command=("${long[@]}") ;;
         memory) command=("$python" benchmarks/memory_table.py "$work") ;;
     esac
 }

@@ -154,6 +154,10 @@ def test_every_step_runs_on_a_cpu_from_a_checkout_that_is_not_installed(tmp_path
     assert {name for name, step in found.items() if step["status"] != "passed"} == {"memory"}, done.stdout
     assert found["train-1.3B-engine"]["figures"]["rows"]
     assert found["generate-1.3B"]["figures"]
+    assert found["longest-8B"]["figures"]["figures"][-1]["tokens"] == 512
+    sides = found["speed-1.3B-32k"]["figures"]["figures"]
+    assert len(sides) == 5
+    assert all(side["tokens_per_second"] > 0 for side in sides)
 
 
 @pytest.mark.slow
