@@ -87,7 +87,7 @@ class _KeptParts:
         if self._packed_own is None:
             self._packed_own = self._pack_outside(self._own)
             del self._own
-        return _View(x.shape, x.stride(), x.storage_offset())
+        return _View(x.shape, x.stride(), int(x.storage_offset()))
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor again."""
