@@ -1,13 +1,14 @@
-"""Blocks of whole lines with their positions, so that other processes can parse them."""
+"""Blocks of whole lines or rows with their positions, so that other processes can parse them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from neox.corpus.document import BadInput, CorruptInput
+from neox.corpus.document import BadInput, CorruptInput, TextRows
 from neox.corpus.fields import Filter
-from neox.corpus.streams import read_bytes
+from neox.corpus.streams import read_chunks
+from neox.corpus.tables import Chunk
 
 DEFAULT_MAX_LINE_BYTES = 1 << 28
 _FIRST_BLOCK_BYTES = 1 << 16
@@ -32,10 +33,13 @@ class LineBlock:
 
     Attributes:
         file: Path of the input.
-        data: The lines. A newline ends each of them, except perhaps the last line of the file.
+        data: The lines. A newline ends each of them, except perhaps the last line of the file. For a table with one
+            wanted column, the texts in it, one after another.
         start: Start of the first line.
         end: Start of the line after the last one.
         filters: Conditions that a line must meet to be a document.
+        column: Name of the column of texts; None if the data are JSON lines.
+        lengths: Number of bytes of each text of the column; -1 for null.
     """
 
     file: str
@@ -43,6 +47,8 @@ class LineBlock:
     start: Position
     end: Position
     filters: tuple[Filter, ...] = ()
+    column: str | None = None
+    lengths: tuple[int, ...] = ()
 
 
 def read_blocks(
@@ -70,7 +76,8 @@ def read_blocks(
         start: Line to start from (default: the first one).
         consumed: Function that is called with the number of bytes newly read from the file itself.
         filters: Conditions that blocks carry to where their lines are parsed.
-        columns: Columns of tables to read (see `neox.corpus.tables`); None for all of them.
+        columns: Columns of tables to read (see `neox.corpus.tables`); None for all of them. The blocks of a table whose
+            only wanted column holds texts have them as they are, without JSON.
 
     Raises:
         DataError: If the file cannot be opened or read.
@@ -79,7 +86,7 @@ def read_blocks(
     wanted_bytes = 1  # the first block is what the first chunk holds
     try:
         for chunk in _small_first(
-            read_bytes(
+            read_chunks(
                 file,
                 skip=cutter.start.offset,
                 skip_lines=cutter.start.line - 1,
@@ -101,12 +108,24 @@ def read_blocks(
         yield BadInput(file, None, None, "the file is empty")
 
 
-def _small_first(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _small_first(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     """Yield chunks; the first one is divided, so that the first block is small."""
     first = next(chunks, b"")
-    yield first[:_FIRST_BLOCK_BYTES]
-    yield first[_FIRST_BLOCK_BYTES:]
+    if isinstance(first, TextRows):
+        yield from first.split(_rows_within(first, _FIRST_BLOCK_BYTES))
+    else:
+        yield first[:_FIRST_BLOCK_BYTES]
+        yield first[_FIRST_BLOCK_BYTES:]
     yield from chunks
+
+
+def _rows_within(rows: TextRows, size: int) -> int:
+    """Return the number of first rows that have at most `size` bytes; at least one row."""
+    for number, length in enumerate(rows.lengths):
+        size -= length + 1
+        if size < 0:
+            return max(1, number)
+    return len(rows.lengths)
 
 
 def first_lines(
@@ -118,9 +137,14 @@ def first_lines(
         The lines; None if there is no whole line, or the stream is damaged.
     """
     try:
-        head = next(read_bytes(file, columns=columns), b"")[:size]
+        head = next(read_chunks(file, columns=columns), b"")
     except CorruptInput:
         return None
+    if isinstance(head, TextRows):
+        rows, _ = head.split(_rows_within(head, size))
+        end = Position(1 + len(rows.lengths), rows.size)
+        return LineBlock(file, rows.data, Position(), end, filters, rows.column, tuple(rows.lengths))
+    head = head[:size]
     data = head[: head.rfind(b"\n") + 1]
     if not data:
         return None
@@ -150,12 +174,42 @@ class _BlockCutter:
         self.limit_flag = limit_flag
         self.complete_bytes = 0
         self._complete: list[bytes] = []
+        self._column: str | None = None
+        self._lengths: list[int] = []  # of the collected rows, if chunks are rows and not lines
         self._begun: list[bytes] = []
         self._begun_bytes = 0
         self._skipped_bytes = 0  # size, so far, of a line that is too long and is not kept
 
-    def add(self, chunk: bytes) -> Iterator[LineBlock | BadInput]:
+    def add(self, chunk: Chunk) -> Iterator[LineBlock | BadInput]:
         """Add a chunk. If a line is too long, yield the lines before it, and then a BadInput."""
+        if isinstance(chunk, TextRows):
+            yield from self._add_rows(chunk)
+        else:
+            yield from self._add_lines(chunk)
+
+    def _add_rows(self, rows: TextRows) -> Iterator[LineBlock | BadInput]:
+        """Add whole rows as `add` does."""
+        self._column = rows.column
+        while rows.lengths:
+            good, rows = rows.split(self._rows_before_too_long(rows))
+            if good.lengths:
+                self._complete.append(good.data)
+                self._lengths += good.lengths
+                self.complete_bytes += good.size
+            if rows.lengths:
+                yield from self.cut()
+                too_long, rows = rows.split(1)
+                yield self._too_long(len(too_long.data))
+                self._advance(1, too_long.size)
+
+    def _rows_before_too_long(self, rows: TextRows) -> int:
+        for number, length in enumerate(rows.lengths):
+            if length > self.max_line_bytes:
+                return number
+        return len(rows.lengths)
+
+    def _add_lines(self, chunk: bytes) -> Iterator[LineBlock | BadInput]:
+        """Add a part of JSON lines as `add` does."""
         newline = chunk.find(b"\n")
         line_bytes = self._skipped_bytes + self._begun_bytes
         if newline < 0:
@@ -196,7 +250,10 @@ class _BlockCutter:
             data = b"".join(self._complete)
             self._complete = []
             self.complete_bytes = 0
-            yield self._block(data, data.count(b"\n"))
+            if self._column is None:
+                yield self._block(data, data.count(b"\n"))
+            else:
+                yield self._block_of_rows(data)
 
     def cut_last_line(self) -> Iterator[LineBlock | BadInput]:
         """Yield the last line of the file, if no newline ends it."""
@@ -213,6 +270,14 @@ class _BlockCutter:
         start = self.start
         self._advance(lines, len(data))
         return LineBlock(self.file, data, start, self.start, self.filters)
+
+    def _block_of_rows(self, data: bytes) -> LineBlock:
+        """Return the collected rows as the next block and move `start` to its end."""
+        start = self.start
+        lengths = tuple(self._lengths)
+        self._lengths = []
+        self._advance(len(lengths), len(data) + len(lengths))
+        return LineBlock(self.file, data, start, self.start, self.filters, self._column, lengths)
 
     def bad_input(self, reason: str) -> BadInput:
         """Return a defect at the current position."""

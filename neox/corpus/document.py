@@ -1,19 +1,62 @@
-"""Documents, bad inputs, and the limit on bad inputs that are skipped."""
+"""Documents, rows of texts, bad inputs, and the limit on bad inputs that are skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from neox.errors import DataError
 
 BAD_ROW = b"\x18"
 """First byte of a line that stands for a bad row of a table; the reason follows it. No JSON begins so."""
+NOT_UTF_8 = "its text is not UTF-8"
+"""Reason why such a row is bad."""
 
 
 class CorruptInput(Exception):
     """The stream is truncated or damaged. The message says how."""
+
+
+class TextRows(NamedTuple):
+    """Rows of a table with one column of texts.
+
+    Attributes:
+        column: Name of the column.
+        data: Texts as UTF-8, one after another, as the table holds them.
+        lengths: Number of bytes of each text; -1 for null.
+    """
+
+    column: str
+    data: bytes
+    lengths: list[int]
+
+    @property
+    def size(self) -> int:
+        """Size of the rows as it counts for positions: as if a newline ended each of them."""
+        return len(self.data) + len(self.lengths)
+
+    def split(self, rows: int) -> tuple[TextRows, TextRows]:
+        """Return the first rows, and the others."""
+        first = self.lengths[:rows]
+        size = sum(filter(_is_text, first))
+        others = self._replace(data=self.data[size:], lengths=self.lengths[rows:])
+        return self._replace(data=self.data[:size], lengths=first), others
+
+    def texts(self) -> Iterator[memoryview | None]:
+        """Yield the bytes of each text; None for null."""
+        view = memoryview(self.data)
+        begin = 0
+        for length in self.lengths:
+            if _is_text(length):
+                yield view[begin : begin + length]
+                begin += length
+            else:
+                yield None
+
+
+def _is_text(length: int) -> bool:
+    return length >= 0
 
 
 @dataclass(frozen=True)

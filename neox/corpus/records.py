@@ -11,7 +11,7 @@ import ujson
 import zstandard
 
 from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, read_blocks
-from neox.corpus.document import BAD_ROW, BadInput, Document, SkipBudget
+from neox.corpus.document import BAD_ROW, NOT_UTF_8, BadInput, Document, SkipBudget, TextRows
 from neox.corpus.fields import FieldError, Filter, look_up
 from neox.corpus.inputs import expand_inputs
 from neox.errors import DataError, os_errors
@@ -249,10 +249,10 @@ def convert_lines(
     """
     line = block.start.line
     offset = block.start.offset
-    for data in block.data.split(b"\n"):
-        if data and not data.isspace():
+    for row in _rows_of(block):
+        if not _is_blank(row):
             try:
-                record, strict = _load(data, first=line == 1)
+                record, strict = _load_row(block, row, first=line == 1)
                 if not block.filters or _passes(record, block.filters):
                     yield convert(record, strict)
                 elif filtered is not None:
@@ -260,7 +260,34 @@ def convert_lines(
             except BadRecord as error:
                 yield BadInput(block.file, line, offset, str(error))
         line += 1
-        offset += len(data) + 1
+        offset += len(row or b"") + 1
+
+
+Row = bytes | memoryview | None
+"""A JSON line (bytes), or what a table holds in its row: a text (memoryview) or null."""
+
+
+def _rows_of(block: LineBlock) -> Iterable[Row]:
+    """Return the lines or rows of a block."""
+    if block.column is None:
+        return block.data.split(b"\n")
+    return TextRows(block.column, block.data, list(block.lengths)).texts()
+
+
+def _is_blank(row: Row) -> bool:
+    return isinstance(row, bytes) and (not row or row.isspace())
+
+
+def _load_row(block: LineBlock, row: Row, *, first: bool) -> tuple[Any, bool]:
+    """Return the value of a line or row, and whether it is strict JSON. Raises BadRecord."""
+    if isinstance(row, bytes):
+        return _load(row, first=first)
+    if row is None:
+        return {block.column: None}, True
+    try:
+        return {block.column: str(row, "utf-8")}, True
+    except UnicodeDecodeError:
+        raise BadRecord(NOT_UTF_8) from None
 
 
 def _passes(record: Any, filters: Sequence[Filter]) -> bool:

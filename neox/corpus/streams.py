@@ -29,7 +29,7 @@ from neox.corpus.archives import (
     zip_texts,
 )
 from neox.corpus.document import CorruptInput
-from neox.corpus.tables import TableReader, arrow_lines, csv_lines, parquet_lines
+from neox.corpus.tables import Chunk, TableReader, arrow_rows, csv_lines, parquet_rows
 from neox.errors import DataError, os_errors
 from neox.storage import name_of, open_file, shown
 
@@ -43,15 +43,17 @@ def is_readable(name: str) -> bool:
     return name.endswith(suffixes()) and not name.endswith(("_document.json", ".progress.json", ".step.json"))
 
 
-def read_bytes(
+def read_chunks(
     path: str | Path,
     *,
     skip: int = 0,
     skip_lines: int = 0,
     columns: Sequence[str] | None = None,
     consumed: Callable[[int], None] | None = None,
-) -> Iterator[bytes]:
+) -> Iterator[Chunk]:
     """Yield the JSON lines of an input in chunks of about 256 KiB. A line may span several chunks.
+
+    Texts of a table, if they are the only column that is wanted, come as rows instead.
 
     Args:
         path: File to read, or its address.
@@ -265,12 +267,12 @@ _READERS: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
     ".json.zst": lambda file: array_elements(decompress_zstd(file)),
     ".dat.zst": lambda file: length_prefixed(decompress_zstd(file)),
     ".gz": lambda file: each_line(_unzipped(file)),
-    "_data.xz": lambda file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_bytes`)
+    "_data.xz": lambda file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_chunks`)
     "openwebtext.tar.xz": lambda file: tar_of_tars(lzma.LZMAFile(file)),  # noqa: SIM115
 }
 _TABLES: Mapping[str, TableReader] = {
-    ".parquet": parquet_lines,
-    ".arrow": arrow_lines,
+    ".parquet": parquet_rows,
+    ".arrow": arrow_rows,
     ".csv": csv_lines,
     ".tsv": csv_lines,
 }
@@ -293,7 +295,7 @@ def table_reader(name: str) -> TableReader | None:
     return None
 
 
-def _packed_csv(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[bytes]:
+def _packed_csv(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
     """Yield the rows of a compressed CSV file as JSON lines."""
     plain, _, packed = name_of(path).rpartition(".")
     content = io.BufferedReader(_Joined(_PACKED[f".{packed}"](file)), _CHUNK_BYTES)

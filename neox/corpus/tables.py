@@ -1,5 +1,6 @@
 """Tables as JSON lines: Parquet, Arrow and CSV files. Line N is row N, so that a row is found by its number.
 
+If the only wanted column of a Parquet or Arrow file holds texts, they are handed over as they are, without JSON.
 A table is read in pieces of about a mebibyte: Parquet a row group after another, Arrow a record batch after another.
 """
 
@@ -8,16 +9,17 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import orjson
 
-from neox.corpus.document import BAD_ROW, CorruptInput
+from neox.corpus.document import BAD_ROW, NOT_UTF_8, CorruptInput, TextRows
 from neox.errors import DataError, needs_package
 from neox.storage import is_remote
 
@@ -26,13 +28,18 @@ _MOST_ROWS = 4096
 _MAX_CELL = (1 << 31) - 1
 _ARROW_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+OffsetFormat = Literal["i", "q"]
+"""Format of the offsets of texts in Arrow, as `memoryview` calls it."""
+_OFFSET_FORMATS: Mapping[str, OffsetFormat] = {"string": "i", "large_string": "q"}
 
-TableReader = Callable[[str, IO[bytes], int, Sequence[str] | None], Iterator[bytes]]
-"""Function of a path, its opened file, a number of rows to skip, and the wanted columns; it yields JSON lines."""
+Chunk = bytes | TextRows
+"""Piece of JSON lines, which may begin and end anywhere in one, or whole rows of texts."""
+TableReader = Callable[[str, IO[bytes], int, Sequence[str] | None], Iterator[Chunk]]
+"""Function of a path, its opened file, a number of rows to skip, and the wanted columns."""
 
 
-def parquet_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[bytes]:
-    """Yield the rows of a Parquet file as JSON lines. Row groups that are skipped are not read.
+def parquet_rows(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
+    """Yield the rows of a Parquet file. Row groups that are skipped are not read.
 
     Raises:
         CorruptInput: If the file is damaged.
@@ -53,14 +60,14 @@ def parquet_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] 
                 seen = 0
                 for batch in table.iter_batches(rows, row_groups=[number], columns=names, use_threads=False):
                     seen += batch.num_rows
-                    yield from _batch_lines(batch.slice(min(skip, batch.num_rows)))
+                    yield from _batch_rows(batch.slice(min(skip, batch.num_rows)), names)
                     skip = max(0, skip - batch.num_rows)
                 if seen != group.num_rows:
                     raise CorruptInput(f"row group {number} holds {seen:,} rows instead of {group.num_rows:,}")
 
 
-def arrow_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[bytes]:
-    """Yield the rows of an Arrow file or stream as JSON lines; `datasets` saves streams. Raises as `parquet_lines`."""
+def arrow_rows(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
+    """Yield the rows of an Arrow file or stream; `datasets` saves streams. Raises as `parquet_rows`."""
     with _arrow_errors(path, "Arrow"):
         for batch in _arrow_batches(path, file):
             if skip >= batch.num_rows:
@@ -72,7 +79,7 @@ def arrow_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | 
             batch.validate(full=True)  # offsets and text, which reading itself does not check
             rows = max(1, min(_MOST_ROWS, _PIECE_BYTES * batch.num_rows // max(batch.nbytes, 1)))
             for start in range(skip, batch.num_rows, rows):
-                yield from _batch_lines(batch.slice(start, rows))
+                yield from _batch_rows(batch.slice(start, rows), names)
             skip = 0
 
 
@@ -136,17 +143,49 @@ def _chosen(names: Sequence[str], wanted: Sequence[str] | None) -> list[str] | N
     return chosen
 
 
-def _batch_lines(batch: Any) -> Iterator[bytes]:
-    """Yield the rows of a record batch in one piece of JSON lines."""
+def _batch_rows(batch: Any, names: Sequence[str] | None) -> Iterator[Chunk]:
+    """Yield the rows of a record batch in one chunk. `names` are the chosen columns; None if all are read."""
     if not batch.num_rows:
         return
+    offset_format = None
+    if names is not None and batch.num_columns == 1:
+        offset_format = _OFFSET_FORMATS.get(str(batch.schema.types[0]))
+    if offset_format is None:
+        yield _batch_lines(batch)
+    else:
+        yield _batch_texts(batch.schema.names[0], batch.column(0), offset_format)
+
+
+def _batch_texts(column: str, array: Any, offset_format: OffsetFormat) -> TextRows:
+    """Return the texts of a column.
+
+    Args:
+        column: Name of the column.
+        array: Array of Arrow's type `string` or `large_string`.
+        offset_format: Format of its offsets.
+    """
+    nulls: Sequence[bool] = ()
+    if array.null_count:
+        nulls = array.is_null().to_pylist()
+        array = array.fill_null("")  # a null may have bytes
+    _, offsets, data = array.buffers()
+    ends = memoryview(offsets).cast("B").cast(offset_format)[array.offset : array.offset + len(array) + 1].tolist()
+    lengths = list(map(operator.sub, ends[1:], ends))
+    for number, is_null in enumerate(nulls):
+        if is_null:
+            lengths[number] = -1
+    return TextRows(column, bytes(memoryview(data or b"")[ends[0] : ends[-1]]), lengths)
+
+
+def _batch_lines(batch: Any) -> bytes:
+    """Return the rows of a record batch as JSON lines."""
     try:
         rows = batch.to_pylist()
         lines = [orjson.dumps(row, default=_as_json) for row in rows]
     except (UnicodeDecodeError, TypeError, ValueError, OverflowError):
         lines = [_row_line(batch, number) for number in range(batch.num_rows)]
     lines.append(b"")
-    yield b"\n".join(lines)
+    return b"\n".join(lines)
 
 
 def _row_line(batch: Any, number: int) -> bytes:
@@ -154,7 +193,7 @@ def _row_line(batch: Any, number: int) -> bytes:
     try:
         return orjson.dumps(batch.slice(number, 1).to_pylist()[0], default=_as_json)
     except UnicodeDecodeError:
-        return BAD_ROW + b"its text is not UTF-8"
+        return BAD_ROW + NOT_UTF_8.encode()
     except (TypeError, ValueError, OverflowError) as error:
         return BAD_ROW + f"it cannot be written as JSON ({error})".replace("\n", " ").encode(errors="replace")
 
@@ -170,7 +209,7 @@ def _as_json(value: Any) -> Any:
     return str(value)
 
 
-def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[bytes]:
+def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
     """Yield the rows of a CSV or TSV file as JSON lines. All values are texts; the first row names the columns.
 
     Raises:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from neox.corpus import BadInput, LineBlock, expand_inputs, read_blocks, read_documents, read_filter
+from neox.corpus import BadInput, LineBlock, expand_inputs, parse_texts, read_blocks, read_documents, read_filter
 from neox.errors import DataError
 from neox.storage import matches
 from tests.errors import raises_naming
@@ -81,6 +81,47 @@ def test_a_table_gives_its_texts_and_goes_on_at_any_row(tmp_path: Path, monkeypa
     for block in blocks[::7]:
         rest = list(read_blocks(str(path), block_bytes=500, start=block.start))
         assert b"".join(each.data for each in rest if isinstance(each, LineBlock)) == whole[block.start.offset :]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
+def test_texts_of_one_column_come_as_they_are(tmp_path: Path, monkeypatch: Any, name: str) -> None:
+    monkeypatch.setattr("neox.corpus.tables._PIECE_BYTES", 1000)
+    monkeypatch.setattr("neox.corpus.blocks._FIRST_BLOCK_BYTES", 50)
+    rows = [{**row, "text": None if row["n"] % 50 == 3 else "" if row["n"] % 50 == 4 else row["text"]} for row in ROWS]
+    rows[41]["text"] = "long " * 100
+    path = tmp_path / name
+    WRITERS[name](path, rows)  # type: ignore[call-arg]
+    found = list(read_blocks(str(path), block_bytes=500, max_line_bytes=400, columns=("text",)))
+    blocks = [block for block in found if isinstance(block, LineBlock)]
+    (too_long,) = (block for block in found if isinstance(block, BadInput))
+    assert too_long.line == 42
+    assert {block.column for block in blocks} == {"text"}
+    assert blocks[-1].end.line == len(rows) + 1
+    sides = []
+    for columns in (("text",), None):
+        side: list[Any] = []
+        for block in read_blocks(str(path), block_bytes=500, columns=columns):
+            assert isinstance(block, LineBlock)
+            parsed = parse_texts(block, ["text"])
+            side += [*parsed.columns[0], *((bad.line, bad.reason) for bad in parsed.bad)]
+        sides.append(sorted(map(str, side)))
+    assert sides[0] == sides[1]
+    assert len(sides[0]) == len(rows) - 6  # an empty text is no document
+    for block in blocks[::7]:
+        rest = list(read_blocks(str(path), block_bytes=500, max_line_bytes=400, start=block.start, columns=("text",)))
+        assert b"".join(each.data for each in rest if isinstance(each, LineBlock)) == b"".join(
+            each.data for each in blocks if each.start.line >= block.start.line
+        )
+
+
+def test_a_text_that_is_not_utf_8_is_one_bad_row(tmp_path: Path) -> None:
+    offsets = pa.array([0, 4, 6, 11], pa.int64()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.large_utf8(), 3, [None, offsets, pa.py_buffer(b"good\xff\xferight")])
+    pq.write_table(pa.table({"text": texts}), tmp_path / "b.parquet")
+    documents = list(read_documents(tmp_path / "b.parquet", skip_bad=1, columns=["text"]))
+    assert [document.text for document in documents] == ["good", "right"]
+    with raises_naming(DataError, "b.parquet:2", "UTF-8"):
+        list(read_documents(tmp_path / "b.parquet", columns=["text"]))
 
 
 @pytest.mark.parametrize("pack", [bz2.compress, lzma.compress, gzip.compress])
@@ -214,13 +255,14 @@ def fuzz(folder: Path, cases: int, seed: int) -> None:
                 bad.append(block)
             else:
                 size += block.data.count(b"\n")
-        texts = []
-        try:
-            texts = [document.text for document in read_documents(path, skip_bad=None)]
-        except DataError:
-            continue
-        if name == "a.parquet" or (name.endswith(".arrow") and kind == "cut"):
-            assert texts == TEXTS, (seed, case, kind)
+        for columns in (None, ["text"]):
+            texts = []
+            try:
+                texts = [document.text for document in read_documents(path, skip_bad=None, columns=columns)]
+            except DataError:
+                continue
+            if name == "a.parquet" or (name.endswith(".arrow") and kind == "cut"):
+                assert texts == TEXTS, (seed, case, kind)
 
 
 def test_damaged_tables_are_errors(tmp_path: Path) -> None:
