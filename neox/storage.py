@@ -23,8 +23,14 @@ _log = get_logger(__name__)
 SCHEMES = ("s3", "gs", "hf", "https", "http")
 """Schemes of addresses that are read through fsspec."""
 
+WRITABLE_SCHEMES = ("s3", "gs")
+"""Those of them to which checkpoints are written."""
+
 CHECKPOINT_CACHE = "runs/fetched"
 """Default directory of copies of checkpoints."""
+
+CHECKPOINT_SAVES = "runs/saved"
+"""Directory of the checkpoints of runs whose `save` is an address."""
 
 BLOCK_BYTES = 8 << 20
 ATTEMPTS = 7
@@ -71,6 +77,17 @@ def cache_folder(address: str, cache: str | Path) -> Path:
     scheme, _, rest = address.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     return Path(cache, scheme, *("__" if part == ".." else part for part in parts))
+
+
+def cached_address(directory: Path, cache: str | Path) -> str | None:
+    """Return the address to which a directory of a cache belongs (`cache_folder`); None if it is not in the cache."""
+    try:
+        parts = directory.resolve().relative_to(Path(cache).resolve()).parts
+    except ValueError:
+        return None
+    if len(parts) < 2 or parts[0] not in SCHEMES:
+        return None
+    return f"{parts[0]}://{'/'.join(parts[1:])}"
 
 
 def named_checkpoint(address: str) -> tuple[str, int | None]:

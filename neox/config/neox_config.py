@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
+from neox.config.bucket_keys import convert_save_address
 from neox.config.flat import FlatKeys, look_up
 from neox.config.key_errors import report_type_errors, report_unknown_key
 from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
@@ -84,6 +85,7 @@ class NeoXConfig(Section):
         keys.spread_activation_checkpointing()
         keys.convert_virtual_stages()
         convert_older_keys(keys)
+        convert_save_address(keys)
         given = dict(keys.values)
         owners = key_sections()
         for key in given:

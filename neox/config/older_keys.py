@@ -22,10 +22,6 @@ def convert_older_keys(keys: FlatKeys) -> None:
         _convert_llama_mlp(keys)
     if keys.values.get("use_bnb_optimizer") is True:
         _convert_bitsandbytes(keys)
-    save = keys.values.get("save")
-    if isinstance(save, str) and "://" in save:
-        message = f"`save: {save}` is an address; give a local directory, and `checkpoint_mirror: {save}`, which copies"
-        keys.report(f"{message} each checkpoint there while training goes on", "save", "checkpoint_mirror")
 
 
 def _convert_llama_mlp(keys: FlatKeys) -> None:

@@ -18,7 +18,7 @@ from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
 from neox.plan.architecture import architecture_of
 from neox.plan.precision import newest_checkpoint
-from neox.storage import cache_folder, is_remote, named_checkpoint
+from neox.storage import cache_folder, cached_address, is_remote, named_checkpoint
 
 RUN_FILE = "run.json"
 """Name of the file in a checkpoint that holds the identity of its run."""
@@ -67,8 +67,9 @@ class FoundRun:
         ours = run_identity(config)
         if self.identity.run_id == ours.run_id:
             return True
+        starts = (ours.start, _start_of(config, by_copy=True))
         saved = _saved_config(self.checkpoint)
-        return saved is not None and self.identity.start == ours.start and _trained(saved) == _trained(config)
+        return saved is not None and self.identity.start in starts and _trained(saved) == _trained(config)
 
 
 def run_identity(config: NeoXConfig) -> RunIdentity:
@@ -95,8 +96,13 @@ def _saved_config(checkpoint: Path) -> NeoXConfig | None:
         return None
 
 
-def _start_of(config: NeoXConfig) -> str:
-    """Return the start of a run in words."""
+def _start_of(config: NeoXConfig, *, by_copy: bool = False) -> str:
+    """Return the start of a run in words.
+
+    Args:
+        config: The configuration.
+        by_copy: Whether a checkpoint in object storage is named by the path of its copy, as older versions did.
+    """
     keys = config.checkpoint
     if keys.load is None or resumes_own_directory(config):
         return f"initial weights of seed {config.training.seed}"
@@ -107,7 +113,11 @@ def _start_of(config: NeoXConfig) -> str:
         load = cache_folder(root, keys.checkpoint_cache_dir)
         if named is not None:
             iteration = named
-    source = str(load.resolve())
+    source = None
+    if not by_copy:
+        source = cached_address(load, keys.checkpoint_cache_dir)  # the same on all machines
+    if source is None:
+        source = str(load.resolve())
     if iteration is not None:
         source += f", iteration {iteration}"
     if keys.finetune:
@@ -156,10 +166,18 @@ def identity_text(identity: RunIdentity) -> str:
     return json.dumps(asdict(identity), indent=2) + "\n"
 
 
-def other_run_message(config: NeoXConfig, found: FoundRun) -> str:
-    """Return why a run must not write into a directory that holds another one's checkpoints, and the ways out."""
-    save = config.checkpoint.save
+def other_run_message(config: NeoXConfig, found: FoundRun, address: str | None = None) -> str:
+    """Return why a run must not write into a directory that holds another one's checkpoints, and the ways out.
+
+    Args:
+        config: The configuration of the run.
+        found: The run whose checkpoints are there.
+        address: Address of the directory if it is in object storage.
+    """
+    save = address or config.checkpoint.save
     move = "--overwrite to move its checkpoints to superseded/"
+    if address is not None:
+        move = "--overwrite, with which its checkpoints stay there and no longer count"
     ours = run_identity(config).start
     if found.identity is not None and found.identity.start == ours:
         return (

@@ -12,10 +12,22 @@ def with_trained_model(config: NeoXConfig) -> NeoXConfig:
     """Return a training configuration whose `load` names what the run has trained.
 
     In fine-tuning, `load` names the weights that the run starts from. Then `save` takes its place as soon as it holds a
-    checkpoint, unless only `load` is given on the command line. In other runs `load` stays as it is.
+    checkpoint, unless only `load` is given on the command line. In other runs `load` stays as it is. If `save` holds
+    nothing on this machine, `checkpoint_mirror` takes its place.
     """
     keys = config.checkpoint
-    if not keys.finetune or keys.save is None or find_run(Path(keys.save)) is None:
+    if keys.save is None:
+        return config
+    trained = keys.save
+    key = "save"
+    if find_run(Path(keys.save)) is None:
+        if keys.checkpoint_mirror is None:
+            return config
+        trained = keys.checkpoint_mirror
+        key = "checkpoint_mirror"
+    if not keys.finetune:
+        if keys.load is None and key == "checkpoint_mirror":
+            return config.updated({"load": trained}, source=config.source(key).derived(key))
         return config
     if config.source("load").is_command_line and not config.source("save").is_command_line:
         return config
@@ -24,7 +36,7 @@ def with_trained_model(config: NeoXConfig) -> NeoXConfig:
         without.append("iteration")  # of the start
     if not config.source("load_weights").is_command_line:
         without.append("load_weights")  # of the start
-    return config.updated({"load": keys.save}, without=without, source=config.source("save").derived("save"))
+    return config.updated({"load": trained}, without=without, source=config.source(key).derived(key))
 
 
 def model_directory(config: NeoXConfig) -> str | None:

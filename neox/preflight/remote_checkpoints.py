@@ -5,6 +5,7 @@ from __future__ import annotations
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError
 from neox.preflight.data_decisions import DecidedConfig
+from neox.preflight.mirrored_save import planned_restore, restore_save
 from neox.preflight.own_run import with_own_run
 from neox.storage import cache_folder, is_remote, shown
 
@@ -12,13 +13,18 @@ from neox.storage import cache_folder, is_remote, shown
 def with_local_load(config: NeoXConfig, *, trains: bool) -> NeoXConfig:
     """Return a configuration whose `load` is a local directory: an address is replaced by a copy of its checkpoint.
 
+    A training whose `checkpoint_mirror` holds a newer checkpoint of it than `save` gets that one first.
+
     Args:
         config: The configuration.
         trains: Whether optimizer states may be needed.
 
     Raises:
         CheckpointError: If the checkpoint cannot be fetched.
+        ConfigError: If the mirror holds another run.
     """
+    if trains and not _is_own_mirror(config):
+        restore_save(config)
     if not _is_remote(config):
         return config
     if trains and not _is_remote(with_own_run(config).config):
@@ -37,6 +43,10 @@ def planned_load(config: NeoXConfig, *, trains: bool) -> DecidedConfig:
         config: The configuration.
         trains: Whether optimizer states may be needed.
     """
+    if trains and not _is_own_mirror(config):
+        restored = planned_restore(config)
+        if restored.notes or restored.problems:
+            return restored
     if not _is_remote(config) or (trains and not _is_remote(with_own_run(config).config)):
         return DecidedConfig(config)
     from neox.checkpoint import fetching  # torch
@@ -58,6 +68,15 @@ def planned_load(config: NeoXConfig, *, trains: bool) -> DecidedConfig:
     sizes = [record.size for name, record in whole.files.items() if needed(name)]
     what = f"{shown(remote.mirror.address)}/{remote.name}, {sum(sizes):,} bytes in {len(sizes)} files,"
     return DecidedConfig(config, (f"load: {what} is fetched to {directory} at the start",))
+
+
+def _is_own_mirror(config: NeoXConfig) -> bool:
+    """Return whether `load` is the run's own mirror, which says that its checkpoints are to be resumed."""
+    if not _is_remote(config):
+        return False
+    from neox.checkpoint.fetching import returns_to_save  # torch
+
+    return returns_to_save(config)
 
 
 def _is_remote(config: NeoXConfig) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from neox.checkpoint import checkpoint_directories, keep_last, read_manifest
@@ -47,6 +48,7 @@ class MirrorUploads(Callback):
         self._waiting: deque[Path] = deque(maxlen=1)
         self._wakes = threading.Event()
         self._ends = threading.Event()
+        self._supersedes_all = keys.overwrite
         self._moved = time.monotonic()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="checkpoint-mirror")
 
@@ -86,6 +88,8 @@ class MirrorUploads(Callback):
         self._moved = time.monotonic()
 
     def _serve(self) -> None:
+        with suppress(CheckpointError):  # said by the next upload if it lasts
+            self._supersede_all()
         while True:
             self._wakes.wait()
             self._wakes.clear()
@@ -101,6 +105,12 @@ class MirrorUploads(Callback):
             return False
         return self._mirror.manifest_text(manifest.iteration) == manifest.to_json().encode()
 
+    def _supersede_all(self) -> None:
+        """Let everything in the mirror no longer count if the run overwrites it. Raises CheckpointError."""
+        if self._supersedes_all:
+            self._note_superseded(self._mirror.supersede_after(-1), "this run overwrites them")
+            self._supersedes_all = False
+
     def _supersede_later(self, path: Path) -> None:
         """Let what is later in the mirror than the run's newest checkpoint no longer count. Raises CheckpointError.
 
@@ -109,21 +119,26 @@ class MirrorUploads(Callback):
         newest = parse_step_directory(path.name)
         if newest is None:
             return
-        later = self._mirror.supersede_after(newest)
-        if later:
-            names = ", ".join(map(step_directory, later))
-            _log.warning(
-                "%s: %s no longer count, because this run is before them: each %s can be renamed back",
-                self._mirror.address,
-                names,
-                SUPERSEDED_MANIFEST,
-            )
+        self._note_superseded(self._mirror.supersede_after(newest), "this run is before them")
+
+    def _note_superseded(self, iterations: list[int], reason: str) -> None:
+        if not iterations:
+            return
+        names = ", ".join(map(step_directory, iterations))
+        _log.warning(
+            "%s: %s no longer count, because %s: each %s can be renamed back",
+            self._mirror.address,
+            names,
+            reason,
+            SUPERSEDED_MANIFEST,
+        )
 
     def _upload(self, path: Path) -> None:
         started = time.monotonic()
         if not path.is_dir():
             return  # pruned while it waited, so that a newer one comes next
         try:
+            self._supersede_all()
             self._supersede_later(path)
             if self._has(path):
                 return

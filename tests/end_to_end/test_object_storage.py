@@ -103,3 +103,28 @@ def test_a_run_goes_on_at_other_degrees_from_a_bucket(
         where.pipe_file(name, damaged)
         shutil.rmtree(tmp_path / "fetched")
         assert name in train(tmp_path, runs, f"load={RUN}", "finetune=true", status=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_run_whose_save_is_an_address_goes_on_after_its_host_is_lost(
+    s3: FailingApp, tmp_path: Path, runs: list[LaunchedRun]
+) -> None:
+    kept = ("checkpoint_factor=2", "keep_last_n_checkpoints=1")  # each start has a directory of its own
+
+    def saved() -> Path:
+        return runs[-1].directory / "runs" / "saved" / "s3" / "bucket" / "run"
+
+    train(tmp_path, runs, f"save={RUN}", "exit_interval=4", *kept)
+    assert Mirror(RUN).iterations() == [4]
+    assert "seed" in train(tmp_path, runs, f"save={RUN}", "seed=7", status=2)
+    assert not saved().exists()
+    train(tmp_path, runs, f"save={RUN}", *kept)
+    assert Mirror(RUN).iterations() == [6]
+    resumed = saved()
+    whole = tmp_path / "whole"
+    train(tmp_path, runs, f"save={whole}", *kept)
+    readers = [open_checkpoint(path / "global_step6") for path in (whole, resumed)]
+    assert list(compare_checkpoints(*readers)) == []
+    train(tmp_path, runs, f"save={RUN}", "seed=7", "overwrite=true", "exit_interval=2", *kept)
+    assert Mirror(RUN).iterations() == [2]

@@ -187,10 +187,11 @@ class CheckpointConfig(Section):
     """Saving and loading."""
 
     save: str | None = None
-    """Directory that checkpoints are written to."""
+    """Directory that checkpoints are written to. All hosts must see it. An address (`s3://bucket/run`, `gs://...`)
+    stands for the directory `runs/saved/s3/bucket/run` and `checkpoint_mirror` at the address."""
 
     load: str | None = None
-    """Directory to resume from."""
+    """Directory to resume from, or its address in object storage."""
 
     iteration: Annotated[NonNegativeInt | None, OnlyWith("load"), OnlyWith("save")] = None
     """Iteration of the checkpoint to load, by default the newest complete one."""
@@ -230,7 +231,8 @@ class CheckpointConfig(Section):
 
     checkpoint_mirror: Annotated[str | None, OnlyWith("save")] = None
     """Address in object storage (`s3://bucket/run`, `gs://...`) to which committed checkpoints are copied while
-    training goes on. keep_last_n_checkpoints holds there too."""
+    training goes on. keep_last_n_checkpoints holds there too. If it holds a newer checkpoint of this run than `save`,
+    the run goes on from that; those of another run are refused without `overwrite`."""
 
     checkpoint_mirror_part_bytes: Annotated[PositiveInt, OnlyWith("checkpoint_mirror")] = 104857600
     """Size of the parts of an upload."""

@@ -1,0 +1,117 @@
+"""The newest checkpoint of a run in `checkpoint_mirror`, with which a start on new hosts goes on, and its identity."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neox.config import NeoXConfig
+from neox.errors import CheckpointError, ConfigError
+from neox.log import get_logger
+from neox.plan.run_identity import RUN_FILE, FoundRun, find_run, other_run_message, read_identity, resumes_own_directory
+from neox.preflight.data_decisions import DecidedConfig
+from neox.storage import shown
+
+if TYPE_CHECKING:
+    from neox.checkpoint.fetching import RemoteCheckpoint
+
+_log = get_logger(__name__)
+_IDENTITY_FILES = (RUN_FILE, "configs/config.yml")
+
+
+def restore_save(config: NeoXConfig) -> None:
+    """Fetch the newest checkpoint of the run in `checkpoint_mirror` into `save`, unless `save` has one as new.
+
+    Args:
+        config: The configuration of a training.
+
+    Raises:
+        CheckpointError: If the mirror cannot be read, and `save` holds nothing to go on with; or files are damaged.
+        ConfigError: If the checkpoint is of another run.
+    """
+    newest = _newer_in_mirror(config)
+    if newest is None:
+        return
+    refused = _other_run(config, newest)
+    if refused is not None:
+        raise ConfigError([config.problem_about(refused, "save", "checkpoint_mirror")])
+    from neox.checkpoint.fetching import fetch_checkpoint  # torch
+
+    fetch_checkpoint(newest, Path(str(config.checkpoint.save)))
+
+
+def planned_restore(config: NeoXConfig) -> DecidedConfig:
+    """Return what `restore_save` will do, without fetching more than the identity of the run."""
+    keys = config.checkpoint
+    try:
+        newest = _newer_in_mirror(config)
+        if newest is None:
+            return DecidedConfig(config)
+        refused = _other_run(config, newest)
+        size = sum(record.size for record in newest.manifest().files.values())
+    except CheckpointError as error:
+        return DecidedConfig(config, problems=(config.problem_about(str(error), "checkpoint_mirror"),))
+    if refused is not None:
+        return DecidedConfig(config, problems=(config.problem_about(refused, "save", "checkpoint_mirror"),))
+    what = f"{shown(newest.mirror.address)}/{newest.name}, {size:,} bytes,"
+    note = f"save: {what} is of this run: it is fetched to {keys.save} at the start and resumed"
+    source = config.source("save").derived("load")
+    resumed = config.updated({"load": keys.save}, without=("finetune", "iteration"), source=source)
+    return DecidedConfig(resumed, (note,))
+
+
+def _newer_in_mirror(config: NeoXConfig) -> RemoteCheckpoint | None:
+    """Return the newest complete checkpoint of the mirror if it is newer than those in `save`; else None.
+
+    If the mirror cannot be read, a run that has a checkpoint in `save` goes on with that, which is logged.
+
+    Raises:
+        CheckpointError: If the mirror cannot be read, and `save` holds no checkpoint.
+    """
+    keys = config.checkpoint
+    if keys.save is None or keys.checkpoint_mirror is None or keys.overwrite:
+        return None
+    from neox.checkpoint import checkpoint_directories  # torch
+    from neox.checkpoint.fetching import RemoteCheckpoint
+    from neox.checkpoint.mirror import Mirror
+    from neox.checkpoint.names import parse_step_directory
+
+    local = [0]
+    save = Path(keys.save)
+    if save.is_dir():
+        local += [parse_step_directory(path.name) or 0 for path in checkpoint_directories(save)]
+    mirror = Mirror(keys.checkpoint_mirror)
+    try:
+        complete = mirror.iterations()
+    except CheckpointError as error:
+        found = find_run(save)
+        if found is None:
+            raise CheckpointError(f"{error}. Nothing was started, because it may hold this run") from error
+        _log.warning("checkpoint_mirror: %s; this start goes on with %s", error, found.checkpoint)
+        return None
+    newest = max(complete, default=-1)
+    if newest < max(local) or (newest == max(local) and find_run(save) is not None):
+        return None
+    return RemoteCheckpoint(mirror, newest)
+
+
+def _other_run(config: NeoXConfig, newest: RemoteCheckpoint) -> str | None:
+    """Return why a run must not go on with a checkpoint of its mirror, which is another one's; None if it is its own.
+
+    Raises:
+        CheckpointError: If the mirror cannot be read.
+    """
+    if resumes_own_directory(config):
+        return None
+    records = newest.manifest().files
+    address = shown(newest.mirror.address)
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / newest.name
+        for name in _IDENTITY_FILES:
+            if name in records:
+                newest.mirror.download(newest.iteration, name, copy / name, records[name])
+        found = FoundRun(copy, newest.iteration, read_identity(copy))
+        if found.is_run_of(config):
+            return None
+        return other_run_message(config, found, address)
