@@ -1,7 +1,8 @@
-"""Second copy of the weights, of the reference model to which preferences compare the model in training.
+"""Reference model of preference training, kept as a second copy of the weights.
 
-The copy has the shape in which this rank keeps the model's own weights: with ZeRO 3 the rank's share of each, else all.
-To compute with it, it takes their place in the same network, so that the reference runs with every layout.
+The copy is sharded like the model's own weights: with ZeRO 3 it holds this rank's shard of each weight, otherwise the
+whole weight. For a forward pass of the reference, the copy is swapped into the same network. So the reference runs with
+every parallel layout.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from neox.objectives import Batch
 
 
 class WeightsCopy:
-    """Copy of what this rank holds of a model's weights.
+    """Copy of the weights, or shards of weights, that this rank holds.
 
     Args:
-        model: The model, with the weights that are copied.
+        model: The model whose weights are copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in model.parameters():
-            self._tensors.append((parameter, _held(parameter).detach().clone()))
+            self._tensors.append((parameter, _local_tensor(parameter).detach().clone()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
+        """Size of the copy in bytes."""
         return sum(tensor.nbytes for _, tensor in self._tensors)
 
     @contextmanager
     def in_place(self, engine: Engine) -> Iterator[None]:
-        """Let an engine compute with the copy instead of the weights in training; all ranks call it together.
+        """Swap the copy into the engine's model inside a `with` block; all ranks call it together.
 
         Args:
             engine: Engine of the model.
@@ -50,30 +51,30 @@ class WeightsCopy:
             self._swap(engine)
 
     def _swap(self, engine: Engine) -> None:
-        """Exchange the copy and the weights. What ZeRO 3 has gathered is released, because it is of the others."""
+        """Swap the copy and the weights. Free what ZeRO 3 has gathered, because it belongs to the other weights."""
         offload = getattr(engine.deepspeed_engine.optimizer, "parameter_offload", None)
         if offload is not None:
             offload.empty_partition_cache()
         exchanged = []
         for parameter, copy in self._tensors:
-            held = _held(parameter)
-            exchanged.append((parameter, held.data))
-            held.data = copy
+            local = _local_tensor(parameter)
+            exchanged.append((parameter, local.data))
+            local.data = copy
         self._tensors = exchanged
 
 
-def _held(parameter: nn.Parameter) -> Tensor:
-    """Return the tensor in which this rank holds a parameter: with ZeRO 3 its share, else the parameter itself."""
-    share: Tensor = getattr(parameter, "ds_tensor", parameter)
-    return share
+def _local_tensor(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's shard of a parameter with ZeRO 3, otherwise the parameter itself."""
+    shard: Tensor = getattr(parameter, "ds_tensor", parameter)
+    return shard
 
 
 class CopiedReference:
-    """The reference model of a run that keeps it as a second copy of the weights.
+    """Reference model that shares the engine's network and keeps its own copy of the weights.
 
     Args:
         engine: Engine of the run.
-        weights: Weights that the run began with.
+        weights: Copy of the weights that the run started from.
     """
 
     def __init__(self, engine: Engine, weights: WeightsCopy) -> None:
@@ -82,9 +83,9 @@ class CopiedReference:
 
     @torch.no_grad()
     def complete(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Return the next micro batches with their log-probabilities, `reference` [B, 2 P]; all ranks call it together.
+        """Add the reference's log-probabilities, `reference` [B, 2 P], to the next micro batches.
 
-        No random numbers are drawn.
+        All ranks call it together. No random numbers are drawn.
 
         Args:
             batches: Micro batches of this data rank.

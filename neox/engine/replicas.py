@@ -1,4 +1,4 @@
-"""Comparison of the weights on data ranks, which finds bits that a memory, a link or a processor has changed."""
+"""Comparison of the weights of data-parallel replicas, which detects silent data corruption (flipped bits)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from neox.optim import ClippedOptimizer
 from neox.parallel import ParallelGrid
 
 _log = get_logger(__name__)
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-_MULTIPLIER = 6364136223846793005  # Knuth's, of 64 bits; products wrap around
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer type by element size in bytes
+_MULTIPLIER = 6364136223846793005  # Knuth's multiplier for 64 bits; products wrap around
 
 
 @torch.no_grad()
 def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a checksum of tensors, int64 []. One changed bit always changes it.
+    """Return a checksum of tensors, int64 []. A single flipped bit always changes it.
 
-    It is the sum of the elements' bits read as integers, mixed over tensors. Nothing is copied.
+    The elements of each tensor are read as integers and added up; the sums of the tensors are combined by a
+    multiplicative hash. Contiguous tensors are not copied.
 
     Args:
-        tensors: Tensors on one device; those on others are summed there.
+        tensors: The tensors. Each is summed on its own device; the result is on the device of the last one.
     """
     total = torch.zeros((), dtype=torch.int64)
     for tensor in tensors:
@@ -37,7 +38,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def ranks_that_differ(sums: list[int]) -> list[int]:
-    """Return the positions of the checksums that differ from most; all positions if there is no majority.
+    """Return the positions of the checksums that differ from the majority; all positions if there is no majority.
 
     Args:
         sums: Checksum of each data rank.
@@ -55,9 +56,9 @@ class ReplicaCheck:
 
     Args:
         every: Number of steps between two checks.
-        grid: This rank's grid.
-        model: Model of this rank.
-        optimizer: The optimizer, if all data ranks hold its whole state; None if they divide it.
+        grid: This rank's position in the parallel grid, and its process groups.
+        model: This rank's part of the model.
+        optimizer: The optimizer, if each data rank holds its whole state; None if the state is sharded.
     """
 
     def __init__(self, every: int, grid: ParallelGrid, model: nn.Module, optimizer: ClippedOptimizer | None) -> None:
@@ -68,24 +69,24 @@ class ReplicaCheck:
             self._size = dist.get_world_size(self._group)
         self._model = model
         self._optimizer = optimizer
-        self._checked: int | None = None  # the last step
+        self._last_checked: int | None = None  # step
         if self._size == 1:
             _log.warning("check_replicas_every: there is one data rank, so there is nothing to compare")
 
     def check_if_due(self, step: int) -> None:
-        """Check before the update of a step, counted from 1, if it is due; once a step."""
-        if step % self._every == 0 and step != self._checked:
-            self._checked = step
+        """Run the check if it is due at this step (counted from 1), at most once per step."""
+        if step % self._every == 0 and step != self._last_checked:
+            self._last_checked = step
             self.check(step)
 
     def check(self, step: int) -> None:
-        """Compare the checksums of all data ranks, which call it together.
+        """Compare the checksums of all data ranks; all of them call it together.
 
         Args:
             step: The step, for the message.
 
         Raises:
-            ReplicaError: If they differ, with the ranks that differ from most.
+            ReplicaError: If checksums differ. It names the ranks that differ from the majority.
         """
         if self._size == 1:
             return
@@ -99,22 +100,22 @@ class ReplicaCheck:
         if len(different) == self._size:
             names = ", ".join(map(str, members))
             raise ReplicaError(
-                f"step {step}: the weights of the data ranks {names} differ, and no majority says which are right: "
-                "a memory, a link or a processor has changed bits; check their hosts",
+                f"step {step}: the weights of the data ranks {names} differ, and there is no majority that shows which "
+                "ones are right. Faulty memory, a faulty link or a faulty processor has flipped bits; check the hosts",
                 step,
                 (),
             )
         ranks = tuple(members[position] for position in different)
         names = ", ".join(map(str, ranks))
         raise ReplicaError(
-            f"step {step}: the weights of rank {names} differ from those of the other data ranks: a memory, a link or "
-            "a processor has changed bits; check its host",
+            f"step {step}: the weights of rank {names} differ from those of the other data ranks. Faulty memory, a "
+            "faulty link or a faulty processor has flipped bits; check the host of this rank",
             step,
             ranks,
         )
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield the weights, and the optimizer's tensors if every data rank has all of them."""
+        """Yield the weights, and the optimizer's tensors if they are not sharded."""
         yield from self._model.parameters()
         if self._optimizer is None:
             return

@@ -1,4 +1,4 @@
-"""Scores of answers by a reward model, from lines of preferences."""
+"""Scoring of answers in JSON lines with a reward model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _Line(NamedTuple):
     """A line of the input.
 
     Attributes:
-        record: Its JSON value.
-        answers: Ids of its answers: the preferred and the other one, or the only one.
+        record: Its JSON object.
+        answers: Token ids of its answers, each with the prompt: chosen and rejected, or the only one.
     """
 
     record: dict[str, Any]
@@ -38,11 +38,11 @@ class _Line(NamedTuple):
 
 @dataclass
 class ScoreSummary:
-    """What is known of scored lines.
+    """Statistics of the lines scored so far.
 
     Attributes:
         scores: Score of every answer.
-        margins: Difference of the scores of each pair.
+        margins: Score of the chosen answer minus that of the rejected one, for each pair.
     """
 
     scores: list[float] = field(default_factory=list)
@@ -59,11 +59,11 @@ class ScoreSummary:
 
 
 def answer_encoder(config: NeoXConfig, template: ChatTemplate | None) -> PreferenceEncoder:
-    """Return the encoder that makes the ids of training of a line of preferences.
+    """Return an encoder that tokenizes lines as preprocessing for the training of a reward model does.
 
     Args:
         config: Configuration of the reward model.
-        template: Its chat template; None if it has none.
+        template: The model's chat template; None if it has none.
     """
     keys = config.tokenizer
     tokenizer = TokenizerSpec(keys.tokenizer_type, keys.vocab_file, keys.merge_file, True, tuple(keys.added_tokens))
@@ -80,7 +80,7 @@ def scored_lines(
     batch: int,
     skip_bad: int,
 ) -> Iterator[str]:
-    """Yield the lines of files with the scores of their answers, as JSON.
+    """Score the answers in files, and yield each line with its scores as JSON.
 
     A line with `chosen` and `rejected` gets `chosen_score` and `rejected_score`, one with `completion` gets `score`.
     All ranks of the model call it together.
@@ -89,12 +89,12 @@ def scored_lines(
         runner: The reward model.
         encoder: Encoder of lines.
         paths: Files or directories.
-        summary: Is completed.
-        batch: Number of lines that are computed at once.
-        skip_bad: Number of bad lines that are left out, each with a warning.
+        summary: Receives the scores and margins.
+        batch: Number of lines in a forward pass.
+        skip_bad: Number of bad lines that may be skipped, each with a warning.
 
     Raises:
-        DataError: For more bad lines, with the place of the first one.
+        DataError: If there are more bad lines. It names the file and line of the first one.
     """
     waiting: list[_Line] = []
     for line in _lines(encoder, paths, runner.max_length, skip_bad):
@@ -116,7 +116,7 @@ def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, sk
             answers = (encoder.completion(record).ids,)
         longest = max(map(len, answers))
         if longest > max_length:
-            raise BadRecord(f"an answer with its prompt has {longest:,} tokens, and the model reads {max_length:,}")
+            raise BadRecord(f"prompt and answer have {longest:,} tokens, but the model reads at most {max_length:,}")
         return _Line(record, answers)
 
     budget = SkipBudget(skip_bad, report=lambda bad: _log.warning("skipped %s", bad))
@@ -131,7 +131,7 @@ def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, sk
 
 
 def _scored(runner: ModelRunner, lines: Sequence[_Line], summary: ScoreSummary) -> Iterator[str]:
-    """Yield lines with their scores."""
+    """Score lines in one forward pass, and yield them with their scores."""
     answers = [ids for line in lines for ids in line.answers]
     lengths = torch.tensor(list(map(len, answers)))
     tokens = torch.zeros(len(answers), int(lengths.max()), dtype=torch.long)

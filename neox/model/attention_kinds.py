@@ -1,4 +1,4 @@
-"""Attention of a block by its kind."""
+"""Table of attention modules by kind."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Distance of a network's distribution of next tokens from a teacher's, whose largest logits are known.
+"""Distillation loss: KL divergence between teacher and student over the teacher's K largest logits.
 
-    p         softmax of the teacher's K logits, divided by the temperature t
-    q         softmax of the network's logits, divided by t
+    p         softmax of the teacher's K logits divided by the temperature t
+    q         softmax of all logits of the student divided by t
+    q'        softmax of the student's logits of the same K tokens divided by t
     forward   t^2 sum over K of p (log p - log q)                  arXiv:1503.02531
-    reverse   t^2 sum over K of q' (log q' - log p)                arXiv:2306.08543; q' is q over these K tokens only
+    reverse   t^2 sum over K of q' (log q' - log p)                arXiv:2306.08543
 
-With as many logits as the vocabulary has, both are the whole divergences.
+With K = V they are the exact divergences KL(p || q) and KL(q || p), times t^2.
 
 Legend: R tokens, r tokens of a chunk, K logits of the teacher, V vocabulary, T tensor ranks.
 """
@@ -27,8 +28,8 @@ class TeacherLogits(NamedTuple):
     """The largest logits of a teacher.
 
     Attributes:
-        ids: Their tokens, int64 [R, K].
-        logits: Their values up to a constant for each token, fp32 [R, K].
+        ids: Their token ids, int64 [R, K].
+        logits: Their values, fp32 [R, K]. A constant added to all logits of a row changes nothing.
     """
 
     ids: Tensor
@@ -37,7 +38,7 @@ class TeacherLogits(NamedTuple):
 
 @dataclass(frozen=True)
 class Distillation:
-    """Divergence from the teacher and cross entropy of chunks of tokens (`neox.model.cross_entropy.ChunkLoss`).
+    """KL divergence and cross entropy of one chunk of tokens at a time (a `neox.model.cross_entropy.ChunkLoss`).
 
     Attributes:
         teacher: Logits of the teacher.
@@ -45,7 +46,7 @@ class Distillation:
         weights: Weights of the tokens [R].
         direction: Direction of the divergence.
         temperature: Temperature of both distributions.
-        share: Factor of the divergence; that of the cross entropy is the rest up to 1.
+        share: Weight w of the divergence; the cross entropy has the weight 1 - w.
         grid: Process groups.
     """
 
@@ -59,12 +60,12 @@ class Distillation:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Factors of divergence and cross entropy in the trained loss."""
+        """Weights of the divergence and of the cross entropy in the trained loss."""
         return (self.share, 1.0 - self.share)
 
     @property
     def _row_temperature(self) -> float:
-        """Temperature of the softmax of whole rows: the reverse divergence needs none of all tokens."""
+        """Temperature of the softmax over all tokens; 1 for the reverse divergence, which uses only K tokens."""
         if self.direction == "reverse":
             return 1.0
         return self.temperature
@@ -72,52 +73,54 @@ class Distillation:
     def __call__(
         self, logits: Tensor, here: slice, first_column: int, *, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return divergence and cross entropy of a chunk, and the gradient of the trained loss."""
+        """Return the weighted sums of divergence and cross entropy over a chunk, and the trained loss's gradient."""
         scores = logits.float()
         weights = self.weights[here]
         ids = torch.cat((self.teacher.ids[here], self.labels[here].unsqueeze(1)), dim=1)  # [r, K + 1]
         columns, elsewhere = _own_columns(ids - first_column, scores.shape[1])
-        found = _Sums.of(scores, columns, elsewhere, self._row_temperature, self.grid)
-        divergences, of_teacher, of_softmax = self._divergences(found, here)
-        cross_entropies = found.log_sums - found.picked[:, -1]
+        rows = _RowStatistics.of(scores, columns, elsewhere, self._row_temperature, self.grid)
+        divergences, teacher_gradient, softmax_factor = self._divergences(rows, here)
+        cross_entropies = rows.log_sums - rows.picked[:, -1]
         parts = torch.stack(((weights * divergences).sum(), (weights * cross_entropies).sum()))
         if not needs_gradient:
             return parts, None
-        of_divergence, of_entropy = self.factors
-        scale = (of_divergence * weights).unsqueeze(1)  # [r, 1]
-        rest = (of_entropy * weights).unsqueeze(1)
-        gradient = self._of_softmax(scores, found, of_softmax * scale, rest)
-        picked = torch.cat((of_teacher * scale, -rest), dim=1)
+        divergence_share, entropy_share = self.factors
+        divergence_weights = (divergence_share * weights).unsqueeze(1)  # [r, 1]
+        entropy_weights = (entropy_share * weights).unsqueeze(1)
+        gradient = self._softmax_gradient(scores, rows, softmax_factor * divergence_weights, entropy_weights)
+        picked = torch.cat((teacher_gradient * divergence_weights, -entropy_weights), dim=1)
         gradient.scatter_add_(1, columns, picked.masked_fill(elsewhere, 0.0))
         return parts, gradient.to(logits.dtype)
 
-    def _of_softmax(self, scores: Tensor, found: _Sums, warm_factors: Tensor, factors: Tensor) -> Tensor:
-        """Return the softmax of whole rows with the temperature and without it, each with its factors, in their place.
+    def _softmax_gradient(
+        self, scores: Tensor, rows: _RowStatistics, tempered_factors: Tensor, factors: Tensor
+    ) -> Tensor:
+        """Return the part of the gradient that all logits get: the softmax with and without temperature, times factors.
 
         Args:
-            scores: This rank's logits [r, V/T], which are overwritten.
-            found: Sums of the rows.
-            warm_factors: Factors of the softmax of the logits divided by the temperature [r, 1].
-            factors: Factors of the softmax [r, 1].
+            scores: This rank's logits [r, V/T]; overwritten with the result.
+            rows: Statistics of the rows.
+            tempered_factors: Factors of the softmax of the logits divided by the temperature [r, 1].
+            factors: Factors of the softmax without temperature [r, 1].
         """
         if self._row_temperature == 1.0:
-            return scores.sub_(found.log_sums.unsqueeze(1)).exp_().mul_(warm_factors + factors)
-        warm = (scores / self.temperature).sub_(found.warm_log_sums.unsqueeze(1)).exp_().mul_(warm_factors)
-        return scores.sub_(found.log_sums.unsqueeze(1)).exp_().mul_(factors).add_(warm)
+            return scores.sub_(rows.log_sums.unsqueeze(1)).exp_().mul_(tempered_factors + factors)
+        tempered = (scores / self.temperature).sub_(rows.tempered_log_sums.unsqueeze(1)).exp_().mul_(tempered_factors)
+        return scores.sub_(rows.log_sums.unsqueeze(1)).exp_().mul_(factors).add_(tempered)
 
-    def _divergences(self, found: _Sums, here: slice) -> tuple[Tensor, Tensor, float]:
-        """Return the divergences of a chunk [r], and their derivatives.
+    def _divergences(self, rows: _RowStatistics, here: slice) -> tuple[Tensor, Tensor, float]:
+        """Return the divergences of a chunk, and their derivatives.
 
         Returns:
-            The divergences; their derivatives by the logits of the teacher's tokens [r, K]; and the factor of the whole
-            softmax in the derivatives by all logits.
+            The divergences [r]; their derivatives with respect to the logits of the teacher's tokens [r, K]; and the
+            factor of the softmax in the derivatives with respect to all logits.
         """
         temperature = self.temperature
         log_p = (self.teacher.logits[here].float() / temperature).log_softmax(1)
-        own = found.picked[:, :-1] / temperature
+        own = rows.picked[:, :-1] / temperature
         if self.direction == "forward":
             p = log_p.exp()
-            log_q = own - found.warm_log_sums.unsqueeze(1)
+            log_q = own - rows.tempered_log_sums.unsqueeze(1)
             divergences = (p * (log_p - log_q)).sum(1)
             return temperature**2 * divergences, -temperature * p, temperature
         log_q = own.log_softmax(1)
@@ -127,42 +130,49 @@ class Distillation:
         return temperature**2 * divergences, temperature * q * (difference - divergences.unsqueeze(1)), 0.0
 
 
-class _Sums(NamedTuple):
-    """What is needed of whole rows of logits, in fp32.
+class _RowStatistics(NamedTuple):
+    """Numbers computed from whole rows of logits (over all tensor ranks), in fp32.
 
     Attributes:
-        picked: Logits of some tokens [r, K + 1].
-        log_sums: Logarithms of the sums of the exponentials [r].
-        warm_log_sums: The same of the logits divided by the temperature [r].
+        picked: Logits of the teacher's tokens and of the label [r, K + 1].
+        log_sums: logsumexp of the logits [r].
+        tempered_log_sums: logsumexp of the logits divided by the temperature [r].
     """
 
     picked: Tensor
     log_sums: Tensor
-    warm_log_sums: Tensor
+    tempered_log_sums: Tensor
 
     @classmethod
-    def of(cls, scores: Tensor, columns: Tensor, elsewhere: Tensor, temperature: float, grid: ParallelGrid) -> _Sums:
-        """Return the sums of rows that tensor ranks divide.
+    def of(
+        cls, scores: Tensor, columns: Tensor, elsewhere: Tensor, temperature: float, grid: ParallelGrid
+    ) -> _RowStatistics:
+        """Compute the statistics of rows that are split over tensor ranks.
 
         Args:
             scores: This rank's logits [r, V/T].
-            columns: Columns of the picked tokens here [r, K + 1].
-            elsewhere: Whether another rank has them [r, K + 1].
+            columns: Columns of the picked tokens in `scores` [r, K + 1].
+            elsewhere: Whether another rank holds the token [r, K + 1].
             temperature: The temperature.
             grid: Process groups.
         """
         picked = scores.gather(1, columns).masked_fill(elsewhere, 0.0)
         log_sums = scores.logsumexp(1)
-        warm_log_sums = log_sums
+        tempered_log_sums = log_sums
         if temperature != 1.0:
-            warm_log_sums = (scores / temperature).logsumexp(1)
+            tempered_log_sums = (scores / temperature).logsumexp(1)
         if grid.tp_size == 1:
-            return cls(picked, log_sums, warm_log_sums)
-        sums = gather_tensor_ranks(torch.stack((log_sums, warm_log_sums)), grid).logsumexp(0)  # [T, 2, r] -> [2, r]
+            return cls(picked, log_sums, tempered_log_sums)
+        sums = gather_tensor_ranks(torch.stack((log_sums, tempered_log_sums)), grid).logsumexp(0)  # [T, 2, r] -> [2, r]
         return cls(gather_tensor_ranks(picked, grid).sum(0), sums[0], sums[1])
 
 
 def _own_columns(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return columns of ids that count from this rank's first one, and whether another rank has them."""
+    """Return the columns of ids on this rank, and whether another rank holds them instead. Their column is then 0.
+
+    Args:
+        ids: Ids, counted from this rank's first one.
+        size: Number of this rank's columns.
+    """
     elsewhere = (ids < 0) | (ids >= size)
     return ids.masked_fill(elsewhere, 0), elsewhere

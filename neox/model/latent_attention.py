@@ -1,7 +1,9 @@
-"""Latent attention: keys and values follow from a short vector of each token (DeepSeek-V2, arXiv:2405.04434).
+"""Multi-head latent attention (MLA): keys and values are computed from one short latent vector per token.
 
-Legend: B batch, S sequence, H hidden, N heads here, D head dim, R its rotated dims, P = D - R its other dims, V width
-of a head's values, C width of the latent vector of keys and values, T tensor ranks.
+Source: DeepSeek-V2, arXiv:2405.04434.
+
+Legend: B batch, S sequence, H hidden, N heads here, D head dim, R rotary dims of a head, P = D - R its other dims,
+V value head dim, C width of the latent vector, T tensor ranks.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ from neox.parallel import (
 )
 
 _EPSILON: Final = 1e-6
-"""Epsilon of the norms of latent vectors in DeepSeek's models, whatever that of their other norms."""
+"""Epsilon of the norms of latent vectors in DeepSeek's models; it does not depend on `rms_norm_eps`."""
 
 
 class LatentSelfAttention(SelfAttention, TokenShares):
-    """Attention whose keys and values are products of one latent vector, and of R rotated numbers for all heads.
+    """Attention whose keys and values come from one latent vector per token, and from a rotary key that heads share.
 
         hidden [H] ── query_down, query_norm ── query_up ──── queries N x [R rotated, P]
                └─── key_value_down ─┬─ key_value_norm [C] ── key_value_up ── keys N x P, values N x V
                                     └─ rotated [R] ───────────────────────── keys R, the same in every head
 
-    Without `query_latent_width` queries are one product of the hidden states (`query`). Generation keeps the C + R
-    numbers of each token, and multiplies queries and outputs by the weights of `key_value_up` instead of every earlier
-    latent vector. Tensor ranks divide heads; each computes the latent vectors whole.
+    If `query_latent_width` is 0, queries are a single projection of the hidden states (`query`). In generation the
+    cache holds C + R numbers per token, and `key_value_up` is absorbed into the queries and outputs, so cached latent
+    vectors are never expanded. Heads are split over tensor ranks; each rank computes the latent vectors in full.
     """
 
     def _add_projections(
@@ -76,7 +78,7 @@ class LatentSelfAttention(SelfAttention, TokenShares):
         )
 
     def parameters_on_shares(self) -> Iterator[nn.Parameter]:
-        """Yield what computes latent vectors."""
+        """Yield the parameters that compute latent vectors."""
         modules = [self.key_value_down, self.key_value_norm]
         if self.has_query_latents:
             modules += [self.query_down, self.query_norm]
@@ -86,9 +88,9 @@ class LatentSelfAttention(SelfAttention, TokenShares):
     def _queries_and_latents(
         self, x: Tensor, encode: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, N, D], latent vectors [B, S, C] and rotated keys [B, S, 1, R], with their positions.
+        """Return queries [B, S, N, D], latent vectors [B, S, C] and rotary keys [B, S, 1, R], with positions applied.
 
-        With sequence parallelism latent vectors are those of this rank's share of the tokens, [B, S/T, C].
+        With sequence parallelism the latent vectors are those of this rank's share of the tokens, [B, S/T, C].
         """
         if self.has_query_latents:
             queries = self.query_up(self.query_norm(linear(x, self.query_down.weight)))
@@ -121,18 +123,18 @@ class LatentSelfAttention(SelfAttention, TokenShares):
     def _attend_with_cache(
         self, x: Tensor, context: BlockContext, encode: Callable[[Tensor], Tensor] | None, bias: Tensor | None
     ) -> Tensor:
-        """Attend to the latent vectors themselves: [B, S, H] -> [B, S, N, V]."""
+        """Attend to the cached latent vectors with `key_value_up` absorbed: [B, S, H] -> [B, S, N, V]."""
         queries, latents, rotated = self._queries_and_latents(x, encode)
         weight = self.key_value_up.weight.unflatten(0, (self.heads_here, -1))  # [N, P + V, C]
         to_keys, to_values = weight.split((self.plain_width, self.value_width), dim=1)
-        turned, plain = queries.split((self.rotated_width, self.plain_width), dim=-1)
-        of_latents = torch.einsum("bsnp,npc->bsnc", plain, to_keys)
-        queries = torch.cat((of_latents, turned), dim=-1)  # [B, S, N, C + R]
+        rotated_queries, plain = queries.split((self.rotated_width, self.plain_width), dim=-1)
+        latent_queries = torch.einsum("bsnp,npc->bsnc", plain, to_keys)
+        queries = torch.cat((latent_queries, rotated_queries), dim=-1)  # [B, S, N, C + R]
         keys = torch.cat((latents.unsqueeze(2), rotated), dim=-1)  # [B, S, 1, C + R]
-        summed = self._cached(queries, keys, None, context, bias)  # [B, S, N, C]
-        return torch.einsum("bsnc,nvc->bsnv", summed, to_values)
+        outputs = self._cached(queries, keys, None, context, bias)  # [B, S, N, C]
+        return torch.einsum("bsnc,nvc->bsnv", outputs, to_values)
 
     @property
     def cache_form(self) -> CacheForm:
-        """One vector of all heads for each token: the latent one, which is also the value, and the rotated keys."""
+        """One vector per token for all heads: the latent vector, which is also the value, and the rotary key."""
         return CacheForm(None, 1, self.latent_width + self.rotated_width, value_width=self.latent_width)

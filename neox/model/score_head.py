@@ -1,4 +1,4 @@
-"""Head of a reward model: one number for a text, its score.
+"""Head of a reward model, which gives each text one number: its score.
 
 Legend: H hidden, T tensor ranks.
 """
@@ -16,8 +16,8 @@ from neox.parallel import ParallelGrid, RowParallelLinear, TensorOptions, scatte
 class ScoreHead(nn.Module):
     """Layer L+4 of a reward model: hidden states [..., H] -> scores [..., 1], equal on all tensor ranks.
 
-    Tensor ranks split the weight along the hidden dimension, as gpt-neox's do. The score of a text is that of its last
-    token, as in transformers' models for sequence classification.
+    The weight is split over tensor ranks along the hidden dimension, as in gpt-neox. The score of a text is that of its
+    last token, as in transformers' sequence classification models.
 
     Args:
         hidden_size: H.
@@ -32,7 +32,7 @@ class ScoreHead(nn.Module):
 
     @property
     def head(self) -> LMHead:
-        """This layer as an objective uses it: its logits are the scores."""
+        """The head as objectives use it, with the scores as its logits."""
         return LMHead(self.grid, self.rm_linear.weight, self, row=True)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tiles of tokens, in which a block computes what acts on each token by itself (ALST, arXiv:2506.13996).
+"""Tiled computation of the token-wise parts of a block, such as MLPs and norms (ALST, arXiv:2506.13996).
 
 Legend: B batch, S sequence, H hidden.
 """
@@ -14,13 +14,13 @@ from neox.parallel import ParallelGrid
 
 
 class TokenTiles:
-    """Calls a function tile by tile, so that memory holds what it computes for one tile only.
+    """Calls a function tile by tile, so that memory holds the activations of only one tile.
 
-    The backward pass computes a tile again, and then its gradients, before it goes on with the next one.
+    The backward pass recomputes one tile at a time.
 
     Args:
-        size: Most tokens of a sample in a tile; None for all of them.
-        grid: Process groups, whose random streams are replayed in the backward pass.
+        size: Largest number of tokens of a sample in a tile; None for all of them.
+        grid: Process groups. Their random number generators are replayed in the backward pass.
     """
 
     def __init__(self, size: int | None, grid: ParallelGrid) -> None:
@@ -28,16 +28,16 @@ class TokenTiles:
         self.grid = grid
 
     def divide(self, x: Tensor, shares: int = 1) -> bool:
-        """Return whether hidden states [B, S, H] are more than one tile.
+        """Return whether hidden states [B, S, H] need more than one tile.
 
         Args:
-            x: Hidden states, or this rank's share of their tokens.
-            shares: Number of such shares.
+            x: Hidden states of all tokens, or of this rank's share of them.
+            shares: Number of shares into which the tokens are divided.
         """
         return self.size is not None and x.shape[1] > self._length(shares)
 
     def run(self, function: Callable[[Tensor], Tensor], x: Tensor, shares: int = 1) -> Tensor:
-        """Call a function of hidden states [B, S, H] -> [B, S, H] tile by tile; arguments are those of `divide`."""
+        """Call a function [B, S, H] -> [B, S, H] tile by tile; the other arguments are those of `divide`."""
         if not self.divide(x, shares):
             return function(x)
         results = []
@@ -49,6 +49,6 @@ class TokenTiles:
         return torch.cat(results, dim=1)
 
     def _length(self, shares: int) -> int:
-        """Return the number of tokens of a tile in a share."""
+        """Return the number of tokens of a tile in one share."""
         assert self.size is not None
         return max(1, self.size // shares)

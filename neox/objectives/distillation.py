@@ -1,6 +1,6 @@
-"""Distillation: next tokens are predicted as a teacher predicts them (arXiv:1503.02531).
+"""Knowledge distillation: the model learns a teacher's distribution of next tokens (arXiv:1503.02531).
 
-    loss = w t^2 KL + (1 - w) cross entropy        KL of `neox.model.distillation`, t temperature, w weight
+    loss = w t^2 KL + (1 - w) cross entropy        KL as in `neox.model.distillation`, t temperature, w weight
 
 Legend: B batch, S sequence, K logits of the teacher.
 """
@@ -19,14 +19,14 @@ from neox.objectives.causal_lm import CausalLM
 
 @dataclass(frozen=True)
 class Distilled(CausalLM):
-    """Weighted sum over tokens of the divergence from the teacher, and of their cross entropy.
+    """Weighted sum of the KL divergence from the teacher and the cross entropy.
 
-    Batches hold those of `CausalLM`, and `teacher_ids` and `teacher_logits` [B, S, K].
+    Batches have the fields of `CausalLM`, and `teacher_ids` and `teacher_logits` [B, S, K].
 
     Attributes:
         direction: Direction of the divergence.
         temperature: Temperature of both distributions.
-        weight: Share of the divergence in the loss.
+        weight: Weight w of the divergence.
     """
 
     direction: Direction = "forward"
@@ -39,11 +39,11 @@ class Distilled(CausalLM):
         return ("loss", "kl", "lm_loss")
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return labels and weights [B, S], and the teacher's tokens and logits [B, S, K]."""
+        """Return labels and weights [B, S], and the teacher's token ids and logits [B, S, K]."""
         return (*super().targets(batch), batch["teacher_ids"], batch["teacher_logits"])
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss, the divergence with its factor t^2, and the cross entropy in fp32, [3]."""
+        """Return the loss, t^2 times the divergence, and the cross entropy in fp32, [3]."""
         labels, weights, ids, logits = targets
         trained, parts = output.head.distillation(
             output.hidden,

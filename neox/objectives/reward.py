@@ -1,12 +1,12 @@
-"""Reward model from pairs of answers (Bradley-Terry; InstructGPT, arXiv:2203.02155, equation 1).
+"""Loss of a reward model on pairs of answers (Bradley-Terry; InstructGPT, arXiv:2203.02155, equation 1).
 
     s(answer) = score of its last token
     loss      = -log sigmoid(s(chosen) - s(rejected)) + c (s(chosen) + s(rejected))^2 + z (s(chosen)^2 + s(rejected)^2)
 
 c (`rm_center_coefficient`, arXiv:2312.09244) is TRL's `center_rewards_coefficient`, and z (`z_loss`) is gpt-neox's.
-Both keep scores near 0, which the first term does not determine.
+Both terms keep scores near 0: the first term depends only on differences of scores.
 
-Legend: B rows, S positions of a row, P most pairs of a row, H hidden.
+Legend: B rows, S positions of a row, P maximum number of pairs of a row, D = 2 P documents, H hidden.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from neox.parallel import ParallelGrid
 
 @dataclass(frozen=True)
 class RewardModel:
-    """Mean over pairs of the loss of their scores.
+    """Mean loss over pairs.
 
-    A batch holds the fields of `neox.data.preferences.PreferenceDataset` for scored pairs. Scores have TRL's names;
-    those of rewards are of the micro batch of all data ranks.
+    A batch has the fields of `neox.data.preferences.PreferenceDataset` for pairs that are scored. Metrics have TRL's
+    names; mean, smallest and largest reward are taken over the micro batch on all data ranks.
 
     Attributes:
-        center_coefficient: Factor of the square of the sum of both scores.
-        square_coefficient: Factor of the sum of the squares of both scores.
+        center_coefficient: Factor c of the squared sum of both scores.
+        square_coefficient: Factor z of the sum of both squared scores.
     """
 
     center_coefficient: float = 0.0
@@ -45,7 +45,7 @@ class RewardModel:
     names = ("loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tokens, and the positions where their documents start [B, S]."""
+        """Return the tokens, and for each token the start position of its document [B, S]."""
         return inputs_of_rows(batch)
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -66,7 +66,7 @@ class RewardModel:
         return torch.stack([(weights * losses).sum(), *reported])
 
     def _reported(self, scores: Tensor, weights: Tensor, grid: ParallelGrid) -> list[Tensor]:
-        """Return the scores that are not trained.
+        """Return the metrics, which have no gradient.
 
         Args:
             scores: Scores of both answers [B, P, 2].
@@ -75,14 +75,13 @@ class RewardModel:
         """
         chosen, rejected = scores.unbind(-1)
         is_pair = weights > 0
-        given = is_pair.float()
-        of_pairs = scores[is_pair]
+        pair_scores = scores[is_pair]
         return [
             (weights * (chosen > rejected)).sum(),
             (weights * (chosen - rejected)).sum(),
-            mean_over_ranks(scores.mean(-1), given, grid),
-            -_largest_over_ranks(-of_pairs, grid),
-            _largest_over_ranks(of_pairs, grid),
+            mean_over_ranks(scores.mean(-1), is_pair.float(), grid),
+            -_largest_over_ranks(-pair_scores, grid),
+            _largest_over_ranks(pair_scores, grid),
         ]
 
 

@@ -19,6 +19,7 @@ from neox.parallel.context_ranks import (
     heads_to_tokens,
     tokens_to_heads,
 )
+from neox.parallel.context_regather import gathered_context
 from neox.parallel.expert_exchange import (
     Exchange,
     first_own_element,
@@ -27,7 +28,6 @@ from neox.parallel.expert_exchange import (
     mark_divided_experts,
     own_experts,
 )
-from neox.parallel.gathered_again import gathered_context
 from neox.parallel.grid import ParallelGrid
 from neox.parallel.kept_inputs import KeptInputs
 from neox.parallel.layers import (

@@ -1,4 +1,4 @@
-"""Characters in the tokens of an evaluation, for perplexities by character (`char_level_ppl`)."""
+"""Count of characters in evaluation data, for perplexities per character (`char_level_ppl`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from neox.data.batches import Batch
 from neox.tokenizer import Tokenizer
 
 Gather = Callable[[tuple[int, int]], Sequence[tuple[int, int]]]
-"""Function that all ranks call together; it returns the value of each rank."""
+"""Collective function that returns the values of all ranks."""
 
 
 class CharacterCounter:
-    """Counts the tokens in the loss of the batches that this rank reads, and the characters that they stand for."""
+    """Counts the tokens that enter the loss on this rank, and the characters of their text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start with no tokens.
@@ -25,7 +25,7 @@ class CharacterCounter:
         self._characters = 0
 
     def counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches, and count them."""
+        """Yield batches, counting their tokens and characters."""
         for batch in batches:
             for labels, mask in zip(batch["labels"], batch["loss_mask"], strict=True):
                 ids = labels[mask > 0].tolist()
@@ -34,9 +34,9 @@ class CharacterCounter:
             yield batch
 
     def take_tokens_per_character(self, gather: Gather) -> float:
-        """Return the tokens per character since the last call, over all ranks, which call it together.
+        """Return the tokens per character of all ranks since the last call; all ranks call it together.
 
-        Ranks that read the same batches count them equally often, which leaves the ratio as it is.
+        Batches that several ranks read are counted several times, all equally often, so the ratio does not change.
         """
         counts = gather((self._tokens, self._characters))
         self._tokens = 0

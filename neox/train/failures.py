@@ -1,4 +1,4 @@
-"""Reports of failures to the launcher, which decides whether a restart can help."""
+"""Failure reports to the launcher, which decides whether to restart the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def reported_failures() -> Iterator[None]:
-    """Report an error that leaves the block, if its kind decides about a restart."""
+    """Report an exception of the block to the launcher, if its kind affects the decision about a restart."""
     try:
         yield
     except Exception as error:
@@ -25,7 +25,7 @@ def reported_failures() -> Iterator[None]:
 
 
 def failure_report(error: BaseException) -> FailureReport | None:
-    """Return what the launcher should know about an error; None if a restart may help against it."""
+    """Return the report of an exception for the launcher; None if it needs no special decision."""
     if isinstance(error, NotFiniteError):
         return FailureReport(Cause.NOT_FINITE, error.step)
     if isinstance(error, ReplicaError):

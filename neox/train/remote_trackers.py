@@ -1,7 +1,8 @@
-"""Experiment trackers whose rows wait in a file until they are sent: MLflow, Comet and Trackio.
+"""Experiment trackers that send rows from a journal file in the background: MLflow, Comet and Trackio.
 
-Training writes each row to a journal and goes on. A thread connects, sends the rows in order, and notes how many it has
-sent. If the tracker fails, the thread tries again; what is left when the run ends is sent by the next one that resumes.
+Training only appends each row to the journal. A thread connects, sends the rows in order, and records how many were
+sent. If the tracker fails, the thread tries again. Rows that are still unsent at the end of the run are sent when the
+run is resumed.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Row(NamedTuple):
     """Row of the journal.
 
     Attributes:
-        iteration: Iteration of the numbers.
-        seconds: Time of the row since 1970.
-        scalars: Numbers by name.
+        iteration: Iteration of the scalars.
+        seconds: Unix time at which the row was written.
+        scalars: Values by name.
     """
 
     iteration: int
@@ -46,18 +47,18 @@ class Row(NamedTuple):
 
 
 class QueuedTracker(Tracker):
-    """Tracker with a journal. Subclasses connect and send; they are called by one thread only."""
+    """Tracker with a journal. Subclasses implement `connect`, `send` and `close`, which only one thread calls."""
 
     name = ""
-    """Name in messages and of the files."""
+    """Name in messages and file names."""
 
     def __init__(self, plan: RunPlan, part: str = "") -> None:
-        """Describe the run; nothing is connected yet.
+        """Set up the tracker without connecting.
 
         Args:
             plan: The run.
-            part: What another process than the training adds to its run, such as `evaluation`; it has a journal of its
-                own.
+            part: Name of another process that logs to the same run, such as `evaluation`; it has its own journal. Empty
+                for the training.
         """
         self.plan = plan
         self.part = part
@@ -75,18 +76,18 @@ class QueuedTracker(Tracker):
 
     @abstractmethod
     def connect(self, *, is_resumed: bool) -> None:
-        """Begin the run at the tracker, or continue it. Any exception means: not now."""
+        """Start or resume the run at the tracker. After any exception it is called again later."""
 
     @abstractmethod
     def send(self, rows: list[Row]) -> None:
-        """Send rows, oldest first. Any exception means: not now, and the rows come again."""
+        """Send rows, oldest first. After any exception it is called again later with the same rows."""
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
         """End the run at the tracker."""
 
     def on_start(self, state: TrainState) -> None:
-        """Open the journal, with the rows that an interrupted training has left, and start the thread.
+        """Open the journal, which may hold unsent rows of an interrupted training, and start the thread.
 
         Raises:
             TrainingError: If the journal cannot be written.
@@ -99,22 +100,24 @@ class QueuedTracker(Tracker):
                 self._forget_earlier_run()
             if self.journal.is_file():
                 cut_partial_line(self.journal)
-            self._sent = int(self.sent_file.read_text() or 0) if self.sent_file.is_file() else 0
+            self._sent = 0
+            if self.sent_file.is_file():
+                self._sent = int(self.sent_file.read_text() or 0)
             self._written = sum(1 for _ in self._rows(0))
             self._stream = open(self.journal, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         except (OSError, ValueError) as error:
             raise TrainingError(f"{self.journal} cannot be written or read: {error}") from error
         if self._written > self._sent:
-            _log.info("%s: sending %d rows that are left from before", self.name, self._written - self._sent)
+            _log.info("%s: sending %d unsent rows of the interrupted run", self.name, self._written - self._sent)
         self._thread = threading.Thread(target=self._serve, args=(resumed,), daemon=True, name=self.name)
         self._thread.start()
 
     def _forget_earlier_run(self) -> None:
-        """Keep rows of an earlier run, if some were never sent, under another name, and begin without any."""
+        """Start with an empty journal. If an earlier run has left unsent rows, keep its journal under another name."""
         if self.journal.is_file():
             kept = self.journal.with_name(f"{self.journal.stem}_unsent_{secrets.token_hex(2)}.jsonl")
             self.journal.rename(kept)
-            _log.warning("%s: an earlier run has rows that were not sent; they are in %s", self.name, kept)
+            _log.warning("%s: an earlier run left rows that were not sent; they are now in %s", self.name, kept)
         self.sent_file.unlink(missing_ok=True)
 
     def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
@@ -125,11 +128,11 @@ class QueuedTracker(Tracker):
         self._written += 1
 
     def on_end(self, state: TrainState) -> None:
-        """Wait for the last rows, but not for long."""
+        """Wait a limited time until the last rows are sent."""
         self._end(failed=False)
 
     def on_failure(self, state: TrainState) -> None:
-        """Mark the run as failed, if it has begun."""
+        """Mark the run as failed, if it was started."""
         self._end(failed=True)
 
     def _end(self, *, failed: bool) -> None:
@@ -141,17 +144,17 @@ class QueuedTracker(Tracker):
         self._stream.close()
         left = self._written - self._sent
         if left or self._thread.is_alive():
-            _log.warning("%s: %d rows are not sent; a resumed run sends them (%s)", self.name, left, self.journal)
+            _log.warning("%s: %d rows in %s are unsent; a resumed run sends them", self.name, left, self.journal)
             return
         self.journal.unlink(missing_ok=True)
         self.sent_file.unlink(missing_ok=True)
 
     def _serve(self, resumed: bool) -> None:
-        """Connect and send until the run ends and no row is left, or until the tracker fails after the end."""
+        """Connect, and send rows until the run has ended and all rows are sent, or a last attempt has failed."""
         pause = _FIRST_PAUSE
         connected = False
         while True:
-            ends = self._ending.is_set()  # before the rows are counted
+            ends = self._ending.is_set()  # read before sending, so that the last pass sends every row
             try:
                 if not connected:
                     self.connect(is_resumed=resumed)
@@ -163,7 +166,7 @@ class QueuedTracker(Tracker):
                 self._note_success()
                 pause = _FIRST_PAUSE
                 self._ending.wait(_FIRST_PAUSE)
-            except Exception as error:  # those of the tracker's package, of any kind
+            except Exception as error:  # the tracker's package may raise anything
                 self._note_failure(error)
                 if ends:
                     return
@@ -182,7 +185,7 @@ class QueuedTracker(Tracker):
             write_text(self.sent_file, str(self._sent))
 
     def _rows(self, first: int) -> Iterator[Row]:
-        """Yield the rows of the journal from a number on."""
+        """Yield the rows of the journal, starting at row `first`."""
         if not self.journal.is_file():
             return
         with open(self.journal, encoding="utf-8") as file:
@@ -194,18 +197,21 @@ class QueuedTracker(Tracker):
 
     def _note_failure(self, error: Exception) -> None:
         if not self._failing:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            _log.warning("%s: %s; training goes on, and the rows wait in %s", self.name, reason, self.journal)
+            reason = type(error).__name__
+            lines = str(error).strip().splitlines()
+            if lines:
+                reason = lines[0]
+            _log.warning("%s: %s; training continues, and rows are kept in %s", self.name, reason, self.journal)
         self._failing = True
 
     def _note_success(self) -> None:
         if self._failing:
-            _log.info("%s: connected again, and all rows are sent", self.name)
+            _log.info("%s: reconnected; all rows are sent", self.name)
         self._failing = False
 
 
 class MLflow(QueuedTracker):
-    """Run of MLflow, at `mlflow_tracking_uri` or where MLFLOW_TRACKING_URI points.
+    """MLflow run, at `mlflow_tracking_uri` or the environment's MLFLOW_TRACKING_URI.
 
     Raises:
         ConfigError: If mlflow is not installed.
@@ -224,7 +230,7 @@ class MLflow(QueuedTracker):
         self._run = ""
 
     def connect(self, *, is_resumed: bool) -> None:
-        """Find the run by its tag, or create it with its parameters."""
+        """Find the run by its tag, or create it and log its settings as parameters."""
         keys = self.plan.config.logging
         entities = self._mlflow.entities
         client = self._mlflow.MlflowClient(tracking_uri=keys.mlflow_tracking_uri)
@@ -245,7 +251,7 @@ class MLflow(QueuedTracker):
         self._client = client
 
     def send(self, rows: list[Row]) -> None:
-        """Log metrics, as many at once as the server takes."""
+        """Log metrics in batches of the size that the server accepts."""
         metrics = []
         for row in rows:
             for name, value in row.scalars.items():
@@ -260,7 +266,7 @@ class MLflow(QueuedTracker):
 
 
 class Comet(QueuedTracker):
-    """Experiment of Comet, with gpt-neox's keys; `comet_offline_directory` keeps it on disk for `comet upload`.
+    """Comet experiment, with gpt-neox's keys. With `comet_offline_directory` it is written to disk for `comet upload`.
 
     Raises:
         ConfigError: If comet_ml is not installed.
@@ -276,7 +282,7 @@ class Comet(QueuedTracker):
         self._experiment: Any = None
 
     def connect(self, *, is_resumed: bool) -> None:
-        """Begin the experiment, or continue the one with this run's key."""
+        """Start the experiment, or resume the one with this run's key."""
         keys = self.plan.config.logging
         offline = keys.comet_offline_directory
         if offline is not None:
@@ -304,18 +310,18 @@ class Comet(QueuedTracker):
             self._experiment.log_others(dict(keys.comet_others))
 
     def send(self, rows: list[Row]) -> None:
-        """Log the numbers of each row."""
+        """Log the scalars of each row."""
         for row in rows:
             self._experiment.log_metrics(row.scalars, step=row.iteration)
 
     def close(self, *, failed: bool) -> None:
-        """End the experiment, which sends what the package still holds."""
+        """End the experiment, which flushes the package's own queue."""
         self._experiment.log_other("failed", failed)
         self._experiment.end()
 
 
 class Trackio(QueuedTracker):
-    """Run of Trackio: on this machine, or in a Space of the Hugging Face hub (`trackio_space_id`).
+    """Trackio run, on this machine or in a Space on the Hugging Face Hub (`trackio_space_id`).
 
     Raises:
         ConfigError: If trackio is not installed.
@@ -331,7 +337,7 @@ class Trackio(QueuedTracker):
         self._run: Any = None
 
     def connect(self, *, is_resumed: bool) -> None:
-        """Begin the run, or continue the one of this name."""
+        """Start the run, or resume the one with this name."""
         keys = self.plan.config.logging
         config = {key: _short(value) for key, value in run_settings(self.plan).items()}
         self._run = self._trackio.init(
@@ -346,7 +352,7 @@ class Trackio(QueuedTracker):
         )
 
     def send(self, rows: list[Row]) -> None:
-        """Log the numbers of each row."""
+        """Log the scalars of each row."""
         for row in rows:
             self._run.log({"iteration": row.iteration, **row.scalars}, step=row.iteration)
 
@@ -356,7 +362,7 @@ class Trackio(QueuedTracker):
 
 
 def queued_trackers(plan: RunPlan, part: str = "") -> list[QueuedTracker]:
-    """Return the trackers of this file that a run asks for. Raises ConfigError if a package is not installed."""
+    """Return the trackers of this file that a run enables. Raises ConfigError if a package is not installed."""
     keys = plan.config.logging
     trackers: list[QueuedTracker] = []
     if keys.use_mlflow:
@@ -369,6 +375,6 @@ def queued_trackers(plan: RunPlan, part: str = "") -> list[QueuedTracker]:
 
 
 def _short(value: Any) -> str:
-    """Return a setting as a text that trackers take."""
+    """Return a setting as text, cut to a length that trackers accept."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text[:_LONGEST_VALUE]

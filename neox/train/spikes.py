@@ -1,6 +1,6 @@
-"""Loss spikes: losses far above those of the last steps, after which a run may go back and skip what it has read.
+"""Detection of loss spikes, and rollback to a checkpoint before the spike with its batches skipped.
 
-The rule of going back and skipping is PaLM's (arXiv:2204.02311, section 5.1), where humans applied it.
+PaLM's authors did the same by hand (arXiv:2204.02311, section 5.1).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from neox.log import get_logger
 from neox.plan import RunPlan
 
 _log = get_logger(__name__)
-_NORMAL = 1.4826  # standard deviation of a normal distribution over its median distance from the median
-_LEAST_DEVIATION = 1e-3  # of the median: successive losses of a tiny run may be almost equal
+_NORMAL = 1.4826  # a normal distribution's standard deviation, divided by its median absolute deviation
+_LEAST_DEVIATION = 1e-3  # relative to the median, because successive losses of a tiny run may be almost equal
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Spike:
     Attributes:
         step: Its step, counted from 1.
         loss: The loss, reduced over micro batches and data ranks.
-        median: Median of the last losses.
-        limit: Loss above which a step is a spike.
+        median: Median of the previous losses.
+        limit: Loss above which a step counts as a spike.
     """
 
     step: int
@@ -41,10 +41,10 @@ class Spike:
 
 
 class LossBand:
-    """Robust band of the last losses.
+    """Band of normal losses, from the median and the median absolute deviation of the last losses.
 
     Args:
-        factor: Deviations above the median at which the band ends.
+        factor: Upper end of the band, in deviations above the median.
         window: Number of losses.
     """
 
@@ -53,15 +53,15 @@ class LossBand:
         self._losses: deque[float] = deque(maxlen=window)
 
     def judge(self, loss: float, step: int) -> Spike | None:
-        """Take the loss of a step, and return whether it is a spike.
+        """Add the loss of a step to the window; return the spike if it is one, otherwise None.
 
-        A spike becomes one of the last losses as well, so that a loss that stays high is soon no spike any more.
+        A spike enters the window too, so a loss that stays high soon becomes the new normal.
         """
         spike = None
         if len(self._losses) == self._losses.maxlen and not math.isnan(loss):
             middle = median(self._losses)
-            distance = median(abs(other - middle) for other in self._losses)
-            deviation = max(_NORMAL * distance, _LEAST_DEVIATION * abs(middle))
+            absolute_deviation = median(abs(other - middle) for other in self._losses)
+            deviation = max(_NORMAL * absolute_deviation, _LEAST_DEVIATION * abs(middle))
             limit = middle + self.factor * deviation
             if loss > limit:
                 spike = Spike(step, loss, middle, limit)
@@ -71,13 +71,13 @@ class LossBand:
 
 
 class LossSpikes:
-    """What a run does about its loss spikes.
+    """Detection of loss spikes in a run, and its reaction to them.
 
     Args:
         plan: The run.
 
     Attributes:
-        found: The spike of the last step; None if it was none.
+        found: The spike at the last step; None if there was none.
     """
 
     def __init__(self, plan: RunPlan) -> None:
@@ -90,7 +90,7 @@ class LossSpikes:
             self._band = LossBand(keys.loss_spike_factor, keys.loss_spike_window)
 
     def judge(self, loss: float, step: int) -> None:
-        """Judge the loss of a step. With `warn`, a spike is reported at once."""
+        """Check the loss of a step for a spike. With `loss_spike_action: warn` report it at once."""
         if self._band is None:
             return
         self.found = self._band.judge(loss, step)
@@ -98,32 +98,34 @@ class LossSpikes:
             self._report("no rollback: loss_spike_action is warn")
 
     def roll_back(self, engine: Engine, data: DataIterators, step: int) -> bool:
-        """Let the engine go back before a step, and set its ledger so that the batches in between are skipped.
+        """Load the newest checkpoint before a spike, and skip the batches from there to the spike.
 
         All ranks call it together.
 
         Args:
             engine: The engine.
-            data: Its data.
+            data: Data iterators of the run.
             step: The step of the spike.
 
         Returns:
-            Whether there was a checkpoint to go back to, and the run may go back once more.
+            Whether the run was rolled back. It is not without a checkpoint to load, nor after
+            `loss_spike_max_rollbacks` rollbacks.
 
         Raises:
-            ConfigError: If what was read of the data is not recorded, so that nothing can be skipped.
+            ConfigError: If the data has no ledger of the samples that were read, so nothing can be skipped.
         """
         if data.ledger_at is None:
             raise ConfigError(
-                "loss_spike_action: rollback needs joined documents: samples of these data are not counted"
+                "loss_spike_action: rollback needs samples of joined documents: the samples of this kind of data are "
+                "not counted, so they cannot be skipped"
             )
         skipped = engine.skipped
         if len(skipped) >= self._most:
-            self._report(f"no rollback: the run has gone back {len(skipped)} times (loss_spike_max_rollbacks)")
+            self._report(f"no rollback: the run was rolled back {len(skipped)} times (loss_spike_max_rollbacks)")
             return False
         iteration = roll_back(engine, step)
         if iteration is None:
-            self._report("no rollback: there is no checkpoint before it")
+            self._report("no rollback: there is no checkpoint before the spike")
             return False
         engine.ledger = after_skipping(data.ledger_at(iteration), data.ledger_at(step))
         engine.skipped = (*skipped, (iteration + 1, step))

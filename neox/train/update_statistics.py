@@ -1,4 +1,4 @@
-"""Numbers of each update over all weights: their norm, zeros in gradients, and norms of the optimizer's states."""
+"""Global statistics of each update: norm of the weights, zeros in the gradients, norms of the optimizer states."""
 
 from __future__ import annotations
 
@@ -21,19 +21,16 @@ _WEIGHTS = "weights"
 
 
 def observes_updates(plan: RunPlan) -> bool:
-    """Return whether a run asks for these numbers."""
+    """Return whether a run logs any of these statistics."""
     keys = plan.config.logging
     return keys.log_param_norm or keys.log_grad_pct_zeros or keys.log_optimizer_states
 
 
 class UpdateStatistics(Callback):
-    """Observer of the optimizer's fp32 tensors on this rank; a callback of every rank.
-
-    An update that is skipped has no numbers.
-    """
+    """Callback on every rank that computes statistics of the optimizer's fp32 tensors. Skipped updates have none."""
 
     def __init__(self, plan: RunPlan, engine: Engine) -> None:
-        """Register hooks of the optimizer.
+        """Register hooks with the optimizer.
 
         Args:
             plan: The run.
@@ -51,7 +48,7 @@ class UpdateStatistics(Callback):
         engine.optimizer.register_step_post_hook(self._after_update)
 
     def step_scalars(self, state: TrainState, report: StepReport) -> Mapping[str, float]:
-        """Join the sums of all ranks, and return the numbers."""
+        """Return the statistics of the step, from the sums of all ranks."""
         own = dict(self._sums)
         if not self._is_divided and self._engine.grid.dp_rank > 0:  # data ranks update the same tensors
             own = {}
@@ -74,7 +71,7 @@ class UpdateStatistics(Callback):
 
     @torch.no_grad()
     def _before_update(self, *_: Any) -> None:
-        """Note the tensors that are about to be updated, and count zeros in their gradients."""
+        """Remember the tensors that are about to be updated, and count the zeros in their gradients."""
         self._updated = []
         for group in self._engine.optimizer.param_groups:
             for tensor in group["params"]:
@@ -90,14 +87,14 @@ class UpdateStatistics(Callback):
 
     @torch.no_grad()
     def _after_update(self, *_: Any) -> None:
-        """Add up squares of the weights and of the optimizer's states."""
+        """Add up the squares of the weights and of the optimizer states."""
         for tensor in self._updated:
             if self._keys.log_param_norm:
                 self._add(_WEIGHTS, tensor, tensor)
             if not self._keys.log_optimizer_states:
                 continue
             for name, value in self._engine.optimizer.state[tensor].items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == tensor.numel() > 1:
+                if _is_elementwise_state(value, tensor):
                     self._add(str(name), tensor, value)
         self._updated = []
 
@@ -106,8 +103,15 @@ class UpdateStatistics(Callback):
             self._sums[name] += float(torch.linalg.vector_norm(view, dtype=torch.float64)) ** 2
 
 
+def _is_elementwise_state(value: Any, tensor: Tensor) -> bool:
+    """Return whether an optimizer state has one number for each element of its tensor."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.numel() == tensor.numel() > 1
+
+
 def _views(value: Tensor, parts: list[Part]) -> Iterator[Tensor]:
-    """Yield the counted parts of a value with the shape of one of the optimizer's tensors."""
+    """Yield the parts of a tensor that this rank counts. Its shape is that of one of the optimizer's tensors."""
     flat = value.detach().reshape(-1)
     for part in parts:
         yield flat[part.start : part.start + part.length]

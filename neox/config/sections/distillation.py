@@ -51,7 +51,7 @@ class DistillationConfig(Section):
         return self.distillation_top_k
 
     @property
-    def warms_all_logits(self) -> bool:
+    def tempers_all_logits(self) -> bool:
         """Whether the loss divides the logits of all tokens by a temperature."""
         is_forward = self.distillation_divergence == "forward"
         return self.teacher_logits is not None and is_forward and self.distillation_temperature != 1.0

@@ -1,4 +1,4 @@
-"""Second copies of ZeRO 3's weights in groups of neighbouring data ranks (hpZ of ZeRO++, `zero_hpz_partition_size`)."""
+"""Process groups of hpZ: second copies of ZeRO 3's weights within a node (ZeRO++, `zero_hpz_partition_size`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from neox.parallel import ParallelGrid
 
 
 def copy_group(grid: ParallelGrid, size: int) -> dist.ProcessGroup | None:
-    """Create the groups that divide second copies of the weights; all ranks call it together.
+    """Create the groups over which the second copies of the weights are sharded; all ranks call it together.
 
-    DeepSpeed creates groups of neighbouring ranks of any kind, so that with tensor ranks a group would mix their parts.
-    It creates them in each `Init`, and refuses the second one, although a large model is built layer by layer. Here the
-    groups are of neighbouring data ranks. DeepSpeed finds this rank's in its module variable.
+    DeepSpeed groups neighbouring global ranks, so with tensor parallelism a group would mix shards of different tensor
+    ranks. It also creates the groups in each `zero.Init` and refuses to create them twice, but a large model is built
+    layer by layer, with several `zero.Init`. The groups created here consist of neighbouring data ranks. DeepSpeed
+    reads this rank's group from a variable of its module.
 
     Args:
-        grid: This rank's place.
-        size: Data ranks of a group; 1 for no copies.
+        grid: This rank's position in the parallel grid.
+        size: Number of data ranks in a group; 1 disables the copies.
 
     Returns:
-        This rank's group; None for no copies.
+        This rank's group; None if the copies are disabled.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     if size == 1:

@@ -61,7 +61,7 @@ def _fp32_bytes(setting: MemorySetting) -> int:
     total = 0
     if number < _FP32:
         total += _FP32
-    if setting.warm_logits:
+    if setting.tempered_logits:
         total += _FP32
     if not setting.on_cpu:
         return total + _FP32

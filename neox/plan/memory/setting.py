@@ -72,7 +72,7 @@ class MemorySetting:
         averages_on_host: Whether it is in main memory.
         scores_answers: Whether the loss is of the log-probabilities of answers.
         teacher_logits: Logits of a teacher for each token; 0 without one.
-        warm_logits: Whether the loss divides all logits by a temperature.
+        tempered_logits: Whether the loss divides all logits by a temperature.
         copies_reference: Whether a second copy of the weights is the reference of preferences.
         offloads_states: Whether optimizer states are in main memory or in files.
         offloads_weights: Whether weights are there, too.
@@ -132,7 +132,7 @@ class MemorySetting:
     averages_on_host: bool = False
     scores_answers: bool = False
     teacher_logits: int = 0
-    warm_logits: bool = False
+    tempered_logits: bool = False
     copies_reference: bool = False
 
     @property
@@ -246,7 +246,7 @@ def memory_setting(
         averages_on_host=config.optimizer.ema_device == "cpu" or zero.offloads_optimizer,
         scores_answers=config.preferences.on_preferences,
         teacher_logits=config.distillation.logits_of_token,
-        warm_logits=config.distillation.warms_all_logits,
+        tempered_logits=config.distillation.tempers_all_logits,
         copies_reference=config.preferences.copies_reference,
     )
 
