@@ -38,6 +38,13 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def refuse_used_directory(output: Path, *, overwrite: bool) -> None:
+    """Raise ConfigError if a directory that is to be written is not empty and must not be replaced."""
+    is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    if is_used and not overwrite:
+        raise ConfigError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
+
+
 @contextmanager
 def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty directory that becomes `output` when the block has ended without an exception.
@@ -50,9 +57,7 @@ def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         ConfigError: If `output` is not empty and must not be replaced.
         ConversionError: If it cannot be created.
     """
-    is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
-    if is_used and not overwrite:
-        raise ConfigError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
+    refuse_used_directory(output, overwrite=overwrite)
     error_of_block: OSError | None = None
     try:
         with atomic_directory(output) as partial:

@@ -23,7 +23,14 @@ from neox.checkpoint import (
 from neox.checkpoint.reshard import OnDrift
 from neox.config import NeoXConfig
 from neox.convert.exported_weights import Export, PlannedTensor, plan_tensors, write_weights
-from neox.convert.hf_directory import CONFIG, GENERATION_CONFIG, new_directory, read_json, write_json
+from neox.convert.hf_directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    new_directory,
+    read_json,
+    refuse_used_directory,
+    write_json,
+)
 from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, write_tokenizer
 from neox.convert.model_card import model_card
 from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
@@ -103,6 +110,7 @@ def to_hf(
     """
     family = choose_family(config, hf_architecture)
     output = Path(output_dir)
+    refuse_used_directory(output, overwrite=overwrite)
     reader, plan = _open(checkpoint_at(Path(input_dir)), config, weights, average_replicas=average_replicas)
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
     template = _chat_template(config, reader, source)

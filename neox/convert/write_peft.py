@@ -10,7 +10,7 @@ from torch import Tensor
 from neox.architecture import ADAPTER, Lora, add_adapters
 from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at
 from neox.config import NeoXConfig
-from neox.convert.hf_directory import new_directory, write_json
+from neox.convert.hf_directory import new_directory, refuse_used_directory, write_json
 from neox.convert.layouts import to_hf_layout
 from neox.convert.peft_names import CONFIG, WEIGHTS, adaptable_weights, layout_of_b, modules_of, target_of, tensor_key
 from neox.convert.to_hf import choose_family
@@ -51,6 +51,7 @@ def write_peft_adapter(
 
     path = checkpoint_at(Path(input_dir))
     output = Path(output_dir)
+    refuse_used_directory(output, overwrite=overwrite)
     stored = CheckpointReader(path)
     _refuse_other_tokenizer(config, path)
     settings = stored.args.get("lora")

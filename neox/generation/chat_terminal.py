@@ -221,6 +221,8 @@ def _remark(result: Continuation, was_stopped: bool, seconds: float) -> str:
     speed = f"[{len(result.tokens) / max(seconds, 1e-9):,.1f} tokens/s]"
     if was_stopped:
         return f"{speed} (stopped)"
+    if not result.text.strip():
+        return f"{speed} (an empty answer: the model ended at once)"
     if not result.finished:
         return f"{speed} (reached maximum_tokens or the context length, {len(result.tokens)} tokens)"
     return speed

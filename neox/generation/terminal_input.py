@@ -30,7 +30,7 @@ def line_reader(source: TextIO | None, write: Callable[[str], None]) -> ReadLine
 
     Args:
         source: Input; None means stdin.
-        write: Function that shows prompts if the input is no terminal.
+        write: Function that shows prompts and the lines after them if the input is no terminal.
     """
     if source is None and sys.stdin.isatty():
         return _terminal_reader()
@@ -56,7 +56,9 @@ def _stream_reader(source: TextIO, write: Callable[[str], None]) -> ReadLine:
         line = source.readline()
         if not line:
             return None
-        return line.removesuffix("\n")
+        text = line.removesuffix("\n")
+        write(f"{text}\n")
+        return text
 
     return read_line
 

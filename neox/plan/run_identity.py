@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _STEP = "global_step"
 # What may change while a run goes on, and is worth a note: sections whose keys change what is learned.
 _LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", "model")
 _BATCH_KEYS = ("train_batch_size", "gradient_clipping")
+_MOST_DIFFERENCES = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class FoundRun:
         if self.identity.run_id == ours.run_id:
             return True
         starts = (ours.start, _start_of(config, by_copy=True))
-        saved = _saved_config(self.checkpoint)
+        saved = saved_config(self.checkpoint)
         return saved is not None and self.identity.start in starts and _trained(saved) == _trained(config)
 
 
@@ -88,7 +90,7 @@ def _trained(config: NeoXConfig) -> dict[str, Any]:
     return {"network": network, "lora": None if lora is None else lora.model_dump(mode="json")}
 
 
-def _saved_config(checkpoint: Path) -> NeoXConfig | None:
+def saved_config(checkpoint: Path) -> NeoXConfig | None:
     """Return the configuration that a checkpoint holds; None if it cannot be read."""
     try:
         return NeoXConfig.from_flat(read_file(checkpoint / "configs" / "config.yml").values)
@@ -180,9 +182,11 @@ def other_run_message(config: NeoXConfig, found: FoundRun, address: str | None =
         move = "--overwrite, with which its checkpoints stay there and no longer count"
     ours = run_identity(config).start
     if found.identity is not None and found.identity.start == ours:
+        differences = list(islice(network_changes(config, found), _MOST_DIFFERENCES))
+        named = f" ({'; '.join(differences)})" if differences else ""
         return (
-            f"{save} holds {found.checkpoint.name} of a run with another network, or with other adapters (`lora`). "
-            f"Give another `save`, or {move}"
+            f"{save} holds {found.checkpoint.name} of a run with another network, or with other adapters (`lora`)"
+            f"{named}. Give another `save`, or {move}"
         )
     if found.identity is None:
         theirs = "whose run is not recorded"
@@ -197,7 +201,15 @@ def other_run_message(config: NeoXConfig, found: FoundRun, address: str | None =
 
 def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     """Yield the keys that change what is learned, if they differ from the checkpoint's, with both values."""
-    saved = _saved_config(found.checkpoint)
+    yield from _changed_keys(config, saved_config(found.checkpoint), _is_learning_key)
+
+
+def network_changes(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
+    """Yield the keys of the network and of adapters that differ from the checkpoint's, with both values."""
+    yield from _changed_keys(config, saved_config(found.checkpoint), _is_network_key)
+
+
+def _changed_keys(config: NeoXConfig, saved: NeoXConfig | None, counts: Callable[[str], bool]) -> Iterator[str]:
     if saved is None:
         return
     before = dict(_leaves(saved.to_flat()))
@@ -205,7 +217,7 @@ def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     if now.get("precision") == "auto":  # a resume keeps the checkpoint's
         now["precision"] = before.get("precision")
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and _is_learning_key(key.partition(".")[0]):
+        if before.get(key) != now.get(key) and counts(key.partition(".")[0]):
             yield f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}"
 
 
@@ -219,9 +231,12 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _is_learning_key(key: str) -> bool:
-    if key in _BATCH_KEYS:
-        return True
-    return any(
-        key in NeoXConfig.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
-        for section in _LEARNING_SECTIONS
-    )
+    return key in _BATCH_KEYS or any(_is_key_of(section, key) for section in _LEARNING_SECTIONS)
+
+
+def _is_network_key(key: str) -> bool:
+    return key == "lora" or (key != "precision" and _is_key_of("model", key))
+
+
+def _is_key_of(section: str, key: str) -> bool:
+    return key in NeoXConfig.model_fields[section].annotation.model_fields  # type: ignore[union-attr]

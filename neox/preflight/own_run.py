@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from neox.config import NeoXConfig
@@ -12,12 +13,15 @@ from neox.plan.run_identity import (
     find_run,
     other_run_message,
     resumes_own_directory,
+    saved_config,
 )
+from neox.plan.schedule import schedule_of
 from neox.preflight.checks import is_complete
 from neox.preflight.data_decisions import DecidedConfig
 from neox.run_events import read_events
 
 _MOST_CHANGES = 8
+_JUMP = 0.05  # share of the learning rate
 _EPOCHS = "num_train_epochs"
 
 
@@ -102,6 +106,20 @@ def _ended_by_itself(directory: Path) -> bool:
     return status == 0
 
 
+def _learning_rate_jump(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
+    """Yield a note if the learning rate of the next step is not the one that the checkpoint's configuration gives."""
+    saved = saved_config(found.checkpoint)
+    if saved is None or static_problems(saved) or config.training.train_iters is None:
+        return
+    before = schedule_of(saved).lr(found.iteration)
+    now = schedule_of(config).lr(found.iteration)
+    if abs(now - before) > _JUMP * max(abs(now), abs(before)):
+        yield (
+            f"the learning rate of the next step is {now:.3g}; the schedule of {found.checkpoint.name} gives "
+            f"{before:.3g} there"
+        )
+
+
 def _changes(config: NeoXConfig, found: FoundRun) -> tuple[str, ...]:
     """Return notes on a run that has nothing left to do, and on what differs from its checkpoint's configuration."""
     notes = []
@@ -113,4 +131,5 @@ def _changes(config: NeoXConfig, found: FoundRun) -> tuple[str, ...]:
         more = len(changes) - _MOST_CHANGES
         listed = "; ".join(changes[:_MOST_CHANGES]) + (f"; and {more} more" if more > 0 else "")
         notes.append(f"changed since {found.checkpoint.name}: {listed}")
+        notes += _learning_rate_jump(config, found)
     return tuple(notes)

@@ -23,6 +23,7 @@ from neox.plan.time.step import StepTime
 from neox.preflight.measure import STEPS, Measurement
 
 _GIB = 2**30
+_GPU_KEYS = ("gpu_type", "gpu_memory_gib", "peak_theoretical_tflops")
 _PARTS = ("products", "attention", "elementwise", "tensor", "context", "experts", "bubble", "gradients", "update")
 _LEAST_SHARE = 0.02
 _NOTICEABLE = 1.01  # times as long
@@ -55,9 +56,12 @@ def find_layouts(
         gpu = CPU_CORE
         kind = gpu.name
     else:
+        is_assumed = not gpu_name and not any(map(plan.config.given, _GPU_KEYS))
         gpu_name, gpu = (gpu_name, GPUS[gpu_name]) if gpu_name else likely_gpu(plan)
         device = gpu_device(plan, gpu.memory_gib * _GIB)
         kind = f"{gpu.name} ({gpu_name})"
+        if is_assumed:
+            kind = f"{gpu.name} ({gpu_name}, which is assumed: --gpu-type names yours)"
     found = suggest_layouts(plan, device, gpu, count, changed)
     if not found.best:
         raise ConfigError(
@@ -213,4 +217,6 @@ def write_keys(layout: Suggestion, config: NeoXConfig, output: Path) -> str:
         write_text(output, yaml.safe_dump({OVERRIDES: keys}, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"--suggest-output {output}: cannot be written: {error.strerror or error}") from error
+    if not keys:
+        return f"{output} sets nothing: the configured layout is the fastest"
     return f"{output} sets the fastest layout: give {output.resolve()} as the last YAML file of the command"

@@ -38,8 +38,8 @@ def talk(typed: str, model: ToyModel | None = None, tokens: int = 100) -> tuple[
 
 def test_the_history_is_kept_until_it_is_reset() -> None:
     said, conversation = talk("one\n\ntwo\n/reset\nthree\n")
-    assert ">>> 1ONE\n[" in said
-    assert ">>> >>> 2TWO\n[" in said  # an empty line is no question
+    assert ">>> one\n1ONE\n[" in said
+    assert ">>> \n>>> two\n2TWO\n[" in said  # an empty line is no question
     assert "1THREE\n[" in said
     assert conversation.messages == [
         {"role": "user", "content": "three"},
@@ -98,3 +98,13 @@ def test_beams_are_refused_in_a_conversation() -> None:
     config = NeoXConfig.from_flat({"text_gen_type": "chat", "num_beams": 2})
     with pytest.raises(GenerationError, match="num_beams"):
         check_generation(config, None)
+
+
+def test_an_answer_without_text_is_told() -> None:
+    def ends_at_once(ids: list[int]) -> torch.Tensor:
+        scores = torch.zeros(512)
+        scores[CODEC.eod] = 1.0
+        return scores
+
+    said, _ = talk("one\n", ToyModel(ends_at_once, vocab_size=512, max_length=300))
+    assert "ended at once" in said

@@ -22,13 +22,13 @@ def talk(typed, prompt_end="\n", **settings):
 
 def test_prompts_are_answered_until_stop():
     said = talk("abc\nx\nstop\nnever\n")
-    assert said.startswith("greedy; up to 3 tokens; `stop` ends\nContext prompt >>> def\n[")
-    assert "Context prompt >>> yz\n[" in said
+    assert said.startswith("greedy; up to 3 tokens; `stop` ends\nContext prompt >>> abc\ndef\n[")
+    assert "Context prompt >>> x\nyz\n[" in said
     assert said.count("Context prompt") == 3
 
 
 def test_an_empty_prompt_generates_without_a_context():
-    assert "Context prompt >>> abc\n[" in talk("\nstop\n")  # after the end of a document, 0
+    assert "Context prompt >>> \nabc\n[" in talk("\nstop\n")  # after the end of a document, 0
     assert talk("END\nstop\n", prompt_end="END").count("tokens/s]") == 1
 
 

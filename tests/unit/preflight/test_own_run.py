@@ -28,6 +28,12 @@ def put_checkpoint(save: Path, step: int, config: NeoXConfig) -> None:
     (save / "latest").write_text(directory.name)
 
 
+def put_config(save: Path, step: int, config: NeoXConfig) -> None:
+    directory = save / f"global_step{step}" / "configs"
+    directory.mkdir()
+    (directory / "config.yml").write_text(json.dumps(config.to_flat()))
+
+
 @pytest.mark.parametrize(
     ("keys", "same"),
     [
@@ -80,10 +86,9 @@ def test_another_runs_checkpoints_are_refused(tmp_path: Path) -> None:
 def test_hash_of_an_older_version_is_no_other_run(tmp_path: Path, keys: dict[str, Any], same: bool) -> None:
     config = make_config(save=str(tmp_path))
     put_checkpoint(tmp_path, 4, config)
-    checkpoint = tmp_path / "global_step4"
-    (checkpoint / RUN_FILE).write_text(identity_text(replace(run_identity(config), run_id="of 0.1")))
-    (checkpoint / "configs").mkdir()
-    (checkpoint / "configs" / "config.yml").write_text(json.dumps(config.to_flat()))
+    put_config(tmp_path, 4, config)
+    run_file = tmp_path / "global_step4" / RUN_FILE
+    run_file.write_text(identity_text(replace(run_identity(config), run_id="of 0.1")))
     decided = with_own_run(make_config(save=str(tmp_path), **keys))
     assert (decided.problems == ()) is same
 
@@ -161,10 +166,7 @@ def test_a_run_that_was_asked_to_end_says_how_to_go_on(tmp_path: Path) -> None:
 def test_only_what_has_changed_is_named(tmp_path: Path) -> None:
     optimizer = {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95]}}
     put_checkpoint(tmp_path, 4, make_config())
-    checkpoint = tmp_path / "global_step4"
-    (checkpoint / "configs").mkdir()
-    saved = make_config(optimizer=optimizer, precision="bf16")
-    (checkpoint / "configs" / "config.yml").write_text(json.dumps(saved.to_flat()))
+    put_config(tmp_path, 4, make_config(optimizer=optimizer, precision="bf16"))
     found = find_run(tmp_path)
     assert found is not None
     reordered = {"params": {"betas": [0.9, 0.95], "lr": 1e-4}, "type": "Adam"}
@@ -192,3 +194,25 @@ def test_a_run_of_another_network_is_not_said_to_start_elsewhere(tmp_path: Path)
     keys = {"save": str(tmp_path)}
     assert "network" in other_run_message(make_config(**keys, num_layers=3), found)
     assert "seed 5" in other_run_message(make_config(**keys, seed=5), found)
+
+
+def test_the_keys_of_another_network_are_named(tmp_path: Path) -> None:
+    put_checkpoint(tmp_path, 3, make_config())
+    put_config(tmp_path, 3, make_config())
+    found = find_run(tmp_path)
+    assert found is not None
+    changed = make_config(save=str(tmp_path), num_layers=3, lora={"r": 2}, train_iters=99)
+    message = other_run_message(changed, found)
+    assert f"num_layers {SMALL['num_layers']} -> 3" in message
+    assert "lora.r unset -> 2" in message
+    assert "train_iters" not in message
+
+
+@pytest.mark.parametrize(("iterations", "jumps"), [(10, False), (40, True)])
+def test_a_jump_of_the_learning_rate_is_told(tmp_path: Path, iterations: int, jumps: bool) -> None:
+    config = make_config(save=str(tmp_path), lr_decay_iters=10, lr_decay_style="cosine")
+    put_checkpoint(tmp_path, 8, config)
+    put_config(tmp_path, 8, config)
+    again = make_config(save=str(tmp_path), lr_decay_iters=iterations, lr_decay_style="cosine")
+    notes = with_own_run(again).notes
+    assert any("learning rate" in note for note in notes) is jumps
