@@ -141,10 +141,15 @@ def to_hf(
             iteration=reader.iteration_or_none,
             check=check,
         )
-        readme = partial / "README.md"
-        with os_errors(ConversionError, f"{readme}: cannot be written"):
-            readme.write_text(card, encoding="utf-8")
+        _write_card(partial, card)
     return ToHFResult(output, export, check)
+
+
+def _write_card(directory: Path, card: str) -> None:
+    """Write the model card. Raises ConversionError if the disk refuses."""
+    readme = directory / "README.md"
+    with os_errors(ConversionError, f"{readme}: cannot be written"):
+        readme.write_text(card, encoding="utf-8")
 
 
 def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
