@@ -23,8 +23,11 @@ AVERAGED_FROM = "averaged_from"
 SKIPPED = "skipped_batches"
 """Name in the client state of the ranges of steps whose batches were skipped after a loss spike."""
 LEDGER = "data_ledger"
-REFERENCE = "reference_weights"
 """Name in the client state of the record of what was read of each dataset."""
+REFERENCE = "reference_weights"
+"""Name in the client state of the identity of the weights that a run on preferences began with."""
+REFERENCE_FROM = "reference_from"
+"""Name in the client state of the checkpoint that these weights are in, and of which of its weights they are."""
 
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _MP_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")

@@ -12,7 +12,7 @@ from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.chat_template import saved_chat_template, write_chat_template
 from neox.checkpoint.finding import damaged_weights
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.checkpoint.names import LEDGER, REFERENCE
+from neox.checkpoint.names import LEDGER, REFERENCE, REFERENCE_FROM
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.staging import commit, discard, stage_directory
 from neox.checkpoint.tensor_files import write_client_state, write_config, write_full_layer
@@ -122,6 +122,9 @@ def identity_of(reader: CheckpointReader, tp_size: int, pp_size: int) -> Identit
     reference = reader.client_state.get(REFERENCE)
     if isinstance(reference, str):
         stored[REFERENCE] = reference
+    reference_from = reader.client_state.get(REFERENCE_FROM)
+    if isinstance(reference_from, list):
+        stored[REFERENCE_FROM] = reference_from
     stored.setdefault(ARGS, {})["model_parallel_size"] = tp_size
     if MODEL in stored:
         stored[MODEL]["pipe_parallel_size"] = pp_size

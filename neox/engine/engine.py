@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from neox.checkpoint import LoadedWeights
 from neox.engine.averaged_weights import AveragedWeights
 from neox.engine.determinism import readable_refusal
 from neox.engine.distributed import limit_collectives
@@ -91,6 +92,8 @@ class Engine:
         averages: Average of the trained weights; None without `ema_decay`.
         reference: Identity of the weights that the run began with, to which a loss may compare the model; None if it is
             not known.
+        reference_from: Checkpoint that these weights are in, and which of its weights they are; None for initial ones,
+            or if no loss needs it.
         with_reference: Completes the next micro batches, of the number given, with a reference's log-probabilities;
             None if the data have them, or no loss needs them.
         skipped: First and last step of each range whose batches were skipped after a loss spike.
@@ -125,6 +128,7 @@ class Engine:
         self.ledger: Mapping[str, Any] | None = None
         self.ledger_at: Callable[[int], Mapping[str, Any]] | None = None
         self.reference: str | None = None
+        self.reference_from: tuple[str, LoadedWeights] | None = None
         self.with_reference: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
         self.skipped: tuple[tuple[int, int], ...] = ()
         self._steps = steps
@@ -161,14 +165,11 @@ class Engine:
         self._set_batch_size()
         length = self.plan.batch_schedule.seq_length(self.iteration)
         self._timers.take()  # drops what an evaluation took
-        observed = self._stability
-        if observed is not None and observed.is_due(self.iteration + 1):
-            observed.start()
-        else:
-            observed = None
         with _readable_scaler_failure(self.iteration + 1), readable_refusal():
             count = self.deepspeed_engine.gradient_accumulation_steps()
-            self._steps.train(self._completed(self._cut(batches, length), count), length)
+            completed = self._completed(self._cut(batches, length), count)
+            observed = self._observation()  # not of the reference, which has run by now
+            self._steps.train(completed, length)
         if self.plan.architecture.router_bias:
             move_selection_biases(self.deepspeed_engine.module, self.grid)
         self.iteration += 1
@@ -298,6 +299,14 @@ class Engine:
         if length == self.plan.batch_schedule.full_length:
             return batches
         return ({name: value[:, :length] for name, value in batch.items()} for batch in batches)
+
+    def _observation(self) -> Stability | None:
+        """Start to observe the next step, if it is due, and return what observes it."""
+        observed = self._stability
+        if observed is None or not observed.is_due(self.iteration + 1):
+            return None
+        observed.start()
+        return observed
 
     def _completed(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         """Return the next micro batches with what they need of a reference model."""

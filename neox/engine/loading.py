@@ -46,8 +46,10 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
     copied: WeightsCopy | None = None
+    first = start
     if plan.config.preferences.copies_reference:
-        copied = _copy_first_weights(model, plan, grid, start)
+        first = from_first_rank(lambda: first_start(plan, start))
+        copied = _copy_first_weights(model, plan, grid, first)
     if start.checkpoint is not None:
         _load_weights(model, plan, grid, start, start.checkpoint)
     if start.new_prompt:
@@ -58,25 +60,25 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     engine.tokenizer = from_first_rank(lambda: _tokenizer_identity(plan))
     if copied is not None:
         engine.with_reference = CopiedReference(engine, copied).complete
+        engine.reference_from = first.source
     if plan.config.preferences.compares_with_start:
         engine.reference = from_first_rank(lambda: weights_identity(start))
     _load_state(engine, start)
     return engine
 
 
-def _copy_first_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Start) -> WeightsCopy:
+def _copy_first_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, first: Start) -> WeightsCopy:
     """Return a copy of the weights that the run begins with, or began with if it goes on. All ranks call it together.
 
     Args:
         model: The model, with initial weights. The others are loaded into it.
         plan: The run.
         grid: Process groups.
-        start: How the run starts.
+        first: How the run began.
 
     Raises:
         CheckpointError: On all ranks, if these weights are not where they were.
     """
-    first = from_first_rank(lambda: first_start(plan, start))
     if first.checkpoint is not None:
         check_local_copy(first.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
         _load_weights(model, plan, grid, first, first.checkpoint)

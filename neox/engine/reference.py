@@ -46,6 +46,8 @@ def weights_identity(start: Start) -> str | None:
 def first_start(plan: RunPlan, start: Start) -> Start:
     """Return how the run began, if it goes on, or how it begins. Only one rank calls it.
 
+    A run that goes on may name its own checkpoints as `load`, as the launcher lets it; they say where it began.
+
     Args:
         plan: The run.
         start: How it starts now.
@@ -60,11 +62,15 @@ def first_start(plan: RunPlan, start: Start) -> Start:
     if keys.finetune and keys.load is not None:
         path = find_checkpoint(Path(keys.load), keys.iteration, verify=keys.checkpoint_verify)
         first = Start(start.run, path, finetune=True, weights=keys.load_weights)
+    elif start.reference_from is not None:
+        saved_in, weights = start.reference_from
+        path = find_checkpoint(saved_in, verify=keys.checkpoint_verify, way_out="bring it back")
+        first = Start(start.run, path, finetune=True, weights=weights)
     if start.reference is None or weights_identity(first) != start.reference:
         raise CheckpointError(
             f"reference_model: copy: the run goes on from iteration {start.iteration}, and the weights that it began "
-            f"with are not {first.checkpoint or 'the initial ones'}: keep `load` and `finetune` as they were when it "
-            "began, or start it again from its weights"
+            f"with are not {first.checkpoint or 'the initial ones'}: bring them back, or start again from "
+            "others, in another `save`"
         )
     return first
 

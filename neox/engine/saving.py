@@ -20,6 +20,7 @@ from neox.checkpoint import (
     LEDGER,
     ORDER,
     REFERENCE,
+    REFERENCE_FROM,
     SKIPPED,
     FileRecord,
     Parts,
@@ -193,6 +194,8 @@ def _client_state(engine: Engine) -> dict[str, Any]:
         state[SKIPPED] = [list(steps) for steps in engine.skipped]
     if engine.reference is not None:
         state[REFERENCE] = engine.reference
+    if engine.reference_from is not None:
+        state[REFERENCE_FROM] = list(engine.reference_from)
     if engine.averages is not None:
         state[AVERAGED_STEPS] = engine.averages.steps
     return state

@@ -14,6 +14,7 @@ from neox.checkpoint import (
     AVERAGED_STEPS,
     LEDGER,
     REFERENCE,
+    REFERENCE_FROM,
     SKIPPED,
     WRITER,
     CheckpointReader,
@@ -64,6 +65,8 @@ class Start:
         weights: Weights that are read: the trained ones, or their average.
         averaged_steps: Steps that the checkpoint's average of the weights has followed; None if it is not loaded.
         reference: Identity of the weights that a resumed run began with; None if it starts, or there is none.
+        reference_from: Checkpoint that these weights are in, and which of its weights they are; None if it is not
+            known, or they are initial ones.
         skipped: First and last step of each range whose batches were skipped after a loss spike.
     """
 
@@ -78,7 +81,15 @@ class Start:
     weights: LoadedWeights = "trained"
     averaged_steps: int | None = None
     reference: str | None = None
+    reference_from: tuple[str, LoadedWeights] | None = None
     skipped: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def source(self) -> tuple[str, LoadedWeights] | None:
+        """The checkpoint, and which of its weights are read; None for initial weights."""
+        if self.checkpoint is None:
+            return None
+        return str(self.checkpoint.resolve()), self.weights
 
 
 def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
@@ -118,6 +129,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         new_prompt=False,
         ledger=reader.client_state.get(LEDGER),
         reference=reader.client_state.get(REFERENCE),
+        reference_from=_reference_from(reader),
         averaged_steps=_averaged_steps(plan, reader),
         skipped=tuple((first, last) for first, last in reader.client_state.get(SKIPPED, ())),
     )
@@ -131,6 +143,15 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
     return replace(going_on, with_optimizer=True, changed=changed)
+
+
+def _reference_from(reader: CheckpointReader) -> tuple[str, LoadedWeights] | None:
+    """Return where a checkpoint says that the weights of the run's reference are; None if it does not say."""
+    saved = reader.client_state.get(REFERENCE_FROM)
+    if saved is None:
+        return None
+    path, weights = saved
+    return path, weights
 
 
 def start_before(plan: RunPlan, step: int) -> Start | None:

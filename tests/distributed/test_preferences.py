@@ -282,6 +282,25 @@ def test_a_copy_of_the_weights_is_the_stored_reference(tmp_path: Path, names: li
         assert not (tmp_path / "pos.start.reference.npz").exists()
 
 
+def observed(plans: list[RunPlan]) -> list[dict[str, float]]:
+    """On this rank: what is observed of the third step of each plan."""
+    found = []
+    for plan in plans:
+        engine, data = opened(plan)
+        for _ in range(STEPS):
+            result = engine.train_batch(data.train)
+        found.append(dict(result.stability))
+    return found
+
+
+def test_the_reference_is_not_observed_instead_of_the_model(tmp_path: Path) -> None:
+    keys = {**keys_of(write_preferences(tmp_path), "sigmoid"), "log_stability_every": 1, "num_layers": 2}
+    stored, copied = tiny_plan(1, **keys), tiny_plan(1, **keys, reference_model="copy")
+    expected, found = run_ranks(1, observed, [stored, copied])[0]
+    assert any(name.startswith("stability/attention_logit") for name in expected)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def copied_bytes(plans: list[RunPlan]) -> list[int]:
     """On this rank: the bytes of the second copy of the weights of each plan."""
     from neox.engine import initialize_distributed
@@ -320,14 +339,15 @@ def test_a_run_goes_on_with_the_copy_of_its_first_weights(tmp_path: Path) -> Non
     save = str(tmp_path / "run")
     whole = tiny_plan(2, **keys, save=str(tmp_path / "whole"))
     stopped = tiny_plan(2, **keys, save=save, exit_interval=4)
-    going_on = tiny_plan(2, **keys, save=save, zero=3)
+    of_launcher = {**keys, "load": save, "finetune": False}  # a run loads its own checkpoints (`with_own_run`)
+    going_on = tiny_plan(2, **of_launcher, save=save, zero=3)
     _, expected, before, found = run_ranks(2, resumed, [tiny_plan(2, **simpo), whole, stopped, going_on])[0]
     assert before[0] != expected[0]
     assert found[0] == pytest.approx(expected[0], rel=2e-6, abs=2e-6)
     assert found[1] == expected[1]
-    lost = tiny_plan(2, **{**keys, "load": save, "save": save, "finetune": False, "iteration": 4})
-    with pytest.raises(RankError, match="the initial ones"):
-        run_ranks(2, resumed, [lost])
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(RankError, match="base"):
+        run_ranks(2, resumed, [going_on])
 
 
 def test_a_stored_reference_of_shorter_rows_is_refused(tmp_path: Path) -> None:
