@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.partition_parameters import Init
-from torch import nn
+from torch import Tensor, nn
 
 from neox.engine.averaged_weights import AveragedWeights
 from neox.engine.deepspeed_patches import (
@@ -73,6 +73,7 @@ def build_engine(
     optimizer = build_optimizer(plan, model.named_parameters(), _norm_scope(plan, grid))
     if grid.ep_group is not None and grid.edp_group is not None:
         optimizer.expert_groups = ExpertGroups(same=grid.edp_group, divided=grid.ep_group)
+    biases = _selection_biases(model)
     timers = _timers(plan, grid, device)
     weights = LabelWeights.of(plan, objective, grid, device)
     steps: Steps
@@ -83,9 +84,8 @@ def build_engine(
         plain = _deepspeed_engine(PlainEngine, plan, model, grid_mpu(grid), optimizer)
         steps = PlainSteps(plain, objective, weights, grid, device, timers)
     steps.engine.step_timers = timers
-    for router in biased_routers(model):
-        assert router.selection_bias is not None
-        router.selection_bias.data = router.selection_bias.data.float()  # DeepSpeed has cast all parameters
+    for parameter, bias in biases:
+        parameter.data = bias
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state. The learning rate is
     # 0 so far, so weights did not change, but the counter of steps and momenta did.
     optimizer.state.clear()
@@ -98,6 +98,15 @@ def build_engine(
     if plan.config.logging.log_stability_every is not None:
         stability = Stability(plan, device, grid, steps.engine.module, steps.engine.optimizer, optimizer)
     return Engine(plan, grid, device, objective, steps, optimizer, timers, averages, stability)
+
+
+def _selection_biases(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the biases of routers in fp32, which DeepSpeed rounds like all parameters: they move in small steps."""
+    found = []
+    for router in biased_routers(model):
+        assert router.selection_bias is not None
+        found.append((router.selection_bias, router.selection_bias.detach().clone()))
+    return found
 
 
 def _timers(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Timers:

@@ -315,6 +315,36 @@ def test_a_run_goes_on_at_any_expert_degree(tmp_path: Path, precision: str, tole
             assert ours == pytest.approx(theirs, rel=tolerance)
 
 
+def biases_of_starts(plans: list[RunPlan]) -> list[list[list[float]]]:
+    """Return the biases of this rank's routers: after two steps of the first plan, and as the others load them."""
+    from neox.engine import initialize_distributed, open_engine, save_checkpoint
+    from neox.model import biased_routers
+
+    found = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = open_engine(plan, grid, device)
+        if plan.config.checkpoint.load is None:
+            data = batches(plan, grid.dp_rank)
+            for _ in range(2):
+                engine.train_batch(data)
+            save_checkpoint(engine, plan.config.checkpoint.save or "")
+        routers = biased_routers(engine.deepspeed_engine.module)
+        found.append([router.selection_bias.tolist() for router in routers if router.selection_bias is not None])
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_biases_of_the_choice_are_not_rounded_at_a_start(tmp_path: Path, precision: str):
+    keys = {**BIASED, "precision": precision}
+    plans = [tiny_plan(2, **keys, zero=1, save=str(tmp_path))]
+    for layout in ({"zero": 1}, {"zero": 2}, {"mp": 2}):
+        plans.append(tiny_plan(2, **keys, **layout, load=str(tmp_path)))
+    trained, *loaded = run_ranks(2, biases_of_starts, plans)[0]
+    assert any(bias not in (0.0, torch.tensor(bias, dtype=torch.bfloat16).item()) for bias in trained[0])
+    assert loaded == [trained] * 3
+
+
 ADAPTED: dict[str, Any] = {**EXPERTS, "lora": {"r": 4, "alpha": 8, "target": ["query_key_value", "dense"]}}
 
 
