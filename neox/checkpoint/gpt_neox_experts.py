@@ -1,14 +1,15 @@
-"""Experts in gpt-neox's layer files, as parameters of this program.
+"""Conversion of experts in gpt-neox's layer files to this program's parameters.
 
-E experts over T tensor ranks, F inner features, H hidden. gpt-neox puts whole experts on tensor ranks, and keeps them
-as rows of one matrix:
+gpt-neox places whole experts on tensor ranks, and stacks them in one matrix:
 
     mlp.router.layer.weight  [E, H]          on every tensor rank; only that of rank 0 is used and trained
-    mlp.experts.mlp.w1       [E / T * F, H]  first product
-    mlp.experts.mlp.w2       [E / T * F, H]  second product, transposed
-    mlp.experts.mlp.w3       [E / T * F, H]  what the activation of the first product is multiplied by, if it has a gate
+    mlp.experts.mlp.w1       [E / T * F, H]  up projection; with a gate, the gate projection
+    mlp.experts.mlp.w2       [E / T * F, H]  down projection, transposed
+    mlp.experts.mlp.w3       [E / T * F, H]  up projection, if the activation has a gate
 
-Here each tensor rank has a part of the inner features of all experts.
+Here each tensor rank has a slice of the FFN dimension of all experts.
+
+Legend: E experts, T tensor ranks, F width of an expert's MLP, H hidden.
 
 Source: gpt-neox, megatron/model/moe.py, moe_mlp.py and router.py.
 """
@@ -27,43 +28,47 @@ _EXPERTS = "mlp.experts.mlp."
 
 
 def has_experts(state: Mapping[str, Tensor]) -> bool:
-    """Return whether a layer's tensors hold experts in gpt-neox's form."""
+    """Return whether a layer's tensors include experts in gpt-neox's format."""
     return ROUTER in state
 
 
-def with_own_experts(states: Sequence[Mapping[str, Tensor]], tp_rank: int, where: str) -> dict[str, Tensor]:
-    """Return a layer's tensors on one tensor rank, with experts in the form of this program.
+def convert_experts(states: Sequence[Mapping[str, Tensor]], tp_rank: int, where: str) -> dict[str, Tensor]:
+    """Return a layer's tensors on one tensor rank, with experts in this program's format.
 
     Args:
         states: Tensors of the layer in the files of all tensor ranks.
         tp_rank: The tensor rank.
-        where: Name of the files, for messages.
+        where: Name of the file, for messages.
 
     Raises:
-        CheckpointError: If the matrices do not fit the number of experts.
+        CheckpointError: If the shape of a matrix does not match the number of experts.
     """
     own = {name: tensor for name, tensor in states[tp_rank].items() if name != ROUTER and _EXPERTS not in name}
+    tp_size = len(states)
     router = states[0][ROUTER]
     own["mlp.router.weight"] = router
     experts = router.shape[0]
 
-    def part(name: str) -> Tensor:
-        """Return the rank's part of the inner features of all experts [E, F / T, H]."""
-        of_ranks = []
+    def shard(name: str) -> Tensor:
+        """Return this tensor rank's slice of all experts [E, F / T, H]."""
+        slices = []
         for state in states:
-            here = experts // len(states)
+            experts_here = experts // tp_size
             matrix = state[_EXPERTS + name]
-            if experts % len(states) or matrix.shape[0] % (here * len(states)):
+            if experts % tp_size or matrix.shape[0] % (experts_here * tp_size):
                 raise CheckpointError(
-                    f"{where}: {_EXPERTS}{name} has {matrix.shape[0]} rows, which {experts} experts over "
-                    f"{len(states)} tensor ranks cannot divide; it was not written by gpt-neox, or its width is odd"
+                    f"{where}: the {matrix.shape[0]} rows of {_EXPERTS}{name} cannot be divided into {experts} experts "
+                    f"on {tp_size} tensor ranks. The file was not written by gpt-neox, or the width of the experts is "
+                    f"not a multiple of {tp_size}"
                 )
-            of_ranks.append(matrix.unflatten(0, (here, -1)).chunk(len(states), dim=1)[tp_rank])
-        return of_ranks[0] if len(of_ranks) == 1 else torch.cat(of_ranks)
+            slices.append(matrix.unflatten(0, (experts_here, -1)).chunk(tp_size, dim=1)[tp_rank])
+        if len(slices) == 1:
+            return slices[0]
+        return torch.cat(slices)
 
-    first = part("w1")
+    first = shard("w1")
     if _EXPERTS + "w3" in states[0]:
-        first = torch.cat([part("w3"), first], dim=1)  # the value, then the gate
+        first = torch.cat([shard("w3"), first], dim=1)  # up projection, then gate
     own["mlp.experts.dense_h_to_4h.weight"] = first
-    own["mlp.experts.dense_4h_to_h.weight"] = part("w2").transpose(1, 2)
+    own["mlp.experts.dense_4h_to_h.weight"] = shard("w2").transpose(1, 2)
     return own

@@ -1,4 +1,4 @@
-"""Mixtures of experts made of dense checkpoints: each expert starts as the MLP (arXiv:2212.05055)."""
+"""Sparse upcycling: mixture-of-experts checkpoints whose experts are copies of a dense MLP (arXiv:2212.05055)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from neox.errors import CheckpointError
 from neox.plan import EXPERT_FIELDS, architecture_of, architecture_settings
 
 NewRouter = Callable[[int, ParameterSpec], Tensor]
-"""(index of a layer, parameter of its router) -> its initial values."""
+"""(layer index, parameter of its router) -> initial values of the parameter."""
 
 _EXPERTS = "mlp.experts."
 _ROUTER = "mlp.router."
@@ -32,25 +32,25 @@ def upcycle(
     *,
     changes_outputs: bool = False,
 ) -> Path:
-    """Write a dense checkpoint as one of a mixture of experts, `save/global_stepN`, and commit it.
+    """Convert a dense checkpoint to a mixture-of-experts checkpoint, `save/global_stepN`, and commit it.
 
-    Each expert is a copy of its block's MLP. All else stays as it is, bit for bit. If the weights of a token's experts
-    add up to 1, the outputs of the network stay, too. The result has the degrees of the original, and no optimizer
-    state and no random states.
+    Each expert is a copy of its block's MLP. All other weights are copied bit for bit. If the weights of a token's
+    experts add up to 1, the network's outputs do not change. The result has the parallel degrees of the original, no
+    optimizer states and no random states.
 
     Args:
         reader: The dense checkpoint, opened with its layers.
         save: Directory of checkpoints to write into.
-        config: Configuration of the mixture.
+        config: Configuration of the mixture of experts.
         router: Initial values of routers.
-        changes_outputs: Whether the outputs of the mixture may differ from those of the dense network.
+        changes_outputs: Whether the outputs may differ from those of the dense network.
 
     Returns:
         The new checkpoint's directory.
 
     Raises:
-        CheckpointError: If the mixture is not one of this network, its outputs would differ and must not, the original
-            is damaged, or the disk refuses.
+        CheckpointError: If the configurations do not match, the outputs would differ without `changes_outputs`, the
+            original is damaged, or the result cannot be written.
     """
     dense = reader.layers
     assert dense is not None
@@ -59,17 +59,17 @@ def upcycle(
     if not changes_outputs:
         problems += _changed_outputs(mixture)
     if problems:
-        raise CheckpointError(f"{reader.path} cannot become this mixture:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"{reader.path} cannot be upcycled to this network:\n  " + "\n  ".join(problems))
     layers = build_layer_plan(mixture, dense.padded_vocab_size, head_parallelism=config.model.output_layer_parallelism)
     check_degree(layers, reader.tp_size)
 
     def value(index: int, spec: ParameterSpec) -> Tensor:
         if spec.name.startswith(_EXPERTS):
-            of_mlp = reader.full(index, f"mlp.{spec.name.removeprefix(_EXPERTS)}")
-            return of_mlp.expand(spec.shape)
+            dense_weight = reader.full(index, f"mlp.{spec.name.removeprefix(_EXPERTS)}")
+            return dense_weight.expand(spec.shape)
         if not spec.name.startswith(_ROUTER):
             return reader.full(index, spec.name)
-        if not spec.trained:  # the bias of the choice, which is fp32 in every precision
+        if not spec.trained:  # the router's load balancing bias, which is fp32 in every precision
             return torch.zeros(spec.shape)
         return router(index, spec).to(reader.full(index, "mlp.dense_h_to_4h.weight").dtype)
 
@@ -81,7 +81,7 @@ def upcycle(
 
 
 def _differences(dense: Architecture, mixture: Architecture) -> Iterator[str]:
-    """Yield why a mixture is not made of a dense network's parts."""
+    """Yield the reasons why a dense network cannot be upcycled to a mixture."""
     if dense.num_experts:
         yield f"it is a mixture of {dense.num_experts} experts; give a dense checkpoint"
         return
@@ -90,17 +90,17 @@ def _differences(dense: Architecture, mixture: Architecture) -> Iterator[str]:
         return
     saved = {name: value for name, value in asdict(dense).items() if name not in EXPERT_FIELDS}
     for difference in mixture.differences(saved):
-        yield f"{difference.field} is {difference.saved}, and the configuration's is {difference.wanted}"
+        yield f"{difference.field} is {difference.saved} in the checkpoint and {difference.wanted} in the configuration"
     if mixture.expert_width != dense.mlp_width:
         yield f"its MLPs are {dense.mlp_width} wide: set moe_ffn_hidden_size: {dense.mlp_width}"
     if dense.mlp_bias:
-        yield "its MLPs have biases (use_bias_in_mlp), and experts have none"
+        yield "its MLPs have biases (use_bias_in_mlp), but experts have none"
     if mixture.shared_expert_width:
-        yield "a shared expert has no MLP to start from; remove moe_shared_expert_intermediate_size"
+        yield "there is no MLP that a shared expert could start from; remove moe_shared_expert_intermediate_size"
 
 
 def _changed_outputs(mixture: Architecture) -> list[str]:
-    """Return why a mixture of equal experts computes something else than one of them."""
+    """Return the reasons why a mixture of equal experts does not compute the same as one of them."""
     problems = []
     uses_all = mixture.router == "topk" and mixture.experts_per_token == mixture.num_experts
     if not mixture.router_normalizes and not uses_all:
@@ -110,7 +110,7 @@ def _changed_outputs(mixture: Architecture) -> list[str]:
         )
     if mixture.router_scale != 1.0:
         problems.append(
-            f"moe_router_topk_scaling_factor: {mixture.router_scale:g} would multiply the outputs of MLPs; remove it"
+            f"moe_router_topk_scaling_factor: {mixture.router_scale:g} would scale the outputs of the MLPs; remove it"
         )
     if mixture.expert_capacity:
         problems.append("moe_expert_capacity_factor would drop tokens; remove it")
@@ -120,8 +120,10 @@ def _changed_outputs(mixture: Architecture) -> list[str]:
 def _with_settings(identity: Identity, config: NeoXConfig) -> Identity:
     """Return an identity with the settings of another network."""
     args = dict(identity[ARGS])
-    further = dict(identity.get(MODEL, {}))
+    model = dict(identity.get(MODEL, {}))
     for key, setting in architecture_settings(config).items():
-        part = args if key in args else further
-        part[key] = setting
-    return {**identity, ARGS: args, MODEL: further}
+        if key in args:
+            args[key] = setting
+        else:
+            model[key] = setting
+    return {**identity, ARGS: args, MODEL: model}

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from neox.checkpoint.gpt_neox_experts import has_experts, with_own_experts
+from neox.checkpoint.gpt_neox_experts import convert_experts, has_experts
 from neox.checkpoint.names import (
     canonical_parameter,
     is_buffer,
@@ -88,7 +88,7 @@ class ExpertFiles:
         if not has_experts(own):
             return own
         states = [self._source.state(index, rank) for rank in range(self.tp_size)]
-        return with_own_experts(states, tp_rank, str(self._directory / layer_file(index, 0)))
+        return convert_experts(states, tp_rank, str(self._directory / layer_file(index, 0)))
 
 
 class OneStageFiles:

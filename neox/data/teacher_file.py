@@ -1,8 +1,8 @@
-"""Files of a teacher's largest logits for the samples of a run, and batches with them.
+"""Files with a teacher's largest logits for the samples of a run, and batches that include them.
 
-A directory has `identity.json`, and for each split three arrays with a row for each sample, in the order in which the
-run reads them: `SPLIT.ids.npy` and `SPLIT.logits.npy` [samples, S, K], and `SPLIT.hashes.npy` with a hash of each
-sample's tokens, so that other samples are never trained on with these logits.
+A directory holds `identity.json` and three arrays per split: `SPLIT.ids.npy` and `SPLIT.logits.npy` [samples, S, K],
+and `SPLIT.hashes.npy` [samples]. Rows are in the order in which the run reads the samples. The hash of each sample's
+tokens ensures that the logits are never used with other samples.
 
 Legend: B samples, S tokens of a sample, K logits of the teacher.
 """
@@ -31,12 +31,12 @@ _IDENTITY = "identity.json"
 
 @dataclass(frozen=True)
 class TeacherIdentity:
-    """What stored logits were computed with.
+    """Teacher that stored logits were computed with.
 
     Attributes:
         weights: Hash of the teacher's weights.
-        vocab_size: Number of ids of its tokenizer.
-        tokenizers: Hashes of its tokenizer; none if it has none.
+        vocab_size: Vocabulary size of its tokenizer.
+        tokenizers: Hashes of its tokenizer; empty if its identity is unknown.
         top_k: K.
     """
 
@@ -50,7 +50,7 @@ class TeacherRows(NamedTuple):
     """Arrays of a split.
 
     Attributes:
-        ids: Tokens, those with the largest logits first, int32 [samples, S, K].
+        ids: Token ids in descending order of their logits, int32 [samples, S, K].
         logits: Their logits, fp32 [samples, S, K].
         hashes: Hash of each sample's tokens, uint64 [samples].
     """
@@ -68,11 +68,11 @@ def sample_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 class TeacherWriter:
-    """Writer of a directory of logits, which appears when it is complete.
+    """Writer of a directory of logits, which gets its final name when it is complete.
 
     Args:
         directory: The directory.
-        identity: What the logits are computed with.
+        identity: The teacher.
 
     Raises:
         DataError: If the directory exists, or cannot be written.
@@ -89,18 +89,18 @@ class TeacherWriter:
             self._partial.mkdir(parents=True)
 
     def rows(self, split: str, samples: int, length: int) -> TeacherRows:
-        """Return the arrays of a split, which are filled by the caller.
+        """Create the arrays of a split; the caller fills them.
 
         Raises:
-            DataError: If the disk is too small, or cannot be written.
+            DataError: If the disk has too little space, or cannot be written.
         """
         shape = (samples, length, self._identity.top_k)
         needed = 8 * prod(shape) + 8 * samples
         free = shutil.disk_usage(self._partial).free
-        if needed > free:  # a full disk would end the process at a write into a mapped file
+        if needed > free:  # writing to a memory-mapped file on a full disk would kill the process
             raise DataError(
-                f"the teacher's logits of the {split} data take {needed / 1e9:.1f} GB, and {self._directory.parent} "
-                f"has {free / 1e9:.1f} GB free: choose another directory, a smaller --top-k, or fewer samples"
+                f"the teacher's logits for the {split} data take {needed / 1e9:.1f} GB, but {self._directory.parent} "
+                f"has only {free / 1e9:.1f} GB free: choose another directory, a smaller --top-k, or fewer samples"
             )
         with os_errors(DataError, f"{self._partial} cannot be written"):
             return TeacherRows(
@@ -115,21 +115,21 @@ class TeacherWriter:
         return array
 
     def commit(self) -> None:
-        """Give the directory its name."""
+        """Give the complete directory its final name."""
         with os_errors(DataError, f"{self._directory} cannot be written"):
             write_text(self._partial / _IDENTITY, json.dumps(asdict(self._identity), indent=2) + "\n")
             self._partial.rename(self._directory)
 
 
 class TeacherFile:
-    """Logits of a teacher for one split of a run.
+    """Reader of a teacher's logits for one split of a run.
 
     Args:
-        directory: Directory that a `TeacherWriter` has written.
+        directory: Directory written by `TeacherWriter`.
         split: `train`, `valid` or `test`.
-        vocab_size: Number of ids of the run.
+        vocab_size: Vocabulary size of the run.
         tokenizer: Tokenizer of the run.
-        top_k: Number of logits of each token that are read, the largest ones.
+        top_k: Number of logits to read per token, the largest ones.
 
     Raises:
         DataError: If files are missing or damaged, the teacher has another vocabulary, or too few logits are stored.
@@ -143,12 +143,12 @@ class TeacherFile:
         same_tokenizer = not identity.tokenizers or not set(identity.tokenizers).isdisjoint(tokenizer.known_hashes)
         if identity.vocab_size != vocab_size or not same_tokenizer:
             raise DataError(
-                f"teacher_logits: {directory} is of a teacher with another vocabulary ({identity.vocab_size:,} ids; "
-                f"this run has {vocab_size:,}): take a teacher with the same tokenizer"
+                f"teacher_logits: the teacher of {directory} has another vocabulary ({identity.vocab_size:,} tokens; "
+                f"this run has {vocab_size:,}): use a teacher with the same tokenizer"
             )
         if identity.top_k < top_k:
             raise DataError(
-                f"teacher_logits: {directory} has {identity.top_k:,} logits for each token, and distillation_top_k is "
+                f"teacher_logits: {directory} has {identity.top_k:,} logits per token, but distillation_top_k is "
                 f"{top_k:,}: set it to {identity.top_k:,}, or compute the teacher's logits again"
             )
         self._rows = TeacherRows(*(self._open(name) for name in TeacherRows._fields))
@@ -170,26 +170,28 @@ class TeacherFile:
         """Return `teacher_ids` (int64) and `teacher_logits` (fp32) of samples, [B, S, K] each.
 
         Args:
-            numbers: Numbers of the samples [B].
+            numbers: Indices of the samples [B].
             tokens: Their tokens [B, S].
 
         Raises:
-            DataError: If the logits are of other samples.
+            DataError: If the logits were computed for other samples.
         """
         ids, logits, hashes = self._rows
         is_there = bool(numbers.max() < len(hashes)) and ids.shape[1] == tokens.shape[1]
         if not is_there or not np.array_equal(hashes[numbers], sample_hashes(tokens)):
             raise DataError(
-                f"teacher_logits: {self._directory} is of other samples than those of the {self._split} data: compute "
-                "the teacher's logits again (tools/teacher_logits.py) for this data, seed, seq_length and number of "
-                "samples"
+                f"teacher_logits: {self._directory} was computed for other samples than those of the {self._split} "
+                "data: compute the teacher's logits again (tools/teacher_logits.py) with this run's data, seed, "
+                "seq_length and number of samples"
             )
-        own_ids = ids[numbers, :, : self._top_k].astype(np.int64)
-        return {"teacher_ids": own_ids, "teacher_logits": np.array(logits[numbers, :, : self._top_k])}
+        return {
+            "teacher_ids": ids[numbers, :, : self._top_k].astype(np.int64),
+            "teacher_logits": np.array(logits[numbers, :, : self._top_k]),
+        }
 
 
 class DistillationBatchIterator(BatchIterator):
-    """Endless iterator over micro batches with a teacher's logits."""
+    """Infinite iterator over micro batches that include a teacher's logits."""
 
     def __init__(self, teacher: TeacherFile, dataset: SampleSource, *args: Any, **kwargs: Any) -> None:
         """Set up the iterator.
@@ -204,14 +206,16 @@ class DistillationBatchIterator(BatchIterator):
         self.teacher = teacher
 
     def read(self, position: int) -> Batch:
-        """Read micro batch `position`. Raises DataError for other samples than the teacher's."""
+        """Read micro batch `position`. Raises DataError if the logits were computed for other samples."""
         batch = super().read(position)
         fields = self.teacher.fields(self.sample_numbers(position), batch["tokens"].numpy())
-        return {**batch, **{name: torch.from_numpy(field) for name, field in fields.items()}}
+        for name, field in fields.items():
+            batch[name] = torch.from_numpy(field)
+        return batch
 
 
 def sample_batches(samples: int, size: int) -> Iterator[np.ndarray]:
-    """Yield the numbers of samples in batches."""
+    """Yield the indices of samples in batches."""
     for first in range(0, samples, size):
         yield np.arange(first, min(samples, first + size))
 
@@ -225,7 +229,7 @@ def _read_identity(directory: Path) -> TeacherIdentity:
         return TeacherIdentity(tokenizers=tuple(tokenizers), **fields)
     except FileNotFoundError:
         raise DataError(
-            f"teacher_logits: {directory} holds no logits of a teacher: tools/teacher_logits.py writes them"
+            f"teacher_logits: {directory} has no logits of a teacher: write them with tools/teacher_logits.py"
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged ({error}): compute the teacher's logits again") from error

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3 (`DeepseekV2ForCausalLM`, `DeepseekV3ForCausalLM`): latent attention and experts.
 
-Source: transformers, models/deepseek_v2 and models/deepseek_v3; arXiv:2405.04434, arXiv:2412.19437. The layers that
-predict further tokens (`num_nextn_predict_layers`) are left out.
+Source: transformers, models/deepseek_v2 and models/deepseek_v3; arXiv:2405.04434, arXiv:2412.19437. The layers of
+multi-token prediction (MTP, `num_nextn_predict_layers`) are left out.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from neox.families.shared_entries import GATED_ACTIVATIONS, Activation, Rotary, 
 
 _BLOCK = "model.layers.{i}."
 FURTHER_LAYERS = "num_nextn_predict_layers"
-"""Key of the number of layers that predict further tokens."""
+"""Key of the number of multi-token prediction layers."""
 
 
 class LatentHeads(ConfigEntries):
-    """Widths of latent attention and of its heads, of which each query has its own keys."""
+    """Widths of latent attention and its heads. Query heads do not share key heads."""
 
     _DEFAULTS: Mapping[str, int] = {
         "kv_lora_rank": 512,
@@ -50,7 +50,7 @@ class LatentHeads(ConfigEntries):
     _QUERY_WIDTH = 1536
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a reason for each width that is none, an odd rotated one, and key heads that queries share."""
+        """Yield a reason for each invalid width, for an odd rotary width, and for shared key heads."""
         for key, default in self._DEFAULTS.items():
             yield from Size(key, key, default).problems(hf)
         yield from Size("q_lora_rank", "query_latent_width", self._QUERY_WIDTH, null=0).problems(hf)
@@ -75,9 +75,9 @@ class LatentHeads(ConfigEntries):
         }
 
     def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
-        """Return the entries. Those of a network without latent attention are written as the least ones."""
+        """Return the entries. For a network without latent attention they have the smallest valid values."""
         return {
-            "num_key_value_heads": network.num_attention_heads,  # its default in transformers, 128, would be read
+            "num_key_value_heads": network.num_attention_heads,  # without it transformers would use its default, 128
             "kv_lora_rank": max(1, network.latent_width),
             "q_lora_rank": network.query_latent_width or None,
             "qk_nope_head_dim": max(1, network.head_dim - network.rotary_ndims),
@@ -87,24 +87,24 @@ class LatentHeads(ConfigEntries):
 
 
 class LatentRotary(Rotary):
-    """Rotary positions, with the factor of scores that follows from their scaling. `LatentHeads` must be read before.
+    """Rotary positions, and the attention scale that their scaling implies. `LatentHeads` must be read first.
 
-    YaRN's factor for `mscale_all_dim` multiplies scores by its square.
+    The attention scale is multiplied by the square of YaRN's factor for `mscale_all_dim`.
     """
 
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
-        """Return the base, the scaling and the factor of scores."""
+        """Return the base, the scaling and the attention scale."""
         found = {**super().read(hf, known), "rotary_ndims": known["rotary_ndims"], "attention_scale": 0.0}
         scaling = dict(found["rope_scaling"])
         weight = scaling.get("mscale_all_dim", 0)
         if weight and scaling["factor"] > 1:
-            root = 0.1 * weight * log(scaling["factor"]) + 1.0
-            found["attention_scale"] = known["head_dim"] ** -0.5 * root * root
+            yarn_factor = 0.1 * weight * log(scaling["factor"]) + 1.0
+            found["attention_scale"] = known["head_dim"] ** -0.5 * yarn_factor**2
         return found
 
 
 class RoutedExperts(SeveralExperts):
-    """The number of experts, under one name."""
+    """The number of routed experts, which has only one key."""
 
     def _with_own_name(self, hf: Mapping[str, Any]) -> Mapping[str, Any]:
         return hf
@@ -112,7 +112,7 @@ class RoutedExperts(SeveralExperts):
 
 @dataclass(frozen=True)
 class SharedExperts(ConfigEntries):
-    """The number of experts that compute every token, which are one here, as wide as all of them together.
+    """The number of shared experts. Here they are one shared expert that is as wide as all of them together.
 
     Attributes:
         default: transformers' default.
@@ -121,7 +121,7 @@ class SharedExperts(ConfigEntries):
     default: int
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a reason if it is no number."""
+        """Yield a reason if the number is invalid."""
         yield from Size("n_shared_experts", "shared_expert_width", self.default).problems(hf)
 
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
@@ -135,7 +135,7 @@ class SharedExperts(ConfigEntries):
 
 @dataclass(frozen=True)
 class FirstDenseBlocks(ConfigEntries):
-    """The number of first blocks without experts.
+    """The number of dense blocks before the first block with experts.
 
     Attributes:
         default: transformers' default.
@@ -144,7 +144,7 @@ class FirstDenseBlocks(ConfigEntries):
     default: int
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a reason if it is no number, or leaves no block with experts."""
+        """Yield a reason if the number is invalid, or leaves no block with experts."""
         number = hf.get("first_k_dense_replace", self.default)
         blocks = hf.get("num_hidden_layers")
         if not is_whole_number(number) or number < 0:
@@ -164,13 +164,13 @@ class FirstDenseBlocks(ConfigEntries):
 
 @dataclass(frozen=True)
 class ExpertGroups(ConfigEntries):
-    """Groups of experts. One group is none.
+    """Groups of experts for group-limited routing. A single group means routing without groups.
 
     Attributes:
-        groups: transformers' default number of groups; None for none.
+        groups: transformers' default number of groups; None for no groups.
         chosen: transformers' default number of groups that a token chooses.
-        best: Number of a group's best scores that count.
-        method: `topk_method` with groups; without, `greedy`. Empty if there is no such entry.
+        best: Number of best expert scores that are summed up to the score of a group.
+        method: Value of `topk_method` with groups; without groups it is `greedy`. Empty if there is no such entry.
     """
 
     groups: int | None
@@ -179,7 +179,7 @@ class ExpertGroups(ConfigEntries):
     method: str = ""
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a reason for numbers that contradict each other."""
+        """Yield the reasons why the numbers are invalid or contradict each other."""
         for key, default in (("n_group", self.groups), ("topk_group", self.chosen)):
             yield from Size(key, key, default, null=0).problems(hf)
         method = hf.get("topk_method")
@@ -190,9 +190,9 @@ class ExpertGroups(ConfigEntries):
         if not all(map(is_whole_number, (groups, chosen, experts))) or groups < 2:
             return
         if experts % groups or experts // groups < self.best:
-            yield f"n_group: {groups}: should divide n_routed_experts: {experts}, with {self.best} experts or more each"
+            yield f"n_group: {groups}: should divide n_routed_experts: {experts} into groups of at least {self.best}"
         elif chosen > groups or chosen < 1:
-            yield f"topk_group: {chosen}: should be 1 to n_group: {groups}"
+            yield f"topk_group: {chosen}: should be at least 1 and at most n_group: {groups}"
         elif is_whole_number(hf.get("num_experts_per_tok")) and hf["num_experts_per_tok"] > experts // groups * chosen:
             yield f"num_experts_per_tok: {hf['num_experts_per_tok']}: is more than the experts of the chosen groups"
 
@@ -211,7 +211,7 @@ class ExpertGroups(ConfigEntries):
         return entries
 
     def _numbers(self, hf: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the number of groups, 0 without, and of those that a token chooses."""
+        """Return the number of groups and the number that a token chooses; both are 0 without groups."""
         groups = hf.get("n_group", self.groups) or 0
         chosen = hf.get("topk_group", self.chosen) or 0
         if self.method and hf.get("topk_method", "greedy") != self.method:
@@ -225,10 +225,10 @@ def _entries(
     """Return the entries of a `config.json`.
 
     Args:
-        attention: Entries about attention that only one of the families has.
-        experts: Entries about experts that only one of the families has.
+        attention: Attention entries that only one of the families has.
+        experts: Expert entries that only one of the families has.
         max_positions: transformers' default of `max_position_embeddings`.
-        sizes: transformers' defaults of the sizes of experts.
+        sizes: transformers' defaults of the numbers and sizes of experts.
     """
     return (
         Size("num_hidden_layers", "num_layers"),
@@ -272,7 +272,7 @@ EXPERT_TENSORS = {
     ),
     "mlp.shared_expert.dense_4h_to_h": TensorSource((f"{_BLOCK}mlp.shared_experts.down_proj",)),
 }
-"""Sources of a router, its experts and a shared one."""
+"""Sources of the router, the routed experts and the shared expert."""
 _SOURCES = {
     **_TENSORS,
     "block": {

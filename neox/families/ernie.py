@@ -1,6 +1,6 @@
-"""ERNIE 4.5 (`Ernie4_5ForCausalLM`), dense: Llama whose rotary positions turn neighbouring dimensions.
+"""ERNIE 4.5 (`Ernie4_5ForCausalLM`), dense: Llama with interleaved rotary embeddings.
 
-Source: transformers, models/ernie4_5. One entry gives all projections biases.
+Source: transformers, models/ernie4_5. `use_bias` gives biases to all projections.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ERNIE = Family(
         Switch("use_bias", "qkv_bias", False),
         ATTENTION_BIASES_EQUAL,
         Derived("mlp_bias", lambda known: known["qkv_bias"]),
-        # its default in transformers, 0, would keep the embedding of that token from being trained there
+        # transformers' default is 0, and it does not train the embedding of the padding token
         Written("pad_token_id", None),
         *ending_entries(),
     ),

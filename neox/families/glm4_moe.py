@@ -1,6 +1,6 @@
-"""GLM-4.5 (`Glm4MoeForCausalLM`): DeepSeek-V3's experts with attention of grouped queries and partly rotated heads.
+"""GLM-4.5 (`Glm4MoeForCausalLM`): DeepSeek-V3's experts with grouped-query attention and partial rotary embeddings.
 
-Source: transformers, models/glm4_moe; arXiv:2508.06471. The layer that predicts further tokens is left out.
+Source: transformers, models/glm4_moe; arXiv:2508.06471. The multi-token prediction layer is left out.
 """
 
 from __future__ import annotations

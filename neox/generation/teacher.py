@@ -1,4 +1,4 @@
-"""Largest logits of a teacher for the samples of a run that learns from them."""
+"""Computation of a teacher's largest logits for the samples of a distillation run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from neox.tokenizer import Tokenizer
 
 
 class _Split(NamedTuple):
-    """Samples of a run that are computed.
+    """Split of a run's data.
 
     Attributes:
-        name: Name of the split in files.
-        batches: Iterator over its batches in the run.
+        name: Name of the split in file names.
+        batches: The run's iterator over its batches.
         samples: Number of samples that the run reads.
     """
 
@@ -36,28 +36,28 @@ class _Split(NamedTuple):
 def write_teacher_logits(
     run: RunPlan, tokenizer: Tokenizer, teacher: ModelRunner, identity: TeacherIdentity, directory: Path, *, batch: int
 ) -> int:
-    """Compute and write the largest logits of all samples that a run reads.
+    """Compute the teacher's largest logits for all samples that a run reads, and write them to files.
 
     Args:
         run: Plan of the run, without `teacher_logits`.
         tokenizer: Tokenizer of run and teacher.
         teacher: The teacher, on one rank.
-        identity: What the logits are computed with.
+        identity: Identity of the teacher.
         directory: Directory to write.
-        batch: Number of samples that are computed at once.
+        batch: Number of samples in a forward pass.
 
     Returns:
         Number of samples.
 
     Raises:
-        ConfigError: If samples are longer than the texts that the teacher reads.
-        DataError: If data are missing or damaged, or the directory cannot be written.
+        ConfigError: If samples are longer than the teacher's maximum length.
+        DataError: If data is missing or damaged, or the directory cannot be written.
     """
     length = run.batch_schedule.full_length
     if length > teacher.max_length:
         raise ConfigError(
-            f"the run's samples have {length:,} tokens (seq_length), and the teacher reads {teacher.max_length:,}: "
-            "take a teacher that reads longer texts, or a smaller seq_length"
+            f"the run's samples have {length:,} tokens (seq_length), but the teacher reads at most "
+            f"{teacher.max_length:,}: use a teacher that reads longer texts, or a smaller seq_length"
         )
     writer = TeacherWriter(directory, identity)
     total = 0
@@ -92,7 +92,7 @@ def _splits(run: RunPlan, tokenizer: Tokenizer) -> Iterator[_Split]:
 def _largest(
     teacher: ModelRunner, batches: BatchIterator, tokens: torch.Tensor, identity: TeacherIdentity
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the teacher's largest logits for tokens [B, S], which read documents as the run does."""
+    """Return the teacher's largest logits for tokens [B, S], with documents masked as in the run."""
     starts = None
     if batches.mark_documents:
         assert batches.eod is not None

@@ -1,4 +1,4 @@
-"""Tokens that travel between the ranks that divide experts, and rows that may gather on one of them."""
+"""Communication of expert parallelism, and the number of tokens that may accumulate on one rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from neox.plan.run_plan import RunPlan
 
 
 class ExpertTraffic(NamedTuple):
-    """What one rank exchanges and keeps for experts that ranks divide, if experts have equal shares of the tokens.
+    """Communication of one rank with expert parallelism, if tokens are spread evenly over experts.
 
     Attributes:
-        exchanges: All-to-alls of one step that move tokens or their gradients.
-        sent_bytes: Bytes that a rank sends to others in these.
-        rows: Choices of experts by the tokens of one micro batch, and so the rows of a rank's experts in a block.
-        most_rows: Rows if all tokens of all ranks choose experts of one rank.
+        exchanges: Number of all-to-alls per step that move tokens or their gradients.
+        sent_bytes: Bytes that a rank sends to others in all of them.
+        rows: Number of token rows that the experts of a rank compute per block and micro batch.
+        most_rows: The same if all tokens of all ranks are routed to experts of one rank.
     """
 
     exchanges: int
@@ -25,7 +25,7 @@ class ExpertTraffic(NamedTuple):
 
 
 def expert_traffic(plan: RunPlan) -> ExpertTraffic | None:
-    """Return the traffic of the stage with the most blocks with experts; None if ranks do not divide experts."""
+    """Return the communication of the stage with the most expert blocks; None without expert parallelism."""
     setting = plan.memory_setting
     network = plan.architecture
     if setting.ep_size == 1:
@@ -35,7 +35,7 @@ def expert_traffic(plan: RunPlan) -> ExpertTraffic | None:
     for stage in plan.stages:
         held = [layer.index - BLOCK_OFFSET for layer in stage.entries(plan.layers) if layer.kind == "block"]
         blocks = max(blocks, len(with_experts.intersection(held)))
-    passes = 2  # forward and backward, in each of which rows travel to their experts and back
+    passes = 2  # forward and backward; each dispatches rows to their experts and combines the results
     if setting.recompute_chunk and setting.recomputed_part == "full":
         passes += 1
     exchanges = 2 * passes * blocks * setting.accumulation_steps

@@ -1,4 +1,4 @@
-"""Layouts that a search for the fastest one tries: degrees, schedule, micro batch, ZeRO, offload, recomputation."""
+"""Search space of layouts: parallel degrees, schedule, micro batch size, ZeRO, offload, recomputation."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from neox.plan.search_start import TENSOR_DEGREES
 
 _CONTEXT_DEGREES = (2, 4, 8, 16, 32)
 _LEAST_TOKENS = 2048
-"""Tokens of a sample that each context rank has at least."""
+"""Smallest number of tokens of a sample on each context rank."""
 _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64)
 _LARGEST_MICRO_BATCH = 64
 _SCHEDULES = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("dualpipev", None))
-"""Values of `pipeline_schedule` and `virtual_stages` that are tried."""
+"""Values of `pipeline_schedule` and `virtual_stages` to try."""
 _GPUS_OF_HOST = 8
 
 
 def layouts(plan: RunPlan, start: MemorySetting) -> Iterator[MemorySetting]:
-    """Yield every layout of the run's GPUs that keeps its batch and that the engine can run.
+    """Yield every layout of the run's GPUs that keeps the batch size and that the engine supports.
 
     Args:
         plan: The run.
-        start: Its setting, whose other fields the layouts keep.
+        start: Its memory setting. Layouts keep the fields that are not searched.
     """
     for tp_size in _tensor_degrees(plan):
         for cp_size in _context_degrees(plan, start, tp_size):
@@ -47,7 +47,7 @@ class _Degrees(NamedTuple):
 
 
 def _layouts_of(degrees: _Degrees, plan: RunPlan, start: MemorySetting) -> Iterator[MemorySetting]:
-    """Yield the layouts of some degrees; none if they do not divide ranks and batch."""
+    """Yield the layouts with given degrees; none if the degrees do not divide the ranks and the batch."""
     same_weights, rest = divmod(plan.grid.world_size, degrees.tp * degrees.pp)
     if rest or same_weights % degrees.cp or same_weights % degrees.ep:
         return
@@ -69,7 +69,7 @@ def _layouts_of(degrees: _Degrees, plan: RunPlan, start: MemorySetting) -> Itera
 
 
 def _context_degrees(plan: RunPlan, start: MemorySetting, tp_size: int) -> Iterator[int]:
-    """Yield the context degrees whose ranks have samples long enough to be worth it, and the configured one."""
+    """Yield the context degrees that leave each rank enough tokens of a sample, and the configured degree."""
     yield 1
     for cp_size in _CONTEXT_DEGREES:
         is_long = start.sequence_length >= cp_size * _LEAST_TOKENS
@@ -83,7 +83,7 @@ def _allows_context(plan: RunPlan, cp_size: int, tp_size: int) -> bool:
 
 
 def _expert_degrees(plan: RunPlan) -> Iterator[int]:
-    """Yield the numbers of ranks that may divide the experts."""
+    """Yield the possible expert parallel degrees."""
     yield 1
     experts = plan.architecture.num_experts
     for ep_size in _EXPERT_DEGREES:
@@ -100,14 +100,14 @@ def _tensor_degrees(plan: RunPlan) -> Iterator[int]:
 
 
 def _micro_batches(layout: MemorySetting, samples: int) -> Iterator[MemorySetting]:
-    """Yield the ways to cut a data rank's samples into micro batches."""
+    """Yield the possible micro batch sizes for a data rank's samples."""
     for size in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1):
         if samples % size == 0:
             yield replace(layout, micro_batch_size=size, accumulation_steps=samples // size)
 
 
 def _schedules(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
-    """Yield the pipeline schedules of a layout; the configuration's own if there are no stages or another division."""
+    """Yield the pipeline schedules of a layout; only the configured one without stages or with a custom partition."""
     if layout.pp_size == 1 or not _divides_blocks(plan):
         yield layout
         return
@@ -120,7 +120,7 @@ def _schedules(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
 
 
 def _divides_blocks(plan: RunPlan) -> bool:
-    """Return whether layers are divided by their blocks, so that each range has some."""
+    """Return whether layers are partitioned by transformer blocks, so that each stage has some."""
     return plan.config.parallelism.pipe_partition_method.startswith("type:transformer")
 
 
@@ -129,7 +129,7 @@ def _memory_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
     stages: tuple[int, ...] = (0, 1, 2, 3)
     if layout.pp_size > 1:
         stages = (0, 1)
-    if layout.dp_size == 1 and layout.zero_stage in stages:  # there is nothing to divide
+    if layout.dp_size == 1 and layout.zero_stage in stages:  # there is nothing to shard
         stages = (layout.zero_stage,)
     for stage in stages:
         for chunk in (0, 1):
@@ -144,14 +144,14 @@ def _memory_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
                     sequence_parallel=divides,
                 )
                 for offloaded in _offload_choices(chosen):
-                    for copies in _copies_of_weights(offloaded):
-                        yield replace(offloaded, hpz_size=copies)
+                    for hpz_size in _hpz_sizes(offloaded):
+                        yield replace(offloaded, hpz_size=hpz_size)
 
 
 def _offload_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
-    """Yield what may be in main memory: nothing, optimizer states (ZeRO 1 to 3), and weights too (ZeRO 3).
+    """Yield the offload choices: nothing, optimizer states (ZeRO 1 to 3), or optimizer states and weights (ZeRO 3).
 
-    What is in files stays there.
+    States or weights that are offloaded to files stay there.
     """
     if layout.states_in_files or layout.weights_in_files or layout.on_cpu:
         yield layout
@@ -163,8 +163,8 @@ def _offload_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
         yield replace(layout, offloads_states=True, offloads_weights=True)
 
 
-def _copies_of_weights(layout: MemorySetting) -> Iterator[int]:
-    """Yield the data ranks that keep a second copy of the weights with ZeRO 3: 1 for none, and those of one host."""
+def _hpz_sizes(layout: MemorySetting) -> Iterator[int]:
+    """Yield the values of `zero_hpz_partition_size`: 1 for no second copy of the weights, and the ranks of one host."""
     yield 1
     in_host = _GPUS_OF_HOST // layout.tp_size
     crosses_hosts = 1 < in_host < layout.dp_size and layout.dp_size % in_host == 0

@@ -1,4 +1,4 @@
-"""Longest samples that fit, and the nearest settings with which samples of twice that length do."""
+"""Longest sequence length that fits in memory, and the smallest change of settings that allows twice that length."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from neox.plan.memory import MemorySetting
 from neox.plan.rules.context import networks_without_context_ranks
 from neox.plan.run_plan import RunPlan
 
-_STEP = 256  # lengths are multiples of this, if that many tokens fit
+_STEP = 256  # lengths are multiples of this, if this many tokens fit
 _LONGEST = 2**30
 _MOST_GROWTH = 8
-_FAR = 64  # times as many tokens as the run's samples have
+_FAR = 64  # multiple of the run's sequence length
 _POSITIONS_BY_TABLE = "learned"
 
 
 @dataclass(frozen=True)
 class LongestSample:
-    """Longest samples that fit.
+    """Longest sequence length that fits in memory.
 
     Attributes:
-        tokens: Largest `seq_length` that fits with the plan's settings; 0 if none does.
-        changes: Keys and values with which twice as many tokens fit; none if nothing was found.
-        world: Number of devices for that.
+        tokens: Largest `seq_length` that fits with the plan's settings; 0 if none fits.
+        changes: Keys and values with which twice this length fits; empty if none were found.
+        world: Number of devices for twice this length; 0 if no settings were found.
     """
 
     tokens: int
@@ -36,11 +36,11 @@ class LongestSample:
 
 
 def longest_sample(plan: RunPlan, device: Device) -> LongestSample | None:
-    """Return the longest samples of a training that fit on a device; None if parameters depend on the length."""
+    """Return the longest sequence length of a training that fits on a device; None if parameters depend on it."""
     network = plan.architecture
     if network.positions == _POSITIONS_BY_TABLE or not network.has_cache:
         return None
-    if device.shared and device.assumed:  # how much memory there is is not known
+    if device.shared and device.assumed:  # the size of the memory is unknown
         return None
     memory = memory_of_settings(plan)
 
@@ -55,7 +55,7 @@ def longest_sample(plan: RunPlan, device: Device) -> LongestSample | None:
 
 
 def length_notes(plan: RunPlan, device: Device) -> Iterator[str]:
-    """Yield the longest samples that fit, and what would allow twice as long ones."""
+    """Yield a note about the longest sequence length that fits, and the settings that allow twice that length."""
     longest = longest_sample(plan, device)
     if longest is None:
         return
@@ -63,7 +63,7 @@ def length_notes(plan: RunPlan, device: Device) -> Iterator[str]:
         yield "no seq_length fits with these settings"
         return
     length = plan.config.model.seq_length
-    if device.shared and length is not None and longest.tokens > _FAR * length:  # a small run in main memory
+    if device.shared and length is not None and longest.tokens > _FAR * length:  # a small run on a CPU
         return
     line = f"seq_length may be up to {longest.tokens:,} with these settings"
     if longest.world:
@@ -73,20 +73,18 @@ def length_notes(plan: RunPlan, device: Device) -> Iterator[str]:
 
 
 def _longest_that_fits(setting: MemorySetting, prompt: int, fits: Callable[[MemorySetting], bool]) -> int:
-    """Return the most tokens of a sample, by doubling and then by halves; 0 if none fit."""
+    """Return the largest number of tokens of a sample that fits, by doubling and then bisection; 0 if none fits."""
     unit = 2 * setting.cp_size if setting.cp_size > 1 else 1
     if setting.sequence_parallel:
         unit *= setting.tp_size
     step = math.lcm(unit, _STEP)
     if not fits(_with_length(setting, step, prompt)):
         step = unit
-    most = 0
-    following = 1
-    while following * step <= _LONGEST and fits(_with_length(setting, following * step, prompt)):
-        most = following
-        following *= 2
-    low = most
-    high = following
+    low = 0  # the largest number of steps that is known to fit
+    high = 1  # the smallest number that is not
+    while high * step <= _LONGEST and fits(_with_length(setting, high * step, prompt)):
+        low = high
+        high *= 2
     while high - low > 1:
         middle = (low + high) // 2
         if fits(_with_length(setting, middle * step, prompt)):
@@ -97,7 +95,7 @@ def _longest_that_fits(setting: MemorySetting, prompt: int, fits: Callable[[Memo
 
 
 def _with_length(setting: MemorySetting, tokens: int, prompt: int) -> MemorySetting:
-    """Return a setting with another length of samples."""
+    """Return a setting with another sequence length."""
     whole = tokens + prompt
     predicted = setting.predicted_tokens
     if predicted == setting.sequence_length:
@@ -106,7 +104,7 @@ def _with_length(setting: MemorySetting, tokens: int, prompt: int) -> MemorySett
 
 
 def _doubled(plan: RunPlan, start: MemorySetting, tokens: int, fits: Callable[[MemorySetting], bool]) -> LongestSample:
-    """Return the fewest changes with which samples of twice as many tokens fit, on as few devices as possible."""
+    """Find the fewest changes with which twice as many tokens fit, on as few devices as possible."""
     longer = _with_length(start, 2 * tokens, plan.architecture.soft_prompt_tokens)
     limits = limits_of(plan)
     width = plan.architecture.hidden_size
@@ -129,17 +127,17 @@ def _doubled(plan: RunPlan, start: MemorySetting, tokens: int, fits: Callable[[M
 
 
 def divides_over_context_ranks(config: NeoXConfig) -> bool:
-    """Return whether the network and its objective allow context ranks."""
+    """Return whether the network and its objective support context parallelism."""
     return next(networks_without_context_ranks(config), None) is None
 
 
 def _moves_of_long_samples(setting: MemorySetting, width: int, *, may_divide: bool) -> Iterator[MemorySetting]:
-    """Yield settings one step away that need less memory for each sample; those with more context ranks last.
+    """Yield settings one step away that need less memory per sample; a larger context parallel degree comes last.
 
     Args:
         setting: The setting.
-        width: Hidden size, which is a good size of tiles: the weights of a tile's products are as large as its tokens.
-        may_divide: Whether context ranks may divide the tokens.
+        width: Hidden size. It is a good tile size: tokens and weights of a tile's matrix products are equally large.
+        may_divide: Whether context parallelism is supported.
     """
     recomputes_whole = setting.recompute_chunk > 0 and setting.recomputed_part == "full"
     if not setting.tile_tokens and recomputes_whole and width < setting.queries:

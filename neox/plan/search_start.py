@@ -1,4 +1,4 @@
-"""Start of a search for layouts on GPUs that the configured degrees or batch sizes cannot be divided over."""
+"""Starting point of a search for layouts if the configured degrees and batch do not fit the number of GPUs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from neox.plan.topology import model_ranks_of, solve_grid
 from neox.problems import Problem
 
 TENSOR_DEGREES = (1, 2, 4, 8)
-"""Tensor degrees that a search tries."""
+"""Tensor parallel degrees that a search tries."""
 
 
 def divisible_config(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, dict[str, Any]]:
-    """Return a configuration of the same batch that runs on a number of ranks, from which layouts can be searched.
+    """Return a configuration with the same batch size that is valid on a number of ranks, as the start of a search.
 
     Args:
         config: What the user asked for.
         world_size: Number of ranks.
 
     Returns:
-        The configuration itself if its degrees and batch divide the ranks, or if none do; else one with other degrees.
-        And the keys that differ, with their values.
+        The configuration and the keys that differ from the given one, with their values. The given configuration is
+        returned if it is valid on these ranks, and also if no degrees are.
     """
     if config.deepspeed.train_batch_size is None and config.deepspeed.train_micro_batch_size_per_gpu is None:
         return config, {}
@@ -40,7 +40,7 @@ def divisible_config(config: NeoXConfig, world_size: int) -> tuple[NeoXConfig, d
         if config.parallelism.pipeline_schedule != "1f1b":
             changes |= {"pipeline_schedule": "1f1b", "virtual_stages": None}
         changes |= {TOTAL: total, MICRO: 1, STEPS: total // dp_size}
-        if pp_size > 1 and config.deepspeed.zero_optimization.stage > 1:  # which stages of a pipeline cannot have
+        if pp_size > 1 and config.deepspeed.zero_optimization.stage > 1:  # the pipeline engine supports up to ZeRO 1
             changes["zero_optimization.stage"] = 1
         changed = {key: value for key, value in changes.items() if config.value(key) != value}
         texts = {key: yaml_text(value) for key, value in changed.items()}
@@ -55,7 +55,7 @@ def _divides(config: NeoXConfig, world_size: int) -> bool:
 
 
 def _degrees(config: NeoXConfig, world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield pipeline and tensor degrees that divide the ranks, few stages first."""
+    """Yield pipeline and tensor degrees that divide the ranks, those with few stages first."""
     for pp_size in range(1, (config.model.num_layers or 1) + 1):
         for tp_size in TENSOR_DEGREES:
             if world_size % (pp_size * tp_size) == 0:
@@ -63,7 +63,7 @@ def _degrees(config: NeoXConfig, world_size: int) -> Iterator[tuple[int, int]]:
 
 
 def _samples_of_step(config: NeoXConfig, world_size: int) -> int:
-    """Return the samples of a step: those that are asked for, or about as many for each GPU as the keys mean."""
+    """Return the samples of a step: as configured, or scaled so that each GPU has about as many as the keys imply."""
     total, micro, steps = (config.value(key) for key in BATCH_KEYS)
     if total is not None:
         return int(total)

@@ -1,4 +1,4 @@
-"""Measurement of layouts: each one trains for a few steps on the hosts at hand, in a directory that is removed."""
+"""Measurement of layouts: short training runs on the available hosts, in a temporary directory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from neox.metrics import METRICS_FILE, curves
 from neox.plan.search import Suggestion
 
 STEPS = 8
-"""Steps that each layout trains for."""
+"""Number of steps that each layout trains for."""
 _FIRST_STEPS = 3
-"""Steps that are not counted: they compile, allocate memory and connect ranks."""
+"""Number of first steps that are not timed: they compile, allocate memory and connect ranks."""
 _STEP_SECONDS = "runtime/iteration_time"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTHING_BUT_STEPS = (
@@ -38,17 +38,17 @@ _NOTHING_BUT_STEPS = (
     "memory_profiling=false",
     "straggler_steps=0",
 )
-"""Keys of a measured run: it reads nothing but its data, and writes metrics only."""
+"""Overrides of a measured run: it reads only its data, and writes only metrics."""
 
 
 @dataclass(frozen=True)
 class MeasuredLayout:
-    """A layout that was tried.
+    """A layout that was measured.
 
     Attributes:
-        layout: The layout, with its estimate.
-        seconds: Median time of a step; None if it failed.
-        failure: Why it failed; empty if it did not.
+        layout: The layout, with its estimates.
+        seconds: Median time of a step; None if the run failed.
+        failure: Reason of the failure; empty if the run succeeded.
     """
 
     layout: Suggestion
@@ -61,8 +61,8 @@ class Measurement:
     """Result of `measure_layouts`.
 
     Attributes:
-        layouts: Layouts that were tried, the fastest first, then those that failed.
-        stopped_by: Number of the signal that ended the measurement early; None if it was not.
+        layouts: Layouts that were measured, the fastest first, and those that failed last.
+        stopped_by: Number of the signal that ended the measurement early; None if it ran to its end.
     """
 
     layouts: tuple[MeasuredLayout, ...]
@@ -72,21 +72,21 @@ class Measurement:
 def measure_layouts(layouts: Sequence[Suggestion], command: Sequence[str], run_directory: Path) -> Measurement:
     """Train each layout for `STEPS` steps, one after another.
 
-    A signal ends the layout that runs, and those after it; what was measured stays.
+    A signal ends the current run and the measurement. Results up to then are returned.
 
     Args:
-        layouts: What to measure, in this order.
-        command: Words of `deepy.py` that start the run as configured.
-        run_directory: Directory of the run. Measured runs log in one next to it, which is removed at the end.
+        layouts: Layouts to measure, in this order.
+        command: Command line of `deepy.py` that starts the run as configured.
+        run_directory: Directory of the run. Measured runs log to a directory next to it, which is removed at the end.
 
     Raises:
-        LaunchError: The directory cannot be made.
+        LaunchError: The directory cannot be created.
     """
     try:
         run_directory.parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix=f"{run_directory.name}-measured-", dir=run_directory.parent))
     except OSError as error:
-        raise LaunchError(f"no directory for measured runs can be made next to {run_directory}: {error}") from None
+        raise LaunchError(f"cannot create a directory for measured runs next to {run_directory}: {error}") from None
     measured: list[MeasuredLayout] = []
     try:
         with _MeasuredRuns(command) as runs, progress("measure", len(layouts), "layouts") as bar:
@@ -107,12 +107,12 @@ def _seconds_or_last(measured: MeasuredLayout) -> float:
 
 
 class _MeasuredRuns:
-    """Measured runs, one at a time. A stop signal ends the one that runs; a second one kills its launcher.
+    """Runner of measured runs, one at a time. A stop signal ends the current run; a second one kills its launcher.
 
-    Ranks end with their launcher, and the launcher with this process.
+    Ranks end with their launcher, and the launcher ends with this process.
 
     Args:
-        command: Words of `deepy.py` that start the run as configured.
+        command: Command line of `deepy.py` that starts the run as configured.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ class _MeasuredRuns:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what `signal.signal` has returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # returned by `signal.signal`
 
     def measure(self, layout: Suggestion, directory: Path) -> MeasuredLayout:
         """Train a layout for a few steps and return the median time of a step, or why there is none."""
@@ -142,7 +142,8 @@ class _MeasuredRuns:
             return MeasuredLayout(layout, None, _reason(text, status))
         metrics = directory / METRICS_FILE
         if not metrics.exists():
-            return MeasuredLayout(layout, None, f"{metrics} is not seen here; set log_dir to a path that hosts share")
+            reason = f"{metrics} is not visible on this host; set log_dir to a path that all hosts share"
+            return MeasuredLayout(layout, None, reason)
         seconds = curves(metrics, [_STEP_SECONDS]).get(_STEP_SECONDS, {})
         counted = [value for iteration, value in seconds.items() if iteration > _FIRST_STEPS]
         if not counted:
@@ -160,7 +161,7 @@ class _MeasuredRuns:
             preexec_fn=parent_death_hook(signal.SIGTERM),
         )
         try:
-            if self.stopped_by is not None:  # while it started
+            if self.stopped_by is not None:  # a signal arrived during the start
                 self._process.terminate()
             return exit_status(self._process.wait())
         finally:
@@ -175,7 +176,7 @@ class _MeasuredRuns:
 
 
 def _measured_keys(layout: Suggestion, directory: Path) -> list[str]:
-    """Return the flags that make a run train a layout for a few steps and write nothing outside a directory."""
+    """Return the flags with which a run trains a layout for a few steps and writes only to a directory."""
     keys = [f"{key}={value}" for key, value in layout.changes]
     keys += [*_NOTHING_BUT_STEPS, f"exit_interval={STEPS}", f"log_dir={directory}"]
     flags = []
@@ -185,8 +186,8 @@ def _measured_keys(layout: Suggestion, directory: Path) -> list[str]:
 
 
 def _reason(output: str, status: int) -> str:
-    """Return why a run failed: the last line that it has printed."""
+    """Return the reason of a failure: the last line that the run printed."""
     lines = [line for line in output.splitlines() if line.strip()]
     if not lines:
-        return f"it ended with status {status}"
+        return f"the run exited with status {status}"
     return lines[-1].strip()

@@ -1,4 +1,4 @@
-"""Commands that follow a finished training: a conversation or text from its newest checkpoint, and its export."""
+"""Suggested commands after a training: chat with the model, generate text, or export it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neox.preflight.chat_checks import carries_chat_template
 
 
 def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
-    """Yield the commands that use what a training has saved; none if it saves nothing.
+    """Yield commands that use the checkpoint of a training; none if it saves no checkpoints.
 
     Args:
         arguments: Command line of the training.
@@ -32,9 +32,9 @@ def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
     if plan.config.model.objective == "causal_lm":
         generate = join(["python", "tools/generate.py", *files, *settings])
         if carries_chat_template(save):
-            yield f"to talk to it: {generate} --chat"
-        typed = ["--set", "text_gen_type=interactive"]
-        yield f"to try it: {generate} {join(typed)}"
+            yield f"to chat with the model: {generate} --chat"
+        interactive = ["--set", "text_gen_type=interactive"]
+        yield f"to generate text: {generate} {join(interactive)}"
     if export_note(plan.config, plan.architecture) is None:
         export = ["python", "tools/convert_to_hf.py", "--input_dir", save, "--output_dir", f"{save.rstrip('/')}-hf"]
-        yield f"to export it: {join(export)}"
+        yield f"to export the model: {join(export)}"

@@ -1,4 +1,4 @@
-"""Token files that a configuration names by addresses: copied to `data_cache_dir` before anything is planned."""
+"""Download of remote token files to `data_cache_dir`, before anything is planned."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ _PIECE_BYTES = 8 << 20
 
 
 def with_local_data(config: NeoXConfig) -> NeoXConfig:
-    """Return a configuration in which addresses of token files are replaced by prefixes of local copies.
+    """Copy remote token files, and return a configuration with the prefixes of the copies in place of the addresses.
 
-    Copies that are there are kept if the server still names the same content.
+    Existing copies are kept if the server still reports the same version.
 
     Raises:
-        DataError: If a file cannot be read, or the disk is too small.
+        DataError: If a file cannot be read, or the disk has too little space.
     """
     directory = Path(config.data.data_cache_dir)
     return _with_paths(config, lambda address: str(fetch_token_files(address, directory)))
 
 
 def planned_data(config: NeoXConfig) -> DecidedConfig:
-    """Return what `with_local_data` will do, without copying anything.
+    """Return the result of `with_local_data` without copying anything, for a dry run.
 
-    Copies of what the server still has take the places of addresses. Other addresses stay, and notes say what a start
-    copies.
+    Addresses with an up-to-date copy are replaced by it. Other addresses stay, and notes say what a start will copy.
     """
     directory = Path(config.data.data_cache_dir)
     notes: dict[str, str] = {}
@@ -53,7 +52,7 @@ def planned_data(config: NeoXConfig) -> DecidedConfig:
         if not wanted:
             return str(prefix)
         size = sum(state.size for state in wanted.values())
-        notes[address] = f"{shown(address)}, {size:,} bytes, is copied to {directory} at the start"
+        notes[address] = f"{shown(address)}, {size:,} bytes, will be copied to {directory} at the start"
         return address
 
     changed = _with_paths(config, planned)
@@ -61,7 +60,7 @@ def planned_data(config: NeoXConfig) -> DecidedConfig:
 
 
 def _with_paths(config: NeoXConfig, path_of: Callable[[str], str]) -> NeoXConfig:
-    """Return a configuration with other paths in place of the addresses of token files."""
+    """Return a configuration in which `path_of` replaces the addresses of token files."""
     changes = {}
     for key, value in config.to_flat().items():
         if key.endswith(("data_path", "data_paths")) and _has_address(value):
@@ -80,7 +79,7 @@ def _has_address(value: Any) -> bool:
 
 
 def _replaced(value: Any, path_of: Callable[[str], str]) -> Any:
-    """Return a value of a key with other paths in place of addresses."""
+    """Return the value of a key with its addresses replaced."""
     if isinstance(value, Mapping):
         return {name: _replaced(each, path_of) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -97,14 +96,14 @@ def _prefix_of_copy(address: str, directory: Path) -> Path:
 
 
 def fetch_token_files(address: str, directory: Path) -> Path:
-    """Return the prefix of a local copy of `ADDRESS.bin`, `.idx` and, if there is one, `.json`.
+    """Copy `ADDRESS.bin`, `.idx` and, if there is one, `.json`; return the prefix of the copies.
 
     Args:
         address: Address without the suffix.
-        directory: Directory of copies. One process at a time writes into it.
+        directory: Directory of copies. One process at a time writes to it.
 
     Raises:
-        DataError: If a file cannot be read, or the disk is too small.
+        DataError: If a file cannot be read, or the disk has too little space.
     """
     prefix = _prefix_of_copy(address, directory)
     folder = prefix.parent
@@ -117,8 +116,8 @@ def fetch_token_files(address: str, directory: Path) -> Path:
             free = shutil.disk_usage(folder).free
             if needed > free:
                 raise DataError(
-                    f"{shown(address)} needs {needed / 1e9:.1f} GB, and {directory} has {free / 1e9:.1f} GB free; "
-                    "set data_cache_dir to a larger disk"
+                    f"{shown(address)} needs {needed / 1e9:.1f} GB, but {directory} has only {free / 1e9:.1f} GB free; "
+                    "set data_cache_dir to a directory on a larger disk"
                 )
             if wanted:
                 _log.info("copying %s, %.2f GB, to %s", shown(address), needed / 1e9, folder)
@@ -128,36 +127,41 @@ def fetch_token_files(address: str, directory: Path) -> Path:
 
 
 def _wanted(address: str, prefix: Path) -> dict[str, FileState]:
-    """Return the files that are not there yet, or have changed at the server."""
+    """Return the files that have no copy yet, or have changed on the server, by suffix."""
     wanted = {}
     for suffix in _SUFFIXES:
         try:
             state = state_of(address + suffix)
         except DataError:
-            if suffix == ".json":  # other programs write none
+            if suffix == ".json":  # token files of other programs have none
                 continue
             raise
-        local = Path(f"{prefix}{suffix}")
-        if not local.is_file() or local.stat().st_size != state.size or _noted(local) != str(state.version):
+        if not _is_current(Path(f"{prefix}{suffix}"), state):
             wanted[suffix] = state
     return wanted
 
 
-def _noted(local: Path) -> str:
-    note = _note_of(local)
-    return note.read_text(encoding="utf-8") if note.is_file() else ""
+def _is_current(local: Path, state: FileState) -> bool:
+    """Return whether a local copy has the server's size and version."""
+    if not local.is_file() or local.stat().st_size != state.size:
+        return False
+    version_file = _version_file(local)
+    version = ""
+    if version_file.is_file():
+        version = version_file.read_text(encoding="utf-8")
+    return version == str(state.version)
 
 
-def _note_of(local: Path) -> Path:
-    """Return the file that holds the server's tag of a copy."""
+def _version_file(local: Path) -> Path:
+    """Return the file that holds the server's version tag of a copy."""
     return local.with_name(f"{local.name}.version")
 
 
 def _copy(address: str, target: Path, state: FileState) -> None:
-    _note_of(target).unlink(missing_ok=True)
+    _version_file(target).unlink(missing_ok=True)
     with open_file(address) as source, atomic_write(target) as out:
         while piece := source.read(_PIECE_BYTES):
             out.write(piece)
     if target.stat().st_size != state.size:
-        raise DataError(f"{shown(address)} changed while it was copied; give the command again")
-    write_text(_note_of(target), str(state.version))
+        raise DataError(f"{shown(address)} changed while it was copied; run the command again")
+    write_text(_version_file(target), str(state.version))

@@ -1,4 +1,4 @@
-"""Identity of a tokenizer, which checkpoints carry, because a model knows tokens only by the ids of its training."""
+"""Identity of a tokenizer, saved in checkpoints to detect that a model is used with another tokenizer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SHOWN_DIGITS = 12
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """What tells a tokenizer from others.
+    """Fields that identify a tokenizer.
 
     Attributes:
         tokenizer_type: NeoX's name of the type.
         content_hash: `Tokenizer.content_hash`.
-        original_hash: The hash without added tokens; the same as `content_hash` if none were added to the file's.
+        original_hash: Hash without added tokens; the same as `content_hash` if none were added to those of the file.
         vocab_size: Number of ids.
         added_tokens: Value of the key `added_tokens`.
-        vocab_file: Path of the vocabulary, for messages; None if the type has none.
+        vocab_file: Path of the vocabulary, for messages; None for a tokenizer type without a file.
     """
 
     tokenizer_type: str
@@ -46,7 +46,7 @@ class TokenizerIdentity:
         return f"{self.tokenizer_type}{file} ({self.vocab_size:,} ids, hash {self.content_hash[:_SHOWN_DIGITS]})"
 
     def same_ids(self, other: TokenizerIdentity) -> bool:
-        """Return whether the ids that both tokenizers have mean the same: they are equal, or one has more tokens."""
+        """Return whether common ids mean the same tokens: the tokenizers are equal, or one extends the other."""
         ours = {self.content_hash, self.original_hash}
         theirs = {other.content_hash, other.original_hash}
         if self.content_hash in theirs or other.content_hash in ours:
@@ -56,11 +56,11 @@ class TokenizerIdentity:
         return self.original_hash == other.original_hash and same_start
 
     def difference(self, checkpoint: Path, saved: TokenizerIdentity) -> str:
-        """Return that a checkpoint was trained with another tokenizer than this one, and the ways out."""
+        """Return the message that a checkpoint was trained with another tokenizer, with the possible fixes."""
         return (
-            f"{checkpoint} was trained with the tokenizer {saved}, and this one is {self}: to the model its ids mean "
-            "other tokens; set vocab_file and tokenizer_type to the checkpoint's, or `allow_other_tokenizer: true` if "
-            "it is meant"
+            f"{checkpoint} was trained with the tokenizer {saved}, but this one is {self}, whose ids stand for other "
+            "tokens; set vocab_file and tokenizer_type to the checkpoint's, or `allow_other_tokenizer: true` if this "
+            "is intended"
         )
 
 
@@ -90,10 +90,10 @@ def identify_configured(config: NeoXConfig, tokenizer: Tokenizer) -> TokenizerId
 
 
 def is_larger(tokenizer: Tokenizer, saved: TokenizerIdentity) -> bool:
-    """Return whether a tokenizer has all tokens of an earlier one under the same ids, and perhaps more.
+    """Return whether a tokenizer has all tokens of an earlier one with the same ids, and possibly more.
 
-    It is compared without its later tokens. If it cannot do without them, the tokens are compared one by one with those
-    of the earlier tokenizer's file; False if that file has changed or is gone.
+    The hashes are compared after removing the later tokens. If these cannot be removed, the tokens are compared one by
+    one with the file of the earlier tokenizer. The result is False if that file has changed or is missing.
 
     Args:
         tokenizer: The tokenizer.
@@ -119,7 +119,7 @@ def is_larger(tokenizer: Tokenizer, saved: TokenizerIdentity) -> bool:
 
 
 def write_tokenizer_identity(directory: Path, identity: TokenizerIdentity | None) -> None:
-    """Write an identity, if there is one, into a checkpoint. Raises CheckpointError if the disk refuses."""
+    """Write an identity, if there is one, to a checkpoint. Raises CheckpointError if it cannot be written."""
     if identity is None:
         return
     path = directory / TOKENIZER_IDENTITY
@@ -128,7 +128,7 @@ def write_tokenizer_identity(directory: Path, identity: TokenizerIdentity | None
 
 
 def saved_tokenizer_identity(checkpoint: Path) -> TokenizerIdentity | None:
-    """Return the identity that a checkpoint carries; None if it has none. Raises CheckpointError if it is damaged."""
+    """Return the identity saved in a checkpoint; None if it has none. Raises CheckpointError if it is damaged."""
     path = checkpoint / TOKENIZER_IDENTITY
     if not path.is_file():
         return None
@@ -140,7 +140,7 @@ def saved_tokenizer_identity(checkpoint: Path) -> TokenizerIdentity | None:
 
 
 def other_tokenizer(config: NeoXConfig, tokenizer: Tokenizer, checkpoint: Path) -> str | None:
-    """Return why a configuration's tokenizer does not go with a checkpoint; None if it does, or nothing is known.
+    """Return why a configuration's tokenizer does not match a checkpoint's; None if it does, or nothing is known.
 
     Raises:
         CheckpointError: If the checkpoint's identity is damaged.

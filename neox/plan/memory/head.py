@@ -1,8 +1,8 @@
-"""Memory of the head and the loss on one rank: what it keeps, and the logits of one chunk of tokens.
+"""Memory of the head and the loss on one rank: tensors kept for the backward pass, and the logits of one chunk.
 
-The formulas use the words of `activations.py`, and
+The formulas use the terms of `activations.py`, and
 
-    chunk   logits of one chunk: at most `LOSS_CHUNK`, of whole tokens, vocabulary / split of each
+    chunk   logits of a chunk of whole tokens: at most `LOSS_CHUNK`, vocabulary / tp_size for each token
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from neox.plan.memory.setting import MemorySetting
 
 _FP32 = 4
 _INT64 = 8
-# Bytes of a teacher's logit while the tokens of a chunk are compared: its id in three forms, and seven fp32 numbers.
-_COMPARED = 3 * _INT64 + 7 * _FP32
+# Bytes per teacher logit while a chunk is computed: its id in three int64 tensors, and seven fp32 numbers.
+_TEACHER_TEMPORARIES = 3 * _INT64 + 7 * _FP32
 
 
 def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
-    """Return bytes of head and loss, which hold the logits of one chunk of tokens at a time.
+    """Return the bytes of head and loss, which hold the logits of one chunk of tokens at a time.
 
-    Kept until the backward pass: gradients of the hidden states, predicted tokens x H x number, and of the head's
-    weight in fp32, vocabulary / split x H x 4. In addition there are what a chunk needs or, if that is more, the
-    weight's gradient in the weight's type. Preferences copy the hidden states of answers, at most all; and a teacher's
-    ids and logits take 12 x tokens x their number.
+    Kept until the backward pass: the gradients of the hidden states, predicted tokens x H x number, and of the head's
+    weight in fp32, vocabulary / tp_size x H x 4. Added to them is the larger of the temporaries of a chunk and the
+    weight's gradient in the weight's dtype. Preference losses copy the hidden states of answers, at worst of all
+    tokens. A teacher's ids and logits take 12 x tokens x logits per token.
     """
     if layers.architecture.score_head:
-        return 0  # numbers of a few tokens
+        return 0  # scores of a few tokens only
     number = setting.bytes_per_number
     hidden = layers.architecture.hidden_size
     tokens = setting.micro_batch_size * setting.predicted_tokens // setting.cp_size
@@ -39,23 +39,23 @@ def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
 
 
 def _chunk_bytes(layers: LayerPlan, setting: MemorySetting, tokens: int) -> int:
-    """Return bytes of what the loss of one chunk of tokens needs."""
+    """Return the bytes of the temporaries of one chunk of tokens."""
     vocabulary = layers.padded_vocab_size // setting.tp_size
     largest_chunk = LOSS_CHUNK["cpu" if setting.on_cpu else "cuda"]
     rows = min(tokens, max(1, largest_chunk // vocabulary))
-    of_logit = setting.bytes_per_number
+    bytes_per_logit = setting.bytes_per_number
     if layers.architecture.logit_softcap:
-        of_logit *= 2  # the slope of the bounded logits
+        bytes_per_logit *= 2  # the derivative of the softcap
     if setting.teacher_logits or setting.on_cpu:
-        of_logit += _fp32_bytes(setting)
-    return rows * (vocabulary * of_logit + setting.teacher_logits * _COMPARED)
+        bytes_per_logit += _fp32_bytes(setting)
+    return rows * (vocabulary * bytes_per_logit + setting.teacher_logits * _TEACHER_TEMPORARIES)
 
 
 def _fp32_bytes(setting: MemorySetting) -> int:
-    """Return bytes that distillation, or any loss on a CPU, needs for a logit next to the logit itself.
+    """Return the additional bytes per logit of distillation, and of any loss on a CPU, which compute in fp32.
 
-    They compute in fp32: 4 unless logits are fp32, and 4 for those that are divided by a temperature. In addition there
-    are on a GPU 4 for exponentials, which a CPU sums without keeping them, or else the gradient if it is not fp32.
+    4 for a copy in fp32 unless the logits are fp32, and 4 for the logits divided by a temperature. On a GPU, 4 for the
+    exponentials. A CPU adds exponentials up without keeping them; there the gradient counts if it is not fp32.
     """
     number = setting.bytes_per_number
     total = 0
