@@ -44,6 +44,14 @@ def parser() -> argparse.ArgumentParser:
     p = ScriptParser(description=__doc__)
     add_input(p, ["text"], "JSON keys of texts; each makes a dataset (default: text)")
     add_text_key(p)
+    p.add_argument(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="FIELD",
+        help="fields (source, meta.lang) kept beside the tokens, in PREFIX_text_document.columns.jsonl; "
+        "tools/dataset.py split --by FIELD divides the tokens by them",
+    )
     tokens = p.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     tokens.add_argument("--vocab-file", "--vocab", help="tokenizer.json, vocab.json, a .model, or an encoding's name")
@@ -220,6 +228,7 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         accelerator=args.accelerator,
         mask_before=args.mask_before_token,
         text_key=args.text_key,
+        kept_columns=tuple(dict.fromkeys(args.columns)),
     )
 
 

@@ -143,7 +143,7 @@ def first_lines(
     if isinstance(head, TextRows):
         rows, _ = head.split(_rows_within(head, size))
         end = Position(1 + len(rows.lengths), rows.size)
-        return LineBlock(file, rows.data, Position(), end, filters, rows.column, tuple(rows.lengths))
+        return LineBlock(file, bytes(rows.data), Position(), end, filters, rows.column, tuple(rows.lengths))
     head = head[:size]
     data = head[: head.rfind(b"\n") + 1]
     if not data:
@@ -173,7 +173,7 @@ class _BlockCutter:
         self.max_line_bytes = max_line_bytes
         self.limit_flag = limit_flag
         self.complete_bytes = 0
-        self._complete: list[bytes] = []
+        self._complete: list[bytes | memoryview] = []
         self._column: str | None = None
         self._lengths: list[int] = []  # of the collected rows, if chunks are rows and not lines
         self._begun: list[bytes] = []

@@ -28,7 +28,7 @@ class TextRows(NamedTuple):
     """
 
     column: str
-    data: bytes
+    data: memoryview
     lengths: list[int]
 
     @property
@@ -45,11 +45,10 @@ class TextRows(NamedTuple):
 
     def texts(self) -> Iterator[memoryview | None]:
         """Yield the bytes of each text; None for null."""
-        view = memoryview(self.data)
         begin = 0
         for length in self.lengths:
             if _is_text(length):
-                yield view[begin : begin + length]
+                yield self.data[begin : begin + length]
                 begin += length
             else:
                 yield None

@@ -38,11 +38,13 @@ class ParsedLine(NamedTuple):
         texts: Text under each key.
         strict: Whether the line is strict JSON. If not, only gpt-neox's parser (ujson) accepts it: NaN, control
             characters, leading zeros and the like.
+        metadata: Wanted metadata as a JSON line; empty if none are wanted.
     """
 
     record: Any
     texts: list[str]
     strict: bool
+    metadata: bytes = b""
 
 
 def read_documents(
@@ -179,16 +181,21 @@ class BlockTexts(NamedTuple):
         bad: Bad lines.
         not_strict: Number of lines that are not strict JSON (see `ParsedLine`).
         filtered: Number of lines that filters leave out.
+        metadata: JSON line of the wanted metadata for each text of each key; empty lines if none are wanted.
     """
 
     columns: list[list[str]]
     bad: list[BadInput]
     not_strict: int
     filtered: int
+    metadata: list[list[bytes]]
 
 
 def parse_texts(
-    block: LineBlock, keys: Sequence[str], problem: Callable[[str], str | None] | None = None
+    block: LineBlock,
+    keys: Sequence[str],
+    problem: Callable[[str], str | None] | None = None,
+    metadata: Sequence[str] = (),
 ) -> BlockTexts:
     """Return the texts of a block.
 
@@ -199,21 +206,24 @@ def parse_texts(
         block: Lines to parse.
         keys: JSON keys of texts.
         problem: Function that returns the defect of a text, or None if the text is good.
+        metadata: Fields to return with each text. A line without one of them is bad.
     """
     columns: list[list[str]] = [[] for _ in keys]
+    found: list[list[bytes]] = [[] for _ in keys]
     bad: list[BadInput] = []
     not_strict = 0
     filtered: list[int] = []
-    for line in _parse(block, keys, problem, filtered):
+    for line in _parse(block, keys, problem, filtered, metadata):
         if isinstance(line, BadInput):
             bad.append(line)
             continue
         if not line.strict:
             not_strict += 1
-        for column, text in zip(columns, line.texts, strict=True):
+        for number, text in enumerate(line.texts):
             if text:
-                column.append(text)
-    return BlockTexts(columns, bad, not_strict, len(filtered))
+                columns[number].append(text)
+                found[number].append(line.metadata)
+    return BlockTexts(columns, bad, not_strict, len(filtered), found)
 
 
 def parse_records(block: LineBlock, key: str = "text") -> Iterator[dict[str, Any] | BadInput]:
@@ -271,7 +281,7 @@ def _rows_of(block: LineBlock) -> Iterable[Row]:
     """Return the lines or rows of a block."""
     if block.column is None:
         return block.data.split(b"\n")
-    return TextRows(block.column, block.data, list(block.lengths)).texts()
+    return TextRows(block.column, memoryview(block.data), list(block.lengths)).texts()
 
 
 def _is_blank(row: Row) -> bool:
@@ -303,6 +313,7 @@ def _parse(
     keys: Sequence[str],
     problem: Callable[[str], str | None] | None = None,
     filtered: list[int] | None = None,
+    metadata: Sequence[str] = (),
 ) -> Iterator[ParsedLine | BadInput]:
     """Yield each line of a block, except blank ones, or a BadInput for a bad line.
 
@@ -318,9 +329,22 @@ def _parse(
                 reason = problem(text)
                 if reason is not None:
                     raise BadRecord(reason)
-        return ParsedLine(record, texts, strict)
+        return ParsedLine(record, texts, strict, _metadata_line(record, metadata))
 
     yield from convert_lines(block, parse, filtered)
+
+
+def _metadata_line(record: Any, fields: Sequence[str]) -> bytes:
+    """Return fields of a record as a JSON line. Raises BadRecord if it lacks one of them."""
+    if not fields:
+        return b""
+    try:
+        if not isinstance(record, dict):
+            raise FieldError(fields[0], f"no field {fields[0]!r}: the line is not an object")
+        found = {field: look_up(record, field) for field in fields}
+        return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
+    except (FieldError, TypeError) as error:
+        raise BadRecord(f"--columns: {error}") from None
 
 
 def _text(record: Any, key: str) -> str:

@@ -36,11 +36,12 @@ from neox.storage import name_of, open_file, shown
 _CHUNK_BYTES = 1 << 18
 _NEWLINE = b"\n"
 PLAIN_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_OUTPUTS = ("_document.json", ".columns.jsonl", ".progress.json", ".step.json")
 
 
 def is_readable(name: str) -> bool:
     """Return whether a file name has the suffix of an input and does not belong to a dataset of ours."""
-    return name.endswith(suffixes()) and not name.endswith(("_document.json", ".progress.json", ".step.json"))
+    return name.endswith(suffixes()) and not name.endswith(_OUTPUTS)
 
 
 def read_chunks(

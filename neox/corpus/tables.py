@@ -1,7 +1,7 @@
 """Tables as JSON lines: Parquet, Arrow and CSV files. Line N is row N, so that a row is found by its number.
 
 If the only wanted column of a Parquet or Arrow file holds texts, they are handed over as they are, without JSON.
-A table is read in pieces of about a mebibyte: Parquet a row group after another, Arrow a record batch after another.
+A table is read in pieces of about 256 KiB: Parquet a row group after another, Arrow a record batch after another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from neox.corpus.document import BAD_ROW, NOT_UTF_8, CorruptInput, TextRows
 from neox.errors import DataError, needs_package
 from neox.storage import is_remote
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 18
 _MOST_ROWS = 4096
 _MAX_CELL = (1 << 31) - 1
 _ARROW_MAGIC = b"ARROW1"
@@ -174,7 +174,7 @@ def _batch_texts(column: str, array: Any, offset_format: OffsetFormat) -> TextRo
     for number, is_null in enumerate(nulls):
         if is_null:
             lengths[number] = -1
-    return TextRows(column, bytes(memoryview(data or b"")[ends[0] : ends[-1]]), lengths)
+    return TextRows(column, memoryview(data or b"")[ends[0] : ends[-1]], lengths)
 
 
 def _batch_lines(batch: Any) -> bytes:

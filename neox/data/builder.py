@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice, repeat
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal, NotRequired, TypedDict
 
 import numpy as np
 
+from neox.data.columns import COLUMNS_STATE, column_lines, columns_path, joined_columns, without_columns
 from neox.data.indexed_dataset import (
     IGNORED,
     IndexedDataset,
@@ -53,9 +55,13 @@ class BuilderState(Totals):
 
     Attributes:
         sequences: Number of sequences; absent if each document is one sequence.
+        columns_bytes: Size of the metadata kept beside the documents; absent without metadata.
+        columns_crc32: Their checksum.
     """
 
     sequences: NotRequired[int]
+    columns_bytes: NotRequired[int]
+    columns_crc32: NotRequired[int]
 
 
 class IndexedDatasetBuilder:
@@ -75,6 +81,7 @@ class IndexedDatasetBuilder:
         impl: Literal["mmap", "cached", "lazy"] = "mmap",
         resume: BuilderState | None = None,
         sentences: bool = False,
+        columns: bool = False,
     ) -> None:
         """Open the partial files.
 
@@ -85,6 +92,7 @@ class IndexedDatasetBuilder:
             resume: A `state()` of an interrupted builder with the same prefix and dtype. Data added after it are
                 dropped.
             sentences: Whether documents consist of several sequences.
+            columns: Whether a JSON object of metadata is kept for each document, in `PREFIX.columns.jsonl`.
 
         Raises:
             DataError: If the partial files hold less than `resume`, or the dtype cannot be stored.
@@ -97,6 +105,9 @@ class IndexedDatasetBuilder:
         self._state = BuilderState(documents=0, tokens=0, max_id=-1, crc32=0)
         if sentences:
             self._state["sequences"] = 0
+        if columns:
+            self._state["columns_bytes"] = 0
+            self._state["columns_crc32"] = 0
         if resume is not None:
             self._state.update(resume)
         self._bin = Path(f"{prefix}.bin.partial")
@@ -109,6 +120,10 @@ class IndexedDatasetBuilder:
         self._counts_file: BinaryIO | None = None
         if sentences:
             self._counts_file = open_at(self._counts, self._state["documents"] * 4)
+        self._columns = Path(f"{columns_path(prefix)}.partial")
+        self._columns_file: BinaryIO | None = None
+        if columns:
+            self._columns_file = open_at(self._columns, self._state["columns_bytes"])
 
     @property
     def num_documents(self) -> int:
@@ -138,6 +153,11 @@ class IndexedDatasetBuilder:
             documents=state["documents"], tokens=state["tokens"], max_id=state["max_id"], crc32=state["crc32"]
         )
 
+    @property
+    def columns_state(self) -> dict[str, int]:
+        """Size and checksum of the metadata, for the settings of the sidecar; empty without metadata."""
+        return {name: value for name, value in self._state.items() if name in COLUMNS_STATE}  # type: ignore[misc]
+
     def add_document(self, ids: np.ndarray | Sequence[int]) -> None:
         """Append one document, which may be empty."""
         array = np.empty(0, self.dtype)
@@ -150,6 +170,7 @@ class IndexedDatasetBuilder:
         flat_ids: np.ndarray,
         lengths: Sequence[int] | np.ndarray,
         counts: Sequence[int] | np.ndarray | None = None,
+        columns: bytes = b"",
     ) -> None:
         """Append many documents.
 
@@ -157,11 +178,13 @@ class IndexedDatasetBuilder:
             flat_ids: Ids of all documents in order, of any integer dtype [sum of the lengths].
             lengths: Number of tokens of each document [documents], or of each sentence [sum of the counts].
             counts: Number of sentences of each document [documents]. Needed by a builder of sentences only.
+            columns: JSON line of metadata of each document. Needed by a builder with columns only.
 
         Raises:
             DataError: If the dtype cannot hold an id, the sum of the lengths is not the number of ids, or the disk is
                 full.
         """
+        before = self.num_documents
         flat = np.asarray(flat_ids)
         sizes = np.asarray(lengths, dtype=np.int64)
         if flat.ndim != 1 or flat.dtype.kind not in "iu":
@@ -182,6 +205,18 @@ class IndexedDatasetBuilder:
             assert counts is not None
             self._add_counts(self._counts_file, len(sizes), np.asarray(counts).astype("<i4"))
         self._state["tokens"] += len(flat)
+        if self._columns_file is not None:
+            self._add_columns(self._columns_file, columns, self.num_documents - before)
+
+    def _add_columns(self, file: BinaryIO, lines: bytes, documents: int) -> None:
+        """Append metadata. Raises DataError if there is not one line for each document."""
+        count = lines.count(b"\n")
+        if count != documents:
+            raise DataError(f"{self.prefix}: {count:,} lines of metadata for {documents:,} documents")
+        with os_errors(DataError, f"{file.name} cannot be written"):
+            file.write(lines)
+        self._state["columns_bytes"] += len(lines)
+        self._state["columns_crc32"] = zlib.crc32(lines, self._state["columns_crc32"])
 
     def _add_counts(self, file: BinaryIO, sentences: int, counts: np.ndarray) -> None:
         """Append the number of sentences of each document. Raises DataError if their sum is not `sentences`."""
@@ -198,15 +233,20 @@ class IndexedDatasetBuilder:
             DataError: If its documents have several sequences, and this is not a builder of sentences.
         """
         other = IndexedDataset(prefix)
+        metadata: Iterator[bytes] = repeat(b"")
+        if self._columns_file is not None:
+            metadata = column_lines(prefix)
         if self.sentences:
-            self._merge_sentences(other)
+            self._merge_sentences(other, metadata)
         elif other.has_sentences:
             raise DataError(f"{prefix} has documents of several sequences, and this dataset has not")
         else:
             for piece in other.pieces():
-                self.add_documents(piece.tokens, piece.sizes)
+                self.add_documents(piece.tokens, piece.sizes, None, _joined(metadata, len(piece.sizes)))
+        if self._columns_file is not None:
+            next(metadata, None)  # there is none, and the checksum is compared
 
-    def _merge_sentences(self, other: IndexedDataset) -> None:
+    def _merge_sentences(self, other: IndexedDataset, metadata: Iterator[bytes]) -> None:
         for first in range(0, other.num_documents, _MERGED_DOCUMENTS):
             document_starts = np.asarray(other.document_index[first : first + _MERGED_DOCUMENTS + 1])
             sizes = other.sizes[int(document_starts[0]) : int(document_starts[-1])]
@@ -214,7 +254,8 @@ class IndexedDatasetBuilder:
             if len(sizes):
                 begin = int(other.starts(document_starts[:1])[0])
                 tokens = other.tokens[begin : begin + int(sizes.sum(dtype=np.int64))]
-            self.add_documents(tokens, sizes, np.diff(document_starts))
+            counts = np.diff(document_starts)
+            self.add_documents(tokens, sizes, counts, _joined(metadata, len(counts)))
 
     def state(self) -> BuilderState:
         """Wait until all added data are on disk, and return their amount, which can be given as `resume`."""
@@ -239,6 +280,9 @@ class IndexedDatasetBuilder:
             # The old index and sidecar must never describe the new data.
             idx_path(self.prefix).unlink(missing_ok=True)
             json_path(self.prefix).unlink(missing_ok=True)
+            columns_path(self.prefix).unlink(missing_ok=True)
+            if self._columns_file is not None:
+                replace_file(self._columns, columns_path(self.prefix))
             replace_file(self._bin, bin_path(self.prefix))
             replace_file(self._idx, idx_path(self.prefix))
             self._sizes.unlink()
@@ -247,7 +291,7 @@ class IndexedDatasetBuilder:
     def discard(self) -> None:
         """Close and remove the partial files."""
         self._close()
-        for path in (self._bin, self._sizes, self._idx, self._counts):
+        for path in (self._bin, self._sizes, self._idx, self._counts, self._columns):
             path.unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedDatasetBuilder:
@@ -262,10 +306,8 @@ class IndexedDatasetBuilder:
 
     def _files(self) -> list[BinaryIO]:
         """Return the open files."""
-        files = [self._ids_file, self._sizes_file]
-        if self._counts_file is not None:
-            files.append(self._counts_file)
-        return files
+        files = [self._ids_file, self._sizes_file, self._counts_file, self._columns_file]
+        return list(filter(None, files))
 
     def _close(self) -> None:
         for file in self._files():
@@ -290,6 +332,11 @@ def _map_int32(path: Path, count: int) -> np.ndarray:
     return np.memmap(path, dtype="<i4", mode="r")
 
 
+def _joined(lines: Iterator[bytes], count: int) -> bytes:
+    """Return the next lines in one piece."""
+    return b"".join(islice(lines, count))
+
+
 def _write_all(file: BinaryIO, array: np.ndarray) -> None:
     with os_errors(DataError, f"{file.name} cannot be written"):
         file.write(array.data)
@@ -306,13 +353,7 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
         DataError: If there is no input, the output is an input, or layouts, dtypes or tokenizers differ.
     """
     parts = [IndexedDataset(prefix) for prefix in prefixes]
-    if not parts:
-        raise DataError("nothing to merge: give at least one prefix")
-    if any(part.prefix == str(output) for part in parts):
-        raise DataError(f"{output} is both an input and the output of the merge; write to another prefix")
-    if len({(part.layout, part.dtype) for part in parts}) > 1:
-        listed = "; ".join(f"{part.prefix}: {part.layout} {part.dtype}" for part in parts)
-        raise DataError(f"datasets of different kinds cannot be merged ({listed}); preprocess them in the same way")
+    _check_mergeable(parts, output)
     sidecars = []
     for prefix in prefixes:
         sidecar = read_sidecar(prefix)
@@ -322,7 +363,10 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
     if sidecars:
         joined = joined_sidecar(sidecars)  # checks the tokenizers before anything is written
     sentences = any(part.has_sentences for part in parts)
-    with IndexedDatasetBuilder(output, parts[0].dtype, impl=parts[0].layout, sentences=sentences) as builder:
+    columns = joined_columns(prefixes)
+    with IndexedDatasetBuilder(
+        output, parts[0].dtype, impl=parts[0].layout, sentences=sentences, columns=bool(columns)
+    ) as builder:
         for prefix in prefixes:
             builder.merge(prefix)
     if joined is None:
@@ -330,4 +374,18 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
     if len(sidecars) < len(parts):
         _log.warning("%s has no .json, because some inputs have none: its tokenizer cannot be checked", output)
         return
-    write_sidecar(output, replace(joined, crc32=builder.progress["crc32"]))
+    settings = without_columns(joined.settings)
+    if columns:
+        settings.update(columns=list(columns), **builder.columns_state)
+    write_sidecar(output, replace(joined, settings=settings, crc32=builder.progress["crc32"]))
+
+
+def _check_mergeable(parts: Sequence[IndexedDataset], output: str | Path) -> None:
+    """Raise DataError if there is no part, the output is a part, or layouts or dtypes differ."""
+    if not parts:
+        raise DataError("nothing to merge: give at least one prefix")
+    if any(part.prefix == str(output) for part in parts):
+        raise DataError(f"{output} is both an input and the output of the merge; write to another prefix")
+    if len({(part.layout, part.dtype) for part in parts}) > 1:
+        listed = "; ".join(f"{part.prefix}: {part.layout} {part.dtype}" for part in parts)
+        raise DataError(f"datasets of different kinds cannot be merged ({listed}); preprocess them in the same way")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
@@ -49,11 +49,13 @@ class EncodedKey:
         ids: Ids of all documents [all tokens].
         lengths: Number of tokens of each document, int32 [documents], or of each sentence, int32 [sentences].
         counts: Number of sentences of each document, int32 [documents]; None if documents are whole.
+        metadata: JSON line of the kept columns of each document; empty if none are kept.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray | None = None
+    metadata: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,11 @@ class BlockEncoder:
         """Encode each document of a block. Documents without ids are left out."""
         settings = self.job.settings
         problem = self._problem if self.encoder.needs_cuts else None
-        found = parse_texts(block, settings.text_keys, problem)
-        keys = [self._encode_key(texts) for texts in found.columns]
+        found = parse_texts(block, settings.text_keys, problem, settings.kept_columns)
+        keys = list(map(self._encode_key, found.columns, found.metadata))
         if settings.mask_before:
             labels = labels_after(keys[0], settings.mask_before)
-            keys.append(EncodedKey(labels, keys[0].lengths))
+            keys.append(EncodedKey(labels, keys[0].lengths, metadata=keys[0].metadata))
         return EncodedBlock(
             end=block.end,
             keys=tuple(keys),
@@ -142,29 +144,32 @@ class BlockEncoder:
     def _may_cut(self) -> bool:
         return cut_reason(self.tokenizer) is None
 
-    def _encode_key(self, texts: list[str]) -> EncodedKey:
-        """Encode the texts of one key."""
+    def _encode_key(self, texts: list[str], metadata: list[bytes]) -> EncodedKey:
+        """Encode the texts of one key, each with a line of metadata."""
         if self.fix is not None:
-            fixed = map(self.fix, texts)
-            texts = [text for text in fixed if text]
+            texts = list(map(self.fix, texts))
+            metadata = list(compress(metadata, texts))
+            texts = list(filter(None, texts))
         if self.split is not None:
-            return self._encode_sentences([self.split(text) for text in texts])
+            return self._encode_sentences([self.split(text) for text in texts], metadata)
         ids, lengths = self._encode_texts(texts)
+        kept = b"".join(compress(metadata, lengths > 0))
         lengths = lengths[lengths > 0]
         if self.job.settings.append_eod:
-            return with_eod(ids, lengths, self.tokenizer.eod, self.dtype)
-        return EncodedKey(ids.astype(self.dtype), lengths.astype(np.int32))
+            return replace(with_eod(ids, lengths, self.tokenizer.eod, self.dtype), metadata=kept)
+        return EncodedKey(ids.astype(self.dtype), lengths.astype(np.int32), metadata=kept)
 
-    def _encode_sentences(self, documents: list[list[str]]) -> EncodedKey:
+    def _encode_sentences(self, documents: list[list[str]], metadata: list[bytes]) -> EncodedKey:
         """Encode documents that are divided into sentences. Sentences without ids are left out."""
         sentences = list(chain.from_iterable(documents))
         owners = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
         ids, lengths = self._encode_texts(sentences)
-        counts = np.bincount(owners[lengths > 0])
+        counts = np.bincount(owners[lengths > 0], minlength=len(documents))
         return EncodedKey(
             ids=ids.astype(self.dtype),
             lengths=lengths[lengths > 0].astype(np.int32),
             counts=counts[counts > 0].astype(np.int32),
+            metadata=b"".join(compress(metadata, counts > 0)),
         )
 
     def _encode_texts(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -132,7 +132,7 @@ def _join(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], sta
         joined = {key: _join_key(settings, parts, key) for key in settings.keys}
     for part in parts:
         for key in settings.keys:
-            for suffix in ("bin", "idx", "json"):
+            for suffix in ("bin", "idx", "json", "columns.jsonl"):
                 Path(f"{part.prefix(key)}.{suffix}").unlink(missing_ok=True)
     return PreprocessReport.of(joined, seconds=time.monotonic() - started, accelerator=settings.accelerator)
 
@@ -158,12 +158,18 @@ def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings],
         raise DataError(f"the inputs hold no text under {key}: nothing was written")
     prefix = settings.prefix(key)
     sentences = settings.sentences is not None
-    with IndexedDatasetBuilder(prefix, joined.settings["dtype"], impl=settings.impl, sentences=sentences) as builder:
+    with IndexedDatasetBuilder(
+        prefix,
+        joined.settings["dtype"],
+        impl=settings.impl,
+        sentences=sentences,
+        columns=bool(settings.kept_columns),
+    ) as builder:
         for part in parts:
             builder.merge(part.prefix(key))
     # The settings are those of one process that makes the whole.
     description = describe_run(settings, settings.files(), joined.tokenizer_hash)
-    result = {"run": fingerprint(description), "skipped": skipped, "text_bytes": text_bytes}
+    result = {"run": fingerprint(description), "skipped": skipped, "text_bytes": text_bytes, **builder.columns_state}
     if settings.filters:
         result["filtered"] = filtered
     whole = replace(joined, settings={**joined.settings, **description, **result}, crc32=builder.progress["crc32"])

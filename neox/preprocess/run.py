@@ -16,6 +16,7 @@ import numpy as np
 
 from neox.corpus import BadInput, LineBlock, SkipBudget, first_lines, parse_texts, read_blocks
 from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
+from neox.data.columns import columns_path
 from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, refusals
 from neox.log import Progress, get_logger, progress
@@ -237,6 +238,8 @@ class _Run:
                 return None
             if sidecar.settings.get("skipped", 0) > self.settings.skip_bad:
                 return None
+            if self.settings.kept_columns and not columns_path(prefix).exists():
+                return None
             sidecars[key] = sidecar
         return PreprocessReport.of(sidecars, seconds=0.0, accelerator=self.settings.accelerator, fresh=False)
 
@@ -291,6 +294,7 @@ class _Run:
                 impl=self.settings.impl,
                 resume=state.builders.get(key),
                 sentences=self.settings.sentences is not None,
+                columns=bool(self.settings.kept_columns),
             )
         return builders
 
@@ -468,6 +472,7 @@ class _Run:
             settings["filtered"] = state.filtered
         if key in self.settings.label_keys:
             settings["labels"] = True
+        settings.update(builder.columns_state)
         return Sidecar(
             tokenizer_type=self.settings.tokenizer.tokenizer_type,
             tokenizer_hash=self.tokenizer.content_hash,
@@ -500,6 +505,6 @@ def _write(result: EncodedBlock, builders: Mapping[str, IndexedDatasetBuilder]) 
     """Append the documents of a block to the dataset of each key, and return the states of the builders."""
     states = {}
     for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
-        builder.add_documents(encoded.ids, encoded.lengths, encoded.counts)
+        builder.add_documents(encoded.ids, encoded.lengths, encoded.counts, encoded.metadata)
         states[key] = builder.progress
     return states

@@ -130,6 +130,7 @@ class PreprocessSettings:
         filters: Conditions that a document must meet.
         split: Split of data sets that have several.
         config: Configuration of data sets of the hub that have several.
+        kept_columns: Fields of documents, names or paths with dots, that are written beside the datasets.
     """
 
     inputs: tuple[str, ...]
@@ -154,6 +155,7 @@ class PreprocessSettings:
     filters: tuple[Filter, ...] = ()
     split: str | None = None
     config: str | None = None
+    kept_columns: tuple[str, ...] = ()
 
     @property
     def text_keys(self) -> tuple[str, ...]:
@@ -178,7 +180,7 @@ class PreprocessSettings:
         """Columns of tables that are read; None for all of them."""
         if self.chat is not None or self.preferences is not None:
             return None
-        return columns_of(self.text_keys, self.filters)
+        return columns_of((*self.text_keys, *self.kept_columns), self.filters)
 
     def files(self) -> tuple[str, ...]:
         """Return the paths and addresses of all inputs. Raises DataError as `expand_inputs`."""
@@ -281,6 +283,8 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
         description["text_key"] = settings.text_key
     if settings.filters:
         description["filters"] = list(map(str, settings.filters))
+    if settings.kept_columns:
+        description["columns"] = list(settings.kept_columns)
     return description
 
 

@@ -10,6 +10,7 @@ from typing import get_args
 from neox.arguments import ScriptParser
 from neox.config.sections.data import PackImpl
 from neox.data import IndexedDataset, check_fits, merge_datasets
+from neox.data.columns import column_names
 from neox.data.indexed_dataset import idx_path
 from neox.data.packing import Packing
 from neox.data.sidecar import Sidecar, check_labels
@@ -17,7 +18,7 @@ from neox.errors import DataError, os_errors
 from neox.log import setup_logging
 from neox.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from tools.dataset.show import SampleShape, documents, print_rows, samples
-from tools.dataset.split import split_dataset, split_lines
+from tools.dataset.split import split_by_column, split_dataset, split_lines
 from tools.dataset.stats import DatasetStats, count_sources, dataset_stats
 from tools.dataset.verify import verify_dataset
 
@@ -29,6 +30,8 @@ _DESCRIPTION = """Inspect, verify, merge and split token datasets.
     python tools/dataset.py verify PREFIX ...               sizes, pointers, ids, end-of-document, sidecar
     python tools/dataset.py merge PREFIX ... --output-prefix OUT
     python tools/dataset.py split INPUT ... --output-prefix OUT --split 969,30,1
+    python tools/dataset.py split PREFIX --output-prefix OUT --by COLUMN
+                                                            one dataset for each value of a column that was kept
     python tools/dataset.py count INPUT ...                 documents of each source
 
 PREFIX is a path without .bin and .idx; INPUT may also be .jsonl, .jsonl.zst or any other input of preprocessing.
@@ -96,8 +99,9 @@ def parser() -> argparse.ArgumentParser:
         description="Divide documents at random into separate train, valid and test sets.",
     )
     c.add_argument("inputs", nargs="+", metavar="INPUT", help="one dataset, or files of documents")
-    c.add_argument("--output-prefix", required=True, help="_train, _valid and _test are appended")
+    c.add_argument("--output-prefix", required=True, help="_train, _valid and _test, or values, are appended")
     c.add_argument("--split", default="969, 30, 1")
+    c.add_argument("--by", metavar="COLUMN", help="divide by this column of preprocess_data.py --columns instead")
     c.add_argument("--seed", type=int, default=1234)
     c.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     c.set_defaults(run=split)
@@ -170,6 +174,7 @@ def _origin(sidecar: Sidecar | None) -> list[str]:
         f"  tokenizer: {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, largest here {sidecar.max_id:,}, "
         f"hash {sidecar.tokenizer_hash[:12]}; {end}",
         f"  made from: {', '.join(sidecar.inputs) or 'unknown'}",
+        f"  columns: {', '.join(column_names(sidecar)) or 'none'}",
     ]
 
 
@@ -229,6 +234,8 @@ def merge(args: argparse.Namespace) -> int:
 
 def split(args: argparse.Namespace) -> int:
     """Split one dataset, or files of documents."""
+    if args.by is not None:
+        return split_by(args)
     with os_errors(DataError, f"{args.output_prefix} cannot be written"):
         if any(idx_path(name).exists() for name in args.inputs):
             if len(args.inputs) > 1:
@@ -238,6 +245,22 @@ def split(args: argparse.Namespace) -> int:
             counts = split_lines(args.inputs, args.output_prefix, args.split, args.seed, skip_bad=args.skip_bad)
     for name, number in counts.items():
         print(f"{args.output_prefix}_{name}: {number:,} documents")
+    return 0
+
+
+def split_by(args: argparse.Namespace) -> int:
+    """Split one dataset by a column, and print the keys of a run that reads the parts in proportion to their sizes."""
+    if len(args.inputs) > 1:
+        raise DataError("only one dataset can be split at a time; merge several first")
+    with os_errors(DataError, f"{args.output_prefix} cannot be written"):
+        parts = split_by_column(args.inputs[0], args.output_prefix, args.by)
+    prefixes = []
+    weights = []
+    for value, (prefix, totals) in parts.items():
+        print(f"{prefix}: {totals['documents']:,} documents, {totals['tokens']:,} tokens, {args.by} {value}")
+        prefixes.append(prefix)
+        weights.append(totals["tokens"])
+    print(f"train_data_paths: {json.dumps(prefixes)}\ntrain_data_weights: {json.dumps(weights)}   # as they are now")
     return 0
 
 

@@ -1,10 +1,12 @@
-"""Division of documents into separate train, validation and test sets."""
+"""Division of documents into separate train, validation and test sets, or by a column."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import compress, islice, repeat
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,7 +15,8 @@ import zstandard
 
 from neox.config.sections.data import SPLITS, split_shares
 from neox.corpus import BadInput, SkipBudget, expand_inputs, read_blocks
-from neox.data.builder import IndexedDatasetBuilder
+from neox.data.builder import IndexedDatasetBuilder, Totals
+from neox.data.columns import column_lines, column_names, column_values
 from neox.data.gpt_dataset import split_documents
 from neox.data.indexed_dataset import IndexedDataset
 from neox.data.sidecar import read_sidecar, write_sidecar
@@ -23,6 +26,8 @@ from neox.log import progress
 
 _BLOCK_BYTES = 1 << 20
 _DRAWS = 4096
+_MOST_VALUES = 200  # each has open files
+_NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, seed: int) -> dict[str, int]:
@@ -44,31 +49,100 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
         DataError: If the dataset cannot be divided, an output exists, or `split` is invalid.
     """
     data = IndexedDataset(prefix)
-    sidecar = read_sidecar(prefix)
-    if data.num_documents != len(data):
-        raise DataError(f"{prefix} has several sequences in a document; only one-sequence documents can be split")
+    _check_whole_documents(data)
     part_of = np.empty(len(data), dtype=np.int8)
     order = np.random.default_rng(seed).permutation(len(data))
     for number, part in enumerate(split_documents(split, len(data))):
         part_of[order[part.start : part.stop]] = number
-    outputs = [f"{output_prefix}_{name}" for name in SPLITS]
-    _refuse_existing([f"{output}.idx" for output in outputs])
+    outputs = {name: f"{output_prefix}_{name}" for name in SPLITS}
     with ExitStack() as stack:
-        builders = [stack.enter_context(IndexedDatasetBuilder(out, data.dtype, impl=data.layout)) for out in outputs]
-        maps = [stack.enter_context(atomic_write(Path(f"{output}.tsv"))) for output in outputs]
-        bar = stack.enter_context(progress(f"split {prefix}", data.num_tokens, "tokens"))
+        maps = []
+        for output in outputs.values():
+            maps.append(stack.enter_context(atomic_write(Path(f"{output}.tsv"))))
+        written = _write_datasets(data, part_of, outputs, {"split": split, "split_seed": seed})
+        for document, number in enumerate(part_of.tolist()):
+            maps[number].write(f"{prefix}\t{document}\n".encode())
+    return {name: totals["documents"] for name, totals in written.items()}
+
+
+def split_by_column(prefix: str | Path, output_prefix: str | Path, column: str) -> dict[str, tuple[str, Totals]]:
+    """Divide a dataset by the value of a column that preprocessing has kept: OUTPUT_VALUE for each value.
+
+    Documents keep their order. Characters of a value that do not suit a file name become underscores.
+
+    Args:
+        prefix: Dataset with one sequence per document.
+        output_prefix: Prefix of the outputs, which must not exist.
+        column: Name of the column.
+
+    Returns:
+        Prefix and size of the dataset of each value, in the order in which values appear.
+
+    Raises:
+        DataError: If the dataset cannot be divided, there are more than 200 values, two values have the same file name,
+            or an output exists.
+    """
+    data = IndexedDataset(prefix)
+    _check_whole_documents(data)
+    numbers: dict[str, int] = {}
+    part_of = np.empty(len(data), dtype=np.int16)
+    for document, value in enumerate(column_values(prefix, column)):
+        part_of[document] = numbers.setdefault(value, len(numbers))
+        if len(numbers) > _MOST_VALUES:
+            raise DataError(f"{prefix}: column {column!r} has more than {_MOST_VALUES} values; choose another column")
+    outputs: dict[str, str] = {}
+    for value in numbers:
+        output = f"{output_prefix}_{_NO_FILE_NAME.sub('_', value)}"
+        if output in outputs.values():
+            raise DataError(f"{prefix}: two values of {column!r} have the same file name, {output}: rename one of them")
+        outputs[value] = output
+    written = _write_datasets(data, part_of, outputs, {"split_by": column})
+    return dict(zip(numbers, zip(outputs.values(), written.values(), strict=True), strict=True))
+
+
+def _check_whole_documents(data: IndexedDataset) -> None:
+    if data.num_documents != len(data):
+        raise DataError(f"{data.prefix} has several sequences in a document; only one-sequence documents can be split")
+
+
+def _write_datasets(
+    data: IndexedDataset, part_of: np.ndarray, outputs: Mapping[str, str], settings: Mapping[str, Any]
+) -> dict[str, Totals]:
+    """Write the documents of each part as a dataset, with the sidecar and the columns of the whole.
+
+    Args:
+        data: The whole.
+        part_of: Number of the part of each document [documents].
+        outputs: Prefix of each part, by its name. None of them may exist.
+        settings: What sidecars say about the division.
+
+    Returns:
+        Size of each part.
+    """
+    _refuse_existing([f"{output}.idx" for output in outputs.values()])
+    sidecar = read_sidecar(data.prefix)
+    columns = bool(column_names(sidecar))
+    metadata = column_lines(data.prefix) if columns else repeat(b"")
+    with ExitStack() as stack:
+        builders = []
+        for output in outputs.values():
+            builder = IndexedDatasetBuilder(output, data.dtype, impl=data.layout, columns=columns)
+            builders.append(stack.enter_context(builder))
+        bar = stack.enter_context(progress(f"split {data.prefix}", data.num_tokens, "tokens"))
         for first, sizes, tokens in data.pieces():
-            for number, (builder, lines) in enumerate(zip(builders, maps, strict=True)):
+            lines = list(islice(metadata, len(sizes)))
+            for number, builder in enumerate(builders):
                 chosen = part_of[first : first + len(sizes)] == number
-                builder.add_documents(tokens[np.repeat(chosen, sizes)], sizes[chosen])
-                for document in np.flatnonzero(chosen) + first:
-                    lines.write(f"{prefix}\t{document}\n".encode())
+                kept = b"".join(compress(lines, chosen))
+                builder.add_documents(tokens[np.repeat(chosen, sizes)], sizes[chosen], None, kept)
             bar.update(len(tokens))
-    for name, output, builder in zip(SPLITS, outputs, builders, strict=True):
+        if columns:
+            next(metadata, None)  # there is none, and the checksum is compared
+    for (name, output), builder in zip(outputs.items(), builders, strict=True):
         if sidecar is not None:
-            settings = {**sidecar.settings, "split": split, "split_seed": seed, "part": name}
-            write_sidecar(output, replace(sidecar, settings=settings, **builder.totals))
-    return {name: builder.num_documents for name, builder in zip(SPLITS, builders, strict=True)}
+            described = {**sidecar.settings, **settings, "part": name, **builder.columns_state}
+            write_sidecar(output, replace(sidecar, settings=described, **builder.totals))
+    return {name: builder.totals for name, builder in zip(outputs, builders, strict=True)}
 
 
 def split_lines(

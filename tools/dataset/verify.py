@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from neox.data.columns import column_lines, column_names
 from neox.data.indexed_dataset import IGNORED, IndexedDataset
 from neox.data.sidecar import Sidecar, read_sidecar
+from neox.errors import DataError
 from neox.log import progress
 
 
@@ -96,6 +98,7 @@ def verify_dataset(
     expected = _Expected(vocab_size, eod, tokenizer_hashes)
     found = _pass_over(data, expected, labels=labels)
     problems = [*_problems_of_ids(found, expected), *_problems_of_sidecar(data, sidecar, found, expected)]
+    problems += _problems_of_columns(data, sidecar)
     return Verification(
         str(prefix),
         tuple(problems),
@@ -182,6 +185,16 @@ def _problems_of_sidecar(
     if wanted and sidecar.tokenizer_hash not in wanted:
         made_with = f"{sidecar.tokenizer_type} {sidecar.tokenizer_hash[:12]}"
         yield f"it was made with another tokenizer: {made_with}, not {' or '.join(digest[:12] for digest in wanted)}"
+
+
+def _problems_of_columns(data: IndexedDataset, sidecar: Sidecar | None) -> Iterator[str]:
+    if not column_names(sidecar):
+        return
+    try:
+        for _ in column_lines(data.prefix):
+            pass
+    except DataError as error:
+        yield str(error)
 
 
 def _notes(data: IndexedDataset, sidecar: Sidecar | None, found: _Found, expected: _Expected) -> Iterator[str]:
