@@ -4,8 +4,9 @@ r"""Score answers with a reward model (`train_impl: rm`).
     python tools/score.py MODEL.yml configs/preferences/reward.yml --input data/pairs.jsonl --output scores.jsonl
 
 A line of the input is `{"prompt": ..., "completion": ...}`, which gets `score`, or `{"prompt": ..., "chosen": ...,
-"rejected": ...}`, which gets `chosen_score` and `rejected_score`. Texts and messages become the ids of training
-(tools/preprocess_preferences.py). Of pairs the accuracy is printed: the share whose preferred answer has more.
+"rejected": ...}`, which gets `chosen_score` and `rejected_score`. Texts and messages are tokenized as in training
+(tools/preprocess_preferences.py). For pairs the accuracy is printed: the fraction in which the chosen answer has the
+higher score.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def main() -> None:
     parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser, "-o")
     parser.add_argument("--input", nargs="+", required=True, help=".jsonl or .jsonl.zst files, or directories")
-    parser.add_argument("--output", required=True, help="file for the lines with scores")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="lines that are computed at once")
-    parser.add_argument("--skip-bad", type=int, default=0, metavar="N", help="bad lines that may be left out")
+    parser.add_argument("--output", required=True, help="output file: the input lines with scores")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="lines per forward pass")
+    parser.add_argument("--skip-bad", type=int, default=0, metavar="N", help="number of bad lines that may be skipped")
     args = parser.parse_intermixed_args()
     setup_logging()
     plan, tokenizer = plan_from_arguments(args, scores_texts=True)

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Show the status of a run: state, progress, speed, hosts, interruptions; as text, as JSON, or as a page.
+"""Show the status of a run (state, progress, speed, hosts, interruptions) as text, JSON or a web page.
 
 python tools/status.py runs/20B
 python tools/status.py runs/20B --json
@@ -40,10 +40,12 @@ def main() -> int:
     parser = ScriptParser(description=__doc__)
     parser.add_argument("run_directory", type=Path, help="directory of the run: `log_dir`")
     parser.add_argument("--json", action="store_true", help="print the status as one JSON object")
-    parser.add_argument("--serve", action="store_true", help="serve a page with the status")
+    parser.add_argument("--serve", action="store_true", help="serve a web page with the status")
     parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to listen on")
     parser.add_argument("--port", type=int, default=8001, help="with --serve: port to listen on (default: 8001)")
-    parser.add_argument("--allow_host", action="append", default=[], help="with --serve: another host name for clients")
+    parser.add_argument(
+        "--allow_host", action="append", default=[], help="with --serve: another host name that clients may use"
+    )
     arguments = parser.parse_args()
     status = run_status(arguments.run_directory)
     if arguments.serve:

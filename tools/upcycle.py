@@ -1,11 +1,11 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Make a mixture of experts of a dense checkpoint (sparse upcycling, arXiv:2212.05055).
+"""Convert a dense checkpoint to a mixture of experts (sparse upcycling, arXiv:2212.05055).
 
     tools/upcycle.py --input_dir CKPT --output_dir OUT --config_file moe.yml
 
-Each expert is a copy of its block's MLP, and routers start from their initial distribution. If the weights of a
-token's experts add up to 1 (`moe_norm_topk_prob: true`), the mixture computes what the dense network does, and so its
-first loss is the dense one. The original stays as it is. The result has only weights. Train on with `load: OUT` and
+Each expert is a copy of its block's MLP, and routers are initialized randomly. If the weights of a token's experts add
+up to 1 (`moe_norm_topk_prob: true`), the mixture computes the same outputs as the dense network, so its first loss is
+the same. The original is not changed. The result has only weights. Continue training with `load: OUT` and
 `finetune: true`, or with `no_load_optim: true` to keep the iteration.
 """
 
@@ -32,13 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
     add("--input_dir", required=True, help="a global_stepN directory, or one that holds some, or its address")
-    add("--output_dir", required=True, type=Path, help="global_stepN and `latest` are written into it")
-    add("--config_file", required=True, nargs="+", help="the mixture's YAML")
+    add("--output_dir", required=True, type=Path, help="directory for global_stepN and `latest`")
+    add("--config_file", required=True, nargs="+", help="YAML files of the mixture of experts")
     add("--seed", type=int, help="seed of the routers (default: that of the YAML)")
     add(
         "--changes-outputs",
         action="store_true",
-        help="accept a router whose weights do not add up to 1: the first loss is not the dense one",
+        help="accept a router whose weights do not add up to 1: the first loss differs from the dense network's",
     )
     add_checkpoint_cache(parser)
     return parser
@@ -58,10 +58,10 @@ def main() -> None:
 
 
 class InitialRouters:
-    """Initial values of the routers of a mixture: those that its training would start from.
+    """Initial values of the routers, as in a training from scratch.
 
     Args:
-        config: Configuration of the mixture.
+        config: Configuration of the mixture of experts.
         vocabulary_rows: Number of rows of the embedding.
     """
 
