@@ -37,7 +37,8 @@ def expert_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     if architecture.router_logit_bias:
         parameters.append(ParameterSpec("mlp.router.bias", (number,), init="zeros"))
     if architecture.router_bias:
-        parameters.append(ParameterSpec("mlp.router.selection_bias", (number,), init="zeros", trained=False))
+        bias = ParameterSpec("mlp.router.selection_bias", (number,), init="zeros", trained=False, stays_fp32=True)
+        parameters.append(bias)
     width = architecture.expert_width
     rows, sections = _first_product(architecture, width)
     first = ParameterSpec(

@@ -29,6 +29,7 @@ class ParameterSpec:
         trained_rows: First row and number of rows of which only are trained; None for all.
         lr_factor: Factor of the learning rate that `parameter_groups` gives it.
         weight_decay: Weight decay that `parameter_groups` gives it; None for the network's rule.
+        stays_fp32: Whether it is fp32 in every precision, in files, too: it moves in steps that others would round.
         of_norm: It scales or shifts elements, whatever its shape.
         shared_with: Index of the layer that owns it, if this layer uses another one's parameter. Every pipeline stage
             and every layer's file holds a copy.
@@ -46,6 +47,7 @@ class ParameterSpec:
     trained_rows: tuple[int, int] | None = None
     lr_factor: float = 1.0
     weight_decay: float | None = None
+    stays_fp32: bool = False
     of_norm: bool = False
     shared_with: int | None = None
     experts: int = 0

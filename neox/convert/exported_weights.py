@@ -72,7 +72,7 @@ def plan_tensors(
         reader: Checkpoint, opened with `layers`.
         layers: Layers of the model.
         family: Family of the export.
-        dtype: Dtype of all tensors; None keeps each tensor's own.
+        dtype: Dtype of all tensors but those that stay fp32; None keeps each tensor's own.
         vocab_rows: Number of rows kept of the embedding and the head.
 
     Raises:
@@ -81,15 +81,17 @@ def plan_tensors(
     planned: list[PlannedTensor] = []
     for mapping in family.mappings(layers):
         stored = reader.shape(mapping.layer, mapping.name)
-        wanted = reader.spec(mapping.layer, mapping.name).shape
-        if stored != wanted:
+        spec = reader.spec(mapping.layer, mapping.name)
+        if stored != spec.shape:
             raise ConversionError(
                 f"{reader.path}: layer {mapping.layer} {mapping.name} has shape {list(stored)}, the config's model "
-                f"has {list(wanted)}; is this the checkpoint's config?"
+                f"has {list(spec.shape)}; is this the checkpoint's config?"
             )
         if mapping.name in VOCABULARY:
             stored = (min(vocab_rows, stored[0]), *stored[1:])
-        target = dtype or reader.parts(mapping.layer, mapping.name)[0].dtype
+        target = dtype
+        if target is None or spec.stays_fp32:
+            target = reader.parts(mapping.layer, mapping.name)[0].dtype
         parts = to_hf_layout(torch.empty(stored, device="meta"), mapping.source, layers.architecture)
         for number, (key, part) in enumerate(zip(mapping.keys, parts, strict=True)):
             planned.append(PlannedTensor(mapping, number, TensorEntry(key, tuple(part.shape), target)))

@@ -294,8 +294,10 @@ def _write_layers(
             for mapping in by_layer[layer.index]:
                 state[mapping.name] = _read_parameter(weights, mapping, stored_keys[mapping], layers)
             if precision:
+                kept = {spec.name for spec in layer.parameters if spec.stays_fp32}
                 for name, tensor in state.items():
-                    state[name] = tensor.to(DTYPES[precision])
+                    if name not in kept:
+                        state[name] = tensor.to(DTYPES[precision])
             write_full_layer(partial.directory, layer, state, tp_size)
             partial.finish(layer.index)
             bar.update(layer.numel)

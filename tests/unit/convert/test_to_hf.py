@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from neox.checkpoint import CheckpointReader, averaged_file, save_file
 from neox.config import NeoXConfig
-from neox.convert import to_hf
+from neox.convert import from_hf, to_hf
 from neox.convert.hf_directory import new_directory
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError
@@ -30,6 +30,27 @@ SIZES = {
     "pos_emb": "rotary",
     "output_layer_parallelism": "column",
     "no_weight_tying": True,
+}
+GLM4_MOE = {
+    "num_kv_heads": 2,
+    "mlp_width": 72,
+    "activation": "swiglu",
+    "norm": "rmsnorm",
+    "rms_norm_epsilon": 1e-5,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "qk_norm": "head",
+    "gpt_j_residual": False,
+    "rotary_pct": 0.5,
+    "moe_num_experts": 6,
+    "moe_layer_freq": [0, 1],
+    "moe_top_k": 2,
+    "moe_ffn_hidden_size": 20,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_router_type": "sigmoid",
+    "moe_norm_topk_prob": True,
+    "moe_router_enable_expert_bias": True,
+    "hf_architecture": "glm4_moe",
 }
 
 
@@ -90,6 +111,21 @@ def test_precision(tmp_path):
     assert {t.dtype for t in found.values()} == {torch.bfloat16}
     assert torch.equal(found["embed_out.weight"], weights[6, "final_linear.weight"].bfloat16())
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_biases_of_the_choice_of_experts_stay_fp32(tmp_path):
+    directory, config, weights = checkpoint(tmp_path, **GLM4_MOE)
+    name = "mlp.router.selection_bias"
+    expected = weights[3, name]
+    assert not torch.equal(expected.bfloat16().float(), expected)
+    to_hf(directory, config, tmp_path / "bf16", precision="bf16", verify=False)
+    found = tensors(tmp_path / "bf16")
+    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(found.pop(key), expected)
+    assert {t.dtype for t in found.values()} == {torch.bfloat16}
+    from_hf(tmp_path / "bf16", tmp_path / "again", precision="bf16")
+    reader = CheckpointReader(tmp_path / "again" / "global_step0", single_rank_plan(config, 96).layers)
+    assert torch.equal(reader.full(3, name), expected)
 
 
 def test_values_too_large_for_fp16_are_refused_and_nothing_is_left(tmp_path):
