@@ -49,7 +49,9 @@ def choose_fit_hosts(hosts: Sequence[Host], spares: Sequence[Host], unfit: Mappi
     return ChosenHosts(tuple(chosen), replaced, tuple(missing))
 
 
-def most_usable_hosts(hosts: Sequence[Host], ranks_of_copy: int, samples_of_copy: int, batch: int) -> tuple[Host, ...]:
+def most_usable_hosts(
+    hosts: Sequence[Host], ranks_of_copy: int, samples_of_copy: int, batch: int, *, copies_at_once: int = 1
+) -> tuple[Host, ...]:
     """Return the first hosts, as many as possible, on which data ranks can share a batch by accumulation.
 
     Args:
@@ -57,6 +59,7 @@ def most_usable_hosts(hosts: Sequence[Host], ranks_of_copy: int, samples_of_copy
         ranks_of_copy: Ranks that hold the network once: stages, tensor ranks and context ranks.
         samples_of_copy: Samples of one micro batch.
         batch: Samples of a step.
+        copies_at_once: Number of copies of the network of which there must be a multiple.
 
     Returns:
         The hosts; none if it is possible on no number of them.
@@ -64,6 +67,6 @@ def most_usable_hosts(hosts: Sequence[Host], ranks_of_copy: int, samples_of_copy
     for count in range(len(hosts), 0, -1):
         ranks = sum(len(host.slots) for host in hosts[:count])
         copies, rest = divmod(ranks, ranks_of_copy)
-        if rest == 0 and copies and batch % (copies * samples_of_copy) == 0:
+        if rest == 0 and copies and copies % copies_at_once == 0 and batch % (copies * samples_of_copy) == 0:
             return tuple(hosts[:count])
     return ()

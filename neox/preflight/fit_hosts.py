@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from neox.launch.placement import Placement
 from neox.launch.replacement import ChosenHosts, choose_fit_hosts, most_usable_hosts
 from neox.launch.spec import Host
 from neox.plan.batch import MICRO, STEPS, TOTAL, BatchPlan, solve_batch
+from neox.plan.topology import model_ranks_of
 from neox.problems import CODE, Problem
 
 
@@ -124,7 +126,13 @@ def _fewer_hosts(
         raise LaunchError("\n".join(["nothing was started:", table, *why, f"{names}: no host is left; {advice}"]))
     batch = _batch_of_all(config, placement)
     size = batch.train_batch_size
-    hosts = most_usable_hosts(chosen.hosts, _ranks_of_copy(config), batch.train_micro_batch_size_per_gpu, size)
+    hosts = most_usable_hosts(
+        chosen.hosts,
+        model_ranks_of(config),
+        batch.train_micro_batch_size_per_gpu,
+        size,
+        copies_at_once=_copies_at_once(config),
+    )
     if not hosts:
         raise LaunchError(
             f"{names} cannot take part, and the batch of {size} samples, {batch.train_micro_batch_size_per_gpu} at "
@@ -143,13 +151,15 @@ def _with_batch_of_all(config: NeoXConfig, placement: Placement) -> NeoXConfig:
 def _batch_of_all(config: NeoXConfig, placement: Placement) -> BatchPlan:
     """Return the batch on all hosts. Raises ConfigError if it is wrong."""
     problems: list[Problem] = []
-    batch = solve_batch(config, placement.world_size // _ranks_of_copy(config), problems)
+    batch = solve_batch(config, placement.world_size // model_ranks_of(config), problems)
     if batch is None:
         raise ConfigError(problems)
     return batch
 
 
-def _ranks_of_copy(config: NeoXConfig) -> int:
-    """Return the number of ranks that hold the network once and share each sample."""
-    keys = config.parallelism
-    return max(1, keys.pipe_parallel_size) * keys.model_parallel_size * keys.context_parallel_size
+def _copies_at_once(config: NeoXConfig) -> int:
+    """Return the number of copies of the network that together divide experts, or hold a second copy of the weights."""
+    context_ranks = config.parallelism.context_parallel_size
+    weights = config.deepspeed.zero_optimization.zero_hpz_partition_size or 1
+    data_ranks = math.lcm(config.parallelism.expert_model_parallel_size, weights, context_ranks)
+    return data_ranks // context_ranks

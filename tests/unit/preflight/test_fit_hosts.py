@@ -63,6 +63,22 @@ def test_a_smaller_run_keeps_the_batch_if_it_is_elastic() -> None:
     assert names(fit(config(elastic=True), placed(), unfit="bc")) == "a"
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"moe_num_experts": 4, "expert_model_parallel_size": 4},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}},
+        {"context_parallel_size": 2, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}},
+    ],
+    ids=["experts", "second copy", "second copy over context ranks"],
+)
+def test_a_smaller_run_has_data_ranks_that_divide(keys: dict[str, object]) -> None:
+    hosts = tuple(Host(name, (0, 1)) for name in "abcd")
+    keys = {**keys, "elastic": True, "gradient_accumulation_steps": 3}
+    found = fit(config(**keys), Placement(hosts, ChosenBy.HOSTFILE, 0, "hostfile of -H"), broken="b")
+    assert names(found) == "ac"  # six ranks could share the batch, but not divide what four divide
+
+
 def test_a_batch_that_cannot_be_kept_ends_the_run() -> None:
     keys = config(elastic=True, pipe_parallel_size=6)
     with pytest.raises(LaunchError, match="batch"):
