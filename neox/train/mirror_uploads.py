@@ -139,12 +139,11 @@ class MirrorUploads(Callback):
             return  # pruned while it waited, so that a newer one comes next
         try:
             self._supersede_all()
-            self._supersede_later(path)
-            if self._has(path):
-                return
-            with kept_from_deletion(path):
-                self._mirror.upload(path, self._note_progress)
-            _log.info("%s is in %s after %.0f s", path.name, self._mirror.address, time.monotonic() - started)
+            if not self._has(path):
+                with kept_from_deletion(path):
+                    self._mirror.upload(path, self._note_progress)
+                _log.info("%s is in %s after %.0f s", path.name, self._mirror.address, time.monotonic() - started)
+            self._supersede_later(path)  # only now, so that the mirror never lacks a complete checkpoint
             if self._keep is not None:
                 self._mirror.keep_last(self._keep)
         except (CheckpointError, OSError) as error:

@@ -226,6 +226,23 @@ def test_a_run_that_goes_back_supersedes_what_is_later_in_the_mirror(s3: Failing
     assert {name.rpartition("/")[2] for name in kept} == {*NAMES, "run.yml", SUPERSEDED_MANIFEST}
 
 
+def test_what_is_later_in_the_mirror_counts_until_the_upload_has_ended(s3: FailingApp, tmp_path: Path) -> None:
+    mirror = Mirror(RUN)
+    mirror.upload(checkpoint(tmp_path / "before", 8))
+    save = tmp_path / "save"
+    state = TrainState()
+    state.iteration = 3
+    checkpoint(save, 3)
+
+    s3.fail = lambda number, method, path: error("403 Forbidden", "Expired") if "layer_02.pt" in path else None
+    for expected in ([8], [3]):
+        uploads = MirrorUploads(small_plan(save=str(save), checkpoint_mirror=RUN, keep_last_n_checkpoints=1))
+        uploads.on_start(state)
+        uploads.finish()
+        assert mirror.iterations() == expected
+        s3.fail = lambda number, method, path: None
+
+
 def test_uploads_that_are_killed_leave_nothing_half_committed(s3: FailingApp, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "save", 5)
     imports = "from pathlib import Path\nfrom neox.checkpoint.mirror import Mirror\n"
