@@ -87,7 +87,7 @@ class NodeAgent:
         self.plain = PlainOutput(spec) if plain else None
         self.warm = warm
         self.warm_prepared = False
-        self.next: NodeAgent | None = None  # agent of the next start, in this process
+        self.latest: NodeAgent | None = None  # agent of the latest start in this process, if this one is the first
         self.host = spec.hosts[node_rank]
         self.locks = contextlib.ExitStack()  # of the run's directories, if no launcher process holds them
         self.selector = selectors.DefaultSelector()
@@ -193,8 +193,7 @@ class NodeAgent:
             time.sleep(_NEXT_START_SECONDS)
         spec = LaunchSpec.decode(path.read_text())
         path.unlink()
-        self.next = NodeAgent(spec, self.node_rank, lifeline=False, warm=self.warm)  # this one follows the launcher
-        return self.next
+        return NodeAgent(spec, self.node_rank, lifeline=False, warm=self.warm)  # the first one follows the launcher
 
     def environment(self) -> dict[str, str]:
         """Return the variables that all ranks of this host share."""
@@ -389,8 +388,8 @@ class NodeAgent:
 
     def end_now(self) -> None:
         """Kill everything and exit, because the launcher is gone."""
-        if self.next is not None and self.next.watchdog is not None:
-            self.next.end_now()
+        if self.latest is not None and self.latest.watchdog is not None:
+            self.latest.end_now()
         if self.warm is not None:
             self.warm.close()
         self._kill_ranks()
@@ -461,12 +460,14 @@ def _run_starts(spec: LaunchSpec, node_rank: int, lifeline: bool, plain: bool) -
     """Run one start after another, as long as the launcher sends any. Return the status of the last."""
     command = warm_command(spec)
     warm = WarmRanks(command) if command is not None and lifeline else None
-    agent: NodeAgent | None = NodeAgent(spec, node_rank, lifeline, plain, warm)
+    first = NodeAgent(spec, node_rank, lifeline, plain, warm)
+    agent: NodeAgent | None = first
     code = 0
     try:
         while agent is not None:
             code = agent.run()
             agent = agent.wait_for_next()
+            first.latest = agent  # those between are forgotten, however often a run is started again
     finally:
         if warm is not None:
             warm.close()

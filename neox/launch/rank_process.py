@@ -215,6 +215,7 @@ class RankProcess:
         out_of_memory = self._was_killed_by_kernel(code) or lacks_memory(list(self._last_errors))
         killed = self._was_killed_by_agent
         self._tell({"kind": "exit", "code": code, "out_of_memory": out_of_memory, "killed": killed})
+        self._log.close()
         return True
 
     def _send_last_lines(self, code: int) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -152,3 +153,19 @@ def test_an_agent_that_has_stayed_ends_with_the_launcher(tmp_path: Path) -> None
         assert agent.wait(60) == 5
         other = LaunchSpec(f"{run_id}-2", host, "127.0.0.1", 20000, *names, sys.executable, warm_module="json")
         assert not agents.go_on(other)
+
+
+def test_an_agent_that_stays_keeps_nothing_open(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; sys.exit(5)")
+    host = (Host("localhost", (0, 1)),)
+    names = (str(script), (), str(tmp_path), str(ROOT), str(tmp_path / "run"))
+    opened = []
+    with AgentProcesses() as agents:
+        for number in range(4):
+            run_id = f"{os.getpid()}-open-{number}-{tmp_path.name}"
+            spec = LaunchSpec(run_id, host, "127.0.0.1", 20000, *names, sys.executable, warm_module="json")
+            assert launch(spec, RunnerConfig(launcher="local"), os.environ, agents=agents).status == 5
+            wait(lambda: not list(Path(tempfile.gettempdir(), f"neox-{os.getuid()}").glob(f"{run_id}.*")))  # noqa: B023
+            opened.append(len(os.listdir(f"/proc/{agents.processes[0].pid}/fd")))
+    assert opened == [opened[0]] * 4
