@@ -41,7 +41,7 @@ def thawed(value: Any) -> Any:
 WITHOUT_LOGITS: Mapping[str, Any] = MappingProxyType(
     {"tie_word_embeddings": False, "head_bias": False, "logit_multiplier": 1.0, "logit_softcap": 0.0}
 )
-"""Fields that only a head with logits uses, and their values with a score head."""
+"""Fields that only a language model head uses -> their values in a network with a score head."""
 GATED_KINDS = ("gmlp", "amlp")
 """Attention kinds whose blocks gate over positions and hold no keys and values."""
 
@@ -91,9 +91,10 @@ class Architecture:
             positions. No parameter of other positions depends on it, so checkpoints are not compared in it.
         attention: Key of `ATTENTION` for each block, or one of `GATED_KINDS`.
         window: Keys that a query of a `sliding_window` block sees, with its own; 0 without such blocks.
-        latent_width: Width of the vector that keys and values of a `latent` block follow from; 0 without such blocks.
-        query_latent_width: Width of the vector that its queries follow from; 0 for the hidden states themselves.
-        value_head_dim: Width of the values of one of its heads; 0 without such blocks.
+        latent_width: Width of the latent vector from which `latent` blocks compute keys and values; 0 without such
+            blocks.
+        query_latent_width: Width of the latent vector from which they compute queries; 0 if from the hidden states.
+        value_head_dim: Width of a head's values in these blocks; 0 without such blocks.
         sparsity: Settings of sparse attention as sorted pairs (key, value); () without it.
         gmlp_width: Inner width of the attention in `amlp` blocks; 0 without such blocks.
         soft_prompt_tokens: Number of trained vectors before the tokens; 0 for none.
@@ -112,20 +113,20 @@ class Architecture:
         embedding_norm: Whether the sum of the embeddings is normalised.
         sentence_head: Whether a bidirectional network also predicts if the second sentence of a sample follows the
             first one: by a dense layer with tanh on the first token's hidden state (the pooler), and two logits.
-        score_head: Whether the head gives one number for a text, its score, instead of logits: a reward model.
+        score_head: Whether the head computes a score instead of logits, as in a reward model.
         num_experts: Number of experts in the blocks that have experts instead of one MLP; 0 for none.
         expert_blocks: Numbers of these blocks.
         experts_per_token: Number of experts that compute each token.
         expert_width: Inner width of one expert.
-        expert_bias: Whether both products of the experts that a token chooses have biases.
+        expert_bias: Whether both linear layers of the routed experts have biases.
         shared_expert_width: Inner width of an expert that computes every token; 0 for none.
         shared_expert_gate: Whether its output is multiplied by the sigmoid of a number for each token.
         router: Key of `ROUTERS`: how experts are chosen; empty without experts.
-        router_logit_bias: Whether a trained bias of each expert is added to the router's logits.
+        router_logit_bias: Whether a trained bias per expert is added to the router's logits.
         router_normalizes: Whether the weights of a token's experts are divided by their sum.
         router_groups: Number of groups of experts, of which a token chooses some first; 0 for no groups.
         router_top_groups: Number of groups that a token chooses.
-        router_group_best: Number of a group's best scores whose sum is the score of the group.
+        router_group_best: Number of best expert scores in a group that are added up to the group's score.
         router_scale: Factor of the weights.
         router_bias: Whether a bias of each expert is added to scores for the choice, not for the weights. It moves
             towards equal shares after each step, without a gradient.
@@ -227,7 +228,7 @@ class Architecture:
 
     @property
     def unused_fields(self) -> frozenset[str]:
-        """Fields that nothing depends on: of dense MLPs if all blocks have experts, of logits if there are none."""
+        """Fields without effect: those of dense MLPs if all blocks have experts, those of logits with a score head."""
         unused: set[str] = set()
         if len(self.expert_blocks) == self.num_layers:
             unused.update(("mlp_width", "mlp_bias"))

@@ -82,7 +82,7 @@ def _head_dim(architecture: Architecture) -> int:
 
 
 def _keys_and_values(architecture: Architecture, tp_size: int) -> int:
-    """Return the numbers of keys and values of one token on a tensor rank."""
+    """Return the number of elements of one token's keys and values on a tensor rank."""
     return 2 * architecture.attended_heads * architecture.head_dim // tp_size
 
 
@@ -94,8 +94,8 @@ class Attention:
         parameters: Its parameters, named inside the block.
         keys_per_query: (network, sequence length) -> keys that one query is multiplied with, a causal mask not
             subtracted (as Megatron-LM counts, arXiv:2104.04473).
-        value_width: Network -> width of the values of a head.
-        cached: (network, tensor ranks) -> numbers that generation keeps of each token on one rank.
+        value_width: Network -> width of a head's values.
+        cached: (network, tensor ranks) -> number of elements that generation caches per token on one rank.
     """
 
     parameters: Callable[[Architecture], tuple[ParameterSpec, ...]]
@@ -165,10 +165,11 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
 
 
 def _latent_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
-    """Products down to latent vectors and up to heads, with norms between, and the output projection.
+    """Down projections to latent vectors, their norms, up projections to heads, and the output projection.
 
-    Rows: of each head of queries the rotated ones first; the latent vector, then rotated keys for all heads; of each
-    head its keys that are not rotated, then its values.
+    Order of rows. Queries: for each head, the rotary dimensions, then the others. Down projection of keys and values:
+    the latent vector, then the rotary key of all heads. Up projection: for each head, its other key dimensions, then
+    its values.
     """
     hidden = architecture.hidden_size
     heads = architecture.num_attention_heads

@@ -30,7 +30,7 @@ DROPPED: Final = "moe_dropped"
 
 
 def expert_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of a router, its experts and a shared expert, whose products have no biases."""
+    """Return the parameters of a router, its experts and a shared expert, which has no biases."""
     hidden = architecture.hidden_size
     number = architecture.num_experts
     parameters = [ParameterSpec("mlp.router.weight", (number, hidden))]

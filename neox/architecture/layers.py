@@ -270,7 +270,7 @@ def _final_norm(architecture: Architecture, index: int) -> LayerEntry:
 
 
 def _head(architecture: Architecture, rows: int, index: int, parallelism: Literal["row", "column"]) -> LayerEntry:
-    """Return the head of a causal network: tied to the embedding, with a weight of its own, or of scores."""
+    """Return the head of a causal network: a tied or untied language model head, or a score head."""
     if architecture.score_head:
         weight = ParameterSpec("rm_linear.weight", (1, architecture.hidden_size), 1)
         return LayerEntry(index, "score_head", (weight,))

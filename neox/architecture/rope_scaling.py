@@ -17,7 +17,7 @@ class RopeScaling:
     Attributes:
         required: Settings that must be given.
         optional: Settings that may be given.
-        by_length: Whether frequencies depend on the length of the sequence that a token is in.
+        by_length: Whether frequencies depend on the length of a token's sequence.
     """
 
     required: tuple[str, ...] = ()
@@ -54,16 +54,16 @@ def rope_scaling_of(given: Mapping[str, Any] | None) -> Pairs:
 
 
 def rope_scaling_settings(scaling: Pairs) -> dict[str, Any]:
-    """Return the dictionary of a normal form, with lists as JSON has them; {} for no scaling."""
+    """Return the settings of a scaling in Hugging Face's format, as a JSON object; {} for no scaling."""
     return {name: thawed(value) for name, value in scaling}
 
 
 def rope_scaling_problem(given: Mapping[str, Any], rotary_ndims: int | None = None) -> str | None:
-    """Return what is wrong with a dictionary, or None.
+    """Return what is wrong with a dictionary of settings, or None.
 
     Args:
         given: The dictionary.
-        rotary_ndims: Number of dimensions of each head that are rotated; None if it is not known.
+        rotary_ndims: Number of rotary dimensions of each head; None if unknown.
     """
     settings = without_none(given)
     older_name = settings.pop("type", "default")
@@ -86,13 +86,13 @@ def rope_scaling_problem(given: Mapping[str, Any], rotary_ndims: int | None = No
 
 
 def _relation_problem(kind: str, settings: Mapping[str, Any], rotary_ndims: int | None) -> str | None:
-    """Return what is wrong with valid settings next to each other, or None."""
+    """Return what is wrong with a combination of settings that are valid by themselves, or None."""
     if kind == "llama3" and settings["high_freq_factor"] <= settings["low_freq_factor"]:
         return "needs a high_freq_factor above low_freq_factor"
     if kind in ("dynamic", "longrope") and settings["factor"] < 1:
         return f"has factor: {settings['factor']!r}, which should be at least 1"
     if kind == "dynamic" and rotary_ndims == 2:
-        return "of type dynamic needs more than 2 rotated dimensions; raise rotary_pct or head_dim"
+        return "of type dynamic needs more than 2 rotary dimensions; increase rotary_pct or head_dim"
     return None
 
 
@@ -105,7 +105,7 @@ def _list_problem(name: str, values: Any, rotary_ndims: int | None) -> str | Non
         if problem is not None:
             return problem
     if rotary_ndims is not None and len(values) != rotary_ndims // 2:
-        return f"has {len(values)} numbers in {name}; {rotary_ndims} rotated dimensions need {rotary_ndims // 2}"
+        return f"has {len(values)} numbers in {name}; {rotary_ndims} rotary dimensions need {rotary_ndims // 2}"
     return None
 
 

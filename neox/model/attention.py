@@ -142,7 +142,7 @@ class SelfAttention(nn.Module):
     def _add_projections(
         self, architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]
     ) -> None:
-        """Add the modules that make queries, keys and values, and the output projection."""
+        """Add the projections of queries, keys, values and output, and the norms of queries and keys."""
         hidden = architecture.hidden_size
         heads = architecture.num_attention_heads
         rows = (heads + 2 * architecture.num_kv_heads) * self.head_dim
@@ -183,7 +183,7 @@ class SelfAttention(nn.Module):
         if context.observes:
             assert context.observe_scores is not None
             context.observe_scores(self, q, k)
-        if self.impl == "flash" and bias is None:  # this kernel keeps no scores, so recomputing would save nothing
+        if self.impl == "flash" and bias is None:  # this kernel stores no scores, so recomputing it would save nothing
             out = self._core(q, k, v, context, bias)
         else:
             out = self._maybe_recomputed("core_attn", self._core, q, k, v, context, bias)
@@ -192,14 +192,14 @@ class SelfAttention(nn.Module):
     def _attend_with_cache(
         self, x: Tensor, context: BlockContext, encode: Callable[[Tensor], Tensor] | None, bias: Tensor | None
     ) -> Tensor:
-        """Attend to earlier tokens, too, and keep what later ones need of the new ones: [B, S, H] -> [B, S, N, D]."""
+        """Add the new tokens to the cache, and attend to all tokens in it: [B, S, H] -> [B, S, N, D]."""
         q, k, v = self._queries_keys_values(x, encode)
         return self._cached(q, k, v, context, bias)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor | None, context: BlockContext, bias: Tensor | None) -> Tensor:
-        """Attend to the cache's tokens and the new ones: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D].
+        """Attend to cached and new tokens: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D].
 
-        Without v the values are the first part of the keys (`CacheForm`).
+        If v is None, the values are the leading dimensions of the keys (`CacheForm.value_width`).
         """
         cache = context.cache
         assert cache is not None
@@ -240,7 +240,7 @@ class SelfAttention(nn.Module):
     def _core_of_parts(
         self, q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs, context: BlockContext, bias: Tensor | None
     ) -> Tensor:
-        """Attend to the keys of all context ranks, with the queries of this rank's two parts."""
+        """Attend from the queries of this rank's two ranges of tokens to the keys of all context ranks."""
         parts = context_ranges(pairs.length, self.grid)
         mask = context.block_masks.get(self.pairs_name)
         with gathered_context(k, v, self.grid) as (all_k, all_v):
@@ -402,7 +402,7 @@ class SelfAttention(nn.Module):
 
     @property
     def cache_form(self) -> CacheForm:
-        """What generation keeps of which tokens: with a window only of its own.
+        """What generation caches, and for how many tokens: with a sliding window only those in the window.
 
         A window is not used if scores have a bias, a bound or sinks.
         """

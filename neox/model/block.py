@@ -57,7 +57,7 @@ class TransformerLayer(TokenShares):
         attention_dropout: Dropout probability of attention weights.
         hidden_dropout: Dropout probability of what is added to the residual stream.
         layer_scaling: Whether scores are divided by the block's number before the softmax (`SelfAttention`).
-        tile_size: Most tokens of a sample that the MLP and norms compute at once; None for all.
+        tile_size: Largest number of tokens of a sample that the MLP and norms compute at once; None for all.
         **options: Device and type of the parameters.
 
     Attributes:
@@ -135,16 +135,16 @@ class TransformerLayer(TokenShares):
     def feed_forward(
         self, x: Tensor, context: BlockContext, before: NormFunction, after: NormFunction
     ) -> tuple[Tensor, Aux]:
-        """Return the MLP of hidden states [B, S, H] between two norms, and the losses that it adds."""
+        """Apply the MLP between two norms to hidden states [B, S, H]; return the output and auxiliary losses."""
         if not self.tiles.divide(x, self.shares):
             output, aux = self.mlp(before(x), context)
             return after(output), aux
 
-        def of_tile(tile: Tensor) -> Tensor:
-            output, _ = self.mlp(before(tile), context)  # a dense MLP adds no losses
+        def compute_tile(tile: Tensor) -> Tensor:
+            output, _ = self.mlp(before(tile), context)  # a dense MLP has no auxiliary losses
             return after(output)
 
-        return self.tiles.run(of_tile, x, self.shares), {}
+        return self.tiles.run(compute_tile, x, self.shares), {}
 
     def contribution(self, x: Tensor) -> Tensor:
         """Apply the network's residual multiplier and dropout to a sublayer's output x."""
@@ -242,7 +242,7 @@ def _parallel_one_norm(block: TransformerLayer, x: Tensor, context: BlockContext
 def _add_both_at_once(
     block: TransformerLayer, x: Tensor, for_attention: Tensor, for_mlp: Tensor, context: BlockContext
 ) -> tuple[Tensor, Aux]:
-    """Add what attention and MLP of normalised hidden states give, reduced over tensor ranks together."""
+    """Add the outputs of attention and MLP to the residual, with one reduction over tensor ranks for both."""
     attention_summand = block.attention.summand(for_attention, context)
     mlp_summand, aux = block.mlp.summand(for_mlp, context)
     return x + block.reduced_together(attention_summand, mlp_summand), aux

@@ -77,7 +77,7 @@ def build_layer(
 
 
 def _head(plan: RunPlan, entry: LayerEntry, grid: ParallelGrid, options: TensorOptions) -> nn.Module:
-    """Build the head of logits, scores, masked tokens or sentences."""
+    """Build the head: for logits, scores, masked tokens or sentence pairs."""
     network = plan.architecture
     vocab = plan.layers.padded_vocab_size
     if entry.kind == "masked_lm_head":

@@ -18,14 +18,14 @@ from neox.ops import VisiblePairs, blocked_attention, explicit_attention, masked
 
 
 class CacheForm(NamedTuple):
-    """What one block keeps on this rank.
+    """Shape of one block's cache on this rank.
 
     Attributes:
-        tokens: Most tokens that it has to keep; None for all.
-        heads: Number of heads of keys and values.
+        tokens: Largest number of tokens that it has to hold; None for all.
+        heads: Number of key and value heads.
         width: Width of a head's keys.
-        value_width: Number of leading dimensions of keys that are the values, too; 0 if values are kept next to keys
-            and are as wide.
+        value_width: Number of leading dimensions of the keys that are also the values; 0 if values are stored
+            separately and are as wide as keys.
     """
 
     tokens: int | None
@@ -35,12 +35,12 @@ class CacheForm(NamedTuple):
 
 
 class SlotStore(NamedTuple):
-    """Memory of the blocks of a cache that keep the same of equally many tokens.
+    """Memory of all blocks of a cache that have the same `CacheForm` and number of slots.
 
     Attributes:
         blocks: Numbers of the blocks on this rank.
         pairs: Their keys and values, [L, B, K, 2, T, D], or only keys, [L, B, K, 1, T, D].
-        value_width: That of their `CacheForm`.
+        value_width: `CacheForm.value_width` of the blocks.
         is_ring: Whether a token goes to the slot of its index modulo T, in place of the token that leaves the window.
             Otherwise it goes to the slot of its index.
     """
@@ -63,19 +63,19 @@ class KVCache:
 
     Args:
         architecture: The network.
-        forms: What each block on this rank keeps.
+        forms: Shape of the cache of each block on this rank.
         batch: Number of sequences.
         max_length: Most tokens of a sequence, without a soft prompt.
         device: Device of the cache.
         dtype: Type of keys and values.
 
     Attributes:
-        stores: The memory, one tensor for all blocks that keep the same of equally many tokens.
+        stores: The memory, one tensor for all blocks that have the same form and number of slots.
         batch: Number of sequences.
         device: Device of the cache.
         max_length: Most tokens of a sequence, T.
-        longest: Most tokens that the caller means to read, at most T. Positions whose frequencies depend on the length
-            of the sequence take this one.
+        longest: Largest number of tokens that the caller will use, at most T. It is the sequence length for rotary
+            scalings whose frequencies depend on the length.
         length: Number of tokens that were read.
         start: Index of the first token of each row, [B], if rows are padded on the left; positions count from there.
             None if all rows begin at 0.

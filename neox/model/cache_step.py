@@ -26,7 +26,7 @@ class CacheStep:
 
     Attributes:
         slot: Index of the next token, [1].
-        longest: Most tokens that the caller means to read.
+        longest: Largest number of tokens that the caller will use.
         begun: Whether there are earlier tokens: always.
     """
 

@@ -112,7 +112,7 @@ def head_log_probs(
         logits = softly_capped(_logits(x[here], weight, bias, grid, row=row), softcap)
         log_sums, picked = _scores_over_ranks(logits, labels[here], grid)
         result[here] = picked - log_sums
-        del logits  # before those of the next chunk are made
+        del logits  # before the logits of the next chunk are allocated
     return result
 
 
@@ -164,7 +164,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, grid: ParallelGrid, 
 
 
 def _bounded(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Bound logits in place, and return them with their derivative by the logits; None for that without a bound."""
+    """Softcap logits in place; return them and the derivative w.r.t. the original logits (None without a softcap)."""
     if softcap == 0.0:
         return logits, None
     ratio = logits.div_(softcap).tanh_()
@@ -179,10 +179,10 @@ def _z_loss(log_sums: Tensor, weights: Tensor, coefficient: float) -> tuple[Tens
 
 
 class ChunkLoss(Protocol):
-    """A loss of the logits of a chunk of tokens, with its gradient.
+    """Loss of a chunk of tokens, computed from its logits, with the gradient.
 
     Attributes:
-        factors: Factor of each part in the trained loss.
+        factors: Weight of each part in the trained loss.
     """
 
     @property
@@ -193,19 +193,19 @@ class ChunkLoss(Protocol):
     def __call__(
         self, logits: Tensor, here: slice, first_column: int, *, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the parts of the loss in fp32 [parts], and the gradient of the trained loss by the logits.
+        """Return the parts of the loss in fp32 [parts], and the gradient of the trained loss w.r.t. the logits.
 
         Args:
-            logits: This rank's logits of the chunk [r, V/T], which may be overwritten.
-            here: The chunk's tokens among all.
-            first_column: Id that the first column stands for.
-            needs_gradient: Whether the gradient is needed.
+            logits: This rank's logits of the chunk [r, V/T]; may be overwritten.
+            here: Range of the chunk's tokens among all tokens.
+            first_column: Id of the first column's token.
+            needs_gradient: Whether to compute the gradient.
         """
 
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """Cross entropy and z-loss of chunks, the loss of `head_loss_parts`.
+    """Cross entropy and z-loss, the `ChunkLoss` of `head_loss_parts`.
 
     Attributes:
         labels: Ids of the whole vocabulary [R].
@@ -237,10 +237,10 @@ class _CrossEntropy:
 
 
 def normalized_weights(token_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights of tokens divided by the largest one in fp32, and that one.
+    """Return the weights of tokens divided by the largest weight in fp32, and the largest weight.
 
-    The weights of a mean are tiny, and a loss scale comes only in the backward pass. In fp16 the gradients of single
-    logits would vanish. So the largest weight is multiplied in at the end.
+    The weights of a mean are tiny, and the loss scale is only applied in the backward pass. So in fp16 the gradients of
+    single logits would underflow. Therefore the largest weight is multiplied in at the end.
     """
     weights = token_weights.float()
     largest = weights.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
@@ -258,11 +258,19 @@ def head_loss(
     row: bool = False,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return scale x loss of all tokens, which has a gradient, and its parts [parts] without their factors.
+    """Return scale x loss of all tokens, which has a gradient, and its unweighted parts [parts].
 
-    Other arguments are those of `head_cross_entropy`.
+    Args:
+        x: As in `head_cross_entropy`.
+        weight: As in `head_cross_entropy`.
+        loss: The loss of a chunk.
+        scale: Factor of the loss and its parts, a scalar.
+        grid: Process groups.
+        bias: As in `head_cross_entropy`.
+        row: As in `head_cross_entropy`.
+        softcap: As in `head_cross_entropy`.
     """
-    if not torch.is_grad_enabled():  # a Function cannot see this, and would compute gradients that nobody needs
+    if not torch.is_grad_enabled():  # inside a Function this is not visible, and gradients would be computed in vain
         x = x.detach()
         weight = weight.detach()
         if bias is not None:
@@ -298,7 +306,7 @@ class _HeadLoss(torch.autograd.Function):
             logits = _logits(x[here], weight, bias, grid, row=row)
             logits, slope = _bounded(logits, softcap)
             parts, grad = loss(logits, here, first_column, needs_gradient=needs_gradient)
-            del logits  # here and below, because the next chunk's are made before the names are used again
+            del logits  # here and below: the next chunk's tensors are allocated before the names are rebound
             total += parts
             if grad is None:
                 continue

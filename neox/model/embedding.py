@@ -93,7 +93,7 @@ class LMHead(NamedTuple):
         temperature: float,
         share: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of divergence and cross entropy, and both [2]; see `neox.model.distillation`.
+        """Return the weighted sum of divergence and cross entropy, and both parts [2] (`neox.model.distillation`).
 
         Args:
             hidden: Hidden states [B, S, H].
@@ -102,7 +102,7 @@ class LMHead(NamedTuple):
             teacher: Logits of the teacher, [B, S, K] each.
             direction: Direction of the divergence.
             temperature: Temperature of both distributions.
-            share: Factor of the divergence; that of the cross entropy is the rest up to 1.
+            share: Weight w of the divergence; the cross entropy has the weight 1 - w.
         """
         weights, largest = normalized_weights(token_weights.flatten())
         flat = TeacherLogits(teacher.ids.flatten(0, 1), teacher.logits.flatten(0, 1))

@@ -61,7 +61,7 @@ class Router(nn.Module):
         **options: Device and type of the weight.
 
     Attributes:
-        bias: Number of each expert that is added to its logits; None for none.
+        bias: Bias of each expert's logit [E]; None without biases.
         selection_bias: Number of each expert that is added to its scores for the choice; None for none.
         counts: Tokens of each expert since the last update of the bias [E]; None without a bias.
     """
@@ -110,15 +110,16 @@ class Router(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """A product of each expert on this rank: weight [E/P, O, I], bias [E/P, O]. Sorted rows [R, I] -> [R, O].
+    """Linear layer of each expert on this rank: weight [E/P, O, I], bias [E/P, O]. Sorted rows [R, I] -> [R, O].
 
     Args:
         experts: Number of experts E over all ranks that divide them.
         outputs: Output features on this tensor rank.
         inputs: Input features on this tensor rank.
         grid: Process groups.
-        bias: Whether a bias is added.
-        is_summand: Whether tensor ranks add up their results. Then each has the same bias and adds its share of it.
+        bias: Whether to add a bias.
+        is_summand: Whether the results of tensor ranks are added up. Then each rank holds the whole bias and adds 1/T
+            of it.
         **options: Device and type of the weight.
     """
 
@@ -156,7 +157,7 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts: two products with an activation between. Inner features are split over tensor ranks.
+    """The experts: two linear layers with an activation in between. Inner features are split over tensor ranks.
 
     Args:
         network: The network.

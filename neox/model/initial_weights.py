@@ -135,12 +135,12 @@ class InitialWeights:
         reset_buffers(layer)
 
     def full(self, spec: ParameterSpec, entry: LayerEntry, device: torch.device | None = None) -> Tensor:
-        """Return the full tensor of a parameter that is drawn.
+        """Return the full tensor of a randomly initialized parameter.
 
         Args:
             spec: The parameter.
             entry: Its layer.
-            device: Device of the parameter, for weights that are drawn there.
+            device: Device of the parameter, for weights that are generated there.
         """
         generator = torch.Generator(device if self.on_device and device is not None else "cpu")
         seeded = ("weights", spec.shared_with or entry.index, spec.name)
@@ -162,7 +162,7 @@ class InitialWeights:
         return full
 
     def _is_scaled(self, spec: ParameterSpec, entry: LayerEntry) -> bool:
-        """Return whether muP scales a parameter's deviation and learning rate."""
+        """Return whether muP scales a parameter's standard deviation and learning rate."""
         return self.width_multiplier != 1.0 and entry.is_hidden(spec)
 
     def _weight(self, spec: ParameterSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -52,8 +52,7 @@ class PositionEncoding(nn.Module):
             keys: Number of keys, T.
             dtype: Type of the hidden states.
             slots: Indices of the new tokens among the keys, [S]; the last ones if None.
-            lengths: Length of the sequence that each new token is in, [1] or [B, S], for encodings `by_length`; T if
-                None.
+            lengths: Length of each new token's sequence, [1] or [B, S], for encodings `by_length`; T if None.
         """
         raise NotImplementedError
 
@@ -69,7 +68,7 @@ class PositionEncoding(nn.Module):
 class RotaryEmbedding(PositionEncoding):
     """Rotary positions (RoFormer, arXiv:2104.09864). Holds the buffer `inv_freq` [R/2], fp32, as NeoX's files do.
 
-    With a scaling `by_length` the buffer has the frequencies of short sequences.
+    With a scaling `by_length` the buffer holds the frequencies of short sequences.
     """
 
     name = "rotary_emb"

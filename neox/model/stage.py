@@ -309,14 +309,15 @@ def token_positions(length: int, device: torch.device, context: Context, grid: P
 
 
 def sequence_lengths(keys: int, device: torch.device, context: Context, grid: ParallelGrid) -> Tensor:
-    """Return the length of the sequence that each new token is in: [1], or [B, S] with documents.
+    """Return the length of each new token's sequence: [1], or [B, S] with documents.
 
-    In generation it is the most tokens that the rows may reach, so that all keys in the cache are rotated alike.
+    In generation it is the largest number of tokens that the rows may reach, so all keys in the cache are rotated with
+    the same frequencies.
 
     Args:
         keys: Number of keys of a row, over all context ranks.
         device: Device of the tokens.
-        context: What is known of the tokens.
+        context: Context of the forward pass.
         grid: Process groups.
     """
     if context.cache is not None:

@@ -15,10 +15,10 @@ _SHARDED_WEIGHTS = OnlyWith("zero_optimization.stage", (3,))
 _SUB_GROUP = 1_000_000_000  # DeepSpeed's default
 _SUB_GROUP_IN_FILES = 100_000_000  # with states in files, of which one sub-group at a time is in memory
 _NEEDS_QUANTIZER = Requires("zero_optimization.stage", (3,), advice="or remove it")
-_NO_MICS = Refused("is of MiCS, which DeepSpeed has removed; use zero_hpz_partition_size")
+_NO_MICS = Refused("belongs to MiCS, which DeepSpeed has removed; use zero_hpz_partition_size")
 _NO_ROUNDED_WEIGHTS = Refused(
-    "stores frozen weights rounded to 8-bit integers, which checkpoints and exports would then hold; remove it, or use "
-    "zero_quantized_weights, which rounds them only while they are gathered"
+    "rounds stored frozen weights to 8-bit integers, so checkpoints and exports would be rounded too; remove it, or "
+    "use zero_quantized_weights, which only rounds gathered copies"
 )
 _NO_EFFECT = NoEffect()
 _NOT_OURS = Refused("is of DeepSpeed's own files, which are not used: the kernel reads and writes ours; remove it")
@@ -121,24 +121,25 @@ class ZeroSettings(Section):
         Excludes(
             "zero_optimization.offload_param.device",
             ("cpu", "nvme"),
-            reason="copies for the passes stay on the device",
+            reason="the second copy stays on the device",
         ),
     ] = None
-    """hpZ of ZeRO++ (arXiv:2306.10209, stage 3): so many neighbouring data ranks, those of one host, keep a second copy
-    of the weights, divided among them. The first forward pass of a step gathers weights from all data ranks, later
-    passes only in these groups. It takes weights / this number more memory, and must divide the data ranks."""
+    """hpZ of ZeRO++ (arXiv:2306.10209, stage 3): size of the groups of neighbouring data ranks, usually those of one
+    host, that hold a second copy of the weights, sharded over the group. The first forward pass of a step gathers
+    weights from all data ranks, later passes only within a group. It takes weights / this number more memory, and must
+    divide the number of data ranks."""
     zero_quantized_weights: Annotated[bool | None, _NEEDS_QUANTIZER] = None
-    """qwZ of ZeRO++: weights are gathered as 8-bit integers (stage 3, on GPUs). It needs a CUDA toolkit on every host,
-    with which DeepSpeed compiles a kernel at the first start."""
+    """qwZ of ZeRO++: weights are gathered as 8-bit integers (stage 3, on GPUs). DeepSpeed compiles a kernel for it at
+    the first start, which needs a CUDA toolkit on every host."""
     zero_quantized_gradients: Annotated[
         bool | None,
         _NEEDS_QUANTIZER,
-        Excludes("model_parallel_size", above=1, reason="DeepSpeed adds up those of neighbouring ranks of any kind"),
+        Excludes("model_parallel_size", above=1, reason="DeepSpeed would add up gradients of different tensor ranks"),
     ] = None
-    """qgZ of ZeRO++: gradients are reduced as 4-bit integers, in hosts and then between them (stage 3, on GPUs). It
-    needs a CUDA toolkit, as zero_quantized_weights does."""
+    """qgZ of ZeRO++: gradients are reduced as 4-bit integers, first within hosts and then between them (stage 3, on
+    GPUs). It needs a CUDA toolkit, as zero_quantized_weights does."""
     zero_quantized_nontrainable_weights: Annotated[bool | None, _NO_ROUNDED_WEIGHTS] = None
-    """Frozen weights (of adapters) are stored as 8-bit integers, which is refused."""
+    """Store the frozen weights of a model with adapters as 8-bit integers. Refused."""
     mics_shard_size: Annotated[int | None, _NO_MICS] = None
     """MiCS, which DeepSpeed 0.19 has removed."""
     mics_hierarchical_params_gather: Annotated[bool | None, _NO_MICS] = None
@@ -172,7 +173,7 @@ class ZeroSettings(Section):
 
     @property
     def quantizing_keys(self) -> tuple[str, ...]:
-        """Dotted paths of the keys that quantise what is communicated, which only GPUs can do."""
+        """Dotted paths of the given keys that quantize communication, which needs GPUs."""
         keys = []
         for name in ("zero_quantized_weights", "zero_quantized_gradients"):
             if getattr(self, name):

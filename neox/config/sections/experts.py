@@ -54,7 +54,7 @@ class ExpertsConfig(Section):
     """Inner width of one expert, by default that of the MLP."""
 
     moe_expert_bias: Annotated[bool, _EXPERTS] = False
-    """Biases in both products of the experts that tokens choose (gpt-oss)."""
+    """Add biases to both linear layers of the routed experts (gpt-oss)."""
 
     moe_shared_expert_intermediate_size: Annotated[PositiveInt | None, _EXPERTS] = None
     """Inner width of an expert that computes every token, next to those that it chooses; none by default."""
@@ -68,7 +68,7 @@ class ExpertsConfig(Section):
     (DeepSeek-V3). The router computes in fp32 in every precision."""
 
     moe_router_logit_bias: Annotated[bool, _EXPERTS] = False
-    """Add a trained bias of each expert to the router's logits (gpt-oss)."""
+    """Add a trained bias per expert to the router's logits (gpt-oss)."""
 
     moe_norm_topk_prob: Annotated[bool, _EXPERTS, _CHOOSES_BY_SCORE] = False
     """Divide the weights of a token's experts by their sum. With `topk` they are then the softmax over the chosen
@@ -86,11 +86,11 @@ class ExpertsConfig(Section):
     moe_router_group_topk: Annotated[
         PositiveInt | None, _EXPERTS, Requires("moe_router_num_groups", advice="give both")
     ] = None
-    """Number of groups that a token chooses: those with the largest sum of their best scores."""
+    """Number of groups that a token chooses: those with the largest sums of best expert scores."""
 
     moe_router_group_score_topk: Annotated[PositiveInt | None, _EXPERTS, Requires("moe_router_num_groups")] = None
-    """Number of a group's best scores whose sum is the score of the group: 2 in DeepSeek-V3. By default moe_top_k /
-    moe_router_group_topk, as in Megatron-LM, and at least 1."""
+    """Number of best expert scores in a group that are added up to the group's score: 2 in DeepSeek-V3. By default
+    moe_top_k / moe_router_group_topk, as in Megatron-LM, and at least 1."""
 
     moe_router_enable_expert_bias: Annotated[
         bool,

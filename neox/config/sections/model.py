@@ -169,16 +169,16 @@ class ModelConfig(Section):
     """Width of an attention head, by default hidden_size / num_attention_heads."""
 
     kv_lora_rank: Annotated[PositiveInt | None, _only("latent"), _NOT_MUP] = None
-    """Width of the latent vector that keys and values follow from in blocks of kind `latent` (DeepSeek-V2). The rotated
-    keys of a head, int(head_dim * rotary_pct), are the same in all heads; its others follow from the vector. Generation
-    keeps only the vector and the rotated keys."""
+    """Width of the latent vector from which keys and values are computed in blocks of kind `latent` (multi-head latent
+    attention, DeepSeek-V2). The rotary dimensions of a key, int(head_dim * rotary_pct), are shared by all heads; the
+    others are computed from the latent vector. Generation caches only the latent vector and the rotary dimensions."""
 
     q_lora_rank: Annotated[PositiveInt | None, _only("latent")] = None
-    """Width of the latent vector that queries follow from in these blocks; by default they follow from the hidden
-    states."""
+    """Width of the latent vector from which queries are computed in these blocks. By default queries are computed from
+    the hidden states."""
 
     v_head_dim: Annotated[PositiveInt | None, _only("latent")] = None
-    """Width of the values of a head in these blocks, by default head_dim."""
+    """Width of a head's values in these blocks; by default head_dim."""
 
     intermediate_size: PositiveInt | None = None
     """Inner width of an MLP without a gate, by default 4 x hidden_size. In a gated MLP each of the two halves is a
@@ -192,8 +192,8 @@ class ModelConfig(Section):
     default 1. If none of the three is given, `geglu` is 8/3 x hidden_size wide, as in gpt-neox v2.0."""
 
     mlp_type: Literal["regular", "llama"] = "regular"
-    """Older gpt-neox's key. `llama` means a gated MLP, whose activation is that of one half (`silu` becomes `swiglu`),
-    with `mlp_width` 8/3 x hidden_size, rounded up to a multiple of 256."""
+    """Key of older versions of gpt-neox. `llama` means a gated MLP with `activation` as its gate (`silu` becomes
+    `swiglu`), and with `mlp_width` 8/3 x hidden_size, rounded up to a multiple of 256."""
 
     mlp_width: Annotated[
         PositiveInt | None, Excludes("intermediate_size"), Excludes("expansion_factor"), Excludes("mlp_multiple_of")
@@ -249,10 +249,10 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
 
     rope_scaling: Annotated[dict[str, Any] | None, OnlyWith("pos_emb", ("rotary",))] = None
-    """Change of the rotary frequencies for longer sequences, in Hugging Face's words: a `rope_type` (`linear`,
+    """Scaling of the rotary frequencies for longer sequences, in Hugging Face's format: a `rope_type` (`linear`,
     `llama3`, `yarn`, `dynamic` or `longrope`) with its settings, such as `{rope_type: linear, factor: 2.0}`. With
-    `dynamic` and `longrope`, frequencies depend on the length of a token's document, or of its row if documents are
-    not kept apart; in generation, on the most tokens that a batch may reach."""
+    `dynamic` and `longrope`, frequencies depend on the length of a token's document, or of its row if attention crosses
+    documents; in generation, on the largest number of tokens that a batch may reach."""
 
     rotary_emb_base_local: Annotated[
         PositiveInt | PositiveFloat | None,

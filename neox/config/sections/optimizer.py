@@ -124,8 +124,7 @@ class OptimizerConfig(Section):
     """`{type: Adam, params: {lr, betas, eps}}`. By default Adam with lr 0.001, betas (0.9, 0.999) and eps 1e-8."""
 
     use_bnb_optimizer: bool = False
-    """gpt-neox's name of `optimizer.type: Adam8bit` in place of Adam, which keeps its states in 8 bits by
-    bitsandbytes."""
+    """gpt-neox's key for `optimizer.type: Adam8bit`: bitsandbytes' Adam, which keeps its states in 8 bits."""
 
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay. Biases and norms do not decay."""

@@ -73,7 +73,7 @@ class PreferenceConfig(Section):
         Excludes("data_path", reason="it holds texts", advice="use pos_train_data_paths, or train_data_paths with kto"),
         Excludes("data_stages", reason="they mix texts"),
         Excludes("eval_tasks", when=("rm",), reason="a reward model predicts no tokens"),
-        Excludes("use_mup", when=("rm",), reason="it gives no rule for a head with one output"),
+        Excludes("use_mup", when=("rm",), reason="muP has no rule for a head with one output"),
         Excludes("fim_rate", reason="answers stay in their order"),
         Excludes("curriculum_learning.enabled", reason="answers are not cut"),
     ] = "normal"
@@ -122,8 +122,8 @@ class PreferenceConfig(Section):
     """Prefixes of the labels of neg_test_data_paths."""
 
     train_reward_data_paths: Annotated[Paths, _KTO] = None
-    """Prefixes of the judgements of train_data_paths: integers or floats, above 0 for answers that are good, one for
-    each answer or for each of its tokens."""
+    """Prefixes of the judgements of train_data_paths: integers or floats, above 0 for good answers; one number per
+    answer, or one per token of each answer."""
 
     valid_reward_data_paths: Annotated[Paths, _KTO] = None
     """Prefixes of the judgements of valid_data_paths."""
@@ -140,25 +140,26 @@ class PreferenceConfig(Section):
         OnlyWith("train_impl", ("dpo", "kto")),
         Requires("lora", when=("without_adapters",), advice="or use start"),
         Excludes("precompute_model_name", when=("without_adapters", "copy"), reason="nothing is stored"),
-        Excludes("lora", when=("copy",), reason="the weights are there already", advice="use without_adapters"),
+        Excludes("lora", when=("copy",), reason="its base weights are the reference", advice="use without_adapters"),
         Excludes(
             "zero_optimization.offload_param.device",
             ("cpu", "nvme"),
             when=("copy",),
-            reason="the copy takes the place of weights on the device",
+            reason="the copy is swapped with weights on the device",
             advice="use start, which needs no second copy",
         ),
         Excludes(
             "zero_optimization.zero_hpz_partition_size",
             when=("copy",),
-            reason="it keeps another copy of the weights in training",
+            reason="it keeps another copy of the trained weights",
             advice="use start, which needs no second copy",
         ),
     ] = "start"
-    """The reference of the loss. `start`: the model that the run starts from; its log-probabilities are stored next to
-    the data. `without_adapters`: with `lora`, the model whose adapters are switched off; its log-probabilities are
-    computed at each start of the run, and kept in memory. `copy`: the model that the run starts from, as a second copy
-    of its weights, which ZeRO 3 divides; its log-probabilities are computed in each step, and nothing is stored."""
+    """Reference model of the loss. `start`: the model that the run starts from; its log-probabilities are computed once
+    and stored next to the data. `without_adapters`: with `lora`, the model with its adapters disabled; its
+    log-probabilities are computed at each start of the run, and kept in memory. `copy`: the model that the run starts
+    from, as a second copy of its weights, which ZeRO 3 shards; its log-probabilities are computed in each step, and
+    nothing is stored."""
 
     precompute_model_name: Annotated[str | None, OnlyWith("train_impl", ("dpo", "kto"))] = None
     """Name of the reference model in the files of its log-probabilities, `PREFIX.NAME.reference.npz` next to the data.
@@ -202,8 +203,8 @@ class PreferenceConfig(Section):
     """Margin by which the preferred answer is to be better."""
 
     rm_center_coefficient: Annotated[NonNegativeFloat, _RM] = 0.0
-    """Coefficient of the square of the sum of both scores of a pair, which keeps the mean of scores near 0 (TRL's
-    `center_rewards_coefficient`, arXiv:2312.09244). 0.01 is usual."""
+    """Coefficient of the squared sum of both scores of a pair, which keeps the mean score near 0 (TRL's
+    `center_rewards_coefficient`, arXiv:2312.09244). 0.01 is a common value."""
 
     z_loss: Annotated[NonNegativeFloat, _RM] = 0.0
     """Coefficient of the sum of the squares of both scores of a pair (gpt-neox)."""
@@ -259,7 +260,7 @@ class PreferenceConfig(Section):
 
     @property
     def stores_reference(self) -> bool:
-        """Whether the reference's log-probabilities are stored next to the data."""
+        """Whether the reference model's log-probabilities are stored next to the data."""
         return self.needs_reference and self.reference_model == "start"
 
     @property

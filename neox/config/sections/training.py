@@ -70,8 +70,8 @@ class TrainingConfig(Section):
     char_level_ppl: Annotated[
         bool, Excludes("objective", ("masked_lm",), reason="its loss is that of masked tokens only")
     ] = False
-    """Report the perplexity by character of evaluations too, as `validation/lm_loss_char_ppl`: exp(loss x tokens /
-    characters) of the tokens that are in the loss. Their texts are decoded, which takes time."""
+    """Also report the perplexity per character in evaluations, as `validation/lm_loss_char_ppl`: exp(loss x tokens /
+    characters), over the tokens that enter the loss. These tokens are decoded to text, which takes time."""
 
     eval_interval: PositiveInt = 1000
     """Number of iterations between evaluations on the validation set."""
@@ -130,9 +130,9 @@ class TrainingConfig(Section):
     moved."""
 
     mlp_tile_size: PositiveInt | None = None
-    """Number of tokens of each sample that the MLPs of layers compute at once, with their norms (ALST,
-    arXiv:2506.13996). The backward pass computes each tile again, so that memory holds the activations of one tile
-    only; the MLP's part of a step takes about a third longer. For samples of many thousand tokens."""
+    """Number of tokens of each sample that an MLP and its norms compute at a time, as a tile (ALST, arXiv:2506.13996).
+    The backward pass recomputes each tile, so memory holds the activations of only one tile. The MLP's share of a step
+    takes about a third longer. Useful for samples of many thousand tokens."""
 
     compile_layers: bool | Literal["auto"] = "auto"
     """Compile each transformer layer with torch.compile: faster steps (especially on GPUs) after a start of up to a
@@ -204,8 +204,8 @@ class CheckpointConfig(Section):
     """Load weights only and start at iteration 0."""
 
     allow_other_tokenizer: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
-    """Load a checkpoint that was trained with another tokenizer. Without it that is refused, because the model knows
-    other tokens by the same ids. Tokens that were added to the checkpoint's tokenizer need no permission."""
+    """Allow loading a checkpoint that was trained with another tokenizer. By default this is refused, because the same
+    ids mean other tokens to the model. It is not needed if the tokenizer only has additional tokens."""
 
     overwrite: Annotated[bool, OnlyWith("save")] = False
     """Start anew in a `save` directory that holds checkpoints: they are moved to its directory `superseded`. Without
@@ -293,14 +293,14 @@ _OfUpdates = Annotated[
 
 
 class LoggingConfig(Section):
-    """Reports while training: terminal, metrics file, and trackers of experiments."""
+    """Logging: terminal, metrics file, and experiment trackers."""
 
     log_dir: str | None = None
     """Directory of metrics.jsonl and of per-rank logs."""
 
     log_interval: PositiveInt = 100
-    """Number of iterations between lines on the terminal (gpt-neox's later default; v2.0 had none). If it is not given,
-    a run of fewer than 2,000 iterations has about twenty lines."""
+    """Number of iterations between lines on the terminal (the default is that of newer gpt-neox; v2.0 had none). If
+    this key is not given, a run of fewer than 2,000 iterations prints about twenty lines."""
 
     log_style: Literal["neox", "fleetx", "oneflow"] = "neox"
     """Form of these lines: gpt-neox's, FleetX's (`global step N, epoch: ...`) or OneFlow's table (throughput in
@@ -314,14 +314,14 @@ class LoggingConfig(Section):
     """Report the gradient norm."""
 
     log_param_norm: _OfUpdates = False
-    """Report the norm of all trained weights after the update, `train/param_norm`."""
+    """Log the norm of all trained weights after each update, as `train/param_norm`."""
 
     log_grad_pct_zeros: _OfUpdates = False
-    """Report the percentage of zeros among the elements of all gradients, `train/grad_pct_zeros`."""
+    """Log the percentage of zeros among the elements of all gradients, as `train/grad_pct_zeros`."""
 
     log_optimizer_states: _OfUpdates = False
-    """Report the norm of each of the optimizer's states after the update, as `optimizer/exp_avg_norm` and so on: of
-    those that hold a number for each weight."""
+    """Log the norm of each optimizer state after each update, as `optimizer/exp_avg_norm` and so on. Only states with
+    one number per weight are included."""
 
     log_gradient_noise_scale: Annotated[
         bool,
@@ -376,10 +376,10 @@ class LoggingConfig(Section):
     """Name of the run."""
 
     use_mlflow: bool = False
-    """Report to MLflow."""
+    """Log to MLflow."""
 
     mlflow_tracking_uri: Annotated[str | None, OnlyWith("use_mlflow")] = None
-    """Address of the server, or `sqlite:///FILE`; by default where MLFLOW_TRACKING_URI points."""
+    """Address of the server, or `sqlite:///FILE`; by default the environment's MLFLOW_TRACKING_URI."""
 
     mlflow_experiment: Annotated[str, OnlyWith("use_mlflow")] = "neox"
     """Name of the experiment."""
@@ -388,7 +388,7 @@ class LoggingConfig(Section):
     """Name of the run."""
 
     use_comet: bool | None = None
-    """Report to Comet; off by default."""
+    """Log to Comet; off by default."""
 
     comet_workspace: Annotated[str | None, OnlyWith("use_comet")] = None
     """Workspace of the experiment."""
@@ -403,22 +403,22 @@ class LoggingConfig(Section):
     """Tags of the experiment."""
 
     comet_others: Annotated[dict[str, Any] | None, OnlyWith("use_comet")] = None
-    """Further values that the experiment shows."""
+    """Additional values to log with the experiment (Comet's `log_others`)."""
 
     comet_offline_directory: Annotated[str | None, OnlyWith("use_comet")] = None
-    """Directory in which the experiment is kept as an archive for `comet upload`, instead of sending it."""
+    """Directory in which the experiment is written as an archive for `comet upload`, instead of sending it."""
 
     use_trackio: bool = False
-    """Report to Trackio: to its database on the machine of rank 0 (`trackio show`), or to a Space."""
+    """Log to Trackio: to its database on the machine of rank 0 (`trackio show`), or to a Space."""
 
     trackio_project: Annotated[str, OnlyWith("use_trackio")] = "neox"
     """Project of the run."""
 
     trackio_run_name: Annotated[str | None, OnlyWith("use_trackio")] = None
-    """Name of the run, by which a resumed training continues it; by default a random one."""
+    """Name of the run, by which a resumed training continues it; by default a random name."""
 
     trackio_space_id: Annotated[str | None, OnlyWith("use_trackio")] = None
-    """Space of the Hugging Face hub that shows the run."""
+    """Space on the Hugging Face Hub that shows the run."""
 
     profile: Annotated[bool, Requires("log_dir", advice="give the directory for the files")] = False
     """Profile some steps of every rank with torch's profiler: a trace for Chrome and a table by operation, in
