@@ -1,6 +1,7 @@
 """Local copies of checkpoints in object storage, with every hash checked.
 
-CACHE/s3/bucket/run/global_step10/manifest.json      the files that are here, all or only those without optimizer states
+CACHE/s3/bucket/run/global_step10/manifest.json      the files that are here: all, those without optimizer states, or
+                                                     those that ranks have read (`partial_copies`)
 CACHE/s3/bucket/run/.fetching-global_step10/...      being fetched, or left by a killed process, which the next one uses
 """
 
@@ -8,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from neox.checkpoint.manifest import Manifest, check_manifest, hash_file, parse_manifest, read_manifest
+from neox.checkpoint.manifest import Manifest, check_manifest, hash_file, is_unfetched, parse_manifest, read_manifest
 from neox.checkpoint.mirror import Mirror
 from neox.checkpoint.names import LATEST, MANIFEST, parse_optimizer_file, parse_step_directory, step_directory
+from neox.checkpoint.partial_copies import holds_tensors, origin_of, promise_files, write_origin
 from neox.checkpoint.staging import checkpoint_directories
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError, os_errors
@@ -126,18 +129,52 @@ def fetch_checkpoint(remote: RemoteCheckpoint, directory: Path, needed: Choice =
     Raises:
         CheckpointError: If the server refuses, files are damaged, or another checkpoint has the place.
     """
+    with _alone_in(directory):
+        return _fetch(remote, directory, needed)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Let no other process fetch into a directory. OSErrors of the block become CheckpointErrors."""
     with os_errors(CheckpointError, f"{directory} cannot be written"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / f"{_FETCHING}lock", "w") as lock:
             lock_file(lock, wait=True)
-            return _fetch(remote, directory, needed)
+            yield
+
+
+def partial_copy(remote: RemoteCheckpoint, directory: Path) -> Path:
+    """Make a copy of a checkpoint in which files of tensors are fetched when they are first read.
+
+    Args:
+        remote: The checkpoint.
+        directory: Directory for the copy. One process at a time makes it.
+
+    Raises:
+        CheckpointError: As `fetch_checkpoint`.
+    """
+    final = directory / remote.name
+    whole = remote.manifest()
+    if origin_of(final) is not None and has_copy(final, whole, all_files):
+        return final
+    with _alone_in(directory):
+        if origin_of(final) is not None and has_copy(final, whole, all_files):  # another rank of this host has made it
+            return final
+        _fetch(remote, directory, lambda name: not holds_tensors(name))
+        here = _manifest_of_copy(final, whole, remote)
+        if here.files.keys() != whole.files.keys():
+            promise_files(final, whole.files.keys() - here.files.keys())
+            write_text(final / MANIFEST, whole.to_json())
+            write_origin(final, remote.mirror.address)
+        return final
 
 
 def _fetch(remote: RemoteCheckpoint, directory: Path, needed: Choice) -> Path:
     final = directory / remote.name
     whole = remote.manifest()
     here = _manifest_of_copy(final, whole, remote)
-    missing = [name for name in whole.files if needed(name) and name not in here.files]
+    wanted = filter(needed, whole.files)
+    missing = [name for name in wanted if name not in here.files or is_unfetched(final / name)]
     if not missing and final.exists():
         write_text(directory / LATEST, final.name)
         return final
@@ -224,7 +261,11 @@ def with_local_load(config: NeoXConfig, *, trains: bool) -> NeoXConfig:
         return config
     if trains and returns_to_save(config):
         return _with_restored_save(config)
-    found = cached_checkpoint(keys.load, keys.checkpoint_cache_dir, keys.iteration, needed_files(config, trains=trains))
+    if trains:
+        remote = find_remote(keys.load, keys.iteration)
+        found = partial_copy(remote, cache_folder(remote.mirror.address, keys.checkpoint_cache_dir))
+    else:
+        found = cached_checkpoint(keys.load, keys.checkpoint_cache_dir, keys.iteration, without_optimizer)
     return config.updated(local_keys(keys.load, found.parent))
 
 

@@ -14,6 +14,8 @@ from neox.errors import CheckpointError
 from neox.files import fsync_path, sha256_of, write_text
 
 _VERSION = 1
+NOT_FETCHED = ".not-fetched"
+"""Directory, which does not exist, that links in the places of files name which a partial copy does not hold yet."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,16 @@ def _record(directory: Path, names: list[str]) -> dict[str, FileRecord]:
     return hash_files(directory, names)
 
 
+def is_unfetched(path: Path) -> bool:
+    """Return whether a file of a partial copy (`partial_copies`) has not been fetched yet."""
+    try:
+        return os.readlink(path).startswith(f"{NOT_FETCHED}/")
+    except OSError:
+        return False
+
+
 def check_manifest(directory: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:
-    """Compare a directory with its manifest.
+    """Compare a directory with its manifest. Files that a partial copy does not hold yet are checked when they come.
 
     Args:
         directory: The checkpoint.
@@ -161,7 +171,8 @@ def check_manifest(directory: Path, manifest: Manifest, *, hashes: bool = True) 
         try:
             size = (directory / name).stat().st_size
         except OSError as error:
-            problems.append(f"{name} is missing ({error.strerror})")
+            if not is_unfetched(directory / name):
+                problems.append(f"{name} is missing ({error.strerror})")
             continue
         if size != record.size:
             problems.append(f"{name} has {size} bytes instead of {record.size}")

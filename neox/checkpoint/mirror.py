@@ -136,19 +136,37 @@ class Mirror:
         name = f"{self.address}/{step_directory(iteration)}/{MANIFEST}"
         return attempt(lambda: bytes(self._where.cat_file(name)), shown(name), CheckpointError)
 
-    def download(self, iteration: int, name: str, target: Path, record: FileRecord) -> None:
-        """Write a file of a checkpoint to disk, in ranges. Raises CheckpointError if it differs from its record."""
+    def download(
+        self,
+        iteration: int,
+        name: str,
+        target: Path,
+        record: FileRecord,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a file of a checkpoint to disk, in ranges.
+
+        Args:
+            iteration: Iteration of the checkpoint.
+            name: Name of the file.
+            target: Path to write.
+            record: Size and hash that the file must have.
+            progress: Function that is called after each piece.
+
+        Raises:
+            CheckpointError: If the server refuses, or the file differs from its record.
+        """
         source = f"{self.address}/{step_directory(iteration)}/{name}"
         reason = ""
         for _ in range(_DOWNLOADS):
-            reason = self._download_once(source, target, record)
+            reason = self._download_once(source, target, record, progress)
             if not reason:
                 return
             _log.warning("%s: %s: fetching it again", shown(source), reason)
         target.unlink(missing_ok=True)
         raise CheckpointError(f"{shown(source)}: {reason}, {_DOWNLOADS} times; load another iteration")
 
-    def _download_once(self, source: str, target: Path, record: FileRecord) -> str:
+    def _download_once(self, source: str, target: Path, record: FileRecord, progress: Callable[[], None]) -> str:
         """Write a file, and return how it differs from its record."""
         self._where.invalidate_cache()
         found = attempt(lambda: self._where.info(source)["size"], shown(source), CheckpointError)
@@ -162,6 +180,7 @@ class Mirror:
                 piece = attempt(partial(self._range, source, start, end), shown(source), CheckpointError)
                 digest.update(piece)
                 file.write(piece)
+                progress()
             fsync_file(file)
         if digest.hexdigest() != record.sha256:
             return "its content is not what was saved (sha256 differs)"

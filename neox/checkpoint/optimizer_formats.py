@@ -8,7 +8,7 @@ over data ranks, a rank's parts in flat tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -80,10 +80,47 @@ def read_order(client_file: Path, client: Mapping[str, Any]) -> list[Key]:
     return keys
 
 
+def read_groups(client: Mapping[str, Any]) -> list[list[Key]]:
+    """Return the parameters of a model rank's optimizer by group; no groups if the file does not say."""
+    groups = []
+    for group in client.get(ORDER) or ():
+        groups.append([Key(int(index), str(name)) for index, name in group])
+    return groups
+
+
+class RankFiles:
+    """The files of a model rank's data ranks, of which each is opened when it is first needed.
+
+    Args:
+        files: One file per data rank.
+        near: Place of the reader among its own data ranks, from 0 to below 1. The file at the same place is taken if
+            any would do.
+    """
+
+    def __init__(self, files: Sequence[Path], near: float = 0.0) -> None:
+        self._files = files
+        self._states: dict[int, Mapping[str, Any]] = {}
+        self.nearest = int(near * len(files))
+
+    def __len__(self) -> int:
+        """Return the number of data ranks."""
+        return len(self._files)
+
+    def state(self, rank: int) -> Mapping[str, Any]:
+        """Return the optimizer's state in the file of a data rank. Raises CheckpointError if it cannot be read."""
+        if rank not in self._states:
+            self._states[rank] = load_file(self._files[rank])["optimizer_state_dict"]
+        return self._states[rank]
+
+    def outwards(self, rank: int) -> list[int]:
+        """Return all data ranks, those next to `rank` first."""
+        return sorted(range(len(self)), key=lambda other: abs(other - rank))
+
+
 def open_stage(
     client_file: Path,
     client: Mapping[str, Any],
-    files: Sequence[Path],
+    files: RankFiles,
     shapes: Shapes,
     optimizer: OptimizerKind,
     experts: Collection[Key] = (),
@@ -93,7 +130,7 @@ def open_stage(
     Args:
         client_file: The `mp_rank` file.
         client: Content of the `mp_rank` file.
-        files: One file per data rank; none if the `mp_rank` file holds the whole state.
+        files: The files of the data ranks; none if the `mp_rank` file holds the whole state.
         shapes: Shapes of the model rank's parameters.
         optimizer: The optimizer that wrote the state.
         experts: Parameters that hold experts.
@@ -101,18 +138,20 @@ def open_stage(
     Raises:
         CheckpointError: If there is no state.
     """
-    if not files:
+    if not len(files):
         if client.get("optimizer") is None:
             raise CheckpointError(
                 f"{client_file.parent} was saved without the optimizer's state (no_save_optim); set no_load_optim"
             )
         return WholeState(client["optimizer"], shapes, optimizer)
-    states = [load_file(file)["optimizer_state_dict"] for file in files]
-    if "fp32_flat_groups" in states[0]:
-        return zero3_state(states, shapes)
+    if "fp32_flat_groups" in files.state(files.nearest):
+        return zero3_state(files, shapes)
+    groups = read_groups(client)
+    if groups and not experts:
+        return OrderedState(files, groups, shapes)
     layout = client.get("layout")
     ep_size = int(layout.get("ep", 1)) if isinstance(layout, Mapping) else 1
-    return zero12_state(states, shapes, experts, ep_size)
+    return zero12_state(files, shapes, experts, ep_size)
 
 
 class WholeState:
@@ -206,24 +245,35 @@ class PartitionedState:
     """Flat tensors over data ranks, in which each parameter consists of pieces.
 
     Args:
-        ranks: Tensors of each data rank.
+        tensors: Function that returns the tensors of a data rank.
         pieces: Pieces of each parameter, in their order. The last one may end with padding.
         shapes: Shapes of the parameters.
         step: The optimizer's counter.
+        nearest: Data rank whose file is open.
     """
 
     def __init__(
-        self, ranks: Sequence[RankTensors], pieces: Mapping[Key, Sequence[Piece]], shapes: Shapes, step: float
+        self,
+        tensors: Callable[[int], RankTensors],
+        pieces: Mapping[Key, Sequence[Piece]],
+        shapes: Shapes,
+        step: float,
+        nearest: int = 0,
     ) -> None:
         self.step = step
-        self._ranks = ranks
+        self._tensors = tensors
         self._pieces = pieces
         self._shapes = shapes
+        self._nearest = nearest
 
     def names(self, key: Key) -> frozenset[str]:
         """Return the names of a parameter's states."""
-        first = self._pieces[key][0]
-        return state_names(self._ranks[first.rank].states.get(first.flat, {}))
+        pieces = self._pieces[key]
+        chosen = pieces[0]
+        for piece in pieces:
+            if piece.rank == self._nearest:
+                chosen = piece
+        return state_names(self._tensors(chosen.rank).states.get(chosen.flat, {}))
 
     def get(self, key: Key, name: str) -> Tensor:
         """Return a parameter's fp32 weights or a state."""
@@ -236,59 +286,166 @@ class PartitionedState:
         found = []
         for number, begin, count in overlaps([piece.length for piece in pieces], first, length):
             piece = pieces[number]
-            found.append(self._part(piece.rank, piece.flat, name, piece.start + begin, count))
+            found.append(_part(self._tensors(piece.rank), piece.flat, name, piece.start + begin, count))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _part(self, rank: int, flat: int, name: str, start: int, length: int) -> Tensor:
-        """Return a part of one flat tensor; zeros for a state before the first step."""
-        weights = self._ranks[rank].weights[flat][start : start + length]
-        if name == FP32:
-            return weights
-        states = self._ranks[rank].states.get(flat, {})
-        if name not in states:
-            return torch.zeros_like(weights)
-        return _numbers(states, name, start, length)
+
+def _part(tensors: RankTensors, flat: int, name: str, start: int, length: int) -> Tensor:
+    """Return a part of one flat tensor; zeros for a state before the first step."""
+    weights = tensors.weights[flat][start : start + length]
+    if name == FP32:
+        return weights
+    states = tensors.states.get(flat, {})
+    if name not in states:
+        return torch.zeros_like(weights)
+    return _numbers(states, name, start, length)
 
 
-def zero12_state(
-    states: Sequence[Mapping[str, Any]], shapes: Shapes, experts: Collection[Key] = (), ep_size: int = 1
-) -> PartitionedState:
-    """Return the state in files of ZeRO 1 and 2, and of bf16 with pipeline stages.
+class OrderedState:
+    """The state in files of ZeRO 1 and 2 whose order is known, of which only those that are needed are opened.
+
+    A group's parameters stand one after another in one flat tensor, whose parts of equal size the data ranks hold:
+
+        group           | a       | b                 | c    |      the parts of data ranks 0, 1 and 2 have 12 numbers
+        data ranks      | 0              | 1             | 2
+                        start of b in part 0: 8, its length there: 4; in part 1: 0 and 12; in part 2: 0 and 2
+
+    The files say where in its part a rank has a piece of a parameter. Where in the parameter the piece begins follows.
+
+    Args:
+        files: The files of the data ranks.
+        groups: Parameters of each group, in order.
+        shapes: Shapes of the parameters.
+    """
+
+    def __init__(self, files: RankFiles, groups: Sequence[Sequence[Key]], shapes: Shapes) -> None:
+        self._files = files
+        self._shapes = shapes
+        self.step = steps_taken(files.state(files.nearest)["base_optimizer_state"])
+        self._group_of: dict[Key, int] = {}
+        self._start_of: dict[Key, int] = {}
+        self._places: dict[int, dict[Key, Piece]] = {}
+        for number, group in enumerate(groups):
+            start = 0
+            for key in group:
+                self._group_of[key] = number
+                self._start_of[key] = start
+                start += prod(shapes[key])
+
+    def names(self, key: Key) -> frozenset[str]:
+        """Return the names of a parameter's states."""
+        return state_names(self._tensors(self._files.nearest).states.get(self._group_of[key], {}))
+
+    def get(self, key: Key, name: str) -> Tensor:
+        """Return a parameter's fp32 weights or a state."""
+        shape = self._shapes[key]
+        return self.elements(key, name, 0, prod(shape)).reshape(shape)
+
+    def elements(self, key: Key, name: str, first: int, length: int) -> Tensor:
+        """Return some elements of a parameter's fp32 weights or of a state."""
+        found = []
+        position = first
+        while position < first + length:
+            piece, begin = self._piece_with(key, position)
+            skipped = position - begin
+            count = min(piece.length - skipped, first + length - position)
+            found.append(_part(self._tensors(piece.rank), piece.flat, name, piece.start + skipped, count))
+            position += count
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _piece_with(self, key: Key, position: int) -> tuple[Piece, int]:
+        """Return the piece that holds an element of a parameter, and the element with which it begins.
+
+        Its data rank follows from the order of parameters. If that is wrong, the files next to it are opened.
+        """
+        part = self._tensors(self._files.nearest).weights[self._group_of[key]].numel()
+        likely = min((self._start_of[key] + position) // max(1, part), len(self._files) - 1)
+        for rank in self._files.outwards(likely):
+            piece = self._pieces(rank).get(key)
+            if piece is None:
+                continue
+            begin = self._first_element(piece, key)
+            if begin <= position < begin + piece.length:
+                return piece, begin
+        raise CheckpointError(
+            f"no file of a data rank holds element {position:,} of layer {key.layer} {key.name}; the checkpoint was "
+            "not written or copied completely, use another one"
+        )
+
+    def _first_element(self, piece: Piece, key: Key) -> int:
+        """Return the element of a parameter with which a piece begins."""
+        size = prod(self._shapes[key])
+        if piece.start > 0 or piece.length == size or piece.rank == 0:
+            return 0
+        if piece.length < self._tensors(piece.rank).weights[piece.flat].numel():
+            return size - piece.length  # the part goes on with another parameter, or padding
+        before = self._pieces(piece.rank - 1).get(key)
+        if before is None:
+            return 0
+        return self._first_element(before, key) + before.length
+
+    def _pieces(self, rank: int) -> Mapping[Key, Piece]:
+        """Return the pieces of parameters that a data rank has."""
+        if rank not in self._places:
+            places = {}
+            for piece_key, piece in _pieces_of(self._files.state(rank), rank):
+                places[piece_key] = piece
+            self._places[rank] = places
+        return self._places[rank]
+
+    def _tensors(self, rank: int) -> RankTensors:
+        return _zero12_tensors(self._files.state(rank))
+
+
+def _zero12_tensors(state: Mapping[str, Any]) -> RankTensors:
+    return RankTensors(state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"])
+
+
+def _pieces_of(state: Mapping[str, Any], rank: int) -> Iterator[tuple[Key, Piece]]:
+    """Yield the pieces of parameters in the file of a data rank of ZeRO 1 and 2."""
+    for group, fragments in enumerate(state["param_slice_mappings"]):
+        for name, fragment in fragments.items():
+            yield parse_name(name), Piece(rank, group, fragment.start, fragment.numel)
+
+
+def zero12_state(files: RankFiles, shapes: Shapes, experts: Collection[Key] = (), ep_size: int = 1) -> PartitionedState:
+    """Return the state in files of ZeRO 1 and 2, and of bf16 with pipeline stages, of which all are opened.
 
     A group's parameters stand one after another in one flat tensor, which is split over data ranks. The files say where
     in it each parameter is.
 
     Args:
-        states: Content of the file of each data rank.
+        files: The files of the data ranks.
         shapes: Shapes of the parameters.
         experts: Parameters that hold experts.
         ep_size: Number of neighbouring data ranks that divided them.
     """
-    ranks = []
     pieces: dict[Key, list[Piece]] = {}
-    for rank, state in enumerate(states):
-        ranks.append(RankTensors(state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]))
-        for group, fragments in enumerate(state["param_slice_mappings"]):
-            for name, fragment in fragments.items():
-                piece = Piece(rank, group, fragment.start, fragment.numel)
-                pieces.setdefault(parse_name(name), []).append(piece)
+    for rank in range(len(files)):
+        for key, piece in _pieces_of(files.state(rank), rank):
+            pieces.setdefault(key, []).append(piece)
     for key in experts:
         if key in pieces:  # every ep-th rank has pieces of the same experts
             pieces[key].sort(key=lambda piece: (piece.rank % ep_size, piece.rank))
-    return PartitionedState(ranks, pieces, shapes, steps_taken(states[0]["base_optimizer_state"]))
+    step = steps_taken(files.state(0)["base_optimizer_state"])
+    return PartitionedState(lambda rank: _zero12_tensors(files.state(rank)), pieces, shapes, step)
 
 
-def zero3_state(states: Sequence[Mapping[str, Any]], shapes: Shapes) -> PartitionedState:
-    """Return the state in files of ZeRO 3.
+def zero3_state(files: RankFiles, shapes: Shapes) -> PartitionedState:
+    """Return the state in files of ZeRO 3, of which only those that are needed are opened.
 
     Each parameter is padded and split into equal parts. A rank's parts stand one after another in its flat tensors.
 
     Args:
-        states: Content of the file of each data rank.
+        files: The files of the data ranks.
         shapes: Shapes of the parameters.
     """
-    ranks = [RankTensors(state["fp32_flat_groups"], state["optimizer_state_dict"]["state"]) for state in states]
-    sizes = list(map(Tensor.numel, ranks[0].weights))
+
+    def tensors(rank: int) -> RankTensors:
+        state = files.state(rank)
+        return RankTensors(state["fp32_flat_groups"], state["optimizer_state_dict"]["state"])
+
+    sizes = list(map(Tensor.numel, tensors(files.nearest).weights))
     pieces: dict[Key, list[Piece]] = {}
     flat = 0
     start = 0
@@ -296,10 +453,11 @@ def zero3_state(states: Sequence[Mapping[str, Any]], shapes: Shapes) -> Partitio
         while start >= sizes[flat]:  # this flat tensor is full
             start -= sizes[flat]
             flat += 1
-        length = -(-prod(shape) // len(ranks))
-        pieces[key] = [Piece(rank, flat, start, length) for rank in range(len(ranks))]
+        length = -(-prod(shape) // len(files))
+        pieces[key] = [Piece(rank, flat, start, length) for rank in range(len(files))]
         start += length
-    return PartitionedState(ranks, pieces, shapes, steps_taken(states[0]["optimizer_state_dict"]))
+    step = steps_taken(files.state(files.nearest)["optimizer_state_dict"])
+    return PartitionedState(tensors, pieces, shapes, step, files.nearest)
 
 
 def parse_name(name: str) -> Key:

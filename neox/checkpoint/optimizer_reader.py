@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from neox.architecture import VOCABULARY, LayerPlan, ParameterSpec
 from neox.checkpoint.gpt_neox_optimizer import WRITER, divided_keys, gpt_neox_layout, group_counts, stage_order
+from neox.checkpoint.manifest import is_unfetched
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
-from neox.checkpoint.optimizer_formats import FP32, Key, StageState, open_stage, parse_name, read_order
+from neox.checkpoint.optimizer_formats import FP32, Key, RankFiles, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.reader import CheckpointReader
 from neox.checkpoint.reshard import fit_vocabulary, joined_shape, merge
 from neox.checkpoint.tensor_files import load_file
@@ -21,15 +23,40 @@ from neox.errors import CheckpointError
 from neox.parallel import shard
 
 
+class _ModelRank:
+    """State of one model rank, which is opened when it is first read."""
+
+    def __init__(self, opener: Callable[[], StageState]) -> None:
+        self._opener = opener
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been read."""
+        return "state" in vars(self)
+
+    def open(self) -> None:
+        """Open the state now. Raises CheckpointError if there is none."""
+        assert self.state is not None
+
+    @cached_property
+    def state(self) -> StageState:
+        """The state. Raises CheckpointError if there is none."""
+        return self._opener()
+
+
 class OptimizerReader:
     """The optimizer's state of a checkpoint that this program or gpt-neox wrote, readable at any degrees.
+
+    Only the files that hold what is read are opened: those of the pipeline stages and, if the checkpoint has the same
+    tensor degree, of the tensor rank and the data ranks that have the elements. gpt-neox's files and those with experts
+    are opened for all data ranks of a stage.
 
     Args:
         path: The checkpoint.
         layers: Layers of the network that reads.
+        near: Place of the reader among its data ranks, from 0 to below 1, which is asked for first.
 
     Attributes:
-        step: The optimizer's counter; 0 if it has none.
         optimizer: The optimizer that wrote it.
         scaler: fp16's loss scaler (`cur_scale`, ...); None for other precisions.
         layout: Degrees with which it was written.
@@ -39,7 +66,7 @@ class OptimizerReader:
         CheckpointError: If there is no optimizer state, or a file is missing.
     """
 
-    def __init__(self, path: Path, layers: LayerPlan) -> None:
+    def __init__(self, path: Path, layers: LayerPlan, near: float = 0.0) -> None:
         self.path = path
         self.layers = layers
         self._weights = CheckpointReader(path, layers)
@@ -53,14 +80,25 @@ class OptimizerReader:
                 "gradients by the number of tensor ranks; set no_load_optim to start all states at zero"
             )
         self._stage_of: dict[Key, int] = {}
-        self._stages = self._open_stages()
-        self.step = float(self._stages[0][0].step)
+        self._near = near
+        self._stages = self._find_stages()
         self.scaler = _loss_scaler(path) if self.layout["precision"] == "fp16" else None
+
+    @cached_property
+    def step(self) -> float:
+        """The optimizer's counter; 0 if it has none."""
+        for stage in self._stages:
+            for rank in stage:
+                if rank.is_open:
+                    return float(rank.state.step)
+        return float(self._stages[0][0].state.step)
 
     def names(self, index: int, name: str) -> frozenset[str]:
         """Return the names of the states of a parameter; none before the first step."""
         key = self._known(index, name)
-        return self._stages[self._stage_of[key]][0].names(key)
+        ranks = self._stages[self._stage_of[key]]
+        chosen = next((rank for rank in ranks if rank.is_open), ranks[0])
+        return chosen.state.names(key)
 
     def check_has(self, keys: Iterable[Key]) -> None:
         """Raise CheckpointError if the optimizer has no state of one of these parameters: it was frozen, or is new."""
@@ -131,7 +169,7 @@ class OptimizerReader:
         # gpt-neox's tensor ranks each own a summed bias: `shard` adds them up.
         is_sum = spec.summed_in_neox and self._by_gpt_neox
         if is_stored_so and not is_sum:
-            found = stages[tp_rank].elements(key, state, first, length)
+            found = stages[tp_rank].state.elements(key, state, first, length)
             if found is not None:
                 return found
         return self.shard(index, name, state, tp_rank, tp_size).reshape(-1)[first : first + length]
@@ -146,7 +184,7 @@ class OptimizerReader:
         """Return one tensor per tensor rank of the files; None if the layer files hold the fp32 weights."""
         parts = []
         for stage in self._stages[self._stage_of[key]]:
-            part = stage.get(key, state)
+            part = stage.state.get(key, state)
             if part is None:
                 return None
             parts.append(part)
@@ -157,14 +195,14 @@ class OptimizerReader:
     def _spec(self, index: int, name: str) -> ParameterSpec:
         return self._weights.spec(index, name)
 
-    def _open_stages(self) -> list[list[StageState]]:
-        """Open the states by pipeline rank and tensor rank, and note which stage holds which parameter."""
+    def _find_stages(self) -> list[list[_ModelRank]]:
+        """Return what opens the state of each tensor rank of each stage, and note which stage holds which parameter."""
         pp = int(self.layout["pp"])
         tp = int(self.layout["mp"])
         clients, partitions = _files(self.path, pp * tp, int(self.layout["dp"]))
-        stages: list[list[StageState]] = []
+        stages: list[list[_ModelRank]] = []
         for stage in range(pp):
-            ranks: list[StageState] = []
+            ranks: list[_ModelRank] = []
             for tp_rank in range(tp):
                 model_rank = stage * tp + tp_rank
                 client = load_file(clients[model_rank])
@@ -175,7 +213,11 @@ class OptimizerReader:
                     order = read_order(clients[model_rank], client)
                 shapes = {key: self._stored_shape(key, tp) for key in order}
                 experts = [key for key in order if self._spec(*key).experts]
-                ranks.append(open_stage(clients[model_rank], client, files, shapes, self.optimizer, experts))
+                rank_files = RankFiles(files, self._near)
+                opener = partial(open_stage, clients[model_rank], client, rank_files, shapes, self.optimizer, experts)
+                ranks.append(_ModelRank(opener))
+                if not files:
+                    ranks[-1].open()
             stages.append(ranks)
             for key in shapes:  # a tied embedding is on the first stage and, as a copy, on the last
                 self._stage_of.setdefault(key, stage)
@@ -257,7 +299,7 @@ def _loss_scaler(path: Path) -> dict[str, Any]:
 
 def _optimizer_states(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the optimizer states of all files: first those of data ranks, then those in `mp_rank` files."""
-    files = sorted(path.iterdir())
+    files = sorted(path.iterdir(), key=lambda file: (is_unfetched(file), file))  # any rank's will do
     for file in files:
         if parse_optimizer_file(file.name) is not None:
             yield load_file(file)["optimizer_state_dict"]

@@ -361,8 +361,11 @@ class CheckpointReader:
         wanted = {layer.index for layer in layers.weight_layers}
         stored = set(self._source.indices)
         # A file of a tied head may hold a copy of the embedding.
-        has_own_head = head in stored and self.names(head) != (WORD_EMBEDDINGS,)
-        if self._finetune and not layers.architecture.bidirectional:
+        chooses_head = self._finetune and not layers.architecture.bidirectional
+        has_own_head = False
+        if head in stored and (chooses_head or layers.architecture.tie_word_embeddings):
+            has_own_head = self.names(head) != (WORD_EMBEDDINGS,)
+        if chooses_head:
             self._choose_head(layers, has_own_head=has_own_head)
             wanted.discard(head)
             stored.discard(head)

@@ -17,7 +17,9 @@ import yaml
 from torch import Tensor
 
 from neox.architecture import LayerEntry
+from neox.checkpoint.manifest import is_unfetched
 from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
+from neox.checkpoint.partial_copies import fetch_file
 from neox.checkpoint.reshard import neox_shard
 from neox.errors import CheckpointError, os_errors
 from neox.plan.run_identity import RUN_FILE, RunIdentity, identity_text
@@ -65,11 +67,14 @@ _ALLOWED: tuple[Any, ...] = (
 def load_file(path: Path) -> Any:
     """Load one `.pt` file on the CPU, unpickling only tensors, plain values and the types listed above.
 
-    Tensors are memory-mapped privately: writing into one does not change the file.
+    Tensors are memory-mapped privately: writing into one does not change the file. A file of a partial copy is fetched
+    if it is not here.
 
     Raises:
-        CheckpointError: If the file is missing, truncated, not a torch file, or holds another type.
+        CheckpointError: If the file is missing, truncated, not a torch file, holds another type, or cannot be fetched.
     """
+    if is_unfetched(path):
+        fetch_file(path)
     try:
         size = path.stat().st_size
         mapped = zipfile.is_zipfile(path)  # files older than torch 1.6 are no zip and cannot be mapped

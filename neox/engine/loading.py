@@ -20,7 +20,7 @@ from neox.engine.forward_check import compare_logits, fixed_logits
 from neox.engine.optimizer_tensors import Fragment, OptimizerTensor, optimizer_tensors
 from neox.engine.reference import first_start, weights_identity
 from neox.engine.reference_copy import CopiedReference, WeightsCopy
-from neox.engine.start import Start, check_local_copy, choose_start, start_before
+from neox.engine.start import Start, check_local_copy, choose_start, share_partial_copy, start_before
 from neox.engine.weights import gathered, read_weights, read_weights_fp32, weight_layers
 from neox.errors import ConfigError, TokenizerError
 from neox.log import get_logger
@@ -42,6 +42,7 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     """
     start = from_first_rank(lambda: choose_start(plan))
     if start.checkpoint is not None:
+        share_partial_copy(start.checkpoint)
         check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
     objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
@@ -80,6 +81,7 @@ def _copy_first_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, fir
         CheckpointError: On all ranks, if these weights are not where they were.
     """
     if first.checkpoint is not None:
+        share_partial_copy(first.checkpoint)
         check_local_copy(first.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
         _load_weights(model, plan, grid, first, first.checkpoint)
     return WeightsCopy(model)
@@ -202,7 +204,7 @@ def load_optimizer(engine: Engine, path: Path) -> None:
     Raises:
         CheckpointError: If something is missing in the checkpoint, or the optimizer's wrapper is unknown.
     """
-    reader = OptimizerReader(path, engine.plan.layers)
+    reader = OptimizerReader(path, engine.plan.layers, engine.grid.dp_rank / engine.grid.dp_size)
     model = engine.deepspeed_engine.module
     wrapper = engine.deepspeed_engine.optimizer
     targets = list(optimizer_tensors(engine.plan, engine.grid, model, wrapper, engine.optimizer))

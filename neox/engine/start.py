@@ -30,9 +30,11 @@ from neox.checkpoint import (
     supersede_all,
     why_incomplete,
 )
+from neox.checkpoint.fetching import find_remote, partial_copy
 from neox.checkpoint.names import parse_step_directory
+from neox.checkpoint.partial_copies import origin_of
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
-from neox.engine.distributed import all_succeeded
+from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.saving import layout_of
 from neox.errors import CheckpointError
 from neox.log import get_logger
@@ -248,6 +250,29 @@ def _changed_layout(plan: RunPlan, saved: Mapping[str, Any]) -> dict[str, tuple[
         if there.get(name) != here:
             changed[name] = (there.get(name), here)
     return changed
+
+
+def share_partial_copy(path: Path) -> None:
+    """Make rank 0's partial copy of a checkpoint in object storage on every machine that does not see it.
+
+    Each machine fetches the files that its ranks read. All ranks call it together.
+
+    Args:
+        path: Checkpoint that rank 0 chose. If it is no partial copy, nothing is done.
+
+    Raises:
+        CheckpointError: On all ranks, if any machine cannot make its copy.
+    """
+    origin = from_first_rank(lambda: origin_of(path))
+    if origin is None:
+        return
+    address = f"{origin}/{path.name}"
+
+    def copy() -> None:
+        if not path.exists():
+            partial_copy(find_remote(address), path.parent)
+
+    all_succeeded(copy, f"copying {address}")
 
 
 def check_local_copy(path: Path, *, hashes: bool) -> None:

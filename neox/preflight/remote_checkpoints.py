@@ -67,7 +67,10 @@ def planned_load(config: NeoXConfig, *, trains: bool) -> DecidedConfig:
         return DecidedConfig(config.updated(fetching.local_keys(address, directory)))
     sizes = [record.size for name, record in whole.files.items() if needed(name)]
     what = f"{shown(remote.mirror.address)}/{remote.name}, {sum(sizes):,} bytes in {len(sizes)} files,"
-    return DecidedConfig(config, (f"load: {what} is fetched to {directory} at the start",))
+    note = f"load: {what} is fetched to {directory} at the start"
+    if trains:
+        note += "; each host fetches what its ranks read"
+    return DecidedConfig(config, (note,))
 
 
 def _is_own_mirror(config: NeoXConfig) -> bool:

@@ -238,7 +238,8 @@ class CheckpointConfig(Section):
     """Size of the parts of an upload."""
 
     checkpoint_cache_dir: str = CHECKPOINT_CACHE
-    """Directory for copies of checkpoints that `load` names by an address (`s3://...`). All hosts must see it."""
+    """Directory for copies of checkpoints that `load` names by an address (`s3://...`). For a training it may be on a
+    disk of each host's own, otherwise all hosts must see it."""
 
     async_save: Annotated[bool, OnlyWith("save")] = False
     """Copy a checkpoint to CPU memory and write it while training goes on. The plan counts that memory; the state of a

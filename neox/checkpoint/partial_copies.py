@@ -1,0 +1,106 @@
+"""Copies of checkpoints in object storage whose files of tensors are fetched when a rank first reads them.
+
+CACHE/s3/bucket/run/global_step10/manifest.json                     of the whole checkpoint
+CACHE/s3/bucket/run/global_step10/.origin                           s3://bucket/run
+CACHE/s3/bucket/run/global_step10/layer_00-...pt                    fetched
+CACHE/s3/bucket/run/global_step10/layer_02-...pt -> .not-fetched/   not fetched: a link to nothing
+CACHE/s3/bucket/run/global_step10/.fetching/layer_02-...pt          being fetched, under the lock next to it
+
+The ranks of a host, or of all hosts if they see one directory, fetch a file once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from neox.checkpoint.manifest import NOT_FETCHED, is_unfetched, read_manifest
+from neox.checkpoint.mirror import Mirror
+from neox.checkpoint.names import (
+    parse_averaged_file,
+    parse_layer_file,
+    parse_mp_rank_file,
+    parse_optimizer_file,
+    parse_step_directory,
+)
+from neox.errors import CheckpointError, os_errors
+from neox.files import lock_file, replace_file, write_text
+from neox.launch import report_progress
+from neox.log import get_logger
+
+_log = get_logger(__name__)
+_ORIGIN = ".origin"
+_FETCHING = ".fetching"
+_THREADS = 4
+
+
+def holds_tensors(name: str) -> bool:
+    """Return whether a file, given by name, holds tensors, so that only ranks read it."""
+    parsers = (parse_layer_file, parse_optimizer_file, parse_averaged_file, parse_mp_rank_file)
+    return any(parse(name) is not None for parse in parsers)
+
+
+def origin_of(checkpoint: Path) -> str | None:
+    """Return the address of the directory in object storage from which a partial copy is; None for other directories.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    path = checkpoint / _ORIGIN
+    with os_errors(CheckpointError, f"{path} cannot be read"):
+        if not path.is_file():
+            return None
+        return path.read_text(encoding="utf-8")
+
+
+def write_origin(checkpoint: Path, address: str) -> None:
+    """Make a directory a partial copy, after `promise_files`. Raises OSError."""
+    write_text(checkpoint / _ORIGIN, address)
+
+
+def promise_files(checkpoint: Path, names: Iterable[str]) -> None:
+    """Put links to nothing in the places of files that are not there. Raises OSError."""
+    for name in names:
+        path = checkpoint / name
+        if not path.exists() and not path.is_symlink():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(f"{NOT_FETCHED}/{path.name}")
+
+
+def fetch_files(paths: Iterable[Path]) -> None:
+    """Fetch those of some files of partial copies that are not here, several at a time. Raises as `fetch_file`."""
+    missing = list(filter(is_unfetched, paths))
+    if not missing:
+        return
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        for _ in pool.map(fetch_file, missing):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def fetch_file(path: Path) -> None:
+    """Fetch a file of a partial copy, unless another process has done that meanwhile.
+
+    Raises:
+        CheckpointError: If the server refuses, or the file is damaged.
+    """
+    checkpoint = path.parent
+    origin = origin_of(checkpoint)
+    manifest = read_manifest(checkpoint)
+    iteration = parse_step_directory(checkpoint.name)
+    if origin is None or manifest is None or iteration is None or path.name not in manifest.files:
+        raise CheckpointError(f"{path} was not fetched, and {checkpoint} does not say from where; remove {checkpoint}")
+    record = manifest.files[path.name]
+    partial = checkpoint / _FETCHING / path.name
+    with os_errors(CheckpointError, f"{path} cannot be written"):
+        partial.parent.mkdir(exist_ok=True)
+        with open(partial.with_name(f"{path.name}.lock"), "w") as lock:
+            lock_file(lock, wait=True)
+            if not is_unfetched(path):
+                return
+            _log.info("fetching %s of %s, %.2f GB", path.name, origin, record.size / 1e9)
+            Mirror(origin).download(iteration, path.name, partial, record, report_progress)
+            replace_file(partial, path)
