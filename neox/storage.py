@@ -226,6 +226,32 @@ def list_files(address: str) -> list[str]:
     return sorted(files)
 
 
+def files_at(
+    address: str, suffixes: tuple[str, ...], is_wanted: Callable[[str], bool] = lambda name: True
+) -> list[str]:
+    """Return the file at an address, or those below it or that match it, whose names have one of some endings.
+
+    Args:
+        address: Address of a file or a directory, or a pattern.
+        suffixes: Endings of names.
+        is_wanted: Function of a name that has such an ending.
+
+    Raises:
+        DataError: If there is none, or for the reasons of `list_files`.
+    """
+
+    def fits(file: str) -> bool:
+        name = name_of(file)
+        return name.endswith(suffixes) and is_wanted(name)
+
+    if fits(address) and not has_wildcards(address):
+        return [address]
+    files = list(filter(fits, list_files(address)))
+    if not files:
+        raise DataError(f"{shown(address)}: no input is there; readable are {', '.join(suffixes)}")
+    return files
+
+
 def matches(name: str, pattern: str) -> bool:
     """Return whether a path matches a pattern, in which `*` stays in a part of the path and `**` does not."""
     names = name.split("/")

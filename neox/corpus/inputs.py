@@ -11,7 +11,7 @@ from neox.corpus.hub import chosen_split, hub_files
 from neox.corpus.streams import is_readable, suffixes
 from neox.errors import DataError, refusals
 from neox.log import get_logger
-from neox.storage import has_wildcards, is_remote, list_files, name_of, shown
+from neox.storage import files_at, is_remote, name_of
 
 _log = get_logger(__name__)
 _STATE = "state.json"
@@ -116,9 +116,4 @@ def _files_at(address: str, split: str | None, config: str | None) -> list[str]:
     """Return the files at an address. Raises DataError as `expand_inputs`."""
     if address.startswith("hf://"):
         return hub_files(address, split, config)
-    if is_readable(name_of(address)) and not has_wildcards(address):
-        return [address]
-    files = [file for file in list_files(address) if is_readable(name_of(file))]
-    if not files:
-        raise DataError(f"{shown(address)}: no input is there; readable are {', '.join(suffixes())}")
-    return files
+    return files_at(address, suffixes(), is_readable)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from neox.corpus import expand_inputs
 from neox.errors import ConfigError
+from neox.storage import is_remote, name_of
 from tools.web_text.chunks import Chunk, Place, Reader, read_chunks
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
@@ -104,10 +105,17 @@ def _paragraphs(html: str, url: str | None) -> str:
     return "\n".join(filter(None, texts))
 
 
-def expand_pages(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Replace directories by the WARC files in them or, if there are none, by HTML files or by other inputs."""
+def expand_pages(paths: Sequence[Path | str]) -> tuple[str, ...]:
+    """Replace directories by the WARC files in them or, if there are none, by HTML files or by other inputs.
+
+    Of an address, only WARC files and other inputs are read.
+    """
     files: list[str] = []
-    for path in paths:
+    for given in paths:
+        if is_remote(given):
+            files += _pages_at(given)
+            continue
+        path = Path(given)
         warc = path.is_dir() and any(file.name.endswith(WARC_SUFFIXES) for file in path.iterdir())
         if warc or path.name.endswith(WARC_SUFFIXES):
             files += expand_suffixes([path], WARC_SUFFIXES)
@@ -118,6 +126,13 @@ def expand_pages(paths: Sequence[Path]) -> tuple[str, ...]:
         else:
             files += expand_inputs([path])
     return tuple(files)
+
+
+def _pages_at(address: Path | str) -> tuple[str, ...]:
+    """Return the WARC files or other inputs at an address, whose ending tells which."""
+    if name_of(address).endswith(WARC_SUFFIXES):
+        return expand_suffixes([address], WARC_SUFFIXES)
+    return expand_inputs([address])
 
 
 def _html_files(directory: Path) -> list[str]:
@@ -152,7 +167,7 @@ def extract(job: Job[ExtractSettings]) -> None:
 
 def _reader_of(file: str) -> Reader | None:
     """Return the reader of whole pages for a file by its name; None for lines of JSON."""
-    if file.endswith(WARC_SUFFIXES):
+    if name_of(file).endswith(WARC_SUFFIXES):
         return warc_reader
     if file.endswith(HTML_SUFFIXES):
         return html_reader

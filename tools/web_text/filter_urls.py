@@ -21,6 +21,7 @@ from pydantic import Field
 from neox.errors import ConfigError, DataError, os_errors
 from neox.files import atomic_write
 from neox.log import progress
+from neox.storage import files_at, is_remote, open_file
 from neox.workers import ordered_map
 from tools.web_text.lines import total_bytes
 from tools.web_text.step import Job, Settings, Step
@@ -278,7 +279,7 @@ def read_lines(paths: Iterable[str], limit: int, consumed: Callable[[int], objec
         consumed: Function that is called with the number of bytes newly read.
     """
     for path in paths:
-        with os_errors(DataError, f"{path} cannot be read"), open(path, "rb") as file:
+        with os_errors(DataError, f"{path} cannot be read"), open_file(path) as file:
             while line := file.readline(limit + 2):
                 size = len(line)
                 rest = line
@@ -319,14 +320,18 @@ def _repeated(paths: Sequence[Path], count: int) -> np.ndarray:
     return repeated
 
 
-def expand_suffixes(paths: Sequence[Path], suffixes: tuple[str, ...]) -> tuple[str, ...]:
+def expand_suffixes(paths: Sequence[Path | str], suffixes: tuple[str, ...]) -> tuple[str, ...]:
     """Replace each directory by the files in it whose names have one of some endings, sorted by name.
 
     Raises:
         DataError: If a path does not exist, has another ending, or is a directory without such files.
     """
     files: list[str] = []
-    for path in paths:
+    for given in paths:
+        if is_remote(given):
+            files += files_at(str(given), suffixes)
+            continue
+        path = Path(given)
         found = [path]
         if path.is_dir():
             found = sorted(file for file in path.iterdir() if file.name.endswith(suffixes))

@@ -12,6 +12,7 @@ from typing import Any
 
 from neox.corpus import BadInput, Position
 from neox.errors import DataError, os_errors
+from neox.storage import open_file
 from tools.web_text.chunks import Chunk, Place
 from tools.web_text.step import Record
 
@@ -80,7 +81,7 @@ def warc_reader(
     """
     for number in range(start[0], len(files)):
         at = start[1] if number == start[0] else Position()
-        with os_errors(DataError, f"{files[number]} cannot be read"), open(files[number], "rb") as file:
+        with os_errors(DataError, f"{files[number]} cannot be read"), open_file(files[number]) as file:
             file.seek(at.offset)
             yield from _file_chunks(files[number], file, number, at, max_bytes, consumed)
 

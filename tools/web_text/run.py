@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from glob import escape
 from importlib.metadata import PackageNotFoundError, version
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,6 +17,7 @@ from neox.errors import ConfigError, DataError, install_command, os_errors
 from neox.files import check_writable, sha256_of, write_text
 from neox.log import get_logger
 from neox.resume import only_run
+from neox.storage import is_remote, shown, state_of
 from tools.web_text.step import Job, S, Settings, Step, dropped_path, without
 
 _log = get_logger(f"neox.{__name__}")
@@ -133,7 +135,7 @@ def _check_paths(step: Step[S], settings: S, files: tuple[str, ...]) -> None:
         raise DataError(f"{step.name}: no inputs; give files or directories with --input")
     if (problem := step.output_problem(settings)) is not None:
         raise ConfigError(f"{step.name}: {problem}")
-    read = list(map(Path, files))
+    read = list(map(Path, filterfalse(is_remote, files)))
     for name in settings.model_fields_set - {"input", "output", "report"}:
         read += _paths_of(settings, name)
     outputs = [settings.output, *step.outputs(settings), dropped_path(settings.output)]
@@ -166,6 +168,8 @@ def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
 
     If the old sidecar of the output has an input of this size and time, its hash is not computed again.
     """
+    if is_remote(file):
+        return _remote_input(file)
     path = Path(file)
     with os_errors(DataError, f"{file} cannot be read"):
         status = path.stat()
@@ -181,6 +185,21 @@ def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"remove {sidecar_path(path)} if the file was changed on purpose"
             )
     return entry
+
+
+def _remote_input(address: str) -> dict[str, Any]:
+    """Describe an input at an address by its size and the server's tag of its content, without reading it.
+
+    Raises:
+        DataError: If the server refuses, or tags no content, so that a change would not be noticed.
+    """
+    state = state_of(address)
+    if not state.version:
+        raise DataError(
+            f"{shown(address)}: the server has no tag for its content; download it, and give the local file"
+        )
+    entry = {"path": shown(address), "bytes": state.size, "version": state.version}
+    return {**entry, "sha256": _hash_json(entry)}  # of the description, not of the content
 
 
 def check_packages(step: Step[Any]) -> dict[str, str]:

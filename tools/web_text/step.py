@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from neox.config.sections.base import Section
 from neox.corpus import BadInput, SkipBudget, expand_inputs
 from neox.errors import ConfigError
 from neox.log import get_logger
+from neox.storage import is_remote
 
 _log = get_logger(f"neox.{__name__}")
 _BAD_EXAMPLES = 20
@@ -21,13 +22,24 @@ _BAD_EXAMPLES = 20
 Record = dict[str, Any]
 
 
+def _local_as_path(value: Any) -> Any:
+    """Return a path that is no address as a Path, and an address unchanged: a Path would lose a slash of it."""
+    if isinstance(value, str) and not is_remote(value):
+        return Path(value)
+    return value
+
+
+Input = Annotated[Path | str, BeforeValidator(_local_as_path)]
+"""Local path, or an address."""
+
+
 class Settings(Section):
     """Settings that every step has."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)  # the flags' help
 
-    input: tuple[Path, ...] = Field(min_length=1)
-    """Files or directories, in this order."""
+    input: tuple[Input, ...] = Field(min_length=1)
+    """Files, directories or addresses (s3://, gs://, hf://, https://), in this order."""
 
     output: Path
     """File to write. Its report and the hashes of the inputs go to `OUTPUT.step.json`."""
@@ -226,7 +238,7 @@ class Step(Generic[S]):
     run: Callable[[Job[S]], None]
     build: Callable[[S], DocumentFunction] | None = None
     suffixes: tuple[str, ...] = (".jsonl.zst", ".jsonl")
-    expand: Callable[[Sequence[Path]], tuple[str, ...]] = expand_inputs
+    expand: Callable[[Sequence[Path | str]], tuple[str, ...]] = expand_inputs
     outputs: Callable[[S], tuple[Path, ...]] = one_output
     packages: tuple[str, ...] = ()
     sharded: bool = False

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from neox.errors import ConfigError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+from neox.storage import name_of
 from neox.tokenizer import TOKENIZER_TYPES
 from tools.web_text.step import Job, Settings, Step
 
@@ -52,13 +53,13 @@ class TokenizeSettings(Settings):
     def _is_not_used(cls, value: int) -> int:
         raise ValueError("memory_mb limits a line here; remove it")
 
-    def prefixes(self) -> dict[str, tuple[Path, ...]]:
+    def prefixes(self) -> dict[str, tuple[Path | str, ...]]:
         """Return the prefix of each dataset with its inputs. Raises ConfigError if two inputs have one prefix."""
         if not self.each:
             return {str(self.output): self.input}
-        prefixes: dict[str, tuple[Path, ...]] = {}
+        prefixes: dict[str, tuple[Path | str, ...]] = {}
         for path in self.input:
-            prefix = str(self.output.parent / path.name.partition(".jsonl")[0])
+            prefix = str(self.output.parent / name_of(path).partition(".jsonl")[0])
             if prefix in prefixes:
                 raise ConfigError(f"tokenize: {prefixes[prefix][0]} and {path} would both become {prefix}: rename one")
             prefixes[prefix] = (path,)

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 
 from neox.corpus import BadInput, Position
 from neox.errors import DataError, os_errors
+from neox.storage import name_of, open_file
 from tools.web_text.chunks import Chunk, Place
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
@@ -162,8 +163,8 @@ def read_dump(files: tuple[str, ...], start: Place, max_bytes: int, consumed: Ca
     for number in range(start[0], len(files)):
         first = start[1].line if number == start[0] else 1
         reading = os_errors(DataError, f"{files[number]} cannot be read")
-        with reading, open(files[number], "rb") as raw, bz2.open(raw) as plain:
-            file = plain if files[number].endswith(".bz2") else raw
+        with reading, open_file(files[number]) as raw, bz2.open(raw) as plain:
+            file = plain if name_of(files[number]).endswith(".bz2") else raw
             yield from _chunks(files[number], file, raw, number, first, max_bytes, consumed)
 
 
