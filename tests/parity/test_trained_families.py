@@ -54,7 +54,7 @@ def test_tensor_ranks_and_stages_train_as_one_rank(tmp_path: Path, model_type: s
     imported = from_hf(tmp_path / "hf", tmp_path / "neox")
     flat: dict[str, Any] = config_from_files([imported.config_file]).to_flat()
     flat |= {key: TINY[key] for key in KEPT}
-    flat["seq_length"] = LENGTH
+    flat |= {"seq_length": LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 
     def plan(world: int, load: Path, **keys: Any) -> RunPlan:
         given = {
