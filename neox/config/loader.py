@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from neox.config.base_shapes import read_base_shapes
 from neox.config.flat import FlatKeys, without
 from neox.config.keys import ALIASES, REPLACEABLE, TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig, is_text_key
@@ -63,6 +64,7 @@ def load_config(
     for override in overrides:
         apply_override(override, flat)
     flat.spread_extra_args()
+    read_base_shapes(flat)
     config, problems = NeoXConfig.parse(flat.values, flat.sources)
     flat.problems += problems
     if config is not None and not flat.problems:

@@ -45,7 +45,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
         if may_be_first_start:
             return []
         return [config.problem(key, "is no directory: nothing to load")]
-    if not may_be_first_start and not _holds_checkpoint(load):
+    if not may_be_first_start and not holds_checkpoint(load):
         return [config.problem(key, "holds no checkpoint: no global_stepN directory")]
     chosen = chosen_checkpoint(load, keys.iteration)
     if not chosen.is_dir() and keys.iteration is not None and load.name != chosen.name:
@@ -93,7 +93,8 @@ def _saves_to(config: NeoXConfig, load: Path) -> bool:
     return save is not None and load.absolute() == Path(save).absolute()
 
 
-def _holds_checkpoint(load: Path) -> bool:
+def holds_checkpoint(load: Path) -> bool:
+    """Return whether a directory is a checkpoint or holds one."""
     return any(chain.from_iterable(map(load.glob, _SIGNS_OF_A_CHECKPOINT)))
 
 

@@ -18,6 +18,7 @@ from neox.plan.run_identity import (
 from neox.plan.schedule import schedule_of
 from neox.preflight.checks import is_complete
 from neox.preflight.data_decisions import DecidedConfig
+from neox.preflight.saved_schedule import with_saved_schedule
 from neox.run_events import read_events
 
 _MOST_CHANGES = 8
@@ -26,15 +27,31 @@ _EPOCHS = "num_train_epochs"
 
 
 def with_own_run(config: NeoXConfig) -> DecidedConfig:
-    """Let a run load its own checkpoints from `save`; those of another run are a problem."""
+    """Let a run load its own checkpoints from `save`; those of another run are a problem.
+
+    The schedule of the checkpoint that is loaded replaces the configuration's if `use_checkpoint_lr_scheduler` is set.
+    """
+    if static_problems(config):
+        return DecidedConfig(config)
     keys = config.checkpoint
-    if keys.save is None or keys.overwrite or static_problems(config):
-        return DecidedConfig(config)
-    found = find_run(Path(keys.save))
+    found = None
+    if keys.save is not None and not keys.overwrite:
+        found = find_run(Path(keys.save))
     if found is None:
-        return DecidedConfig(config)
+        return with_saved_schedule(config)
+    own = _loading(config, found)
+    if own.problems:
+        return own
+    scheduled = with_saved_schedule(own.config)
+    notes = (*own.notes, *scheduled.notes, *_changes(scheduled.config, found))
+    return DecidedConfig(scheduled.config, notes, scheduled.problems)
+
+
+def _loading(config: NeoXConfig, found: FoundRun) -> DecidedConfig:
+    """Let a run load the checkpoints that `save` holds; those of another run are a problem."""
+    keys = config.checkpoint
     if resumes_own_directory(config):
-        return DecidedConfig(config, _changes(config, found))
+        return DecidedConfig(config)
     if not found.is_run_of(config):
         return DecidedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
     note = f"{keys.save} holds this run at iteration {found.iteration}: it is resumed"
@@ -43,7 +60,7 @@ def with_own_run(config: NeoXConfig) -> DecidedConfig:
         note += f", so {', '.join(f'`{key}`' for key in dropped)} have no effect"
     source = config.source("save").derived("load")
     resumed = config.updated({"load": keys.save}, without=("finetune", "iteration"), source=source)
-    return DecidedConfig(resumed, (note, *_changes(config, found)))
+    return DecidedConfig(resumed, (note,))
 
 
 def finished_note(config: NeoXConfig, directory: Path) -> str | None:

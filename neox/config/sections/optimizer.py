@@ -163,8 +163,11 @@ class OptimizerConfig(Section):
     decay); logits are divided by m, and attention scores by the head size instead of its root."""
 
     mup_base_hidden_size: Annotated[PositiveInt | None, _MUP] = None
-    """hidden_size at which lr and initial weights were tuned. (gpt-neox reads the shapes of the base network from
-    base_shapes_file instead.)"""
+    """hidden_size at which lr and initial weights were tuned."""
+
+    base_shapes_file: Annotated[str | None, _MUP] = None
+    """File of the package mup with the shapes of the base network, from which mup_base_hidden_size is read at a start.
+    gpt-neox writes `FILE.0`; either name is found."""
 
     mup_init_scale: Annotated[PositiveFloat, _MUP] = 1.0
     """Factor of all initial weights that are drawn."""

@@ -211,6 +211,12 @@ class ScheduleConfig(Section):
     """One of DeepSpeed's schedules, `{type: WarmupDecayLR, params: {warmup_num_steps: 100}}`. The other keys of the
     learning rate then change nothing, with a note. Only steps that changed the weights count."""
 
+    use_checkpoint_lr_scheduler: Annotated[
+        bool, Excludes("finetune", reason="a fine-tuning has a schedule of its own")
+    ] = False
+    """Go on with the schedule of the checkpoint to load: its peak, warm-up, decay and their lengths replace the keys of
+    this configuration, with a note. Otherwise the schedule follows these keys."""
+
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
     """Megatron's ramp-up of the batch, `[32, 32, 1000000]`: first size, increment, and number of samples after which
     the size is train_batch_size. Each size before that has the same number of samples. All sizes are multiples of one

@@ -1,0 +1,51 @@
+"""Width of muP's base network from a file of the package mup, which gpt-neox names by `base_shapes_file`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from neox.config.flat import FlatKeys
+from neox.config.yaml_file import ParsedFile, read_file
+from neox.errors import ConfigError
+
+_KEY = "base_shapes_file"
+_WIDTH = "mup_base_hidden_size"
+_EMBEDDING = "word_embeddings.weight"
+
+
+def read_base_shapes(flat: FlatKeys) -> None:
+    """Set `mup_base_hidden_size` from the file that `base_shapes_file` names.
+
+    mup writes a mapping of parameters to lists, with null for a dimension that does not grow with the width and
+    otherwise the base network's size. gpt-neox appends the rank to the name: `FILE.0` holds the embedding of tokens,
+    whose last dimension is hidden_size. It is a problem if the file cannot be read, has no such entry, or contradicts a
+    given width.
+    """
+    given = flat.values.get(_KEY, flat.values.get(_KEY.replace("_", "-")))
+    if not isinstance(given, str):  # other checks refuse other types
+        return
+    path = Path(given)
+    if not path.exists():
+        path = Path(f"{given}.0")
+    try:
+        width = _base_width(read_file(path))
+    except ConfigError as error:
+        reasons = "; ".join(str(problem) for problem in error.problems)
+        flat.report(f"`{_KEY}`: {reasons}; give {_WIDTH} instead", _KEY)
+        return
+    if width is None:
+        flat.report(f"`{_KEY}`: {path} has no base width of {_EMBEDDING}; give {_WIDTH} instead", _KEY)
+        return
+    known = flat.values.setdefault(_WIDTH, width)
+    flat.sources.setdefault(_WIDTH, flat.source(_KEY).derived(_KEY))
+    if known != width:
+        flat.report(f"`{_WIDTH}: {known}`, but {path} has a base network of width {width}; remove one", _WIDTH, _KEY)
+
+
+def _base_width(shapes: ParsedFile) -> int | None:
+    """Return the last dimension of the embedding of tokens in mup's file; None if it has none that grows."""
+    for name, shape in shapes.values.items():
+        if name.endswith(_EMBEDDING) and isinstance(shape, list) and shape and type(shape[-1]) is int:
+            width: int = shape[-1]
+            return width
+    return None

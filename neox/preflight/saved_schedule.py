@@ -1,0 +1,89 @@
+"""Schedule of the learning rate from the checkpoint that a training goes on with (`use_checkpoint_lr_scheduler`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from neox.config import NeoXConfig
+from neox.plan.run_identity import saved_config
+from neox.preflight.checkpoint_checks import chosen_checkpoint, holds_checkpoint
+from neox.preflight.data_decisions import DecidedConfig
+from neox.storage import is_remote
+
+_KEY = "use_checkpoint_lr_scheduler"
+_LENGTHS = ("lr_decay_iters", "lr_decay_fraction")
+_SHAPE = (
+    "lr_decay_style",
+    "min_lr",
+    "warmup",
+    "lr_schedule_version",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+    "scheduler",
+)
+_PEAK = "optimizer.params.lr"
+
+
+def with_saved_schedule(config: NeoXConfig) -> DecidedConfig:
+    """Let the schedule of the checkpoint to load, with its peak and its length, replace that of the configuration.
+
+    Args:
+        config: The configuration, whose `load` is the checkpoint that the training goes on with, if there is one.
+
+    Returns:
+        The configuration with the schedule's keys of the checkpoint, and a note that names every given key that they
+        replace. It is a problem if the checkpoint's keys cannot be read.
+    """
+    if not config.schedule.use_checkpoint_lr_scheduler:
+        return DecidedConfig(config)
+    if config.value("override_lr_scheduler"):
+        message = f"`{_KEY}` and `override_lr_scheduler` contradict each other; remove one"
+        return DecidedConfig(config, problems=(config.problem_about(message, _KEY, "override_lr_scheduler"),))
+    load = config.checkpoint.load
+    if load is None or is_remote(load):
+        place = "there is no checkpoint to load" if load is None else f"{load} has not been fetched"
+        return DecidedConfig(config, (f"{_KEY}: {place}: the schedule is the configuration's",))
+    checkpoint = chosen_checkpoint(Path(load), config.checkpoint.iteration)
+    if not holds_checkpoint(Path(load)) or not checkpoint.is_dir():  # other checks say whether there should be one
+        return DecidedConfig(config, (f"{_KEY}: {load} has no checkpoint yet: the schedule is the configuration's",))
+    saved = saved_config(checkpoint)
+    if saved is None or (saved.training.train_iters is None and saved.schedule.lr_decay_iters is None):
+        rule = f"needs the keys of the run that wrote {checkpoint}, and its configs/ does not have them; give them here"
+        return DecidedConfig(config, problems=(config.problem(_KEY, rule),))
+    changes = _keys_of(saved)
+    without = [key for key in (*_SHAPE, *_LENGTHS) if key not in changes]
+    if saved.value(_PEAK) != config.value(_PEAK):
+        changes["optimizer"] = _with_peak(config, saved.value(_PEAK))
+    scheduled = config.updated(changes, without=without, source=config.source(_KEY).derived(_KEY))
+    note = f"{_KEY}: the schedule is that of {checkpoint}"
+    replaced = list(_replaced(config, scheduled))
+    if replaced:
+        note += f", with {'; '.join(replaced)}"
+    return DecidedConfig(scheduled, (note,))
+
+
+def _keys_of(saved: NeoXConfig) -> dict[str, Any]:
+    """Return the schedule's keys of a checkpoint's configuration, with the length of the decay as a number of steps."""
+    given = saved.to_flat()
+    keys: dict[str, Any] = {"lr_decay_iters": saved.schedule.decay_iterations(saved.training.train_iters)}
+    for key in _SHAPE:
+        if key in given:
+            keys[key] = given[key]
+    return keys
+
+
+def _with_peak(config: NeoXConfig, peak: float) -> dict[str, Any]:
+    """Return the optimizer's block with another learning rate."""
+    given = config.to_flat()
+    block: Mapping[str, Any] = given.get("optimizer") or {}
+    kind = block.get("type", config.optimizer.optimizer.type)
+    return {**block, "type": kind, "params": {**block.get("params", {}), "lr": peak}}
+
+
+def _replaced(config: NeoXConfig, scheduled: NeoXConfig) -> Iterator[str]:
+    """Yield each given key that the checkpoint replaces by another value, with both values."""
+    for key in (*_SHAPE, *_LENGTHS, _PEAK):
+        if config.given(key) and config.value(key) != scheduled.value(key):
+            yield f"{key} {scheduled.value(key)} instead of {config.describe_setting(key)}"
