@@ -59,7 +59,7 @@ class FailureReport:
 
 
 def agent_directory(run_id: str, node_rank: int) -> Path:
-    """Return the path of an agent's directory."""
+    """Return the path of an agent's directory, which is that of one start."""
     return _user_directory() / f"{run_id}.{node_rank}"
 
 
@@ -99,11 +99,6 @@ def take_secrets(run_id: str, node_rank: int) -> dict[str, str]:
     path.unlink()
     found: dict[str, str] = json.loads(text)
     return found
-
-
-def next_start_file(run_id: str, node_rank: int) -> Path:
-    """Return the path of the file by which an agent that has stayed after a failure gets the next start."""
-    return agent_directory(run_id, node_rank).with_suffix(f".{node_rank}.next")
 
 
 def _user_directory() -> Path:

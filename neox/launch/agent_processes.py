@@ -1,29 +1,30 @@
-"""Processes of the launcher that lead to the agents: local agents, pdsh, srun or mpirun.
+"""Processes of the launcher that lead to the agents: local agents, ssh, pdsh, srun or mpirun.
 
-They end with the run. If the run may be started again on this machine, the agent stays after a failure, and gets the
-next start through a file.
+They end with the run. If the run may be started again, each agent has a process of its own: it is a child, or the end
+of an ssh connection. It stays after a failure, and gets the next start through the process's standard input.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Self
 
-from neox.files import write_text
-from neox.launch.agent_files import next_start_file
 from neox.launch.events import LineBuffer
 from neox.launch.lifeline import exit_status, parent_death_hook
+from neox.launch.orders import LauncherOrder, encode_order, start_order
 from neox.launch.spec import LaunchSpec
 
 _LIFELINE_SECONDS = 3.0
 _END_SECONDS = 4.0
+_PIPE_BYTES = 2**20  # so that an order never waits for a connection
 
 
 class AgentProcesses:
@@ -31,6 +32,7 @@ class AgentProcesses:
 
     Attributes:
         processes: The processes.
+        hosts: The process of each host that has one of its own, by the host's name.
         buffers: Lines of their outputs, by file descriptor.
         selector: Selector of their outputs.
         statuses: Exit statuses of the processes that `end_all` has ended last.
@@ -41,7 +43,8 @@ class AgentProcesses:
         self.buffers: dict[int, LineBuffer] = {}
         self.selector = selectors.DefaultSelector()
         self.statuses: list[int] = []
-        self._waiting: LaunchSpec | None = None
+        self.hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self._waiting: frozenset[str] = frozenset()  # hosts whose agents wait for the next start
 
     def __enter__(self) -> Self:
         return self
@@ -52,12 +55,13 @@ class AgentProcesses:
         self.end_all()
         self.selector.close()
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str] | None) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str] | None, host: str | None = None) -> None:
         """Start one process.
 
         Args:
             command: Words of the command.
             environment: All its variables; those of this process if it is None.
+            host: Name of the host whose agent it leads to; None if it leads to all agents.
         """
         process = subprocess.Popen(
             command,
@@ -69,6 +73,11 @@ class AgentProcesses:
             preexec_fn=parent_death_hook(signal.SIGTERM),
         )
         self.processes.append(process)
+        if host is not None:
+            self.hosts[host] = process
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):  # more than this user may have
+                fcntl.fcntl(process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -81,60 +90,101 @@ class AgentProcesses:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    def keep(self, spec: LaunchSpec) -> None:
-        """Note that the agents of a start have stayed, and wait for the next one."""
-        self._waiting = spec
+    def order(self, hosts: Iterable[str], order: LauncherOrder) -> None:
+        """Send an order to the agents of hosts, as far as they have processes of their own that run."""
+        line = encode_order(order)
+        for name in hosts:
+            process = self.hosts.get(name)
+            if process is not None and process.stdin is not None:
+                with contextlib.suppress(OSError, ValueError):  # it has ended, or its input is closed
+                    os.write(process.stdin.fileno(), line)
 
-    def go_on(self, spec: LaunchSpec) -> bool:
-        """Give the agents that have stayed the next start. If there are none for it, all processes are ended.
+    def connection_end(self, host: str) -> int | None:
+        """Return the exit status of a host's process if it has ended and nothing is left to be read; else None."""
+        process = self.hosts.get(host)
+        if process is None or process.poll() is None:
+            return None
+        open_files = self.selector.get_map()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None and pipe in open_files:
+                return None
+        return exit_status(process.returncode)
+
+    def host_of(self, descriptor: int) -> str | None:
+        """Return the host whose process writes to a descriptor; None if the process leads to all agents."""
+        for name, process in self.hosts.items():
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None and not pipe.closed and pipe.fileno() == descriptor:
+                    return name
+        return None
+
+    def keep(self, hosts: Iterable[str]) -> None:
+        """Note the hosts whose agents have stayed, and wait for the next start. All other processes are ended."""
+        self._waiting = frozenset(hosts)
+        self.end_all(except_for=self._waiting)
+
+    def go_on(self, spec: LaunchSpec) -> list[int]:
+        """Give the agents that have stayed the next start. All others are ended.
 
         Returns:
-            Whether they have taken it over.
+            Numbers of the hosts that need a new agent.
         """
-        before = self._waiting
-        self._waiting = None
-        alive = bool(self.processes) and all(process.poll() is None for process in self.processes)
-        if before is None or before.hosts != spec.hosts or not alive:
-            self.end_all()
-            return False
-        for node_rank in range(len(spec.hosts)):
-            write_text(next_start_file(before.run_id, node_rank), spec.encode())
-        return True
+        staying: set[str] = set()
+        new = []
+        for number, host in enumerate(spec.hosts_with_agents):
+            if host.name in self._waiting and self.hosts[host.name].poll() is None:
+                staying.add(host.name)
+            else:
+                new.append(number)
+        self._waiting = frozenset()
+        self.end_all(except_for=staying)
+        self.order(staying, start_order(spec))
+        return new
 
-    def end_all(self) -> None:
-        """End all processes: close their standard input, terminate them, and finally kill them.
+    def end_all(self, except_for: Set[str] = frozenset()) -> None:
+        """End processes: close their standard input, terminate them, and finally kill them.
 
-        An agent kills its ranks when its standard input ends. srun and mpirun pass no standard input on.
+        An agent kills its ranks when its standard input ends. pdsh, srun and mpirun pass no standard input on.
+
+        Args:
+            except_for: Hosts whose processes are left alone.
         """
-        for process in self.processes:
+        kept = {}
+        for name in except_for:
+            kept[name] = self.hosts[name]
+        ending = [process for process in self.processes if process not in kept.values()]
+        for process in ending:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-        self._wait_for_all(_LIFELINE_SECONDS)
-        for process in self.processes:
+        _wait_for_all(ending, _LIFELINE_SECONDS)
+        for process in ending:
             if process.poll() is None:
                 process.terminate()
-        self._wait_for_all(_END_SECONDS)
-        for process in self.processes:
+        _wait_for_all(ending, _END_SECONDS)
+        for process in ending:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        self._forget()
+        self._forget(ending)
+        self.processes = list(kept.values())
+        self.hosts = kept
 
-    def _forget(self) -> None:
-        for key in list(self.selector.get_map().values()):
-            self.selector.unregister(key.fileobj)
-        self.statuses = [exit_status(process.returncode) for process in self.processes]
-        for process in self.processes:
+    def _forget(self, ended: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.statuses = [exit_status(process.returncode) for process in ended]
+        for process in ended:
             for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
-        self.processes = []
-        self.buffers = {}
+                if pipe is None:
+                    continue
+                self.buffers.pop(pipe.fileno(), None)
+                with contextlib.suppress(KeyError):
+                    self.selector.unregister(pipe)
+                pipe.close()
 
-    def _wait_for_all(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.01, deadline - time.monotonic()))
+
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.01, deadline - time.monotonic()))

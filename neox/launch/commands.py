@@ -138,13 +138,18 @@ def pdsh_command(spec: LaunchSpec, remote: Sequence[str]) -> list[str]:
     # pdsh replaces `%n` by the host's position in its list and `%h` by its name. Other percent signs are doubled.
     words = [quote(word).replace("%", "%%").replace("{node}", "%n") for word in remote]
     line = " ".join(words)
+    check_length(line)
+    names = _comma_separated_names(spec)
+    return ["pdsh", "-S", "-R", "ssh", "-f", str(len(spec.hosts)), "-w", names, f"exec {line}"]
+
+
+def check_length(line: str) -> None:
+    """Refuse the line of a remote command if it is longer than Linux accepts. Raises LaunchError."""
     if len(line) > _MAX_ARGUMENT:
         raise LaunchError(
             f"the command for each host is {len(line):,} characters long, and Linux accepts {_MAX_ARGUMENT:,}: use "
             "`launcher: slurm`, or fewer variables in forward_environment"
         )
-    names = _comma_separated_names(spec)
-    return ["pdsh", "-S", "-R", "ssh", "-f", str(len(spec.hosts)), "-w", names, f"exec {line}"]
 
 
 def pdsh_environment(environment: Mapping[str, str], ssh_port: int | None) -> dict[str, str]:

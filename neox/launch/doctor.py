@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +20,18 @@ from typing import Any
 
 from neox.launch.commands import MAX_CONNECTIONS, module_command, more_ssh_options, ssh_command
 from neox.launch.hosts import is_this_machine
+from neox.launch.links import LinkMeasurement, measure_links
 from neox.launch.remote import PROBE_MARK, code_hash, encode_request
 from neox.launch.spec import Host, LaunchSpec, code_root
 
 _MAX_CLOCK_SECONDS = 5.0
 _MIN_FREE_BYTES = 2**30
-_TITLES = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "memory", "free", "s", "")
+_GRACE_SECONDS = 0.5  # for a host that was lost, after all others have answered
+_TITLES = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "memory", "free", "link", "s", "")
 _LEGEND = (
     "slots: ranks that start there; code: hash of the project's files; acc.: GPUs that ranks may use; memory: main "
-    "memory that is available; free: disk space where the run writes and reads; s: seconds until the answer"
+    "memory that is available; free: disk space where the run writes and reads; link: MB/s over one TCP connection to "
+    "another host; s: seconds until the answer"
 )
 
 
@@ -41,6 +46,8 @@ class Checks:
         ssh_port: Port of the ssh servers; None for ssh's own configuration.
         seconds: Time in which each host must answer.
         always_ssh: Whether this machine is asked over ssh, too, because pdsh will start its ranks over ssh.
+        links: Whether to measure the links between the hosts.
+        lost: Names of hosts that have just been lost. They are given up soon after all others have answered.
     """
 
     save_paths: tuple[str, ...] = ()
@@ -49,6 +56,8 @@ class Checks:
     ssh_port: int | None = None
     seconds: float = 8.0
     always_ssh: bool = False
+    links: bool = True
+    lost: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -61,6 +70,7 @@ class HostReport:
         problems: One sentence for each problem, in the order in which they should be fixed.
         notes: Facts that are not problems.
         seconds: Time until the answer.
+        link_speed: Bytes per second over the slowest link to other hosts; None if it was not measured.
     """
 
     host: Host
@@ -68,6 +78,7 @@ class HostReport:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    link_speed: float | None = None
 
 
 def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) -> list[HostReport]:
@@ -83,18 +94,68 @@ def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) ->
     """
     numbers = range(len(spec.hosts))
     workers = min(MAX_CONNECTIONS, len(numbers))
+    others = sum(host.name not in checks.lost for host in spec.hosts)
+    others_left = _Countdown(others)
+
+    def ask(number: int) -> HostReport:
+        if others and spec.hosts[number].name in checks.lost:
+            return _ask(spec, number, checks, environment, marker, others_left.over)
+        try:
+            return _ask(spec, number, checks, environment, marker)
+        finally:
+            others_left.count()
+
     with _marker_file(checks.save_paths) as (marker, problem), ThreadPoolExecutor(workers) as pool:
-        reports = list(pool.map(lambda number: _ask(spec, number, checks, environment, marker), numbers))
+        reports = list(pool.map(ask, numbers))
     if problem:
         reports[0].problems.append(problem)
     _judge(reports, spec, checks, code_hash(code_root()))
+    if checks.links:
+        _check_links([report for report in reports if not report.problems], spec, checks, environment)
     return reports
 
 
+class _Countdown:
+    """Hosts that have not been asked to the end yet.
+
+    Args:
+        hosts: Their number.
+
+    Attributes:
+        over: Set when none is left.
+    """
+
+    def __init__(self, hosts: int) -> None:
+        self._left = hosts
+        self._lock = threading.Lock()
+        self.over = threading.Event()
+
+    def count(self) -> None:
+        """Note that one host less is left."""
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self.over.set()
+
+
 def _ask(
-    spec: LaunchSpec, number: int, checks: Checks, environment: Mapping[str, str], marker: str | None
+    spec: LaunchSpec,
+    number: int,
+    checks: Checks,
+    environment: Mapping[str, str],
+    marker: str | None,
+    others_are_done: threading.Event | None = None,
 ) -> HostReport:
-    """Run the probe on one host, and return a report with the answer, or with the reason why there is none."""
+    """Run the probe on one host, and return a report with the answer, or with the reason why there is none.
+
+    Args:
+        spec: The run.
+        number: Number of the host.
+        checks: What to check.
+        environment: Variables of the ssh process.
+        marker: File that the host should see.
+        others_are_done: Set when there is nobody else to wait for; None to wait for this host in any case.
+    """
     host = spec.hosts[number]
     port = spec.master_port if number == 0 else None  # the rendezvous is on the first host
     paths = [*checks.save_paths, *checks.local_paths, *checks.data_paths]
@@ -105,26 +166,65 @@ def _ask(
     report = HostReport(host)
     started = time.monotonic()
     try:
-        done = subprocess.run(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=checks.seconds,
-            check=False,
-        )
+        done = _run_probe(command, environment, checks.seconds, others_are_done)
         _read_answer(report, done, spec)
     except subprocess.TimeoutExpired:
         report.problems.append(
             f"no answer within {checks.seconds:.0f} s: is it up, and does `ssh {host.name} true` work? If it is only "
             f"busy, wait longer with --set doctor_timeout={2 * checks.seconds:.0f}"
         )
+    except _GivenUpError:
+        report.problems.append("it was lost, and did not answer while the others did")
     except OSError as error:
         report.problems.append(f"{command[0]} cannot be started: {error.strerror}")
     report.seconds = time.monotonic() - started
     return report
+
+
+class _GivenUpError(Exception):
+    """A probe that nobody waits for any more."""
+
+
+def _run_probe(
+    command: Sequence[str], environment: Mapping[str, str], seconds: float, others_are_done: threading.Event | None
+) -> subprocess.CompletedProcess[str]:
+    """Run a probe to its end.
+
+    Args:
+        command: Its command.
+        environment: All its variables.
+        seconds: Time in which it must end.
+        others_are_done: Set when it is to be given up soon; None for never.
+
+    Raises:
+        subprocess.TimeoutExpired: It has not ended in time.
+        _GivenUpError: It was given up.
+    """
+    with subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            if others_are_done is not None and _outlasts(process, seconds, others_are_done):
+                raise _GivenUpError
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _outlasts(process: subprocess.Popen[str], seconds: float, others_are_done: threading.Event) -> bool:
+    """Return whether a probe still runs some time after all others have ended."""
+    if others_are_done.wait(seconds):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)  # its output is short enough for the pipe
+    return process.poll() is None
 
 
 def _read_answer(report: HostReport, done: subprocess.CompletedProcess[str], spec: LaunchSpec) -> None:
@@ -217,6 +317,26 @@ def _judge_paths(report: HostReport, checks: Checks) -> None:
             report.problems.append(f"{path} does not exist there: put the data on a shared file system, or copy it")
 
 
+def _check_links(
+    reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]
+) -> None:
+    """Measure the links between hosts, and add the speeds and problems to the reports."""
+    if len(reports) < 2:
+        return
+    token = secrets.token_hex(16)
+    commands = []
+    for report in reports:
+        variable = "NCCL_SOCKET_IFNAME" if report.answer["accelerators"] else "GLOO_SOCKET_IFNAME"
+        words = [*module_command(spec, "neox.launch.links"), spec.environment.get(variable, ""), token]
+        commands.append(ssh_command(report.host, words, checks.ssh_port, more_ssh_options(environment)))
+    with LinkMeasurement(commands, environment, checks.seconds) as measurement:
+        results = measure_links([report.host.name for report in reports], measurement)
+    for report, result in zip(reports, results, strict=True):
+        report.link_speed = result.speed
+        if result.problem:
+            report.problems.append(result.problem)
+
+
 def _judge_clock(report: HostReport) -> None:
     difference = report.answer["clock"] - time.time()
     if abs(difference) > _MAX_CLOCK_SECONDS + report.seconds:
@@ -281,6 +401,7 @@ def _row(report: HostReport) -> tuple[str, ...]:
         *versions,
         _gibibytes(answer.get("memory")),
         _gibibytes(min(free_bytes, default=None)),
+        "-" if report.link_speed is None else f"{report.link_speed / 1e6:,.0f}",
         f"{report.seconds:.1f}",
         _verdict(report),
     )

@@ -21,9 +21,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from neox.errors import NeoXError
+
 LOST_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 1.0
+_READ_BYTES = 65536
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = "01"
 
@@ -115,6 +118,7 @@ def follow_launcher(
     on_lost: Callable[[], None],
     unanswered: Callable[[], bool],
     seconds: float = LOST_SECONDS,
+    on_input: Callable[[bytes], None] | None = None,
 ) -> threading.Thread:
     """Start a thread that watches for the end of the launcher, because a full pipe may block the main thread.
 
@@ -123,6 +127,8 @@ def follow_launcher(
         on_lost: Function to call, in the thread, if the input has ended or packets stay unanswered.
         unanswered: Function that returns whether packets are being repeated now.
         seconds: Time for which packets must stay unanswered.
+        on_input: Function that takes, in the thread, what the launcher has written; None if it writes nothing. An error
+            of this project or a ValueError in it counts as the end of the launcher.
     """
     pause = min(_LOOK_SECONDS, seconds / 4)
 
@@ -131,7 +137,10 @@ def follow_launcher(
         while unanswered_since is None or time.monotonic() - unanswered_since < seconds:
             has_input = bool(select.select([descriptor], [], [], pause)[0])
             if has_input:
-                if not os.read(descriptor, 4096):
+                data = os.read(descriptor, _READ_BYTES)
+                if not data:
+                    break
+                if on_input is not None and not _taken(on_input, data):
                     break
             elif not unanswered():
                 unanswered_since = None
@@ -142,3 +151,12 @@ def follow_launcher(
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     return thread
+
+
+def _taken(on_input: Callable[[bytes], None], data: bytes) -> bool:
+    """Pass input on; return whether it could be understood."""
+    try:
+        on_input(data)
+    except (ValueError, NeoXError):
+        return False
+    return True

@@ -12,8 +12,9 @@
 
 SIGUSR1 shows every rank's stacks.
 
-The agent of a run that may be started again (`warm_module`) stays after a failure, with its warm processes, until the
-launcher ends it or writes the next start to a file.
+The agent of a run that may be started again (`warm_module`) takes orders on its standard input (`neox.launch.orders`).
+It stays after a failure, with its warm processes, until the launcher ends it or orders the next start. On a spare host
+it waits from the beginning.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,8 @@ from neox.launch.agent_files import (
     INTERRUPT_RANKS,
     PROGRESS_VARIABLE,
     RankActivity,
+    agent_directory,
     create_agent_directory,
-    next_start_file,
     take_secrets,
 )
 from neox.launch.commands import rank_command, warm_command
@@ -46,6 +48,7 @@ from neox.launch.events import Event, encode_event, text_events
 from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, process_state, ssh_ports
 from neox.launch.machine import count_accelerators
+from neox.launch.orders import Orders
 from neox.launch.plain_output import PlainOutput
 from neox.launch.preemption import PreemptionSource, PreemptionWatch
 from neox.launch.rank_process import RankProcess, Watchdog
@@ -59,7 +62,6 @@ _HEARTBEAT_SECONDS = 1.0
 _AFTER_FAILURE_SECONDS = 0.7  # until the other ranks are killed; their own errors reach their logs meanwhile
 _AFTER_KILL_SECONDS = 0.1  # the same after a SIGKILL, which needs no explanation by the other ranks
 _STACK_SECONDS = 1.5
-_NEXT_START_SECONDS = 0.01  # between two looks for the next start
 
 
 class NodeAgent:
@@ -67,28 +69,31 @@ class NodeAgent:
 
     Args:
         spec: The run.
-        node_rank: Number of this host, from 0.
-        lifeline: Whether to end when standard input ends.
+        node_rank: Number of this host, from 0. Spare hosts follow those with ranks.
         plain: Whether to print for people, because no launcher process reads the events.
         warm: The processes that can become ranks; None if this agent ends with its ranks.
+        orders: Orders of the launcher.
+        secrets: Secret variables of the ranks that this host has got for an earlier start; None at the first one.
     """
 
     def __init__(
         self,
         spec: LaunchSpec,
         node_rank: int,
-        lifeline: bool,
         plain: bool = False,
         warm: WarmRanks | None = None,
+        orders: Orders | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         self.spec = spec
         self.node_rank = node_rank
-        self.lifeline = lifeline
         self.plain = PlainOutput(spec) if plain else None
         self.warm = warm
         self.warm_prepared = False
-        self.latest: NodeAgent | None = None  # agent of the latest start in this process, if this one is the first
-        self.host = spec.hosts[node_rank]
+        self.orders = orders or Orders()
+        self.secrets = secrets
+        self.host = spec.hosts_with_agents[node_rank]
+        self.directory = agent_directory(spec.run_id, node_rank)
         self.locks = contextlib.ExitStack()  # of the run's directories, if no launcher process holds them
         self.selector = selectors.DefaultSelector()
         self.ranks: list[RankProcess] = []
@@ -101,6 +106,7 @@ class NodeAgent:
         self.stacks_requested = False
         self.interrupt_requested = False
         self.preemption_told = False
+        self.ended_by_order = False
         # How the ranks are ended. Times are those of the monotonic clock; None if they are not set.
         self.stop_passed_on = False
         self.answer_seconds = 0.0  # time in which ranks must answer the signal
@@ -134,6 +140,8 @@ class NodeAgent:
             return  # these are stacks of rank 0, which are shown below a title
         if self.plain is not None and event["kind"] == "exit" and self._was_asked_to_end(event["code"]):
             return  # nobody has to be told of a rank that ended because the user wanted it
+        if event["kind"] == "exit" and event["killed"] and self.ended_by_order:
+            return  # the launcher knows of a failure elsewhere
         if event["kind"] == "exit":
             report = self.activity.failure(event["rank"])
             event = {**event, "step": self.activity.step(), "report": None if report is None else asdict(report)}
@@ -147,15 +155,12 @@ class NodeAgent:
         Returns:
             The exit status of the rank that failed first, or 0.
         """
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, self._on_stop)
-        signal.signal(signal.SIGUSR1, self._on_stacks)
-        signal.signal(INTERRUPT_RANKS, self._on_interrupt)
+        self._take_signals()
         if self.plain is not None and self.node_rank == 0:
             lock_directories(self.spec.reserved, Path(self.spec.script).name, self.locks)
         log_directory = self.spec.log_directory(self.host)
         log_directory.mkdir(parents=True, exist_ok=True)
-        self.directory = create_agent_directory(self.spec.run_id, self.node_rank)
+        create_agent_directory(self.spec.run_id, self.node_rank)
         self.activity = RankActivity(self.directory / "progress", log_directory)
         try:
             for lock in remove_stale_locks():
@@ -164,8 +169,6 @@ class NodeAgent:
             self.tell({"kind": "node", "host": self.host.name, "pid": os.getpid()})
             self._start_ranks(self.environment(), self.watchdog)
             self._watch_for_preemption(self.watchdog)
-            if self.lifeline:
-                self._follow_launcher()
             self._watch(self.watchdog)
         finally:
             if self.preemption is not None:
@@ -178,27 +181,51 @@ class NodeAgent:
         self.tell({"kind": "done", "code": self.code})
         return self.code
 
+    def _take_signals(self) -> None:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self._on_stop)
+        signal.signal(signal.SIGUSR1, self._on_stacks)
+        signal.signal(INTERRUPT_RANKS, self._on_interrupt)
+
+    def stand_by(self) -> None:
+        """Prepare this host, which is spare, for a start in place of the first host."""
+        self._take_signals()
+        self.selector.close()
+        slots = self.host.slots[: len(self.spec.hosts[0].slots)]
+        self.host = replace(self.host, slots=slots)
+        environment = self.environment()
+        for local_rank in range(len(slots)):
+            self.rank_environments.append({**environment, "LOCAL_RANK": str(local_rank)})
+        self._prepare_warm_ranks()
+
     def wait_for_next(self) -> NodeAgent | None:
-        """Wait for the next start after a failure. If the launcher ends meanwhile, so does this process.
+        """Wait for the next start, after a failure or on a spare host.
 
         Returns:
             The agent of the next start; None if there is none.
         """
-        if self.warm is None or self.code == 0:
+        if self.warm is None or (self.code == 0 and not self.is_spare):
             return None
-        path = next_start_file(self.spec.run_id, self.node_rank)
-        while not path.exists():
-            if self.stop_requested is not None:
-                return None
-            time.sleep(_NEXT_START_SECONDS)
-        spec = LaunchSpec.decode(path.read_text())
-        path.unlink()
-        return NodeAgent(spec, self.node_rank, lifeline=False, warm=self.warm)  # the first one follows the launcher
+        while self.stop_requested is None:
+            spec = self.orders.next_start(_HEARTBEAT_SECONDS)
+            if spec is not None:
+                number = spec.number_of(self.host.name)
+                if number is None:
+                    return None
+                return NodeAgent(spec, number, warm=self.warm, orders=self.orders, secrets=self.secrets)
+            self.tell({"kind": "waiting"})  # without writing, a network that is cut is not noticed
+        return None
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this host has no ranks in this start."""
+        return self.node_rank >= len(self.spec.hosts)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that all ranks of this host share."""
-        secrets = take_secrets(self.spec.run_id, self.node_rank)
-        variables = child_environment({**os.environ, **self.spec.environment, **secrets})
+        if self.secrets is None:
+            self.secrets = take_secrets(self.spec.run_id, self.node_rank)
+        variables = child_environment({**os.environ, **self.spec.environment, **self.secrets})
         python_path = [self.spec.code_root]
         if self.spec.environment.get("PYTHONPATH"):
             python_path.append(self.spec.environment["PYTHONPATH"])
@@ -244,8 +271,8 @@ class NodeAgent:
                 self.selector.register(pipe, selectors.EVENT_READ, (rank, name))
 
     def _prepare_warm_ranks(self) -> None:
-        """Start the warm processes once the first step is over, so that they do not slow the start down."""
-        if self.warm is None or self.warm_prepared or self.activity.step() is None:
+        """Start the warm processes."""
+        if self.warm is None or self.warm_prepared:
             return
         self.warm_prepared = True
         for local_rank, variables in enumerate(self.rank_environments):
@@ -257,11 +284,6 @@ class NodeAgent:
         variables = {**os.environ, **spec.environment}
         self.preemption = PreemptionWatch(source, variables, (watchdog.add, watchdog.remove))
         self.preemption.start()
-
-    def _follow_launcher(self) -> None:
-        """End this agent and its ranks when the launcher, or the ssh connection to it, has ended."""
-        ports = ssh_ports(os.environ)
-        follow_launcher(sys.stdin.fileno(), self.end_now, lambda: ports is not None and is_unanswered(ports))
 
     # -- watch
 
@@ -275,7 +297,8 @@ class NodeAgent:
                 last_beat = now
                 self.output_ended = False
                 self.tell({"kind": "alive", "step": self.activity.step()})
-                self._prepare_warm_ranks()
+                if self.activity.step() is not None:  # not before the first step, which they would delay
+                    self._prepare_warm_ranks()
             self.activity.update()
             self._fulfil_requests(now)
             self._kill_what_is_overdue(now)
@@ -286,7 +309,11 @@ class NodeAgent:
             self._check_progress()
 
     def _fulfil_requests(self, now: float) -> None:
-        """Do what signals have asked for since the last call."""
+        """Do what signals and orders have asked for since the last call."""
+        if self.orders.has_ended(self.spec) and not self.ended_by_order:
+            self.ended_by_order = True
+            self.code = self.code or 1
+            self._kill_in(0.0)
         if self.stacks_requested:
             self._show_stacks()
         if self.interrupt_requested:
@@ -388,8 +415,6 @@ class NodeAgent:
 
     def end_now(self) -> None:
         """Kill everything and exit, because the launcher is gone."""
-        if self.latest is not None and self.latest.watchdog is not None:
-            self.latest.end_now()
         if self.warm is not None:
             self.warm.close()
         self._kill_ranks()
@@ -451,27 +476,54 @@ def main() -> int:
     spec = LaunchSpec.decode(arguments.spec)
     node_rank = _node_rank(arguments.node_rank)
     try:
-        return _run_starts(spec, node_rank, arguments.lifeline, arguments.plain)
+        return HostStarts(spec, node_rank, arguments.lifeline, arguments.plain).run()
     except OSError as error:  # usually about the run's directories
-        raise LaunchError(f"ranks cannot be started on {spec.hosts[node_rank].name}: {error}") from None
+        raise LaunchError(f"ranks cannot be started on {spec.hosts_with_agents[node_rank].name}: {error}") from None
 
 
-def _run_starts(spec: LaunchSpec, node_rank: int, lifeline: bool, plain: bool) -> int:
-    """Run one start after another, as long as the launcher sends any. Return the status of the last."""
-    command = warm_command(spec)
-    warm = WarmRanks(command) if command is not None and lifeline else None
-    first = NodeAgent(spec, node_rank, lifeline, plain, warm)
-    agent: NodeAgent | None = first
-    code = 0
-    try:
-        while agent is not None:
-            code = agent.run()
-            agent = agent.wait_for_next()
-            first.latest = agent  # those between are forgotten, however often a run is started again
-    finally:
-        if warm is not None:
-            warm.close()
-    return code
+class HostStarts:
+    """All starts of a run on this host, one after another in this process.
+
+    Args:
+        spec: The first start.
+        node_rank: Number of this host in it.
+        lifeline: Whether to take orders from standard input, and to end with it.
+        plain: Whether to print for people.
+    """
+
+    def __init__(self, spec: LaunchSpec, node_rank: int, lifeline: bool, plain: bool) -> None:
+        command = warm_command(spec)
+        self.warm = WarmRanks(command) if command is not None and lifeline else None
+        self.lifeline = lifeline
+        self.agent = NodeAgent(spec, node_rank, plain, self.warm, Orders())
+
+    def run(self) -> int:
+        """Run one start after another, as long as the launcher orders any. Return the status of the last."""
+        if self.lifeline:
+            self._follow_launcher()
+        try:
+            while True:
+                if self.agent.is_spare:
+                    self.agent.stand_by()
+                else:
+                    self.agent.run()
+                next_agent = self.agent.wait_for_next()
+                if next_agent is None:
+                    return self.agent.code
+                self.agent = next_agent
+        finally:
+            if self.warm is not None:
+                self.warm.close()
+
+    def _follow_launcher(self) -> None:
+        """End the agent and its ranks when the launcher, or the ssh connection to it, has ended."""
+        ports = ssh_ports(os.environ)
+        follow_launcher(
+            sys.stdin.fileno(),
+            lambda: self.agent.end_now(),  # of the start at that time
+            lambda: ports is not None and is_unanswered(ports),
+            on_input=self.agent.orders.feed,
+        )
 
 
 def _node_rank(text: str) -> int:

@@ -59,6 +59,7 @@ class LaunchSpec:
         rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None if it is not known.
         warm_module: Module that warm processes import while the run goes on, to become the ranks of its next start. The
             agents then stay after a failure, and wait for that start. None if agents end with their ranks.
+        spares: Hosts without ranks, whose agents wait with warm processes. Their numbers follow those of `hosts`.
     """
 
     run_id: str
@@ -82,11 +83,24 @@ class LaunchSpec:
     preemption_file: str | None = None
     preemption_seconds: float = 5.0
     warm_module: str | None = None
+    spares: tuple[Host, ...] = ()
 
     @property
     def world_size(self) -> int:
         """Number of ranks on all hosts."""
         return self.first_rank(len(self.hosts))
+
+    @property
+    def hosts_with_agents(self) -> tuple[Host, ...]:
+        """Hosts with an agent by their number: those with ranks, then spare ones."""
+        return (*self.hosts, *self.spares)
+
+    def number_of(self, name: str) -> int | None:
+        """Return the number of the host with a name; None if there is none."""
+        for number, host in enumerate(self.hosts_with_agents):
+            if host.name == name:
+                return number
+        return None
 
     def first_rank(self, node_rank: int) -> int:
         """Return the global rank of the first process on a host."""
@@ -117,7 +131,9 @@ class LaunchSpec:
 
     def encode(self) -> str:
         """Encode as compressed JSON in base64, which needs no quotes in a shell."""
-        fields = {**vars(self), "hosts": [vars(host) for host in self.hosts]}
+        fields = dict(vars(self))
+        fields["hosts"] = [vars(host) for host in self.hosts]
+        fields["spares"] = [vars(host) for host in self.spares]
         return base64.urlsafe_b64encode(zlib.compress(_json(fields))).decode()
 
     @staticmethod
@@ -129,12 +145,17 @@ class LaunchSpec:
         """
         try:
             data: dict[str, Any] = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
-            hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in data.pop("hosts"))
+            hosts = _decode_hosts(data.pop("hosts"))
+            spares = _decode_hosts(data.pop("spares"))
             arguments = tuple(data.pop("arguments"))
             reserved = tuple(data.pop("reserved"))
-            return LaunchSpec(hosts=hosts, arguments=arguments, reserved=reserved, **data)
+            return LaunchSpec(hosts=hosts, spares=spares, arguments=arguments, reserved=reserved, **data)
         except (ValueError, KeyError, TypeError, zlib.error) as error:
             raise LaunchError(f"the launch specification cannot be read ({error}): was the command cut off?") from None
+
+
+def _decode_hosts(encoded: list[dict[str, Any]]) -> tuple[Host, ...]:
+    return tuple(Host(host["name"], tuple(host["slots"])) for host in encoded)
 
 
 def new_run_id() -> str:

@@ -19,6 +19,7 @@ from neox.launch.agent_processes import AgentProcesses
 from neox.launch.commands import (
     MAX_CONNECTIONS,
     agent_command,
+    check_length,
     module_command,
     more_ssh_options,
     openmpi_command,
@@ -31,6 +32,7 @@ from neox.launch.commands import (
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
 from neox.launch.hosts import is_this_machine
+from neox.launch.orders import signal_order
 from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.placement import Placement
 from neox.launch.rendezvous import master_address, master_port
@@ -38,6 +40,7 @@ from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
 
 _PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
+_KEEPS_AGENTS = ("local", "pdsh")
 _SECRETS_SECONDS = 15
 _MAX_NAMED = 3  # hosts in a message
 
@@ -97,6 +100,7 @@ def new_spec(
         preemption_file=healing.preemption_file,
         preemption_seconds=healing.preemption_seconds,
         warm_module=warm_module,
+        spares=placement.spares,
     )
 
 
@@ -149,7 +153,7 @@ def launch(
         environment: Variables of the launcher's processes, and the secrets to send.
         forwarded: Patterns of the variables that are forwarded. Secrets that match are sent separately.
         advice: Line that is printed before the explanation of a failure.
-        agents: Processes of the starts before, which a local run goes on with; None if there is only one start.
+        agents: Processes of the starts before, which the run goes on with; None if there is only one start.
 
     Returns:
         How the run has ended, with its exit status.
@@ -167,17 +171,47 @@ def launch(
         return RunEnd(EndKind.FINISHED, 0)
     if launcher == "local":
         spec = replace(spec, stdin=f"/proc/{os.getpid()}/fd/0")
-    else:
-        spec = replace(spec, warm_module=None)
+    values = {name: environment[name] for name in secrets}
+    if spec.warm_module is not None and agents is not None and launcher in _KEEPS_AGENTS:
+        return _launch_to_stay(spec, runner, environment, values, advice, agents)
+    spec = replace(spec, warm_module=None, spares=())
     if launcher == "pdsh":
-        send_secrets(spec, {name: environment[name] for name in secrets}, environment, runner.ssh_port)
+        send_secrets(spec, values, environment, runner.ssh_port)
         return _launch_pdsh(spec, pdsh_environment(environment, runner.ssh_port), advice)
     command = launcher_command(spec, runner, secrets)
     assert command is not None, launcher
-    if agents is None:
-        return Supervisor(spec, [command], advice=advice).run(environment)
-    commands = [] if agents.go_on(spec) else [command]
-    return Supervisor(spec, commands, advice=advice, agents=agents).run(environment)
+    return Supervisor(spec, [command], advice=advice).run(environment)
+
+
+def _launch_to_stay(
+    spec: LaunchSpec,
+    runner: RunnerConfig,
+    environment: Mapping[str, str],
+    secrets: Mapping[str, str],
+    advice: str,
+    agents: AgentProcesses,
+) -> RunEnd:
+    """Start a run whose agents stay after a failure, or go on with those that have stayed, and follow it.
+
+    pdsh passes no standard input on, through which these agents take orders. So each has an ssh connection of its own.
+    """
+    over_ssh = chosen_launcher(spec.hosts_with_agents, runner) == "pdsh"
+    new = agents.go_on(spec)
+    if over_ssh:
+        send_secrets(spec, secrets, environment, runner.ssh_port, new)
+    for number in new:
+        host = spec.hosts_with_agents[number]
+        command = agent_command(spec, number, lifeline=True)
+        if over_ssh:
+            command = ssh_command(host, ["exec", *command], runner.ssh_port, more_ssh_options(environment))
+            check_length(command[-1])
+        agents.start(command, environment, host.name)
+    names = [host.name for host in spec.hosts]
+
+    def signal_agents(number: int) -> None:
+        agents.order(names, signal_order(number))
+
+    return Supervisor(spec, (), signal_agents, advice, agents, over_ssh=over_ssh).run(environment)
 
 
 def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:
@@ -221,7 +255,11 @@ def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str], advice: str) 
 
 
 def send_secrets(
-    spec: LaunchSpec, secrets: Mapping[str, str], environment: Mapping[str, str], ssh_port: int | None
+    spec: LaunchSpec,
+    secrets: Mapping[str, str],
+    environment: Mapping[str, str],
+    ssh_port: int | None,
+    numbers: Sequence[int] | None = None,
 ) -> None:
     """Send secrets to every host through ssh's standard input, into a private file that the agent reads and removes.
 
@@ -232,16 +270,19 @@ def send_secrets(
         secrets: Values of the variables by name.
         environment: Variables of the ssh processes.
         ssh_port: Port of the ssh servers; None for ssh's own configuration.
+        numbers: Numbers of the hosts; None for all.
 
     Raises:
         LaunchError: A host has not taken them.
     """
-    if not secrets:
+    if numbers is None:
+        numbers = range(len(spec.hosts))
+    if not secrets or not numbers:
         return
 
     def send(node_rank: int) -> None:
         words = [*module_command(spec, "neox.launch.remote"), "secrets", spec.run_id, str(node_rank)]
-        host = spec.hosts[node_rank]
+        host = spec.hosts_with_agents[node_rank]
         try:
             done = subprocess.run(
                 ssh_command(host, words, ssh_port, more_ssh_options(environment)),
@@ -257,5 +298,5 @@ def send_secrets(
         if done.returncode:
             raise LaunchError(f"secrets could not be sent to {host.name}: {done.stderr.strip()[-300:]}")
 
-    with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(spec.hosts))) as pool:
-        list(pool.map(send, range(len(spec.hosts))))
+    with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(numbers))) as pool:
+        list(pool.map(send, numbers))

@@ -26,6 +26,7 @@ from neox.launch.agent_processes import AgentProcesses
 from neox.launch.events import Event, decode_event
 from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import LOST_SECONDS, exit_status
+from neox.launch.orders import end_order
 from neox.launch.outcome import EndKind, Failure, RunEnd, end_by_failure, explain, find_cause
 from neox.launch.shared_warnings import SharedWarnings
 from neox.launch.spec import LaunchSpec
@@ -34,6 +35,8 @@ from neox.log import shown_lines
 _POLL_SECONDS = 0.1
 _READ_BYTES = 65536
 _WINDOW_SECONDS = 1.5  # after the first failure, for the reports of other hosts, one of which may be the cause
+_LOST_SECONDS = 0.5  # the same after the end of an ssh connection, which is itself the cause
+_END_RANKS_SECONDS = 3.0  # in which agents that may stay must have ended their ranks
 _END_SECONDS = 4.0
 _HANG_SECONDS = 6.0
 _TWICE_SECONDS = 1.0  # between two Ctrl-C that end a run whose script answers them
@@ -52,7 +55,8 @@ class Supervisor:
         signal_agents: Function that sends a signal to all agents; by default to the processes of the commands, which
             are agents on this machine.
         advice: Line that is printed before the explanation of a failure.
-        agents: Where the processes are kept if the agents may stay after a failure; None if they end with this run.
+        agents: Processes of agents that may stay after a failure; None if they end with this run.
+        over_ssh: Whether these processes are ssh connections, whose end means that a host is lost.
     """
 
     def __init__(
@@ -62,9 +66,12 @@ class Supervisor:
         signal_agents: SignalAgents | None = None,
         advice: str = "",
         agents: AgentProcesses | None = None,
+        *,
+        over_ssh: bool = False,
     ) -> None:
         self.spec = spec
         self.advice = advice
+        self.over_ssh = over_ssh
         self.commands = commands
         self.agents = agents or AgentProcesses()
         self.signal_agents = signal_agents or self.agents.signal
@@ -85,6 +92,7 @@ class Supervisor:
         self.preempted: tuple[str, str] | None = None  # host that is about to be taken, and what was noticed
         self.asked_by_signal = False
         self.interrupted_at = -math.inf  # time of the last Ctrl-C that was for the script
+        self.ranks_ended = False  # whether the agents that may stay have been told to end their ranks
         self.end_at: float | None = None  # time at which the run is ended, whoever is still running
 
     def run(self, environment: Mapping[str, str] | None = None) -> RunEnd:
@@ -102,10 +110,7 @@ class Supervisor:
                 self.agents.start(command, environment)
             self._watch(self.agents.selector)
         finally:
-            if self._agents_stay():
-                self.agents.keep(self.spec)
-            else:
-                self.agents.end_all()
+            self.agents.keep(self._staying_hosts())
             for number, handler in previous.items():
                 signal.signal(number, handler)
         return self._conclude()
@@ -115,7 +120,7 @@ class Supervisor:
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Take what the agents send until all their outputs have ended, or the run must end."""
         passed_on = False
-        while selector.get_map() and not self._agents_stay():
+        while selector.get_map() and not self._is_settled():
             for key, _ in selector.select(_POLL_SECONDS):
                 if not self._read(key.fileobj):  # type: ignore[arg-type]
                     selector.unregister(key.fileobj)
@@ -125,7 +130,8 @@ class Supervisor:
             self.warnings.show_due()
             now = time.monotonic()
             self._check_heartbeats(now)
-            if self.end_at is not None and now >= self.end_at:
+            self._check_connections()
+            if self.end_at is not None and now >= self.end_at and not self._end_ranks_first(now):
                 return
 
     def _pass_on_stop(self, signum: int) -> None:
@@ -142,10 +148,33 @@ class Supervisor:
             if node not in self.hosts_done and now - heard_at > LOST_SECONDS:
                 self._lose(node, f"nothing heard for {LOST_SECONDS:.0f} s")
 
+    def _check_connections(self) -> None:
+        """Note the hosts whose ssh connection has ended without a report of the agent."""
+        if not self.over_ssh:
+            return
+        for node, host in enumerate(self.spec.hosts):
+            status = self.agents.connection_end(host.name)
+            if status is not None and node not in self.hosts_done:
+                self._lose(node, f"ssh exited with exit code {status}")
+
     def _lose(self, node: int, how: str) -> None:
         if node not in self.hosts_lost:
             self.hosts_lost[node] = how
-            self._end_in(_WINDOW_SECONDS)
+            self._end_in(_LOST_SECONDS if self.over_ssh else _WINDOW_SECONDS)
+
+    def _end_ranks_first(self, now: float) -> bool:
+        """When the run is to be ended, tell the agents that may stay to end their ranks; return whether to wait."""
+        if not self._may_stay() or self.ranks_ended:
+            return False
+        self.ranks_ended = True
+        self.end_at = now + _END_RANKS_SECONDS
+        self.agents.order(self._running_hosts(), end_order(self.spec))
+        return True
+
+    def _running_hosts(self) -> list[str]:
+        """Return the names of the hosts whose agents follow ranks, as far as it is known."""
+        gone = {*self.hosts_done, *self.hosts_lost}
+        return [host.name for node, host in enumerate(self.spec.hosts) if node not in gone]
 
     def _end_in(self, seconds: float) -> None:
         """End the run after some seconds, unless a time is set already."""
@@ -162,11 +191,11 @@ class Supervisor:
             return True
         buffer = self.agents.buffers[pipe.fileno()]
         for line in buffer.feed(data) if data else buffer.flush():
-            self._take_line(line)
+            self._take_line(line, pipe.fileno())
         return bool(data)
 
-    def _take_line(self, line: str) -> None:
-        """Take an event, or a text for people. pdsh writes `host: ` in front of every line."""
+    def _take_line(self, line: str, descriptor: int) -> None:
+        """Take an event, or a text for people. pdsh writes `host: ` in front of every line, and ssh does not."""
         event = decode_event(line) or decode_event(line.partition(": ")[2])
         connection_ended = _CONNECTION_ENDED.match(line)
         if event is not None:
@@ -174,7 +203,8 @@ class Supervisor:
         elif connection_ended:
             self._take_connection_end(connection_ended["host"], connection_ended["how"])
         elif line.strip():
-            self._print_error(line)
+            host = self.agents.host_of(descriptor) if self.over_ssh else None
+            self._print_error(line if host is None else f"{host}: {line}")
 
     def _take_connection_end(self, host: str, how: str) -> None:
         """Take pdsh's message that ssh to a host has failed, unless the agent there has reported its end."""
@@ -183,6 +213,8 @@ class Supervisor:
                 self._lose(node, how)
 
     def _take_event(self, event: Event) -> None:
+        if event["kind"] == "waiting":  # without ranks: before this start, or on a spare host
+            return
         self.heard_at[event["node"]] = time.monotonic()
         if event.get("step") is not None:
             self.step = event["step"]
@@ -262,11 +294,29 @@ class Supervisor:
         # Ranks save at SIGTERM; a closed terminal asks for the same.
         self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number
 
-    def _agents_stay(self) -> bool:
-        """Return whether the ranks have ended with a failure on all hosts, and the agents wait for the next start."""
-        if self.spec.warm_module is None or self.stop_signal is not None:
+    def _may_stay(self) -> bool:
+        """Return whether agents stay after a failure of this start."""
+        return self.spec.warm_module is not None and self.stop_signal is None
+
+    def _is_settled(self) -> bool:
+        """Return whether nothing is left to be followed, although agents that wait still run."""
+        if self.spec.warm_module is None:
             return False
-        return len(self.hosts_done) == len(self.spec.hosts) and all(self.hosts_done.values())
+        if self._running_hosts():
+            return False
+        if self.hosts_lost:
+            return self.ranks_ended  # until then, other hosts may report what has happened
+        return all(self.hosts_done.values()) or self.over_ssh
+
+    def _staying_hosts(self) -> list[str]:
+        """Return the names of the hosts whose agents wait for the next start: those with a failure, and spare ones."""
+        if not self._may_stay():
+            return []
+        possible = list(self.spec.spares)
+        for node, code in self.hosts_done.items():
+            if code and node not in self.hosts_lost:
+                possible.append(self.spec.hosts[node])
+        return [host.name for host in possible if host.name in self.agents.hosts]
 
     # -- the result
 

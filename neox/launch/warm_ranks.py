@@ -1,10 +1,11 @@
 """Warm processes of a host's agent: one per slot, which have imported what ranks need and wait to become ranks.
 
 A rank needs seconds to import torch and DeepSpeed. The agent of a run that may be started again has it done ahead: once
-the first step is over, it starts one process per slot, `python -m neox.launch.bootstrap --warm MODULE`, with the rank's
-own environment, because packages read variables while they are imported. At the next start the process gets an order
-through its standard input: the script, its arguments and all variables. If one differs that an import may have read,
-the process is ended, and the rank is started anew. It imports at low priority, opens no GPU, and dies with the agent.
+the first step is over, or at once on a spare host, it starts one process per slot, `python -m neox.launch.bootstrap
+--warm MODULE`, with the rank's own environment, because packages read variables while they are imported. At the next
+start the process gets an order through its standard input: the script, its arguments and all variables. If one differs
+that an import may have read, the process is ended, and the rank is started anew. It imports at low priority, opens no
+GPU, and dies with the agent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from signal import SIGKILL
 from neox.launch.agent_files import PROGRESS_VARIABLE
 from neox.launch.lifeline import parent_death_hook, signal_group
 
-_MAY_DIFFER = ("MASTER_ADDR", "MASTER_PORT", PROGRESS_VARIABLE)  # nothing reads them before process groups are set up
+# Nothing reads them before process groups are set up. A spare host, or one of a run that shrinks, gets other ranks.
+MAY_DIFFER = ("MASTER_ADDR", "MASTER_PORT", PROGRESS_VARIABLE, "RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
+"""Variables of a rank that no import reads."""
 _PIPE_BYTES = 2**20  # so that an order never waits for a process that is still importing
 
 
@@ -114,7 +117,7 @@ class WarmRanks:
 
 def _what_counts(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that an import may have read."""
-    return {name: value for name, value in environment.items() if name not in _MAY_DIFFER}
+    return {name: value for name, value in environment.items() if name not in MAY_DIFFER}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

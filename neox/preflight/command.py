@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
@@ -296,7 +296,7 @@ class _Command:
             reports = fit.reports
             capabilities = capabilities_of(reports)
         elif asked_first:
-            reports = self._check_hosts(self._empty_spec(placement, job.script))
+            reports = self._check_hosts(self._empty_spec(placement, job.script), links=restarts.doubts_links)
             capabilities = capabilities_of(reports)
         elif placement.is_local:
             capabilities = Capabilities.of_hosts([native_formats()])
@@ -318,7 +318,12 @@ class _Command:
         restarts.can_move = can_change_hosts(self.config, placement)
         if not restarts.can_move:
             return None
-        reports = self._examine_hosts(self._empty_spec(with_spares(placement), script))
+        spec = self._empty_spec(with_spares(placement), script)
+        if restarts.lost:
+            with suppress(LaunchError):  # else they are asked once more, and waited for
+                reports = self._examine_hosts(spec, links=restarts.doubts_links, lost=restarts.lost)
+                return fit_hosts(self.config, placement, reports, restarts.unfit, restarts.suspects)
+        reports = self._examine_hosts(spec, links=restarts.doubts_links)
         return fit_hosts(self.config, placement, reports, restarts.unfit, restarts.suspects)
 
     def _launch(self, prepared: _Prepared, directory: Path, restarts: Restarts, agents: AgentProcesses) -> RunEnd:
@@ -328,7 +333,7 @@ class _Command:
         notes = list(plan.notes)
         reports = prepared.reports
         if prepared.must_ask:
-            reports = self._check_hosts(spec)
+            reports = self._check_hosts(spec, links=restarts.doubts_links)
             notes += _check_formats(plan, capabilities_of(reports))
         if prepared.job.runs_model:
             check_memory(plan, spec, reports, training=prepared.job.trains)
@@ -414,9 +419,9 @@ class _Command:
             "deepspeed_launcher": join(deepspeed_command(spec)),
         }
 
-    def _check_hosts(self, spec: LaunchSpec) -> list[HostReport]:
+    def _check_hosts(self, spec: LaunchSpec, *, links: bool) -> list[HostReport]:
         """Check every host and return the reports. Raises LaunchError for a host with a problem."""
-        reports = self._examine_hosts(spec)
+        reports = self._examine_hosts(spec, links=links)
         if _have_problems(reports):
             raise LaunchError(f"nothing was started:\n{format_reports(reports)}")
         return reports
@@ -436,8 +441,10 @@ class _Command:
         for key in self._tokenizer_keys():
             yield str(Path(self.config.value(key)).absolute())
 
-    def _examine_hosts(self, spec: LaunchSpec) -> list[HostReport]:
-        """Check every host, with the paths of this configuration."""
+    def _examine_hosts(
+        self, spec: LaunchSpec, *, links: bool = True, lost: frozenset[str] = frozenset()
+    ) -> list[HostReport]:
+        """Check every host, with the paths of this configuration. Those that were lost are not waited for."""
         checks = Checks(
             save_paths=() if self.save is None else (str(self.save),),
             local_paths=nvme_paths(self.config),
@@ -445,6 +452,8 @@ class _Command:
             ssh_port=self.runner.ssh_port,
             seconds=self.runner.doctor_timeout,
             always_ssh=len(spec.hosts) > 1,
+            links=links,
+            lost=lost,
         )
         return examine(spec, checks, self.environment)
 

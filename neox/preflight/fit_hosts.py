@@ -23,7 +23,7 @@ class FitHosts:
     """Hosts of a start, and the configuration for them.
 
     Attributes:
-        placement: Hosts and slots.
+        placement: Hosts and slots, and the spare hosts that could step in later.
         config: The configuration. With fewer ranks than planned, its batch is that of all ranks.
         reports: Report of each host that takes part.
         left_out: Names of the hosts that do not take part, with what is done about each.
@@ -94,7 +94,13 @@ def fit_hosts(
             left_out[host.name] = _words(host, chosen, reasons)
     report_of = {report.host.name: report for report in reports}
     own_reports = [replace(report_of[host.name], host=host) for host in hosts]
-    return FitHosts(replace(placement, hosts=hosts, spares=()), config, own_reports, left_out)
+    spares = tuple(spare for spare in placement.spares if _is_free(spare, hosts, reasons))
+    return FitHosts(replace(placement, hosts=hosts, spares=spares), config, own_reports, left_out)
+
+
+def _is_free(spare: Host, hosts: Sequence[Host], reasons: Mapping[str, str]) -> bool:
+    """Return whether a spare host could take part and is not used."""
+    return spare.name not in reasons and spare.name not in [host.name for host in hosts]
 
 
 def _words(host: Host, chosen: ChosenHosts, reasons: Mapping[str, str]) -> str:

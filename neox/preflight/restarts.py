@@ -23,6 +23,7 @@ _ADVICE = (
 )
 
 
+_LEAST_SIGNAL_STATUS = 128
 _FAILURES_OF_SUSPECT = 3  # in a row on one host
 
 
@@ -37,6 +38,8 @@ class Restarts:
         unfit: Names of the hosts that must not take part any more, with the reasons.
         can_move: Whether other hosts may be used at the next start.
         suspects: Names of the hosts that should not take part if others can, with the reasons.
+        lost: Hosts that were lost at the end of the last start.
+        doubts_links: Whether a link between hosts may be at fault, so that they are measured before the next start.
     """
 
     def __init__(self, config: NeoXConfig, script: Path) -> None:
@@ -51,6 +54,8 @@ class Restarts:
         self._failures_in_a_row: list[str] = []  # host of each, while it is the same
         self._taken: tuple[str, ...] = ()  # hosts that must not take part in the next start, because they are taken
         self.can_move = False
+        self.lost: frozenset[str] = frozenset()
+        self.doubts_links = True
         self.unfit: dict[str, str] = {}
         self.suspects: dict[str, str] = {}
 
@@ -127,6 +132,9 @@ class Restarts:
 
     def _judge_hosts(self, end: RunEnd) -> None:
         """Note the hosts that should not take part in the next start."""
+        self.lost = frozenset(end.hosts if end.kind is EndKind.HOST else ())
+        was_killed = end.kind is EndKind.RANK and end.status > _LEAST_SIGNAL_STATUS
+        self.doubts_links = not self.lost and not was_killed and end.kind is not EndKind.PREEMPTED
         for host in self._taken:
             self.unfit.pop(host, None)
         self._taken = ()

@@ -18,11 +18,17 @@ _EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 130}
 class StopSignals:
     """Context manager that remembers the first SIGTERM or SIGINT. A second one has its default effect.
 
-    The former handlers are restored at the end.
+    The former handlers are restored at the end. If another rank's signal ends the training, that of this rank may still
+    be on its way: it is then only answered.
+
+    Attributes:
+        received: The first signal; None if there was none.
+        elsewhere: Whether another rank's signal ends the training.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.elsewhere = False
         self._former: dict[signal.Signals, signal.Handlers] = {}
 
     def __enter__(self) -> StopSignals:
@@ -31,8 +37,9 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        is_on_its_way = self.elsewhere and self.received is None
         for signum, handler in self._former.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, _answer if is_on_its_way else handler)
 
     @property
     def exit_code(self) -> int:
@@ -49,6 +56,11 @@ class StopSignals:
         self.received = signal.Signals(signum)
         acknowledge_stop()  # the launcher leaves time to save to ranks that call this
         _log.warning("%s: ending after this step; send it again to end at once", self.received.name)
+
+
+def _answer(signum: int, frame: FrameType | None) -> None:
+    """Answer a signal for what this process does anyway."""
+    acknowledge_stop()
 
 
 def ignore_signals() -> None:

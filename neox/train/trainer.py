@@ -305,7 +305,9 @@ class Trainer:
 
     def _asked_to_stop(self) -> bool:
         """Return whether any rank got a signal; the same answer on every rank, which all ask together."""
-        return self.engine.any_rank(self._signals.received is not None)
+        asked = self.engine.any_rank(self._signals.received is not None)
+        self._signals.elsewhere = asked and self._signals.received is None
+        return asked
 
     def _should_stop(self) -> bool:
         """Return whether any rank got a signal, or `exit_interval` is due; the same answer on every rank."""

@@ -29,7 +29,7 @@ def test_a_rank_that_ends_while_stacks_are_shown_is_not_watched_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = LaunchSpec("id", (Host("a", (0,)),), "::1", 1, "s.py", (), str(tmp_path), "/", str(tmp_path), sys.executable)
-    agent = node.NodeAgent(spec, 0, lifeline=False)
+    agent = node.NodeAgent(spec, 0)
     watchdog = agent.watchdog = RecordingWatchdog()
     events: list[Event] = []
     monkeypatch.setattr(agent, "tell", events.append)

@@ -24,3 +24,15 @@ def test_the_training_loops_signal_handler_answers(tmp_path: Path, monkeypatch: 
     assert not progress.has_answered(2)
     monkeypatch.setenv("NEOX_PROGRESS_FILE", str(tmp_path / "gone" / "progress"))
     acknowledge_stop()  # the agent's directory is gone: no error in a signal handler
+
+
+def test_a_signal_that_comes_after_another_ranks_has_ended_the_training_does_not_kill() -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopSignals() as signals:
+            signals.elsewhere = True
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.exit_code == 0
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
