@@ -30,6 +30,7 @@ from neox.corpus.sources import (
     download,
     find_corpus,
     is_url,
+    listed_addresses,
     local_name,
 )
 from neox.errors import DataError, run_script
@@ -124,6 +125,8 @@ def fetch(corpus: NamedCorpus, folder: Path, digests: dict[str, str], force: boo
     if clashes:
         raise DataError(f"{corpus.name}: several sources are called {', '.join(clashes)}; download them separately")
     files: list[str] = []
+    if corpus.address_list:
+        files += listed_addresses(corpus.address_list)
     for source in corpus.sources:
         if is_remote(source) and not is_url(source):
             files += expand_inputs([source], config=corpus.config)

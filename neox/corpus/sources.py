@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from neox.corpus.inputs import expand_inputs
 from neox.errors import DataError
 from neox.files import fsync_file, partial_path, replace_file, sha256_of, write_text
 from neox.log import get_logger
+from neox.storage import is_remote, open_file
 
 _log = get_logger(__name__)
 _CHUNK = 1 << 20
@@ -31,6 +33,8 @@ _PILE_NOTE = (
 )
 _PILE_HELD_OUT = (f"{_PILE}/val.jsonl.zst", f"{_PILE}/test.jsonl.zst")
 _C4 = "hf://datasets/allenai/c4"
+_DOLMA = "hf://datasets/allenai/dolma/urls"
+_DOLMA_NOTE = "the hub has lists of the files, which are read from AI2's server"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class NamedCorpus:
         note: What a user should know about it.
         config: Configuration of the hub's data set.
         gone: What to use instead, if the corpus is no longer served.
+        address_list: Address of a text file with the addresses of more sources, one in a line.
     """
 
     name: str
@@ -54,6 +59,7 @@ class NamedCorpus:
     note: str = ""
     config: str | None = None
     gone: str = ""
+    address_list: str = ""
 
     def described(self) -> str:
         """Return what is known of the corpus, in one line."""
@@ -106,6 +112,22 @@ _NAMED_CORPORA = (
         "",
         "those of the files, which are permissive",
         "its terms must be accepted on the hub; the text is under --text-key content",
+    ),
+    NamedCorpus(
+        "dolma",
+        (),
+        "4.5 TB compressed",
+        "odc-by",
+        f"version 1.7, card of April 2024; {_DOLMA_NOTE}",
+        address_list=f"{_DOLMA}/v1_7.txt",
+    ),
+    NamedCorpus(
+        "dolma_sample",
+        (),
+        "16.4 GB compressed, about 10 billion tokens",
+        "odc-by",
+        f"sample of version 1.6, card of April 2024; {_DOLMA_NOTE}",
+        address_list=f"{_DOLMA}/v1_6-sample.txt",
     ),
     _gone("enron", "Enron Emails"),
     _gone("github", "Github"),
@@ -173,6 +195,23 @@ def find_corpus(request: str, data_dir: Path | None = None) -> NamedCorpus:
             f"{name} is no longer served where gpt-neox looks for it: {corpus.gone}; or give {name}=PATH_OR_URL"
         )
     return corpus
+
+
+def listed_addresses(address: str) -> tuple[str, ...]:
+    """Return the addresses in a text file at an address, one in a line.
+
+    Raises:
+        DataError: If the file cannot be read, or holds something else.
+    """
+    (pinned,) = expand_inputs([address])  # to a commit, on the hub
+    with open_file(pinned) as file:
+        lines = file.read().decode("utf-8", "replace").split()
+    for line in lines:
+        if not is_remote(line):
+            raise DataError(f"{address}: {line[:80]!r} is no address; the list has another form than expected")
+    if not lines:
+        raise DataError(f"{address}: the list is empty")
+    return tuple(lines)
 
 
 def local_name(url: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,7 @@ import pytest
 import zstandard
 
 from neox.corpus import LineBlock, expand_inputs, read_blocks, read_documents
+from neox.corpus.sources import listed_addresses
 from neox.data.sidecar import read_sidecar
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
@@ -190,6 +192,20 @@ def test_the_card_says_which_files_belong_to_a_configuration(server: Server, tmp
         expand_inputs(["hf://datasets/org/set"])
     server.card = {"configs": [english, {**german, "default": True}]}
     assert texts_of("hf://datasets/org/set", split="train") == ["de"]
+
+
+def test_a_list_on_the_hub_names_files_elsewhere(server: Server) -> None:
+    address = f"http://127.0.0.1:{server.server_port}"
+    server.files = {"/urls/v1.txt": f"{address}/a.json.gz\n{address}/b.json.gz\n".encode()}
+    for name, texts in (("a", TEXTS[:5]), ("b", TEXTS[5:9])):
+        plain = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        server.files[f"/{name}.json.gz"] = gzip.compress(plain.encode())
+    files = listed_addresses("hf://datasets/org/set/urls/v1.txt")
+    assert [document.text for document in read_documents(files)] == TEXTS[:9]
+    for content in (b"", b"<html>\n"):
+        server.files = {"/urls/v1.txt": content}
+        with raises_naming(DataError, "urls/v1.txt"):
+            listed_addresses(f"{address}/urls/v1.txt")
 
 
 def test_a_web_server_gives_files(server: Server) -> None:

@@ -104,7 +104,8 @@ def test_names() -> None:
     with raises_naming(DataError, "enron", "Enron Emails", "pile-uncopyrighted"):
         find_corpus("enron")
     known = [corpus for corpus in CORPORA.values() if not corpus.gone]
-    assert all(corpus.sources and "copy" in corpus.described() for corpus in known)
+    assert all((corpus.sources or corpus.address_list) and "copy" in corpus.described() for corpus in known)
+    assert {"pile", "enwik8", "openwebtext", "c4", "fineweb", "slimpajama", "dolma", "the_stack"} <= set(CORPORA)
     assert find_corpus("wikipedia=/data/wiki,/data/more").sources == ("/data/wiki", "/data/more")
     assert find_corpus("enron=/data/enron.jsonl").sources == ("/data/enron.jsonl",)
     for request, name in (("enrom", "enron"), ("../x=/y", "../x"), ("a=", "a=")):
