@@ -83,12 +83,12 @@ class NotFiniteError(TrainingError):
 
 
 class ReplicaError(TrainingError):
-    """Weights that are not the same on all data ranks.
+    """Weights that differ between data ranks.
 
     Args:
         message: The message.
         step: The step, counted from 1.
-        ranks: Ranks whose weights differ from those of most; none if there is no majority.
+        ranks: Ranks whose weights differ from those of the majority; empty if there is no majority.
     """
 
     def __init__(self, message: str, step: int, ranks: tuple[int, ...]) -> None:
@@ -107,7 +107,7 @@ class EvaluationError(NeoXError, ValueError):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Let an error of the block end the process with the status of a wrong configuration: nothing has started."""
+    """Give errors of the block the exit status of a configuration error, because nothing has started yet."""
     try:
         yield
     except NeoXError as error:

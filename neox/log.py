@@ -62,7 +62,7 @@ class Progress(Protocol):
 
 
 def _readable(rate: float) -> str:
-    """Return a rate with as many digits as a reader needs: 4.7, 35,913, 34.9 million."""
+    """Format a rate for display: 4.7, 35,913, 34.9 million."""
     if rate >= 1e6:
         return f"{rate / 1e6:,.1f} million"
     if rate >= 1000:

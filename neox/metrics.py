@@ -136,7 +136,7 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
 
 
 def _add_interruptions(axes: Axes, path: Path) -> None:
-    """Mark the steps at which a run was interrupted and started again."""
+    """Mark the steps at which a run was interrupted and restarted."""
     for event in interruptions(read_events(path.parent)):
         if event.get("step") is not None:
             axes.axvline(event["step"], color="0.5", linestyle=":", linewidth=1, zorder=0, gid="interruption")

@@ -204,7 +204,7 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
     Args:
         weights: Weights of the Hugging Face directory.
         layers: Layers of the model.
-        further_layers: Number of layers behind the last block that are left out.
+        further_layers: Number of layers after the last block that are left out.
 
     Raises:
         ConversionError: If keys are missing or unknown, with their names.
@@ -235,14 +235,14 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
 
 
 def _left_out(keys: Collection[str], layers: LayerPlan, number: int) -> set[str]:
-    """Return the keys of so many layers behind the last block, with a warning that they are left out."""
+    """Return the keys of the `number` layers after the last block, and warn that they are left out."""
     first = layers.architecture.num_layers
-    beginnings = tuple(f"model.layers.{layer}." for layer in range(first, first + number))
-    found = {key for key in keys if key.startswith(beginnings)}
+    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + number))
+    found = {key for key in keys if key.startswith(prefixes)}
     if found:
         get_logger(__name__).warning(
-            f"left out: {len(found)} tensors of layers {first} to {first + number - 1}, which predict further tokens "
-            f"and are not part of the network ({min(found)} and others)"
+            f"left out {len(found)} tensors of the multi-token prediction layers {first} to {first + number - 1}, "
+            f"which are not part of the network ({min(found)} and others)"
         )
     return found
 

@@ -39,7 +39,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def refuse_used_directory(output: Path, *, overwrite: bool) -> None:
-    """Raise ConfigError if a directory that is to be written is not empty and must not be replaced."""
+    """Raise ConfigError if an output directory is not empty and may not be overwritten."""
     is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
     if is_used and not overwrite:
         raise ConfigError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")

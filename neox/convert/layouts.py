@@ -127,7 +127,7 @@ def _experts_from_hf(joined: Tensor, source: TensorSource, architecture: Archite
 
 
 def _stacked_experts_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
-    """Return a stack of weights [experts, columns, rows], or of biases as it is."""
+    """Return stacked weights as [experts, columns, rows], and stacked biases unchanged."""
     return [tensor.transpose(1, -1).contiguous() if tensor.dim() > 2 else tensor]
 
 
@@ -136,7 +136,7 @@ def _stacked_experts_from_hf(joined: Tensor, source: TensorSource, architecture:
 
 
 def _alternating_experts_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
-    """Return a stack in which rows of the gate and of what it multiplies take turns: gate, value, gate, value."""
+    """Return a stack in which rows of gate and up projection alternate: gate, up, gate, up."""
     value, gate = tensor.chunk(2, dim=1)
     return _stacked_experts_to_hf(torch.stack((gate, value), dim=2).flatten(1, 2), source, architecture)
 
@@ -152,18 +152,18 @@ def _swapped_halves(tensor: Tensor) -> Tensor:
 
 
 def _neighbours_to_halves(rows: int) -> Tensor:
-    """Return the order of rows that puts neighbours (2i, 2i + 1) at i and rows / 2 + i: 0 2 4 1 3 5."""
+    """Return the order of rows that moves neighbours (2i, 2i + 1) to i and rows / 2 + i: 0 2 4 1 3 5."""
     return torch.arange(rows).reshape(-1, 2).T.flatten()
 
 
 def _latent_query_order(architecture: Architecture) -> Tensor:
-    """Return the order that makes the rows of one of our heads of theirs: the rotated ones first."""
+    """Return the order that converts the rows of their query heads to ours: rotary rows first."""
     plain = architecture.head_dim - architecture.rotary_ndims
     return torch.cat([plain + _neighbours_to_halves(architecture.rotary_ndims), torch.arange(plain)])
 
 
 def _latent_key_order(architecture: Architecture) -> Tensor:
-    """Return the order that makes our rows of latent vectors and rotated keys of theirs."""
+    """Return the order that converts their rows of latent vectors and rotary keys to ours."""
     width = architecture.latent_width
     return torch.cat([torch.arange(width), width + _neighbours_to_halves(architecture.rotary_ndims)])
 

@@ -146,7 +146,7 @@ def to_hf(
 
 
 def _write_card(directory: Path, card: str) -> None:
-    """Write the model card. Raises ConversionError if the disk refuses."""
+    """Write the model card. Raises ConversionError if it cannot be written."""
     readme = directory / "README.md"
     with os_errors(ConversionError, f"{readme}: cannot be written"):
         readme.write_text(card, encoding="utf-8")
@@ -206,7 +206,7 @@ def _dtype(reader: CheckpointReader, precision: Precision | None, weights: Loade
 
 
 def _refuse_other_tokenizer(config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None) -> None:
-    """Raise ConversionError if the export would get another tokenizer than that of the training."""
+    """Raise ConversionError if the export's tokenizer is not the one that the model was trained with."""
     saved = saved_tokenizer_identity(reader.path)
     if saved is None or source is None or config.checkpoint.allow_other_tokenizer:
         return
@@ -305,10 +305,10 @@ def _write_generation_config(
 
 
 def _padding_entry(plan: RunPlan, source: TokenizerSource | None) -> dict[str, int | None]:
-    """Return the entry of padding in the `config.json` of a reward model; nothing for other models.
+    """Return the padding entry for the `config.json` of a reward model; nothing for other models.
 
-    transformers scores the last token that is not padding. So the end of a text must not be padding: then there is
-    none, and texts are scored one by one.
+    transformers scores the last token that is not padding, so the end-of-text token must not be the padding token. If
+    it is, the export has no padding token, and transformers scores texts only one at a time.
     """
     if not plan.architecture.score_head:
         return {}

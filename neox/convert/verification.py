@@ -46,7 +46,7 @@ def single_rank_plan(config: NeoXConfig, padded_vocab_size: int) -> RunPlan:
     kept |= {*type(config.model).model_fields}
     kept |= {*ARCHITECTURE_KEYS}  # muP's keys are in another section
     kept -= _KERNEL_KEYS
-    if config.preferences.train_impl != "rm":  # the only value that changes the network; others need data
+    if config.preferences.train_impl != "rm":  # the only value that changes the network; the others need data
         kept.discard("train_impl")
     flat = {key: value for key, value in config.to_flat().items() if key in kept}
     flat |= {
@@ -136,7 +136,7 @@ def compare_logits(
 ) -> Verification:
     """Run our network and the export in `transformers`, both in fp32 on CPU, on tokens [B, S].
 
-    Of a model that scores texts, the scores of their last tokens are compared.
+    For a reward model, the scores of the last tokens are compared.
     """
     with torch.inference_mode():
         exported = hf_model(hf_directory)(tokens)

@@ -63,8 +63,8 @@ def write_peft_adapter(
     check_same_model(path, stored.args, plan)
     if plan.architecture.score_head:
         raise ConversionError(
-            f"{path} is a reward model, whose head was trained as a whole next to the adapters: export it without "
-            "--adapter, as a model with the adapters added to its weights"
+            f"{path} is a reward model, whose whole head was trained in addition to the adapters: export it without "
+            "--adapter, which merges the adapters into the weights"
         )
     reader = CheckpointReader(path, add_adapters(plan.layers, lora))
     tensors: dict[str, Tensor] = {}

@@ -70,8 +70,8 @@ class AveragedWeights:
     def parts(self) -> Parts | None:
         """Return this rank's part of the average for a checkpoint; None if another data rank writes the same.
 
-        Whole parameters are written by the first data rank. Experts that ranks divide are written by the first ranks
-        that hold all of them together. As in layer files, only tensor rank 0 has biases that gpt-neox adds up over
+        The first data rank writes whole parameters. With expert parallelism, the first group of ranks that together
+        hold all experts writes these. As in layer files, only tensor rank 0 has biases that gpt-neox adds up over
         tensor ranks.
         """
         writes_only_experts = not self._is_divided and self._grid.dp_rank != 0

@@ -57,7 +57,7 @@ def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -
 
 
 def _check_quantizer(plan: RunPlan, device: torch.device) -> None:
-    """Raise LaunchError if weights or gradients are to be quantised on a CPU, for which DeepSpeed has no kernel."""
+    """Raise LaunchError if a key asks for quantized communication on a CPU, for which DeepSpeed has no kernel."""
     keys = plan.config.deepspeed.zero_optimization.quantizing_keys
     if keys and device.type == "cpu":
         raise LaunchError(f"{keys[0]}: its kernel runs on GPUs only, and this rank has none; remove it")

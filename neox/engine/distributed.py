@@ -138,7 +138,7 @@ def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGr
         group: Group of all ranks for a thread that runs next to training; the default group if None.
 
     Raises:
-        CheckpointError: With the message of the first rank that failed. Its cause is this rank's own error.
+        CheckpointError: If any rank failed, with the message of the first one. The cause is this rank's own error.
     """
     own: Exception | None = None
     problem: str | None = None

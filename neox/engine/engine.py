@@ -87,15 +87,15 @@ class Engine:
         iteration: Number of completed steps, skipped ones included.
         run: Identity of the run, which its checkpoints carry.
         chat_template: Template of conversations with the model, which its checkpoints carry; None if there is none.
-        tokenizer: Identity of the run's tokenizer, which its checkpoints carry; None if it cannot be built.
+        tokenizer: Identity of the run's tokenizer, saved in its checkpoints; None if the tokenizer cannot be built.
         ledger: Record in the loaded checkpoint of what was read of each dataset; None if there is none.
         averages: Average of the trained weights; None without `ema_decay`.
         reference: Identity of the weights that the run began with, to which a loss may compare the model; None if it is
             not known.
         reference_from: Checkpoint that these weights are in, and which of its weights they are; None for initial ones,
             or if no loss needs it.
-        with_reference: Completes the next micro batches, of the number given, with a reference's log-probabilities;
-            None if the data have them, or no loss needs them.
+        with_reference: Function that adds the reference model's log-probabilities to a number of micro batches; None
+            if the data includes them, or the loss does not need them.
         skipped: First and last step of each range whose batches were skipped after a loss spike.
         ledger_at: Maps a number of steps to the ledger of the data, which checkpoints carry; None to save none.
     """
@@ -168,7 +168,7 @@ class Engine:
         with _readable_scaler_failure(self.iteration + 1), readable_refusal():
             count = self.deepspeed_engine.gradient_accumulation_steps()
             completed = self._completed(self._cut(batches, length), count)
-            observed = self._observation()  # not of the reference, which has run by now
+            observed = self._observation()  # after the reference model has run, so that it is not observed
             self._steps.train(completed, length)
         if self.plan.architecture.router_bias:
             move_selection_biases(self.deepspeed_engine.module, self.grid)
@@ -301,7 +301,7 @@ class Engine:
         return ({name: value[:, :length] for name, value in batch.items()} for batch in batches)
 
     def _observation(self) -> Stability | None:
-        """Start to observe the next step, if it is due, and return what observes it."""
+        """Start observing the next step if it is due; return the observer, otherwise None."""
         observed = self._stability
         if observed is None or not observed.is_due(self.iteration + 1):
             return None
@@ -309,7 +309,7 @@ class Engine:
         return observed
 
     def _completed(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Return the next micro batches with what they need of a reference model."""
+        """Return the next micro batches, with a reference model's log-probabilities if the loss needs them."""
         if self.with_reference is None:
             return batches
         return self.with_reference(batches, count)

@@ -35,7 +35,7 @@ def fixed_logits(engine: Engine) -> Tensor | None:
     logits = engine.logits(tokens.unsqueeze(0))
     if logits is None:
         return None
-    if not engine.plan.architecture.score_head:  # whose scores every tensor rank has
+    if not engine.plan.architecture.score_head:  # scores are complete on every tensor rank
         logits = gather_last_dim(logits, engine.grid)
     return logits.float().cpu()
 

@@ -103,8 +103,8 @@ def answer_log_probs(engine: Engine, pairs: Pairs, *, adapters: bool = True) -> 
 
     Args:
         engine: The engine with the model.
-        pairs: Pairs of answers. Those that a row cannot hold get NaN.
-        adapters: Whether the adapters of `lora` take part.
+        pairs: Pairs of answers. Those that are too long for a row get NaN.
+        adapters: Whether the adapters of `lora` are enabled.
     """
     switch: AbstractContextManager[None] = nullcontext()
     if not adapters:
@@ -115,7 +115,7 @@ def answer_log_probs(engine: Engine, pairs: Pairs, *, adapters: bool = True) -> 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let the layers of a model compute without their adapters."""
+    """Disable the adapters of a model inside a `with` block."""
     found = [module for module in model.modules() if isinstance(module, Adapter)]
     scales = [adapter.scale for adapter in found]
     for adapter in found:
@@ -128,7 +128,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def _answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
-    """Return the log-probabilities of answers by the model as it is, [pairs, 2]."""
+    """Return the log-probabilities of answers with the current weights, [pairs, 2]."""
     plan = engine.plan
     grid = engine.grid
     length = plan.batch_schedule.full_length
@@ -180,9 +180,9 @@ def _sums_of_rows(engine: Engine, pairs: Pairs, rows: list[list[int]], length: i
 
 
 def sums_of_batch(engine: Engine, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the sums of the log-probabilities of a batch's answers by the model as it is [B, P, 2].
+    """Return the summed log-probabilities of a batch's answers with the current weights [B, P, 2].
 
-    All ranks of a model call it together, and all get them.
+    All ranks of a model call it together, and all get the result.
 
     Args:
         engine: The engine with the model.

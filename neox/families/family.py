@@ -29,7 +29,7 @@ _ENDINGS: Mapping[str, str] = MappingProxyType(
         "selection_bias": "e_score_correction_bias",  # DeepSeek's name
     }
 )
-"""Last part of our names -> that of transformers' keys, if it is another."""
+"""Last part of our parameter names -> that of transformers' keys, if they differ."""
 
 Layout = Literal[
     "same",
@@ -49,8 +49,8 @@ Layout = Literal[
 class TensorSource:
     """Hugging Face modules that hold one module of ours, and how our tensors are made from theirs.
 
-    Our tensor is the concatenation of theirs along dimension 0, optionally rearranged. The same holds for weight and
-    bias.
+    Our tensor is the concatenation of theirs along dimension 0, optionally rearranged. The same holds for weights and
+    biases.
 
     Attributes:
         modules: Names without `.weight`; `{i}` is the number of the block from 0, `{e}` that of an expert.
@@ -60,13 +60,12 @@ class TensorSource:
             another if there are fewer key heads. "grouped_heads": theirs are, for each key head, its queries, its keys
             and its values (Falcon). "swapped_halves": theirs are ours with the second half first (gate, then values).
             "experts": each expert has all of the modules, and ours are stacked [experts, rows, columns].
-            "stacked_experts": theirs are stacked, too, as [experts, columns, rows]. "alternating_experts": in addition
-            their rows of the gate and of what it multiplies take turns. "latent_queries": their rotated rows are the
-            last ones of each head, and rotary positions turn neighbouring ones. "latent_keys": the same for all rows
-            after those of the latent vector.
-        interleaved: With "heads", whether rotary positions turn neighbouring dimensions of a head (GPT-J) instead of
-            the two halves of the rotated ones.
-        endings: `weight` or `bias` -> what follows the module's name, if not the same after a point.
+            "stacked_experts": theirs are stacked too, as [experts, columns, rows]. "alternating_experts": in addition,
+            their rows of gate and up projection alternate. "latent_queries": the rotary rows are the last ones of each
+            head there, and are interleaved. "latent_keys": the same for the rows after those of the latent vector.
+        interleaved: With "heads", whether rotary embeddings rotate neighbouring dimensions of a head (GPT-J) instead of
+            dimensions of the first and second half.
+        endings: `weight` or `bias` -> suffix of the key after the module's name, if it is not `.weight` or `.bias`.
     """
 
     modules: tuple[str, ...]
@@ -98,9 +97,9 @@ def separate_projections(attention: str, *, interleaved: bool = False) -> Tensor
 
 
 SCORE_TENSORS: Mapping[str, TensorSource] = MappingProxyType({"rm_linear": TensorSource(("score",))})
-"""Our modules of a head with scores -> their sources, in every family."""
+"""Our modules of a score head -> their sources, the same in every family."""
 _ONE_LABEL: Mapping[str, Any] = MappingProxyType({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}})
-"""Entries of the `config.json` of a model with one score."""
+"""Entries in the `config.json` of a model with one score."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Family:
     Attributes:
         model_type: As in `config.json`.
         class_name: Model class, as in `architectures` of `config.json`.
-        score_class: The same of its models with one score for a text; None if transformers has no such class.
+        score_class: Class of its sequence classification models; None if transformers has none.
         title: Name for messages and model cards.
         network: Fields of `Architecture` that are the same in all of its models. Fields that neither this nor
             `config` gives have the defaults of `Architecture`.
@@ -170,7 +169,7 @@ class Family:
         return "masked_lm_head" in self.tensors
 
     def auto_class(self, hf: Mapping[str, Any]) -> str:
-        """Return the name of transformers' class that loads a model of a `config.json` with all heads."""
+        """Return the name of transformers' auto class that loads the model of a `config.json` with its head."""
         if _gives_scores(hf):
             return "AutoModelForSequenceClassification"
         return "AutoModelForPreTraining" if self.is_encoder else "AutoModelForCausalLM"
@@ -206,22 +205,22 @@ class Family:
         raise ConversionError("this Hugging Face model cannot be imported:\n  " + "\n  ".join(reasons))
 
     def _problems_of_scores(self, hf: Mapping[str, Any]) -> Iterator[str]:
-        """Yield why a `config.json` of a model that scores texts cannot be read."""
+        """Yield the reasons why the `config.json` of a model with a score head cannot be read."""
         if not _gives_scores(hf):
             return
         if self.score_class is None:
-            yield f"architectures: {hf['architectures']}: only models with next tokens are supported"
+            yield f"architectures: {hf['architectures']}: only causal language models of this family are supported"
             return
         labels = hf.get("num_labels", len(hf.get("id2label") or {}) or 2)
         if labels != 1:
-            yield f"num_labels: {labels!r}: only models with one label, a score, are supported"
+            yield f"num_labels: {labels!r}: only models with one label (reward models) are supported"
 
     def _read(self, hf: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
         """Read a `config.json` without problems."""
         found: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, **self.network}
         for part in self.config:
             found.update(part.read(hf, found))
-        if found.get("window"):  # Phi-3 of 128k tokens has a window of twice that many
+        if found.get("window"):  # Phi-3 with 128k tokens has a window of twice its context
             found["window"] = min(found["window"], found["max_positions"])
         settings = {name: found.pop(name) for name in SETTINGS}
         if _gives_scores(hf):
@@ -237,7 +236,7 @@ class Family:
                 continue
             value = getattr(expressed, entry.name)
             if entry.name == "score_head" and value != architecture.score_head:
-                found[entry.name] = f"transformers has no class of {self.title} models that score texts"
+                found[entry.name] = f"transformers has no sequence classification class for {self.title}"
                 continue
             if value != getattr(architecture, entry.name):
                 found[entry.name] = f"its {entry.name} is {_shown(value)}"
@@ -275,14 +274,14 @@ class Family:
 
 
 def _problems_of_quantization(hf: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the weights of a model that was saved in fewer bits (MXFP4, fp8, int8) cannot be read."""
+    """Yield the reason why the weights of a quantized model (MXFP4, fp8, int8) cannot be read."""
     given = hf.get("quantization_config")
     if given is not None and given is not False:
-        yield f"quantization_config: {given!r}: is not supported; save the model with weights of 16 or 32 bits first"
+        yield f"quantization_config: {given!r}: is not supported; save the model with 16-bit or 32-bit weights first"
 
 
 def _gives_scores(hf: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` is of a model that gives texts labels or scores."""
+    """Return whether a `config.json` belongs to a sequence classification model, whose head computes scores."""
     names = hf.get("architectures")
     if not isinstance(names, list):
         return False

@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4 (`Phi3ForCausalLM`): Llama with fused projections, and partly rotated heads in Phi-4-mini.
 
-Source: transformers, models/phi3. Models of 128k tokens scale frequencies by `longrope`, whose factor is the ratio of
-the longest length and the trained one.
+Source: transformers, models/phi3. Models with 128k tokens scale frequencies by `longrope`, whose factor is
+`max_position_embeddings` / `original_max_position_embeddings`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _LONG_NAMES = ("longrope", "su", "yarn")
 
 
 class LongRotary(Rotary):
-    """Rotary positions, not scaled or by `longrope`; the trained length is an entry of its own."""
+    """Rotary positions, unscaled or with `longrope`. The length in training is a separate entry."""
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a reason for each entry that is wrong, and for numbers that transformers does not read everywhere."""
+        """Yield a reason for each invalid entry, and for entries that some versions of transformers ignore."""
         yield from Size(_TRAINED, _TRAINED, 4096).problems(hf)
         others = dict(hf)
         for key in ("rope_parameters", "rope_scaling"):
@@ -69,7 +69,7 @@ class LongRotary(Rotary):
         yield from super().problems(others)
 
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
-        """Return the base, the number of rotated dimensions and the scaling."""
+        """Return the base, the number of rotary dimensions and the scaling."""
         found = super().read(hf, known)
         scaling = rope_scaling_settings(found["rope_scaling"])
         if not scaling:
@@ -81,7 +81,7 @@ class LongRotary(Rotary):
         return {**found, "rope_scaling": rope_scaling_of(scaling)}
 
     def write(self, network: Architecture, settings: ModelSettings) -> Mapping[str, Any]:
-        """Return the entries of both versions of transformers. Version 4 reads a scaling of exactly three entries."""
+        """Return the entries for transformers 4 and 5. Version 4 accepts only scalings of exactly three entries."""
         entries = dict(super().write(network, settings))
         scaling = rope_scaling_settings(network.rope_scaling)
         if scaling.get("rope_type") != "longrope":

@@ -116,7 +116,7 @@ class Rotary(ConfigEntries):
         default_fraction: Fraction if no entry gives it.
         default_base: Base if no entry gives it.
         takes_scaling: Whether the family's models have the types of scaling that are computed here.
-        default_scaling: Scaling if there is no entry for it.
+        default_scaling: Scaling if `config.json` has none.
     """
 
     base_key: str = "rope_theta"
@@ -167,7 +167,7 @@ class Rotary(ConfigEntries):
         base = network.rotary_base
         scaling = rope_scaling_settings(network.rope_scaling) if self.takes_scaling else {}
         if scaling.get("rope_type") == "dynamic":
-            del scaling[_TRAINED]  # transformers takes max_position_embeddings
+            del scaling[_TRAINED]  # transformers uses max_position_embeddings
         parameters = {"rope_type": "default", **scaling, "rope_theta": base}
         entries: dict[str, Any] = {}
         if self.fraction_key:
@@ -175,7 +175,7 @@ class Rotary(ConfigEntries):
             parameters["partial_rotary_factor"] = network.rotary_fraction
         entries[self.base_key] = int(base) if base.is_integer() else base
         if scaling.get("rope_type") == "longrope":
-            entries[_TRAINED] = scaling[_TRAINED]  # transformers 4 reads it here only
+            entries[_TRAINED] = scaling[_TRAINED]  # transformers 4 only reads it here
         entries["rope_scaling"] = scaling or None
         entries["rope_parameters"] = parameters
         return entries
@@ -185,7 +185,7 @@ _TRAINED = "original_max_position_embeddings"
 
 
 def _add_lengths(rope: dict[str, Any], hf: Mapping[str, Any], known: Fields) -> None:
-    """Add what transformers takes from entries next to a scaling: the length in training, and the factor it follows."""
+    """Add settings that transformers reads from other entries: the length in training, and the factor of `longrope`."""
     kind = rope.get("rope_type", rope.get("type"))
     longest = known["max_positions"]
     if kind == "dynamic":

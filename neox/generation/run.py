@@ -120,7 +120,7 @@ def run_hash(plan: RunPlan, prompts: Sequence[str], checkpoint: Path) -> str:
 
 
 def write_completions(path: str | Path, completions: Iterable[Completion]) -> None:
-    """Write one JSON object per line, atomically. A file of the same name is kept under another one.
+    """Write one JSON object per line, atomically. An existing file is renamed first.
 
     Raises:
         GenerationError: If the file cannot be written.
@@ -131,7 +131,7 @@ def write_completions(path: str | Path, completions: Iterable[Completion]) -> No
         if path.is_file():
             kept = _free_name(path)
             path.rename(kept)
-            _log.info("%s held completions of another run, which are now in %s", path, kept)
+            _log.info("%s already existed; its completions are now in %s", path, kept)
         files.write_text(path, lines)
     except OSError as error:
         raise GenerationError(f"{path}: cannot be written ({error.strerror or error})") from error

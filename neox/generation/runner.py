@@ -119,9 +119,9 @@ class ModelRunner:
 
         Args:
             tokens: Tokens [B, S].
-            starts: Position where the document of each token starts [B, S]; None to read across documents.
-            ids: Number of ids of the tokenizer; rows that pad the vocabulary are left out.
-            count: Number of tokens at each position.
+            starts: Start position of each token's document [B, S]; None to attend across documents.
+            ids: Vocabulary size of the tokenizer, without padding.
+            count: Number of logits per position.
         """
         report_progress()
         assert isinstance(self.network, Stage)
@@ -144,7 +144,7 @@ class ModelRunner:
 
         Args:
             tokens: Texts, padded on the right [B, S].
-            lengths: Numbers of their tokens [B].
+            lengths: Number of tokens of each text [B].
         """
         hidden = self.hidden(tokens)
         scores = torch.empty(len(tokens), device=self.device)

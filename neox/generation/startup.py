@@ -63,25 +63,25 @@ def plan_from_arguments(args: argparse.Namespace, *, scores_texts: bool = False)
 
     Args:
         args: Arguments of the script.
-        scores_texts: Whether the script needs a reward model, and not a model that predicts tokens.
+        scores_texts: Whether the script needs a reward model instead of a language model.
 
     Raises:
-        ConfigError: If the configuration is wrong, or of the other kind of model.
+        ConfigError: If the configuration is wrong, or describes the wrong kind of model.
         TokenizerError: If the tokenizer cannot be built.
     """
     with refusals():
         plan, tokenizer = _plan_and_tokenizer(args)
         if plan.architecture.score_head and not scores_texts:
-            rule = "makes a reward model, which predicts no tokens; tools/score.py scores texts with it"
+            rule = "describes a reward model, which does not predict tokens; use tools/score.py to score texts with it"
             raise ConfigError(plan.config.problem("train_impl", rule))
         if scores_texts and not plan.architecture.score_head:
-            rule = "makes a model without a head of scores; `train_impl: rm` makes a reward model"
+            rule = "describes a model without a score head; reward models have `train_impl: rm`"
             raise ConfigError(plan.config.problem("train_impl", rule))
     return plan, tokenizer
 
 
 def _plan_and_tokenizer(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
-    """Return the plan and the tokenizer of any model."""
+    """Return the plan and the tokenizer, whatever the kind of model."""
     if args.payload:
         plan = decode_payload(args.payload)
         return plan, tokenizer_of(plan.config)

@@ -30,7 +30,7 @@ def line_reader(source: TextIO | None, write: Callable[[str], None]) -> ReadLine
 
     Args:
         source: Input; None means stdin.
-        write: Function that shows prompts and the lines after them if the input is no terminal.
+        write: Function that prints prompts, and echoes the input lines if the input is not a terminal.
     """
     if source is None and sys.stdin.isatty():
         return _terminal_reader()

@@ -22,10 +22,10 @@ from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, pai
 
 @dataclass(frozen=True, kw_only=True)
 class AgainstReference(PreferenceObjective):
-    """Loss that may compare the model with a reference.
+    """Preference loss that may compare the model with a reference model.
 
     Attributes:
-        beta: How strongly the model is held to the reference, the factor of the reported rewards.
+        beta: Strength of the constraint to the reference, and factor of the reported rewards.
         with_reference: Whether batches hold `reference` [B, 2 P].
     """
 
@@ -40,11 +40,11 @@ class AgainstReference(PreferenceObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class DPO(AgainstReference):
-    """Mean over pairs of the loss of their margins.
+    """Mean over pairs of a loss of the margin.
 
     Attributes:
         kind: Loss of a margin.
-        label_smoothing: Probability that a pair is the wrong way round, for `sigmoid`.
+        label_smoothing: Assumed probability that the labels of a pair are swapped, for `sigmoid`.
     """
 
     kind: Literal["sigmoid", "hinge"] = "sigmoid"

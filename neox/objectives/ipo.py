@@ -18,7 +18,7 @@ from neox.objectives.preferences import AnswerLogProbs, paired_scores
 
 @dataclass(frozen=True, kw_only=True)
 class IPO(AgainstReference):
-    """Mean over pairs of the squared distance of their margins from a fixed one; `beta` is the paper's tau."""
+    """Mean over pairs of the squared distance of the margin from a target; `beta` is the paper's tau."""
 
     def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
         """Return the scores of pairs."""

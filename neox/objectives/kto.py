@@ -5,10 +5,10 @@
     loss       = w_desirable   (1 - sigmoid(beta (r - z)))      for a good answer
                  w_undesirable (1 - sigmoid(beta (z - r)))      for a bad one
 
-No gradient passes through z, which estimates how far the model is from the reference. Its answers are in the rows of
-the others, so that every layout computes both in one pass. They then take part in the backward pass of the blocks, with
-a gradient of 0, but not in that of the head. A pass of their own without a backward pass would need a second schedule
-of stages in each step.
+No gradient flows through z, which estimates the KL divergence from the reference. The mismatched answers for z are in
+the same rows as the others, so every parallel layout computes both in one pass. They take part in the backward pass of
+the blocks with a gradient of 0, but not in that of the head. A separate forward pass would need a second pipeline
+schedule in each step.
 """
 
 from __future__ import annotations

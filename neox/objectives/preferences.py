@@ -127,7 +127,7 @@ class PreferenceObjective(ABC):
 
 
 def inputs_of_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the network's inputs for rows of documents: tokens, and where the documents of these start [B, S]."""
+    """Return the network's inputs for rows of documents: tokens, and each token's document start [B, S]."""
     return {"tokens": batch["tokens"], "document_starts": batch["document_starts"]}
 
 

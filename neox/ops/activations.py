@@ -43,7 +43,7 @@ _LIMIT = 7.0
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
-    """Return g sigmoid(1.702 g) (v + 1) for [..., 2W] -> [..., W], the value v within 7, the gate g at most 7.
+    """Return g sigmoid(1.702 g) (v + 1) for [..., 2W] -> [..., W], with v clamped to [-7, 7] and g to at most 7.
 
     gpt-oss, arXiv:2508.10925.
     """

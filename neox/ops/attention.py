@@ -60,7 +60,7 @@ def core_attention(
         dropout_context: Context of the dropout, which chooses its random stream.
         causal: Whether queries see earlier keys only.
         pairs: Which queries see which keys if attention is causal; all earlier ones if None. Not with "fused".
-        queries: Indices of the queries among the keys, in runs of neighbours, if there are pairs; all if None.
+        queries: Indices of the queries among the keys, as ranges; only with pairs. None for all.
         block_mask: Blocks of these pairs (`block_mask_of`), for the kernel of GPUs; without it they get a mask tensor.
         mask: Keys that are not padding if attention is not causal, bool [B, 1, 1, S]; all if None.
         bias: Summand of the scaled scores, [1, N, S, S], with -inf for later keys.

@@ -145,7 +145,7 @@ class _BlockedAttention(torch.autograd.Function):
             dropped = weights if factors is None else weights * factors
             _add_product(of_v, block, dropped, part_gradient)
             part_v = values[block.heads, block.keys]
-            of_scores = _of_scores(weights, factors, part_gradient, part_v, projections[index].flatten(1, 2))
+            of_scores = _score_gradient(weights, factors, part_gradient, part_v, projections[index].flatten(1, 2))
             of_scores.mul_(scale)
             of_q[index] = torch.bmm(of_scores, part_k).unflatten(1, (groups, -1))
             _add_product(of_k, block, of_scores, part_q)
@@ -153,23 +153,23 @@ class _BlockedAttention(torch.autograd.Function):
         return of_q.view_as(q), of_k.to(k.dtype).view_as(k), of_v.to(v.dtype).view_as(v), None, None, None, None
 
 
-def _of_scores(
+def _score_gradient(
     weights: Tensor, factors: Tensor | None, gradient: Tensor, values: Tensor, projections: Tensor
 ) -> Tensor:
-    """Return the gradient of scores [heads, G*Q, T], before their factor.
+    """Return the gradient of the scaled scores [heads, G*Q, T].
 
     Args:
-        weights: Weights [heads, G*Q, T].
-        factors: What dropout multiplied them by; None without dropout.
+        weights: Attention weights [heads, G*Q, T].
+        factors: Dropout factors of the weights; None without dropout.
         gradient: Gradient of the output [heads, G*Q, D].
         values: Values [heads, T, D].
-        projections: What the softmax subtracts [heads, G*Q, 1].
+        projections: Row sums of output x gradient, which the softmax's gradient subtracts [heads, G*Q, 1].
     """
     if factors is None:
-        of_weights = torch.baddbmm(projections, gradient, values.transpose(1, 2), beta=-1)
+        weight_gradient = torch.baddbmm(projections, gradient, values.transpose(1, 2), beta=-1)
     else:
-        of_weights = torch.bmm(gradient, values.transpose(1, 2)).mul_(factors).sub_(projections)
-    return of_weights.mul_(weights)
+        weight_gradient = torch.bmm(gradient, values.transpose(1, 2)).mul_(factors).sub_(projections)
+    return weight_gradient.mul_(weights)
 
 
 def _weights(q: Tensor, k: Tensor, block: _Block, scale: float) -> Tensor:
@@ -186,9 +186,9 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty_output(grouped: Tensor, batch: int, dim: int) -> Tensor:
-    """Return a tensor [B*K, G, S, D] for the output, for queries of that shape.
+    """Return an empty tensor [B*K, G, S, D] for the output.
 
-    The heads of one sample's token are neighbours in memory, so that the output projection needs no copy.
+    For one sample, the heads of a token are adjacent in memory, so the output projection needs no copy.
     """
     rows, groups, length, _ = grouped.shape
     if batch > 1:
@@ -197,7 +197,7 @@ def _empty_output(grouped: Tensor, batch: int, dim: int) -> Tensor:
 
 
 def _blocks(grouped: Tensor, k: Tensor, pairs: VisiblePairs, queries: Sequence[range]) -> Iterator[_Block]:
-    """Yield the blocks of all rows; rows whose pairs are alike are computed together, if their scores are not too many.
+    """Yield the blocks of all rows. Rows with the same pairs share blocks, up to a maximum number of scores.
 
     Args:
         grouped: Queries [B*K, G, S, D].
@@ -231,7 +231,7 @@ def _blocks(grouped: Tensor, k: Tensor, pairs: VisiblePairs, queries: Sequence[r
 
 
 def _query_blocks(queries: Sequence[range]) -> Iterator[tuple[slice, range]]:
-    """Yield which queries a block has: their places among all queries, and their indices among the keys."""
+    """Yield the queries of each block: their positions among all queries, and their indices among the keys."""
     place = 0
     for run in queries:
         for start in range(run.start, run.stop, MASKED_QUERY_BLOCK):

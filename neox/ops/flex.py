@@ -21,7 +21,7 @@ def block_mask_of(pairs: VisiblePairs, queries: Sequence[range] | None = None) -
 
     Args:
         pairs: Which queries see which keys.
-        queries: Indices of the queries among the keys, in runs of neighbours; all of the row if None.
+        queries: Indices of the queries among the keys, as ranges; all of the row if None.
     """
     make: Callable[..., BlockMask] = create_block_mask
     if pairs.device.type != "cpu":

@@ -21,15 +21,15 @@ def rotary_inv_freq(
     scaling: Mapping[str, Any] = MappingProxyType({}),
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Return the R/2 angular frequencies base^(-2i/R), fp32; [..., R/2] if they depend on lengths [...].
+    """Return the angular frequencies base^(-2i/R), fp32 [R/2], or [..., R/2] if they depend on lengths [...].
 
     Args:
         rotary_ndims: Number of rotated dimensions R.
         base: Base of the powers.
         device: Device of the result.
         scaling: Settings of one of `neox.architecture.ROPE_SCALINGS`, which change the frequencies.
-        lengths: Lengths of sequences in tokens, on the same device. Only the scalings `by_length` read them; None
-            stands for a sequence that is not longer than those in training.
+        lengths: Sequence lengths in tokens, on the same device. Only scalings `by_length` use them; None means at most
+            the length in training.
     """
     exponents = torch.arange(0, rotary_ndims, 2, dtype=torch.float32, device=device) / rotary_ndims
     scale_by_length = _BY_LENGTH.get(scaling.get("rope_type", "default"))
@@ -42,7 +42,7 @@ def rotary_inv_freq(
 
 
 def rotary_factor(scaling: Mapping[str, Any]) -> float:
-    """Return the factor of cosines and sines: 1 except for YaRN (arXiv:2309.00071, section 3.4) and LongRoPE."""
+    """Return the factor of cosines and sines, which is not 1 for YaRN (arXiv:2309.00071, section 3.4) and LongRoPE."""
     kind = scaling.get("rope_type")
     if kind not in ("yarn", "longrope"):
         return 1.0
@@ -106,7 +106,7 @@ def _yarn(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tenso
 
 
 def _dynamic(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths: Tensor) -> Tensor:
-    """Raise the base with the length, so that the slowest dimension is interpolated (`dynamic` of transformers)."""
+    """Increase the base with the length, so that the slowest dimension is interpolated (transformers' `dynamic`)."""
     rotary_ndims = 2 * exponents.numel()
     factor = scaling["factor"]
     trained = scaling["original_max_position_embeddings"]
@@ -116,7 +116,7 @@ def _dynamic(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths
 
 
 def _longrope(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths: Tensor) -> Tensor:
-    """Divide each frequency by a factor of its own, another one in long sequences (LongRoPE, arXiv:2402.13753)."""
+    """Divide each frequency by its own factor, which differs for long and short sequences (arXiv:2402.13753)."""
     short = torch.tensor(scaling["short_factor"], dtype=torch.float32, device=exponents.device)
     long = torch.tensor(scaling["long_factor"], dtype=torch.float32, device=exponents.device)
     factors = torch.where(lengths > scaling["original_max_position_embeddings"], long, short)
@@ -126,7 +126,7 @@ def _longrope(exponents: Tensor, base: float, scaling: Mapping[str, Any], length
 _BY_LENGTH: Mapping[str, Callable[[Tensor, float, Mapping[str, Any], Tensor], Tensor]] = MappingProxyType(
     {"dynamic": _dynamic, "longrope": _longrope}
 )
-"""Scaling -> function of exponents [R/2], the base, settings and lengths [..., 1]."""
+"""Scaling -> function of exponents [R/2], base, settings and lengths [..., 1] that returns frequencies [..., R/2]."""
 
 
 _SCALINGS: Mapping[str, Callable[[Tensor, float, Mapping[str, Any]], Tensor]] = MappingProxyType(
@@ -145,7 +145,7 @@ def rotary_tables(
     """Return what `rotate` multiplies with, computed in fp32 and cast to `dtype`.
 
     Args:
-        inv_freq: Angular frequencies [R/2], or with dimensions before that broadcast with positions.
+        inv_freq: Angular frequencies [R/2], or [..., R/2] with leading dimensions that broadcast with positions.
         positions: Positions of the tokens, [S], or [B, S] if rows differ.
         dtype: Type of the tables.
         factor: Factor of cosines and sines (`rotary_factor`).

@@ -103,17 +103,17 @@ def _in_best_groups(scores: Tensor, network: Architecture) -> Tensor:
     The score of a group is the sum of its best ones.
     """
     by_group = scores.unflatten(-1, (network.router_groups, -1))
-    of_groups = by_group.topk(network.router_group_best, dim=-1).values.sum(-1)  # [B, S, groups]
-    best = of_groups.topk(network.router_top_groups, dim=-1).indices
-    is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
+    group_scores = by_group.topk(network.router_group_best, dim=-1).values.sum(-1)  # [B, S, groups]
+    best = group_scores.topk(network.router_top_groups, dim=-1).indices
+    is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best, True)
     return by_group.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """Return an assignment of tokens to experts [T, E] in which all experts have equal shares.
+    """Return a soft assignment of tokens to experts [T, E] in which all experts have equal shares.
 
-    Rows and columns of exp(logits) are scaled in turn until the factors of the columns hardly change. gpt-neox computes
-    the same, but stops after three rounds, so that it may choose otherwise where logits are far apart.
+    Rows and columns of exp(logits) are scaled alternately until the factors of the columns converge. gpt-neox does the
+    same, but stops after three rounds, so its choices may differ if logits are far apart.
     """
     costs = logits.exp()
     tokens, experts = costs.shape

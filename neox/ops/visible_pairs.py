@@ -80,13 +80,13 @@ class VisiblePairs:
         """Return the pairs of some queries, by default of all, with all keys: bool [B or 1, N or 1, Q, S].
 
         Args:
-            queries: Runs of neighbouring queries, by their indices; all of the row if None.
+            queries: Indices of the queries, as ranges; all of the row if None.
         """
         rows = torch.arange(self.rows, device=self.device)
         return self.part(rows, self.indices(queries), torch.arange(self.length, device=self.device))
 
     def indices(self, queries: Sequence[range] | None) -> Tensor:
-        """Return the indices of queries [Q], given as runs of neighbours; of all if None."""
+        """Return the indices of queries given as ranges [Q]; of all queries if None."""
         if queries is None:
             return torch.arange(self.length, device=self.device)
         return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in queries])

@@ -92,7 +92,7 @@ def train_tokenizer(
 
 
 def tokenizer_files(out_path: Path, kind: TokenizerKind) -> tuple[Path, ...]:
-    """Return the files that `train_tokenizer` writes."""
+    """Return the paths of the files that `train_tokenizer` writes."""
     if kind == "gpt2":
         return (out_path / "vocab.json", out_path / "merges.txt")
     return (out_path,)

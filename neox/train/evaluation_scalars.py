@@ -25,7 +25,7 @@ def evaluation_scalars(
         sets: The sets.
         scores: Mean scores of each set by name, the trained loss first.
         per_token: Names of the scores that are losses per token.
-        densities: Tokens per character of each set, for perplexities by character; none to leave these out.
+        densities: Tokens per character of each set, for perplexities per character; empty to omit these.
     """
     total = sum(item.weight for item in sets)
     means = dict.fromkeys(scores[0], 0.0)
@@ -49,7 +49,7 @@ def evaluation_scalars(
 def _by_character(
     group: str, scores: Mapping[str, float], per_token: Collection[str], density: float
 ) -> dict[str, float]:
-    """Return perplexities by character as `GROUP/SCORE_char_ppl`; gpt-neox has the same formula."""
+    """Return perplexities per character as `GROUP/SCORE_char_ppl`, with gpt-neox's formula."""
     scalars = {}
     for name in per_token:
         scalars[f"{group}/{name}_char_ppl"] = perplexity_of(scores[name] * density)

@@ -20,9 +20,9 @@ DEFAULT_NAME = "start"
 def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray:
     """Return the log-probabilities of answers by the model that the run starts from, [pairs, 2].
 
-    With `reference_model: without_adapters` they are those of the model without its adapters, and are computed anew.
-    Otherwise they are read from the file next to the data if it was made from these weights and these data; if there is
-    none, they are computed and written there. All ranks call it together.
+    With `reference_model: without_adapters` they are computed by the model with its adapters disabled. Otherwise they
+    are read from the file next to the data, which must belong to these weights and this data. If there is no file, they
+    are computed and written to it. All ranks call it together.
 
     Args:
         engine: The engine of the run.
@@ -53,8 +53,8 @@ def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray
         missing = np.flatnonzero(held & ~np.isfinite(stored).all(axis=1))
         if len(missing):
             raise DataError(
-                f"{path} was computed with a smaller seq_length, and has no log-probabilities of {len(missing):,} "
-                f"pairs of answers that a row now holds, first of {pairs.name(int(missing[0]))}: choose another "
+                f"{path} was computed with a smaller seq_length, and lacks the log-probabilities of {len(missing):,} "
+                f"pairs that now fit, the first being {pairs.name(int(missing[0]))}: choose another "
                 "precompute_model_name, or remove the file so that it is computed again"
             )
         return stored
@@ -65,8 +65,8 @@ def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray
         )
     if engine.grid.rank == 0 and Path(f"{prefix}_{name}.idx").exists():
         _log.warning(
-            "%s_%s was written by gpt-neox and is not read, because it does not say which weights it is of: the "
-            "log-probabilities are computed anew",
+            "%s_%s was written by gpt-neox and is not used, because it does not record which weights it belongs to; "
+            "the log-probabilities are computed again",
             prefix,
             name,
         )
@@ -74,8 +74,8 @@ def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray
     unknown = np.flatnonzero(held & ~np.isfinite(values).all(axis=1))
     if len(unknown):
         raise DataError(
-            f"the reference's log-probabilities of {len(unknown):,} of {len(pairs):,} answers are not finite, first of "
-            f"{pairs.name(int(unknown[0]))}: train in another precision, or from other weights"
+            f"the reference model's log-probabilities of {len(unknown):,} of {len(pairs):,} answers are not finite, "
+            f"the first being {pairs.name(int(unknown[0]))}: train in another precision, or from other weights"
         )
     from_first_rank(lambda: write_reference(path, values, identity))
     if engine.grid.rank == 0:

@@ -93,7 +93,7 @@ class Interval:
 class TerminalLine(Callback):
     """Printer of one line every `log_interval` iterations, with means of the steps since the last one (`log_style`).
 
-    If nobody has given `log_interval`, a short run has about twenty lines.
+    If `log_interval` is not given, a short run prints about twenty lines.
 
     Args:
         plan: The run.

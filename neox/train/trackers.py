@@ -47,7 +47,7 @@ _SHOWN = (
 class Tracker(Callback):
     """Callback that writes the scalars of steps, evaluations and checkpoints; subclasses implement `write`.
 
-    A row that cannot be written is lost, which is said once; it never ends the training.
+    A row that cannot be written is lost, with one warning; this never ends the training.
     """
 
     _lost_rows = 0
@@ -72,13 +72,13 @@ class Tracker(Callback):
         name = type(self).__name__
         try:
             self.write(iteration, kind, scalars)
-        except Exception as error:  # those of the tracker's package, of any kind
+        except Exception as error:  # the tracker's package may raise anything
             if not self._lost_rows:
-                _log.warning("%s cannot write (%s: %s); training goes on", name, type(error).__name__, error)
+                _log.warning("%s cannot write (%s: %s); training continues", name, type(error).__name__, error)
             self._lost_rows += 1
             return
         if self._lost_rows:
-            _log.warning("%s writes again; it lacks %d rows", name, self._lost_rows)
+            _log.warning("%s can write again; %d rows were lost", name, self._lost_rows)
             self._lost_rows = 0
 
 
@@ -235,7 +235,7 @@ class WandB(Tracker):
 
 
 def tracker_directory(plan: RunPlan) -> Path:
-    """Return the directory in which trackers keep what a resumed training needs."""
+    """Return the directory in which trackers keep files for a resumed training."""
     return Path(plan.config.logging.log_dir or plan.config.checkpoint.save or os.curdir)
 
 

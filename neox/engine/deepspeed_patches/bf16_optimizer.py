@@ -20,12 +20,12 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
     pass has it. The numbers are DeepSpeed's, except for stages with ZeRO 0, whose gradients are accumulated in bf16:
     there DeepSpeed rounds the factor that clips them to bf16, too.
 
-    Experts that data ranks divide are in groups of parameters of their own. Their copies are divided over the ranks
-    with the same experts. DeepSpeed finds those ranks only for layers of its own, and leaves experts out of the norm.
+    With expert parallelism, experts have their own parameter groups, whose fp32 copies are sharded over the ranks with
+    the same experts. DeepSpeed finds these ranks only for its own MoE layers, and omits experts from the norm.
 
     Args:
         *args: DeepSpeed's arguments.
-        experts: Groups of the ranks that divide experts; None if each rank has all of them.
+        experts: Process groups of expert parallelism; None if each rank has all experts.
         **kwargs: DeepSpeed's arguments by name.
     """
 
@@ -34,7 +34,7 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def _configure_moe_settings(self) -> None:
-        """Divide states of experts over the ranks that hold the same ones."""
+        """Shard the states of experts over the ranks that hold the same experts."""
         assert self.experts is not None
         self.expert_gradients: dict[str, list[Tensor]] = {EXPERTS: []}
         for number, group in enumerate(self.optimizer.param_groups):
@@ -42,10 +42,10 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
                 self.real_dp_process_group[number] = self.experts.same
 
     def average_experts(self, data_ranks: int) -> None:
-        """Average accumulated gradients of experts, which are sums over the ranks that divide them.
+        """Average the accumulated gradients of experts, which are sums over the expert parallel ranks.
 
         Args:
-            data_ranks: Number of all data ranks.
+            data_ranks: Total number of data ranks.
         """
         if not self.has_moe_layers or self.experts is None:
             return
@@ -94,12 +94,12 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
 
     def _norm_and_factor(self) -> tuple[float, float]:
         """Return the norm of the model's gradient and the factor that clips it, both as computed in fp32."""
-        counted, of_experts = self.get_grads_for_norm()
-        square = self._square(counted)
+        gradients, expert_gradients = self.get_grads_for_norm()
+        square = self._square(gradients)
         if self.experts is not None:
-            square_of_experts = self._square(of_experts.get(EXPERTS, []))
-            dist.all_reduce(square_of_experts, group=self.experts.divided)
-            square += square_of_experts
+            expert_square = self._square(expert_gradients.get(EXPERTS, []))
+            dist.all_reduce(expert_square, group=self.experts.divided)
+            square += expert_square
         if self.mpu is not None and self.mpu.get_model_parallel_world_size() > 1:
             dist.all_reduce(square, group=self.mpu.get_model_parallel_group())
         norm = square.sqrt()

@@ -97,12 +97,12 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         trains_experts = self._mark_experts()
         self.expert_parallel_group = {EXPERTS: groups.divided}
         self.expert_data_parallel_group = {EXPERTS: groups.same}
-        # DeepSpeed asserts that some group of parameters holds experts. A stage may train none.
+        # DeepSpeed asserts that some parameter group has experts, but a stage may train none.
         with _replaced(self, "has_moe_layers", trains_experts):
             return super()._configure_zero_optimizer(optimizer)
 
     def _mark_experts(self) -> bool:
-        """Give parameters of divided experts DeepSpeed's marks, and return whether any of them is trained."""
+        """Mark the parameters of expert parallel experts for DeepSpeed; return whether any of them is trained."""
         trains_experts = False
         for parameter in self.module.parameters():
             if holds_divided_experts(parameter):
