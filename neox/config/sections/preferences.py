@@ -76,6 +76,8 @@ class PreferenceConfig(Section):
         Excludes("use_mup", when=("rm",), reason="muP has no rule for a head with one output"),
         Excludes("fim_rate", reason="answers stay in their order"),
         Excludes("curriculum_learning.enabled", reason="answers are not cut"),
+        Excludes("char_level_ppl", reason="its losses are of answers, not of characters"),
+        Excludes("eod_mask_loss", reason="labels say which tokens are of the answer"),
     ] = "normal"
     """What is learned. `normal`: the tokens of texts (`objective`). From pairs of answers: `dpo` (arXiv:2305.18290),
     `orpo` (arXiv:2403.07691), `simpo` (arXiv:2405.14734), `rm` (a reward model: a head with one score instead of
