@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
-from neox.errors import CheckpointError, os_errors
 from neox.tokenizer import Tokenizer
 from neox.tokenizer.chat import CHAT_TEMPLATE, ChatTemplate, own_chat_template, read_chat_template
+from neox.tokenizer.saved_parts import read_part, write_part
 
 
 def write_chat_template(directory: Path, template: ChatTemplate | None) -> None:
     """Write a template, if there is one, into a checkpoint. Raises CheckpointError if the disk refuses."""
-    if template is None:
-        return
-    path = directory / CHAT_TEMPLATE
-    with os_errors(CheckpointError, f"{path}: cannot be written"):
-        path.write_text(json.dumps(asdict(template), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_part(directory / CHAT_TEMPLATE, template)
 
 
 def saved_chat_template(checkpoint: Path) -> ChatTemplate | None:
     """Return the template that a checkpoint carries; None if it has none. Raises CheckpointError if it is damaged."""
-    path = checkpoint / CHAT_TEMPLATE
-    if not path.is_file():
-        return None
-    try:
-        return ChatTemplate.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as a chat template: {error}") from error
+    return read_part(checkpoint / CHAT_TEMPLATE, "a chat template", ChatTemplate.from_json)
 
 
 def find_chat_template(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from neox.errors import CheckpointError, TokenizerError, os_errors
+from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
 from neox.tokenizer.build import build_tokenizer
 from neox.tokenizer.huggingface import HFTokenizer
+from neox.tokenizer.saved_parts import read_part, write_part
 
 if TYPE_CHECKING:
     from neox.config import NeoXConfig
@@ -120,23 +120,17 @@ def is_larger(tokenizer: Tokenizer, saved: TokenizerIdentity) -> bool:
 
 def write_tokenizer_identity(directory: Path, identity: TokenizerIdentity | None) -> None:
     """Write an identity, if there is one, to a checkpoint. Raises CheckpointError if it cannot be written."""
-    if identity is None:
-        return
-    path = directory / TOKENIZER_IDENTITY
-    with os_errors(CheckpointError, f"{path}: cannot be written"):
-        path.write_text(json.dumps(asdict(identity), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_part(directory / TOKENIZER_IDENTITY, identity)
 
 
 def saved_tokenizer_identity(checkpoint: Path) -> TokenizerIdentity | None:
     """Return the identity saved in a checkpoint; None if it has none. Raises CheckpointError if it is damaged."""
-    path = checkpoint / TOKENIZER_IDENTITY
-    if not path.is_file():
-        return None
-    try:
-        identity = TokenizerIdentity(**json.loads(path.read_text(encoding="utf-8")))
-        return replace(identity, added_tokens=tuple(identity.added_tokens))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read as the identity of a tokenizer: {error}") from error
+    return read_part(checkpoint / TOKENIZER_IDENTITY, "the identity of a tokenizer", _from_json)
+
+
+def _from_json(fields: Mapping[str, Any]) -> TokenizerIdentity:
+    identity = TokenizerIdentity(**fields)
+    return replace(identity, added_tokens=tuple(identity.added_tokens))
 
 
 def other_tokenizer(config: NeoXConfig, tokenizer: Tokenizer, checkpoint: Path) -> str | None:
