@@ -6,14 +6,18 @@ machine. A part is a run of its own: an interrupted one is resumed, and a comple
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from neox.data import IndexedDatasetBuilder
 from neox.data.sidecar import Sidecar, joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
+from neox.files import write_text
+from neox.launch.agent_files import PROGRESS_VARIABLE
 from neox.log import get_logger
 from neox.preprocess.run import PreprocessReport, finished, preprocess
 from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint
@@ -48,21 +52,41 @@ class RankInfo:
         rank: Number of this process.
         ranks: Number of processes.
         local_ranks: Number of processes on this machine.
+        local_rank: Number of this process among them.
+        shared: Directory that only the processes of this run on this machine use; None without one.
     """
 
     rank: int = 0
     ranks: int = 1
     local_ranks: int = 1
+    local_rank: int = 0
+    shared: Path | None = None
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> RankInfo:
         """Read the position from environment variables of a launcher. Without them, there is one process."""
         local_ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or "1"
+        progress = environment.get(PROGRESS_VARIABLE)
         return RankInfo(
             rank=int(environment.get("RANK", "0")),
             ranks=int(environment.get("WORLD_SIZE", "1")),
             local_ranks=int(local_ranks),
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            shared=Path(progress).parent if progress else None,
         )
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Division of the inputs between ranks.
+
+    Attributes:
+        groups: Files of each rank, with the commit in the addresses of the hub.
+        complete: Whether an earlier run has finished with the same inputs and settings.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    complete: bool
 
 
 def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> PreprocessReport | None:
@@ -88,27 +112,54 @@ def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> Preproc
         raise DataError("--restart needs a single process: remove the output and its parts instead")
     if not settings.workers:
         settings = replace(settings, workers=max(1, worker_count(0) // where.local_ranks))
-    parts = _parts(settings, where.ranks)
-    report = finished(settings)
-    if report is None:
-        started = time.monotonic()
-        if where.rank in parts:
-            preprocess(parts[where.rank], may_be_empty=True)
-        if where.rank == 0:
-            _wait_for(parts.values())
-            report = _join(settings, list(parts.values()), started)
-    if where.rank == 0:
-        return report
-    return None
+    division = _division(settings, where)
+    settings = _of_files(settings, tuple(chain.from_iterable(division.groups)))
+    if division.complete:
+        return finished(settings) if where.rank == 0 else None
+    started = time.monotonic()
+    parts = _parts(settings, division)
+    if where.rank in parts:
+        preprocess(parts[where.rank], may_be_empty=True)
+    if where.rank != 0:
+        return None
+    _wait_for(parts.values())
+    return _join(settings, list(parts.values()), started)
 
 
-def _parts(settings: PreprocessSettings, ranks: int) -> dict[int, PreprocessSettings]:
+def _division(settings: PreprocessSettings, where: RankInfo) -> _Division:
+    """Return the division of the inputs. On each machine, one process asks servers for files and sizes, if possible."""
+    if where.shared is None:
+        return _asked_division(settings, where.ranks)
+    path = where.shared / "inputs.json"
+    if where.local_rank == 0:
+        division = _asked_division(settings, where.ranks)
+        write_text(path, json.dumps(asdict(division)))
+        return division
+    while not path.exists():  # the launcher ends all ranks if the one that asks fails
+        time.sleep(_POLL_SECONDS)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return _Division(tuple(map(tuple, found["groups"])), found["complete"])
+
+
+def _asked_division(settings: PreprocessSettings, ranks: int) -> _Division:
+    files = settings.files()
+    complete = finished(_of_files(settings, files)) is not None
+    return _Division(tuple(split_files(files, ranks)), complete)
+
+
+def _of_files(settings: PreprocessSettings, files: tuple[str, ...]) -> PreprocessSettings:
+    """Return settings with the files that the inputs stand for, for which no server is asked again."""
+    return replace(settings, inputs=files, split=None, config=None)
+
+
+def _parts(settings: PreprocessSettings, division: _Division) -> dict[int, PreprocessSettings]:
     """Return the settings of the part of each rank that has files."""
     parts = {}
-    for rank, group in enumerate(split_files(settings.files(), ranks)):
+    ranks = len(division.groups)
+    for rank, group in enumerate(division.groups):
         if group:
             prefix = f"{settings.output_prefix}.part{rank:04}of{ranks:04}"
-            parts[rank] = replace(settings, inputs=group, output_prefix=prefix, split=None, config=None)
+            parts[rank] = replace(_of_files(settings, group), output_prefix=prefix)
     return parts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -20,7 +21,7 @@ from neox.corpus import LineBlock, expand_inputs, read_blocks, read_documents
 from neox.corpus.sources import listed_addresses
 from neox.data.sidecar import read_sidecar
 from neox.errors import DataError
-from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
+from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess, preprocess_on_rank
 from neox.storage import open_file
 from tests.errors import raises_naming
 from tests.unit.corpus.s3_server import FailingApp, error, s3_server
@@ -192,6 +193,51 @@ def test_the_card_says_which_files_belong_to_a_configuration(server: Server, tmp
         expand_inputs(["hf://datasets/org/set"])
     server.card = {"configs": [english, {**german, "default": True}]}
     assert texts_of("hf://datasets/org/set", split="train") == ["de"]
+
+
+def test_one_process_of_a_host_asks_the_hub(server: Server, tmp_path: Path) -> None:
+    server.files = {f"/data/{i}.jsonl.zst": lines(TEXTS[i * 50 : i * 50 + 50]) for i in range(6)}
+    spec = TokenizerSpec("HFTokenizer", VOCAB)
+    inputs = ("hf://datasets/org/set",)
+    one = PreprocessSettings(inputs, str(tmp_path / "one"), spec, workers=1, accelerator="off")
+    preprocess(one)
+
+    def listings(ranks: list[RankInfo], prefix: str) -> int:
+        server.asked.clear()
+        settings = replace(one, output_prefix=str(tmp_path / prefix))
+        threads = [Thread(target=preprocess_on_rank, args=(settings, where)) for where in ranks]
+        for thread in reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+        assert (tmp_path / f"{prefix}_text_document.bin").read_bytes() == (
+            tmp_path / "one_text_document.bin"
+        ).read_bytes()
+        return sum(path in ("/api/datasets/org/set", "/api/datasets/org/set/revision/main") for path in server.asked)
+
+    (tmp_path / "host0").mkdir()
+    (tmp_path / "host1").mkdir()
+    hosts = [RankInfo(rank, 4, 2, rank % 2, tmp_path / f"host{rank // 2}") for rank in range(4)]
+    apart = [RankInfo(rank, 4) for rank in range(4)]
+    assert listings(hosts, "hosts") == 2
+    assert listings(apart, "apart") == 4
+
+
+def test_an_expired_token_is_named_and_the_run_goes_on_with_another(server: Server, tmp_path: Path) -> None:
+    server.files = {f"/data/{i}.jsonl.zst": lines(TEXTS[i * 200 : i * 200 + 200]) for i in range(2)}
+    spec = TokenizerSpec("HFTokenizer", VOCAB)
+    asked = PreprocessSettings(("hf://datasets/org/set",), str(tmp_path / "one"), spec, workers=1, accelerator="off")
+    expired = (401, b'{"error": "Invalid username or password."}')
+    server.fail = lambda path: expired if path.endswith("1.jsonl.zst") else None
+    with raises_naming(DataError, "1.jsonl.zst", "HF_TOKEN"):
+        preprocess(asked)
+    server.fail = lambda path: None
+    report = preprocess(asked)
+    assert report.documents == {"text": 400}
+    preprocess(replace(asked, output_prefix=str(tmp_path / "two")))
+    both = [(tmp_path / f"{name}_text_document.bin").read_bytes() for name in ("one", "two")]
+    assert both[0] == both[1]
 
 
 def test_a_list_on_the_hub_names_files_elsewhere(server: Server) -> None:
