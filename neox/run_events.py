@@ -1,7 +1,7 @@
-"""Events of a run in `events.jsonl` of its run directory: starts, failures and what was decided about them.
+"""Event log of a run, `events.jsonl` in its run directory: starts, failures, and decisions about restarts.
 
-One JSON object a line. Every line has `time` (seconds since the epoch) and `event`; others are None or left out if they
-are not known: `host`, `rank`, `cause`, `step`, `decision`, `reason`.
+Each line is a JSON object with `time` (seconds since the epoch) and `event`. Other fields are null or missing if they
+are unknown: `host`, `rank`, `cause`, `step`, `decision`, `reason`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def append_event(directory: Path, event: str, **fields: Any) -> None:
 
     Args:
         directory: The run directory.
-        event: What has happened, in one word or two.
+        event: Name of the event, one or two words.
         fields: Further fields of the line.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The file cannot be written.
     """
     line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
     descriptor = os.open(directory / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -37,7 +37,7 @@ def append_event(directory: Path, event: str, **fields: Any) -> None:
 
 
 def interruptions(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the ends of starts after which the run was started again, in their order."""
+    """Return the `end` events after which the run was restarted, in order."""
     found = []
     for event in events:
         if event["event"] == "end" and str(event.get("decision")).startswith("restart"):
@@ -46,7 +46,7 @@ def interruptions(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:
-    """Return the events of a run in the order of the file; a line that is cut off is left out.
+    """Return the events of a run in the order of the file. An incomplete line is left out.
 
     Args:
         directory: The run directory.

@@ -32,22 +32,22 @@ _OLD_SECONDS = 3600
 
 
 class Cause:
-    """Names of causes that decide whether a failed run is started again."""
+    """Causes of failures that affect the decision about a restart."""
 
-    REFUSED = "refused"  # a configuration with which no rank can run
+    REFUSED = "refused"  # a configuration that no rank can run
     DISK_FULL = "disk full"
     NOT_FINITE = "not finite"  # a loss or a gradient norm
-    REPLICAS = "replicas differ"  # the same weights have other bits on some data ranks
+    REPLICAS = "replicas differ"  # data ranks hold different weights
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What a rank reports about its failure.
+    """Failure report of a rank.
 
     Attributes:
-        cause: A name in `Cause`.
-        step: Number of completed steps; None if it is not known.
-        ranks: Ranks at fault, if they are known.
+        cause: A value in `Cause`.
+        step: Number of completed steps; None if unknown.
+        ranks: Ranks at fault, if known.
     """
 
     cause: str
@@ -121,7 +121,7 @@ def report_progress(step: int | None = None) -> None:
     prints anything.
 
     Args:
-        step: Number of completed steps, by which a restart knows whether a run fails at the same place again.
+        step: Number of completed steps, by which the launcher detects repeated failures at the same step.
     """
     path = os.environ.get(PROGRESS_VARIABLE)
     if not path:
@@ -237,14 +237,14 @@ class RankActivity:
         return max(ANSWER_SECONDS, deadline - time.time())
 
     def step(self) -> int | None:
-        """Return the number of completed steps that ranks have reported; None if they have not."""
+        """Return the number of completed steps that ranks reported; None if they reported none."""
         try:
             return int(self.file.read_text())
         except (OSError, ValueError):  # not written yet, or being written
             return None
 
     def failure(self, rank: int) -> FailureReport | None:
-        """Return what a rank has reported about its failure; None if it has reported nothing."""
+        """Return the failure report of a rank; None if there is none."""
         try:
             fields = json.loads(_failure_path(self.file, rank).read_text())
             return FailureReport(fields["cause"], fields["step"], tuple(fields["ranks"]))

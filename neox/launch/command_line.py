@@ -68,9 +68,7 @@ def _build_parser() -> ScriptParser:
     )
     parser.add_argument("script", help="train.py, generate.py, evaluate.py, or a path; `doctor` checks the hosts")
     parser.add_argument("conf_file", nargs="*", help="configuration files (YAML or JSON; .yml may be left out)")
-    parser.add_argument(
-        "-d", "--conf_dir", help="directory of the configuration files; one that it lacks is looked for here"
-    )
+    parser.add_argument("-d", "--conf_dir", help="directory that is searched first for configuration files")
     add_overrides(parser)
     _add_dry_run_flags(parser)
     parser.add_argument(
@@ -83,7 +81,7 @@ def _build_parser() -> ScriptParser:
         "--max-restarts",
         type=_count,
         metavar="N",
-        help="start a failed training again up to N times, from its newest checkpoint",
+        help="restart a failed training up to N times from its newest checkpoint",
     )
     _add_inference_flags(parser)
     parser.add_argument("--wandb_group", help="wandb group")
@@ -106,7 +104,7 @@ def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
         "--measure",
         type=_positive,
         metavar="N",
-        help="with --suggest: train the best N for a few steps on these hosts, and rank them by that",
+        help="with --suggest: train the best N layouts for a few steps on these hosts, and rank them by measured time",
     )
     parser.add_argument("--suggest-output", metavar="FILE", help="with --suggest: YAML file for the best layout's keys")
     parser.add_argument(
@@ -151,7 +149,7 @@ def _positive(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    """Return the whole number that a text holds, which may be 0."""
+    """Parse a whole number of at least 0."""
     return 0 if text == "0" else _positive(text)
 
 
@@ -191,9 +189,9 @@ def _check_dry_run_flags(parser: argparse.ArgumentParser, arguments: argparse.Na
     if arguments.suggest is not None and Path(arguments.script).stem in INFERENCE:
         parser.error(f"--suggest searches layouts of a training; {arguments.script} only runs a model")
     if (arguments.suggest_output or arguments.measure) and arguments.suggest is None:
-        parser.error("--suggest-output and --measure go with --suggest")
+        parser.error("--suggest-output and --measure need --suggest")
     if arguments.measure and (arguments.hosts or arguments.gpus):
-        parser.error("--measure runs on the hosts at hand; leave --hosts and --gpus out")
+        parser.error("--measure runs on the available hosts; remove --hosts and --gpus")
     if arguments.plot and Path(arguments.script).stem in INFERENCE:
         parser.error(f"--plot draws a training; {arguments.script} only runs a model")
 
@@ -213,7 +211,7 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def plain_command(arguments: argparse.Namespace) -> list[str]:
-    """Return the words that start a command line's run, without flags that only show something or start it anew."""
+    """Return the command line of the run itself, without flags for output, suggestions, restarts or overwriting."""
     words = [sys.executable, sys.argv[0], arguments.script, *arguments.conf_file]
     if arguments.conf_dir:
         words += ["--conf_dir", arguments.conf_dir]

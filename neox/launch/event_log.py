@@ -1,4 +1,4 @@
-"""Writing of a run's events, by the launcher and by ranks."""
+"""Recording of a run's events by the launcher and by ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from neox.log import get_logger
 from neox.run_events import EVENTS_FILE, append_event
 
 RUN_DIRECTORY_VARIABLE = "NEOX_RUN_DIRECTORY"
-"""Variable of ranks with the path of the run directory."""
+"""Environment variable of ranks with the path of the run directory."""
 _log = get_logger(__name__)
 
 
 def record_event(directory: Path, event: str, **fields: Any) -> None:
-    """Append an event to the file of a run; a disk that refuses is only a warning.
+    """Append an event to the event log of a run. If it cannot be written, only warn.
 
     Args:
         directory: The run directory.
-        event: What has happened, in one word or two.
+        event: Name of the event, one or two words.
         fields: Further fields of the line.
     """
     try:
@@ -29,10 +29,10 @@ def record_event(directory: Path, event: str, **fields: Any) -> None:
 
 
 def record_run_event(event: str, **fields: Any) -> None:
-    """Record an event that all ranks know; rank 0 does it. Outside a run nothing happens.
+    """Record an event that all ranks report; only rank 0 writes it. Without a launcher nothing is written.
 
     Args:
-        event: What has happened, in one word or two.
+        event: Name of the event, one or two words.
         fields: Further fields of the line.
     """
     directory = os.environ.get(RUN_DIRECTORY_VARIABLE)

@@ -46,7 +46,7 @@ def check_host_name(name: str, where: str) -> str:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Read the `host slots=N` lines of a hostfile. `host slots=N spare` is a host that waits for another one to fail.
+    """Read the `host slots=N` lines of a hostfile. `host slots=N spare` is a spare host, which may replace another one.
 
     `#` starts a comment. Blank lines, a byte order mark and CRLF line ends are accepted. `slot=N`, an old spelling, is
     accepted with a warning.
@@ -110,7 +110,7 @@ def select_hosts(
         hosts: Hosts of the hostfile.
         include: Hosts and slots to use, as `worker-0:0,2@worker-1`.
         exclude: Hosts and slots not to use, in the same form. Only one of include and exclude can be given.
-        num_nodes: Number of hosts to use, counted from the first; -1 for all. Spare hosts do not count, and stay.
+        num_nodes: Number of hosts to use, counted from the first; -1 for all. Spare hosts are kept and do not count.
         num_gpus: Number of slots to use on each host, counted from the first; None for all.
 
     Returns:

@@ -326,13 +326,13 @@ class NodeAgent:
             self._pass_on_stop(self.stop_requested, now)
 
     def _report_preemption(self, notice: str) -> None:
-        """Tell the launcher that this host is about to be taken; it asks all ranks to save and end."""
+        """Tell the launcher that this host is about to be preempted; it asks all ranks to save and end."""
         if self.preemption_told or self.stop_requested is not None:
             return
         self.preemption_told = True
         self.tell({"kind": "preempted", "notice": notice})
         if self.plain is not None:  # there is no launcher
-            self.print_line(f"{self.host.name} is about to be taken ({notice}): its ranks save and end")
+            self.print_line(f"{self.host.name} is about to be preempted ({notice}): its ranks save and end")
             self.stop_requested = signal.SIGTERM
 
     def _kill_what_is_overdue(self, now: float) -> None:

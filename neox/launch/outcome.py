@@ -23,8 +23,8 @@ class EndKind(Enum):
     RANK = "rank failed"
     HANG = "hang"
     HOST = "host lost"
-    PREEMPTED = "preempted"  # a host was about to be taken, and the run was asked to end
-    SILENT = "no report"  # agents ended without a word about their ranks
+    PREEMPTED = "preempted"  # a host was about to be preempted, and the run was asked to end
+    SILENT = "no report"  # agents ended without a report about their ranks
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class RunEnd:
     """End of a run, or of one of its starts.
 
     Attributes:
-        kind: How it has ended.
+        kind: Kind of the end.
         status: Exit status.
-        cause: What happened, in words.
-        rank: The rank that failed first; None if no single one is known.
-        hosts: Names of the hosts that the failure happened on, if they are known.
-        step: Number of completed steps; None if it is not known.
-        report: What ranks have reported about the failure.
+        cause: Description of what happened.
+        rank: The rank that failed first; None if unknown.
+        hosts: Names of the hosts on which the failure happened, if known.
+        step: Number of completed steps; None if unknown.
+        report: Failure report of a rank; None if there is none.
     """
 
     kind: EndKind
@@ -51,7 +51,7 @@ class RunEnd:
 
     @property
     def reported_cause(self) -> str | None:
-        """The cause that ranks have reported, a name in `Cause`."""
+        """The cause reported by a rank, a value in `Cause`; None without a report."""
         if self.report is None:
             return None
         return self.report.cause
@@ -67,8 +67,8 @@ class Failure:
         out_of_memory: Whether it lacked memory.
         killed: Whether its agent killed it: another rank had failed, or it did not answer a signal.
         text: Last lines of its stderr, each with a line end.
-        step: Number of completed steps; None if it is not known.
-        report: What it has reported about its failure; None if it has reported nothing.
+        step: Number of completed steps; None if unknown.
+        report: Failure report of the rank; None if there is none.
     """
 
     rank: int
@@ -142,7 +142,7 @@ def end_by_failure(spec: LaunchSpec, status: int, cause: Failure, failures: Sequ
     """
     report = cause.report
     for failure in failures:
-        if report is None:  # another rank may know more, such as that its disk is full
+        if report is None:  # another rank may have reported the cause, such as a full disk
             report = failure.report
     ranks: tuple[int, ...] = (cause.rank,)
     if report is not None and report.ranks:

@@ -47,7 +47,7 @@ class Placement:
         chosen_by: What decided the choice.
         accelerators: Number of GPUs of this machine.
         hostfile: The hostfile and what names it, as `PATH of -H`; empty without one.
-        spares: Hosts that step in for one that cannot take part.
+        spares: Hosts that may replace an unusable host.
     """
 
     hosts: tuple[Host, ...]

@@ -1,4 +1,4 @@
-"""Notices that a host is about to be taken away: a command that succeeds, or a file that appears."""
+"""Detection of preemption notices on a host: a command that succeeds, or a file that appears."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _COMMAND_SECONDS = 10.0  # a command that takes longer counts as no notice
 
 @dataclass(frozen=True)
 class PreemptionSource:
-    """Where a notice comes from.
+    """Source of preemption notices.
 
     Attributes:
-        command: Shell command that ends with status 0 once there is a notice; None for no command.
-        file: Path of a file that appears with the notice; None for no file.
-        every: Seconds between two looks.
+        command: Shell command whose exit status 0 means a notice; None for no command.
+        file: Path of a file whose existence means a notice; None for no file.
+        every: Seconds between two checks.
     """
 
     command: str | None
@@ -31,21 +31,21 @@ class PreemptionSource:
 
     @property
     def exists(self) -> bool:
-        """Whether there is anything to look at."""
+        """Whether a command or a file is given."""
         return self.command is not None or self.file is not None
 
 
 class PreemptionWatch:
-    """Watch of one host, in a thread of its agent.
+    """Thread of a host's agent that polls for preemption notices.
 
     Args:
-        source: Where a notice comes from.
-        environment: Variables of the command.
-        guard: Functions that receive the process group of a command when it starts, and when it has ended. The group
-            is killed if the agent dies meanwhile.
+        source: Source of notices.
+        environment: Environment variables of the command.
+        guard: Functions that register a command's process group when it starts, and unregister it when it has ended.
+            A registered group is killed if the agent dies.
 
     Attributes:
-        notice: What was noticed, in words; None so far.
+        notice: Description of the notice; None while there is none.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class PreemptionWatch:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Start to look, if there is anything to look at."""
+        """Start polling, if a command or a file is given."""
         if self._source.exists:
             threading.Thread(target=self._watch, daemon=True, name="preemption").start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._stopped.set()
 
     def look(self) -> str | None:
-        """Return what is noticed now, in words; None for nothing."""
+        """Check once; return a description of the notice, or None."""
         file = self._source.file
         if file is not None and Path(file).exists():
-            return f"{file} has appeared"
+            return f"{file} exists"
         command = self._source.command
         if command is not None and self._succeeds(command):
-            return "preemption_command has ended with status 0"
+            return "preemption_command exited with status 0"
         return None
 
     def _watch(self) -> None:

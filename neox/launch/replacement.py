@@ -1,4 +1,4 @@
-"""Hosts of a start: those that can take part, spare ones in place of others, and how many a smaller run can use."""
+"""Choice of the hosts of a start: replacement by spare hosts, and the number of hosts that a smaller run can use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ChosenHosts:
     """Hosts of one start.
 
     Attributes:
-        hosts: The hosts, in the order of the hostfile; a spare one stands at the place of the host that it replaces.
-        replaced: Name of the spare host by the name of the host that it replaces.
-        missing: Hosts that cannot take part and that no spare one replaces.
+        hosts: The hosts, in the order of the hostfile. A spare host has the position of the host that it replaces.
+        replaced: Name of the replaced host -> name of the spare host.
+        missing: Hosts that are unusable and not replaced by a spare host.
     """
 
     hosts: tuple[Host, ...]
@@ -28,8 +28,8 @@ def choose_fit_hosts(hosts: Sequence[Host], spares: Sequence[Host], unfit: Mappi
 
     Args:
         hosts: Hosts of the hostfile that are not spare.
-        spares: Spare hosts. One can replace a host if it has as many slots.
-        unfit: Names of the hosts that cannot take part, with the reasons.
+        spares: Spare hosts. Each can replace a host with at most as many slots.
+        unfit: Names of the unusable hosts, with the reasons.
     """
     free = [spare for spare in spares if spare.name not in unfit]
     chosen: list[Host] = []

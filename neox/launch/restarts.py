@@ -1,4 +1,4 @@
-"""Decision about a failed run: start it again at once, after a pause, or not at all."""
+"""Restart policy for failed runs: restart at once, after a pause, or not at all."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from neox.launch.agent_files import Cause
 from neox.launch.outcome import EndKind, RunEnd
 
 EXIT_REFUSED = 2
-"""Exit status of a script that refuses its configuration or command line."""
+"""Exit status of a script that rejects its configuration or command line."""
 _FIRST_PAUSE = 1.0  # seconds
 _LONGEST_PAUSE = 300.0
-_SOON_SECONDS = 60.0  # a rank that fails so soon after a start has probably not failed by chance
+_SOON_SECONDS = 60.0  # a rank that fails this soon after a start has probably not failed by chance
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a run that has ended.
+    """Decision about a run that has ended.
 
     Attributes:
-        restart: Whether it is started again.
-        reason: The reason in words; empty for a run that has not failed.
-        pause: Seconds to wait first.
+        restart: Whether to restart the run.
+        reason: Reason of the decision; empty for a run that has not failed.
+        pause: Seconds to wait before the restart.
     """
 
     restart: bool
@@ -32,7 +32,7 @@ class Decision:
 
     @property
     def words(self) -> str:
-        """The decision, as events name it."""
+        """The decision as text for the event log."""
         if not self.restart:
             return "stop"
         if self.pause:
@@ -41,11 +41,11 @@ class Decision:
 
 
 class RestartPolicy:
-    """Rules about the restarts of one run. It remembers the failures.
+    """Restart policy of one run, which takes earlier failures into account.
 
     Args:
-        allowed: Number of restarts that are allowed (`max_restarts`).
-        clock: Function that returns the seconds by which durations are measured.
+        allowed: Maximum number of restarts (`max_restarts`).
+        clock: Function that returns a time in seconds.
 
     Attributes:
         restarts: Number of restarts so far.
@@ -60,20 +60,20 @@ class RestartPolicy:
         self._repeats = 0  # failures in a row that resemble the one before
 
     def started(self) -> None:
-        """Note that the run has been started, the first time or again."""
+        """Record the time of a start or restart."""
         self._started_at = self._clock()
 
     def decide(self, end: RunEnd, *, can_move: bool = False) -> Decision:
-        """Return what becomes of the run, and remember its end.
+        """Decide whether to restart the run, and remember its end.
 
         Args:
             end: How the run has ended.
-            can_move: Whether the run can go on without a host that is about to be taken.
+            can_move: Whether the run can continue without a host that is about to be preempted.
         """
         if end.kind is EndKind.ASKED or (end.kind is EndKind.FINISHED and end.status == 0):
             return Decision(restart=False)
         if end.kind is EndKind.PREEMPTED and not can_move:
-            reason = "the host is about to be taken, and no other one can step in; start the run elsewhere"
+            reason = "the host is about to be preempted, and no other host can replace it; start the run elsewhere"
             return Decision(restart=False, reason=reason)
         before = self._last
         self._last = end
@@ -81,10 +81,14 @@ class RestartPolicy:
         if useless:
             return Decision(restart=False, reason=useless)
         if self.restarts >= self.allowed:
-            used = f"max_restarts is {self.allowed}"
-            return Decision(restart=False, reason=f"{used}, and all are used" if self.allowed else used)
+            reason = f"max_restarts is {self.allowed}"
+            if self.allowed:
+                reason += ", and all restarts are used"
+            return Decision(restart=False, reason=reason)
         self.restarts += 1
-        again = "" if before is None else self._what_again(end, before)
+        again = ""
+        if before is not None:
+            again = self._repetition(end, before)
         if not again:
             self._repeats = 0
             return Decision(restart=True, reason=f"restart {self.restarts} of {self.allowed}")
@@ -92,8 +96,8 @@ class RestartPolicy:
         self._repeats += 1
         return Decision(True, f"restart {self.restarts} of {self.allowed}, after a pause because {again}", pause)
 
-    def _what_again(self, end: RunEnd, before: RunEnd) -> str:
-        """Return in which way a failure resembles the one before; empty if it does not."""
+    def _repetition(self, end: RunEnd, before: RunEnd) -> str:
+        """Return how a failure repeats the previous one; empty if it does not."""
         if end.step == before.step:
             where = "before the first step" if end.step is None else f"after step {end.step}"
             return f"the run failed {where} again"
@@ -104,14 +108,14 @@ class RestartPolicy:
 
 
 def _why_useless(end: RunEnd, before: RunEnd | None) -> str:
-    """Return why a restart cannot help; empty if it may."""
+    """Return why a restart cannot fix a failure; empty if it might."""
     cause = end.reported_cause
     if cause == Cause.REFUSED or (end.kind is EndKind.RANK and end.status == EXIT_REFUSED):
-        return "the configuration is refused, and would be again"
+        return "the configuration was rejected, and would be rejected again"
     if cause == Cause.DISK_FULL:
-        return "a disk is full; free space, and start the run again"
+        return "a disk is full; free some space, and start the run again"
     if cause != Cause.NOT_FINITE or before is None:
         return ""
     if before.reported_cause == Cause.NOT_FINITE and before.step == end.step:
-        return f"step {end.step} was not finite a second time"
+        return f"the loss or gradient norm of step {end.step} was not finite for the second time"
     return ""

@@ -1,4 +1,4 @@
-"""Status of a run, read from the files of its run directory: what a person on call wants to know."""
+"""Status of a run, computed from the files of its run directory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from neox.launch.lifeline import is_alive
 from neox.metrics import METRICS_FILE, curves, read_metrics
 from neox.run_events import interruptions, read_events
 
-_LAST_STEPS = 50  # over which speed is measured
-_MOST_POINTS = 400  # of a curve on the page
+_LAST_STEPS = 50  # for the speed
+_MOST_POINTS = 400  # of each curve on the page
 _SLOW_HOST = "runtime/slow_host/"
-_SHOWN_INTERRUPTIONS = 10  # in a text
+_SHOWN_INTERRUPTIONS = 10  # in the text format
 
 Status = dict[str, Any]
 
@@ -30,12 +30,12 @@ def run_status(directory: Path) -> Status:
         directory: The run directory (`log_dir`).
 
     Raises:
-        DataError: If it is no run directory.
+        DataError: If it is not a run directory.
     """
     events = read_events(directory)
     metrics = directory / METRICS_FILE
     if not events and not metrics.exists() and not (directory / "plan.json").exists():
-        raise DataError(f"{directory} is no run directory: it has no events.jsonl, {METRICS_FILE} or plan.json")
+        raise DataError(f"{directory} is not a run directory: it has no events.jsonl, {METRICS_FILE} or plan.json")
     rows = _last_steps(metrics)
     found = _curves(metrics)
     starts = [event for event in events if event["event"] == "start"]
@@ -55,13 +55,13 @@ def run_status(directory: Path) -> Status:
 
 
 def _state(directory: Path, events: Sequence[Mapping[str, Any]]) -> Status:
-    """Return `state` in a word, and `reason`: why it has ended."""
+    """Return `state`, one word, and `reason`, why the run has ended."""
     last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
     if last is None:
         return {"state": "unknown", "reason": "events.jsonl is missing or empty"}
     if last["event"] == "start" or str(last["decision"]).startswith("restart"):
         if _launcher_is_gone(directory):
-            return {"state": "ended", "reason": "the launcher has ended without a word; the same command goes on"}
+            return {"state": "ended", "reason": "the launcher was killed; run the same command again to resume"}
         if last["event"] == "start":
             return {"state": "running", "reason": None}
         return {"state": "restarting", "reason": last["reason"]}
@@ -83,7 +83,7 @@ def _launcher_is_gone(directory: Path) -> bool:
 
 
 def _planned_steps(directory: Path) -> int | None:
-    """Return the number of steps of the run; None if it is not known."""
+    """Return the planned number of steps of the run; None if unknown."""
     try:
         lines = (directory / "config.yml").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -96,7 +96,7 @@ def _planned_steps(directory: Path) -> int | None:
 
 
 def _last_steps(metrics: Path) -> list[dict[str, Any]]:
-    """Return the last rows of steps."""
+    """Return the metrics of the last steps."""
     if not metrics.exists():
         return []
     steps = [row for row in read_metrics(metrics) if row.get("kind") == "step"]
@@ -110,7 +110,7 @@ def _curves(metrics: Path) -> dict[str, dict[int, float]]:
 
 
 def _progress(rows: Sequence[Mapping[str, Any]], planned: int | None) -> Status:
-    """Return where the run is and how fast it goes, from the last steps."""
+    """Return the progress and the speed of the run, from its last steps."""
     if not rows:
         return {"step": None, "steps": planned, "loss": None, "seconds_per_step": None, "tokens_per_second": None}
     last = rows[-1]
@@ -131,7 +131,7 @@ def _progress(rows: Sequence[Mapping[str, Any]], planned: int | None) -> Status:
 def _hosts(
     directory: Path, starts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the hosts of the last start: seconds since their ranks printed, and how slow they are."""
+    """Return the hosts of the last start, with the seconds since their ranks last printed, and their slowness."""
     slow: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
@@ -148,7 +148,7 @@ def _hosts(
 
 
 def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return what interrupted the run, each with the steps that were trained again and the time to the next start."""
+    """Return the interruptions of the run, with the number of repeated steps and the time to the next start."""
     found: list[Mapping[str, Any]] = []
     for event in interruptions(events):
         shown = {key: event.get(key) for key in ("time", "host", "rank", "cause", "step", "decision", "reason")}
@@ -170,10 +170,11 @@ def _age(path: Path) -> float | None:
 
 
 def _thinned(points: Mapping[int, float]) -> list[tuple[int, float]]:
-    """Return at most so many points of a curve, ascending, the last one among them."""
-    ordered = sorted(points.items())
-    step = max(1, -(-len(ordered) // _MOST_POINTS))
-    return ordered[::-1][::step][::-1]
+    """Return at most `_MOST_POINTS` points of a curve in ascending order, including the last one."""
+    descending = sorted(points.items(), reverse=True)
+    step = max(1, -(-len(descending) // _MOST_POINTS))
+    thinned = descending[::step]
+    return thinned[::-1]
 
 
 def format_status(status: Status) -> str:
@@ -217,7 +218,7 @@ def _number(value: object) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words, such as `3 h 12 min`."""
+    """Format a duration, such as `3 h 12 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -53,9 +53,9 @@ class LaunchSpec:
         answers_interrupts: Whether Ctrl-C is for the script, which goes on. Two within a second end the run.
         stdin: File that rank 0 reads as its standard input, if all ranks are on this machine.
         reserved: Directories that no other run may use while this one runs.
-        preemption_command: Shell command that succeeds on a host that is about to be taken away; None for none.
+        preemption_command: Shell command that succeeds on a host that is about to be preempted; None for none.
         preemption_file: File that appears on such a host; None for none.
-        preemption_seconds: Seconds between two looks for such a notice.
+        preemption_seconds: Seconds between two checks for a preemption notice.
         rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None if it is not known.
         warm_module: Module that warm processes import while the run goes on, to become the ranks of its next start. The
             agents then stay after a failure, and wait for that start. None if agents end with their ranks.

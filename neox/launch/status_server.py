@@ -1,4 +1,4 @@
-"""HTTP server of a run's status: one page that updates by itself, and the status as JSON. It needs no package."""
+"""HTTP server for the status of a run: a self-updating page, and the status as JSON. It needs no other package."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StatusServer(ThreadingHTTPServer):
     Args:
         directory: The run directory.
         address: Address and port to listen on; port 0 for a free one.
-        hosts: Host names that browsers may use, next to those of this machine. Others are refused, so that no other
-            site can read the status through a name of its own.
+        hosts: Host names that clients may use in addition to those of this machine. Others are refused, which protects
+            against DNS rebinding.
 
     Raises:
         OSError: If it cannot listen there.
@@ -42,7 +42,7 @@ class StatusServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers to the requests of each path."""
+    """Handler of requests."""
 
     server: StatusServer
 
@@ -79,4 +79,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Log no requests."""
+        """Do not log requests."""

@@ -59,7 +59,7 @@ def chat_template_problems(config: NeoXConfig, tokenizer: Tokenizer | None) -> l
 
 
 def carries_chat_template(save: str) -> bool:
-    """Return whether the newest checkpoint of a directory was trained on conversations and carries their template."""
+    """Return whether the newest checkpoint in a directory includes a chat template."""
     try:
         from neox.tokenizer.chat import CHAT_TEMPLATE  # numpy, which a launcher of other hosts can do without
     except ModuleNotFoundError:
@@ -68,7 +68,7 @@ def carries_chat_template(save: str) -> bool:
 
 
 def label_notes(config: NeoXConfig) -> list[str]:
-    """Return a note if conversations are trained whole although labels, which leave out the users' turns, exist."""
+    """Return a note if conversations are trained on in full although there are labels that mask the users' turns."""
     data = config.data
     if data.train_label_data_paths is not None or config.preferences.on_preferences:
         return []
@@ -83,4 +83,7 @@ def label_notes(config: NeoXConfig) -> list[str]:
     keys = f"train_label_data_paths: [{', '.join(labels.values())}]"
     if data.train_data_paths is None:
         keys = f"train_data_paths: [{', '.join(labels)}]` and `{keys}"
-    return [f"every token of {', '.join(labels)} is trained, the users' too; `{keys}` trains what the labels name"]
+    return [
+        f"every token of {', '.join(labels)} enters the loss, including the users' turns; `{keys}` restricts the loss "
+        "to the labels"
+    ]

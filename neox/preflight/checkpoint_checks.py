@@ -115,7 +115,7 @@ def _contents_problems(config: NeoXConfig, key: str, checkpoint: Path, *, traini
 
 
 def chosen_checkpoint(load: Path, iteration: int | None) -> Path:
-    """Return the checkpoint of a directory that a run loads, whether or not it exists."""
+    """Return the path of the checkpoint in a directory that a run loads, whether or not it exists."""
     if iteration is None:
         return newest_checkpoint(load)
     return load / f"global_step{iteration}"

@@ -136,17 +136,17 @@ def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Pr
     if problem is None:
         return []
     key = device.size_key
-    correction = f"if there is more memory, say so with {key}"
+    correction = f"if there is more memory, set {key}"
     if key == "gpu_memory_gib":
         correction += " or --gpu-type"
     return [Problem((key,), f"{problem} (compared with {device.source}; {correction})")]
 
 
 def quantizer_problems(config: NeoXConfig) -> list[Problem]:
-    """Return a problem for each key that needs the kernel with which DeepSpeed quantises, for ranks on CPUs."""
+    """Return a problem for each key that needs DeepSpeed's quantization kernel, for ranks on CPUs."""
     problems = []
     for key in config.deepspeed.zero_optimization.quantizing_keys:
-        problems.append(config.problem(key, "needs GPUs, for which DeepSpeed compiles its kernel; remove it"))
+        problems.append(config.problem(key, "needs GPUs, because DeepSpeed's kernel runs only there; remove it"))
     return problems
 
 

@@ -50,7 +50,7 @@ def training_tokens(config: NeoXConfig) -> tuple[int, ...]:
 
 
 def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
-    """Return the tokens of one pass over each training dataset, padding included; none without padding."""
+    """Return the tokens of one pass over each training dataset, including padding; empty if samples have no padding."""
     data = config.data
     length = config.model.seq_length
     if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:

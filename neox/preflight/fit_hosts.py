@@ -1,4 +1,4 @@
-"""Hosts of a start that may use others than the hostfile's first choice: spare ones, or fewer with the same batch."""
+"""Hosts of a start with spare hosts or elastic training: replacements, or fewer hosts with the same batch size."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class FitHosts:
 
     Attributes:
         placement: Hosts and slots, and the spare hosts that could step in later.
-        config: The configuration. With fewer ranks than planned, its batch is that of all ranks.
+        config: The configuration. With fewer ranks than planned, it keeps the batch size of all ranks.
         reports: Report of each host that takes part.
-        left_out: Names of the hosts that do not take part, with what is done about each.
+        left_out: Names of the hosts that do not take part, with the reason and the consequence.
     """
 
     placement: Placement
@@ -36,20 +36,20 @@ class FitHosts:
 
 
 def with_spares(placement: Placement) -> Placement:
-    """Return a placement with the spare hosts among the hosts, so that all are asked."""
+    """Return a placement whose hosts include the spare hosts, so that all are checked."""
     return replace(placement, hosts=(*placement.hosts, *placement.spares), spares=())
 
 
 def can_change_hosts(config: NeoXConfig, placement: Placement) -> bool:
-    """Return whether other hosts than those of the placement may be used.
+    """Return whether the run may use other hosts than those of the placement.
 
     Raises:
-        ConfigError: There are spare hosts, and the launcher cannot use them.
+        ConfigError: There are spare hosts, but the launcher cannot use them.
     """
     over_ssh = config.runner.launcher == "pdsh" and not config.runner.no_ssh_check
     if placement.spares and not over_ssh:
         raise refusal(
-            "spare hosts need `launcher: pdsh` without no_ssh_check: take them out of the hostfile, or use pdsh",
+            "spare hosts need `launcher: pdsh` without no_ssh_check: remove them from the hostfile, or use pdsh",
             "launcher",
         )
     several = len(placement.hosts) > 1
@@ -69,12 +69,12 @@ def fit_hosts(
         config: The configuration.
         placement: Hosts and spare hosts of the hostfile.
         reports: Reports of all of them.
-        unfit: Names of further hosts that cannot take part, with the reasons.
-        suspects: Names of hosts that are left out only if others can take their places, with the reasons.
+        unfit: Names of further unusable hosts, with the reasons.
+        suspects: Names of hosts that are left out only if other hosts can replace them, with the reasons.
 
     Raises:
         LaunchError: Too few hosts can take part.
-        ConfigError: The batch is wrong.
+        ConfigError: The batch size is invalid.
     """
     reasons = {report.host.name: report.problems[0] for report in reports if report.problems} | dict(unfit)
     chosen = choose_fit_hosts(placement.hosts, placement.spares, {**suspects, **reasons})
@@ -104,12 +104,12 @@ def _is_free(spare: Host, hosts: Sequence[Host], reasons: Mapping[str, str]) -> 
 
 
 def _words(host: Host, chosen: ChosenHosts, reasons: Mapping[str, str]) -> str:
-    """Return why a host does not take part, and what is done about it."""
-    reason = reasons.get(host.name, "the batch cannot be divided over its ranks too")
+    """Return why a host does not take part, and the consequence."""
+    reason = reasons.get(host.name, "the batch cannot be divided over this many ranks")
     spare = chosen.replaced.get(host.name)
     if spare is None:
-        return f"{reason}; no spare host is left, and the run goes on with fewer ranks"
-    return f"{reason}; the spare host {spare} steps in"
+        return f"{reason}; no spare host is left, so the run continues with fewer ranks"
+    return f"{reason}; the spare host {spare} replaces it"
 
 
 def _fewer_hosts(
@@ -122,14 +122,14 @@ def _fewer_hosts(
     """Return the hosts of a smaller run.
 
     Raises:
-        LaunchError: The run may not be smaller, or the batch cannot be kept.
+        LaunchError: The run may not shrink, or the batch size cannot be kept.
     """
     names = ", ".join(host.name for host in chosen.missing)
     if not config.healing.elastic:
         why = [f"{host.name}: {reasons[host.name]}" for host in chosen.missing if host.name in reasons]
         table = format_reports(reports)
-        advice = "name spare hosts in the hostfile (`host slots=N spare`), or go on with fewer ranks: `elastic: true`"
-        raise LaunchError("\n".join(["nothing was started:", table, *why, f"{names}: no host is left; {advice}"]))
+        advice = "add spare hosts to the hostfile (`host slots=N spare`), or allow fewer ranks with `elastic: true`"
+        raise LaunchError("\n".join(["nothing was started:", table, *why, f"{names}: no spare host left; {advice}"]))
     batch = _batch_of_all(config, placement)
     size = batch.train_batch_size
     hosts = most_usable_hosts(
@@ -148,14 +148,14 @@ def _fewer_hosts(
 
 
 def _with_batch_of_all(config: NeoXConfig, placement: Placement) -> NeoXConfig:
-    """Return the configuration with the batch that all hosts of the hostfile have, whatever the number of ranks."""
+    """Return the configuration with the batch size of all hosts in the hostfile, for any number of ranks."""
     batch = _batch_of_all(config, placement)
     sizes = {TOTAL: batch.train_batch_size, MICRO: batch.train_micro_batch_size_per_gpu}
     return config.updated(sizes, without=(STEPS, "global_num_gpus"), source=CODE)
 
 
 def _batch_of_all(config: NeoXConfig, placement: Placement) -> BatchPlan:
-    """Return the batch on all hosts. Raises ConfigError if it is wrong."""
+    """Return the batch on all hosts. Raises ConfigError if it is invalid."""
     problems: list[Problem] = []
     batch = solve_batch(config, placement.world_size // model_ranks_of(config), problems)
     if batch is None:

@@ -1,4 +1,4 @@
-"""Check of `save` before a training starts: does it hold checkpoints, are they of this run, and has it finished?"""
+"""Checks of `save` before a training: whether it has checkpoints, whether of this run, and whether it has finished."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def _loading(config: NeoXConfig, found: FoundRun) -> DecidedConfig:
 
 
 def finished_note(config: NeoXConfig, directory: Path) -> str | None:
-    """Return that a run has finished, and how to go on; None if something is left to do.
+    """Return a note that a run has finished, and how to continue it; None if something is left to do.
 
-    A run is started again if its last start did not end by itself (its last evaluation may be missing), or if it sends
-    something elsewhere: a start sends what an earlier one has not.
+    A finished run is started again if its last start was interrupted (its last evaluation may be missing), or if it
+    sends checkpoints or metrics elsewhere, because some of them may be unsent.
 
     Args:
         config: The configuration, which loads the run's own checkpoints (`with_own_run`).
@@ -84,13 +84,13 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
         return None
     key = _EPOCHS if config.source("train_iters").rule == _EPOCHS else "train_iters"
     return (
-        f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started. A larger "
-        f"`{key}` goes on (--set {key}=N), and --overwrite starts from the beginning"
+        f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started. To continue "
+        f"it, set a larger `{key}` (--set {key}=N); to start from the beginning, add --overwrite"
     )
 
 
 def unfinished_note(config: NeoXConfig) -> str | None:
-    """Return how to go on with a run that has ended before its last step; None if it has all steps or no checkpoint.
+    """Return how to continue a run that ended before its last step; None if it has all steps, or no checkpoint.
 
     Args:
         config: The configuration of the run that has ended.
@@ -102,8 +102,10 @@ def unfinished_note(config: NeoXConfig) -> str | None:
     found = find_run(Path(keys.save))
     if found is None or found.iteration >= steps:
         return None
-    command = "the same command without --overwrite" if keys.overwrite else "the same command"
-    return f"{found.checkpoint} has {found.iteration:,} of {steps:,} steps; {command} goes on from there"
+    command = "run the same command again"
+    if keys.overwrite:
+        command += " without --overwrite"
+    return f"{found.checkpoint} has {found.iteration:,} of {steps:,} steps; to continue from there, {command}"
 
 
 def _sends_elsewhere(config: NeoXConfig) -> bool:
@@ -113,7 +115,7 @@ def _sends_elsewhere(config: NeoXConfig) -> bool:
 
 
 def _ended_by_itself(directory: Path) -> bool:
-    """Return whether the last start that a run directory has recorded ended with status 0; True if none is recorded."""
+    """Return whether the last recorded start of a run ended with status 0; True if none is recorded."""
     status: int | None = 0
     for event in read_events(directory):
         if event["event"] == "start":

@@ -83,7 +83,7 @@ class PlannedJob:
         plan: The plan.
         device: What a rank runs on.
         problems: What is missing or does not fit: warnings of a dry run, errors of a launch.
-        too_large: Those of them that the plan itself shows: the device has less memory than the job needs.
+        too_large: Those of them that the plan itself shows: the job needs more memory than the device has.
     """
 
     plan: RunPlan
@@ -93,7 +93,7 @@ class PlannedJob:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has the memory that the job needs."""
+        """Whether the device has enough memory for the job."""
         return not self.too_large
 
 
@@ -122,7 +122,7 @@ def read_config(arguments: argparse.Namespace) -> NeoXConfig:
 
 
 def _starts_ranks(arguments: argparse.Namespace) -> bool:
-    """Return whether a command starts ranks itself, so that it fetches what addresses name."""
+    """Return whether a command starts ranks, and so must fetch remote files."""
     return not arguments.dry_run and arguments.suggest is None and arguments.script != "doctor"
 
 

@@ -1,4 +1,4 @@
-"""Restarts of a failed training by `deepy.py`: what is decided, recorded and changed before the next start."""
+"""Restarts of a failed training by `deepy.py`: decision, event log, and changes for the next start."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from neox.launch.spec import LaunchSpec
 from neox.plan.run_identity import find_run, resumes_own_directory
 
 _ADVICE = (
-    "a failed training can be started again by itself, from its newest checkpoint: `max_restarts: N` with `save`, "
-    "or --max-restarts N"
+    "a failed training can be restarted automatically from its newest checkpoint: set `max_restarts: N` and `save`, or "
+    "add --max-restarts N"
 )
 
 
 _LEAST_SIGNAL_STATUS = 128
-_FAILURES_OF_SUSPECT = 3  # in a row on one host
+_FAILURES_OF_SUSPECT = 3  # successive failures on one host
 
 
 class Restarts:
@@ -32,10 +32,10 @@ class Restarts:
 
     Args:
         config: The configuration of the first start.
-        script: Script of the ranks. Only a training is started again.
+        script: Script of the ranks. Only trainings are restarted.
 
     Attributes:
-        unfit: Names of the hosts that must not take part any more, with the reasons.
+        unfit: Names of the hosts that must no longer take part, with the reasons.
         can_move: Whether other hosts may be used at the next start.
         suspects: Names of the hosts that should not take part if others can, with the reasons.
         lost: Hosts that were lost at the end of the last start.
@@ -61,7 +61,7 @@ class Restarts:
 
     @property
     def advice(self) -> str:
-        """Line about restarts for a training that fails without any; empty if there is nothing to say."""
+        """Hint about `max_restarts` for a failed training without it; empty otherwise."""
         if self._trains and self._policy.allowed == 0:
             return _ADVICE
         return ""
@@ -72,7 +72,7 @@ class Restarts:
         Args:
             spec: The start.
             directory: The run directory.
-            left_out: Names of the hosts that do not take part, with what is done about each.
+            left_out: Names of the hosts that do not take part, with the reason and the consequence.
         """
         self._policy.started()
         if not self._trains:
@@ -95,14 +95,14 @@ class Restarts:
         )
 
     def follow(self, end: RunEnd, directory: Path) -> bool:
-        """Record the end of a start, and decide about another one.
+        """Record the end of a start, decide about a restart, and wait for its pause.
 
         Args:
             end: How the start has ended.
             directory: The run directory.
 
         Returns:
-            Whether the run is to be started again; the pause before is over.
+            Whether to restart the run.
         """
         if not self._trains:
             return False
@@ -140,7 +140,7 @@ class Restarts:
         self._taken = ()
         if end.kind is EndKind.PREEMPTED:
             self._taken = end.hosts
-            self.unfit |= dict.fromkeys(end.hosts, "it is about to be taken")
+            self.unfit |= dict.fromkeys(end.hosts, "it is about to be preempted")
         report = end.report
         if report is not None and report.cause == Cause.REPLICAS and report.ranks:
             for host in end.hosts:
@@ -153,11 +153,11 @@ class Restarts:
             self._failures_in_a_row = []
         self._failures_in_a_row.append(host)
         if len(self._failures_in_a_row) == _FAILURES_OF_SUSPECT:
-            self.suspects[host] = f"{_FAILURES_OF_SUSPECT} failures in a row were there"
+            self.suspects[host] = f"the last {_FAILURES_OF_SUSPECT} failures happened on it"
 
     def next_config(self) -> NeoXConfig:
-        """Return the configuration of the next start, which goes on from the newest checkpoint of this run."""
-        dropped = ["overwrite"]  # else the checkpoints of this very run would be moved away
+        """Return the configuration of the next start, which resumes from the newest checkpoint of this run."""
+        dropped = ["overwrite"]  # it would move away the checkpoints of this run
         has_saved = self._latest_checkpoint() != self._latest
         if has_saved and resumes_own_directory(self._config):
             dropped.append("iteration")  # it names the checkpoint of the first start
@@ -165,15 +165,15 @@ class Restarts:
 
     @contextmanager
     def recording_refusals(self, directory: Path) -> Iterator[None]:
-        """Record an error of the block, which refuses the next start, in the run directory."""
+        """Record an error in the block, which prevents the next start, in the event log."""
         try:
             yield
         except NeoXError as error:
-            record_event(directory, "end", cause=str(error), decision="stop", reason="the restart is refused")
+            record_event(directory, "end", cause=str(error), decision="stop", reason="the restart was rejected")
             raise
 
     def _saved_step(self) -> int | None:
-        """Return the iteration of the checkpoint that a start goes on from; None if it starts anew."""
+        """Return the iteration of the checkpoint that a start resumes from; None if it starts from the beginning."""
         save = self._config.checkpoint.save
         if save is None:
             return None
@@ -185,11 +185,11 @@ class Restarts:
     def _start_words(self) -> str:
         step = self._saved_step()
         if step is None:
-            return "the start, because there is no checkpoint"
+            return "the beginning, because there is no checkpoint"
         return f"the checkpoint of step {step}"
 
     def _latest_checkpoint(self) -> tuple[str, int] | None:
-        """Return what `latest` says and when it was written; None without it."""
+        """Return the content and modification time of the file `latest`; None if there is no such file."""
         save = self._config.checkpoint.save
         if save is None:
             return None

@@ -28,7 +28,7 @@ _PARTS = ("products", "attention", "elementwise", "tensor", "context", "experts"
 _LEAST_SHARE = 0.02
 _NOTICEABLE = 1.01  # times as long
 SHOWN = 10
-"""Layouts that a table of estimates has."""
+"""Number of layouts in a table of estimates."""
 
 
 def find_layouts(
@@ -38,9 +38,9 @@ def find_layouts(
 
     Args:
         plan: The run.
-        device: What its ranks run on. Cores of CPUs count only without a name of a GPU.
+        device: Device of the ranks. CPU cores are only used if no GPU is named.
         gpu_name: Key of `GPUS`; empty for the one that fits `gpu_memory_gib` best.
-        changed: Keys in which the plan differs from the configuration, which these GPUs cannot run.
+        changed: Keys in which the plan differs from the configuration, if these GPUs cannot run the configuration.
         count: Number of layouts to return.
 
     Returns:
@@ -78,7 +78,7 @@ def format_estimates(found: Suggestions, title: str, plan: RunPlan, *, is_change
         found: The layouts.
         title: First line of the table.
         plan: The run.
-        is_changed: Whether the plan differs from the configuration, which these GPUs cannot run.
+        is_changed: Whether the plan differs from the configuration, because these GPUs cannot run the configuration.
     """
     if not is_changed:
         return "\n".join([title, *_table(found), _given_row(found), *_explanation(found)])
@@ -93,8 +93,8 @@ def format_estimates(found: Suggestions, title: str, plan: RunPlan, *, is_change
 def layouts_to_measure(found: Suggestions, count: int, *, is_changed: bool) -> list[Suggestion]:
     """Return layouts to measure: the best estimates, the best of other degrees, and the configured one.
 
-    Estimates are less sure between degrees than within them, so half of the layouts are of degrees that the first half
-    does not have. The configured layout is left out if these ranks cannot run it.
+    Estimates are less reliable between different degrees than within the same degrees. So the second half of the
+    layouts has other degrees than the first half. The configured layout is left out if these ranks cannot run it.
 
     Args:
         found: The layouts.
@@ -163,7 +163,7 @@ def _row(layout: Suggestion) -> str:
 
 
 def _digits(seconds: float) -> str:
-    """Return a time in seconds with two decimals, or three digits if it is short."""
+    """Format a time in seconds with two decimals, or with three significant digits below 1 s."""
     if seconds >= 1:
         return f"{seconds:.2f}"
     return f"{seconds:.3g}"
@@ -199,7 +199,7 @@ def _counts(time: StepTime, part: str) -> bool:
 
 
 def write_keys(layout: Suggestion, config: NeoXConfig, output: Path) -> str:
-    """Write the keys of a layout as YAML that replaces those of earlier files; blocks are replaced whole.
+    """Write the keys of a layout as YAML overrides of earlier files. Nested blocks are replaced as a whole.
 
     Args:
         layout: The layout.
@@ -207,7 +207,7 @@ def write_keys(layout: Suggestion, config: NeoXConfig, output: Path) -> str:
         output: The file.
 
     Returns:
-        A line that says how to use the file.
+        A line that explains how to use the file.
 
     Raises:
         ConfigError: It cannot be written.
@@ -219,4 +219,4 @@ def write_keys(layout: Suggestion, config: NeoXConfig, output: Path) -> str:
         raise ConfigError(f"--suggest-output {output}: cannot be written: {error.strerror or error}") from error
     if not keys:
         return f"{output} sets nothing: the configured layout is the fastest"
-    return f"{output} sets the fastest layout: give {output.resolve()} as the last YAML file of the command"
+    return f"{output} sets the fastest layout: add {output.resolve()} as the last YAML file of the command"

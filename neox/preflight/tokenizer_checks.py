@@ -57,7 +57,7 @@ def read_vocabulary(config: NeoXConfig) -> Vocabulary:
 
 
 def other_tokenizer_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, training: bool) -> list[Problem]:
-    """Return the problem that the checkpoint to load was trained with another tokenizer."""
+    """Return a problem if the checkpoint to load was trained with another tokenizer."""
     key = key_of_checkpoint(config, training=training)
     directory = config.value(key)
     if tokenizer is None or directory is None:
