@@ -137,6 +137,21 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def lock_file_shared(file: IO[Any]) -> None:
+    """Take the advisory lock of an open file together with other readers, and wait while a process has it alone.
+
+    It does nothing on a file system without locks. The kernel releases the lock when the file is closed.
+
+    Raises:
+        OSError: If locking fails for another reason.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+
+
 def lock_file(file: IO[Any], *, wait: bool) -> bool:
     """Take the exclusive advisory lock of an open file; the kernel releases it when the file is closed.
 

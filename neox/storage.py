@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
@@ -70,6 +71,48 @@ def shown(path: str | Path) -> str:
     if parts.scheme in ("http", "https"):
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     return text
+
+
+def ids_file(prefix: str | Path) -> Path:
+    """Return the file of a dataset's ids: `PREFIX.bin`, or `PREFIX.remote.json` if that names one in object storage."""
+    whole = Path(f"{prefix}.bin")
+    remote = Path(f"{prefix}.remote.json")
+    if remote.is_file() and not whole.is_file():
+        return remote
+    return whole
+
+
+@dataclass(frozen=True)
+class RemoteIds:
+    """Description of a `.bin` in object storage.
+
+    Attributes:
+        address: Its address.
+        size: Its number of bytes.
+        version: The server's tag of its content.
+        limit: Most bytes of it that a host keeps.
+        directory: Directory of the blocks, in which each host has its own.
+        crc32: Checksum of the whole file; None if it is not known.
+    """
+
+    address: str
+    size: int
+    version: str
+    limit: int
+    directory: str
+    crc32: int | None
+
+    def to_json(self) -> str:
+        """Return the text of the description."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> RemoteIds:
+        """Read a description. Raises DataError if it is damaged."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{path} cannot be read ({error}); remove it, and give the command again") from error
 
 
 def cache_folder(address: str, cache: str | Path) -> Path:

@@ -22,14 +22,16 @@ from __future__ import annotations
 
 import glob
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from neox.data.remote_blocks import RemoteTokens
 from neox.errors import DataError
+from neox.storage import RemoteIds, ids_file
 
 Layout = Literal["mmap", "cached"]
 
@@ -120,7 +122,7 @@ def read_index(prefix: str | Path, *, floats: bool = False) -> Index:
         DataError: If a file is missing, truncated, inconsistent or of another format.
     """
     path = idx_path(prefix)
-    data = bin_path(prefix)
+    data = ids_file(prefix)
     missing = [str(file) for file in (path, data) if not file.is_file()]
     if missing:
         hint = ""
@@ -132,9 +134,10 @@ def read_index(prefix: str | Path, *, floats: bool = False) -> Index:
             "A dataset is named by its prefix, without .bin or .idx; make one with "
             "tools/preprocess_data.py --input FILES --output-prefix PREFIX (it writes PREFIX_text_document.bin, .idx)."
         )
+    data_bytes = _size_of_ids(data)
     raw = _map_bytes(path)
     if raw[: len(MMAP_MAGIC)].tobytes() == MMAP_MAGIC:
-        index = _read_mmap(path, raw, data.stat().st_size)
+        index = _read_mmap(path, raw, data_bytes)
     elif raw[: len(CACHED_MAGIC)].tobytes() == CACHED_MAGIC:
         index = _read_cached(path, raw)
     else:
@@ -145,7 +148,6 @@ def read_index(prefix: str | Path, *, floats: bool = False) -> Index:
         raise DataError(f"{path} holds floating-point data, not token ids")
     _check_pointers(path, index)
     _check_documents(path, index)
-    data_bytes = data.stat().st_size
     expected_bytes = index.num_tokens * index.dtype.itemsize
     if data_bytes != expected_bytes:
         raise DataError(
@@ -153,6 +155,13 @@ def read_index(prefix: str | Path, *, floats: bool = False) -> Index:
             f"{index.dtype.itemsize} bytes ({expected_bytes:,}); one of them is truncated or from another run"
         )
     return index
+
+
+def _size_of_ids(path: Path) -> int:
+    """Return the bytes of a `.bin`, which a description may name."""
+    if path.suffix == ".json":
+        return RemoteIds.read(path).size
+    return path.stat().st_size
 
 
 def _map_bytes(path: Path) -> np.ndarray:
@@ -354,7 +363,7 @@ class IndexedDataset:
         dtype: Dtype of the token ids.
         sizes: Number of tokens of each sequence [sequences].
         document_index: First sequence of each document, and then the number of sequences [documents + 1].
-        tokens: All ids [num_tokens].
+        tokens: All ids, of which slices are taken [num_tokens].
         num_tokens: Number of ids.
     """
 
@@ -384,9 +393,12 @@ class IndexedDataset:
         self.num_tokens = index.num_tokens
         self._pointers = index.pointers
         self._unit = index.dtype.itemsize // index.pointer_unit
-        self.tokens: np.ndarray = np.empty(0, self.dtype)
-        if self.num_tokens:
-            self.tokens = np.asarray(np.memmap(bin_path(prefix), dtype=self.dtype, mode="r"))
+        self.tokens: np.ndarray | RemoteTokens = np.empty(0, self.dtype)
+        path = ids_file(prefix)
+        if self.num_tokens and path.suffix == ".json":
+            self.tokens = RemoteTokens(RemoteIds.read(path), self.dtype)
+        elif self.num_tokens:
+            self.tokens = np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
 
     def __len__(self) -> int:
         """Return the number of sequences. In datasets of gpt-neox's tools each document is one sequence."""
@@ -403,11 +415,23 @@ class IndexedDataset:
         return self.num_documents != len(self) or bool((np.diff(self.document_index) != 1).any())
 
     def warm_up(self) -> None:
-        """Read both files once, so that they are in the page cache."""
-        for path in (idx_path(self.prefix), bin_path(self.prefix)):
+        """Read both files once, so that they are in the page cache. Ids in object storage are not fetched for that."""
+        for path in (idx_path(self.prefix), ids_file(self.prefix)):
             with open(path, "rb", buffering=0) as file:
                 while file.read(1 << 26):
                     pass
+
+    def joined(self, begins: Sequence[int], ends: Sequence[int]) -> np.ndarray:
+        """Return the ids of pieces of `tokens`, one after another.
+
+        Args:
+            begins: First id of each piece.
+            ends: Id after the last one of each piece.
+        """
+        tokens = self.tokens
+        if isinstance(tokens, RemoteTokens):
+            return tokens.joined(begins, ends)
+        return np.concatenate([tokens[begin:end] for begin, end in zip(begins, ends, strict=True)])
 
     def starts(self, sequences: np.ndarray) -> np.ndarray:
         """Return the starts of sequences in `tokens`, int64 with the shape of `sequences`."""

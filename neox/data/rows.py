@@ -94,11 +94,10 @@ class TokenRows:
     def _rows(self, source: IndexedDataset, cuts: Cuts) -> np.ndarray:
         pieces = locate_pieces(source, cuts)
         if self.fill_in_middle is not None and self.fill_in_middle.level == "document":
-            parts = self._rearranged_parts(cuts, pieces, self.fill_in_middle)
+            ids = np.concatenate(self._rearranged_parts(cuts, pieces, self.fill_in_middle))
         else:
-            tokens = source.tokens
-            parts = [tokens[begin:end] for begin, end in zip(pieces.begins, pieces.ends, strict=True)]
-        rows = np.concatenate(parts).reshape(len(cuts.firsts), -1)
+            ids = source.joined(pieces.begins, pieces.ends)
+        rows = ids.reshape(len(cuts.firsts), -1)
         if self.fill_in_middle is not None and self.fill_in_middle.level == "sample":
             return self.fill_in_middle.samples(rows, cuts.numbers)
         return rows

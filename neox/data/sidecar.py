@@ -17,11 +17,12 @@ import numpy as np
 
 from neox.config.sections.data import DataConfig
 from neox.config.sections.preferences import REWARD_KEYS
-from neox.data.indexed_dataset import IndexedDataset, bin_path, idx_path, json_path
+from neox.data.indexed_dataset import IndexedDataset, idx_path, json_path
 from neox.data.packing import usable_documents
 from neox.errors import DataError
 from neox.files import write_text
 from neox.log import get_logger
+from neox.storage import ids_file
 from neox.tokenizer import Tokenizer
 from neox.tokenizer.chat import ChatTemplate
 
@@ -231,7 +232,7 @@ def data_problems(
     """
     problems = []
     for prefix, key in prefixes.items():
-        if not bin_path(prefix).is_file() or not idx_path(prefix).is_file():
+        if not ids_file(prefix).is_file() or not idx_path(prefix).is_file():
             continue
         try:
             if not open_files:

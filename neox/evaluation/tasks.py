@@ -212,7 +212,7 @@ def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[np.ndarr
     dataset = _open_token_file(path, tokenizer)
     if dataset.num_tokens == 0:
         raise EvaluationError(f"{path}: contains no documents with text")
-    largest = int(dataset.tokens.max())
+    largest = int(dataset.tokens[:].max())
     if largest >= tokenizer.vocab_size:
         raise EvaluationError(
             f"{path}: contains token {largest}, but the tokenizer has {tokenizer.vocab_size} ids; the file was made "

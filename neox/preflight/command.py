@@ -71,6 +71,7 @@ from neox.preflight.suggest import (
     write_keys,
 )
 from neox.problems import Problem
+from neox.storage import ids_file
 
 _TOKENIZER_FILES = ("vocab_file", "merge_file")
 _FOUND_FOR_EACH = 10  # layouts that are searched for each that is measured, so that other degrees are among them
@@ -435,7 +436,7 @@ class _Command:
     def _files_of_every_host(self) -> Iterator[str]:
         """Yield the absolute paths of the token files and the tokenizer's files, which every rank reads."""
         for prefix in data_prefixes(self.config):
-            yield str(Path(f"{prefix}.bin").absolute())
+            yield str(ids_file(prefix).absolute())
         if self.config.tokenizer.tokenizer_type == "TiktokenTokenizer":  # its vocab_file may be the name of an encoding
             return
         for key in self._tokenizer_keys():

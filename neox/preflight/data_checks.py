@@ -12,7 +12,7 @@ from neox.config.sections.preferences import PATH_KEYS, REWARD_KEYS
 from neox.errors import DataError
 from neox.plan import missing_for_training
 from neox.problems import Problem
-from neox.storage import is_remote
+from neox.storage import ids_file, is_remote
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
@@ -129,7 +129,8 @@ def missing_data(config: NeoXConfig) -> list[Problem]:
     for prefix, key in prefixes.items():
         if is_remote(prefix):  # of a dry run: nothing is copied
             continue
-        absent = [prefix + suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
+        files = (ids_file(prefix), Path(f"{prefix}.idx"))
+        absent = [str(file) for file in files if not file.is_file()]
         if absent:
             do_not = "does not" if len(absent) == 1 else "do not"
             message = f"{key} is {prefix!r}, but {' and '.join(absent)} {do_not} exist; "

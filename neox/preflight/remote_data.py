@@ -1,8 +1,12 @@
-"""Download of remote token files to `data_cache_dir`, before anything is planned."""
+"""Download of remote token files to `data_cache_dir`, before anything is planned.
+
+With `data_cache_gb` only the index and the sidecar are copied; the ids are read by blocks (`neox.data.remote_blocks`).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +18,7 @@ from neox.files import atomic_write, lock_file, write_text
 from neox.log import get_logger
 from neox.preflight.data_decisions import DecidedConfig
 from neox.problems import Problem
-from neox.storage import FileState, is_remote, open_file, shown, state_of
+from neox.storage import FileState, RemoteIds, ids_file, is_remote, open_file, shown, state_of
 
 _log = get_logger(__name__)
 _SUFFIXES = (".bin", ".idx", ".json")
@@ -30,17 +34,29 @@ def with_local_data(config: NeoXConfig) -> NeoXConfig:
         DataError: If a file cannot be read, or the disk has too little space.
     """
     directory = Path(config.data.data_cache_dir)
-    return _with_paths(config, lambda address: str(fetch_token_files(address, directory)))
+    limits = _block_limits(config)
+
+    def local(address: str) -> str:
+        if address in limits:
+            return str(prepare_blocks(address, directory, _block_directory(config), limits[address]))
+        return str(fetch_token_files(address, directory))
+
+    return _with_paths(config, local)
 
 
 def planned_data(config: NeoXConfig) -> DecidedConfig:
     """Return the result of `with_local_data` without copying anything, for a dry run.
 
-    Addresses with an up-to-date copy are replaced by it. Other addresses stay, and notes say what a start will copy.
+    Addresses with an up-to-date copy are replaced by it. Other addresses stay, and notes say what a start will copy,
+    or read by blocks.
     """
     directory = Path(config.data.data_cache_dir)
     notes: dict[str, str] = {}
     problems: dict[str, Problem] = {}
+    try:
+        limits = _block_limits(config)
+    except DataError as error:
+        return DecidedConfig(config, problems=(Problem((), str(error)),))
 
     def planned(address: str) -> str:
         prefix = _prefix_of_copy(address, directory)
@@ -51,12 +67,55 @@ def planned_data(config: NeoXConfig) -> DecidedConfig:
             return address
         if not wanted:
             return str(prefix)
+        if address in limits and ".bin" in wanted:
+            size = wanted[".bin"].size
+            blocks = _block_directory(config)
+            notes[address] = _block_note(address, size, limits[address], blocks)
+            has_index = len(wanted) == 1 and ids_file(prefix).suffix == ".json"
+            return str(prefix) if has_index else address
         size = sum(state.size for state in wanted.values())
         notes[address] = f"{shown(address)}, {size:,} bytes, will be copied to {directory} at the start"
         return address
 
     changed = _with_paths(config, planned)
     return DecidedConfig(changed, tuple(notes.values()), tuple(problems.values()))
+
+
+def _block_note(address: str, size: int, limit: int, directory: Path) -> str:
+    note = f"{shown(address)}, {size:,} bytes, is read by blocks, of which each host keeps at most {limit:,} bytes in "
+    note += str(directory)
+    if limit < size:
+        note += "; what does not fit is fetched again in every pass, with the whole block around each sample"
+    return note
+
+
+def _block_directory(config: NeoXConfig) -> Path:
+    keys = config.data
+    return Path(keys.data_block_dir or Path(keys.data_cache_dir, "blocks"))
+
+
+def _block_limits(config: NeoXConfig) -> dict[str, int]:
+    """Return the most bytes of each `.bin` that a host keeps, in proportion to their sizes; empty to copy whole files.
+
+    Raises:
+        DataError: If a file cannot be read.
+    """
+    most = config.data.data_cache_gb
+    if most is None:
+        return {}
+    sizes: dict[str, int] = {}
+
+    def measure(address: str) -> str:
+        if address not in sizes:
+            sizes[address] = state_of(f"{address}.bin").size
+        return address
+
+    _with_paths(config, measure)
+    total = max(1, sum(sizes.values()))
+    limits = {}
+    for address, size in sizes.items():
+        limits[address] = min(size, int(most * 1e9 * size / total))
+    return limits
 
 
 def _with_paths(config: NeoXConfig, path_of: Callable[[str], str]) -> NeoXConfig:
@@ -117,13 +176,73 @@ def fetch_token_files(address: str, directory: Path) -> Path:
             if needed > free:
                 raise DataError(
                     f"{shown(address)} needs {needed / 1e9:.1f} GB, but {directory} has only {free / 1e9:.1f} GB free; "
-                    "set data_cache_dir to a directory on a larger disk"
+                    "set data_cache_dir to a directory on a larger disk, or data_cache_gb to keep only a part on disk"
                 )
             if wanted:
                 _log.info("copying %s, %.2f GB, to %s", shown(address), needed / 1e9, folder)
             for suffix, state in wanted.items():
                 _copy(address + suffix, Path(f"{prefix}{suffix}"), state)
     return prefix
+
+
+def prepare_blocks(address: str, directory: Path, blocks: Path, limit: int) -> Path:
+    """Return the prefix of a local index of `ADDRESS.bin`, with a description by which ranks read the ids by blocks.
+
+    If a whole copy is there and still the same, nothing is changed.
+
+    Args:
+        address: Address without the suffix.
+        directory: Directory of copies. One process at a time writes into it.
+        blocks: Directory of the blocks.
+        limit: Most bytes of ids that a host keeps.
+
+    Raises:
+        DataError: If a file cannot be read, or the disk is too small.
+    """
+    prefix = _prefix_of_copy(address, directory)
+    folder = prefix.parent
+    with os_errors(DataError, f"data_cache_dir: {directory} cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        blocks.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".lock", "w") as lock:
+            lock_file(lock, wait=True)
+            wanted = _wanted(address, prefix)
+            ids = wanted.pop(".bin", None)
+            for suffix, state in wanted.items():
+                _copy(address + suffix, Path(f"{prefix}{suffix}"), state)
+            if ids is None:
+                return prefix
+            whole = Path(f"{prefix}.bin")
+            whole.unlink(missing_ok=True)
+            version = hashlib.sha256(str(ids.version).encode()).hexdigest()[:12]
+            place = blocks.absolute() / f"{folder.name}-{version}"
+            _check_room(address, limit, blocks, place)
+            description = RemoteIds(f"{address}.bin", ids.size, str(ids.version), limit, str(place), _checksum(prefix))
+            write_text(Path(f"{prefix}.remote.json"), description.to_json())
+    _log.info("%s, %.2f GB, is read by blocks; %s keeps %.2f GB", shown(address), ids.size / 1e9, blocks, limit / 1e9)
+    return prefix
+
+
+def _check_room(address: str, limit: int, blocks: Path, place: Path) -> None:
+    """Raise DataError if a disk is too small for the blocks of a file, those that are there already included."""
+    there = 0
+    for file in place.glob("*/blocks"):
+        there = max(there, file.stat().st_blocks * 512)
+    free = shutil.disk_usage(blocks).free
+    if limit - there > free:
+        raise DataError(
+            f"{shown(address)} may take {limit / 1e9:.1f} GB of blocks, and {blocks} has {free / 1e9:.1f} GB free; "
+            "set data_cache_gb to less, or data_block_dir to a larger disk"
+        )
+
+
+def _checksum(prefix: Path) -> int | None:
+    """Return the checksum of the `.bin` in a sidecar; None if there is none. The ranks report a broken sidecar."""
+    try:
+        found = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8")).get("crc32")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def _wanted(address: str, prefix: Path) -> dict[str, FileState]:

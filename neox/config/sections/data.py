@@ -105,6 +105,14 @@ class DataConfig(Section):
     """Directory to which token files with addresses (`s3://bucket/mine_text_document`) are copied before the start. All
     hosts must see it."""
 
+    data_cache_gb: PositiveFloat | None = None
+    """Read the ids of such files by blocks when they are needed, and keep at most so many gigabytes of them on the disk
+    of each host, those that were read last. Only indices are copied before the start. Without it whole files are."""
+
+    data_block_dir: Annotated[str | None, OnlyWith("data_cache_gb")] = None
+    """Directory for these blocks, in which each host has its own, by default `blocks` in data_cache_dir. A local disk
+    is best."""
+
     train_data_paths: tuple[str, ...] | None = None
     """Prefixes that are blended for training, instead of data_path."""
 
