@@ -37,6 +37,19 @@ class HealingConfig(Section):
         Excludes("no_save_optim", when=("rollback",), reason="the optimizer is rolled back too"),
         Excludes("objective", ("masked_lm",), when=("rollback",), reason="its samples cannot be skipped"),
         Excludes("train_impl", OF_PREFERENCES, when=("rollback",), reason="its samples cannot be skipped"),
+        Excludes(
+            "pack_impl",
+            ("best_fit", "pack_until_overflow", "unpacked"),
+            when=("rollback",),
+            reason="samples with padding cannot be skipped",
+            advice="use packed, or warn",
+        ),
+        Excludes(
+            "teacher_logits",
+            when=("rollback",),
+            reason="they are of the samples in an order without gaps",
+            advice="use warn",
+        ),
     ] = "off"
     """Action if the training loss of a step is far above those of the previous steps. `warn` logs it and records an
     event. `rollback` also loads the newest checkpoint before the step, and skips the batches from there to the step.

@@ -32,6 +32,7 @@ JUDGED = {
     "train_reward_data_paths": ["c"],
 }
 # The key that a problem points to, others that it must name, and the keys that cause it.
+ROLLBACK = {"save": "s", "loss_spike_action": "rollback"}
 MIXTURE: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk"}
 
 LATENT = {"attention_config": [[["latent"], "all"]], "kv_lora_rank": 8, "use_bias_in_qkv": False}
@@ -210,6 +211,8 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("optimizer.type", ("moe_num_experts",), {**MIXTURE, "optimizer": {"type": "Muon"}}),
     ("lora", ("moe_num_experts",), {**MIXTURE, "lora": {"r": 2, "target": ["dense_h_to_4h"]}}),
     ("moe_num_experts", ("attention_config",), {**MIXTURE, "attention_config": ["gmlp", "global", "global", "global"]}),
+    ("loss_spike_action", ("pack_impl",), {**ROLLBACK, "train_data_paths": ["a"], "pack_impl": "best_fit"}),
+    ("loss_spike_action", ("teacher_logits",), {**ROLLBACK, "train_data_paths": ["a"], "teacher_logits": "t"}),
     ("num_experts", ("moe_num_experts",), {"moe_num_experts": 8, "num_experts": 4}),
     ("expert_model_parallel_size", ("moe_num_experts",), {"moe_num_experts": 9, "expert_model_parallel_size": 2}),
     (
