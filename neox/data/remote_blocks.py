@@ -15,6 +15,7 @@ import ctypes
 import os
 import shutil
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,9 @@ BLOCK_BYTES = 1 << 20
 _STATE = np.dtype([("read", "<i8"), ("crc32", "<u4"), ("known", "<u4")])
 _THREADS = 8
 _LOCKS = 64
+_ROUNDS = 4
+_CALLS_OF_LOOK = 64
+_ALMOST = 0.9
 _KEEP_SIZE = 1
 _PUNCH_HOLE = 2
 _DROPPED_AT_ONCE = 64  # parts of the limit that are dropped together, so that readers seldom wait
@@ -53,8 +57,11 @@ class BlockFile:
     def __init__(self, ids: RemoteIds) -> None:
         self.ids = ids
         self._count = -(-ids.size // BLOCK_BYTES)
+        self._drops = ids.limit < ids.size
         self._most = max(1, ids.limit // BLOCK_BYTES)
-        self._drops = self._most < self._count
+        self._is_whole = False
+        self._calls = -1
+        self._finishing: threading.Thread | None = None
         folder = Path(ids.directory, socket.gethostname())
         self._locks = folder / "locks"
         with os_errors(DataError, f"data_block_dir: {folder} cannot be written"):
@@ -73,6 +80,29 @@ class BlockFile:
     def stored_bytes(self) -> int:
         """Most bytes of the blocks that are here."""
         return int(np.count_nonzero(self._read)) * BLOCK_BYTES
+
+    def is_whole(self) -> bool:
+        """Return whether every block is here to stay, so that `bytes` is like a local file.
+
+        Every so many calls the state is looked at. When only a tenth is missing, a thread fetches that: the last blocks
+        may be of documents that no rank reads.
+        """
+        if self._drops or self._is_whole:
+            return self._is_whole
+        self._calls += 1
+        if self._calls % _CALLS_OF_LOOK == 0:
+            here = np.count_nonzero(self._read)
+            self._is_whole = here == self._count
+            if self._finishing is None and here >= _ALMOST * self._count:
+                self._finishing = threading.Thread(target=self._fetch_rest, daemon=True, name="last-blocks")
+                self._finishing.start()
+        return self._is_whole
+
+    def _fetch_rest(self) -> None:
+        try:
+            self._fetch(np.arange(self._count))
+        except DataError as error:
+            _log.warning("%s", error)  # a reader that needs a block reports it
 
     @contextmanager
     def reading(self, begins: np.ndarray, ends: np.ndarray) -> Iterator[None]:
@@ -96,15 +126,21 @@ class BlockFile:
                 self._fetch(np.unique(blocks))
             yield
             return
-        while True:
+        for _ in range(_ROUNDS):
             if not self._read[blocks].all():
                 self._fetch(np.unique(blocks))
+                self._drop_oldest()
             with open(self._locks / "drop", "a") as lock:
                 lock_file_shared(lock)
                 if self._read[blocks].all():  # else dropped meanwhile
                     self._read[blocks] = time.time_ns()
                     yield
                     return
+        with open(self._locks / "drop", "a") as lock:
+            lock_file(lock, wait=True)  # nothing is dropped meanwhile, although the limit is too small for these pieces
+            self._fetch(np.unique(blocks))
+            yield
+        self._drop_oldest()
 
     def _fetch(self, blocks: np.ndarray) -> None:
         """Fetch those of some blocks that are not here, several at a time."""
@@ -115,9 +151,7 @@ class BlockFile:
             with ThreadPoolExecutor(_THREADS) as pool:
                 for _ in pool.map(self._fetch_block, missing):
                     pass
-        if self._drops:
-            self._drop_oldest()
-        if self.ids.crc32 is not None:
+        if missing and self.ids.crc32 is not None:
             self._check_whole()
 
     def _fetch_block(self, block: int) -> None:
@@ -214,7 +248,7 @@ class RemoteTokens:
     def __init__(self, ids: RemoteIds, dtype: np.dtype) -> None:
         self.dtype = dtype
         self.file = BlockFile(ids)
-        self._tokens = self.file.bytes.view(dtype)
+        self._tokens = np.asarray(self.file.bytes).view(dtype)  # slices of a memmap cost several times as much
 
     def __len__(self) -> int:
         """Return the number of ids."""
@@ -234,6 +268,9 @@ class RemoteTokens:
             begins: First id of each piece.
             ends: Id after the last one of each piece.
         """
+        tokens = self._tokens
+        if self.file.is_whole():
+            return np.concatenate([tokens[begin:end] for begin, end in zip(begins, ends, strict=True)])
         width = self.dtype.itemsize
         first = np.asarray(begins, dtype=np.int64) * width
         last = np.asarray(ends, dtype=np.int64) * width
@@ -241,7 +278,6 @@ class RemoteTokens:
         if not filled.all():
             first = first[filled]
             last = last[filled]
-        tokens = self._tokens
         with self.file.reading(first, last):
             return np.concatenate([tokens[begin:end] for begin, end in zip(begins, ends, strict=True)])
 

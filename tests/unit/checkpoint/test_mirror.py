@@ -208,6 +208,64 @@ def test_a_checkpoint_is_not_pruned_while_it_is_uploaded(s3: FailingApp, tmp_pat
     assert "/bucket/run/global_step1/manifest.json" in puts  # it was complete before the newer one came
 
 
+def test_nothing_goes_from_the_mirror_before_a_newer_checkpoint_is_complete(s3: FailingApp, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    uploads = MirrorUploads(small_plan(save=str(save), checkpoint_mirror=RUN, keep_last_n_checkpoints=1))
+    state = TrainState()
+    first = checkpoint(save, 1)
+    Mirror(RUN).upload(first)
+    saved = contents(first)
+    full = error("403 Forbidden", "QuotaExceeded")
+    manifest = "/bucket/run/global_step2/manifest.json"
+    s3.fail = lambda number, method, path: full if method == "PUT" and path == manifest else None
+    uploads.on_start(state)
+    uploads.on_save(state, SaveReport(checkpoint(save, 2), 2, 0.0, 0.0))
+    uploads.finish()
+    assert any(request == ("PUT", manifest) for request in s3.requests)
+    assert Mirror(RUN).iterations() == [1]
+    assert contents(cached_checkpoint(RUN, tmp_path / "cache")) == saved
+    s3.fail = lambda number, method, path: None
+    s3.requests.clear()
+    state.iteration = 2
+    resumed = MirrorUploads(small_plan(save=str(save), checkpoint_mirror=RUN, keep_last_n_checkpoints=1))
+    resumed.on_start(state)
+    resumed.finish()
+    assert Mirror(RUN).iterations() == [2]
+    committed = s3.requests.index(("PUT", manifest))
+    deletions = [number for number, (method, path) in enumerate(s3.requests) if _deletes(method, path)]
+    assert deletions
+    assert min(deletions) > committed
+
+
+def _deletes(method: str, path: str) -> bool:
+    return method == "DELETE" or (method == "POST" and path.rstrip("/") == "/bucket")
+
+
+def test_an_upload_that_does_not_move_ends_at_its_deadline(
+    s3: FailingApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neox.train.mirror_uploads._DEADLINE_SECONDS", 0.5)
+    uploads = MirrorUploads(small_plan(save=str(tmp_path), checkpoint_mirror=RUN))
+    opened = threading.Event()
+    reached = threading.Event()
+
+    def stall(number: int, method: str, path: str) -> None:
+        if method == "PUT":
+            reached.set()
+            opened.wait(300)
+
+    s3.fail = stall
+    state = TrainState()
+    uploads.on_start(state)
+    path = checkpoint(tmp_path, 1)
+    uploads.on_save(state, SaveReport(path, 1, 0.0, 0.0))
+    assert reached.wait(60)
+    uploads.finish()  # while the server answers nothing
+    assert not opened.is_set()
+    assert path.is_dir()
+    opened.set()
+
+
 def test_a_run_that_goes_back_supersedes_what_is_later_in_the_mirror(s3: FailingApp, tmp_path: Path) -> None:
     mirror = Mirror(RUN)
     for iteration in (2, 8, 9):

@@ -132,6 +132,23 @@ def test_ranks_that_drop_blocks_of_each_other_read_the_same(s3: FailingApp, tmp_
     assert wrong == []
 
 
+def test_a_limit_that_is_smaller_than_a_batch_only_costs_time(s3: FailingApp, tmp_path: Path) -> None:
+    tokens = RemoteTokens(described(tmp_path, 2), IDS.dtype)
+    begins = list(range(0, 40_000, 8_000))
+    for _ in range(2):
+        read = tokens.joined(begins, [begin + 9 for begin in begins])
+        assert np.array_equal(read, np.concatenate([IDS[begin : begin + 9] for begin in begins]))
+    tokens[:9]
+    assert tokens.file.stored_bytes <= 2 * BLOCK
+
+
+def test_a_limit_of_the_size_drops_nothing(s3: FailingApp, tmp_path: Path) -> None:
+    ids = replace(described(tmp_path), limit=len(BYTES))
+    for _ in range(2):
+        assert np.array_equal(RemoteTokens(ids, IDS.dtype)[:], IDS)
+    assert transfers(s3) == BLOCKS
+
+
 def test_a_rank_that_is_killed_leaves_no_half_of_a_block(
     s3: FailingApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
