@@ -89,7 +89,7 @@ class Pairs(ABC):
             predicted, so it takes none.
         desirable: Whether the first document of each pair has a good answer, bool [pairs]; None for two answers, of
             which the first one is preferred.
-        keeps_last: Whether a row also holds the last token of a document, because its hidden state is scored.
+        keeps_last: Whether a row includes the last token of each document, because its hidden state is scored.
     """
 
     sizes: np.ndarray
@@ -160,10 +160,10 @@ class AnswerPairs(Pairs):
 
 
 class ScoredPairs(AnswerPairs):
-    """A preferred and another answer to each prompt for a reward model, which scores the last token of each.
+    """Chosen and rejected answers for a reward model, which scores the last token of each.
 
-    The tool of gpt-neox appends a second end-of-document id, whose label marks the first one, which gpt-neox scores.
-    The second one is left out.
+    gpt-neox's tool appends a second end-of-document token. Its label marks the first one as the token that gpt-neox
+    scores. The second one is removed here.
     """
 
     keeps_last = True
@@ -173,13 +173,13 @@ class ScoredPairs(AnswerPairs):
         self.sizes = self.sizes + 1
 
     def documents(self, number: int) -> tuple[Document, Document]:
-        """Return the preferred answer and the other one."""
+        """Return the chosen and the rejected answer."""
         chosen, rejected = super().documents(number)
         return _without_marker(chosen), _without_marker(rejected)
 
 
 def _without_marker(document: Document) -> Document:
-    """Return a document without a second end, which only marks the first one."""
+    """Return a document without gpt-neox's second end-of-document token, which only marks the first one."""
     ids = document.ids
     marked = document.in_answer.sum() == 1 and document.in_answer[-1]
     if not marked or len(ids) < 2 or ids[-1] != ids[-2]:
@@ -226,10 +226,10 @@ class JudgedAnswers(Pairs):
 
 
 def desirable_answers(rewards: AnswerFiles) -> np.ndarray:
-    """Return whether answers are good, from files of numbers for each: above 0 for good ones, bool [documents].
+    """Return whether each answer is good, bool [documents], from a file of rewards: above 0 for good answers.
 
     Raises:
-        DataError: If a document has rewards of both kinds, or none, or one that is not finite.
+        DataError: If a document has good and bad rewards, no reward, or one that is not finite.
     """
     result = np.zeros(len(rewards), dtype=bool)
     for number in range(len(rewards)):

@@ -54,8 +54,8 @@ class DatasetFactory:
         cache_dir: Directory of the index maps; None is `index_maps/` next to the data.
         masking: Settings of masked language modelling; None for causal language modelling.
         fill_in_middle: Rearrangement of the documents of each training dataset; empty if there is none.
-        training_shares: Function from the numbers of tokens of the training datasets, and of one pass over each with
-            its padding, to their shares in a blend; None for the weights of the configuration.
+        training_shares: Function that returns the shares of the training datasets in a blend, from their numbers of
+            tokens without and with padding; None for the weights of the configuration.
     """
 
     data: DataConfig
@@ -77,7 +77,7 @@ class DatasetFactory:
         return indexed
 
     def open_rewards(self, prefix: str) -> IndexedDataset:
-        """Open a dataset of judgements, which are no ids and may be floating-point."""
+        """Open a dataset of judgements, which are numbers instead of token ids and may be floating-point."""
         return IndexedDataset(prefix, self.data.data_impl, floats=True)
 
     def samples(
@@ -157,7 +157,7 @@ class DatasetFactory:
                 continue
             result.append(None)
             if num_samples:
-                # gpt-neox's default leaves a thousandth for the test, which small data do not have.
+                # gpt-neox's default reserves a thousandth for the test, which is less than a sample of small data.
                 is_default = split == DataConfig.model_fields["split"].default
                 level = logging.DEBUG if name == "test" and is_default else logging.WARNING
                 _log.log(
@@ -175,7 +175,7 @@ class DatasetFactory:
         if num_samples == 0:
             return None
         if not blend.paths:
-            # Nobody has asked for evaluations; the launcher names keys of evaluations that have no data.
+            # No evaluations were asked for; the launcher reports evaluation keys without data.
             level = logging.INFO if blend.split == "valid" else logging.DEBUG
             _log.log(level, "without %s_data_paths there is no %s data", blend.split, blend.split)
             return None

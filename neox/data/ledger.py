@@ -19,7 +19,7 @@ from neox.data.stream import Read
 
 _VERSION = 1
 SKIPPED_SAMPLES = "skipped_samples"
-"""Key of a mixture after a loss spike: the number of samples between the checkpoint and the spike."""
+"""Key in a mixture after a loss spike: the number of samples between the checkpoint and the spike."""
 
 
 class GptNeoxOrder(NamedTuple):
@@ -133,14 +133,14 @@ class Ledger:
 
 
 def after_skipping(at_checkpoint: Mapping[str, Any], at_spike: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ledger with which a run goes on from a checkpoint after the samples that were read since.
+    """Return the ledger of a run that continues from a checkpoint, but skips the samples read since then.
 
     Args:
-        at_checkpoint: Ledger of the checkpoint's step, as JSON.
-        at_spike: Ledger of the last step whose samples are skipped, as JSON.
+        at_checkpoint: Ledger at the checkpoint's step, as JSON.
+        at_spike: Ledger at the last step whose samples are skipped, as JSON.
     """
     skipped = at_spike["samples"] - at_checkpoint["samples"]
-    mixture = {**at_spike["mixture"], SKIPPED_SAMPLES: skipped}  # another one, so that the order begins anew
+    mixture = {**at_spike["mixture"], SKIPPED_SAMPLES: skipped}  # a changed mixture restarts the order of samples
     return {**at_spike, "samples": at_checkpoint["samples"], "mixture": mixture}
 
 

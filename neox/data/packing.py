@@ -16,7 +16,7 @@ from neox.data.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 
 _COUNTED_DOCUMENTS = 1 << 17
-"""Documents that are packed to count the samples of a pass: a fraction of a second."""
+"""Number of documents that are packed to estimate the samples of a pass, which takes a fraction of a second."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def _has_predicted_token(labels: IndexedDataset, seq_length: int) -> np.ndarray:
 
 
 def tokens_of_pass(sizes: np.ndarray, data: DataConfig, seq_length: int) -> int:
-    """Return the tokens of the samples of one pass over documents, padding included.
+    """Return the number of tokens in the samples of one pass over documents, including padding.
 
-    Many documents are judged by their first ones. Labels are not looked at.
+    For many documents it is extrapolated from the first ones. Labels are ignored.
 
     Args:
         sizes: Number of tokens of each document.

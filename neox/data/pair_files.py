@@ -19,7 +19,7 @@ def open_pairs(answers: SplitAnswers, seq_length: int, open_file: Open, open_rew
         answers: Their files.
         seq_length: Number of positions of a row.
         open_file: Function that opens a token file, given its prefix.
-        open_rewards: The same for a file of judgements. It has a number for each token, or one for each answer.
+        open_rewards: The same for a file of judgements, which has one number per token or one per answer.
 
     Raises:
         DataError: If files are missing, damaged, or do not fit together.

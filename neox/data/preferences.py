@@ -131,7 +131,7 @@ def layout_rows(
     Args:
         rows: Documents of each row, two for each pair.
         seq_length: S.
-        keeps_last: Whether rows hold the last token of each document, too.
+        keeps_last: Whether rows include the last token of each document.
 
     Returns:
         `tokens` and `labels` (the next tokens of the document), `document_starts` (the position where the document of

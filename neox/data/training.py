@@ -152,7 +152,7 @@ def _origin(plan: RunPlan, mixture: Mapping[str, Any], steps: int, saved: Ledger
 
 
 def _what_changed(mixture: Mapping[str, Any], saved: Ledger) -> str:
-    """Return in words why a run does not go on in the order of a ledger."""
+    """Return why a run does not continue in the order of a ledger."""
     skipped = saved.mixture.get(SKIPPED_SAMPLES, 0)
     before = {key: value for key, value in saved.mixture.items() if key != SKIPPED_SAMPLES}
     if before != mixture:

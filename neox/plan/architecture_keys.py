@@ -274,7 +274,7 @@ def _write_prompt_tokens(network: Architecture) -> Keys:
 # Score head.
 
 REWARD_MODEL: Final = "rm"
-"""Value of `train_impl` with a score head instead of a head with logits."""
+"""Value of `train_impl` for a network with a score head instead of a language model head."""
 
 
 def _is_reward_model(train_impl: str) -> bool:
@@ -282,7 +282,7 @@ def _is_reward_model(train_impl: str) -> bool:
 
 
 def _of_logits(field: str, row: FieldKeys) -> FieldKeys:
-    """Return the row of a field that a network with a score head does not use.
+    """Return the row of a field that has no effect in a network with a score head.
 
     Args:
         field: The field.

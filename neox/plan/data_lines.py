@@ -80,10 +80,10 @@ def preference_lines(plan: RunPlan) -> Iterator[str]:
         yield f"{loss}, without a reference"
         return
     if keys.copies_reference:
-        yield f"{loss}; the reference is a second copy of the weights, computed in each step"
+        yield f"{loss}; the reference model is a second copy of the weights, computed in each step"
         return
     if not keys.stores_reference:
-        yield f"{loss}; the reference is the model without its adapters, computed at each start: no second model"
+        yield f"{loss}; the reference model is the model without its adapters, computed at each start"
         return
     yield f"{loss}; the reference's log-probabilities are computed once and stored with the data: no second model"
 

@@ -46,7 +46,7 @@ def _expert_width(given: int | None, *sizes: Any) -> int:
 
 
 def group_best(groups: int | None, top_groups: int | None, given: int | None, top_k: int, experts: int) -> int:
-    """Return how many of a group's scores are counted; 0 without groups.
+    """Return how many best expert scores are added up to a group's score; 0 without groups.
 
     Args:
         groups: Value of `moe_router_num_groups`.

@@ -119,11 +119,11 @@ def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
 
 
 Moves = Callable[[MemorySetting, Limits], Iterator[MemorySetting]]
-"""Function of a setting and of what the run allows to the settings one step away."""
+"""Function that yields the settings one step away from a setting, within the limits of the run."""
 
 
 def limits_of(plan: RunPlan) -> Limits:
-    """Return what a run allows the search."""
+    """Return the limits of the search for a run."""
     network = plan.architecture
     curriculum = plan.config.schedule.curriculum_learning
     changes_lengths = curriculum is not None and curriculum.enabled
@@ -135,13 +135,13 @@ def limits_of(plan: RunPlan) -> Limits:
 def nearest_setting(
     start: MemorySetting, limits: Limits, fits: Callable[[MemorySetting], bool], propose: Moves
 ) -> MemorySetting | None:
-    """Return the setting that fits after the fewest moves, among a bounded number.
+    """Return the setting that fits after the fewest moves; None if none fits within a maximum number of moves.
 
     Args:
         start: The first setting.
-        limits: What the run allows.
-        fits: Whether a setting fits.
-        propose: Yields the settings one move away from one.
+        limits: Limits of the run.
+        fits: Whether a setting fits in memory.
+        propose: Function that yields the settings one move away.
     """
     if fits(start):
         return start
@@ -263,11 +263,11 @@ def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[
 
 
 def nested_keys(config: NeoXConfig, changes: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Return changed keys by name, with blocks whole.
+    """Return changes as nested keys. A changed block includes its other keys from the configuration.
 
     Args:
-        config: The configuration, which has the other keys of a block.
-        changes: Keys, with dots in blocks, and their values in YAML.
+        config: The configuration.
+        changes: Dotted keys, and their values as YAML text.
     """
     given = config.to_flat()
     keys: dict[str, Any] = {}
@@ -283,7 +283,7 @@ def nested_keys(config: NeoXConfig, changes: Iterable[tuple[str, str]]) -> dict[
 
 
 def _offload_changes(before: MemorySetting, after: MemorySetting) -> Iterator[tuple[str, str]]:
-    """Yield the keys that offload what was on the device before, or the other way round."""
+    """Yield the keys that turn offloading on or off."""
     if before.offloads_states and not after.offloads_states:
         yield "zero_optimization.offload_optimizer.device", "none"
     if before.offloads_weights and not after.offloads_weights:
@@ -368,7 +368,7 @@ def _fit_message(fit: Fit, device: Device, world: int) -> str:
 
 
 def settings_text(changes: tuple[tuple[str, str], ...]) -> str:
-    """Return changed keys and values as they are typed after a command."""
+    """Return changed keys and values as command line flags."""
     typed = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in changes)
     return typed or "the same settings"
 

@@ -38,7 +38,7 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
 
 
 def _cached_numbers(plan: RunPlan, kind: str, tp_size: int) -> int:
-    """Return the elements of a block's cache on a tensor rank: sequences x tokens x what it keeps of a token.
+    """Return the elements of a block's cache on a tensor rank: sequences x tokens x elements per token.
 
     The tokens are the new ones; in a block with a window at most the window's, unless scores have biases, a bound or
     sinks.

@@ -221,7 +221,7 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
 
 
 def _expert_lines(plan: RunPlan, found: Figures) -> Iterator[str]:
-    """Yield what ranks that divide experts exchange and hold; nothing if no ranks do."""
+    """Yield the communication and load of expert parallelism; nothing without it."""
     traffic = expert_traffic(plan)
     if traffic is None:
         return
@@ -230,12 +230,12 @@ def _expert_lines(plan: RunPlan, found: Figures) -> Iterator[str]:
     if found.estimate is not None:
         time = f", {_duration(found.estimate.experts)}"
     yield (
-        f"{count(number, 'expert')} of each block on a rank; it sends {gib(traffic.sent_bytes)} a step in "
+        f"{count(number, 'expert')} of each block on a rank, which sends {gib(traffic.sent_bytes)} per step in "
         f"{traffic.exchanges:,} all-to-alls{time}"
     )
     yield (
-        f"{traffic.rows:,} rows in a block for each micro batch at equal shares, at most {traffic.most_rows:,} "
-        "if one rank's experts get all tokens"
+        f"{traffic.rows:,} rows per block and micro batch if tokens are spread evenly, at most {traffic.most_rows:,} "
+        "if the experts of one rank get all tokens"
     )
 
 

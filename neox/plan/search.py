@@ -73,7 +73,7 @@ def suggest_layouts(
         device: What a rank has of memory.
         gpu: The kind of GPU, for the time.
         count: Number of layouts to return.
-        changed: Keys in which the plan differs from what the user gave (`neox.plan.search_start`), with their values.
+        changed: Keys in which the plan differs from the user's configuration (`neox.plan.search_start`), with values.
 
     Raises:
         ConfigError: The time of this kind of network is not estimated.

@@ -148,13 +148,13 @@ def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> 
 
 
 def model_ranks_of(config: NeoXConfig) -> int:
-    """Return the number of ranks that hold one copy of the model and share the tokens of its samples."""
+    """Return the number of ranks of one model replica: pipeline x tensor x context ranks."""
     parallelism = config.parallelism
     return _stages_of(config) * parallelism.model_parallel_size * parallelism.context_parallel_size
 
 
 def _stages_of(config: NeoXConfig) -> int:
-    return max(1, config.parallelism.pipe_parallel_size)  # NeoX's 0 and 1 both mean one stage
+    return max(1, config.parallelism.pipe_parallel_size)  # in NeoX, 0 and 1 both mean one stage
 
 
 def _indivisible_world(config: NeoXConfig, world_size: int, model_ranks: int) -> Problem:

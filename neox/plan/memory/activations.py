@@ -134,7 +134,7 @@ def _recomputing_blocks(layers: LayerPlan, stage: StagePlan, setting: MemorySett
 
 
 def _chunk_inputs(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
-    """Return bytes of one micro batch's inputs of recomputed chunks: chunks x tokens x H x number."""
+    """Return the bytes of the inputs of recomputed chunks for one micro batch: chunks x tokens x H x number."""
     runs = _runs_of_recomputed_blocks(layers, stage, setting)
     chunks = sum(-(-run // setting.recompute_chunk) for run in runs)
     chunk_input = _hidden_state_bytes(layers, setting) // setting.token_shares
@@ -144,7 +144,7 @@ def _chunk_inputs(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -
 
 
 def kept_inputs_on_host(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
-    """Return bytes in main memory of the inputs of recomputed blocks: micro batches in flight x chunks x input."""
+    """Return the bytes of the inputs of recomputed blocks in main memory: micro batches in flight x chunks x input."""
     is_whole = setting.recompute_chunk > 0 and setting.recomputed_part == "full"
     if not is_whole or not setting.kept_inputs_on_cpu or setting.on_cpu:
         return 0
@@ -155,7 +155,7 @@ def kept_inputs_on_host(layers: LayerPlan, stage: StagePlan, setting: MemorySett
 
 
 def _in_flight(stage: StagePlan, setting: MemorySetting) -> Sequence[int]:
-    """Return the most micro batches that each range of a stage keeps between their passes."""
+    """Return the largest number of micro batches that each range of a stage holds between forward and backward pass."""
     schedule = PIPELINE_SCHEDULES[setting.pipeline_schedule]
     return schedule.most_kept(stage.index, setting.pp_size, len(stage.ranges), setting.accumulation_steps)
 
@@ -228,7 +228,7 @@ def _token_bytes(network: Architecture, setting: MemorySetting) -> int:
 
 
 def _norms_in_tiles(network: Architecture) -> int:
-    """Return the number of norms whose input or output only the MLP's tiles hold."""
+    """Return the number of norms that are computed within the MLP's tiles."""
     norms, rule = RESIDUALS[network.residual]
     if rule == "post_norm":  # its norms are of sums
         return 0
@@ -236,7 +236,7 @@ def _norms_in_tiles(network: Architecture) -> int:
 
 
 def _tile_bytes(network: Architecture, setting: MemorySetting) -> int:
-    """Return bytes that the backward pass of one tile of an MLP needs, with its norms; 0 without tiles."""
+    """Return the bytes of the backward pass of one tile of an MLP with its norms; 0 without tiles."""
     if not setting.in_tiles:
         return 0
     hidden = (1 + _norms_in_tiles(network)) * network.hidden_size * setting.bytes_per_number
@@ -247,10 +247,10 @@ def _tile_bytes(network: Architecture, setting: MemorySetting) -> int:
 
 
 def _gathered_pass_bytes(network: Architecture, setting: MemorySetting) -> int:
-    """Return bytes that the backward pass of attention needs in addition if it gathers keys and values again.
+    """Return the additional bytes of the backward pass of attention if it gathers keys and values again.
 
-    Those of all tokens and their gradients, 4 x keys x cp x number / split; gradients of queries, of the output and of
-    hidden states; on a CPU the scores of some queries. What the MLP kept is released by then.
+    Keys and values of all tokens and their gradients, 4 x keys x cp x number / split; gradients of queries, of the
+    output and of hidden states; on a CPU also the scores of some queries. The MLP's activations are freed by then.
     """
     if not setting.gathers_keys or setting.keeps_gathered_keys:
         return 0
@@ -293,9 +293,10 @@ def _expert_bytes(network: Architecture, setting: MemorySetting) -> int:
 
 
 def _expert_gradient_bytes(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> int:
-    """Return bytes of a new gradient of all experts' matrices on this rank, until it is added to the earlier ones.
+    """Return the bytes of the newest gradient of an expert weight, before it is added to the accumulated gradient.
 
-    Elements of the largest such tensor x number, and a copy that ZeRO 2 reduces if the tensor exceeds its bucket.
+    Elements of the largest expert tensor on this rank x number, and a copy for the reduction with ZeRO 2 if the tensor
+    exceeds the bucket.
     """
     largest = 0
     for layer in stage.entries(layers):
@@ -330,7 +331,7 @@ def _operand_bytes(network: Architecture, setting: MemorySetting) -> int:
 
     (heads + 2 x stored keys) x number / split, and as much again as is rotated, normalised or repeated. If a CPU goes
     by blocks of queries, the weights of half of all pairs take the place of rotated queries and keys. Context ranks
-    that gather keys and values keep copies of their own ones, or of all in compiled layers.
+    that gather keys and values keep copies of only their own, or of all of them in compiled layers.
     """
     number = setting.bytes_per_number
     split = setting.tp_size

@@ -21,11 +21,11 @@ class MemoryPlan:
     """Estimated bytes of one rank.
 
     Attributes:
-        weights: Weights on the device, with the copy of them that is a reference.
+        weights: Weights on the device, including the copy of a reference model.
         gradients: Gradients with the buffers of their reduction.
         optimizer: Optimizer states, fp32 copies of weights and their average on the device.
         activations: Peak of temporary memory: activations and logits, or what the update needs.
-        host: Main memory of offloaded states and weights, of an average of weights, and of inputs of recomputed blocks.
+        host: Main memory of offloaded states and weights, of averaged weights, and of inputs of recomputed blocks.
         copies: Main memory of the copies that background saves write.
         files: Files on a local disk with offloaded states and weights.
     """
@@ -90,7 +90,7 @@ def _summed_gradients(setting: MemorySetting, count: ParameterCount) -> int:
 
 
 def _temporary_peak(layers: LayerPlan, stage: StagePlan, sharding: Sharding) -> int:
-    """Return bytes of the phase of a step that holds the most: passes, reduction after them, or update.
+    """Return the bytes of the phase of a step that needs the most: passes, reduction after them, or update.
 
     Passes hold activations, and gathered weights or a second sum of gradients. They are gone in the other two.
     """

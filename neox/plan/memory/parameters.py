@@ -21,7 +21,7 @@ class ParameterCount:
         trained: Elements of the weights that have gradients.
         state_bytes: Mean bytes of optimizer states per trained element, without fp32 copies of weights.
         divided: Elements whose states all data ranks divide: the trained ones, with the experts of all expert ranks.
-        own_experts: Trained elements of experts that other data ranks do not have; 0 if each rank has all experts.
+        own_experts: Trained elements of experts with expert parallelism; 0 if each data rank has all experts.
     """
 
     held: int

@@ -62,18 +62,18 @@ class MemorySetting:
         copies_before_update: Whether some updates copy the fp32 weights first.
         communicated_bytes: Bytes of a gradient's element while the engine reduces it.
         reduce_bucket: Elements that ZeRO reduces at once.
-        reduce_buffers: Buffers of so many elements.
-        hpz_size: Data ranks that keep a second copy of the weights, divided among them; 1 for no such copy.
+        reduce_buffers: Number of buffers of this size.
+        hpz_size: Size of the groups of data ranks that shard a second copy of the weights; 1 for no such copy.
         gathered: Elements of weights that ZeRO 3 gathers at once.
         sub_group: Elements that ZeRO 3 updates at once.
         optimizer_states: What the optimizer keeps for each parameter.
         optimizer_temporaries: Tensors of up to `PIECE` elements that the optimizer makes in a step.
         averages_weights: Whether an average of the trained weights is kept.
         averages_on_host: Whether it is in main memory.
-        scores_answers: Whether the loss is of the log-probabilities of answers.
-        teacher_logits: Logits of a teacher for each token; 0 without one.
+        scores_answers: Whether the loss is computed from the log-probabilities of answers.
+        teacher_logits: Number of teacher logits per token; 0 without a teacher.
         tempered_logits: Whether the loss divides all logits by a temperature.
-        copies_reference: Whether a second copy of the weights is the reference of preferences.
+        copies_reference: Whether a second copy of the weights is kept as the reference model.
         offloads_states: Whether optimizer states are in main memory or in files.
         offloads_weights: Whether weights are there, too.
         states_in_files: Whether offloaded optimizer states are in files.
@@ -161,7 +161,7 @@ class MemorySetting:
 
     @property
     def in_tiles(self) -> bool:
-        """Whether MLPs and norms go by tiles of tokens."""
+        """Whether MLPs and norms are computed in tiles of tokens."""
         return 0 < self.tile_tokens < self.queries
 
     @property
@@ -252,7 +252,7 @@ def memory_setting(
 
 
 def _may_compile(config: NeoXConfig) -> bool:
-    """Return whether layers are compiled on GPUs unless ZeRO, tiles or recomputation keep them from it."""
+    """Return whether layers are compiled on GPUs unless ZeRO, tiles or recomputation prevent it."""
     asked = config.training.compile_layers
     if isinstance(asked, bool):
         return asked

@@ -82,7 +82,7 @@ class Sharding(ABC):
         return 0
 
     def reduction_after_passes(self) -> int:
-        """Return bytes that a reduction after the backward pass needs; none if all is reduced during that pass."""
+        """Return the bytes of a reduction after the backward pass; 0 if gradients are reduced during that pass."""
         return 0
 
     def held_during_passes(self) -> int:
@@ -90,7 +90,7 @@ class Sharding(ABC):
         return 0
 
     def passes(self, activations: int) -> int:
-        """Return bytes of the forward and backward passes: activations, and what is held next to them."""
+        """Return the bytes of the forward and backward passes: activations and buffers held at the same time."""
         return activations + self.held_during_passes()
 
     @abstractmethod
@@ -207,20 +207,20 @@ class Zero1(_ReducedByZero):
         return total
 
     def held_during_passes(self) -> int:
-        """Return bytes of `_reduced_shard` if reduction overlaps the backward pass."""
+        """Return the bytes of `_reduced_shard` if the reduction overlaps the backward pass, otherwise 0."""
         if self.setting.reduce_buffers == 1:
             return 0
         return self._reduced_shard
 
     def reduction_after_passes(self) -> int:
-        """Return bytes of `_reduced_shard` if the reduction comes after the backward pass."""
+        """Return the bytes of `_reduced_shard` if the reduction follows the backward pass, otherwise 0."""
         if self.setting.reduce_buffers > 1:
             return 0
         return self._reduced_shard
 
     @property
     def _reduced_shard(self) -> int:
-        """Bytes of the buffer of this rank's reduced gradients: shard x width, none if they are offloaded."""
+        """Bytes of the buffer of this rank's reduced gradients: shard x width; 0 if they are offloaded."""
         if self.setting.offloads_states:
             return 0
         return self.setting.bytes_per_number * self.shard
@@ -261,9 +261,10 @@ class Zero2(_ReducedByZero):
     def passes(self, activations: int) -> int:
         """Return bytes of both passes.
 
-        A bf16 gradient that belongs to an fp32 sum is held from its layer's backward pass to the end. The rank of the
-        last layers has all of its own after 1 / data ranks of that pass, and if ranks divide experts, after 1 / the
-        ranks with the same ones. Activations are released in the same order. The other types have one buffer for all.
+        With fp32 sums, a bf16 gradient is held from its layer's backward pass to the end. The rank that owns the shard
+        of the last layers has its whole shard after 1 / data ranks of the pass; with expert parallelism, after 1 / the
+        number of ranks with the same experts. Activations are freed in the same order. The other types have one buffer
+        for all gradients.
         """
         setting = self.setting
         held = self.held_during_passes()

@@ -26,7 +26,7 @@ def context_problems(config: NeoXConfig) -> Iterator[Problem]:
 
 
 def networks_without_context_ranks(config: NeoXConfig) -> Iterator[Problem]:
-    """Yield why the network and what else was chosen do not work with a part of the tokens on each rank."""
+    """Yield the reasons why the network or other settings do not support context parallelism."""
     model = config.model
     if model.objective != "causal_lm":
         objective = config.describe_setting("objective")
@@ -54,7 +54,7 @@ def networks_without_context_ranks(config: NeoXConfig) -> Iterator[Problem]:
         rule = "needs all tokens of a sample on one rank; remove it, or use attention kind flash"
         yield config.problem("scaled_upper_triang_masked_softmax_fusion", rule, _DEGREE)
     if config.logging.log_gradient_noise_scale:
-        rule = "compares gradients of single samples, which context ranks divide; remove one of them"
+        rule = "compares gradients of single samples, which are split over context ranks; remove one of them"
         yield config.problem("log_gradient_noise_scale", rule, _DEGREE)
 
 

@@ -73,7 +73,7 @@ def _blocks(config: NeoXConfig) -> Iterator[Problem]:
         keys = ("moe_layer_freq", "moe_expert_interval", "moe_first_k_dense", "num_layers")
         yield config.problem(_NUMBER, f"and {depth}: no block has experts; change the first blocks", *keys)
     if len(blocks) == layers and config.given("use_bias_in_mlp") and config.model.use_bias_in_mlp:
-        rule = "has no block to act on: moe_expert_bias gives experts biases; remove it"
+        rule = "has no effect, because all MLPs are experts, whose biases are set by moe_expert_bias; remove it"
         yield config.problem("use_bias_in_mlp", rule, _NUMBER)
 
 

@@ -183,16 +183,16 @@ def _attention(config: NeoXConfig) -> Iterator[Problem]:
 
 
 def _latents(config: NeoXConfig) -> Iterator[Problem]:
-    """Yield what is missing for latent attention, and what its queries and keys do not have."""
+    """Yield missing and unsupported settings of latent attention."""
     model = config.model
     if model.kv_lora_rank is None:
-        message = f"`{_ATTENTION}` asks for latent: give kv_lora_rank"
+        message = f"`{_ATTENTION}` has kind latent, which needs kv_lora_rank"
         yield config.problem_about(message, _ATTENTION, "kv_lora_rank")
     if model.pos_emb != "rotary":
         yield config.problem("pos_emb", "does not work with attention kind latent; use rotary", _ATTENTION)
     has_biases = model.use_bias_in_attn_linear if model.use_bias_in_qkv is None else model.use_bias_in_qkv
     if has_biases:
-        rule = "gives no queries and keys of attention kind latent a bias; set use_bias_in_qkv: false"
+        rule = "does not work with attention kind latent, which has no such biases; set use_bias_in_qkv: false"
         yield config.problem("use_bias_in_attn_linear", rule, "use_bias_in_qkv", _ATTENTION)
     has_norms = model.use_qk_layernorm or model.qk_norm != "none"
     refused = {
@@ -217,8 +217,8 @@ def _windows(config: NeoXConfig, kinds: set[str]) -> Iterator[Problem]:
     context = max(config.model.seq_length or 0, config.model.max_position_embeddings or 0)
     if width is not None and 0 < context < width:
         rule = (
-            f"hides nothing: no token has more than {context} before it; remove it, use less, or give "
-            "max_position_embeddings if the network is meant for more tokens"
+            f"has no effect: no token has more than {context} tokens before it; remove it, use a smaller one, or set "
+            "max_position_embeddings if the network is meant for longer contexts"
         )
         yield config.problem(key, rule, "seq_length", "max_position_embeddings")
 

@@ -55,7 +55,7 @@ def _unsupported_notes(config: NeoXConfig) -> Iterator[Note]:
 
 
 def _evaluation_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield given keys of evaluations in a run that has no data for them."""
+    """Yield evaluation keys that are given although the run has no data for evaluations."""
     data = config.data
     if data.train_data_paths is None or data.valid_data_paths or config.training.eval_iters == 0:
         return
@@ -110,7 +110,7 @@ def _save_notes(config: NeoXConfig) -> Iterator[Note]:
 
 
 def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield the keys that a later file has replaced, a note for each two files."""
+    """Yield a note for each pair of files about the keys that the later file replaces."""
     keys_of_files: dict[tuple[str, str], list[str]] = {}
     for key, source in sorted(config.sources().items()):
         if source.replaces is not None and config.given(key):

@@ -61,10 +61,10 @@ def _tiles(config: NeoXConfig) -> Iterator[Problem]:
     ranks = config.parallelism.context_parallel_size
     tokens = (config.model.seq_length or 0) // ranks
     if size >= tokens:
-        rule = f"divides nothing: a rank has {tokens} tokens of a sample; use a smaller one, or remove it"
+        rule = f"has no effect: a rank has only {tokens} tokens of a sample; use a smaller one, or remove it"
         yield config.problem(key, rule, "seq_length", "context_parallel_size")
     if config.experts.moe_num_experts > 1:
-        rule = "does not work with experts, whose losses are of all tokens; remove one of them"
+        rule = "does not work with experts, whose losses need all tokens at once; remove one of them"
         yield config.problem(key, rule, "moe_num_experts")
     kinds = str(config.model.attention_config)
     if any(kind in kinds for kind in GATED_KINDS):

@@ -33,7 +33,7 @@ class Seconds:
         elementwise: Norms, activations, residuals and all that memory bandwidth limits.
         tensor: Collectives of tensor ranks that nothing hides.
         context: Collectives of context ranks that nothing hides.
-        experts: Exchanges of tokens between the ranks that divide experts.
+        experts: All-to-alls of expert parallelism.
     """
 
     products: float = 0.0
@@ -198,10 +198,10 @@ def _tensor(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) 
 
 
 def _context(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float, kv_heads: float) -> float:
-    """Return what context ranks exchange in a forward pass and nothing hides.
+    """Return the exposed communication time of context parallelism in a forward pass.
 
-    A ring hides keys and values behind attention. Each of its steps gives a part of the output, which is merged with
-    the sum so far in fp32, by the logarithm of its softmax's sum.
+    A ring hides the exchange of keys and values behind attention. Each of its steps computes a partial output, which is
+    merged into the accumulated output in fp32 by its logsumexp.
     """
     if setting.cp == 1:
         return 0.0
@@ -222,14 +222,14 @@ def _context(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float,
 def all_to_all_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, stride: int) -> float:
     """Return the time of an all-to-all in which each rank sends equal parts of `size` bytes to all ranks.
 
-    Parts for ranks of the same host and of others travel at the same time.
+    Transfers within a host and between hosts overlap.
 
     Args:
-        gpu: The GPU, whose links it uses.
-        setting: Layout, which may name another network.
-        size: Bytes that a rank sends, its own part included.
-        ranks: Ranks of the group.
-        stride: Distance of neighbouring ranks of the group in the order of all ranks.
+        gpu: The GPU and its links.
+        setting: Layout, which may specify another network.
+        size: Bytes that a rank sends, including the part that it keeps.
+        ranks: Number of ranks in the group.
+        stride: Distance between neighbouring ranks of the group in the order of all ranks.
     """
     if ranks == 1:
         return 0.0
@@ -241,7 +241,7 @@ def all_to_all_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, 
 
 
 def _experts(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) -> float:
-    """Return the time of a block's two all-to-alls: tokens to their experts, and back. Nothing hides them."""
+    """Return the time of a block's two all-to-alls (dispatch and combine), which are not overlapped."""
     size = 2 * tokens * shape.experts_per_token * shape.hidden
     return 2 * all_to_all_seconds(gpu, setting, size, setting.ep, setting.tp)
 

@@ -33,8 +33,8 @@ class Gpu:
         network_efficiency: Share of the network's bandwidth that collectives between hosts reach.
         host_link: Bandwidth between a GPU and main memory in GB/s, in one direction.
         host_memory: One GPU's share of the bandwidth of main memory in GB/s.
-        kernel_seconds: Seconds between two kernels' starts, and the least time of one.
-        collective_seconds: Seconds that a collective takes whatever its size and its number of ranks.
+        kernel_seconds: Launch interval of kernels, and smallest time of a kernel, in seconds.
+        collective_seconds: Fixed time of a collective in seconds, for any size and number of ranks.
     """
 
     name: str
@@ -174,4 +174,4 @@ CPU_CORE = Gpu(
     kernel_seconds=2e-5,
     collective_seconds=3e-4,
 )
-"""A rank on one core of a server, roughly: enough to choose which layouts are measured. Its memory is the host's."""
+"""Rough figures of one core of a server, good enough to choose which layouts to measure. Its memory is the host's."""

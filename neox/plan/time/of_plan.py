@@ -23,7 +23,7 @@ _SAME_MEMORY = 0.05
 def network_shape(layers: LayerPlan) -> NetworkShape | None:
     """Return the shape of a decoder; None for networks whose time is not estimated.
 
-    These have gMLP blocks, or another head than that of a decoder (encoders, reward models).
+    Those are networks with gMLP blocks, encoders and reward models.
     """
     network = layers.architecture
     has_other_head = network.bidirectional or network.score_head

@@ -26,7 +26,7 @@ class NetworkShape:
         tied: Whether the head uses the embedding's weight.
         idle_parameters: Elements of experts that one token is not computed with, over all blocks.
         expert_parameters: Elements of all experts, over all blocks.
-        experts_per_token: Experts that compute a token in a block, as the mean over blocks.
+        experts_per_token: Number of experts per token and block, as the mean over all blocks.
     """
 
     layers: int
@@ -73,14 +73,14 @@ class StepSetting:
         pp: Pipeline stages.
         cp: Context-parallel ranks.
         dp: Data-parallel ranks.
-        ep: Data-parallel ranks that divide experts.
+        ep: Expert parallel degree.
         schedule: Value of `pipeline_schedule`.
         chunks: Ranges of layers that a stage holds.
         zero_stage: ZeRO stage, 0 to 3.
         keeps_gathered: With ZeRO 3: weights are gathered once a step and kept, not gathered for each pass.
-        copies: Neighbouring data ranks that keep a second copy of the weights, from which all passes but the first
-            forward pass of a step gather them (`zero_hpz_partition_size`); 1 for none.
-        weight_bytes: Bytes of a weight's element when it is gathered.
+        copies: Size of the groups of data ranks with a second copy of the weights (`zero_hpz_partition_size`), from
+            which all passes except the first forward pass of a step gather weights; 1 for none.
+        weight_bytes: Bytes per element of gathered weights.
         recompute: What the backward pass repeats.
         fp8: Products of the blocks run in fp8.
         gradient_bytes: Bytes of a gradient's element when it is reduced.
@@ -89,10 +89,10 @@ class StepSetting:
         sequence_parallel: Norms and residuals are divided over tensor ranks.
         overlaps_tensor: Collectives of tensor ranks run during products (async TP).
         overlaps_gradients: Gradients are reduced during the backward pass.
-        context: What context ranks exchange: keys and values in a ring, behind attention; keys and values at once
-            before it (`all_gather`); or tokens for heads (`ulysses`).
-        host_states: Optimizer states are in main memory, where the host updates them.
-        host_weights: Weights are in main memory between uses.
+        context: Kind of context parallelism: keys and values in a ring, overlapped with attention; keys and values
+            gathered before attention (`all_gather`); or an exchange of tokens for heads (`ulysses`).
+        host_states: Whether optimizer states are in main memory, where the host updates them.
+        host_weights: Whether weights are in main memory between uses.
         balanced_context: Each context rank holds an early and a late part of a sample, so that all attend to as many
             tokens. Otherwise the last rank attends to the most, and the others wait for it.
         blocking_handoff: A rank waits while it sends to the next stage (gpt-neox). Otherwise it computes.

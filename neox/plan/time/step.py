@@ -24,10 +24,10 @@ class StepTime:
         elementwise: Work limited by memory bandwidth.
         tensor: Collectives of tensor ranks.
         context: Collectives of context ranks.
-        experts: Exchanges of tokens between the ranks that divide experts.
+        experts: All-to-alls of expert parallelism.
         bubble: Waiting for other pipeline stages, hand-offs included.
         gradients: Reduction of gradients and gathering of weights that nothing hides.
-        update: The optimizer's step, with copies to and from main memory.
+        update: The optimizer's step, including copies to and from main memory.
         tokens: Tokens of the step over all ranks.
         ranks: Number of GPUs.
         model_flops: Operations of the network for the step, without recomputation, causal attention counted whole.
@@ -178,9 +178,9 @@ def _handoff(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> float:
 def _gradients(
     setting: StepSetting, gpu: Gpu, sizes: tuple[float, float], forward: float, backward: float, shape: NetworkShape
 ) -> float:
-    """Return the time of reducing gradients and gathering weights that no computation hides.
+    """Return the exposed time of reducing gradients and gathering weights.
 
-    `sizes` are the elements of a tensor rank and stage: those of all but experts, and those of all experts.
+    `sizes` are the elements on a tensor rank and stage: without experts, and of all experts.
     """
     ranks = setting.dp * setting.cp
     stride = setting.tp
@@ -191,9 +191,9 @@ def _gradients(
     def exchange(element: float) -> float:
         if setting.ep == 1:
             return ring_seconds(gpu, setting, element * (held + experts), ranks, stride)
-        of_experts = element * experts / setting.ep
+        expert_bytes = element * experts / setting.ep
         seconds = ring_seconds(gpu, setting, element * held, ranks, stride)
-        return seconds + ring_seconds(gpu, setting, of_experts, ranks // setting.ep, stride * setting.ep)
+        return seconds + ring_seconds(gpu, setting, expert_bytes, ranks // setting.ep, stride * setting.ep)
 
     reduce = exchange(setting.gradient_bytes)
     gather = exchange(setting.weight_bytes)
@@ -226,7 +226,7 @@ def _gradients(
 def _update(setting: StepSetting, gpu: Gpu, held: float, experts: float) -> float:
     """Return the time of Adam: it reads and writes weight and two moments in fp32, reads a gradient, writes 2 bytes.
 
-    A host that updates gets the gradient and sends the new weight.
+    If the host updates, gradients are copied to it and new weights are copied back.
     """
     updated = held + experts / setting.ep
     if setting.zero_stage:
