@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -118,11 +119,11 @@ def _status(name: str) -> int:
     return int(found.split()[1]) * 1024
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, or the bytes of a logit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--logits", action="store_true", help="measure the bytes of a logit")
-    if parser.parse_args().logits:
+    if parser.parse_args(arguments).logits:
         print(f"one rank: {run_ranks(1, bytes_of_logit, False)[0]:.2f} bytes")
         print(f"vocabulary over two tensor ranks: {max(run_ranks(2, bytes_of_logit, True)):.2f} bytes")
         return

@@ -19,7 +19,7 @@ def test_times_in_the_documentation() -> None:
 
 
 def test_memory_in_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    published_memory.main()
+    published_memory.main([])
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 10
     assert set(rows) <= set(PAGE)
