@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from neox.launch.commands import MAX_CONNECTIONS, module_command, more_ssh_options, ssh_command
@@ -26,6 +27,7 @@ from neox.launch.spec import Host, LaunchSpec, code_root
 
 _MAX_CLOCK_SECONDS = 5.0
 _MIN_FREE_BYTES = 2**30
+_MOST_PRODUCT_TIMES = 4.0  # the median time of a small product
 _GRACE_SECONDS = 0.5  # for a host that was lost, after all others have answered
 _TITLES = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "memory", "free", "link", "s", "")
 _LEGEND = (
@@ -260,6 +262,7 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
     _compare_versions(answered, "python", "Python", "install the same version")
     _compare_versions(answered, "torch", "torch", "run `make install` there")
     _compare_versions(answered, "deepspeed", "deepspeed", "run `make install` there")
+    _compare_products(answered)
     for report in answered:
         if report.answer["code"] != code:
             report.problems.append(
@@ -284,6 +287,18 @@ def _compare_versions(answered: Sequence[HostReport], key: str, name: str, remed
             report.problems.append(f"{name} is not installed: {remedy}")
         elif version != usual:
             report.problems.append(f"{name} is {version}, elsewhere {usual}: {remedy}")
+
+
+def _compare_products(answered: Sequence[HostReport]) -> None:
+    """Add a problem to each report of a host whose processor multiplies much more slowly than those of most hosts."""
+    usual = median_low(report.answer["product_seconds"] for report in answered)
+    for report in answered:
+        times = report.answer["product_seconds"] / usual
+        if times > _MOST_PRODUCT_TIMES:
+            report.problems.append(
+                f"its processor takes {times:.0f} times as long for a small product as the median of the hosts: look "
+                "for other programs, power limits and heat, or leave it out"
+            )
 
 
 def _judge_accelerators(report: HostReport) -> None:

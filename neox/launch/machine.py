@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ _CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16
 LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
 """Lowest compute capability of GPUs that multiply a number format natively."""
 _PRODUCT_SIZE = 192  # rows and columns of a matrix
+_PRODUCT_ATTEMPTS = 20  # within milliseconds, so that at least one is not interrupted
 
 
 # -- accelerators
@@ -210,7 +212,7 @@ def _trains_slowly_in_bf16(cpuinfo: str, flags: set[str]) -> bool:
     return is_intel and "avx512_bf16" in flags and "amx_bf16" not in flags
 
 
-# -- ports
+# -- the processor
 
 
 def multiplies_exactly() -> bool:
@@ -223,6 +225,22 @@ def multiplies_exactly() -> bool:
     right = (5 * rows * columns) % 103 - 51
     expected = left @ right  # of whole numbers, by other instructions
     return bool((left.astype(np.float64) @ right.astype(np.float64) == expected).all())
+
+
+def product_seconds() -> float:
+    """Return the seconds that the processor takes for a small product in fp64: the least of several attempts."""
+    import numpy as np  # takes time, and a dry run checks no host
+
+    factor = np.ones((_PRODUCT_SIZE, _PRODUCT_SIZE))
+    attempts = []
+    for _ in range(_PRODUCT_ATTEMPTS):
+        started = time.perf_counter()
+        factor @ factor
+        attempts.append(time.perf_counter() - started)
+    return min(attempts)
+
+
+# -- ports
 
 
 def port_problem(port: int) -> str | None:

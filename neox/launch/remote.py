@@ -18,9 +18,17 @@ from typing import Any
 
 from neox.errors import LaunchError, run_script
 from neox.launch.agent_files import agent_directory, secrets_file
-from neox.launch.machine import available_memory, count_accelerators, multiplies_exactly, native_formats, port_problem
+from neox.launch.machine import (
+    available_memory,
+    count_accelerators,
+    multiplies_exactly,
+    native_formats,
+    port_problem,
+    product_seconds,
+)
 from neox.launch.spec import LaunchSpec, code_root
 
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PROBE_MARK = "@probe "
 _CODE = ("deepy.py", "train.py", "neox/**/*.py", "tools/**/*.py")
 
@@ -65,6 +73,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "formats": native_formats(),
         "memory": available_memory(),
         "product": multiplies_exactly(),
+        "product_seconds": product_seconds(),
         "port": None if port is None else port_problem(port) or "free",
         "paths": {path: path_state(Path(path)) for path in request["paths"]},
         "shared": None if marker is None else Path(marker).exists(),
@@ -131,6 +140,8 @@ def main() -> int:
     """Run one command."""
     command, *words = sys.argv[1:]
     if command == "probe":
+        for variable in _THREADS:
+            os.environ[variable] = "1"  # products of one core can be compared
         request = json.loads(base64.urlsafe_b64decode(words[0]))
         print(PROBE_MARK + json.dumps(probe(request)), flush=True)
     elif command == "signal":

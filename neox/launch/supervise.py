@@ -35,7 +35,7 @@ from neox.log import shown_lines
 _POLL_SECONDS = 0.1
 _READ_BYTES = 65536
 _WINDOW_SECONDS = 1.5  # after the first failure, for the reports of other hosts, one of which may be the cause
-_LOST_SECONDS = 0.5  # the same after the end of an ssh connection, which is itself the cause
+_KNOWN_CAUSE_SECONDS = 0.5  # the same after the end of an ssh connection or a SIGKILL, which are causes themselves
 _END_RANKS_SECONDS = 3.0  # in which agents that may stay must have ended their ranks
 _END_SECONDS = 4.0
 _HANG_SECONDS = 6.0
@@ -160,7 +160,7 @@ class Supervisor:
     def _lose(self, node: int, how: str) -> None:
         if node not in self.hosts_lost:
             self.hosts_lost[node] = how
-            self._end_in(_LOST_SECONDS if self.over_ssh else _WINDOW_SECONDS)
+            self._end_in(_KNOWN_CAUSE_SECONDS if self.over_ssh else _WINDOW_SECONDS)
 
     def _end_ranks_first(self, now: float) -> bool:
         """When the run is to be ended, tell the agents that may stay to end their ranks; return whether to wait."""
@@ -247,7 +247,8 @@ class Supervisor:
         failure = Failure.of_event(event, self.tails[event["rank"]])
         self.failures.append(failure)
         if self.stop_signal is None:
-            self._end_in(_WINDOW_SECONDS)
+            needs_no_reports = self.over_ssh and failure.code == -signal.SIGKILL
+            self._end_in(_KNOWN_CAUSE_SECONDS if needs_no_reports else _WINDOW_SECONDS)
         elif not _ended_by(failure, self.stop_signal):  # the other ranks cannot save without this one
             self.end_at = min(self.end_at or math.inf, time.monotonic() + _WINDOW_SECONDS)
 

@@ -25,6 +25,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     good = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "code": "abc", "accelerators": 2}
     paths = {"/save": {"exists": True, "writable": True, "free": 2**40}, "/data": {"exists": True}}
     paths["/data"].update(writable=False, free=2**40)
+    good |= {"product_seconds": 0.001}
     return {**good, "port": "free", "product": True, "shared": True, "paths": paths, "clock": time.time(), **changes}
 
 
@@ -49,6 +50,7 @@ def test_each_problem_is_named_with_its_remedy() -> None:
         (answer(deepspeed="missing"), [("deepspeed", "make install")]),
         (answer(code="xyz"), [("xyz", "abc")]),
         (answer(product=False), [("multiplies",)]),
+        (answer(product_seconds=0.007), [("7 times", "median")]),
         (answer(accelerators=1), [("2 slots", "1 accelerator")]),
         (answer(port="Address already in use"), [("29513", "Address already in use")]),
         (answer(shared=False), [("/save", "shared")]),
