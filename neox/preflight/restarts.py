@@ -157,8 +157,11 @@ class Restarts:
 
     def next_config(self) -> NeoXConfig:
         """Return the configuration of the next start, which resumes from the newest checkpoint of this run."""
-        dropped = ["overwrite"]  # it would move away the checkpoints of this run
-        has_saved = self._latest_checkpoint() != self._latest
+        latest = self._latest_checkpoint()
+        has_saved = latest != self._latest
+        dropped = []
+        if has_saved or latest is None:  # else those that `overwrite` moves away are still there
+            dropped.append("overwrite")  # it would move away the checkpoints of this run
         if has_saved and resumes_own_directory(self._config):
             dropped.append("iteration")  # it names the checkpoint of the first start
         return self._config.updated({}, without=dropped)
