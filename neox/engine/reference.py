@@ -20,6 +20,7 @@ from neox.data.preferences import layout_rows
 from neox.engine.engine import Engine
 from neox.engine.start import Start
 from neox.errors import CheckpointError, os_errors
+from neox.launch import report_progress
 from neox.log import progress
 from neox.model import NetworkOutput
 from neox.objectives.preferences import AnswerTargets, inputs_of_rows, log_probs_of_answers
@@ -141,6 +142,7 @@ def _answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
             rows = batches[min(number, len(batches) - 1)]  # a rank without a batch computes one that nobody counts
             sums = _sums_of_rows(engine, pairs, rows, length)
             bar.update(1)
+            report_progress()  # on hosts without rank 0 nobody prints the bar
             if number >= len(batches):
                 continue
             for row, own in enumerate(rows):

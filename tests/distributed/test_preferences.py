@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from neox.data import IndexedDatasetBuilder
 from neox.data.indexed_dataset import IGNORED
+from neox.launch.agent_files import PROGRESS_VARIABLE
 from neox.plan import RunPlan
 from neox.plan.device import rank_memory
 from tests.distributed.spawn import RankError, run_ranks
@@ -280,6 +282,21 @@ def test_a_copy_of_the_weights_is_the_stored_reference(tmp_path: Path, names: li
         for step, wanted in zip(found, expected, strict=True):
             assert step == pytest.approx(wanted, rel=2e-6, abs=2e-6), name
         assert not (tmp_path / "pos.start.reference.npz").exists()
+
+
+def progress_of_other_ranks(plan: RunPlan, directory: str) -> bool:
+    """On this rank: whether it reports progress while the reference's log-probabilities are computed."""
+    import torch.distributed as dist
+
+    path = Path(directory) / f"progress-{dist.get_rank()}"
+    os.environ[PROGRESS_VARIABLE] = str(path)
+    opened(plan)
+    return path.exists()
+
+
+def test_every_rank_reports_progress_while_the_reference_is_computed(tmp_path: Path) -> None:
+    plan = tiny_plan(2, **keys_of(write_preferences(tmp_path), "sigmoid"), num_layers=2)
+    assert run_ranks(2, progress_of_other_ranks, plan, str(tmp_path)) == [True, True]
 
 
 def observed(plans: list[RunPlan]) -> list[dict[str, float]]:
