@@ -29,7 +29,7 @@ export RUFF_CACHE_DIR         := $(CACHE)/ruff
 export MYPY_CACHE_DIR         := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev quickstart test test-all transformers-4 lint reference docs clean distclean
+.PHONY: help install install-dev quickstart test test-all test-trackers transformers-4 lint reference docs clean distclean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -75,6 +75,19 @@ transformers-4: $(VENV)/transformers-4/.installed  ## install transformers 4.57 
 $(VENV)/transformers-4/.installed: requirements/requirements-transformers-4.txt | $(VENV)/.installed-dev
 	rm -rf $(@D)
 	$(PIP) install -q --no-deps --target $(@D) -r $<
+	@touch $@
+
+# MLflow and Trackio want an older pyarrow and pillow than the tests have: an environment of its own, in front of .venv
+test-trackers: $(VENV)/trackers/.installed  ## the tests of MLflow's own server, Comet and Trackio, with their packages
+	OMP_NUM_THREADS=1 $(VENV)/trackers/bin/python -m pytest \
+	  tests/unit/train/test_remote_trackers.py tests/end_to_end/test_trackers.py $(TEST_FLAGS)
+
+$(VENV)/trackers/.installed: requirements/requirements-comet.txt requirements/requirements-trackio.txt | $(VENV)/.installed-dev
+	rm -rf $(@D)
+	$(PY) -m venv $(@D)
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	$(@D)/bin/python -m pip install -q -c requirements/constraints.txt "mlflow>=3.0" $(addprefix -r ,$^)
 	@touch $@
 
 reference: install  ## write the generated pages of configs/ again
