@@ -105,6 +105,11 @@ class MirrorUploads(Callback):
             return False
         return self._mirror.manifest_text(manifest.iteration) == manifest.to_json().encode()
 
+    def _has_earlier(self, path: Path) -> bool:
+        """Return whether the mirror holds a complete checkpoint that is not later than this one."""
+        newest = parse_step_directory(path.name)
+        return newest is not None and any(step <= newest for step in self._mirror.iterations())
+
     def _supersede_all(self) -> None:
         """Let everything in the mirror no longer count if the run overwrites it. Raises CheckpointError."""
         if self._supersedes_all:
@@ -139,11 +144,13 @@ class MirrorUploads(Callback):
             return  # pruned while it waited, so that a newer one comes next
         try:
             self._supersede_all()
+            if self._has_earlier(path):
+                self._supersede_later(path)
             if not self._has(path):
                 with kept_from_deletion(path):
                     self._mirror.upload(path, self._note_progress)
                 _log.info("%s is in %s after %.0f s", path.name, self._mirror.address, time.monotonic() - started)
-            self._supersede_later(path)  # only now, so that the mirror never lacks a complete checkpoint
+            self._supersede_later(path)  # perhaps only now, so that the mirror never lacks a complete checkpoint
             if self._keep is not None:
                 self._mirror.keep_last(self._keep)
         except (CheckpointError, OSError) as error:

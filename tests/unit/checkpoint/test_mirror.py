@@ -284,16 +284,21 @@ def test_a_run_that_goes_back_supersedes_what_is_later_in_the_mirror(s3: Failing
     assert {name.rpartition("/")[2] for name in kept} == {*NAMES, "run.yml", SUPERSEDED_MANIFEST}
 
 
-def test_what_is_later_in_the_mirror_counts_until_the_upload_has_ended(s3: FailingApp, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "counting"), [((8,), [8]), ((2, 8), [2])])
+def test_a_mirror_never_lacks_a_complete_checkpoint(
+    s3: FailingApp, tmp_path: Path, before: tuple[int, ...], counting: list[int]
+) -> None:
+    """A run goes back to step 3, and its first upload fails: later checkpoints count only if there are no others."""
     mirror = Mirror(RUN)
-    mirror.upload(checkpoint(tmp_path / "before", 8))
+    for iteration in before:
+        mirror.upload(checkpoint(tmp_path / "before", iteration))
     save = tmp_path / "save"
     state = TrainState()
     state.iteration = 3
     checkpoint(save, 3)
 
     s3.fail = lambda number, method, path: error("403 Forbidden", "Expired") if "layer_02.pt" in path else None
-    for expected in ([8], [3]):
+    for expected in (counting, [3]):
         uploads = MirrorUploads(small_plan(save=str(save), checkpoint_mirror=RUN, keep_last_n_checkpoints=1))
         uploads.on_start(state)
         uploads.finish()
