@@ -98,7 +98,8 @@ def longest_of(case: Case) -> int:
 def table() -> list[str]:
     """Return the lines of the table in Markdown."""
     lines = [
-        "| GPUs | context parallelism | in main memory | our plan, tokens | ALST, tokens | ratio | main memory per rank |",
+        "| GPUs | context parallelism | in main memory | our plan, tokens | ALST, tokens | ratio "
+        "| main memory per rank |",
         "|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
