@@ -18,7 +18,7 @@ def deepy() -> NoReturn:
 
 
 def tool() -> NoReturn:
-    """Run the tool that the first word names, in this process's place."""
+    """Replace this process by the tool that the first argument names."""
     run_script(_run_tool)
 
 
@@ -31,6 +31,6 @@ def _run_tool() -> int:
     name = words[0].removesuffix(".py")
     if name not in names:
         close = get_close_matches(name, names, n=1) or ["neox --help, which lists them"]
-        raise ConfigError(f"{words[0]} is no tool of neox; did you mean {close[0]}?")
+        raise ConfigError(f"{words[0]} is not a tool of neox; did you mean {close[0]}?")
     path = scripts_root() / "tools" / f"{name}.py"
     os.execv(sys.executable, [sys.executable, str(path), *words[1:]])

@@ -1,4 +1,4 @@
-"""Scripts and configurations of the project: those of the checkout, or those that a wheel ships in `neox/shipped`."""
+"""Location of the project's scripts and configurations: in the checkout, or in an installed wheel (`neox/shipped`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def scripts_root() -> Path:
 
 
 def shipped_config(path: Path) -> Path | None:
-    """Return the configuration of an installed wheel that a relative path means, with or without `configs/` before it.
+    """Return the configuration of an installed wheel at a relative path, with or without the prefix `configs/`.
 
     Args:
         path: Path that does not exist.
 
     Returns:
-        The file; None if there is none, or if this is a checkout, whose files have paths of their own.
+        The file; None if there is none, or if this is a checkout.
     """
     if path.is_absolute() or not _SHIPPED.is_dir():
         return None

@@ -1,8 +1,8 @@
 """Local copies of checkpoints in object storage, with every hash checked.
 
-CACHE/s3/bucket/run/global_step10/manifest.json      the files that are here: all, those without optimizer states, or
-                                                     those that ranks have read (`partial_copies`)
-CACHE/s3/bucket/run/.fetching-global_step10/...      being fetched, or left by a killed process, which the next one uses
+CACHE/s3/bucket/run/global_step10/manifest.json      lists the local files: all, all but optimizer states, or those that
+                                                     ranks have read (`partial_copies`)
+CACHE/s3/bucket/run/.fetching-global_step10/...      download in progress, or left by a killed process and reused
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _FETCHING = ".fetching-"
 _THREADS = 4
 
 Choice = Callable[[str], bool]
-"""Whether a file of a checkpoint, given by name, is needed."""
+"""Function that returns whether a file of a checkpoint, given by name, is needed."""
 
 
 def add_checkpoint_cache(parser: argparse.ArgumentParser) -> None:
-    """Add the flag `--cache-dir`, the directory for copies of checkpoints at addresses, as `cache_dir`."""
-    text = f"directory for copies of checkpoints at addresses such as s3://bucket/run (default: {CHECKPOINT_CACHE})"
+    """Add the flag `--cache-dir` (`cache_dir`), the directory for local copies of remote checkpoints."""
+    text = f"directory for copies of remote checkpoints, such as s3://bucket/run (default: {CHECKPOINT_CACHE})"
     parser.add_argument("--cache-dir", metavar="DIRECTORY", help=text)
 
 
 def all_files(name: str) -> bool:
-    """Return True: what goes on with a training needs every file."""
+    """Return True, because resuming a training needs every file."""
     return True
 
 
 def without_optimizer(name: str) -> bool:
-    """Return whether a file is not of optimizer states: what only reads weights needs no others."""
+    """Return whether a file does not hold optimizer states. Loading only weights needs just these files."""
     return parse_optimizer_file(name) is None
 
 
@@ -75,14 +75,14 @@ class RemoteCheckpoint:
 
 
 def find_remote(address: str, iteration: int | None = None) -> RemoteCheckpoint:
-    """Return the checkpoint that an address names.
+    """Return the remote checkpoint at an address.
 
     Args:
         address: Address of a mirror, or of one checkpoint in it (`.../global_stepN`).
-        iteration: Iteration, by default the newest complete one.
+        iteration: Iteration; by default that of the newest complete checkpoint.
 
     Raises:
-        CheckpointError: If there is no such checkpoint, or the server refuses.
+        CheckpointError: If there is no such checkpoint, or the server refuses access.
     """
     root, named = named_checkpoint(address)
     if named is not None:
@@ -103,12 +103,12 @@ def find_remote(address: str, iteration: int | None = None) -> RemoteCheckpoint:
 def cached_checkpoint(
     address: str, cache: str | Path, iteration: int | None = None, needed: Choice = all_files
 ) -> Path:
-    """Return a copy, in a cache of checkpoints, of one in object storage.
+    """Fetch a remote checkpoint into a local cache, unless it is there, and return the local copy.
 
     Args:
         address: Address of a mirror, or of one checkpoint in it (`.../global_stepN`).
-        cache: Directory of the cache, in which each mirror has its own.
-        iteration: Iteration, by default the newest complete one.
+        cache: Directory of the cache, with a subdirectory for each mirror.
+        iteration: Iteration; by default that of the newest complete checkpoint.
         needed: Choice of files.
 
     Raises:
@@ -119,7 +119,7 @@ def cached_checkpoint(
 
 
 def fetch_checkpoint(remote: RemoteCheckpoint, directory: Path, needed: Choice = all_files) -> Path:
-    """Fetch the files of a checkpoint into a directory of checkpoints, except those that are there already.
+    """Fetch the files of a checkpoint into a directory of checkpoints. Files that exist already are not fetched.
 
     Args:
         remote: The checkpoint.
@@ -127,15 +127,16 @@ def fetch_checkpoint(remote: RemoteCheckpoint, directory: Path, needed: Choice =
         needed: Choice of files.
 
     Raises:
-        CheckpointError: If the server refuses, files are damaged, or another checkpoint has the place.
+        CheckpointError: If the server refuses access, files are damaged, or the directory has another checkpoint of
+            this iteration.
     """
-    with _alone_in(directory):
+    with _exclusive(directory):
         return _fetch(remote, directory, needed)
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Let no other process fetch into a directory. OSErrors of the block become CheckpointErrors."""
+def _exclusive(directory: Path) -> Iterator[None]:
+    """Lock a directory against other fetching processes. OSErrors in the block become CheckpointErrors."""
     with os_errors(CheckpointError, f"{directory} cannot be written"):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / f"{_FETCHING}lock", "w") as lock:
@@ -144,7 +145,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def partial_copy(remote: RemoteCheckpoint, directory: Path) -> Path:
-    """Make a copy of a checkpoint in which files of tensors are fetched when they are first read.
+    """Create a copy of a checkpoint whose tensor files are fetched when they are first read.
 
     Args:
         remote: The checkpoint.
@@ -157,7 +158,7 @@ def partial_copy(remote: RemoteCheckpoint, directory: Path) -> Path:
     whole = remote.manifest()
     if origin_of(final) is not None and has_copy(final, whole, all_files):
         return final
-    with _alone_in(directory):
+    with _exclusive(directory):
         if origin_of(final) is not None and has_copy(final, whole, all_files):  # another rank of this host has made it
             return final
         _fetch(remote, directory, lambda name: not holds_tensors(name))

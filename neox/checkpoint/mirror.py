@@ -1,8 +1,8 @@
-"""Directories of checkpoints in object storage: uploaded in parts, the manifest last, and read with hashes checked.
+"""Mirrors of checkpoint directories in object storage. The manifest is uploaded last; downloads are hash-checked.
 
-s3://bucket/run/global_step10/layer_00-...pt, ..., manifest.json    complete: it has a manifest
-s3://bucket/run/global_step20/layer_00-...pt                        being uploaded, or left by a killed run
-s3://bucket/run/global_step30/superseded_manifest.json              does not count: a run went back before it
+s3://bucket/run/global_step10/layer_00-...pt, ..., manifest.json    complete, because it has a manifest
+s3://bucket/run/global_step20/layer_00-...pt                        upload in progress, or left by a killed run
+s3://bucket/run/global_step30/superseded_manifest.json              ignored, because a run was rolled back before it
 s3://bucket/run/latest                                              global_step10
 """
 
@@ -23,7 +23,7 @@ from neox.storage import attempt, filesystem, shown
 
 _log = get_logger(__name__)
 SUPERSEDED_MANIFEST = "superseded_manifest.json"
-"""Name of the manifest of a checkpoint of another run, or of one that went back before it."""
+"""Name of the manifest of a checkpoint that is ignored: of another run, or from before a rollback."""
 
 _READ_BYTES = 8 << 20
 _SMALLEST_PART = 5 << 20  # of S3
@@ -34,7 +34,7 @@ class Mirror:
     """Directory of checkpoints in object storage."""
 
     def __init__(self, address: str, *, part_bytes: int = 100 << 20) -> None:
-        """Connect.
+        """Connect to the object storage.
 
         Args:
             address: Address of the directory, such as `s3://bucket/run`.
@@ -63,18 +63,18 @@ class Mirror:
         return sorted(iterations)
 
     def upload(self, path: Path, progress: Callable[[], None] = lambda: None) -> None:
-        """Upload a complete local checkpoint; it counts in the mirror when its manifest is there.
+        """Upload a complete local checkpoint. It is complete in the mirror once its manifest is uploaded.
 
         Args:
             path: The checkpoint.
-            progress: Function that is called after each piece that is passed on.
+            progress: Function that is called after each uploaded piece.
 
         Raises:
-            CheckpointError: If the server refuses, or files differ from their manifest.
+            CheckpointError: If the server refuses access, or files differ from their manifest.
         """
         manifest = read_manifest(path)
         if manifest is None:
-            raise CheckpointError(f"{path} has no manifest, so that it cannot be mirrored")
+            raise CheckpointError(f"{path} has no manifest, so it cannot be mirrored")
         target = f"{self.address}/{path.name}"
         if manifest.iteration in self.iterations():  # another one of this iteration must not look complete meanwhile
             old = f"{target}/{MANIFEST}"
@@ -89,7 +89,7 @@ class Mirror:
             progress()
 
     def _put(self, file: Path, target: str, record: FileRecord, progress: Callable[[], None]) -> None:
-        """Upload a file in parts, and compare it with its record."""
+        """Upload a file in parts, and compare its size and hash with its record."""
         digest = hashlib.sha256()
         size = 0
         with open(file, "rb") as source, self._where.open(target, "wb", block_size=self._part_bytes) as out:
@@ -108,7 +108,7 @@ class Mirror:
             raise OSError(f"{found:,} bytes arrived instead of {size:,}")
 
     def keep_last(self, count: int) -> None:
-        """Delete complete checkpoints but the newest, each manifest first. Raises CheckpointError."""
+        """Delete all but the newest `count` complete checkpoints, each manifest first. Raises CheckpointError."""
         for iteration in self.iterations()[:-count]:
             target = f"{self.address}/{step_directory(iteration)}"
             attempt(partial(self._where.rm_file, f"{target}/{MANIFEST}"), shown(target), CheckpointError)
@@ -132,7 +132,7 @@ class Mirror:
         return later
 
     def manifest_text(self, iteration: int) -> bytes:
-        """Return the manifest of a checkpoint. Raises CheckpointError."""
+        """Return the content of a checkpoint's manifest. Raises CheckpointError."""
         name = f"{self.address}/{step_directory(iteration)}/{MANIFEST}"
         return attempt(lambda: bytes(self._where.cat_file(name)), shown(name), CheckpointError)
 
@@ -167,7 +167,7 @@ class Mirror:
         raise CheckpointError(f"{shown(source)}: {reason}, {_DOWNLOADS} times; load another iteration")
 
     def _download_once(self, source: str, target: Path, record: FileRecord, progress: Callable[[], None]) -> str:
-        """Write a file, and return how it differs from its record."""
+        """Download a file; return how it differs from its record, or an empty text."""
         self._where.invalidate_cache()
         found = attempt(lambda: self._where.info(source)["size"], shown(source), CheckpointError)
         if found != record.size:
@@ -189,5 +189,5 @@ class Mirror:
     def _range(self, source: str, start: int, end: int) -> bytes:
         data: bytes = self._where.cat_file(source, start=start, end=end)
         if len(data) != end - start:
-            raise OSError(f"{len(data):,} bytes came instead of {end - start:,}")
+            raise OSError(f"received {len(data):,} bytes instead of {end - start:,}")
         return data

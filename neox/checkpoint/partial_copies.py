@@ -1,12 +1,12 @@
-"""Copies of checkpoints in object storage whose files of tensors are fetched when a rank first reads them.
+"""Partial copies of remote checkpoints: each tensor file is fetched when a rank first reads it.
 
-CACHE/s3/bucket/run/global_step10/manifest.json                     of the whole checkpoint
+CACHE/s3/bucket/run/global_step10/manifest.json                     lists all files of the checkpoint
 CACHE/s3/bucket/run/global_step10/.origin                           s3://bucket/run
 CACHE/s3/bucket/run/global_step10/layer_00-...pt                    fetched
-CACHE/s3/bucket/run/global_step10/layer_02-...pt -> .not-fetched/   not fetched: a link to nothing
-CACHE/s3/bucket/run/global_step10/.fetching/layer_02-...pt          being fetched, under the lock next to it
+CACHE/s3/bucket/run/global_step10/layer_02-...pt -> .not-fetched/   not fetched: a dangling symbolic link
+CACHE/s3/bucket/run/global_step10/.fetching/layer_02-...pt          download in progress, with a lock file next to it
 
-The ranks of a host, or of all hosts if they see one directory, fetch a file once.
+The ranks that share the directory (those of one host, or of all hosts) fetch each file once.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _THREADS = 4
 
 
 def holds_tensors(name: str) -> bool:
-    """Return whether a file, given by name, holds tensors, so that only ranks read it."""
+    """Return whether a file, given by name, holds tensors. Only ranks read such files."""
     parsers = (parse_layer_file, parse_optimizer_file, parse_averaged_file, parse_mp_rank_file)
     return any(parse(name) is not None for parse in parsers)
 
 
 def origin_of(checkpoint: Path) -> str | None:
-    """Return the address of the directory in object storage from which a partial copy is; None for other directories.
+    """Return the remote directory that a partial copy comes from; None for other directories.
 
     Raises:
-        CheckpointError: If it cannot be read.
+        CheckpointError: If the address cannot be read.
     """
     path = checkpoint / _ORIGIN
     with os_errors(CheckpointError, f"{path} cannot be read"):
@@ -55,12 +55,12 @@ def origin_of(checkpoint: Path) -> str | None:
 
 
 def write_origin(checkpoint: Path, address: str) -> None:
-    """Make a directory a partial copy, after `promise_files`. Raises OSError."""
+    """Mark a directory as a partial copy. Call it after `promise_files`. Raises OSError."""
     write_text(checkpoint / _ORIGIN, address)
 
 
 def promise_files(checkpoint: Path, names: Iterable[str]) -> None:
-    """Put links to nothing in the places of files that are not there. Raises OSError."""
+    """Create dangling links in place of files that do not exist. Raises OSError."""
     for name in names:
         path = checkpoint / name
         if not path.exists() and not path.is_symlink():
@@ -69,7 +69,7 @@ def promise_files(checkpoint: Path, names: Iterable[str]) -> None:
 
 
 def fetch_files(paths: Iterable[Path]) -> None:
-    """Fetch those of some files of partial copies that are not here, several at a time. Raises as `fetch_file`."""
+    """Fetch the given files that are not fetched yet, several at a time. Raises as `fetch_file`."""
     missing = list(filter(is_unfetched, paths))
     if not missing:
         return
@@ -82,17 +82,19 @@ def fetch_files(paths: Iterable[Path]) -> None:
 
 
 def fetch_file(path: Path) -> None:
-    """Fetch a file of a partial copy, unless another process has done that meanwhile.
+    """Fetch a file of a partial copy, unless another process has fetched it in the meantime.
 
     Raises:
-        CheckpointError: If the server refuses, or the file is damaged.
+        CheckpointError: If the server refuses access, or the file is damaged.
     """
     checkpoint = path.parent
     origin = origin_of(checkpoint)
     manifest = read_manifest(checkpoint)
     iteration = parse_step_directory(checkpoint.name)
     if origin is None or manifest is None or iteration is None or path.name not in manifest.files:
-        raise CheckpointError(f"{path} was not fetched, and {checkpoint} does not say from where; remove {checkpoint}")
+        raise CheckpointError(
+            f"{path} was not fetched, and {checkpoint} does not record its origin; remove {checkpoint}"
+        )
     record = manifest.files[path.name]
     partial = checkpoint / _FETCHING / path.name
     with os_errors(CheckpointError, f"{path} cannot be written"):

@@ -49,7 +49,7 @@ _DEEPSPEED_KEYS = frozenset(
 """Entries that DeepSpeed itself puts next to the client state."""
 
 SCORES = "rm_linear.weight"
-"""The parameter of a head that gives scores."""
+"""Parameter of a score head."""
 
 UNUSED_IN_NEOX = ("post_attention_layernorm.",)
 """Parameters that gpt-neox keeps next to one norm for both branches (`gpt_j_tied`), and never uses."""
@@ -378,14 +378,14 @@ class CheckpointReader:
         self._refuse_extra(sorted(stored - wanted), layers)
 
     def _choose_head(self, layers: LayerPlan, *, has_own_head: bool) -> None:
-        """Note where fine-tuning takes the head from: the checkpoint, its embedding, or initial values.
+        """Choose the source of the head for fine-tuning: the checkpoint's head, its embedding, or initial values.
 
         Args:
             layers: The network.
-            has_own_head: Whether the checkpoint has a head that is not tied.
+            has_own_head: Whether the checkpoint has an untied head.
 
         Raises:
-            CheckpointError: If a head with logits is needed, and the checkpoint has one with scores.
+            CheckpointError: If a language model head is needed, but the checkpoint has a score head.
         """
         head = layers.head
         has_scores = has_own_head and SCORES in self.names(head.index)
@@ -395,8 +395,8 @@ class CheckpointReader:
             return
         if has_scores and head.tied_to is None:
             raise CheckpointError(
-                f"{self.path} is a reward model: its head gives scores, and this network needs logits; train a reward "
-                "model (train_impl: rm), or load the model that it was made from"
+                f"{self.path} is a reward model: its head computes scores, but this network needs logits; train a "
+                "reward model (train_impl: rm), or load the model that it was trained from"
             )
         self._head_from_embedding = bool(head.parameters) and not has_own_head
 

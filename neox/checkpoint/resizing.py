@@ -95,7 +95,7 @@ def resize_vocabulary(
         size: Size of the vocabulary.
         new_rows: Rows of new tokens.
         config: Keys of the run, which are stored next to the weights; None to store none.
-        tokenizer: Identity of the tokenizer with the new tokens; None if it is not known.
+        tokenizer: Identity of the tokenizer with the new tokens; None if unknown.
 
     Returns:
         The new checkpoint's directory.

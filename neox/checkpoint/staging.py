@@ -132,14 +132,14 @@ def delete_checkpoint(path: Path) -> None:
 
 @contextmanager
 def kept_from_deletion(path: Path) -> Iterator[None]:
-    """Keep a checkpoint from `keep_last` while it is read. Raises OSError if it has no manifest."""
-    with open(path / MANIFEST, "r+b") as file:  # network file systems lock only what is open for writing
+    """Protect a checkpoint from `keep_last` inside a `with` block. Raises OSError if it has no manifest."""
+    with open(path / MANIFEST, "r+b") as file:  # network file systems only lock files that are open for writing
         lock_file(file, wait=True)
         yield
 
 
 def is_kept_from_deletion(path: Path) -> bool:
-    """Return whether this or another process is inside `kept_from_deletion` of a checkpoint."""
+    """Return whether this or another process protects a checkpoint with `kept_from_deletion`."""
     try:
         with open(path / MANIFEST, "r+b") as file:
             lock_file(file, wait=False)

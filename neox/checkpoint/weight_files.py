@@ -69,11 +69,11 @@ class LayerFiles:
 
 
 class ExpertFiles:
-    """Weights in which experts have the form of this program, whoever wrote the files.
+    """Weights of a checkpoint, with gpt-neox's experts converted to this program's format.
 
     Args:
         directory: The checkpoint.
-        source: Its files.
+        source: Files of the checkpoint.
     """
 
     def __init__(self, directory: Path, source: WeightSource) -> None:

@@ -1,4 +1,4 @@
-"""Width of muP's base network from a file of the package mup, which gpt-neox names by `base_shapes_file`."""
+"""Width of muP's base network from a base shapes file of the package mup (gpt-neox's key `base_shapes_file`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _EMBEDDING = "word_embeddings.weight"
 
 
 def read_base_shapes(flat: FlatKeys) -> None:
-    """Set `mup_base_hidden_size` from the file that `base_shapes_file` names.
+    """Set `mup_base_hidden_size` from the file in `base_shapes_file`.
 
-    mup writes a mapping of parameters to lists, with null for a dimension that does not grow with the width and
-    otherwise the base network's size. gpt-neox appends the rank to the name: `FILE.0` holds the embedding of tokens,
-    whose last dimension is hidden_size. It is a problem if the file cannot be read, has no such entry, or contradicts a
-    given width.
+    mup writes a mapping from parameters to lists, with one entry per dimension: the size in the base network, or null
+    if the dimension does not grow with the width. gpt-neox appends the rank to the file name: `FILE.0` has the token
+    embedding, whose last dimension is hidden_size. A problem is reported if the file cannot be read, has no such entry,
+    or contradicts a given width.
     """
     given = flat.values.get(_KEY, flat.values.get(_KEY.replace("_", "-")))
     if not isinstance(given, str):  # other checks refuse other types
@@ -39,11 +39,11 @@ def read_base_shapes(flat: FlatKeys) -> None:
     known = flat.values.setdefault(_WIDTH, width)
     flat.sources.setdefault(_WIDTH, flat.source(_KEY).derived(_KEY))
     if known != width:
-        flat.report(f"`{_WIDTH}: {known}`, but {path} has a base network of width {width}; remove one", _WIDTH, _KEY)
+        flat.report(f"`{_WIDTH}: {known}` contradicts {path}, whose base width is {width}; remove one", _WIDTH, _KEY)
 
 
 def _base_width(shapes: ParsedFile) -> int | None:
-    """Return the last dimension of the embedding of tokens in mup's file; None if it has none that grows."""
+    """Return the last dimension of the token embedding in mup's file; None if it does not grow with the width."""
     for name, shape in shapes.values.items():
         if name.endswith(_EMBEDDING) and isinstance(shape, list) and shape and type(shape[-1]) is int:
             width: int = shape[-1]

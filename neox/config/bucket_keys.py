@@ -1,4 +1,4 @@
-"""The key `save` with an address in object storage, which stands for a local directory and its mirror there."""
+"""Remote addresses in the key `save`, which set a local directory and `checkpoint_mirror`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def convert_save_address(keys: FlatKeys) -> None:
     scheme = address.partition("://")[0]
     if scheme not in WRITABLE_SCHEMES:
         known = " and ".join(f"{name}://" for name in WRITABLE_SCHEMES)
-        keys.report(f"`save: {address}` is an address to which nothing is written, only to {known}", "save")
+        keys.report(f"`save: {address}`: checkpoints can only be written to local directories and {known}", "save")
         return
     if named_checkpoint(address)[1] is not None:
         keys.report(f"`save: {address}` names one checkpoint; give the address of the directory around it", "save")
@@ -27,8 +27,8 @@ def convert_save_address(keys: FlatKeys) -> None:
     for name in _MIRROR_KEYS:
         mirror = keys.values.get(name)
         if mirror is not None and str(mirror).rstrip("/") != address.rstrip("/"):
-            message = f"`save: {address}` is an address, and `{name}: {mirror}` another one; a run has one of them"
-            keys.report(f"{message}: let `save` be a local directory, or remove {name}", "save", name)
+            message = f"`save: {address}` and `{name}: {mirror}` are different addresses, but a run has only one mirror"
+            keys.report(f"{message}; set `save` to a local directory, or remove {name}", "save", name)
             return
     keys.values["save"] = str(cache_folder(address, CHECKPOINT_SAVES))
     if "s3_path" not in keys.values:

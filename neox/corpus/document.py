@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from neox.errors import DataError
 
 BAD_ROW = b"\x18"
-"""First byte of a line that stands for a bad row of a table; the reason follows it. No JSON begins so."""
+"""First byte of a line that stands for a bad row of a table, followed by the reason. No JSON starts with it."""
 NOT_UTF_8 = "its text is not UTF-8"
-"""Reason why such a row is bad."""
+"""Reason of a bad row."""
 
 
 class CorruptInput(Exception):
@@ -33,7 +33,7 @@ class TextRows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Size of the rows as it counts for positions: as if a newline ended each of them."""
+        """Size of the rows for positions, counted as if each row ended with a newline."""
         return len(self.data) + len(self.lengths)
 
     def split(self, rows: int) -> tuple[TextRows, TextRows]:

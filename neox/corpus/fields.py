@@ -1,4 +1,4 @@
-"""Fields of records: paths with dots, templates of texts, and filters by a field's value."""
+"""Fields of records: dotted paths, text templates, and filters by field values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILTER = re.compile(r"([^=!<>]+?)\s*(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
 
 
 class FieldError(Exception):
-    """A record lacks a field, or the field has another kind of value.
+    """A record lacks a field, or the field has the wrong type.
 
     Attributes:
         field: The field.
@@ -28,15 +28,15 @@ class FieldError(Exception):
 
 
 def look_up(record: Mapping[str, Any], key: str) -> Any:
-    r"""Return what a key finds in a record.
+    r"""Return the value of a key in a record.
 
     Args:
         record: JSON object.
-        key: Name of a field; a path with dots (`meta.text`); or a template with fields in braces, such as
+        key: Name of a field; a dotted path (`meta.text`); or a template with fields in braces, such as
             `{title}\n\n{text}`, whose fields are texts or numbers.
 
     Raises:
-        FieldError: If a field is missing, or a template has one that is neither text nor a number.
+        FieldError: If a field is missing, or a template's field is neither text nor a number.
     """
     if key in record:
         return record[key]
@@ -48,7 +48,7 @@ def look_up(record: Mapping[str, Any], key: str) -> Any:
         if field:
             value = look_up(record, field)
             if isinstance(value, bool) or not isinstance(value, str | int | float):
-                raise FieldError(field, f"{field!r} is neither text nor a number, and {key!r} needs it")
+                raise FieldError(field, f"{field!r} in {key!r} is neither text nor a number")
             parts.append(str(value))
     return "".join(parts)
 
@@ -68,12 +68,12 @@ def template_parts(key: str) -> tuple[tuple[str, str | None], ...]:
     """Return the literal texts of a template, each with the field that follows it.
 
     Raises:
-        ConfigError: If braces do not match.
+        ConfigError: If braces are not balanced.
     """
     try:
         parsed = list(string.Formatter().parse(key))
     except ValueError as error:
-        raise ConfigError(f"{key!r} is no template of a text: {error}; write {{{{ and }}}} for braces") from None
+        raise ConfigError(f"{key!r} is not a valid template: {error}; write {{{{ and }}}} for literal braces") from None
     return tuple((literal, field) for literal, field, _, _ in parsed)
 
 
@@ -82,9 +82,9 @@ class Filter:
     """Condition that a field of a document must meet.
 
     Attributes:
-        field: Field, or a path with dots.
-        comparison: How the field is compared; `..` is a range with its ends.
-        values: Values to compare with, as texts. Several of them stand for any (`=`) or none (`!=`) of them.
+        field: Name of a field, or a dotted path.
+        comparison: Kind of comparison; `..` is an inclusive range.
+        values: Values to compare with, as texts. With several values, `=` means any and `!=` means none of them.
     """
 
     field: str
@@ -92,7 +92,7 @@ class Filter:
     values: tuple[str, ...]
 
     def passes(self, record: Any) -> bool:
-        """Return whether a record meets the condition; null never does. Raises FieldError without the field."""
+        """Return whether a record meets the condition; null never does. Raises FieldError if the field is missing."""
         if not isinstance(record, dict):
             raise FieldError(self.field, f"no field {self.field!r}: the line is not an object")
         value = look_up(record, self.field)
@@ -109,12 +109,12 @@ class Filter:
     def _is_within(self, value: Any) -> bool:
         bounds: Sequence[Any] = self.values
         if isinstance(value, bool):
-            raise FieldError(self.field, f"{self.field!r} is true or false, which has no order")
+            raise FieldError(self.field, f"{self.field!r} is a boolean, which has no order")
         if isinstance(value, int | float):
             try:
                 bounds = list(map(float, self.values))
             except ValueError:
-                raise FieldError(self.field, f"{self.field!r} is a number, and {self} compares texts") from None
+                raise FieldError(self.field, f"{self.field!r} is a number, but {self} compares texts") from None
         if self.comparison == "..":
             return bool(bounds[0] <= value <= bounds[1])
         results: Mapping[str, bool] = {
@@ -136,7 +136,7 @@ def _is_one_of(value: Any, texts: Sequence[str]) -> bool:
 
 
 def _equal(value: Any, text: str) -> bool:
-    """Return whether a JSON value is what a text says."""
+    """Return whether a JSON value equals the value that a text stands for."""
     if isinstance(value, bool):
         return str(value).lower() == text.lower()
     if isinstance(value, int | float):
@@ -148,13 +148,13 @@ def _equal(value: Any, text: str) -> bool:
 
 
 def read_filter(text: str) -> Filter:
-    """Return the filter that a text describes.
+    """Parse a filter.
 
     Args:
         text: `FIELD=VALUE[,VALUE...]`, `FIELD!=VALUE`, `FIELD>=VALUE` (and `<=`, `>`, `<`), or `FIELD=LOW..HIGH`.
 
     Raises:
-        ConfigError: For another text.
+        ConfigError: If the text is not a filter.
     """
     found = _FILTER.fullmatch(text.strip())
     if found is None or not found[3].strip():
@@ -174,12 +174,13 @@ def read_filter(text: str) -> Filter:
 
 
 def columns_of(keys: Sequence[str], filters: Sequence[Filter] = ()) -> tuple[str, ...]:
-    """Return the fields that keys and filters need: names, or paths with dots."""
+    """Return the fields that keys and filters need: names, or dotted paths."""
     fields: list[str] = []
     for key in keys:
         if "{" in key:
             for _, field in template_parts(key):
-                fields += [field] if field else []
+                if field:
+                    fields.append(field)
         else:
             fields.append(key)
     for each in filters:

@@ -1,4 +1,4 @@
-"""Files of a data set on the Hugging Face hub, pinned to the commit that its revision names today."""
+"""Files of a dataset on the Hugging Face Hub, pinned to the current commit of its revision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORM = "hf://datasets/ORG/NAME[@REVISION][/PATTERN]"
 
 
 def chosen_split(name: str, splits: Iterable[str], split: str | None) -> str:
-    """Return the wanted split of a data set, or its only one. Raises DataError if there is a choice to make."""
+    """Return the wanted split of a dataset, or its only one. Raises DataError if it must be chosen."""
     known = list(splits)
     if split is None and len(known) == 1:
         return known[0]
@@ -30,11 +30,11 @@ def chosen_split(name: str, splits: Iterable[str], split: str | None) -> str:
 
 
 class HubAddress(NamedTuple):
-    """Parts of an address.
+    """Parts of an address on the Hub.
 
     Attributes:
         repository: `ORG/NAME`.
-        revision: Branch, tag or commit; None for the default branch. A slash in it is written %2F.
+        revision: Branch, tag or commit; None for the default branch. A slash in it is written as %2F.
         pattern: Path or pattern of files; empty for all of them.
     """
 
@@ -44,17 +44,17 @@ class HubAddress(NamedTuple):
 
 
 def parse_address(address: str) -> HubAddress:
-    """Return the parts of an address. Raises DataError if it has another form."""
+    """Parse an address. Raises DataError if it is invalid."""
     found = _ADDRESS.fullmatch(address)
     if found is None:
-        raise DataError(f"{address}: an address of the hub is {_FORM}")
+        raise DataError(f"{address}: an address on the Hub has the form {_FORM}")
     return HubAddress(found[1], found[2], (found[3] or "").strip("/"))
 
 
 def hub_files(address: str, split: str | None, config: str | None) -> list[str]:
-    """Return the addresses of the files of a data set, with the commit in them.
+    """Return the addresses of the files of a dataset, which include the commit.
 
-    Which files belong to a split is what the data set's card says (`configs`), or else their names
+    The dataset card (`configs`) defines the files of a split. Without such an entry, file names decide
     (`train-00000-of-00002.parquet`).
 
     Args:
@@ -63,7 +63,7 @@ def hub_files(address: str, split: str | None, config: str | None) -> list[str]:
         config: Configuration to read; needed if there are several and no pattern is given.
 
     Raises:
-        DataError: If the hub refuses, there is no such file, or a choice is needed.
+        DataError: If the Hub refuses access, there is no such file, or split or configuration must be chosen.
     """
     parts = parse_address(address)
     is_file = is_readable(parts.pattern) and not has_wildcards(parts.pattern)
@@ -81,12 +81,12 @@ def hub_files(address: str, split: str | None, config: str | None) -> list[str]:
     else:
         files = _of_split(address, files, split, must_choose=not parts.pattern)
     if not files:
-        raise DataError(f"{address}: the data set has no readable file there")
+        raise DataError(f"{address}: the dataset has no readable file there")
     return [f"hf://datasets/{parts.repository}@{info.sha}/{file}" for file in files]
 
 
 def _info(address: str, parts: HubAddress) -> Any:
-    """Return what the hub says about a data set. Raises DataError."""
+    """Return the Hub's information about a dataset. Raises DataError."""
     with needs_package(DataError, address, "huggingface_hub", "requirements-storage.txt"):
         from huggingface_hub import HfApi
     revision = parts.revision and parts.revision.replace("%2F", "/")
@@ -110,7 +110,7 @@ def _config_patterns(address: str, card: Any, config: str | None) -> Mapping[str
             known[entry["config_name"]] = entry
     if not known:
         if config is not None:
-            raise DataError(f"{address}: --config {config}: its card names no configurations; give a pattern of files")
+            raise DataError(f"{address}: --config {config}: its card lists no configurations; give a file pattern")
         return None
     if config is None and len(known) > 1:
         config = _default_config(known)
@@ -124,7 +124,7 @@ def _config_patterns(address: str, card: Any, config: str | None) -> Mapping[str
 
 
 def _default_config(known: Mapping[str, Any]) -> str | None:
-    """Return the configuration that a card marks as the default one, or that has this name; None without one."""
+    """Return the configuration marked as default in a card, or named `default`; None if there is none."""
     for name, entry in known.items():
         if entry.get("default"):
             return name
@@ -132,7 +132,7 @@ def _default_config(known: Mapping[str, Any]) -> str | None:
 
 
 def _patterns_by_split(data_files: Any) -> dict[str, list[str]]:
-    """Return the patterns of each split from the forms that a card may have."""
+    """Return the patterns of each split from any of the formats in a card."""
     if isinstance(data_files, str):
         return {"train": [data_files]}
     splits: dict[str, list[str]] = {}
@@ -160,7 +160,7 @@ def _of_split(address: str, files: list[str], split: str | None, *, must_choose:
         return files
     found = _named(files, split)
     if not found:
-        raise DataError(f"{address}: no file has {split!r} in its name; give a pattern of files")
+        raise DataError(f"{address}: no file has {split!r} in its name; give a file pattern")
     return found
 
 

@@ -1,7 +1,7 @@
-"""Tables as JSON lines: Parquet, Arrow and CSV files. Line N is row N, so that a row is found by its number.
+"""Reading of tables as JSON lines: Parquet, Arrow and CSV files. Line N is row N.
 
-If the only wanted column of a Parquet or Arrow file holds texts, they are handed over as they are, without JSON.
-A table is read in pieces of about 256 KiB: Parquet a row group after another, Arrow a record batch after another.
+If the only wanted column of a Parquet or Arrow file holds texts, they are passed on directly instead of as JSON.
+Tables are read in pieces of about 256 KiB: Parquet one row group at a time, Arrow one record batch at a time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MAX_CELL = (1 << 31) - 1
 _ARROW_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 OffsetFormat = Literal["i", "q"]
-"""Format of the offsets of texts in Arrow, as `memoryview` calls it."""
+"""Format of Arrow's text offsets, in the notation of `memoryview`."""
 _OFFSET_FORMATS: Mapping[str, OffsetFormat] = {"string": "i", "large_string": "q"}
 
 Chunk = bytes | TextRows
-"""Piece of JSON lines, which may begin and end anywhere in one, or whole rows of texts."""
+"""Piece of JSON lines, which may start and end inside a line, or whole rows of texts."""
 TableReader = Callable[[str, IO[bytes], int, Sequence[str] | None], Iterator[Chunk]]
-"""Function of a path, its opened file, a number of rows to skip, and the wanted columns."""
+"""Function of a path, its open file, the number of rows to skip, and the wanted columns."""
 
 
 def parquet_rows(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
@@ -76,7 +76,7 @@ def arrow_rows(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | N
             names = _chosen(batch.schema.names, columns)
             if names is not None:
                 batch = batch.select(names)
-            batch.validate(full=True)  # offsets and text, which reading itself does not check
+            batch.validate(full=True)  # reading does not check offsets and text
             rows = max(1, min(_MOST_ROWS, _PIECE_BYTES * batch.num_rows // max(batch.nbytes, 1)))
             for start in range(skip, batch.num_rows, rows):
                 yield from _batch_rows(batch.slice(start, rows), names)
@@ -99,7 +99,7 @@ def _arrow_batches(path: str, file: IO[bytes]) -> Iterator[Any]:
                 yield reader.get_batch(number)
         return
     if end != _END_OF_STREAM:
-        raise CorruptInput("the Arrow stream is truncated: its end is not marked")
+        raise CorruptInput("the Arrow stream is truncated: its end marker is missing")
     with ipc.open_stream(source) as stream:
         yield from stream
 
@@ -123,12 +123,12 @@ def _chosen(names: Sequence[str], wanted: Sequence[str] | None) -> list[str] | N
 
     Args:
         names: Columns of the table.
-        wanted: Wanted columns, or paths that begin with one (`meta.lang`); None for all columns. If the table lacks
-            one, all are read, so that the message can name what there is.
+        wanted: Wanted columns, or dotted paths that start with one (`meta.lang`); None for all columns. If one is
+            missing, all columns are read, so that the error message can list them.
     """
-    twice = Counter(names) - Counter(set(names))
-    if twice:
-        raise CorruptInput(f"several columns are called {', '.join(map(repr, twice))}")
+    duplicates = Counter(names) - Counter(set(names))
+    if duplicates:
+        raise CorruptInput(f"several columns are named {', '.join(map(repr, duplicates))}")
     if wanted is None:
         return None
     chosen = []
@@ -167,7 +167,7 @@ def _batch_texts(column: str, array: Any, offset_format: OffsetFormat) -> TextRo
     nulls: Sequence[bool] = ()
     if array.null_count:
         nulls = array.is_null().to_pylist()
-        array = array.fill_null("")  # a null may have bytes
+        array = array.fill_null("")  # the bytes of a null are undefined
     _, offsets, data = array.buffers()
     ends = memoryview(offsets).cast("B").cast(offset_format)[array.offset : array.offset + len(array) + 1].tolist()
     lengths = list(map(operator.sub, ends[1:], ends))
@@ -189,7 +189,7 @@ def _batch_lines(batch: Any) -> bytes:
 
 
 def _row_line(batch: Any, number: int) -> bytes:
-    """Return one row as a JSON line, or as a bad row."""
+    """Return a row as a JSON line, or as a bad row with the reason."""
     try:
         return orjson.dumps(batch.slice(number, 1).to_pylist()[0], default=_as_json)
     except UnicodeDecodeError:
@@ -199,7 +199,7 @@ def _row_line(batch: Any, number: int) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-    """Return what stands for a value that JSON lacks. Bytes become an object, which is no text."""
+    """Convert a value that JSON does not support. Bytes become an object, because they are not text."""
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     if isinstance(value, tuple | set):
@@ -210,7 +210,7 @@ def _as_json(value: Any) -> Any:
 
 
 def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
-    """Yield the rows of a CSV or TSV file as JSON lines. All values are texts; the first row names the columns.
+    """Yield the rows of a CSV or TSV file as JSON lines. All values are texts; the first row has the column names.
 
     Raises:
         CorruptInput: If the file is not UTF-8 or not CSV.
@@ -246,7 +246,7 @@ def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | No
 
 
 def _csv_line(names: Sequence[str], row: Sequence[str]) -> bytes:
-    """Return a row as a JSON line: an empty line for an empty row."""
+    """Return a row as a JSON line; an empty row is an empty line."""
     if not row:
         return b""
     if len(row) != len(names):

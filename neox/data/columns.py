@@ -1,6 +1,6 @@
-"""Metadata kept beside a token dataset: `PREFIX.columns.jsonl`, a JSON object for each document, in their order.
+"""Metadata columns of a token dataset: `PREFIX.columns.jsonl`, with one JSON object per document, in order.
 
-The sidecar's settings name the columns, and hold the size and checksum of the file.
+The settings in the sidecar list the columns, and hold the size and checksum of the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def columns_path(prefix: str | Path) -> Path:
 
 
 def column_names(sidecar: Sidecar | None) -> tuple[str, ...]:
-    """Return the names of the columns that a sidecar says are kept."""
+    """Return the names of the columns that a sidecar lists."""
     if sidecar is None:
         return ()
     return tuple(sidecar.settings.get(_NAMES, ()))
@@ -42,8 +42,7 @@ def column_lines(prefix: str | Path) -> Iterator[bytes]:
     """Yield the JSON line of each document, with its newline.
 
     Raises:
-        DataError: If nothing is kept beside the dataset, or, when the next line after the last one is asked for, if the
-            file has changed since it was written.
+        DataError: If the dataset has no columns. At the end also if the file has changed since it was written.
     """
     sidecar = read_sidecar(prefix)
     path = columns_path(prefix)
@@ -59,20 +58,20 @@ def column_lines(prefix: str | Path) -> Iterator[bytes]:
             crc = zlib.crc32(line, crc)
             yield line
     if documents != sidecar.documents:
-        raise DataError(f"{path} does not have a line for each of {sidecar.documents:,} documents: preprocess again")
+        raise DataError(f"{path} does not have one line for each of {sidecar.documents:,} documents: preprocess again")
     if crc != sidecar.settings[COLUMNS_STATE[1]]:
-        raise DataError(f"{path} has changed since it was written (another checksum): preprocess again")
+        raise DataError(f"{path} has changed since it was written (its checksum differs): preprocess again")
 
 
 def column_values(prefix: str | Path, column: str) -> Iterator[str]:
-    """Yield the value of a column for each document, as text: a text as it is, other values as JSON.
+    """Yield the value of a column for each document as text. Values that are not text are written as JSON.
 
     Raises:
-        DataError: If the column is not kept, or for the reasons of `column_lines`.
+        DataError: If there is no such column, or as in `column_lines`.
     """
     names = column_names(read_sidecar(prefix))
     if names and column not in names:
-        raise DataError(f"{prefix} keeps no column {column!r}; it has {', '.join(names)}")
+        raise DataError(f"{prefix} has no column {column!r}; it has {', '.join(names)}")
     for line in column_lines(prefix):
         value = orjson.loads(line)[column]
         if isinstance(value, str):
@@ -82,12 +81,13 @@ def column_values(prefix: str | Path, column: str) -> Iterator[str]:
 
 
 def joined_columns(prefixes: Sequence[str | Path]) -> tuple[str, ...]:
-    """Return the columns of all datasets; none, with a warning, if some of them have others."""
+    """Return the columns of all datasets; none, with a warning, if they differ."""
     kept = {prefix: column_names(read_sidecar(prefix)) for prefix in prefixes}
     columns = next(iter(kept.values()), ())
     for prefix, names in kept.items():
         if names != columns:
             listed = ", ".join(names) or "none"
-            _log.warning("no columns are joined: %s keeps %s, the first one %s", prefix, listed, columns or "none")
+            first = ", ".join(columns) or "none"
+            _log.warning("columns are dropped: %s has %s, but the first one has %s", prefix, listed, first)
             return ()
     return columns

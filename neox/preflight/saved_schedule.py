@@ -1,4 +1,4 @@
-"""Schedule of the learning rate from the checkpoint that a training goes on with (`use_checkpoint_lr_scheduler`)."""
+"""Learning rate schedule from the checkpoint that a training resumes from (`use_checkpoint_lr_scheduler`)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PEAK = "optimizer.params.lr"
 
 
 def with_saved_schedule(config: NeoXConfig) -> DecidedConfig:
-    """Let the schedule of the checkpoint to load, with its peak and its length, replace that of the configuration.
+    """Replace the configuration's learning rate schedule (peak, shape and length) by that of the checkpoint to load.
 
     Args:
-        config: The configuration, whose `load` is the checkpoint that the training goes on with, if there is one.
+        config: The configuration, whose `load` is the checkpoint that the training resumes from, if there is one.
 
     Returns:
-        The configuration with the schedule's keys of the checkpoint, and a note that names every given key that they
-        replace. It is a problem if the checkpoint's keys cannot be read.
+        The configuration with the checkpoint's schedule, and a note that lists the given keys that were replaced. There
+        is a problem instead if the checkpoint's keys cannot be read.
     """
     if not config.schedule.use_checkpoint_lr_scheduler:
         return DecidedConfig(config)
@@ -43,21 +43,21 @@ def with_saved_schedule(config: NeoXConfig) -> DecidedConfig:
         return DecidedConfig(config, problems=(config.problem_about(message, _KEY, "override_lr_scheduler"),))
     load = config.checkpoint.load
     if load is None or is_remote(load):
-        place = "there is no checkpoint to load" if load is None else f"{load} has not been fetched"
-        return DecidedConfig(config, (f"{_KEY}: {place}: the schedule is the configuration's",))
+        place = "there is no checkpoint to load" if load is None else f"{load} has not been fetched yet"
+        return DecidedConfig(config, (f"{_KEY}: {place}, so the configuration's schedule is used",))
     checkpoint = chosen_checkpoint(Path(load), config.checkpoint.iteration)
-    if not holds_checkpoint(Path(load)) or not checkpoint.is_dir():  # other checks say whether there should be one
-        return DecidedConfig(config, (f"{_KEY}: {load} has no checkpoint yet: the schedule is the configuration's",))
+    if not holds_checkpoint(Path(load)) or not checkpoint.is_dir():  # other checks report a missing checkpoint
+        return DecidedConfig(config, (f"{_KEY}: {load} has no checkpoint, so the configuration's schedule is used",))
     saved = saved_config(checkpoint)
     if saved is None or (saved.training.train_iters is None and saved.schedule.lr_decay_iters is None):
-        rule = f"needs the keys of the run that wrote {checkpoint}, and its configs/ does not have them; give them here"
+        rule = f"needs the schedule of {checkpoint}, but its configs/ does not have it; set the schedule's keys instead"
         return DecidedConfig(config, problems=(config.problem(_KEY, rule),))
     changes = _keys_of(saved)
     without = [key for key in (*_SHAPE, *_LENGTHS) if key not in changes]
     if saved.value(_PEAK) != config.value(_PEAK):
         changes["optimizer"] = _with_peak(config, saved.value(_PEAK))
     scheduled = config.updated(changes, without=without, source=config.source(_KEY).derived(_KEY))
-    note = f"{_KEY}: the schedule is that of {checkpoint}"
+    note = f"{_KEY}: the schedule of {checkpoint} is used"
     replaced = list(_replaced(config, scheduled))
     if replaced:
         note += f", with {'; '.join(replaced)}"
@@ -65,7 +65,7 @@ def with_saved_schedule(config: NeoXConfig) -> DecidedConfig:
 
 
 def _keys_of(saved: NeoXConfig) -> dict[str, Any]:
-    """Return the schedule's keys of a checkpoint's configuration, with the length of the decay as a number of steps."""
+    """Return the schedule's keys in a checkpoint's configuration, with the length of the decay in steps."""
     given = saved.to_flat()
     keys: dict[str, Any] = {"lr_decay_iters": saved.schedule.decay_iterations(saved.training.train_iters)}
     for key in _SHAPE:
@@ -75,7 +75,7 @@ def _keys_of(saved: NeoXConfig) -> dict[str, Any]:
 
 
 def _with_peak(config: NeoXConfig, peak: float) -> dict[str, Any]:
-    """Return the optimizer's block with another learning rate."""
+    """Return the block `optimizer` with another learning rate."""
     given = config.to_flat()
     block: Mapping[str, Any] = given.get("optimizer") or {}
     kind = block.get("type", config.optimizer.optimizer.type)
@@ -83,7 +83,7 @@ def _with_peak(config: NeoXConfig, peak: float) -> dict[str, Any]:
 
 
 def _replaced(config: NeoXConfig, scheduled: NeoXConfig) -> Iterator[str]:
-    """Yield each given key that the checkpoint replaces by another value, with both values."""
+    """Yield the given keys whose values the checkpoint changes, with both values."""
     for key in (*_SHAPE, *_LENGTHS, _PEAK):
         if config.given(key) and config.value(key) != scheduled.value(key):
             yield f"{key} {scheduled.value(key)} instead of {config.describe_setting(key)}"

@@ -1,4 +1,4 @@
-"""Uploads of committed checkpoints by a thread of rank 0, which no step and no other rank waits for."""
+"""Background upload of committed checkpoints to a mirror, by a thread of rank 0."""
 
 from __future__ import annotations
 
