@@ -32,7 +32,7 @@ from neox.preprocess.settings import (
 )
 from neox.preprocess.work import EncodeWork, build_encoder, lines_of, text_size
 from neox.resume import ResumeLog, only_run
-from neox.storage import shown, size_of
+from neox.storage import is_remote, shown, size_of
 from neox.tokenizer import Tokenizer
 from neox.workers import WorkerPool, read_ahead
 
@@ -489,6 +489,8 @@ def _check_flags(settings: PreprocessSettings) -> None:
     """Raise DataError for flags that do not go together."""
     if len(set(settings.keys)) != len(settings.keys) or not settings.keys:
         raise DataError(f"--jsonl-keys {' '.join(settings.keys)}: give at least one key, and each key once")
+    if is_remote(settings.output_prefix):
+        raise DataError(f"--output-prefix {settings.output_prefix}: token files are written on this machine; copy them")
     if settings.text_key is not None and len(settings.keys) - bool(settings.mask_before) != 1:
         raise DataError("--text-key finds the text of one key: give one with --jsonl-keys, which names the dataset")
     if settings.mask_before and len(settings.keys) != 2:

@@ -73,6 +73,19 @@ class Settings(Section):
             return tuple(part for part in value.split(",") if part)
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _only_inputs_are_remote(cls, value: Any, info: Any) -> Any:
+        """Refuse an address where a local path is expected: a Path would lose a slash of it."""
+        if "Path" in str(cls.model_fields[info.field_name].annotation) and info.field_name != "input":
+            values = str(value).split(",")
+            if isinstance(value, tuple | list):
+                values = list(map(str, value))
+            for entry in values:
+                if is_remote(entry):
+                    raise ValueError("must be on this machine; only --input reads addresses")
+        return value
+
     def fingerprint(self) -> Mapping[str, Any]:
         """Return the settings that determine the output's bytes, as JSON."""
         return self.model_dump(mode="json", exclude=set(self.RUNTIME))

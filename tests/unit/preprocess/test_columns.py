@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from neox.corpus import expand_inputs
 from neox.data import IndexedDataset, merge_datasets
 from neox.data.columns import column_lines, column_values, columns_path
 from neox.data.sidecar import read_sidecar
@@ -72,6 +73,7 @@ def test_each_document_has_its_columns(tmp_path: Path, name: str) -> None:
         assert line == {"source": row["source"], "meta.n": row["meta"]["n"], "meta.lang": row["meta"]["lang"]}
         assert data[number].tolist() == [*tokenizer.encode(row["text"]), 0]
     assert list(column_values(prefix, "meta.lang"))[:2] == ["null", "de"]
+    assert not any(file.startswith(str(prefix)) for file in expand_inputs([tmp_path]))
     assert not preprocess(settings(tmp_path, tmp_path / name)).fresh
     columns_path(prefix).unlink()
     assert preprocess(settings(tmp_path, tmp_path / name)).fresh

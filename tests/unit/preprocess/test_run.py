@@ -269,6 +269,8 @@ def test_long_lines_are_refused_by_the_memory_flag(tmp_path: Path) -> None:
 
 
 def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
+    with raises_naming(DataError, "s3://bucket/out"):
+        preprocess(settings(tmp_path, tmp_path, output_prefix="s3://bucket/out"))
     (tmp_path / "a.jsonl").write_bytes(as_lines(["one"]))
     (tmp_path / "blank.jsonl").write_bytes(as_lines(["", ""]))
     asked = settings(tmp_path, tmp_path / "a.jsonl")

@@ -25,7 +25,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingApp]:
         yield app
 
 
-def make(step: str, source: Path | str, output: Path, **settings: object) -> dict[str, object]:
+def make(step: str, source: Path | str, output: Path | str, **settings: object) -> dict[str, object]:
     chosen = STEPS[step]
     values = {"input": str(source), "output": str(output), **settings}
     report: dict[str, object] = run_step(chosen, chosen.make_settings(values, str))
@@ -88,6 +88,11 @@ def test_urls_in_a_bucket(s3: FailingApp, tmp_path: Path) -> None:
     assert (tmp_path / "remote.txt").read_bytes() == (tmp_path / "local.txt").read_bytes()
     with raises_naming(ConfigError, "remote.xyz"):
         make("filter-urls", "s3://bucket/urls", tmp_path / "remote.xyz")
+    for name in ("output", "report"):
+        with raises_naming(ConfigError, name, "s3://bucket/out.txt"):
+            make("filter-urls", "s3://bucket/urls", **{"output": tmp_path / "remote.txt", name: "s3://bucket/out.txt"})
+    with raises_naming(ConfigError, "domains", "s3://bucket/d.txt"):
+        make("filter-urls", "s3://bucket/urls", tmp_path / "remote.txt", domains="s3://bucket/d.txt")
     step: Step[object] = STEPS["filter-urls"]  # type: ignore[assignment]
     with raises_naming(DataError, "s3://bucket/urls", ".txt"):
         step.expand(["s3://bucket/urls/*.jsonl"])
