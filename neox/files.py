@@ -64,7 +64,7 @@ def write_text(path: Path, text: str | Iterable[str]) -> None:
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, kept: Path | None = None) -> Iterator[Path]:
     """Yield an empty directory that replaces `path` once the block has ended without an exception.
 
     The files in it are not fsynced. An exception removes the new directory and leaves `path` unchanged. The old
@@ -74,6 +74,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     Args:
         path: Directory to create or replace (a file of this name is replaced too); its parent is created. If it is a
             symbolic link, the target of the link is replaced.
+        kept: New name of the old directory, in the same file system; None removes it.
 
     Raises:
         OSError: If something cannot be written; ENOTEMPTY or EEXIST if another process created `path` meanwhile.
@@ -84,13 +85,16 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     try:
         partial.mkdir()
         yield partial
-        _exchange(partial, path, partial.with_suffix(".old"))
+        _exchange(partial, path, kept or partial.with_suffix(".old"), keep=kept is not None)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _exchange(new: Path, path: Path, old: Path) -> None:
-    """Rename `path` (if it exists) to `old` and `new` to `path`, then remove `old`. An exception undoes the renames."""
+def _exchange(new: Path, path: Path, old: Path, *, keep: bool) -> None:
+    """Rename `path` (if it exists) to `old` and `new` to `path`, then remove `old` unless it is kept.
+
+    An exception undoes the renames.
+    """
     try:
         with suppress(FileNotFoundError):
             os.rename(path, old)
@@ -101,7 +105,7 @@ def _exchange(new: Path, path: Path, old: Path) -> None:
         raise
     finally:
         # `path` exists unless both renames have failed: then `old` is the only copy of the old content, and stays.
-        if path.exists():
+        if path.exists() and not keep:
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
             else:

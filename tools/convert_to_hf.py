@@ -66,7 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer", help="tokenizer file, instead of the config's vocab_file")
     add("--max-shard-size", type=float, default=5.0, metavar="GB", help="largest size of one safetensors file")
     add("--average-replicas", action="store_true", help="average replicated weights that differ between tensor ranks")
-    add("--overwrite", action="store_true", help="replace the output directory")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace an earlier export; a directory of other files gets the name OUTPUT_DIR.old",
+    )
     add("--upload", metavar="USER/NAME", help="upload the result to this repository of the Hugging Face hub")
     add_checkpoint_cache(parser)
     return parser

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from neox.errors import ConfigError, ConversionError, os_errors
 from neox.files import atomic_directory
+from neox.log import get_logger
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SAFETENSORS = "model.safetensors"
 BIN = "pytorch_model.bin"
+_ADAPTER_CONFIG = "adapter_config.json"
+_EXPORTED = (
+    "*.json",
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*.jinja",
+    "README.md",
+    "merges.txt",
+    "vocab.txt",
+    "*.model",
+)
+"""Names of the files of exports, of this project and of others."""
+_MOST_NAMES = 4
 INDEX_ENDING = ".index.json"
 """End of the name of an index, which says which of several files holds each tensor."""
+
+
+_log = get_logger(__name__)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -39,7 +59,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def refuse_used_directory(output: Path, *, overwrite: bool) -> None:
-    """Raise ConfigError if an output directory is not empty and may not be overwritten."""
+    """Raise ConfigError if a directory that is to be written is not empty and must not be replaced."""
     is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
     if is_used and not overwrite:
         raise ConfigError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
@@ -48,6 +68,8 @@ def refuse_used_directory(output: Path, *, overwrite: bool) -> None:
 @contextmanager
 def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty directory that becomes `output` when the block has ended without an exception.
+
+    An earlier export is removed then. A directory that holds anything else, such as checkpoints, gets another name.
 
     Args:
         output: Directory to create.
@@ -58,9 +80,11 @@ def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         ConversionError: If it cannot be created.
     """
     refuse_used_directory(output, overwrite=overwrite)
+    others = _files_of_others(output)
+    kept = _free_name(output.resolve()) if others else None
     error_of_block: OSError | None = None
     try:
-        with atomic_directory(output) as partial:
+        with atomic_directory(output, kept) as partial:
             try:
                 yield partial
             except OSError as error:
@@ -70,3 +94,25 @@ def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         if error is error_of_block:
             raise
         raise ConversionError(f"{output}: cannot be written: {error.strerror or error} ({error.filename})") from error
+    if kept is not None:
+        listed = ", ".join(others[:_MOST_NAMES]) + (", ..." if len(others) > _MOST_NAMES else "")
+        _log.warning("%s held more than an export (%s): all that was there is now in %s", output, listed, kept)
+
+
+def _files_of_others(output: Path) -> list[str]:
+    """Return the names in a directory that no export writes; all of them if it is no export."""
+    if not output.is_dir():
+        return [output.name] if output.exists() else []
+    names = sorted(path.name for path in output.iterdir())
+    if not any(name in names for name in (CONFIG, _ADAPTER_CONFIG)):
+        return names
+    return [name for name in names if (output / name).is_dir() or not any(fnmatch(name, form) for form in _EXPORTED)]
+
+
+def _free_name(path: Path) -> Path:
+    """Return the first of `PATH.old`, `PATH.old.1`, ... that does not exist."""
+    for number in count():
+        name = f"{path.name}.old.{number}" if number else f"{path.name}.old"
+        if not os.path.lexists(path.with_name(name)):
+            return path.with_name(name)
+    raise AssertionError("unreachable")

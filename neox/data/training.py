@@ -147,8 +147,20 @@ def _origin(plan: RunPlan, mixture: Mapping[str, Any], steps: int, saved: Ledger
         return Ledger(mixture, start, {}, start, {})
     if saved.mixture == mixture and saved.samples == samples:
         return saved
+    if _other_documents(mixture, saved):
+        _log.warning(
+            "the run reads other training data from here on (%d of %d datasets were not read before): other documents, "
+            "or another `split`",
+            _other_documents(mixture, saved),
+            len(mixture["datasets"]),
+        )
     _log.info("%s: each dataset is read on from where it was", _what_changed(mixture, saved))
     return Ledger(mixture, samples, saved.records, samples, saved.records)
+
+
+def _other_documents(mixture: Mapping[str, Any], saved: Ledger) -> int:
+    """Return the number of datasets that the ledger's run has not read."""
+    return len(set(mixture["datasets"]) - set(saved.mixture.get("datasets", ())))
 
 
 def _what_changed(mixture: Mapping[str, Any], saved: Ledger) -> str:
@@ -156,6 +168,8 @@ def _what_changed(mixture: Mapping[str, Any], saved: Ledger) -> str:
     skipped = saved.mixture.get(SKIPPED_SAMPLES, 0)
     before = {key: value for key, value in saved.mixture.items() if key != SKIPPED_SAMPLES}
     if before != mixture:
+        if {**before, "passes": None} == {**mixture, "passes": None}:
+            return "the number of passes over the training data has changed"
         return "the mixture of the training data has changed"
     if skipped:
         return f"{skipped:,} samples are skipped after a loss spike"

@@ -244,7 +244,7 @@ class _Run:
         return PreprocessReport.of(sidecars, seconds=0.0, accelerator=self.settings.accelerator, fresh=False)
 
     def _check_existing(self) -> None:
-        """Warn if complete data, which runs may read, is replaced. Raises DataError if it is of another tokenizer."""
+        """Warn if complete data, which runs may read, is replaced. Raises DataError if it is of other inputs or ids."""
         for key in self.settings.keys:
             prefix = self.settings.prefix(key)
             sidecar = read_sidecar(prefix)
@@ -255,12 +255,13 @@ class _Run:
                     f"{prefix} holds data of another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids): "
                     "name another --output-prefix, or replace it with --restart"
                 )
+            held = f"{prefix} holds {sidecar.documents:,} documents of {', '.join(sidecar.inputs)}"
+            if not set(sidecar.inputs) & set(map(shown, self.files)):
+                raise DataError(f"{held}: name another --output-prefix, or replace them with --restart")
             _log.warning(
-                "%s holds %s documents of %s, or was made with other settings: it is replaced, and runs that were "
-                "trained on it go on with other data",
-                prefix,
-                f"{sidecar.documents:,}",
-                ", ".join(sidecar.inputs),
+                "%s, or was made with other settings: it is replaced, and runs that were trained on it go on with "
+                "other data",
+                held,
             )
 
     def _open_builders(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:

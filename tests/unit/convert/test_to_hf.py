@@ -173,7 +173,19 @@ def test_an_output_that_holds_something_is_not_touched(tmp_path):
         to_hf(directory, config, tmp_path / "hf", verify=False)
     assert (tmp_path / "hf" / "mine").read_text() == "x"
     to_hf(directory, config, tmp_path / "hf", verify=False, overwrite=True)
+    assert [path.name for path in (tmp_path / "hf.old").iterdir()] == ["mine"]
+    to_hf(directory, config, tmp_path / "hf", verify=False, overwrite=True)  # an earlier export is replaced
     assert not (tmp_path / "hf" / "mine").exists()
+    assert not (tmp_path / "hf.old.1").exists()
+
+
+def test_checkpoints_stay_if_an_export_takes_their_directory(tmp_path):
+    directory, config, _ = checkpoint(tmp_path)
+    before = sorted(path.relative_to(directory) for path in directory.rglob("*"))
+    to_hf(directory, config, directory, verify=False, overwrite=True)
+    kept = directory.with_name(f"{directory.name}.old")
+    assert sorted(path.relative_to(kept) for path in kept.rglob("*")) == before
+    assert (directory / "config.json").is_file()
 
 
 def test_an_output_that_cannot_be_written(tmp_path, monkeypatch):

@@ -177,6 +177,18 @@ def test_data_of_another_tokenizer_are_not_replaced_unless_asked(tmp_path: Path)
     assert preprocess(replace(bytes_of_text, restart=True)).fresh
 
 
+def test_data_of_other_inputs_are_not_replaced_unless_asked(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(as_lines([name, "two"]))
+    preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
+    before = result(tmp_path / "out")
+    other = settings(tmp_path, tmp_path / "b.jsonl")
+    with raises_naming(DataError, "out_text_document", "a.jsonl", "--restart"):
+        preprocess(other)
+    assert result(tmp_path / "out") == before
+    assert preprocess(replace(other, restart=True)).fresh
+
+
 DIES = """
 import os, signal, sys
 from neox.data import IndexedDatasetBuilder
