@@ -1,7 +1,7 @@
-"""Files in object storage, on the Hugging Face hub and on web servers, read by their addresses through fsspec.
+"""Remote files in object storage, on the Hugging Face Hub and on web servers, read through fsspec.
 
-A read that fails is tried again, and an answer that is shorter than asked for counts as a failure. What a server
-refuses (no such file, no permission) is an error at once.
+Failed reads are retried; a response that is too short counts as a failure. A refusal by the server (no such file, no
+permission) is an error at once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileState:
-    """What identifies the content of a file without reading it.
+    """Size and version of a file, which identify its content without reading it.
 
     Attributes:
         size: Number of bytes.
-        version: Time of change of a local file in nanoseconds; otherwise the server's tag of the content.
+        version: Modification time of a local file in nanoseconds, or the server's tag of the content.
     """
 
     size: int
@@ -57,13 +57,13 @@ class FileState:
 
 
 def is_remote(path: str | Path) -> bool:
-    """Return whether a path is an address of a storage service, the hub or a web server."""
+    """Return whether a path is a remote address: object storage, the Hub or a web server."""
     scheme, separator, _ = str(path).partition("://")
     return bool(separator) and scheme in SCHEMES
 
 
 def shown(path: str | Path) -> str:
-    """Return a path as messages and sidecars show it: an address without its query and user, which may be secrets."""
+    """Return a path for messages and sidecars: addresses without query and user name, which may be secrets."""
     text = str(path)
     if not is_remote(text):
         return text
@@ -152,14 +152,14 @@ def name_of(path: str | Path) -> str:
 
 
 def filesystem(address: str, kind: type[NeoXError] = DataError) -> Any:
-    """Return fsspec's file system of an address.
+    """Return the fsspec file system for an address.
 
     Args:
         address: Address in one of SCHEMES.
         kind: Class of errors.
 
     Raises:
-        NeoXError: If a package is missing, or the file system cannot be made, as an error of `kind`.
+        NeoXError: An error of class `kind`, if a package is missing or the file system cannot be created.
     """
     scheme = address.partition("://")[0]
     file = "requirements-gcs.txt" if scheme == "gs" else "requirements-storage.txt"
@@ -170,20 +170,20 @@ def filesystem(address: str, kind: type[NeoXError] = DataError) -> Any:
             return fsspec.filesystem(scheme)
         except ImportError:
             raise
-        except Exception as error:  # those of many libraries
+        except Exception as error:  # many libraries, many classes of errors
             raise kind(f"{shown(address)}: {type(error).__name__}: {error}") from error
 
 
 def attempt(action: Callable[[], T], what: str, kind: type[NeoXError] = DataError) -> T:
-    """Do something with a server, and try again after errors that may pass.
+    """Run an action on a server, and retry it after temporary errors.
 
     Args:
-        action: Action to do. It is repeated as a whole.
-        what: What the messages name.
+        action: The action. It is repeated as a whole.
+        what: Subject of the messages.
         kind: Class of errors.
 
     Raises:
-        NeoXError: If the server refuses, or ATTEMPTS have failed, as an error of `kind`.
+        NeoXError: An error of class `kind`, if the server refuses the action, or after ATTEMPTS failures.
     """
     for number in range(1, ATTEMPTS + 1):
         try:
@@ -196,42 +196,42 @@ def attempt(action: Callable[[], T], what: str, kind: type[NeoXError] = DataErro
                 raise kind(f"{what}: {reason}") from error
             described = f"{type(error).__name__}: {_first_line(error)}"
             if number == ATTEMPTS:
-                raise kind(f"{what}: {described}, {ATTEMPTS} times; the same command goes on from here") from error
-            _log.warning("%s: %s: trying again", what, described)
+                raise kind(f"{what}: {described}, {ATTEMPTS} times; run the same command again to continue") from error
+            _log.warning("%s: %s; retrying", what, described)
             time.sleep(FIRST_PAUSE * 2 ** (number - 1))
     raise AssertionError
 
 
 def _refusal(error: Exception) -> str | None:
-    """Return why a server refuses, with what to do about it; None for an error that may pass."""
+    """Return why a server refuses an action, with advice; None for a temporary error."""
     if isinstance(error, FileNotFoundError):
-        return "it does not exist (or is hidden from these credentials)"
+        return "it does not exist, or these credentials do not give access to it"
     status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
     lasting = isinstance(status, int) and 400 <= status < 500 and status not in _TEMPORARY_STATUS
     without = type(error).__name__ in _NO_CREDENTIALS
     if isinstance(error, PermissionError) or lasting or without:
         return (
-            f"it is refused: {_first_line(error)}; check the credentials of this machine and whether they have expired "
+            f"access is refused: {_first_line(error)}; check this machine's credentials and whether they have expired "
             "(s3: AWS_ACCESS_KEY_ID or a profile; hub: HF_TOKEN)"
         )
     return None
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of what an error says, without a full stop."""
+    """Return the first line of an error message, without a full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(". ")
 
 
 def state_of(path: str) -> FileState:
-    """Return what identifies the content of a file. Raises DataError, or OSError for a local file."""
+    """Return the size and version of a file. Raises DataError, or OSError for a local file."""
     if not is_remote(path):
         status = os.stat(path)
         return FileState(status.st_size, status.st_mtime_ns)
     found = attempt(lambda: filesystem(path).info(path), shown(path))
     size = found.get("size")
     if size is None:
-        raise DataError(f"{shown(path)}: the server does not tell its size; download it, and give the local file")
+        raise DataError(f"{shown(path)}: the server does not report its size; download it, and use the local file")
     version = found.get("ETag") or found.get("blob_id") or found.get("etag") or found.get("mtime") or ""
     return FileState(int(size), str(version))
 
@@ -242,7 +242,7 @@ def size_of(path: str) -> int:
 
 
 def has_wildcards(path: str) -> bool:
-    """Return whether an address is a pattern. `?` begins the query of one on the web."""
+    """Return whether an address is a pattern. In a web address `?` is not a wildcard, but starts the query."""
     if path.startswith(("http://", "https://")):
         path = urlsplit(path).path
     return bool(_WILDCARDS & set(path))
@@ -252,7 +252,7 @@ def list_files(address: str) -> list[str]:
     """Return the files below an address, or those that match it if it is a pattern, sorted by name.
 
     Raises:
-        DataError: If the server refuses, or lists no files (a web server).
+        DataError: If the server refuses access, or cannot list files (a web server).
     """
     scheme = address.partition("://")[0]
     if scheme in ("http", "https"):
@@ -296,7 +296,7 @@ def files_at(
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a path matches a pattern, in which `*` stays in a part of the path and `**` does not."""
+    """Return whether a path matches a pattern, in which `*` matches within a directory and `**` across directories."""
     names = name.split("/")
     patterns = pattern.split("/")
     return _parts_match(names, patterns)
@@ -318,10 +318,10 @@ def open_file(path: str) -> IO[bytes]:
 
 
 class RemoteFile(io.RawIOBase):
-    """Remote file that is read in ranges. Each range is checked for its length and tried again after an error."""
+    """Remote file that is read in ranges. The length of each range is checked, and failed reads are retried."""
 
     def __init__(self, address: str) -> None:
-        """Ask for the size. Raises DataError if the file cannot be read."""
+        """Look up the size. Raises DataError if the file cannot be read."""
         self._address = address
         self._where = filesystem(address)
         self._size = size_of(address)
@@ -340,13 +340,13 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position, which costs nothing."""
+        """Set the position, without a request to the server."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes. Raises DataError if the server does not give them."""
+        """Read the next bytes. Raises DataError if they cannot be read."""
         wanted = min(len(buffer), self._size - self._position)
         if wanted <= 0:
             return 0
@@ -355,7 +355,7 @@ class RemoteFile(io.RawIOBase):
         def read() -> bytes:
             data: bytes = self._where.cat_file(self._address, start=start, end=start + wanted)
             if len(data) != wanted:
-                raise OSError(f"{len(data):,} bytes came instead of {wanted:,} at byte {start:,}")
+                raise OSError(f"received {len(data):,} bytes instead of {wanted:,} at byte {start:,}")
             return data
 
         buffer[:wanted] = attempt(read, shown(self._address))

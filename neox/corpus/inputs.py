@@ -1,4 +1,4 @@
-"""Inputs that a user names: files, directories, saved `datasets`, and addresses, replaced by their files."""
+"""Expansion of inputs (files, directories, saved `datasets`, remote addresses) to lists of files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SPLITS = "dataset_dict.json"
 def expand_inputs(
     paths: Iterable[str | Path], *, split: str | None = None, config: str | None = None
 ) -> tuple[str, ...]:
-    """Replace each directory, pattern and data set by its files, sorted by name. Subdirectories are not read.
+    """Replace each directory, pattern and dataset by its files, sorted by name. Subdirectories are not read.
 
     Args:
         paths: Files, directories, directories written by `save_to_disk` of `datasets`, or addresses (`s3://`, `gs://`,
             `https://`, `hf://datasets/ORG/NAME[@REVISION][/PATTERN]`).
-        split: Split of data sets that have several.
-        config: Configuration of data sets of the hub that have several.
+        split: Split of datasets that have several.
+        config: Configuration of datasets on the Hub that have several.
 
     Raises:
-        DataError: If a path does not exist, has no readable format, is a directory without inputs, or is a data set
+        DataError: If a path does not exist, has no readable format, is a directory without inputs, or is a dataset
             from which a split must be chosen.
     """
     with refusals():
@@ -56,11 +56,11 @@ def _expanded(paths: Iterable[str | Path], split: str | None, config: str | None
         elif not path.exists():
             raise DataError(f"{path} does not exist; give a file, a directory, or several with commas between them")
         elif not is_readable(path.name):
-            raise DataError(f"{path}: no reader for this kind of file; readable are {', '.join(suffixes())}")
+            raise DataError(f"{path}: this file format is not supported; supported are {', '.join(suffixes())}")
         else:
             files.append(text)
     if (split or config) and not chosen:
-        raise DataError("--split and --config choose from a data set of the hub or a saved one, and no input is one")
+        raise DataError("--split and --config need a dataset on the Hub or a saved one, but no input is one")
     return tuple(files)
 
 
@@ -78,7 +78,7 @@ def _files_in(directory: Path) -> list[str]:
         hint = ""
         if subdirectories:
             hint = f" itself; its subdirectories ({listed}) can be given"
-        raise DataError(f"{directory}: the directory holds no input{hint}; readable are {', '.join(suffixes())}")
+        raise DataError(f"{directory}: the directory has no inputs{hint}; supported are {', '.join(suffixes())}")
     if subdirectories:
         _log.warning("%s: its subdirectories (%s) are not read; give them too if you need them", directory, listed)
     return sorted(files)
@@ -93,7 +93,7 @@ def _saved(directory: Path) -> Path | None:
 
 
 def _saved_files(directory: Path, split: str | None) -> list[str]:
-    """Return the files of a saved data set in their order. Raises DataError as `expand_inputs`."""
+    """Return the files of a saved dataset in order. Raises DataError as `expand_inputs`."""
     marker = directory / _SPLITS
     try:
         if marker.is_file():
@@ -108,7 +108,7 @@ def _saved_files(directory: Path, split: str | None) -> list[str]:
         raise DataError(f"{marker}: is not what `save_to_disk` of datasets writes ({error})") from error
     for file in files:
         if not file.is_file():
-            raise DataError(f"{file}: a file of the data set is missing; copy the whole directory")
+            raise DataError(f"{file}: a file of the dataset is missing; copy the whole directory")
     return list(map(str, files))
 
 

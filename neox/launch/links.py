@@ -1,10 +1,11 @@
-"""Speed of the links between hosts, measured by the launcher's checks before a start.
+"""Measurement of the links between hosts, one of the launcher's checks before a start.
 
-`python -m neox.launch.links INTERFACE TOKEN` is the side of a host: it tells where it listens, counts what others send,
-and sends to each peer that a line on its standard input names. Each transfer is bounded by time and by amount.
+`python -m neox.launch.links INTERFACE TOKEN` runs on each host: it prints the address at which it listens, counts the
+bytes that others send, and sends to each peer that a line on its standard input names. Each transfer is limited in time
+and size.
 
-All hosts send to the next one of a ring at the same time. The hosts at the ends of a slow or broken link are then
-measured again, in both directions, with a host whose own links are good. That tells which of them is at fault.
+First, all hosts send to the next host in a ring at the same time. Then the hosts at both ends of a slow or broken link
+are measured again, in both directions, with a host whose own links are good. This shows which of them is at fault.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from neox.errors import run_script
 from neox.launch.lifeline import parent_death_hook
 
 LEAST_FRACTION = 0.25
-"""Fraction of the median speed that the links of a host must have."""
-_FAST_ENOUGH = 5e8  # bytes/s; beyond that, one connection and Python limit the speed, and not the link
+"""Smallest acceptable speed of a link, as a fraction of the median speed."""
+_FAST_ENOUGH = 5e8  # bytes/s; above this, a single connection and Python limit the speed, not the link
 _SEND_SECONDS = 0.3
 _SEND_BYTES = 256 * 2**20
 _CHUNK_BYTES = 2**18
-_BUFFER_BYTES = 2**18  # so that little is under way when a slow transfer ends
-_PEER_SECONDS = 3.0  # to connect, and to confirm what has arrived
+_BUFFER_BYTES = 2**18  # small, so that little data is in flight when a slow transfer ends
+_PEER_SECONDS = 3.0  # timeout for connecting, and for the confirmation
 _SIOCGIFADDR = 0x8915
 _COUNT = struct.Struct("!Q")
 _MARK = "@link "
 
-Link = tuple[int, int]  # numbers of the sending and of the receiving host
+Link = tuple[int, int]  # indices of the sending and the receiving host
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class LinkResult:
     """Result of the transfers of one host.
 
     Attributes:
-        speed: Bytes per second over its slowest link whose other end is not at fault; None if none worked.
-        problem: What is wrong with its links; empty if nothing is.
+        speed: Bytes per second over its slowest link to a host that is not at fault; None if no link worked.
+        problem: Problem with its links; empty if there is none.
     """
 
     speed: float | None
@@ -59,12 +60,12 @@ class LinkResult:
 
 
 class LinkMeasurement:
-    """Processes on all hosts that send to one another. As a context, it ends them.
+    """Measuring processes on all hosts; a context manager that ends them.
 
     Args:
-        commands: Command for each host, which runs this module there.
-        environment: Variables of the commands.
-        seconds: Time after which the processes are ended, whatever they do.
+        commands: Command that runs this module on each host.
+        environment: Environment variables of the commands.
+        seconds: Time limit after which the processes are killed.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str], seconds: float) -> None:
@@ -103,7 +104,7 @@ class LinkMeasurement:
             process.kill()
 
     def _answer(self, number: int) -> dict[str, object]:
-        """Return the next answer of a host; one with an `error` if there is none."""
+        """Return the next answer of a host; if the process has ended, an answer with an `error`."""
         pipe = self._processes[number].stdout
         assert pipe is not None
         for line in pipe:
@@ -113,10 +114,10 @@ class LinkMeasurement:
         return {"error": "the measurement of its links ended without an answer"}
 
     def send(self, links: Sequence[Link]) -> dict[Link, float | str]:
-        """Let hosts send at the same time, each to at most one other.
+        """Measure links at the same time. Each host may send on at most one of them.
 
         Returns:
-            Bytes per second, or what went wrong, for each link.
+            Bytes per second, or an error message, for each link.
         """
         found: dict[Link, float | str] = {}
         asked = []
@@ -127,7 +128,7 @@ class LinkMeasurement:
             if "error" in peer or "error" in self._addresses[sender]:
                 found[sender, receiver] = str(peer.get("error") or self._addresses[sender]["error"])
                 continue
-            with suppress(OSError):  # its answer is missing then
+            with suppress(OSError):  # then its answer is missing
                 pipe.write(json.dumps(peer) + "\n")
                 pipe.flush()
             asked.append((sender, receiver))
@@ -170,7 +171,7 @@ def measure_links(names: Sequence[str], measurement: LinkMeasurement) -> list[Li
 
 
 def _usual_speed(found: Mapping[Link, float | str]) -> float:
-    """Return the median of the hosts' fastest links, because one bad host can slow down most links of a small ring."""
+    """Return the median of each host's fastest link, because one bad host can slow down most links of a small ring."""
     fastest: dict[int, float] = {}
     for link, result in found.items():
         for host in link:
@@ -184,9 +185,9 @@ def _is_good(result: float | str, usual: float) -> bool:
 
 
 def _divide(hosts: Sequence[int], bad: Sequence[Link]) -> tuple[list[int], list[int]]:
-    """Return the hosts with which others are measured again, and those that are.
+    """Return the trusted hosts, and the suspects, which are measured again with trusted hosts.
 
-    With two hosts nobody can tell which one is at fault; the second is then suspected.
+    With two hosts it is impossible to tell which one is at fault; the second one is then suspected.
     """
     bad_links = Counter(host for link in bad for host in link)
     fewest = min(bad_links[host] for host in hosts)
@@ -206,7 +207,7 @@ def _words(other: str, result: float | str, usual: float) -> str:
 
 
 def _slowest(host: int, found: Mapping[Link, float | str], at_fault: Mapping[int, str]) -> float | None:
-    """Return the speed of a host's slowest link, without those to other hosts that are at fault."""
+    """Return the speed of a host's slowest link, ignoring links to other hosts that are at fault."""
     speeds = []
     for link, result in found.items():
         others = set(link) - {host}
@@ -222,9 +223,9 @@ def address_of(interfaces: str, environment: Mapping[str, str]) -> str:
     """Return the address at which this host listens.
 
     Args:
-        interfaces: Value of NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: beginnings of names with commas in between;
-            empty, or with `^` in front, for the address at which ssh has reached this host.
-        environment: Variables among which ssh's are looked up.
+        interfaces: Value of NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: prefixes of names, separated by commas. If it is
+            empty or starts with `^`, the address is the one at which ssh has reached this host.
+        environment: Environment variables, for those of ssh.
 
     Raises:
         OSError: There is no such interface, or it has no IPv4 address.
@@ -246,7 +247,7 @@ def _interface_address(name: str) -> str:
 
 
 def _serve(listener: socket.socket, token: bytes) -> None:
-    """Count what each connection brings, and send the count back. Connections without the token are closed."""
+    """Count the bytes received on each connection, and send back the count. Close connections without the token."""
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=_count, args=(connection, token), daemon=True).start()
@@ -265,7 +266,7 @@ def _count(connection: socket.socket, token: bytes) -> None:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    """Read so many bytes. Raises ConnectionError if there are fewer."""
+    """Read `size` bytes. Raises ConnectionError if there are fewer."""
     data = b""
     while len(data) < size:
         piece = connection.recv(size - len(data))
@@ -276,7 +277,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _transfer(peer: Mapping[str, str | int], own: str, token: bytes) -> dict[str, float | str]:
-    """Send to a peer for a moment, and return the bytes per second that have arrived there, or an error."""
+    """Send to a peer for a short time; return the bytes per second that arrived there, or an error."""
     chunk = bytes(_CHUNK_BYTES)
     address = (str(peer["address"]), int(peer["port"]))
     try:

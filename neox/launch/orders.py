@@ -1,11 +1,11 @@
-"""Orders of the launcher to the agents of a run that may be started again, as lines of JSON on their standard input.
+"""Orders from the launcher to the agents of a restartable run, as JSON lines on their standard input.
 
-The agent of this machine is a child of the launcher; that of another host is reached through an ssh connection of its
-own. An agent takes three orders:
+The agent on this machine is a child process of the launcher; each agent on another host has its own ssh connection.
+There are three kinds of orders:
 
-- the next start, after its ranks have failed, or while it waits on a spare host;
-- the end of a start's ranks, because another host has failed. The agent stays;
-- a signal, which it takes as if it had been sent to it.
+- start the ranks again, after a failure, or for the first time on a spare host;
+- end the ranks of a start, because another host has failed; the agent keeps running;
+- handle a signal as if it had been sent to the agent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LauncherOrder = dict[str, Any]
 
 
 def start_order(spec: LaunchSpec) -> LauncherOrder:
-    """Return the order to begin a start."""
+    """Return the order to start ranks."""
     return {"start": spec.encode()}
 
 
@@ -33,7 +33,7 @@ def end_order(spec: LaunchSpec) -> LauncherOrder:
 
 
 def signal_order(number: int) -> LauncherOrder:
-    """Return the order to take a signal."""
+    """Return the order to handle a signal."""
     return {"signal": int(number)}
 
 
@@ -43,7 +43,7 @@ def encode_order(order: LauncherOrder) -> bytes:
 
 
 class Orders:
-    """Orders as an agent takes them. A thread reads them, and the agent's main thread obeys."""
+    """Orders received by an agent. A thread reads them, and the agent's main thread executes them."""
 
     def __init__(self) -> None:
         self._buffer = LineBuffer()
@@ -51,7 +51,7 @@ class Orders:
         self._ended = ""  # run_id of the start whose ranks are to be ended
 
     def feed(self, data: bytes) -> None:
-        """Take what the launcher has written."""
+        """Process bytes from the launcher."""
         for line in self._buffer.feed(data):
             self._take(json.loads(line))
 
@@ -69,7 +69,7 @@ class Orders:
         return self._ended == spec.run_id
 
     def next_start(self, seconds: float) -> LaunchSpec | None:
-        """Wait for the next start; return None if there is none after some seconds."""
+        """Wait for the next start; return None after a number of seconds without one."""
         with suppress(Empty):
             return self._starts.get(timeout=seconds)
         return None

@@ -89,7 +89,7 @@ class Supervisor:
         self.stopped_rank: int | None = None  # of a run that hung
         self.step: int | None = None  # number of completed steps, as far as agents have reported it
         self.stop_signal: int | None = None  # as passed on to the ranks
-        self.preempted: tuple[str, str] | None = None  # host that is about to be taken, and what was noticed
+        self.preempted: tuple[str, str] | None = None  # host that is about to be preempted, and the notice
         self.asked_by_signal = False
         self.interrupted_at = -math.inf  # time of the last Ctrl-C that was for the script
         self.ranks_ended = False  # whether the agents that may stay have been told to end their ranks
@@ -264,11 +264,11 @@ class Supervisor:
         self._end_in(_HANG_SECONDS)
 
     def _take_preemption(self, event: Event) -> None:
-        """Ask all ranks to save and end, because a host is about to be taken."""
+        """Ask all ranks to save and end, because a host is about to be preempted."""
         if self.stop_signal is not None or self.failures:
             return
         host = self.spec.hosts[event["node"]].name
-        self.preempted = (host, f"{host} is about to be taken: {event['notice']}")
+        self.preempted = (host, f"{host} is about to be preempted: {event['notice']}")
         self._print_error(self.preempted[1])
         self.stop_signal = signal.SIGTERM
 

@@ -1,4 +1,4 @@
-"""Warm processes of a host's agent: one per slot, which have imported what ranks need and wait to become ranks.
+"""Warm processes of a host's agent: one per slot, which has imported torch and DeepSpeed and waits to become a rank.
 
 A rank needs seconds to import torch and DeepSpeed. The agent of a run that may be started again has it done ahead: once
 the first step is over, or at once on a spare host, it starts one process per slot, `python -m neox.launch.bootstrap
@@ -30,13 +30,13 @@ _PIPE_BYTES = 2**20  # so that an order never waits for a process that is still 
 
 @dataclass(frozen=True)
 class Order:
-    """What a warm process becomes.
+    """Description of the rank that a warm process becomes.
 
     Attributes:
         words: The script and its arguments.
-        environment: All variables.
+        environment: All environment variables.
         directory: Working directory.
-        stdin: Path of the file that is its standard input from then on; None for an empty input.
+        stdin: Path of the file for its standard input; None for an empty input.
     """
 
     words: Sequence[str]
@@ -49,7 +49,7 @@ class WarmRanks:
     """The warm processes of one host. Only the agent's main thread may use them.
 
     Args:
-        command: Command that starts one.
+        command: Command that starts a warm process.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class WarmRanks:
         self._waiting: dict[int, tuple[subprocess.Popen[bytes], Mapping[str, str]]] = {}
 
     def prepare(self, local_rank: int, environment: Mapping[str, str], directory: str) -> None:
-        """Start the process of a slot, unless there is one.
+        """Start the warm process of a slot, unless it is running.
 
         Args:
             local_rank: The slot's position on this host.
@@ -82,14 +82,14 @@ class WarmRanks:
         self._waiting[local_rank] = (process, environment)
 
     def take(self, local_rank: int, order: Order) -> subprocess.Popen[bytes] | None:
-        """Make the process of a slot a rank, and return it.
+        """Turn the warm process of a slot into a rank, and return the process.
 
         Args:
             local_rank: The slot's position on this host.
-            order: What it becomes.
+            order: Description of the rank.
 
         Returns:
-            The process; None if there is none that could do this. Its pipes hold what it has printed so far.
+            The process, whose pipes hold what it has printed so far; None if there is no suitable process.
         """
         if local_rank not in self._waiting:
             return None
@@ -98,7 +98,7 @@ class WarmRanks:
             _end(process)
             return None
         assert process.stdin is not None
-        with suppress(OSError):  # if it is still importing, there is no reason to wait for others any more
+        with suppress(OSError):  # if it is still importing, it should no longer yield to other processes
             os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0))
         try:
             with process.stdin as pipe:
@@ -109,7 +109,7 @@ class WarmRanks:
         return process
 
     def close(self) -> None:
-        """End all that still wait."""
+        """End all processes that still wait."""
         while self._waiting:
             _, (process, _) = self._waiting.popitem()
             _end(process)

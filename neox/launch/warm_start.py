@@ -1,4 +1,4 @@
-"""A warm process as it sees itself: it imports, waits for an order, and becomes the rank that the order names."""
+"""Code of a warm process: it imports modules, waits for an order, and becomes the rank that the order describes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 IMPORTING_NAME = "neox-import"
 """Name of a process that is importing, as `ps -o comm` and `/proc/PID/comm` show it."""
 WAITING_NAME = "neox-warm"
-"""Name of one that waits for its order."""
+"""Name of a process that waits for its order."""
 RANK_NAME = "neox-rank"
-"""Name of one that has become a rank."""
+"""Name of a process that has become a rank."""
 _ADDED_NICENESS = 5
 _READ_BYTES = 65536
-_FIRST_KILLED = "1000"  # the kernel's score, with which it chooses this process first if memory runs out
+_FIRST_KILLED = "1000"  # OOM score adjustment with which the kernel kills this process first
 _RANKS_SCORE = "500"
 
 
 def become_rank(module: str) -> None:
-    """Import a module and all that it imports, wait for an order on standard input, and carry it out up to the script.
+    """Import a module, wait for an order on standard input, and take over the order's environment and arguments.
 
-    `sys.argv` is the script and its arguments afterwards. The process ends if the input ends without an order.
+    Afterwards `sys.argv` holds the script and its arguments. The process exits if the input ends without an order.
 
     Args:
         module: Name of the module.
@@ -49,7 +49,7 @@ def become_rank(module: str) -> None:
 
 
 def _read_line() -> bytes:
-    """Read one line from standard input, without Python's buffer; return what came before its end."""
+    """Read one line from standard input without Python's buffering; return nothing if the input ends first."""
     text = b""
     while not text.endswith(b"\n"):
         data = os.read(0, _READ_BYTES)
@@ -71,7 +71,7 @@ def _replace_stdin(path: str | None) -> None:
 
 
 def _lower_priority() -> int:
-    """Let other processes go first, if this can be undone. Return the niceness to go back to."""
+    """Lower the priority of this process, if this can be undone. Return the niceness to restore."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     if _can_go_back(niceness):
         os.setpriority(os.PRIO_PROCESS, 0, niceness + _ADDED_NICENESS)
@@ -79,7 +79,7 @@ def _lower_priority() -> int:
 
 
 def _can_go_back(niceness: int) -> bool:
-    """Return whether this process may raise its priority again; a thread tries it, because each has its own."""
+    """Return whether this process may raise its priority again. A thread tries it, because niceness is per thread."""
     succeeded = []
 
     def attempt() -> None:
@@ -95,7 +95,7 @@ def _can_go_back(niceness: int) -> bool:
 
 
 def _restore_priority(niceness: int) -> None:
-    """Give all threads of this process a niceness; those that imports have started inherited the main thread's."""
+    """Set the niceness of all threads of this process; threads started by imports inherited the main thread's."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
