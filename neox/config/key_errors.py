@@ -40,6 +40,10 @@ _HINTS: Mapping[str, str] = MappingProxyType(
     {
         "optimizer.params.max_grad_norm": "; gradient_clipping is the key for that",
         "rampup_batch_size": "; it is [first size, increment, samples of the ramp-up]",
+        "lora.target": (
+            "; q_proj, k_proj and v_proj are `query_key_value` here, o_proj is `dense`, gate_proj and up_proj are "
+            "`dense_h_to_4h`, and down_proj is `dense_4h_to_h`"
+        ),
     }
 )
 _LONGEST_VALUE = 100  # characters of a value that are shown
@@ -90,7 +94,11 @@ def report_type_errors(flat: FlatKeys, section: type[BaseModel], error: Validati
         error: What pydantic found.
     """
     wrong: dict[str, _WrongValue] = {}
-    for detail in error.errors():
+    details = error.errors()
+    of_items = [detail["loc"][:-1] for detail in details if isinstance(detail["loc"][-1], int)]
+    for detail in details:
+        if detail["type"] == "too_short" and detail["loc"] in of_items:
+            continue  # it counts only the items without an error
         path = _field_path(section, detail["loc"], flat)
         if detail["type"] == "extra_forbidden":
             _report_unknown_key_of_block(flat, section, path)
