@@ -133,7 +133,7 @@ class FlatKeys:
                 self.report(f"`{name}: {given}` contradicts {other}; remove one", name, "virtual_stages")
 
     def _ranges_of_length(self, blocks: Any) -> int | None:
-        """Return how many ranges of so many blocks each stage holds; None if they do not come out even."""
+        """Return the number of ranges of `blocks` blocks on each stage; None if they cannot be divided evenly."""
         numbers = (blocks, self.values.get("num_layers"), self.values.get("pipe_parallel_size", 1))
         if not all(isinstance(number, int) and number > 0 for number in numbers):
             return None

@@ -82,10 +82,10 @@ class BlockFile:
         return int(np.count_nonzero(self._read)) * BLOCK_BYTES
 
     def is_whole(self) -> bool:
-        """Return whether every block is here to stay, so that `bytes` is like a local file.
+        """Return whether all blocks are permanently on this host, so that `bytes` is like a local file.
 
-        Every so many calls the state is looked at. When only a tenth is missing, a thread fetches that: the last blocks
-        may be of documents that no rank reads.
+        The state is only checked every few calls. When only a tenth of the blocks is missing, a thread fetches them,
+        because no rank might ever read the documents in the last blocks.
         """
         if self._drops or self._is_whole:
             return self._is_whole

@@ -288,7 +288,7 @@ def windowed_blocks(window: int | None, windowed: list[bool]) -> Fields:
 
 @dataclass(frozen=True)
 class WindowInAllBlocks(ConfigEntries):
-    """`sliding_window`: attention of every block sees so many keys; null for all of them.
+    """`sliding_window`: number of keys that attention in every block sees; null for all of them.
 
     Attributes:
         default: Value of a missing entry.

@@ -106,12 +106,13 @@ class DataConfig(Section):
     hosts must see it."""
 
     data_cache_gb: PositiveFloat | None = None
-    """Read the ids of such files by blocks when they are needed, and keep at most so many gigabytes of them on the disk
-    of each host, those that were read last. Only indices are copied before the start. Without it whole files are."""
+    """Size in gigabytes of a cache of remote token files on the disk of each host. Blocks of ids are read when they are
+    needed, and those read last are kept. Only indices are copied before the start. Without this key whole files are
+    copied before the start."""
 
     data_block_dir: Annotated[str | None, OnlyWith("data_cache_gb")] = None
-    """Directory for these blocks, in which each host has its own, by default `blocks` in data_cache_dir. A local disk
-    is best."""
+    """Directory of this cache, in which each host has its own subdirectory; by default `blocks` in data_cache_dir. A
+    local disk is best."""
 
     train_data_paths: tuple[str, ...] | None = None
     """Prefixes that are blended for training, instead of data_path."""

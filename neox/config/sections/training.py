@@ -348,7 +348,7 @@ class LoggingConfig(Section):
         Excludes("context_parallel_size", above=1, reason="a rank sees the keys of its own tokens only"),
         Excludes("expert_model_parallel_size", above=1, reason="data ranks hold different experts"),
     ] = None
-    """Every so many steps, report numbers of each layer that show where a training becomes unstable:
+    """Number of steps between reports of statistics of each layer that show where a training becomes unstable:
     `stability/attention_logit/LAYER` (largest scaled product of a query and a key, before other masks than the causal
     one), `activation_rms` (of a block's output), and the norms `gradient_norm` (before clipping), `weight_norm` and
     `update_norm` of its trained parameters. Layers have the numbers of a checkpoint's files. What happens in the passes
