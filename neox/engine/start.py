@@ -47,6 +47,7 @@ from neox.plan.run_identity import (
     resumes_own_directory,
     run_identity,
 )
+from neox.storage import cached_address
 
 _log = get_logger(__name__)
 
@@ -116,6 +117,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     is_own_directory = load is not None and keys.save is not None and load.resolve() == Path(keys.save).resolve()
     if load is None or (is_own_directory and _is_empty(load)):
         return Start(run)
+    _copy_if_absent(load, plan)
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
     reader = _open_same_model(path, plan, finetune=finetune)
     if is_own_directory:
@@ -154,6 +156,14 @@ def _reference_from(reader: CheckpointReader) -> tuple[str, LoadedWeights] | Non
         return None
     path, weights = saved
     return path, weights
+
+
+def _copy_if_absent(load: Path, plan: RunPlan) -> None:
+    """Make the partial copy of a checkpoint in object storage that the launcher has made on another machine's disk."""
+    keys = plan.config.checkpoint
+    address = cached_address(load, keys.checkpoint_cache_dir)
+    if address is not None and not load.exists():
+        partial_copy(find_remote(address, keys.iteration), load)
 
 
 def start_before(plan: RunPlan, step: int) -> Start | None:

@@ -42,7 +42,9 @@ def train(directory: Path, steps: int, layout: dict[str, int]) -> None:
     save_checkpoint(engine, directory)
 
 
-def go_on(machines: list[Path], load: str, save: Path, layout: dict[str, Any], endpoint: str) -> dict[str, int]:
+def go_on(
+    machines: list[Path], load: str, save: Path, layout: dict[str, Any], endpoint: str, launcher: int = 0
+) -> dict[str, int]:
     """Load a checkpoint, train a step, and save it.
 
     Args:
@@ -51,6 +53,7 @@ def go_on(machines: list[Path], load: str, save: Path, layout: dict[str, Any], e
         save: Directory to save into.
         layout: Layout of the run.
         endpoint: Address of the server.
+        launcher: Rank on whose machine the launcher is.
 
     Returns:
         Sizes of the files that this rank's machine has fetched.
@@ -64,12 +67,12 @@ def go_on(machines: list[Path], load: str, save: Path, layout: dict[str, Any], e
     socket.gethostname = lambda: f"machine{rank}"
     world = dist.get_world_size()
     if load == RUN:
-        if rank == 0:  # as the launcher does
+        if rank == launcher:
             config = tiny_plan(world, load=RUN, checkpoint_cache_dir="cache", **MODEL, **layout).config
             with_local_load(config, trains=True)
         dist.barrier()
         load = "cache/s3/bucket/run"
-    plan = tiny_plan(world, load=load, **MODEL, **layout)
+    plan = tiny_plan(world, load=load, checkpoint_cache_dir="cache", **MODEL, **layout)
     grid, device = initialize_distributed(plan)
     engine = open_engine(plan, grid, device)
     engine.train_batch(batches(plan, grid.dp_rank, 3 * plan.batch.gradient_accumulation_steps))
@@ -90,16 +93,16 @@ def fetched_names(mirror: Path) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    ("saved", "loaded", "share"),
+    ("saved", "loaded", "share", "launcher"),
     [
-        ({"zero": 1}, {"zero": 1}, 0.65),  # all weights, a quarter of the bytes, and half of the optimizer's states
-        ({"zero": 3}, {"zero": 3}, 0.65),
-        ({"pp": 2, "zero": 1}, {"pp": 2, "zero": 1}, 0.6),
-        ({"mp": 2, "zero": 1}, {"pp": 2, "zero": 1}, 0.9),  # half of the weights, and both tensor ranks' states
+        ({"zero": 1}, {"zero": 1}, 0.65, 1),  # all weights, a quarter of the bytes, and half of the optimizer's states
+        ({"zero": 3}, {"zero": 3}, 0.65, 0),
+        ({"pp": 2, "zero": 1}, {"pp": 2, "zero": 1}, 0.6, 1),
+        ({"mp": 2, "zero": 1}, {"pp": 2, "zero": 1}, 0.9, 0),  # half of the weights, and both tensor ranks' states
     ],
 )
 def test_each_machine_fetches_what_its_ranks_read(
-    s3: FailingApp, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], share: float
+    s3: FailingApp, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], share: float, launcher: int
 ) -> None:
     run_ranks(2, train, tmp_path / "save", 3, saved)
     path = find_checkpoint(tmp_path / "save")
@@ -111,7 +114,7 @@ def test_each_machine_fetches_what_its_ranks_read(
     endpoint = os.environ["AWS_ENDPOINT_URL"]
     run_ranks(2, go_on, machines, str(tmp_path / "save"), tmp_path / "local", loaded, endpoint)
     requests = len(s3.requests)
-    fetched = run_ranks(2, go_on, machines, RUN, tmp_path / "remote", loaded, endpoint)
+    fetched = run_ranks(2, go_on, machines, RUN, tmp_path / "remote", loaded, endpoint, launcher)
     readers = [open_checkpoint(find_checkpoint(tmp_path / name)) for name in ("local", "remote")]
     assert list(compare_checkpoints(*readers)) == []
     whole = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

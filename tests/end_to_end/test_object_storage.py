@@ -123,7 +123,7 @@ def test_a_run_whose_save_is_an_address_goes_on_after_its_host_is_lost(
     assert Mirror(RUN).iterations() == [6]
     resumed = saved()
     whole = tmp_path / "whole"
-    train(tmp_path, runs, f"save={whole}", *kept)
+    train(tmp_path, runs, f"save={whole}", "data_cache_gb=0.01", f"data_cache_dir={tmp_path / 'index'}", *kept)
     readers = [open_checkpoint(path / "global_step6") for path in (whole, resumed)]
     assert list(compare_checkpoints(*readers)) == []
     train(tmp_path, runs, f"save={RUN}", "seed=7", "overwrite=true", "exit_interval=2", *kept)
