@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from neox.checkpoint.manifest import Manifest, check_manifest, hash_file, is_unfetched, parse_manifest, read_manifest
 from neox.checkpoint.mirror import Mirror
 from neox.checkpoint.names import LATEST, MANIFEST, parse_optimizer_file, parse_step_directory, step_directory
-from neox.checkpoint.partial_copies import holds_tensors, origin_of, promise_files, write_origin
+from neox.checkpoint.partial_copies import holds_tensors, in_threads, origin_of, promise_files, write_origin
 from neox.checkpoint.staging import checkpoint_directories
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError, os_errors
@@ -29,7 +28,6 @@ from neox.storage import CHECKPOINT_CACHE, cache_folder, is_remote, named_checkp
 
 _log = get_logger(__name__)
 _FETCHING = ".fetching-"
-_THREADS = 4
 
 Choice = Callable[[str], bool]
 """Function that returns whether a file of a checkpoint, given by name, is needed."""
@@ -235,12 +233,7 @@ def _download(remote: RemoteCheckpoint, staged: Path, whole: Manifest, names: It
     def download(name: str) -> None:
         remote.mirror.download(remote.iteration, name, staged / name, whole.files[name])
 
-    pool = ThreadPoolExecutor(_THREADS)
-    try:
-        for _ in pool.map(download, wanted):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)
+    in_threads(download, wanted)
 
 
 def _is_there(file: Path, whole: Manifest, name: str) -> bool:

@@ -11,9 +11,10 @@ The ranks that share the directory (those of one host, or of all hosts) fetch ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from neox.checkpoint.manifest import NOT_FETCHED, is_unfetched, read_manifest
 from neox.checkpoint.mirror import Mirror
@@ -33,6 +34,7 @@ _log = get_logger(__name__)
 _ORIGIN = ".origin"
 _FETCHING = ".fetching"
 _THREADS = 4
+T = TypeVar("T")
 
 
 def holds_tensors(name: str) -> bool:
@@ -71,11 +73,15 @@ def promise_files(checkpoint: Path, names: Iterable[str]) -> None:
 def fetch_files(paths: Iterable[Path]) -> None:
     """Fetch the given files that are not fetched yet, several at a time. Raises as `fetch_file`."""
     missing = list(filter(is_unfetched, paths))
-    if not missing:
-        return
+    if missing:
+        in_threads(fetch_file, missing)
+
+
+def in_threads(action: Callable[[T], None], items: Iterable[T]) -> None:
+    """Do something with each item, several at a time. The first error ends it, and is raised."""
     pool = ThreadPoolExecutor(_THREADS)
     try:
-        for _ in pool.map(fetch_file, missing):
+        for _ in pool.map(action, items):
             pass
     finally:
         pool.shutdown(cancel_futures=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol, cast
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from neox.architecture import ADAPTER, LayerPlan
 from neox.checkpoint import CheckpointReader, LoadedWeights, OptimizerReader, neox_state
+from neox.checkpoint.names import parse_layer_file
 from neox.checkpoint.optimizer_formats import FP32
+from neox.checkpoint.partial_copies import fetch_files
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid, gather_experts, holds_divided_experts, own_experts
 
@@ -82,6 +84,7 @@ def read_weights(
         finetune: Whether the head may be tied on one side only, and copies of shared parameters may differ.
     """
     reader = CheckpointReader(path, layers, weights=weights, finetune=finetune)
+    _fetch_layers(path, {index for index, _ in weight_layers(model)} - reader.new_layers)
     for index, layer in weight_layers(model):
         if index in reader.new_layers:
             continue
@@ -99,6 +102,16 @@ def read_weights(
                 )
             tensors[name] = shared
         fill_layer(layer, tensors)
+
+
+def _fetch_layers(path: Path, indices: Collection[int]) -> None:
+    """Fetch layers of a partial copy of a checkpoint, several files at a time. Raises CheckpointError."""
+    files = []
+    for file in path.iterdir():
+        parsed = parse_layer_file(file.name)
+        if parsed is not None and parsed[0] in indices:
+            files.append(file)
+    fetch_files(files)
 
 
 def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
