@@ -99,6 +99,12 @@ class AgentProcesses:
                 with contextlib.suppress(OSError, ValueError):  # it has ended, or its input is closed
                     os.write(process.stdin.fileno(), line)
 
+    def terminate(self, host: str) -> None:
+        """Terminate the process of a host that is not to be waited for."""
+        process = self.hosts.get(host)
+        if process is not None and process.poll() is None:
+            process.terminate()
+
     def connection_end(self, host: str) -> int | None:
         """Return the exit status of a host's process if it has ended and nothing is left to be read; else None."""
         process = self.hosts.get(host)

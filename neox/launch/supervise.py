@@ -160,6 +160,8 @@ class Supervisor:
     def _lose(self, node: int, how: str) -> None:
         if node not in self.hosts_lost:
             self.hosts_lost[node] = how
+            if self.over_ssh:  # its agent, if it is only stuck, ends without a connection
+                self.agents.terminate(self.spec.hosts[node].name)
             self._end_in(_KNOWN_CAUSE_SECONDS if self.over_ssh else _WINDOW_SECONDS)
 
     def _end_ranks_first(self, now: float) -> bool:
