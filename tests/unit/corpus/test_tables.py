@@ -270,5 +270,6 @@ def test_damaged_tables_are_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_damaged_tables_are_errors(tmp_path: Path) -> None:
     fuzz(tmp_path, 2000, seed=2)
