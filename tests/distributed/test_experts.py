@@ -191,6 +191,7 @@ def test_divided_experts_train_the_same_with_every_schedule_of_stages():
 
 BF16 = {**EXPERTS, "precision": "bf16"}
 BF16_STEP = 2**-7  # two units in the last place: gradients of experts are rounded after other sums than on one rank
+BF16_NORM = 2**-6  # on CPUs with AMX, one rank in bf16 is 1 % from fp32 after tokens were routed otherwise
 BF16_TWO_RANKS = [DIVIDED, {**DIVIDED, "zero": 1}, {**DIVIDED, "zero": 2}]
 BF16_FOUR_RANKS = [
     {**DIVIDED, "zero": 1},
@@ -212,7 +213,10 @@ def test_divided_experts_train_in_bf16(world: int, layouts: list[dict[str, Any]]
         for layout, curve in zip(layouts, found, strict=True):
             for ours, theirs in zip(curve, expected, strict=True):
                 ours["moe_largest_share"] = theirs["moe_largest_share"]  # a few tokens are routed otherwise
-                assert ours == pytest.approx(theirs, rel=BF16_STEP), layout
+                if "norm" in theirs:
+                    assert ours.pop("norm") == pytest.approx(theirs["norm"], rel=BF16_NORM), layout
+                rest = {name: value for name, value in theirs.items() if name != "norm"}
+                assert ours == pytest.approx(rest, rel=BF16_STEP), layout
 
 
 def norms(plan: RunPlan) -> list[tuple[float, float, float]]:
@@ -306,14 +310,12 @@ def test_a_run_goes_on_at_any_expert_degree(tmp_path: Path, precision: str, tole
         for other in LOADING:
             loading.append(tiny_plan(2, **keys, **other, load=path))
     expected, *curves_of_others = run_ranks(2, resumed, saving)[0]
-    for curve in curves_of_others:
-        for ours, theirs in zip(curve, expected, strict=True):
-            if precision == "bf16":
-                ours["moe_largest_share"] = theirs["moe_largest_share"]  # a few tokens are routed otherwise
-            assert ours == pytest.approx(theirs, rel=tolerance)
+    pairs = [(curve, expected) for curve in curves_of_others]
     for curve in run_ranks(2, resumed, loading)[0]:
         assert len(curve) == STEPS - SAVED_AT
-        for ours, theirs in zip(curve, expected[SAVED_AT:], strict=True):
+        pairs.append((curve, expected[SAVED_AT:]))
+    for curve, right in pairs:
+        for ours, theirs in zip(curve, right, strict=True):
             if precision == "bf16":
                 ours["moe_largest_share"] = theirs["moe_largest_share"]  # a few tokens are routed otherwise
             assert ours == pytest.approx(theirs, rel=tolerance)
