@@ -99,7 +99,9 @@ class LatentRotary(Rotary):
         weight = scaling.get("mscale_all_dim", 0)
         if weight and scaling["factor"] > 1:
             yarn_factor = 0.1 * weight * log(scaling["factor"]) + 1.0
-            found["attention_scale"] = known["head_dim"] ** -0.5 * yarn_factor**2
+            found["attention_scale"] = (
+                known["head_dim"] ** -0.5 * yarn_factor * yarn_factor
+            )  # rounded as in transformers
         return found
 
 

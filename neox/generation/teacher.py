@@ -56,8 +56,8 @@ def write_teacher_logits(
     length = run.batch_schedule.full_length
     if length > teacher.max_length:
         raise ConfigError(
-            f"the run's samples have {length:,} tokens (seq_length), but the teacher reads at most "
-            f"{teacher.max_length:,}: use a teacher that reads longer texts, or a smaller seq_length"
+            f"the run's samples have {length:,} tokens (seq_length), but the teacher reads {teacher.max_length:,} at "
+            "most: use a teacher that reads longer texts, or a smaller seq_length"
         )
     writer = TeacherWriter(directory, identity)
     total = 0
