@@ -96,12 +96,12 @@ class _Simulation:
         self._forward = forward
         self._backward = backward
         self._handoff = handoff
-        self._chunks = chunks
-        self._schedule = schedule
         self._orders: list[list[Pass]] = []
+        self._places: list[list[int]] = []  # of the chunks of each rank
         self.done: list[list[TimedPass]] = []
         for rank in range(ranks):
             self._orders.append(schedule.order(rank, ranks, chunks, micro_batches))
+            self._places.append([schedule.place(rank, chunk, ranks) for chunk in range(chunks)])
             self.done.append([])
         self.clock = [0.0] * ranks
         # When each pass ended, by place and micro batch; None before.
@@ -122,8 +122,10 @@ class _Simulation:
         done = self.done[rank]
         before = len(done)
         clock = self.clock[rank]
-        places = [self._schedule.place(rank, chunk, len(self.clock)) for chunk in range(self._chunks)]
-        for work in self._orders[rank][before:]:
+        places = self._places[rank]
+        order = self._orders[rank]
+        for number in range(before, len(order)):  # a copy of the rest of a long order would take most of the time
+            work = order[number]
             place = places[work.chunk]
             arrival = self._arrival(rank, place, work)
             if arrival is None:
