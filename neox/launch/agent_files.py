@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from neox.errors import LaunchError
-from neox.launch.lifeline import is_alive
+from neox.launch.lifeline import is_alive, process_start
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
 INTERRUPT_RANKS = signal.SIGUSR2
@@ -68,8 +68,23 @@ def create_agent_directory(run_id: str, node_rank: int) -> Path:
     directory = agent_directory(run_id, node_rank)
     _remove_old_entries(directory.parent)
     directory.mkdir(mode=0o700)
-    (directory / "pid").write_text(str(os.getpid()))
+    (directory / "pid").write_text(f"{os.getpid()} {process_start(os.getpid())}")
     return directory
+
+
+def agent_pid(directory: Path) -> int | None:
+    """Return the process id of the agent that a directory belongs to; None if it has ended.
+
+    If it has ended, another process may have its number. That one is not taken for it.
+
+    Raises:
+        ValueError: Another version of this project has written the directory.
+    """
+    with suppress(FileNotFoundError):
+        pid, start = (directory / "pid").read_text().split()
+        if is_alive(int(pid)) and process_start(int(pid)) == start:
+            return int(pid)
+    return None
 
 
 def _remove_old_entries(user_directory: Path) -> None:
@@ -80,7 +95,7 @@ def _remove_old_entries(user_directory: Path) -> None:
                 continue
             if entry.is_file():
                 entry.unlink()
-            elif not is_alive(int((entry / "pid").read_text())):
+            elif agent_pid(entry) is None:
                 shutil.rmtree(entry)
 
 

@@ -29,6 +29,7 @@ _LOOK_SECONDS = 1.0
 _READ_BYTES = 65536
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = "01"
+_START_FIELD = 19  # of those that follow the name in /proc/PID/stat (proc(5) numbers it 22)
 
 
 def parent_death_hook(signum: int = signal.SIGKILL) -> Callable[[], None]:
@@ -63,11 +64,26 @@ def is_alive(pid: int) -> bool:
 
 def process_state(pid: int) -> str:
     """Return the kernel's one-letter state of a process (`R`, `S`, `D`, `T` stopped, `Z`), or "" without a process."""
+    fields = _stat_fields(pid)
+    return fields[0] if fields else ""
+
+
+def process_start(pid: int) -> str:
+    """Return when a process started, in the kernel's clock ticks since its boot; "" without a process.
+
+    Together with the number it identifies a process: a later one with the same number has started later.
+    """
+    fields = _stat_fields(pid)
+    return fields[_START_FIELD] if len(fields) > _START_FIELD else ""
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat that follow the name, the first of which is the state."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def exit_status(returncode: int) -> int:

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from neox.errors import LaunchError, run_script
-from neox.launch.agent_files import agent_directory, secrets_file
+from neox.errors import run_script
+from neox.launch.agent_files import agent_directory, agent_pid, secrets_file
 from neox.launch.machine import (
     available_memory,
     count_accelerators,
@@ -26,7 +26,7 @@ from neox.launch.machine import (
     port_problem,
     product_seconds,
 )
-from neox.launch.spec import LaunchSpec, code_root
+from neox.launch.spec import code_root
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PROBE_MARK = "@probe "
@@ -108,24 +108,13 @@ def path_state(path: Path) -> dict[str, Any]:
 
 
 def signal_agent(run_id: str, node_rank: int, signum: int) -> bool:
-    """Signal the agent of a run on this host; return whether it is there.
-
-    If the agent has ended, another process may have its number. That process gets no signal.
-    """
-    with suppress(FileNotFoundError, ProcessLookupError, ValueError):
-        pid = int((agent_directory(run_id, node_rank) / "pid").read_text())
-        if _is_agent(pid, run_id):
-            os.kill(pid, signum)
-            return True
-    return False
-
-
-def _is_agent(pid: int, run_id: str) -> bool:
-    """Return whether a process was started with the specification of a run."""
-    for word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"):
-        with suppress(LaunchError):
-            if LaunchSpec.decode(word).run_id == run_id:
-                return True
+    """Signal the agent of a start on this host; return whether it is there."""
+    pid = agent_pid(agent_directory(run_id, node_rank))
+    if pid is None:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(pid, signum)
+        return True
     return False
 
 

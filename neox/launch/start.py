@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from neox.config.sections.healing import HealingConfig
 from neox.config.sections.runner import RunnerConfig
@@ -32,6 +37,7 @@ from neox.launch.commands import (
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
 from neox.launch.hosts import is_this_machine
+from neox.launch.lifeline import parent_death_hook
 from neox.launch.orders import signal_order
 from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.placement import Placement
@@ -42,6 +48,7 @@ from neox.launch.supervise import Supervisor
 _PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 _KEEPS_AGENTS = ("local", "pdsh")
 _SECRETS_SECONDS = 15
+_KILL_SECONDS = 2.0  # for the end of agents that do not answer
 _MAX_NAMED = 3  # hosts in a message
 
 
@@ -177,7 +184,7 @@ def launch(
     spec = replace(spec, warm_module=None, spares=())
     if launcher == "pdsh":
         send_secrets(spec, values, environment, runner.ssh_port)
-        return _launch_pdsh(spec, pdsh_environment(environment, runner.ssh_port), advice)
+        return _launch_pdsh(spec, environment, runner.ssh_port, advice)
     command = launcher_command(spec, runner, secrets)
     assert command is not None, launcher
     return Supervisor(spec, [command], advice=advice).run(environment)
@@ -211,7 +218,11 @@ def _launch_to_stay(
     def signal_agents(number: int) -> None:
         agents.order(names, signal_order(number))
 
-    return Supervisor(spec, (), signal_agents, advice, agents, over_ssh=over_ssh).run(environment)
+    if not over_ssh:
+        return Supervisor(spec, (), signal_agents, advice, agents).run(environment)
+    with RemoteKills(spec, environment, runner.ssh_port) as kills:
+        supervisor = Supervisor(spec, (), signal_agents, advice, agents, over_ssh=True, kill_agent=kills.start)
+        return supervisor.run(environment)
 
 
 def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:
@@ -237,21 +248,68 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
     return None
 
 
-def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str], advice: str) -> RunEnd:
+def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str], ssh_port: int | None, advice: str) -> RunEnd:
     """Start a run over ssh and follow it. Signals to the agents go over separate connections."""
+    variables = pdsh_environment(environment, ssh_port)
     signalling: list[subprocess.Popen[bytes]] = []
 
     def signal_agents(signum: int) -> None:
         quiet = subprocess.DEVNULL
         command = pdsh_signal(spec, signum)
-        signalling.append(subprocess.Popen(command, env=dict(environment), stdin=quiet, stdout=quiet, stderr=quiet))
+        signalling.append(subprocess.Popen(command, env=variables, stdin=quiet, stdout=quiet, stderr=quiet))
 
     try:
-        return Supervisor(spec, [pdsh_launch(spec)], signal_agents, advice).run(environment)
+        with RemoteKills(spec, environment, ssh_port) as kills:
+            supervisor = Supervisor(spec, [pdsh_launch(spec)], signal_agents, advice, kill_agent=kills.start)
+            return supervisor.run(variables)
     finally:
         for process in signalling:
             process.kill()
             process.wait()
+
+
+class RemoteKills:
+    """Connections that kill agents of a run that do not answer. The end of the context waits for them, but not long.
+
+    Args:
+        spec: The run.
+        environment: Variables of the ssh processes.
+        ssh_port: Port of the ssh servers; None for ssh's own configuration.
+    """
+
+    def __init__(self, spec: LaunchSpec, environment: Mapping[str, str], ssh_port: int | None) -> None:
+        self._spec = spec
+        self._environment = dict(environment)
+        self._ssh_port = ssh_port
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def start(self, node_rank: int) -> None:
+        """Kill the agent of a host, whose ranks end with it. This does not wait until it is done."""
+        words = [*module_command(self._spec, "neox.launch.remote"), "signal", self._spec.run_id, str(node_rank)]
+        words.append(str(int(signal.SIGKILL)))
+        host = self._spec.hosts_with_agents[node_rank]
+        command = ssh_command(host, words, self._ssh_port, more_ssh_options(self._environment))
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen(
+            command,
+            env=self._environment,
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            preexec_fn=parent_death_hook(signal.SIGTERM),
+        )
+        self._started.append(process)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        deadline = time.monotonic() + _KILL_SECONDS
+        for process in self._started:
+            with suppress(subprocess.TimeoutExpired):  # the host is gone; ssh ends when it has tried long enough
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def send_secrets(

@@ -57,6 +57,8 @@ class Supervisor:
         advice: Line that is printed before the explanation of a failure.
         agents: Processes of agents that may stay after a failure; None if they end with this run.
         over_ssh: Whether these processes are ssh connections, whose end means that a host is lost.
+        kill_agent: Function that kills the agent of a host, given its number, although it does not answer; None if it
+            ends with the launcher's processes.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class Supervisor:
         agents: AgentProcesses | None = None,
         *,
         over_ssh: bool = False,
+        kill_agent: Callable[[int], None] | None = None,
     ) -> None:
         self.spec = spec
         self.advice = advice
         self.over_ssh = over_ssh
+        self.kill_agent = kill_agent
         self.commands = commands
         self.agents = agents or AgentProcesses()
         self.signal_agents = signal_agents or self.agents.signal
@@ -146,6 +150,8 @@ class Supervisor:
     def _check_heartbeats(self, now: float) -> None:
         for node, heard_at in self.heard_at.items():
             if node not in self.hosts_done and now - heard_at > LOST_SECONDS:
+                if node not in self.hosts_lost and self.kill_agent is not None:
+                    self.kill_agent(node)  # a stopped process does not notice the end of its connection
                 self._lose(node, f"nothing heard for {LOST_SECONDS:.0f} s")
 
     def _check_connections(self) -> None:
@@ -160,7 +166,7 @@ class Supervisor:
     def _lose(self, node: int, how: str) -> None:
         if node not in self.hosts_lost:
             self.hosts_lost[node] = how
-            if self.over_ssh:  # its agent, if it is only stuck, ends without a connection
+            if self.over_ssh:  # its agent, if it still runs, ends without a connection
                 self.agents.terminate(self.spec.hosts[node].name)
             self._end_in(_KNOWN_CAUSE_SECONDS if self.over_ssh else _WINDOW_SECONDS)
 

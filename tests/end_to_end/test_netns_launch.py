@@ -155,6 +155,18 @@ def test_a_network_that_is_cut(machines: TwoMachines, tmp_path: Path) -> None:
     wait_until_gone(machines, 60)
 
 
+@pytest.mark.slow
+def test_an_agent_that_is_stopped(machines: TwoMachines, tmp_path: Path) -> None:
+    """Its connection is as it was, but it sends nothing for 30 seconds. It cannot end its ranks itself."""
+    run = launch(machines, tmp_path)
+    run.wait_up(4, 90)
+    os.kill(parent(run.rank_pid(3)), signal.SIGSTOP)
+    output = run.output(60)
+    assert f"error: lost {machines.hosts[1]} (nothing heard for 30 s)" in output
+    assert run.process.returncode == 1
+    wait_until_gone(machines, 2)
+
+
 def test_hosts_that_cannot_take_part(machines: TwoMachines, tmp_path: Path) -> None:
     dead = machines.hosts[0].removesuffix("1") + "77"
     (tmp_path / "empty").mkdir()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from neox.launch import acknowledge_stop, busy_saving
-from neox.launch.agent_files import ANSWER_SECONDS, PROGRESS_VARIABLE, RankActivity
+from neox.launch.agent_files import ANSWER_SECONDS, PROGRESS_VARIABLE, RankActivity, agent_pid
+from neox.launch.lifeline import process_start
 
 
 def test_a_long_step_has_time_to_answer_and_a_stuck_one_has_not(tmp_path: Path) -> None:
@@ -40,3 +41,14 @@ def test_a_rank_that_saves_need_not_answer_yet(tmp_path: Path, monkeypatch: pyte
     with busy_saving():
         acknowledge_stop()
     assert activity.has_answered(3)
+
+
+def test_an_agent_is_not_mistaken_for_a_later_process_with_its_number(tmp_path: Path) -> None:
+    assert agent_pid(tmp_path / "removed by the agent") is None
+    start = process_start(os.getpid())
+    (tmp_path / "pid").write_text(f"{os.getpid()} {start}")
+    assert agent_pid(tmp_path) == os.getpid()
+    (tmp_path / "pid").write_text(f"{os.getpid()} {int(start) - 1}")
+    assert agent_pid(tmp_path) is None
+    (tmp_path / "pid").write_text(f"{2**22 + 1} {start}")
+    assert agent_pid(tmp_path) is None
