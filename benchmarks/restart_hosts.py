@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.soak import wait
+from benchmarks.soak_training import wait
 from neox.launch.warm_start import WAITING_NAME
 from neox.run_events import read_events
 from tests.end_to_end.launched_runs import ROOT, command_line, write_config

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.soak import MARK, SoakError, Training, wait
+from benchmarks.soak_training import MARK, SoakError, Training, wait
 from neox.config import NeoXConfig
 from neox.launch.warm_start import WAITING_NAME
 from neox.plan import encode_payload, resolve

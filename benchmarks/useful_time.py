@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.restart_time import STEPS
-from benchmarks.soak import Training, wait
+from benchmarks.soak_training import Training, wait
 
 _LOADING = "loading checkpoint"
 _TRAINING = "training from iteration"

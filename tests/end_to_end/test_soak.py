@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import SCENARIOS, Result, listens, soak, summary, train_with_faults
+from benchmarks.soak import Result, possible_scenarios, soak, summary, train_with_faults
+from benchmarks.soak_faults import listens
+from tests.end_to_end.network_namespaces import why_not
+
+_REASON = why_not()
 
 
 def check(results: list[Result], faults: int) -> None:
@@ -35,9 +39,22 @@ def test_kills_while_process_groups_are_set_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.netns
+@pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
+@pytest.mark.parametrize(
+    ("scenario", "fault"), [("spare-host", "cut"), ("spare-host", "stop-agent"), ("elastic", "cut")]
+)
+def test_a_host_that_is_lost(tmp_path: Path, scenario: str, fault: str) -> None:
+    result = train_with_faults(tmp_path, 0, scenario, [fault, "rank"], seed=1)
+    assert (result.faults[0], result.problems) == (fault, [])
+    assert result.starts > 1
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_faults_in_each_scenario(tmp_path: Path) -> None:
-    faults = 2 * len(SCENARIOS)
-    results = soak(tmp_path, faults, seed=1, each=2)
+    scenarios = possible_scenarios()
+    faults = 2 * len(scenarios)
+    results = soak(tmp_path, faults, seed=1, scenarios=scenarios, each=2)
     check(results, faults)
-    assert {result.scenario for result in results} == set(SCENARIOS)
+    assert {result.scenario for result in results} == set(scenarios)

@@ -1,0 +1,86 @@
+"""Trainings of benchmarks/soak.py on several hosts, which are network namespaces of this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.soak_training import HOST_SCENARIOS, Training, has_role
+from tests.end_to_end.network_namespaces import TwoMachines, two_machines
+
+
+class HostsTraining(Training):
+    """A training on two hosts with a rank each; a third host is spare, unless the run is elastic.
+
+    Args:
+        directory: Directory for its configuration, logs and checkpoints, which the hosts share.
+        scenario: Key in HOST_SCENARIOS.
+        machines: The hosts.
+    """
+
+    def __init__(self, directory: Path, scenario: str, machines: TwoMachines) -> None:
+        super().__init__(directory, scenario)
+        self.machines = machines
+        first, second = machines.hosts
+        self._names = {first: machines.names[0], second: machines.names[1]}
+        lines = [f"{first} slots=1", f"{second} slots=1"]
+        if not HOST_SCENARIOS[scenario].get("elastic"):
+            third = machines.add_third_machine()
+            self._names[third] = machines.names[2]
+            lines.append(f"{third} slots=1 spare")
+        (directory / "hostfile").write_text("\n".join(lines) + "\n")
+        config = directory / "soak.yml"
+        keys = json.loads(config.read_text())
+        del keys["num_gpus"]
+        config.write_text(json.dumps(keys, indent=1))
+
+    def command(self) -> list[str]:
+        """Return the command of the launcher, on the first host."""
+        return self.machines.inside([*super().command(), "-H", str(self.directory / "hostfile")])
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of the launcher."""
+        return super().environment() | self.machines.environment
+
+    def pids(self, role: str | None = None) -> list[int]:
+        """Return the living processes of this training, of one role or all; on other hosts agents have no mark."""
+        inside = [pid for pid in self.machines.pids() if role is None or has_role(pid, role)]
+        return sorted({*super().pids(role), *inside})
+
+    def other_hosts(self) -> list[str]:
+        """Return the hosts of the newest start, except the launcher's."""
+        return [host for host in self.starts()[-1]["hosts"] if host != self.machines.hosts[0]]
+
+    def set_cable(self, host: str, state: str) -> None:
+        """Plug the cable of a host in (`up`) or out (`down`)."""
+        subprocess.run(["ip", "-n", self._names[host], "link", "set", "eth0", state], check=True)
+
+
+@contextmanager
+def training_of(directory: Path, scenario: str, disk: Path | None) -> Iterator[Training]:
+    """Yield the training of a scenario; no process of it is left afterwards.
+
+    Args:
+        directory: Directory for its files.
+        scenario: Key in SCENARIOS.
+        disk: Directory on a disk of its own for the checkpoints; None for one in `directory`. On hosts it is not used,
+            because they refuse a disk that is nearly full.
+    """
+    if scenario in HOST_SCENARIOS:
+        machines_directory = directory / "machines"
+        machines_directory.mkdir(parents=True)
+        with two_machines(machines_directory) as machines:
+            training: Training = HostsTraining(directory, scenario, machines)
+            try:
+                yield training
+            finally:
+                training.end()
+        return
+    training = Training(directory, scenario, disk)
+    try:
+        yield training
+    finally:
+        training.end()
