@@ -21,6 +21,7 @@ from neox.shipped_files import shipped_config
 OVERRIDES = "overrides"
 """Section of a file whose keys replace those of earlier files."""
 _SUFFIXES = (".yml", ".yaml", ".json")
+_MAX_REPEATED = 3  # keys of a file that an earlier file gives as well; more are one problem
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,13 @@ def merge_files(paths: Sequence[Path]) -> FlatKeys:
             unreadable.extend(error.problems)
             continue
         flat.problems += parsed.problems
+        repeated = []
         for key in parsed.values:
-            if key != OVERRIDES:
+            if key in flat.values and key not in REPLACEABLE:
+                repeated.append(key)
+            elif key != OVERRIDES:
                 _add_key(key, parsed, flat)
+        _report_repeated(repeated, parsed, flat)
         _apply_section(parsed, flat)
     if unreadable:
         raise ConfigError([*unreadable, *flat.problems])
@@ -212,14 +217,29 @@ def _add_key(key: str, parsed: ParsedFile, flat: FlatKeys) -> None:
         for dotted in parsed.lines:
             if dotted == key or dotted.startswith(f"{key}."):
                 flat.sources[dotted] = parsed.source(dotted)
-    elif key in REPLACEABLE:
-        _replace(key, parsed, flat)
     else:
-        advice = f"keep it in one file, or replace it (in `{OVERRIDES}:` or with --set)"
-        message = f"`{key}` is also given at {flat.sources[key]}; {advice}"
-        flat.report(message, key, source=parsed.source(key))
-        return
+        _replace(key, parsed, flat)
     flat.values[key] = parsed.values[key]
+
+
+def _report_repeated(keys: Sequence[str], parsed: ParsedFile, flat: FlatKeys) -> None:
+    """Report keys of a file that earlier files give as well: each one, or all of a file together if they are many."""
+    by_file: dict[str, list[str]] = {}
+    for key in keys:
+        by_file.setdefault(flat.sources[key].file, []).append(key)
+    for file, repeated in by_file.items():
+        if len(repeated) > _MAX_REPEATED:
+            places = [f"`{key}` (line {flat.sources[key].line})" for key in repeated]
+            message = (
+                f"{len(repeated)} keys are also given in {file}: {', '.join(places)}; give each in one file, or move "
+                f"those that this file changes to its section `{OVERRIDES}:`"
+            )
+            flat.report(message, *repeated, source=parsed.source(repeated[0]))
+            continue
+        for key in repeated:
+            advice = f"keep it in one file, or replace it (in `{OVERRIDES}:` or with --set)"
+            message = f"`{key}` is also given at {flat.sources[key]}; {advice}"
+            flat.report(message, key, source=parsed.source(key))
 
 
 def _replace(key: str, parsed: ParsedFile, flat: FlatKeys) -> None:

@@ -211,6 +211,18 @@ def test_keys_of_ports_are_met(tmp_path):
     assert [problem.keys for problem in static_problems(config)] == [("train_impl",)]
 
 
+def test_a_whole_file_given_again_is_one_problem(tmp_path):
+    keys = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    text = "".join(f"{key}: 8\n" for key in keys)
+    first = write(tmp_path / "first.yml", text)
+    second = write(tmp_path / "second.yml", text)
+    problem, *_ = problems([first, second])
+    assert problem.keys == keys
+    assert (problem.source.file, problem.source.line) == (str(second), 1)
+    assert f"4 keys are also given in {first}: `num_layers` (line 1), `hidden_size` (line 2)" in problem.message
+    assert "`overrides:`" in problem.message
+
+
 def test_duplicate_inside_a_block(tmp_path):
     path = write(tmp_path / "a.yml", "zero_optimization:\n  stage: 1\n  stage: 2\n")
     (problem, *_) = problems([path])
