@@ -59,13 +59,15 @@ class Measured(Training):
             return
         vocabulary = build_tokenizer("HFTokenizer", self.keys["vocab_file"]).vocab_size
         payload = encode_payload(resolve(NeoXConfig.from_flat(self.keys), 2, vocabulary))
-        words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "9", "--standalone"]
+        words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1000", "--standalone"]
         command = [sys.executable, *words, str(ROOT / "train.py"), "--payload", payload]
         mark = {
             MARK: self.mark,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
+            # else torchrun's restarts find addresses of the start before, and hang: pytorch issues 135712 and 167288
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen(
@@ -77,13 +79,13 @@ class Measured(Training):
                 stderr=log,
             )
 
-    def rank_to_kill(self) -> int:
-        """Return the process of rank 1."""
+    def rank_to_kill(self, rank: int = 1) -> int:
+        """Return the process of a rank."""
         role = None if self.side == "torchrun" else "rank"
         for pid in self.pids(role):
-            if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 return pid
-        raise RuntimeError(f"rank 1 does not run: see {self.directory / 'log'}")
+        raise RuntimeError(f"rank {rank} does not run: see {self.directory / 'log'}")
 
     def is_warm(self) -> bool:
         """Return whether all processes that become ranks at the next start are ready; only one side has any."""

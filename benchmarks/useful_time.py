@@ -1,12 +1,15 @@
 """Useful time of a training with one kill a minute, and what the rest of the time is spent on.
 
-    benchmarks/useful_time.py [--minutes 15] [--every 60] [--save-every 50] [--out FILE.json]
+    benchmarks/useful_time.py [--minutes 15] [--every 60] [--save-every 50] [--side SIDE] [--rounds 1] [--out FILE.json]
 
-Two CPU ranks train a small network with `max_restarts`, and save often, in the background. Every minute one of them is
-killed (SIGKILL), in turn, because a rank that fails again within a minute of its start waits on purpose. The time from
-the end of the first step to the end of the last one is divided into
+Two CPU ranks train a small network, and save often, in the background. Every minute one of them is killed (SIGKILL), in
+turn, because a rank that fails again within a minute of its start waits on purpose. Several sides take turns, each for
+so many minutes: `deepy` (`deepy.py train.py --max-restarts`, the default), `again` (without restarts; the command is
+typed again as soon as it has ended), and `torchrun` (`torchrun --max-restarts train.py`). The time from the end of the
+first step to the end of the last one is divided into
 
-- noticing: from the kill to the event of the end of the ranks;
+- noticing: from the kill to the event of the end of the ranks, or to the end of the command; for torchrun, which
+  reports neither, half a second;
 - restarting: from there to the next step, without loading;
 - loading: from the line about the checkpoint to the line about the first iteration;
 - repeated: steps that had been done, and are done again from the checkpoint on;
@@ -22,28 +25,46 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.restart_time import STEPS
-from benchmarks.soak_training import Training, wait
+from benchmarks.restart_time import SIDES, Measured
+from benchmarks.soak_training import wait
 
 _LOADING = "loading checkpoint"
 _TRAINING = "training from iteration"
 _LOOK_SECONDS = 0.005
+_SETTLED_SECONDS = 0.5  # after a kill; steps that were under way are in the metrics by then
 
 
-class Watched(Training):
+@dataclass
+class Kill:
+    """A kill of a rank.
+
+    Attributes:
+        time: When.
+        step: Last step before.
+    """
+
+    time: float
+    step: int
+
+
+class Watched(Measured):
     """A training of which the times of steps and of lines of its output are noted as they appear."""
 
-    def __init__(self, directory: Path, save_every: int) -> None:
-        super().__init__(directory, "dense")
-        keys = json.loads((directory / "soak.yml").read_text())
-        keys |= {"train_iters": STEPS, "checkpoint_factor": save_every, "eval_interval": STEPS, "log_interval": 100}
-        keys |= {"hang_timeout": 600, "async_save": True}
-        (directory / "soak.yml").write_text(json.dumps(keys))
+    def __init__(self, directory: Path, side: str, save_every: int) -> None:
+        super().__init__(directory, side)
+        restarts = 1000 if side == "deepy" else 0
+        self.keys |= {
+            "checkpoint_factor": save_every,
+            "log_interval": 100,
+            "async_save": True,
+            "max_restarts": restarts,
+        }
+        (directory / "soak.yml").write_text(json.dumps(self.keys))
         self.steps: list[tuple[float, int]] = []  # time at which each was seen, and its number
         self.lines: list[tuple[float, str]] = []
         self._places = {"metrics": 0, "log": 0}
@@ -68,6 +89,21 @@ class Watched(Training):
         self._places[name] += len(whole)
         return whole.decode(errors="replace").splitlines()
 
+    def pass_over(self, kill: Kill) -> float | None:
+        """Wait until no rank trains after a kill, type the command again if that is the side, and return the time.
+
+        None for the side whose events hold the time.
+        """
+        if self.side == "deepy":
+            return None
+        if self.side == "torchrun":
+            self.follow(kill.time + _SETTLED_SECONDS)
+            return kill.time + _SETTLED_SECONDS
+        wait(lambda: self.look() or self.ended(), "end of the run")
+        ended = time.time()
+        self.start()
+        return ended
+
     def follow(self, until: float) -> None:
         """Note what happens until a time."""
         while time.time() < until and not self.ended():
@@ -75,24 +111,12 @@ class Watched(Training):
             time.sleep(_LOOK_SECONDS)
 
 
-@dataclass
-class Kill:
-    """A kill of a rank.
-
-    Attributes:
-        time: When.
-        step: Last step before.
-    """
-
-    time: float
-    step: int
-
-
-def train(directory: Path, minutes: float, every: float, save_every: int) -> dict[str, Any]:
+def train(directory: Path, side: str, minutes: float, every: float, save_every: int) -> dict[str, Any]:
     """Train for so many minutes with a kill every so many seconds, and return the parts of the time."""
-    training = Watched(directory, save_every)
+    training = Watched(directory, side, save_every)
     training.start()
     kills: list[Kill] = []
+    ends: list[float] = []
     try:
         wait(lambda: training.look() or training.steps or training.ended(), "first step")
         started = training.steps[0][0]
@@ -102,11 +126,16 @@ def train(directory: Path, minutes: float, every: float, save_every: int) -> dic
             if time.time() >= end - every / 2:
                 training.follow(end)
                 break
-            ranks = training.pids("rank")
-            pid = ranks[len(kills) % len(ranks)]
-            kills.append(Kill(time.time(), training.steps[-1][1]))
+            pid = training.rank_to_kill(len(kills) % training.ranks)
+            kill = Kill(time.time(), training.steps[-1][1])
             os.kill(pid, signal.SIGKILL)
-        return parts(training.steps, training.lines, training.ends(), kills)
+            kills.append(kill)
+            noticed = training.pass_over(kill)
+            if noticed is not None:
+                ends.append(noticed)
+        if side == "deepy":
+            ends = [event["time"] for event in training.ends()]
+        return parts(training.steps, training.lines, ends, kills)
     finally:
         training.end()
 
@@ -114,7 +143,7 @@ def train(directory: Path, minutes: float, every: float, save_every: int) -> dic
 def parts(
     steps: Sequence[tuple[float, int]],
     lines: Sequence[tuple[float, str]],
-    ends: Sequence[Mapping[str, Any]],
+    ends: Sequence[float],
     kills: Sequence[Kill],
 ) -> dict[str, Any]:
     """Return the seconds of each part, and their shares.
@@ -122,19 +151,19 @@ def parts(
     Args:
         steps: Time at which each step was seen, and its number.
         lines: Time and text of each line of the output.
-        ends: Events of the ends of ranks, one for each kill.
+        ends: Time after each kill at which no rank trains any more.
         kills: The kills.
     """
     found = dict.fromkeys(("noticing", "restarting", "loading", "repeated"), 0.0)
     for kill, end in zip(kills, ends, strict=True):
-        after = [(at, step) for at, step in steps if at > end["time"]]
-        done = max(step for at, step in steps if at <= end["time"])
+        after = [(at, step) for at, step in steps if at > end]
+        done = max(step for at, step in steps if at <= end)
         first = after[0][0]
-        load = _between(lines, end["time"], first)
-        found["noticing"] += end["time"] - kill.time
+        load = _between(lines, end, first)
+        found["noticing"] += end - kill.time
         found["loading"] += load
-        found["restarting"] += first - end["time"] - load
-        again = [at for at, step in after if step <= done and at < _next_end(ends, end["time"])]
+        found["restarting"] += first - end - load
+        again = [at for at, step in after if step <= done and at < _next_end(ends, end)]
         if again:  # the first one of them ends the restart
             found["repeated"] += again[-1] - first
     seconds = steps[-1][0] - steps[0][0]
@@ -150,8 +179,8 @@ def parts(
     }
 
 
-def _next_end(ends: Sequence[Mapping[str, Any]], after: float) -> float:
-    return min((float(end["time"]) for end in ends if end["time"] > after), default=float("inf"))
+def _next_end(ends: Sequence[float], after: float) -> float:
+    return min((end for end in ends if end > after), default=float("inf"))
 
 
 def _between(lines: Sequence[tuple[float, str]], start: float, end: float) -> float:
@@ -166,11 +195,19 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--every", type=float, default=60, help="seconds between kills")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--side", action="append", choices=SIDES, help="sides that take turns (default: deepy)")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each side")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     arguments = parser.parse_args()
-    numbers = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load_before": os.getloadavg()}
-    with tempfile.TemporaryDirectory() as directory:
-        numbers |= train(Path(directory) / "run", arguments.minutes, arguments.every, arguments.save_every)
+    numbers: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
+    numbers["load_before"] = os.getloadavg()
+    for _ in range(arguments.rounds):
+        for side in arguments.side or ["deepy"]:
+            with tempfile.TemporaryDirectory() as directory:
+                run = Path(directory) / "run"
+                measured = train(run, side, arguments.minutes, arguments.every, arguments.save_every)
+            numbers.setdefault(side, []).append(measured)
+            print(side, measured["shares"], flush=True)
     numbers["load_after"] = os.getloadavg()
     print(json.dumps(numbers, indent=1))
     if arguments.out:
