@@ -15,7 +15,6 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
-from neox.checkpoint import supersede_all
 from neox.checkpoint.finding import names_of_checkpoints
 from neox.convert import find_source, from_hf
 from neox.errors import ConfigError, run_script
@@ -61,8 +60,6 @@ def main() -> None:
     if not args.overwrite:
         refuse_checkpoints(output)
     source = find_source(args.input_dir, args.revision)
-    if args.overwrite:
-        supersede_all(output)
     result = from_hf(
         source.directory,
         args.output_dir,
@@ -70,6 +67,7 @@ def main() -> None:
         model_parallel_size=args.model_parallel_size,
         precision=None if args.precision == "auto" else args.precision,
         adapter_dir=args.adapter,
+        overwrite=args.overwrite,
     )
     print(f"{result.checkpoint}: {result.parameters:,} parameters; model config in {result.config_file}")
 

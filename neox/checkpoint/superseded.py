@@ -36,7 +36,7 @@ def supersede_after(save: Path, kept: Path) -> list[Path]:
         return []
     with os_errors(CheckpointError, f"{save}: `latest` cannot be written"):
         write_text(save / LATEST, kept.name)
-    return _move(save, later)
+    return _move(save, later, f"this run continues from {kept.name}")
 
 
 def supersede_all(save: Path) -> list[Path]:
@@ -52,11 +52,11 @@ def supersede_all(save: Path) -> list[Path]:
         return []
     with os_errors(CheckpointError, f"{save}: `latest` cannot be removed"):
         (save / LATEST).unlink(missing_ok=True)
-    return _move(save, checkpoint_directories(save))
+    return _move(save, checkpoint_directories(save), "new ones take their place")
 
 
-def _move(save: Path, paths: Iterable[Path]) -> list[Path]:
-    """Move checkpoints; one whose name is taken gets a number."""
+def _move(save: Path, paths: Iterable[Path], why: str) -> list[Path]:
+    """Move checkpoints; one whose name is taken gets a number. `why` is logged."""
     directory = save / SUPERSEDED
     moved = []
     with os_errors(CheckpointError, f"{save}: checkpoints cannot be moved to {SUPERSEDED}/"):
@@ -69,6 +69,6 @@ def _move(save: Path, paths: Iterable[Path]) -> list[Path]:
                 target = directory / f"{path.name}.{number}"
                 number += 1
             os.rename(path, target)
-            _log.warning("moved %s to %s: this run goes on from an earlier step", path, target)
+            _log.warning("moved %s to %s: %s", path, target, why)
             moved.append(target)
     return moved

@@ -17,6 +17,7 @@ from neox.checkpoint import (
     discard,
     identity_state,
     stage_directory,
+    supersede_all,
     write_client_state,
     write_full_layer,
 )
@@ -60,6 +61,7 @@ def from_hf(
     model_parallel_size: int = 1,
     precision: Precision | None = None,
     adapter_dir: str | Path | None = None,
+    overwrite: bool = False,
 ) -> FromHFResult:
     """Write `output_dir/global_step0` in NeoX's layout, with `latest`, `config.yml` and the tokenizer next to it.
 
@@ -73,6 +75,7 @@ def from_hf(
         precision: Precision of the weights; None keeps the source's.
         adapter_dir: Directory of a LoRA adapter that `peft` wrote for this model. The checkpoint then has adapters,
             which are trained on, or added to the weights if it is read without `lora`.
+        overwrite: Whether checkpoints of `output_dir` are moved to `superseded`, once all layers have been written.
 
     Raises:
         ConfigError: For a degree that does not divide the network.
@@ -110,6 +113,8 @@ def from_hf(
     staged = stage_directory(output, 0)
     try:
         partial.move_to(staged)
+        if overwrite:
+            supersede_all(output)
         tokenizer = import_tokenizer(source, output)
         _import_generation_config(source, output)
         built = None if tokenizer is None else build_tokenizer("HFTokenizer", tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from neox.checkpoint import find_checkpoint
@@ -30,6 +31,14 @@ def test_there_and_back(tmp_path, run):
     refused = run("convert_from_hf.py", *again)
     assert refused.returncode == 2
     assert "global_step0" in refused.stderr
+    broken = tmp_path / "broken"
+    shutil.copytree(tmp_path / "hf", broken)
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    failed = run("convert_from_hf.py", "--input_dir", broken, "--output_dir", tmp_path / "back", "--overwrite")
+    assert failed.returncode != 0
+    assert find_checkpoint(tmp_path / "back").name == "global_step0"
+    assert not (tmp_path / "back" / "superseded").exists()
     assert run("convert_from_hf.py", *again, "--overwrite").returncode == 0
     assert (tmp_path / "back" / "superseded" / "global_step0").is_dir()
 
