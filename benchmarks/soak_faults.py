@@ -30,10 +30,8 @@ def _kill_in_set_up(training: Training, generator: random.Random) -> bool:
     A rank listens for the others from the moment at which it opens the store of the first group. That it was hit
     before the first step is in the event of its end.
     """
-    starts = len(training.starts())
-    if not _kill_rank(training, generator):
+    if not _restart_by_kill(training, generator):
         return False
-    wait(lambda: len(training.starts()) > starts or training.ended(), "restart")
     wait(lambda: any(map(listens, training.pids("rank"))) or training.ended(), "set-up of process groups")
     time.sleep(generator.uniform(0, 0.2))
     ends = len(training.ends())
@@ -125,12 +123,17 @@ def _fill_disk(training: Training, _: random.Random) -> bool:
 
 
 def _cut_off(training: Training, generator: random.Random) -> bool:
-    """Pull the cable of a host other than the launcher's, and plug it in again after the restart."""
+    """Pull the cable of a host other than the launcher's, and plug it in again after the restart.
+
+    If the run has shrunk to the launcher's host, a rank is killed first, so that it grows.
+    """
     assert isinstance(training, HostsTraining)
-    starts = len(training.starts())
+    if not training.other_hosts() and not _restart_by_kill(training, generator):
+        return False
     others = training.other_hosts()
-    if not others:  # the run has shrunk to the launcher's host
-        return _kill_rank(training, generator)
+    if not others:
+        return False
+    starts = len(training.starts())
     host = generator.choice(others)
     training.set_cable(host, "down")
     try:
@@ -138,6 +141,15 @@ def _cut_off(training: Training, generator: random.Random) -> bool:
         return True
     finally:
         training.set_cable(host, "up")
+
+
+def _restart_by_kill(training: Training, generator: random.Random) -> bool:
+    """Kill a rank, and wait for the restart; return whether there is one."""
+    starts = len(training.starts())
+    if not _kill_rank(training, generator):
+        return False
+    wait(lambda: len(training.starts()) > starts or training.ended(), "restart")
+    return not training.ended()
 
 
 def _ballast(training: Training) -> Path:
