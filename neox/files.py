@@ -118,7 +118,7 @@ def _temporary(path: Path) -> Path:
 
 
 def replace_file(source: Path, target: Path) -> None:
-    """Rename a fsynced file to `target` in the same directory, and fsync the directory. Raises OSError."""
+    """Rename a fsynced file to `target` on the same file system, and fsync its directory. Raises OSError."""
     os.replace(source, target)
     fsync_path(target.parent)
 

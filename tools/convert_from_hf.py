@@ -32,7 +32,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--revision", help="branch, tag or commit of the model on the hub (default: main)")
     add("--output_dir", required=True, help="a checkpoint directory; global_step0 is written into it")
-    add("--overwrite", action="store_true", help="move the checkpoints of the output directory to superseded/")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="move the checkpoints and the tokenizer of the output directory to superseded/",
+    )
     add("--adapter", metavar="DIR", help="a LoRA adapter of this model that peft has written")
     add("--model-parallel-size", type=int, default=1, help="tensor ranks of the files; any degree can load them")
     add(

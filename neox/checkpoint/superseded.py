@@ -1,4 +1,4 @@
-"""Checkpoints that a run leaves behind: those after the step to which it goes back, and those that it starts anew over.
+"""Checkpoints that a run or an import leaves behind: those after the step to which a run goes back, or all of them.
 
 They move to the directory `superseded`, so that they neither mix with the new history nor get lost.
 """
@@ -6,7 +6,7 @@ They move to the directory `superseded`, so that they neither mix with the new h
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from neox.checkpoint.names import LATEST, parse_step_directory
@@ -39,8 +39,12 @@ def supersede_after(save: Path, kept: Path) -> list[Path]:
     return _move(save, later, f"this run continues from {kept.name}")
 
 
-def supersede_all(save: Path) -> list[Path]:
+def supersede_all(save: Path, further_files: Sequence[str] = ()) -> list[Path]:
     """Move all checkpoints to `superseded`, and remove `latest`. One rank calls it.
+
+    Args:
+        save: Directory of the checkpoints.
+        further_files: Names of files next to the checkpoints that are moved as well, if they exist.
 
     Returns:
         Their new paths.
@@ -52,11 +56,12 @@ def supersede_all(save: Path) -> list[Path]:
         return []
     with os_errors(CheckpointError, f"{save}: `latest` cannot be removed"):
         (save / LATEST).unlink(missing_ok=True)
-    return _move(save, checkpoint_directories(save), "new ones take their place")
+    files = [save / name for name in further_files if (save / name).is_file()]
+    return _move(save, [*checkpoint_directories(save), *files], "the new ones take their place")
 
 
 def _move(save: Path, paths: Iterable[Path], why: str) -> list[Path]:
-    """Move checkpoints; one whose name is taken gets a number. `why` is logged."""
+    """Move checkpoints and files; one whose name is taken gets a number. `why` is logged."""
     directory = save / SUPERSEDED
     moved = []
     with os_errors(CheckpointError, f"{save}: checkpoints cannot be moved to {SUPERSEDED}/"):

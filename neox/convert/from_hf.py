@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,14 +25,15 @@ from neox.checkpoint import (
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.config import NeoXConfig
 from neox.convert.hf_directory import CONFIG, GENERATION_CONFIG, read_json, write_json
-from neox.convert.hf_tokenizer import import_tokenizer
+from neox.convert.hf_tokenizer import TOKENIZER_FILES, import_tokenizer
 from neox.convert.hf_weights import HFWeights
 from neox.convert.layouts import from_hf_layout, to_hf_layout
 from neox.convert.partial_import import PartialImport, fingerprint
 from neox.convert.read_peft import read_peft_adapter
 from neox.convert.verification import single_rank_plan
-from neox.errors import ConfigError, ConversionError
+from neox.errors import CheckpointError, ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
+from neox.files import fsync_path, replace_file
 from neox.log import get_logger, progress
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_of, yaml_keys
@@ -75,7 +77,8 @@ def from_hf(
         precision: Precision of the weights; None keeps the source's.
         adapter_dir: Directory of a LoRA adapter that `peft` wrote for this model. The checkpoint then has adapters,
             which are trained on, or added to the weights if it is read without `lora`.
-        overwrite: Whether checkpoints of `output_dir` are moved to `superseded`, once all layers have been written.
+        overwrite: Whether checkpoints, tokenizer and settings of generation in `output_dir` are moved to `superseded`,
+            once the source has been read.
 
     Raises:
         ConfigError: For a degree that does not divide the network.
@@ -110,26 +113,63 @@ def from_hf(
     except Exception:
         partial.discard()
         raise
-    staged = stage_directory(output, 0)
-    try:
-        partial.move_to(staged)
-        if overwrite:
-            supersede_all(output)
-        tokenizer = import_tokenizer(source, output)
-        _import_generation_config(source, output)
-        built = None if tokenizer is None else build_tokenizer("HFTokenizer", tokenizer)
-        client_state = {"iteration": 0, **_identity(replace(plan, layers=layers), built, model_parallel_size)}
-        if built is not None:
-            write_tokenizer_identity(staged, identify(built, tokenizer))
-        for rank in range(model_parallel_size):
-            write_client_state(staged, rank, client_state)
-        checkpoint = commit(staged)
-    except BaseException:
-        discard(staged)
-        raise
+    trained = replace(plan, layers=layers)
+    checkpoint, tokenizer = _commit(partial, source, output, trained, model_parallel_size, overwrite=overwrite)
     keys["padded_vocab_size"] = rows  # so that training and exports keep the rows of the embedding
     header = f"# Imported from {name or source.name}. Add data, batch and optimizer keys to train.\n"
     return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), layers.numel)
+
+
+def _commit(
+    partial: PartialImport, source: Path, output: Path, plan: RunPlan, ranks: int, *, overwrite: bool
+) -> tuple[Path, Path | None]:
+    """Write what belongs to the weights, and commit the checkpoint.
+
+    Nothing in `output` is replaced before the source has been read.
+
+    Args:
+        partial: The weights.
+        source: Directory with the tokenizer and the settings of generation.
+        output: Directory of checkpoints.
+        plan: The network.
+        ranks: Number of tensor ranks of the files.
+        overwrite: Whether older checkpoints and the files next to them are moved to `superseded`.
+
+    Returns:
+        The checkpoint, and the tokenizer's file; None if the source has none that can be read.
+
+    Raises:
+        ConversionError: For settings of generation that cannot be read.
+        CheckpointError: If the disk refuses.
+    """
+    staged = stage_directory(output, 0)
+    beside = staged.with_name(f"{staged.name}.files")  # those that lie next to the checkpoint
+    tokenizer = None
+    built = None
+    try:
+        partial.move_to(staged)
+        beside.mkdir()
+        copied = import_tokenizer(source, beside)
+        _import_generation_config(source, beside)
+        if copied is not None:
+            tokenizer = output / copied.name
+            built = build_tokenizer("HFTokenizer", copied)
+            write_tokenizer_identity(staged, identify(built, tokenizer))
+        client_state = {"iteration": 0, **_identity(plan, built, ranks)}
+        for rank in range(ranks):
+            write_client_state(staged, rank, client_state)
+        if overwrite:
+            supersede_all(output, further_files=(*TOKENIZER_FILES, GENERATION_CONFIG))
+        with os_errors(CheckpointError, f"{output}: files of the import cannot be moved there"):
+            for path in beside.iterdir():
+                fsync_path(path)
+                replace_file(path, output / path.name)
+        return commit(staged), tokenizer
+    except BaseException:
+        discard(staged)
+        raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _import_generation_config(source: Path, output: Path) -> None:

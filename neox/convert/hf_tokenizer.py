@@ -40,6 +40,8 @@ _CLASSES = MappingProxyType(
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 _COMPANIONS = (TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP, "added_tokens.json", TEMPLATE_FILE)
 """Files next to a `tokenizer.json` that travel with it: special tokens and the chat template."""
+TOKENIZER_FILES = (TOKENIZER_FILE, *_COMPANIONS)
+"""Files of a tokenizer that an import writes."""
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Files of tokenizers that transformers can turn into a `tokenizer.json`."""
 
@@ -267,8 +269,8 @@ def import_tokenizer(source: Path, output: Path) -> Path | None:
             AutoTokenizer.from_pretrained(str(source), local_files_only=True).save_pretrained(str(output))
         except (OSError, ValueError, ImportError) as error:
             _log.warning("%s: transformers cannot read the tokenizer: %s", source, error)
-    if copied.is_file():
-        return copied
+        if copied.is_file():
+            return copied
     _log.warning("%s has no tokenizer: set tokenizer_type and vocab_file in the configuration", source)
     return None
 

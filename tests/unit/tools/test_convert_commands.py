@@ -33,14 +33,20 @@ def test_there_and_back(tmp_path, run):
     assert "global_step0" in refused.stderr
     broken = tmp_path / "broken"
     shutil.copytree(tmp_path / "hf", broken)
-    weights = next(broken.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:-100])
+    (broken / "generation_config.json").write_text("{")  # read after all weights
     failed = run("convert_from_hf.py", "--input_dir", broken, "--output_dir", tmp_path / "back", "--overwrite")
     assert failed.returncode != 0
     assert find_checkpoint(tmp_path / "back").name == "global_step0"
     assert not (tmp_path / "back" / "superseded").exists()
     assert run("convert_from_hf.py", *again, "--overwrite").returncode == 0
     assert (tmp_path / "back" / "superseded" / "global_step0").is_dir()
+    assert (tmp_path / "back" / "superseded" / "tokenizer.json").is_file()
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+    (tmp_path / "hf" / "tokenizer.json").unlink()  # what an import before has left is not taken for the model's
+    without = run("convert_from_hf.py", *again, "--overwrite")
+    assert without.returncode == 0
+    assert "has no tokenizer" in without.stderr
+    assert "vocab_file" not in (tmp_path / "back" / "config.yml").read_text()
 
 
 def test_every_reason_at_once_and_before_files_are_looked_for(tmp_path, run):
