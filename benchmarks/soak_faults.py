@@ -75,12 +75,15 @@ def _stop_rank(training: Training, generator: random.Random) -> bool:
 
 
 def _flip_bit(training: Training, generator: random.Random) -> bool:
-    """Stop the ranks, so that nothing is saved meanwhile; flip a bit of the newest checkpoint; kill a rank."""
+    """Stop the ranks, so that nothing is saved meanwhile; flip a bit of the newest checkpoint; kill a rank.
+
+    Nothing is done while there is only one checkpoint: a run cannot go on without any.
+    """
     ranks = training.pids("rank")
     for pid in ranks:
         kill_process(pid, signal.SIGSTOP)
     newest = training.checkpoints()
-    if not ranks or not newest:
+    if not ranks or len(newest) < 2:
         for pid in ranks:
             kill_process(pid, signal.SIGCONT)
         return False

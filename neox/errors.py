@@ -57,6 +57,10 @@ class CheckpointError(NeoXError, ValueError):
     """A checkpoint that is missing, broken, or of another model."""
 
 
+class NoCheckpointError(CheckpointError):
+    """A directory of checkpoints of which none is complete."""
+
+
 class ConversionError(NeoXError, ValueError):
     """A model that the target format cannot express; lists every reason."""
 

@@ -22,11 +22,14 @@ from neox.checkpoint.names import (
 )
 from neox.checkpoint.staging import PENDING, checkpoint_directories, delete_checkpoint, is_kept_from_deletion
 from neox.checkpoint.weight_files import open_source
-from neox.errors import CheckpointError, ConfigError
+from neox.errors import CheckpointError, ConfigError, NoCheckpointError
 from neox.log import get_logger
 from neox.storage import CHECKPOINT_CACHE, is_remote
 
 _log = get_logger(__name__)
+
+WITHOUT_LOAD = "remove `load` to start from scratch"
+"""What a user can do if the key `load` leads to no checkpoint."""
 
 
 def find_checkpoint(
@@ -34,7 +37,7 @@ def find_checkpoint(
     iteration: int | None = None,
     *,
     verify: bool = True,
-    way_out: str = "remove `load` to start from scratch",
+    way_out: str = WITHOUT_LOAD,
 ) -> Path:
     """Return the checkpoint directory to load, and log the choice and its reason.
 
@@ -49,7 +52,8 @@ def find_checkpoint(
         way_out: What a user can do if there is no checkpoint, for the message.
 
     Raises:
-        CheckpointError: If none is complete, with a reason for each.
+        NoCheckpointError: If none is complete, with a reason for each.
+        CheckpointError: If the only one that may be loaded is not complete.
     """
     load = Path(load)
     if not load.is_dir():
@@ -66,7 +70,7 @@ def find_checkpoint(
         reasons.append(f"{path.name}: {'; '.join(problems)}")
         _log.warning("checkpoint %s is not complete: %s", path, "; ".join(problems))
     found = "\n  ".join(reasons) or "no global_stepN directories"
-    raise CheckpointError(f"load: no complete checkpoint in {load}:\n  {found}\n{way_out}")
+    raise NoCheckpointError(f"load: no complete checkpoint in {load}:\n  {found}\n{way_out}")
 
 
 def checkpoint_at(given: str | Path, cache: str | Path | None = None, needed: Choice = without_optimizer) -> Path:

@@ -31,6 +31,7 @@ from neox.checkpoint import (
     why_incomplete,
 )
 from neox.checkpoint.fetching import find_remote, partial_copy
+from neox.checkpoint.finding import WITHOUT_LOAD
 from neox.checkpoint.names import parse_step_directory
 from neox.checkpoint.partial_copies import origin_of
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
@@ -50,6 +51,7 @@ from neox.plan.run_identity import (
 from neox.storage import cached_address
 
 _log = get_logger(__name__)
+_WITHOUT_SAVED = "restore one from a copy, or move them all away to start from the beginning"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     if load is None or (is_own_directory and _is_empty(load)):
         return Start(run)
     _copy_if_absent(load, plan)
-    path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify)
+    way_out = _WITHOUT_SAVED if is_own_directory else WITHOUT_LOAD
+    path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify, way_out=way_out)
     reader = _open_same_model(path, plan, finetune=finetune)
     if is_own_directory:
         run = read_identity(path) or run

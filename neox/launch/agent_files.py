@@ -36,6 +36,7 @@ class Cause:
 
     REFUSED = "refused"  # a configuration that no rank can run
     DISK_FULL = "disk full"
+    NO_CHECKPOINT = "no checkpoint"  # all checkpoints to resume from are damaged
     NOT_FINITE = "not finite"  # a loss or a gradient norm
     REPLICAS = "replicas differ"  # data ranks hold different weights
 

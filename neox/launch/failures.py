@@ -38,7 +38,7 @@ def failure_text(lines: Sequence[str]) -> list[str]:
     if not begins:
         return list(lines[-_MAX_LINES:])
     first = begins.pop()
-    if plain[first].startswith(_ERROR) and len(lines) - first > _MAX_LINES:  # an old line that only looks like an error
+    if is_error_message(plain[first]) and len(lines) - first > _MAX_LINES:  # an old line that only looks like an error
         return list(lines[-_MAX_LINES:])
     while begins and _has_chain_mark(plain[begins[-1] : first]):
         first = begins.pop()
@@ -49,6 +49,11 @@ def begins_failure(line: str) -> bool:
     """Return whether a line on stderr is the first of a failure: a traceback, a crash, or the message of an error."""
     text = without_rank_mark(line)
     return text.strip() == _START or text.startswith((*_FATAL, _ERROR))
+
+
+def is_error_message(line: str) -> bool:
+    """Return whether a line is the first of a message that a script wrote for the user before it ended."""
+    return without_rank_mark(line).startswith(_ERROR)
 
 
 def without_rank_mark(line: str) -> str:

@@ -8,7 +8,7 @@ from enum import Enum
 
 from neox.launch.agent_files import FailureReport
 from neox.launch.events import Event
-from neox.launch.failures import begins_failure, failure_cause, is_secondary, without_rank_mark
+from neox.launch.failures import begins_failure, failure_cause, is_error_message, is_secondary, without_rank_mark
 from neox.launch.spec import LaunchSpec
 
 _MAX_MESSAGE = 160  # characters
@@ -107,12 +107,13 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """Last line that is not empty; the message of the exception, after a traceback."""
-        for line in reversed(self.lines):
-            text = without_rank_mark(line).strip()
-            if text:
-                return text
-        return ""
+        """First line of an error message, else the last line that is not empty: the exception, after a traceback."""
+        lines = [text for line in self.lines if (text := without_rank_mark(line).strip())]
+        if not lines:
+            return ""
+        if is_error_message(lines[0]):
+            return lines[0].removesuffix(":")
+        return lines[-1]
 
     def has_own_message(self) -> bool:
         """Return whether the rank has written a traceback or an error, and not only log lines."""

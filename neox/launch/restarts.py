@@ -114,8 +114,10 @@ def _why_useless(end: RunEnd, before: RunEnd | None) -> str:
         return "the configuration was rejected, and would be rejected again"
     if cause == Cause.DISK_FULL:
         return "a disk is full; free some space, and start the run again"
-    if cause != Cause.NOT_FINITE or before is None:
+    if before is None or before.reported_cause != cause:
         return ""
-    if before.reported_cause == Cause.NOT_FINITE and before.step == end.step:
+    if cause == Cause.NO_CHECKPOINT:
+        return "all checkpoints were found damaged for the second time"
+    if cause == Cause.NOT_FINITE and before.step == end.step:
         return f"the loss or gradient norm of step {end.step} was not finite for the second time"
     return ""

@@ -38,6 +38,13 @@ def test_consequences_have_one_line_each_and_the_cause_comes_last() -> None:
     assert not any("rank0" in line for line in lines)
 
 
+def test_the_message_is_the_first_line_of_an_error_and_the_last_of_a_traceback() -> None:
+    error = "error: no complete checkpoint in /save:\n  global_step4: damaged\nmove it away\n"
+    assert Failure(0, 1, text=error).message == "error: no complete checkpoint in /save"
+    assert Failure(0, 1, text=TRACEBACK).message == "ValueError: a reason"
+    assert Failure(0, -9).message == ""
+
+
 def test_an_error_that_ranks_share_is_written_once() -> None:
     failures = [Failure(rank, 1, text="error: the loss is not a number\n") for rank in range(4)]
     lines = explain(SPEC, failures[2], failures)

@@ -76,6 +76,16 @@ def test_a_loss_that_is_not_finite_is_tried_once_more() -> None:
     assert not policy.decide(failed(step=9, cause=Cause.NOT_FINITE)).restart
 
 
+def test_damaged_checkpoints_are_read_once_more() -> None:
+    """Another host may read them better."""
+    policy = RestartPolicy(10)
+    assert policy.decide(failed(step=7)).restart
+    assert policy.decide(failed(status=1, cause=Cause.NO_CHECKPOINT)).restart
+    decision = policy.decide(failed(status=1, cause=Cause.NO_CHECKPOINT))
+    assert not decision.restart
+    assert "damaged" in decision.reason
+
+
 def test_a_run_that_ended_well_or_was_asked_to_is_over() -> None:
     policy = RestartPolicy(10)
     for end in (RunEnd(EndKind.FINISHED, 0), RunEnd(EndKind.ASKED, 143), RunEnd(EndKind.ASKED, 0)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.errors import CheckpointError, ConfigError, NotFiniteError, TrainingError
+from neox.errors import CheckpointError, ConfigError, NoCheckpointError, NotFiniteError, TrainingError
 from neox.launch import Cause
 from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.train.failures import failure_report, reported_failures
@@ -26,6 +26,7 @@ def full_disk() -> CheckpointError:
         (NotFiniteError("loss nan", 12), Cause.NOT_FINITE, 12),
         (ConfigError("wrong"), Cause.REFUSED, None),
         (full_disk(), Cause.DISK_FULL, None),
+        (NoCheckpointError("all are damaged"), Cause.NO_CHECKPOINT, None),
     ],
 )
 def test_a_cause_that_decides_reaches_the_agent(
