@@ -7,7 +7,7 @@ Two CPU ranks train a small network and save every 20 steps. After a few saves, 
 
 - `deepy`: `deepy.py train.py --max-restarts 9`, with the parts: noticing, planning, and the start of the ranks;
 - `again`: the same without restarts; the command is typed again as soon as it has ended;
-- `torchrun`: `torchrun --max-restarts 9 train.py --payload ...`, which finds the newest checkpoint as well.
+- `torchrun`: `torchrun --max-restarts 1000 train.py --payload ...`, which finds the newest checkpoint as well.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from neox.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 100_000
+SAVE_EVERY = 20
 KILL_AFTER = 50
 SIDES = ("deepy", "again", "torchrun")
 
@@ -47,7 +48,12 @@ class Measured(Training):
         self.side = side
         keys = json.loads((directory / "soak.yml").read_text())
         restarts = 9 if side == "deepy" else 0
-        keys |= {"train_iters": STEPS, "checkpoint_factor": 20, "eval_interval": STEPS, "max_restarts": restarts}
+        keys |= {
+            "train_iters": STEPS,
+            "checkpoint_factor": SAVE_EVERY,
+            "eval_interval": STEPS,
+            "max_restarts": restarts,
+        }
         keys |= {"hang_timeout": 600, "save": str(self.save), "load": str(self.save)}
         (directory / "soak.yml").write_text(json.dumps(keys))
         self.keys = keys
@@ -97,10 +103,20 @@ class Measured(Training):
                 names.append(Path(f"/proc/{pid}/comm").read_text().strip())
         return names.count(WAITING_NAME) == self.ranks
 
+    def has_repeated(self, rows: int) -> bool:
+        """Return whether a step was trained again, as after a restart, since the metrics had so many lines."""
+        before = 0
+        for number, line in enumerate((self.run / "metrics.jsonl").read_text().splitlines()):
+            if line.endswith("}") and '"step"' in line:
+                iteration = json.loads(line)["iteration"]
+                if number >= rows and iteration <= before:
+                    return True
+                before = iteration
+        return False
+
     def rows(self) -> int:
         """Return the number of lines of the metrics."""
-        path = self.run / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        return (self.run / "metrics.jsonl").read_bytes().count(b"\n")
 
 
 def measure(work: Path, side: str) -> dict[str, float]:
@@ -110,17 +126,16 @@ def measure(work: Path, side: str) -> dict[str, float]:
     try:
         wait(lambda: training.step() >= KILL_AFTER or training.ended(), "steps")
         wait(lambda: training.is_warm() or training.ended(), "warm processes")
+        # between two checkpoints, so that the first step after the restart is one that was trained before
+        wait(lambda: SAVE_EVERY // 4 <= training.step() % SAVE_EVERY <= SAVE_EVERY // 2, "steps after a checkpoint")
+        rows = training.rows()
         killed = time.time()
         os.kill(training.rank_to_kill(), signal.SIGKILL)
         if side == "again":
             wait(training.ended, "end of the run")
-        else:
-            time.sleep(0.5)  # steps that were under way are in the metrics
-        rows = training.rows()
-        if side == "again":
             training.start()
-        wait(lambda: training.rows() > rows or (side != "again" and training.ended()), "next step")
-        if training.rows() == rows:
+        wait(lambda: training.has_repeated(rows) or training.ended(), "next step")
+        if not training.has_repeated(rows):
             raise SoakError(f"the run ended: see {training.directory / 'log'}")
         parts = {"all": time.time() - killed}
         if side == "deepy":

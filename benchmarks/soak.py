@@ -1,9 +1,10 @@
 """Soak of runs that heal themselves: random faults in trainings, until they end exactly as undisturbed ones.
 
-    benchmarks/soak.py --faults 300 --out soak.json [--seed 0] [--work DIRECTORY] [--minutes M] [--scenario NAME ...]
+    benchmarks/soak.py --faults 300 --out FILE.json [--seed 0] [--each 5] [--work DIRECTORY] [--minutes M]
+        [--scenario NAME ...]
 
-Each training is `deepy.py train.py` on this machine, one or two ranks of a small network in one of SCENARIOS; two of
-them are on hosts, network namespaces with ssh between them (needs root, pdsh and sshd; left out without).
+Each training is one `deepy.py train.py` of a small network with one or two ranks. Two of the SCENARIOS run on several
+hosts (network namespaces with ssh between them). They need root, pdsh and sshd, and are skipped otherwise.
 Faults come at random steps: a rank, an agent or the launcher is killed (SIGKILL), a rank is killed while process groups
 are set up or while the disk is slow (each fsync takes longer), a rank or an agent is stopped (SIGSTOP), a bit of the
 newest checkpoint is flipped and then a rank killed, the disk is filled, a host is cut off. After a fault that the
@@ -13,7 +14,7 @@ Checked after each: the run goes on from a checkpoint at least as new as the new
 flipped bit: the one before it). At the end: no process is left, and the loss of every step is that of the undisturbed
 run, bit for bit; within 2e-6 if the number of ranks has changed.
 
-Everything follows from the seed and the number of a training, but not the moments inside a step. Results are written
+The seed and the number of a training determine everything except the moment inside a step. Results are written
 after each training; the same command with the same --out goes on.
 """
 
@@ -50,6 +51,7 @@ from tests.end_to_end.network_namespaces import why_not
 
 FAULTS_OF_TRAINING = 5
 TOLERANCE = 2e-6  # of a loss, after a change of the number of ranks
+SOON_SECONDS = 5  # for the same; sshd's processes end after the connections
 END_SECONDS = 60  # until no process is left; a host that is cut off notices it after 30 s
 
 
@@ -106,6 +108,7 @@ def train_with_faults(work: Path, number: int, scenario: str, faults: Sequence[s
     started = time.monotonic()
     generator = random.Random(f"{seed} {number} moments")
     directory = work / f"training-{number}"
+    shutil.rmtree(directory, ignore_errors=True)  # of a soak that was interrupted
     with disk(work / f"disk-{number}") as mounted, training_of(directory, scenario, mounted) as training:
         try:
             expected = undisturbed(work, scenario)
@@ -134,10 +137,11 @@ def _check_end(training: Training, expected: Mapping[int, float], *, may_end_lat
     """
     if training.process is not None and training.process.returncode:
         raise SoakError(f"the run ended with status {training.process.returncode}")
-    if may_end_later:
-        wait(lambda: not training.pids(), "end of all processes", END_SECONDS)
-    if left := training.pids():
-        raise SoakError(f"processes are left: {left}")
+    deadline = time.monotonic() + (END_SECONDS if may_end_later else SOON_SECONDS)
+    while left := training.pids():
+        if time.monotonic() > deadline:
+            raise SoakError(f"processes are left: {left}")
+        time.sleep(0.1)
     losses = training.losses()
     same_layout = len({start["ranks"] for start in training.starts()}) == 1
     tolerance = 0.0 if same_layout else TOLERANCE
@@ -221,6 +225,8 @@ def soak(
         scenario, chosen = plan_of_training(len(results), seed, scenarios, min(each, left))
         results.append(train_with_faults(work, len(results), scenario, chosen, seed))
         report(results)
+        if results[-1].problems and not results[-1].faults:
+            break  # trainings do not even start
     return results
 
 
@@ -262,6 +268,9 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # after the running training is ended
     scenarios = tuple(arguments.scenario or possible_scenarios())
+    if impossible := set(scenarios).difference(possible_scenarios()):
+        print(f"error: {', '.join(sorted(impossible))}: {why_not()}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         results = soak(

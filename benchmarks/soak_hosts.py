@@ -46,7 +46,7 @@ class HostsTraining(Training):
         return super().environment() | self.machines.environment
 
     def pids(self, role: str | None = None) -> list[int]:
-        """Return the living processes of this training, of one role or all; on other hosts agents have no mark."""
+        """Return the living processes, of one role or all. Those on the hosts count even without the mark."""
         inside = [pid for pid in self.machines.pids() if role is None or has_role(pid, role)]
         return sorted({*super().pids(role), *inside})
 

@@ -1,6 +1,7 @@
 """Useful time of a training with one kill a minute, and what the rest of the time is spent on.
 
-    benchmarks/useful_time.py [--minutes 15] [--every 60] [--save-every 50] [--side SIDE] [--rounds 1] [--out FILE.json]
+    benchmarks/useful_time.py [--minutes 15] [--every 60] [--save-every 50] [--side SIDE ...] [--rounds 1]
+        [--out FILE.json]
 
 Two CPU ranks train a small network, and save often, in the background. Every minute one of them is killed (SIGKILL), in
 turn, because a rank that fails again within a minute of its start waits on purpose. Several sides take turns, each for
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.restart_time import SIDES, Measured
-from benchmarks.soak_training import wait
+from benchmarks.soak_training import SoakError, wait
 
 _LOADING = "loading checkpoint"
 _TRAINING = "training from iteration"
@@ -119,6 +120,8 @@ def train(directory: Path, side: str, minutes: float, every: float, save_every: 
     ends: list[float] = []
     try:
         wait(lambda: training.look() or training.steps or training.ended(), "first step")
+        if not training.steps:
+            raise SoakError(f"the run ended: see {training.directory / 'log'}")
         started = training.steps[0][0]
         end = started + 60 * minutes
         while time.time() < end and not training.ended():
@@ -151,7 +154,7 @@ def parts(
     Args:
         steps: Time at which each step was seen, and its number.
         lines: Time and text of each line of the output.
-        ends: Time after each kill at which no rank trains any more.
+        ends: Time after each kill from which on no rank trains.
         kills: The kills.
     """
     found = dict.fromkeys(("noticing", "restarting", "loading", "repeated"), 0.0)
@@ -175,7 +178,7 @@ def parts(
         "steps_with_repeated": len(steps),
         "parts": {name: round(value, 1) for name, value in found.items()},
         "shares": {name: round(value / seconds, 4) for name, value in found.items()},
-        "each_kill": {name: round(value / len(kills), 2) for name, value in found.items() if name != "useful"},
+        "each_kill": {name: round(value / max(1, len(kills)), 2) for name, value in found.items() if name != "useful"},
     }
 
 
