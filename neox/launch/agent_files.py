@@ -1,7 +1,8 @@
 """Files by which a host's agent, its ranks and the launcher's remote commands exchange state.
 
-They are in a private temporary directory: the agent's process id, a file by which ranks report progress, their answers
-to signals, and why they have failed. Secrets wait next to that directory until the agent reads them.
+They are in a private temporary directory: the agent's process id and start time, a file by which ranks report
+progress, their answers to signals, and why they have failed. Secrets wait next to that directory until the agent reads
+them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from neox.errors import LaunchError
+from neox.files import write_text
 from neox.launch.lifeline import is_alive, process_start
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
@@ -65,27 +67,22 @@ def agent_directory(run_id: str, node_rank: int) -> Path:
 
 
 def create_agent_directory(run_id: str, node_rank: int) -> Path:
-    """Create the directory of this process, an agent, with its process id in it."""
+    """Create the directory of this process, an agent, with its process id and start time in it."""
     directory = agent_directory(run_id, node_rank)
     _remove_old_entries(directory.parent)
     directory.mkdir(mode=0o700)
-    (directory / "pid").write_text(f"{os.getpid()} {process_start(os.getpid())}")
+    write_text(directory / "pid", f"{os.getpid()} {process_start(os.getpid())}")
     return directory
 
 
 def agent_pid(directory: Path) -> int | None:
-    """Return the process id of the agent that a directory belongs to; None if it has ended.
-
-    If it has ended, another process may have its number. That one is not taken for it.
-
-    Raises:
-        ValueError: Another version of this project has written the directory.
-    """
-    with suppress(FileNotFoundError):
-        pid, start = (directory / "pid").read_text().split()
-        if is_alive(int(pid)) and process_start(int(pid)) == start:
-            return int(pid)
-    return None
+    """Return the process id of a directory's agent; None if it has ended, even if another process has its id now."""
+    try:
+        pid, _, start = (directory / "pid").read_text().partition(" ")
+    except FileNotFoundError:
+        return None
+    is_same = not start or process_start(int(pid)) == start  # earlier versions did not write the time
+    return int(pid) if is_same and is_alive(int(pid)) else None
 
 
 def _remove_old_entries(user_directory: Path) -> None:

@@ -29,7 +29,7 @@ _LOOK_SECONDS = 1.0
 _READ_BYTES = 65536
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = "01"
-_START_FIELD = 19  # of those that follow the name in /proc/PID/stat (proc(5) numbers it 22)
+_START_FIELD = 19  # index among the fields after the name (field 22 in proc(5))
 
 
 def parent_death_hook(signum: int = signal.SIGKILL) -> Callable[[], None]:
@@ -69,7 +69,7 @@ def process_state(pid: int) -> str:
 
 
 def process_start(pid: int) -> str:
-    """Return when a process started, in the kernel's clock ticks since its boot; "" without a process.
+    """Return when a process started, in clock ticks since the kernel booted; "" without a process.
 
     Together with the number it identifies a process: a later one with the same number has started later.
     """

@@ -108,7 +108,7 @@ def path_state(path: Path) -> dict[str, Any]:
 
 
 def signal_agent(run_id: str, node_rank: int, signum: int) -> bool:
-    """Signal the agent of a start on this host; return whether it is there."""
+    """Signal the agent that runs a start on this host; return whether there is one."""
     pid = agent_pid(agent_directory(run_id, node_rank))
     if pid is None:
         return False

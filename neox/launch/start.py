@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -37,18 +36,20 @@ from neox.launch.commands import (
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
 from neox.launch.hosts import is_this_machine
-from neox.launch.lifeline import parent_death_hook
 from neox.launch.orders import signal_order
 from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.placement import Placement
 from neox.launch.rendezvous import master_address, master_port
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
+from neox.log import get_logger
 
+_log = get_logger(__name__)
 _PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 _KEEPS_AGENTS = ("local", "pdsh")
 _SECRETS_SECONDS = 15
-_KILL_SECONDS = 2.0  # for the end of agents that do not answer
+_KILL_SECONDS = 10.0  # longer than ssh tries to connect
+_LEFT_THERE = "processes of this run may be left there: `pgrep -f neox.launch` shows them"
 _MAX_NAMED = 3  # hosts in a message
 
 
@@ -221,7 +222,10 @@ def _launch_to_stay(
     if not over_ssh:
         return Supervisor(spec, (), signal_agents, advice, agents).run(environment)
     with RemoteKills(spec, environment, runner.ssh_port) as kills:
-        supervisor = Supervisor(spec, (), signal_agents, advice, agents, over_ssh=True, kill_agent=kills.start)
+        running = set(range(len(spec.hosts))).difference(new)
+        supervisor = Supervisor(
+            spec, (), signal_agents, advice, agents, over_ssh=True, kill_agent=kills.start, running=running
+        )
         return supervisor.run(environment)
 
 
@@ -269,7 +273,7 @@ def _launch_pdsh(spec: LaunchSpec, environment: Mapping[str, str], ssh_port: int
 
 
 class RemoteKills:
-    """Connections that kill agents of a run that do not answer. The end of the context waits for them, but not long.
+    """Ssh connections that kill agents that do not respond. Leaving the context waits for them, for at most 10 s.
 
     Args:
         spec: The run.
@@ -281,35 +285,42 @@ class RemoteKills:
         self._spec = spec
         self._environment = dict(environment)
         self._ssh_port = ssh_port
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: dict[str, subprocess.Popen[bytes]] = {}  # by the host's name
 
     def __enter__(self) -> Self:
         return self
 
     def start(self, node_rank: int) -> None:
-        """Kill the agent of a host, whose ranks end with it. This does not wait until it is done."""
+        """Begin to kill the agent of a host, whose ranks end with it."""
         words = [*module_command(self._spec, "neox.launch.remote"), "signal", self._spec.run_id, str(node_rank)]
         words.append(str(int(signal.SIGKILL)))
-        host = self._spec.hosts_with_agents[node_rank]
+        host = self._spec.hosts[node_rank]
         command = ssh_command(host, words, self._ssh_port, more_ssh_options(self._environment))
         quiet = subprocess.DEVNULL
-        process = subprocess.Popen(
-            command,
-            env=self._environment,
-            stdin=quiet,
-            stdout=quiet,
-            stderr=quiet,
-            preexec_fn=parent_death_hook(signal.SIGTERM),
-        )
-        self._started.append(process)
+        try:
+            self._started[host.name] = subprocess.Popen(
+                command,
+                env=self._environment,
+                stdin=quiet,
+                stdout=quiet,
+                stderr=quiet,
+                start_new_session=True,  # a terminal's Ctrl-C is not for this process
+            )
+        except OSError as error:
+            _log.warning("%s: ssh cannot be started (%s); %s", host.name, error.strerror, _LEFT_THERE)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
-        for process in self._started:
-            with suppress(subprocess.TimeoutExpired):  # the host is gone; ssh ends when it has tried long enough
-                process.wait(max(0.0, deadline - time.monotonic()))
+        for host, process in self._started.items():
+            try:
+                status = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = process.wait()
+            if status:
+                _log.warning("%s: the agent there does not respond, and cannot be killed; %s", host, _LEFT_THERE)
 
 
 def send_secrets(

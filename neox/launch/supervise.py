@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -40,6 +40,10 @@ _END_RANKS_SECONDS = 3.0  # in which agents that may stay must have ended their 
 _END_SECONDS = 4.0
 _HANG_SECONDS = 6.0
 _TWICE_SECONDS = 1.0  # between two Ctrl-C that end a run whose script answers them
+# of silence of an agent behind ssh; ssh notices a lost network before, and then no agent can be killed
+_STUCK_SECONDS = LOST_SECONDS + 5.0
+_SILENT_SECONDS = 2.0  # an agent writes every second
+_FIRST_EVENT_SECONDS = 300.0  # in which an agent must have started behind ssh
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONNECTION_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): (?P<how>ssh (?:exited with exit code|killed by signal) \d+)")
 
@@ -57,8 +61,9 @@ class Supervisor:
         advice: Line that is printed before the explanation of a failure.
         agents: Processes of agents that may stay after a failure; None if they end with this run.
         over_ssh: Whether these processes are ssh connections, whose end means that a host is lost.
-        kill_agent: Function that kills the agent of a host, given its number, although it does not answer; None if it
-            ends with the launcher's processes.
+        kill_agent: Function that kills an agent that does not respond, given the number of its host. None if agents
+            end with the launcher's processes.
+        running: Numbers of the hosts whose agents run already, because they have stayed.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Supervisor:
         *,
         over_ssh: bool = False,
         kill_agent: Callable[[int], None] | None = None,
+        running: Iterable[int] = (),
     ) -> None:
         self.spec = spec
         self.advice = advice
@@ -87,7 +93,9 @@ class Supervisor:
         self.failures: list[Failure] = []  # in the order of their reports
         self.hosts_done: dict[int, int] = {}  # exit status of the agent
         self.hosts_lost: dict[int, str] = {}  # what happened to the connection
-        self.heard_at: dict[int, float] = {}
+        self.started_at = time.monotonic()
+        self.heard_at: dict[int, float] = dict.fromkeys(running, self.started_at)
+        self.disconnected: set[int] = set()  # lost hosts whose connections have ended
         self.hosts_with_stacks: set[int] = set()
         self.hung = False
         self.stopped_rank: int | None = None  # of a run that hung
@@ -114,6 +122,7 @@ class Supervisor:
                 self.agents.start(command, environment)
             self._watch(self.agents.selector)
         finally:
+            self._kill_stuck_agents()
             self.agents.keep(self._staying_hosts())
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -148,11 +157,29 @@ class Supervisor:
         self.end_at = time.monotonic() + limit + _END_SECONDS
 
     def _check_heartbeats(self, now: float) -> None:
+        """Note the hosts from which nothing has been heard for too long."""
+        limit = LOST_SECONDS if self.kill_agent is None else _STUCK_SECONDS
+        for node in range(len(self.spec.hosts)):
+            heard_at = self.heard_at.get(node)
+            if node in self.hosts_done:
+                continue
+            if heard_at is not None and now - heard_at > limit:
+                self._lose(node, f"nothing heard for {limit:.0f} s")
+            elif heard_at is None and self.kill_agent is not None and now - self.started_at > _FIRST_EVENT_SECONDS:
+                self._lose(node, f"its agent has not started within {_FIRST_EVENT_SECONDS:.0f} s")
+
+    def _kill_stuck_agents(self) -> None:
+        """Kill the agents that are silent at the end of the run. A stopped one cannot notice that its connection ends.
+
+        Those whose connection has ended are left out: their hosts are probably gone.
+        """
+        if self.kill_agent is None:
+            return
+        now = time.monotonic()
         for node, heard_at in self.heard_at.items():
-            if node not in self.hosts_done and now - heard_at > LOST_SECONDS:
-                if node not in self.hosts_lost and self.kill_agent is not None:
-                    self.kill_agent(node)  # a stopped process does not notice the end of its connection
-                self._lose(node, f"nothing heard for {LOST_SECONDS:.0f} s")
+            is_silent = now - heard_at > _SILENT_SECONDS
+            if is_silent and node not in self.hosts_done and node not in self.disconnected:
+                self.kill_agent(node)
 
     def _check_connections(self) -> None:
         """Note the hosts whose ssh connection has ended without a report of the agent."""
@@ -161,6 +188,7 @@ class Supervisor:
         for node, host in enumerate(self.spec.hosts):
             status = self.agents.connection_end(host.name)
             if status is not None and node not in self.hosts_done:
+                self.disconnected.add(node)
                 self._lose(node, f"ssh exited with exit code {status}")
 
     def _lose(self, node: int, how: str) -> None:
@@ -218,6 +246,7 @@ class Supervisor:
         """Take pdsh's message that ssh to a host has failed, unless the agent there has reported its end."""
         for node, known in enumerate(self.spec.hosts):
             if known.name == host and node not in self.hosts_done:
+                self.disconnected.add(node)
                 self._lose(node, how)
 
     def _take_event(self, event: Event) -> None:

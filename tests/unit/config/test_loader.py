@@ -216,7 +216,7 @@ def test_a_whole_file_given_again_is_one_problem(tmp_path):
     text = "".join(f"{key}: 8\n" for key in keys)
     first = write(tmp_path / "first.yml", text)
     second = write(tmp_path / "second.yml", text)
-    problem, *_ = problems([first, second])
+    (problem,) = problems([first, second])
     assert problem.keys == keys
     assert (problem.source.file, problem.source.line) == (str(second), 1)
     assert f"4 keys are also given in {first}: `num_layers` (line 1), `hidden_size` (line 2)" in problem.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from neox.config.sections.runner import RunnerConfig
-from neox.launch import Host, LaunchSpec
+from neox.launch import Host, LaunchSpec, supervise
 from neox.launch.agent_processes import AgentProcesses
 from neox.launch.doctor import Checks, examine
 from neox.launch.lifeline import is_alive
@@ -119,6 +120,46 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_with_its_warm_process(
     assert run(spec(tmp_path, "second", "", (A, C)), environment, agents).kind is EndKind.FINISHED
     assert facts(tmp_path, "second", 0)[0] == facts(tmp_path, "first", 0)[0]
     assert facts(tmp_path, "second", 1) == [str(waiting), "neox-rank"]
+
+
+def test_a_stopped_agent_is_killed_although_another_rank_has_failed(
+    tmp_path: Path, environment: dict[str, str], agents: AgentProcesses
+) -> None:
+    """A stopped process does not notice that its connection has ended."""
+    threading.Thread(target=stop_agent, args=(tmp_path, 0, True), daemon=True).start()
+    end = run(spec(tmp_path, "first", "fail", (A, B)), environment, agents)
+    assert (end.kind, end.rank) == (EndKind.RANK, 1)
+    wait(lambda: not is_alive(int(facts(tmp_path, "first", 0)[0])))
+
+
+def test_an_agent_that_stops_is_lost_and_killed(
+    tmp_path: Path, environment: dict[str, str], agents: AgentProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_STUCK_SECONDS", 3.0)
+    threading.Thread(target=stop_agent, args=(tmp_path, 1, False), daemon=True).start()
+    end = run(spec(tmp_path, "first", "fail", (A, B)), environment, agents)
+    assert (end.kind, end.hosts) == (EndKind.HOST, ("host-b",))
+    assert "nothing heard for 3 s" in end.cause
+    wait(lambda: not is_alive(int(facts(tmp_path, "first", 1)[0])))
+
+
+def test_an_agent_that_never_starts_is_lost(
+    tmp_path: Path, environment: dict[str, str], agents: AgentProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_FIRST_EVENT_SECONDS", 3.0)
+    (tmp_path / "ssh").write_text(f"""#!/bin/sh\ncase "$*" in *host-b*) exec sleep 600;; esac\n{SSH}""")
+    end = run(spec(tmp_path, "first", "", (A, B)), environment, agents)
+    assert (end.kind, end.hosts) == (EndKind.HOST, ("host-b",))
+    assert "not started within 3 s" in end.cause
+
+
+def stop_agent(tmp_path: Path, rank: int, fail: bool) -> None:
+    """Stop the agent of a rank once all ranks run; then let rank 1 end, or not."""
+    wait(lambda: all((tmp_path / f"first.{each}").exists() and facts(tmp_path, "first", each) for each in (0, 1)))
+    os.kill(int(facts(tmp_path, "first", rank)[0]), signal.SIGSTOP)
+    if fail:
+        time.sleep(supervise._SILENT_SECONDS + 0.5)
+        (tmp_path / "go").touch()
 
 
 @pytest.mark.slow
