@@ -21,7 +21,7 @@ from neox.shipped_files import shipped_config
 OVERRIDES = "overrides"
 """Section of a file whose keys replace those of earlier files."""
 _SUFFIXES = (".yml", ".yaml", ".json")
-_MAX_REPEATED = 3  # keys of a file that an earlier file gives as well; more are one problem
+_MAX_REPEATED = 3  # repeated keys of an earlier file that are reported one by one; more become one problem
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _add_key(key: str, parsed: ParsedFile, flat: FlatKeys) -> None:
 
 
 def _report_repeated(keys: Sequence[str], parsed: ParsedFile, flat: FlatKeys) -> None:
-    """Report keys of a file that earlier files give as well: each one, or all of a file together if they are many."""
+    """Report the keys that earlier files also give: a problem per key, or a single one per earlier file if many."""
     by_file: dict[str, list[str]] = {}
     for key in keys:
         by_file.setdefault(flat.sources[key].file, []).append(key)

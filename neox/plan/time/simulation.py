@@ -97,7 +97,7 @@ class _Simulation:
         self._backward = backward
         self._handoff = handoff
         self._orders: list[list[Pass]] = []
-        self._places: list[list[int]] = []  # of the chunks of each rank
+        self._places: list[list[int]] = []  # place of each chunk, by rank
         self.done: list[list[TimedPass]] = []
         for rank in range(ranks):
             self._orders.append(schedule.order(rank, ranks, chunks, micro_batches))
