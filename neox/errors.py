@@ -69,6 +69,19 @@ class LaunchError(NeoXError, RuntimeError):
     """Processes that could not be started, or that ended badly."""
 
 
+class UnreachableHostError(LaunchError):
+    """Hosts that do not answer, without which a run cannot start.
+
+    Args:
+        message: The message.
+        hosts: Names of the hosts.
+    """
+
+    def __init__(self, message: str, hosts: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.hosts = hosts
+
+
 class TrainingError(NeoXError, RuntimeError):
     """Training that must stop: losses or norms that are not finite, too many skipped steps."""
 

@@ -18,6 +18,8 @@ _MAX_ARGUMENT = 120_000  # characters; a remote command is a single argument, an
 _MAX_SHOWN_WORD = 80
 MAX_CONNECTIONS = 128
 """Number of hosts to which this machine opens ssh connections at the same time."""
+SSH_FAILED = 255
+"""Exit status of ssh if it could not connect, or lost the connection."""
 SSH_OPTIONS = (
     "-oBatchMode=yes",
     "-oConnectTimeout=6",

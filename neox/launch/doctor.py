@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from neox.launch.commands import MAX_CONNECTIONS, module_command, more_ssh_options, ssh_command
+from neox.launch.commands import MAX_CONNECTIONS, SSH_FAILED, module_command, more_ssh_options, ssh_command
 from neox.launch.hosts import is_this_machine
 from neox.launch.links import LinkMeasurement, measure_links
 from neox.launch.remote import PROBE_MARK, code_hash, encode_request
@@ -73,6 +73,7 @@ class HostReport:
         notes: Facts that are not problems.
         seconds: Time until the answer.
         link_speed: Bytes per second over the slowest link to other hosts; None if it was not measured.
+        unreachable: Whether ssh could not reach it, or it did not answer in time.
     """
 
     host: Host
@@ -81,6 +82,7 @@ class HostReport:
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     link_speed: float | None = None
+    unreachable: bool = False
 
 
 def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) -> list[HostReport]:
@@ -171,11 +173,13 @@ def _ask(
         done = _run_probe(command, environment, checks.seconds, others_are_done)
         _read_answer(report, done, spec)
     except subprocess.TimeoutExpired:
+        report.unreachable = True
         report.problems.append(
             f"no answer within {checks.seconds:.0f} s: is it up, and does `ssh {host.name} true` work? If it is only "
             f"busy, wait longer with --set doctor_timeout={2 * checks.seconds:.0f}"
         )
     except _GivenUpError:
+        report.unreachable = True
         report.problems.append("it was lost, and did not answer while the others did")
     except OSError as error:
         report.problems.append(f"{command[0]} cannot be started: {error.strerror}")
@@ -237,7 +241,8 @@ def _read_answer(report: HostReport, done: subprocess.CompletedProcess[str], spe
             return
     last = (done.stderr.strip() or "(no message)").splitlines()[-1]
     name = report.host.name
-    if done.returncode == 255:
+    if done.returncode == SSH_FAILED:
+        report.unreachable = True
         report.problems.append(f"ssh failed: {last}; try `ssh {name} true` (keys, host name, port)")
     elif done.returncode in (126, 127):
         report.problems.append(f"no Python at {spec.python} there: {last}; install the same environment at that path")
@@ -263,6 +268,7 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
     _compare_versions(answered, "torch", "torch", "run `make install` there")
     _compare_versions(answered, "deepspeed", "deepspeed", "run `make install` there")
     _compare_products(answered)
+    most_accelerators = max(report.answer["accelerators"] for report in answered)
     for report in answered:
         if report.answer["code"] != code:
             report.problems.append(
@@ -271,7 +277,7 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
             )
         if not report.answer["product"]:
             report.problems.append("its processor multiplies wrongly: leave it out, and have it repaired")
-        _judge_accelerators(report)
+        _judge_accelerators(report, others_have_some=most_accelerators > 0)
         _judge_port(report, spec)
         _judge_paths(report, checks)
         _judge_clock(report)
@@ -301,10 +307,12 @@ def _compare_products(answered: Sequence[HostReport]) -> None:
             )
 
 
-def _judge_accelerators(report: HostReport) -> None:
+def _judge_accelerators(report: HostReport, *, others_have_some: bool) -> None:
     slots = len(report.host.slots)
     accelerators = report.answer["accelerators"]
-    if accelerators == 0:
+    if accelerators == 0 and others_have_some:
+        report.problems.append("no accelerator, unlike other hosts: look at its driver (`nvidia-smi`), or leave it out")
+    elif accelerators == 0:
         report.notes.append("no accelerator: CPU ranks")
     elif accelerators < slots:
         report.problems.append(f"{slots} slots, but only {accelerators} accelerator(s): lower slots or num_gpus")

@@ -18,10 +18,11 @@ from typing import Self
 
 from neox.config.sections.healing import HealingConfig
 from neox.config.sections.runner import RunnerConfig
-from neox.errors import LaunchError
+from neox.errors import LaunchError, UnreachableHostError
 from neox.launch.agent_processes import AgentProcesses
 from neox.launch.commands import (
     MAX_CONNECTIONS,
+    SSH_FAILED,
     agent_command,
     check_length,
     module_command,
@@ -342,6 +343,7 @@ def send_secrets(
         numbers: Numbers of the hosts; None for all.
 
     Raises:
+        UnreachableHostError: A host does not answer.
         LaunchError: A host has not taken them.
     """
     if numbers is None:
@@ -363,9 +365,13 @@ def send_secrets(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"secrets: no answer from {host.name} within {_SECRETS_SECONDS} s") from None
+            message = f"secrets: no answer from {host.name} within {_SECRETS_SECONDS} s"
+            raise UnreachableHostError(message, (host.name,)) from None
         if done.returncode:
-            raise LaunchError(f"secrets could not be sent to {host.name}: {done.stderr.strip()[-300:]}")
+            message = f"secrets could not be sent to {host.name}: {done.stderr.strip()[-300:]}"
+            if done.returncode == SSH_FAILED:
+                raise UnreachableHostError(message, (host.name,))
+            raise LaunchError(message)
 
     with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(numbers))) as pool:
         list(pool.map(send, numbers))

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from neox import is_own_script
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
-from neox.errors import ConfigError, LaunchError
+from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch.agent_processes import AgentProcesses
 from neox.launch.command_line import (
     INFERENCE,
@@ -53,8 +53,8 @@ from neox.plan.search import Suggestion
 from neox.plan.search_start import divisible_config
 from neox.preflight.checks import nvme_paths
 from neox.preflight.data_checks import data_prefixes
-from neox.preflight.fit_hosts import FitHosts, can_change_hosts, fit_hosts, with_spares
-from neox.preflight.host_checks import capabilities_of, check_memory
+from neox.preflight.fit_hosts import can_change_hosts, fit_hosts, too_few_hosts, with_spares
+from neox.preflight.host_checks import capabilities_of, check_memory, hosts_without_room
 from neox.preflight.measure import measure_layouts
 from neox.preflight.next_steps import next_steps
 from neox.preflight.own_run import finished_note, unfinished_note
@@ -130,7 +130,7 @@ class _Prepared:
     runner: RunnerConfig
     reports: list[HostReport]
     must_ask: bool
-    left_out: Mapping[str, str]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Command:
@@ -244,15 +244,18 @@ class _Command:
             directory = reserve(self._run_directory(), self.save, script.name, held)
             if prepared.job.trains and self._has_finished(prepared.planned.plan, directory):
                 return 0
-            while True:
-                end = self._launch(prepared, directory, restarts, agents)
-                if not restarts.follow(end, directory):
-                    if prepared.job.trains:
-                        self._print_what_follows(prepared.planned.plan, end)
-                    return end.status
+            end = self._launch(prepared, directory, restarts, agents)
+            while restarts.follow(end, directory):
                 with restarts.recording_refusals(directory):
                     self.config = restarts.next_config()
-                    prepared = self._prepare(script, restarts)
+                    try:
+                        prepared = self._prepare(script, restarts)
+                        end = self._launch(prepared, directory, restarts, agents)
+                    except UnreachableHostError as error:  # it may be back after a pause
+                        end = _end_without_start(error)
+            if prepared.job.trains:
+                self._print_what_follows(prepared.planned.plan, end)
+            return end.status
 
     def _has_finished(self, plan: RunPlan, directory: Path) -> bool:
         """Return whether nothing is left of a training; if so, print it, and the commands that use the model."""
@@ -283,49 +286,62 @@ class _Command:
         """
         placement, warnings = choose_hosts(self.config, self.arguments)
         _print_to_stderr("warning", warnings)
-        config = self.config
-        fit = self._fit_hosts(placement, script, restarts)
-        if fit is not None:
-            placement = fit.placement
-            config = fit.config
+        restarts.can_move = can_change_hosts(self.config, placement)
+        if restarts.can_move:
+            return self._prepare_on_fit_hosts(placement, script, restarts)
         job = Job(script, placement, dry_run=False, environment=self.environment)
         over_ssh = chosen_launcher(placement.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check
         asked_first = over_ssh and self.config.model.precision == "auto"  # the plan depends on the hosts' answers
         reports: list[HostReport] = []
         capabilities = Capabilities()
-        if fit is not None:
-            reports = fit.reports
-            capabilities = capabilities_of(reports)
-        elif asked_first:
+        if asked_first:
             reports = self._check_hosts(self._empty_spec(placement, job.script), links=restarts.doubts_links)
             capabilities = capabilities_of(reports)
         elif placement.is_local:
             capabilities = Capabilities.of_hosts([native_formats()])
-        planned = plan_job(config, job, capabilities)
+        planned = plan_job(self.config, job, capabilities)
+        self._refuse_problems(planned, placement)
+        return _Prepared(job, planned, self.runner, reports, must_ask=over_ssh and not asked_first)
+
+    def _prepare_on_fit_hosts(self, placement: Placement, script: Path, restarts: Restarts) -> _Prepared:
+        """Ask the hosts of a placement and its spare hosts, and plan a run on those that can take part.
+
+        Raises:
+            ConfigError: The configuration is wrong.
+            LaunchError: Too few hosts can take part.
+        """
+        spec = self._empty_spec(with_spares(placement), script)
+        if restarts.lost:
+            with suppress(LaunchError):  # else they are asked once more, and waited for
+                reports = self._examine_hosts(spec, links=restarts.doubts_links, lost=restarts.lost)
+                return self._plan_on_fit_hosts(placement, script, restarts, reports)
+        reports = self._examine_hosts(spec, links=restarts.doubts_links)
+        return self._plan_on_fit_hosts(placement, script, restarts, reports)
+
+    def _plan_on_fit_hosts(
+        self, placement: Placement, script: Path, restarts: Restarts, reports: Sequence[HostReport]
+    ) -> _Prepared:
+        """Plan a run on the hosts that can take part. Only the plan shows which hosts have too little memory."""
+        unfit = dict(restarts.unfit)
+        while True:
+            fit = fit_hosts(self.config, placement, reports, unfit, restarts.suspects)
+            job = Job(script, fit.placement, dry_run=False, environment=self.environment)
+            planned = plan_job(fit.config, job, capabilities_of(fit.reports))
+            self._refuse_problems(planned, fit.placement)
+            without_room: Mapping[str, str] = {}
+            if job.runs_model:
+                without_room = hosts_without_room(planned.plan, fit.reports, training=job.trains)
+            if not without_room:
+                return _Prepared(job, planned, fit.config.runner, fit.reports, must_ask=False, left_out=fit.left_out)
+            unfit |= without_room
+
+    def _refuse_problems(self, planned: PlannedJob, placement: Placement) -> None:
+        """Raise ConfigError or LaunchError if a planned job cannot be started on its hosts."""
         unable = self._launcher_problems(placement, self.environment["PATH"])
         if planned.problems:
             raise ConfigError([*planned.problems, *unable])
         if unable:
             raise LaunchError(unable[0])
-        must_ask = over_ssh and not asked_first and fit is None
-        return _Prepared(job, planned, config.runner, reports, must_ask, {} if fit is None else fit.left_out)
-
-    def _fit_hosts(self, placement: Placement, script: Path, restarts: Restarts) -> FitHosts | None:
-        """Ask all hosts, and return those that take part; None if no other hosts could take their places.
-
-        Raises:
-            LaunchError: Too few hosts can take part.
-        """
-        restarts.can_move = can_change_hosts(self.config, placement)
-        if not restarts.can_move:
-            return None
-        spec = self._empty_spec(with_spares(placement), script)
-        if restarts.lost:
-            with suppress(LaunchError):  # else they are asked once more, and waited for
-                reports = self._examine_hosts(spec, links=restarts.doubts_links, lost=restarts.lost)
-                return fit_hosts(self.config, placement, reports, restarts.unfit, restarts.suspects)
-        reports = self._examine_hosts(spec, links=restarts.doubts_links)
-        return fit_hosts(self.config, placement, reports, restarts.unfit, restarts.suspects)
 
     def _launch(self, prepared: _Prepared, directory: Path, restarts: Restarts, agents: AgentProcesses) -> RunEnd:
         """Start a prepared run, and follow it until it ends."""
@@ -337,7 +353,7 @@ class _Command:
             reports = self._check_hosts(spec, links=restarts.doubts_links)
             notes += _check_formats(plan, capabilities_of(reports))
         if prepared.job.runs_model:
-            check_memory(plan, spec, reports, training=prepared.job.trains)
+            check_memory(plan, reports, training=prepared.job.trains)
         _print_to_stderr("note", notes)
         write_run_directory(directory, plan, prepared.planned.device, self._commands(spec))
         restarts.starting(spec, directory, prepared.left_out)
@@ -424,7 +440,7 @@ class _Command:
         """Check every host and return the reports. Raises LaunchError for a host with a problem."""
         reports = self._examine_hosts(spec, links=links)
         if _have_problems(reports):
-            raise LaunchError(f"nothing was started:\n{format_reports(reports)}")
+            raise too_few_hosts(f"nothing was started:\n{format_reports(reports)}", reports)
         return reports
 
     def _tokenizer_keys(self) -> Iterator[str]:
@@ -457,6 +473,13 @@ class _Command:
             lost=lost,
         )
         return examine(spec, checks, self.environment)
+
+
+def _end_without_start(error: UnreachableHostError) -> RunEnd:
+    """Print why a restart has failed, and return it as another end of the run."""
+    print(f"error: {error}", file=sys.stderr)
+    cause = f"no answer from {', '.join(error.hosts)}"
+    return RunEnd(EndKind.HOST, error.exit_code, cause, hosts=error.hosts)
 
 
 def _in_short(warning: str, too_large: Sequence[Problem]) -> str:

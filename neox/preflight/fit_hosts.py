@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from neox.config import NeoXConfig
-from neox.errors import ConfigError, LaunchError
+from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch.doctor import HostReport, format_reports
 from neox.launch.hosts import refusal
 from neox.launch.placement import Placement
@@ -73,7 +73,8 @@ def fit_hosts(
         suspects: Names of hosts that are left out only if other hosts can replace them, with the reasons.
 
     Raises:
-        LaunchError: Too few hosts can take part.
+        UnreachableHostError: Too few hosts can take part, because some do not answer.
+        LaunchError: Too few hosts can take part for other reasons.
         ConfigError: The batch size is invalid.
     """
     reasons = {report.host.name: report.problems[0] for report in reports if report.problems} | dict(unfit)
@@ -122,14 +123,16 @@ def _fewer_hosts(
     """Return the hosts of a smaller run.
 
     Raises:
-        LaunchError: The run may not shrink, or the batch size cannot be kept.
+        UnreachableHostError: The run may not shrink, or the batch size cannot be kept, and some hosts do not answer.
+        LaunchError: The same without hosts that do not answer.
     """
     names = ", ".join(host.name for host in chosen.missing)
     if not config.healing.elastic:
         why = [f"{host.name}: {reasons[host.name]}" for host in chosen.missing if host.name in reasons]
         table = format_reports(reports)
         advice = "add spare hosts to the hostfile (`host slots=N spare`), or allow fewer ranks with `elastic: true`"
-        raise LaunchError("\n".join(["nothing was started:", table, *why, f"{names}: no spare host left; {advice}"]))
+        message = "\n".join(["nothing was started:", table, *why, f"{names}: no spare host left; {advice}"])
+        raise too_few_hosts(message, reports)
     batch = _batch_of_all(config, placement)
     size = batch.train_batch_size
     hosts = most_usable_hosts(
@@ -140,11 +143,25 @@ def _fewer_hosts(
         copies_at_once=_copies_at_once(config),
     )
     if not hosts:
-        raise LaunchError(
+        message = (
             f"{names} cannot take part, and the batch of {size} samples, {batch.train_micro_batch_size_per_gpu} at "
             "once on a rank, cannot be divided over the ranks of any of the other hosts: mend a host, or name a spare"
         )
+        raise too_few_hosts(message, reports)
     return hosts
+
+
+def too_few_hosts(message: str, reports: Sequence[HostReport]) -> LaunchError:
+    """Return the error for a start that lacks hosts: an UnreachableHostError if a host does not answer.
+
+    Args:
+        message: The error message.
+        reports: Reports of all hosts.
+    """
+    unreachable = tuple(report.host.name for report in reports if report.unreachable)
+    if unreachable:
+        return UnreachableHostError(message, unreachable)
+    return LaunchError(message)
 
 
 def _with_batch_of_all(config: NeoXConfig, placement: Placement) -> NeoXConfig:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from neox.errors import LaunchError
 from neox.launch.doctor import HostReport
-from neox.launch.spec import LaunchSpec
 from neox.plan import Capabilities, RunPlan, host_device
 from neox.plan.device import host_problem
 from neox.preflight.checks import memory_problems, nvme_problems
@@ -17,24 +16,38 @@ def capabilities_of(reports: Sequence[HostReport]) -> Capabilities:
     return Capabilities.of_hosts([report.answer["formats"] for report in reports])
 
 
-def check_memory(plan: RunPlan, spec: LaunchSpec, reports: Sequence[HostReport], *, training: bool) -> None:
+def check_memory(plan: RunPlan, reports: Sequence[HostReport], *, training: bool) -> None:
     """Compare what the ranks need with the main memory of every host, and their files with its disk.
 
     Args:
         plan: The plan.
-        spec: The launch, with the ranks of each host.
-        reports: Report of each host.
+        reports: Report of each host, in the order of the ranks.
         training: Whether the model is trained, not only run.
 
     Raises:
         LaunchError: A host has too little of either.
     """
-    for number, report in enumerate(reports):
-        first = spec.first_rank(number)
-        ranks = range(first, first + len(report.host.slots))
+    for problem in hosts_without_room(plan, reports, training=training).values():
+        raise LaunchError(f"nothing was started: {problem}")
+
+
+def hosts_without_room(plan: RunPlan, reports: Sequence[HostReport], *, training: bool) -> dict[str, str]:
+    """Return the names of the hosts with too little main memory or disk for their ranks, with the reasons.
+
+    Args:
+        plan: The plan.
+        reports: Report of each host, in the order of the ranks.
+        training: Whether the model is trained, not only run.
+    """
+    reasons = {}
+    first_rank = 0
+    for report in reports:
+        ranks = range(first_rank, first_rank + len(report.host.slots))
+        first_rank = ranks.stop
         problem = _host_problem(plan, ranks, report, training=training)
         if problem is not None:
-            raise LaunchError(f"nothing was started: {problem}")
+            reasons[report.host.name] = problem
+    return reasons
 
 
 def _host_problem(plan: RunPlan, ranks: range, report: HostReport, *, training: bool) -> str | None:

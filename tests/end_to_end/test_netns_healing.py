@@ -145,6 +145,26 @@ def test_a_run_shrinks_without_a_spare_host_and_grows_again(
         run.end()
 
 
+def test_a_run_waits_for_a_host_that_nothing_can_replace(
+    machines: TwoMachines, undisturbed: LaunchedRun, tmp_path: Path
+) -> None:
+    first, second = machines.hosts
+    run = train_on(machines, tmp_path, f"{first} slots=1\n{second} slots=1\n", "doctor_timeout=5")
+    try:
+        wait(run, lambda: len(losses(run)) > 30)
+        cable(machines, "down")
+        wait(run, lambda: len(events(run, "end")) == 3)
+        cable(machines, "up")
+        check_end(run, undisturbed)
+        decisions = [event["decision"] for event in events(run, "end")]
+        assert decisions[:3] == ["restart", "restart", "restart after 1 s"]
+        assert {(event["kind"], event["host"]) for event in events(run, "end")[:3]} == {("host lost", second)}
+        assert len(events(run, "start")) == 2
+    finally:
+        cable(machines, "up")
+        run.end()
+
+
 def test_cuts_at_random_moments(machines: TwoMachines, undisturbed: LaunchedRun, tmp_path: Path) -> None:
     """A cut of some seconds changes nothing; after longer ones the run shrinks, and grows when a rank is killed."""
     generator = random.Random(1)

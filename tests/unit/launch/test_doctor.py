@@ -52,6 +52,7 @@ def test_each_problem_is_named_with_its_remedy() -> None:
         (answer(product=False), [("multiplies",)]),
         (answer(product_seconds=0.007), [("7 times", "median")]),
         (answer(accelerators=1), [("2 slots", "1 accelerator")]),
+        (answer(accelerators=0), [("no accelerator", "driver")]),
         (answer(port="Address already in use"), [("29513", "Address already in use")]),
         (answer(shared=False), [("/save", "shared")]),
         (answer(paths=full), [("/save", "1 MiB"), ("/data",)]),
@@ -86,6 +87,14 @@ def test_asking_this_machine(tmp_path: Path) -> None:
     assert not list((tmp_path / "save" / "checkpoints").iterdir())
     (report,) = examine(spec("localhost", python="/nowhere/python"), Checks(), os.environ)
     assert "/nowhere/python" in report.problems[0]
+    assert not report.unreachable
+
+
+def test_a_host_that_ssh_cannot_reach() -> None:
+    checks = Checks(always_ssh=True, ssh_port=9)  # nothing listens there
+    (report,) = examine(spec("127.0.0.1"), checks, os.environ)
+    assert report.unreachable
+    assert report.problems[0].startswith("ssh failed")
 
 
 def test_a_save_path_below_a_file(tmp_path: Path) -> None:

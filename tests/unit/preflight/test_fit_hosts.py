@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from neox.config import NeoXConfig
-from neox.errors import ConfigError, LaunchError
+from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch import Host
 from neox.launch.doctor import HostReport
 from neox.launch.placement import ChosenBy, Placement
@@ -32,11 +32,13 @@ def fit(
     broken: Collection[str] = (),
     unfit: Collection[str] = (),
     suspects: Collection[str] = (),
+    unreachable: Collection[str] = (),
 ) -> FitHosts:
     reports = []
     for host in with_spares(placement).hosts:
-        problems = ["no answer"] if host.name in broken else []
-        reports.append(HostReport(host, problems=problems))
+        is_unreachable = host.name in unreachable
+        problems = ["a problem"] if host.name in broken or is_unreachable else []
+        reports.append(HostReport(host, problems=problems, unreachable=is_unreachable))
     return fit_hosts(keys, placement, reports, dict.fromkeys(unfit, "unfit"), dict.fromkeys(suspects, "suspect"))
 
 
@@ -83,6 +85,18 @@ def test_a_batch_that_cannot_be_kept_ends_the_run() -> None:
     keys = config(elastic=True, pipe_parallel_size=6)
     with pytest.raises(LaunchError, match="batch"):
         fit(keys, placed(), broken="b")
+
+
+def test_hosts_that_may_come_back_are_named() -> None:
+    stages = config(elastic=True, pipe_parallel_size=6)
+    for keys in (config(), stages):
+        with pytest.raises(UnreachableHostError) as caught:
+            fit(keys, placed(), unreachable="b", broken="c")
+        assert caught.value.hosts == ("b",)
+        with pytest.raises(LaunchError) as refused:
+            fit(keys, placed(), broken="bc")
+        assert not isinstance(refused.value, UnreachableHostError)
+    assert names(fit(config(), placed(SPARE), unreachable="b")) == "asc"
 
 
 def test_suspects_stay_if_nothing_can_replace_them() -> None:

@@ -1,0 +1,61 @@
+"""Memory of hosts that have been asked, compared with what their ranks need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from neox.errors import LaunchError
+from neox.launch import Host
+from neox.launch.command_line import find_script, parse_arguments
+from neox.launch.doctor import HostReport
+from neox.launch.placement import ChosenBy, Placement
+from neox.preflight.command import _Command
+from neox.preflight.host_checks import check_memory, hosts_without_room
+from neox.preflight.planning import read_config
+from neox.preflight.restarts import Restarts
+from tests.plans import SMALL, plan_of
+
+DATA = Path(__file__).resolve().parents[2] / "golden" / "data"
+ENOUGH = 2**40
+LITTLE = 2**20
+
+
+def reports_of(*memory: int) -> list[HostReport]:
+    reports = []
+    for number, available in enumerate(memory):
+        answer = {"memory": available, "accelerators": 0, "paths": {}}
+        answer["formats"] = {"devices": "CPU", "bf16": True, "fp16": True}
+        reports.append(HostReport(Host(f"host{number}", (0, 1)), answer))
+    return reports
+
+
+def test_hosts_without_memory_for_their_ranks() -> None:
+    plan = plan_of(world_size=6, **SMALL)
+    check_memory(plan, reports_of(ENOUGH, ENOUGH, ENOUGH), training=True)
+    reports = reports_of(ENOUGH, LITTLE, ENOUGH)
+    reasons = hosts_without_room(plan, reports, training=True)
+    assert list(reasons) == ["host1"]
+    assert "host1" in reasons["host1"]
+    with pytest.raises(LaunchError, match="host1"):
+        check_memory(plan, reports, training=True)
+
+
+def test_a_spare_host_replaces_one_without_memory(tmp_path: Path) -> None:
+    keys = {**SMALL, "tokenizer_type": "HFTokenizer", "vocab_file": str(DATA / "tokenizer.json")}
+    keys["data_path"] = str(DATA / "small_text_document")
+    file = tmp_path / "run.yml"
+    file.write_text(json.dumps(keys))
+    arguments = parse_arguments(["train.py", str(file)])
+    config = read_config(arguments)
+    script = find_script("train.py")
+    reports = reports_of(ENOUGH, LITTLE, ENOUGH)
+    hosts = tuple(report.host for report in reports)
+    placement = Placement(hosts[:2], ChosenBy.HOSTFILE, 0, "hostfile of -H", hosts[2:])
+    command = _Command(arguments, config)
+    prepared = command._plan_on_fit_hosts(placement, script, Restarts(config, script), reports)
+    assert [host.name for host in prepared.job.placement.hosts] == ["host0", "host2"]
+    assert [report.host.name for report in prepared.reports] == ["host0", "host2"]
+    assert "host2 replaces it" in prepared.left_out["host1"]
