@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
     for path in (*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("tools/datasets/*.py"))
-    if not path.name.startswith("_")
+    if not path.name.startswith("_") and path.name != "setup.py"  # its command line is setuptools'
 )
 
 
