@@ -110,10 +110,12 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     keys = plan.config.checkpoint
     run = run_identity(plan.config)
     finetune = keys.finetune
+    without_optimizer = keys.no_load_optim
     if load is None:
         load = _run_in_save(plan)
         if load is not None:
             finetune = False
+            without_optimizer = False
         elif keys.load is not None:
             load = Path(keys.load)
     is_own_directory = load is not None and keys.save is not None and load.resolve() == Path(keys.save).resolve()
@@ -140,7 +142,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         averaged_steps=_averaged_steps(plan, reader),
         skipped=tuple((first, last) for first, last in reader.client_state.get(SKIPPED, ())),
     )
-    if keys.no_load_optim:
+    if without_optimizer:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
         return going_on
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))

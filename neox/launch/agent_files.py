@@ -28,6 +28,7 @@ INTERRUPT_RANKS = signal.SIGUSR2
 ANSWER_SECONDS = 5.0
 """Time in which a rank must answer a signal. All processes have ended after twice that time, on a busy machine too."""
 _OLD_SECONDS = 3600
+_STEP_DIGITS = 12  # in the file of progress
 
 
 # -- what ranks report
@@ -143,7 +144,11 @@ def report_progress(step: int | None = None) -> None:
         Path(path).touch()
         return
     with suppress(OSError):  # a full disk must not end the run
-        Path(path).write_text(str(step))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, b"%0*d" % (_STEP_DIGITS, step))  # in place, so that no reader finds an empty file
+        finally:
+            os.close(descriptor)
 
 
 def report_failure(report: FailureReport) -> None:
@@ -253,7 +258,7 @@ class RankActivity:
         """Return the number of completed steps that ranks reported; None if they reported none."""
         try:
             return int(self.file.read_text())
-        except (OSError, ValueError):  # not written yet, or being written
+        except (OSError, ValueError):  # not written yet
             return None
 
     def failure(self, rank: int) -> FailureReport | None:

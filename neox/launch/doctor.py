@@ -163,7 +163,13 @@ def _ask(
     host = spec.hosts[number]
     port = spec.master_port if number == 0 else None  # the rendezvous is on the first host
     paths = [*checks.save_paths, *checks.local_paths, *checks.data_paths]
-    request = encode_request(port=port, paths=paths, marker=marker)
+    request = encode_request(
+        port=port,
+        paths=paths,
+        marker=marker,
+        preemption_command=spec.preemption_command,
+        preemption_file=spec.preemption_file,
+    )
     command = [*module_command(spec, "neox.launch.remote"), "probe", request]
     if checks.always_ssh or not is_this_machine(host.name):
         command = ssh_command(host, command, checks.ssh_port, more_ssh_options(environment))
@@ -275,6 +281,8 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
                 f"the project's code differs: its hash is {report.answer['code']} there and {code} here; copy or check "
                 "out the same version there"
             )
+        if report.answer["preemption"] is not None:
+            report.problems.append(f"it is about to be preempted: {report.answer['preemption']}")
         if not report.answer["product"]:
             report.problems.append("its processor multiplies wrongly: leave it out, and have it repaired")
         _judge_accelerators(report, others_have_some=most_accelerators > 0)

@@ -39,6 +39,8 @@ class RunEnd:
         hosts: Names of the hosts on which the failure happened, if known.
         step: Number of completed steps; None if unknown.
         report: Failure report of a rank; None if there is none.
+        asked: Whether a signal to the launcher had asked the run to end. It may have failed before or after it.
+        preempted: Names of the hosts that are about to be preempted.
     """
 
     kind: EndKind
@@ -48,6 +50,8 @@ class RunEnd:
     hosts: tuple[str, ...] = ()
     step: int | None = None
     report: FailureReport | None = None
+    asked: bool = False
+    preempted: tuple[str, ...] = ()
 
     @property
     def reported_cause(self) -> str | None:

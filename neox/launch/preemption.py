@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from neox.launch.lifeline import parent_death_hook, signal_group
 
-_COMMAND_SECONDS = 10.0  # a command that takes longer counts as no notice
+_COMMAND_SECONDS = 10.0
+_PROBE_SECONDS = 3.0  # for the command in a check of hosts, each of which must answer within `doctor_timeout`
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class PreemptionWatch:
         environment: Environment variables of the command.
         guard: Functions that register a command's process group when it starts, and unregister it when it has ended.
             A registered group is killed if the agent dies.
+        command_seconds: Time in which the command must end; one that takes longer counts as no notice.
 
     Attributes:
         notice: Description of the notice; None while there is none.
@@ -53,11 +56,13 @@ class PreemptionWatch:
         source: PreemptionSource,
         environment: dict[str, str],
         guard: tuple[Callable[[int], None], Callable[[int], None]],
+        command_seconds: float = _COMMAND_SECONDS,
     ) -> None:
         self.notice: str | None = None
         self._source = source
         self._environment = environment
         self._add, self._remove = guard
+        self._command_seconds = command_seconds
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -99,7 +104,7 @@ class PreemptionWatch:
             )
             self._add(process.pid)
             try:
-                return process.wait(_COMMAND_SECONDS) == 0
+                return process.wait(self._command_seconds) == 0
             except subprocess.TimeoutExpired:
                 return False
             finally:
@@ -107,3 +112,19 @@ class PreemptionWatch:
                 process.wait()
                 self._remove(process.pid)
         return False
+
+
+def notice_now(command: str | None, file: str | None) -> str | None:
+    """Check once whether this host is about to be preempted; return a description of the notice, or None.
+
+    Args:
+        command: Shell command whose exit status 0 means a notice; None for no command.
+        file: Path of a file whose existence means a notice; None for no file.
+    """
+    source = PreemptionSource(command, file, every=0.0)
+    watch = PreemptionWatch(source, dict(os.environ), (_ignore, _ignore), _PROBE_SECONDS)
+    return watch.look()
+
+
+def _ignore(_: int) -> None:
+    """Register nothing: the command ends with this process."""

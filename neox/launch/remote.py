@@ -26,6 +26,7 @@ from neox.launch.machine import (
     port_problem,
     product_seconds,
 )
+from neox.launch.preemption import notice_now
 from neox.launch.spec import code_root
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -33,15 +34,25 @@ PROBE_MARK = "@probe "
 _CODE = ("deepy.py", "train.py", "neox/**/*.py", "tools/**/*.py")
 
 
-def encode_request(*, port: int | None, paths: list[str], marker: str | None) -> str:
+def encode_request(
+    *,
+    port: int | None,
+    paths: list[str],
+    marker: str | None,
+    preemption_command: str | None = None,
+    preemption_file: str | None = None,
+) -> str:
     """Encode a request for `probe`.
 
     Args:
         port: TCP port to try to listen on; None to try none.
         paths: Files and directories that the run reads or writes.
         marker: File that the launcher has written; the host sees it if the file system is shared. None without one.
+        preemption_command: Shell command that succeeds on a host that is about to be preempted; None for none.
+        preemption_file: File that exists on such a host; None for none.
     """
-    request = json.dumps({"port": port, "paths": paths, "marker": marker})
+    notices = {"preemption_command": preemption_command, "preemption_file": preemption_file}
+    request = json.dumps({"port": port, "paths": paths, "marker": marker, **notices})
     return base64.urlsafe_b64encode(request.encode()).decode()
 
 
@@ -77,6 +88,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "port": None if port is None else port_problem(port) or "free",
         "paths": {path: path_state(Path(path)) for path in request["paths"]},
         "shared": None if marker is None else Path(marker).exists(),
+        "preemption": notice_now(request["preemption_command"], request["preemption_file"]),
         "clock": time.time(),
     }
 

@@ -13,6 +13,7 @@ EXIT_REFUSED = 2
 """Exit status of a script that rejects its configuration or command line."""
 _FIRST_PAUSE = 1.0  # seconds
 _LONGEST_PAUSE = 300.0
+_MOST_DOUBLINGS = 16  # of the pause, which is the longest one by then
 _SOON_SECONDS = 60.0  # a rank that fails this soon after a start has probably not failed by chance
 
 
@@ -58,6 +59,7 @@ class RestartPolicy:
         self._started_at = clock()
         self._last: RunEnd | None = None
         self._repeats = 0  # failures in a row that resemble the one before
+        self._not_finite: set[int | None] = set()  # steps at which a loss or gradient norm was not finite
 
     def started(self) -> None:
         """Record the time of a start or restart."""
@@ -72,12 +74,14 @@ class RestartPolicy:
         """
         if end.kind is EndKind.ASKED or (end.kind is EndKind.FINISHED and end.status == 0):
             return Decision(restart=False)
+        if end.asked:
+            return Decision(restart=False, reason="it was asked to end")
         if end.kind is EndKind.PREEMPTED and not can_move:
             reason = "the host is about to be preempted, and no other host can replace it; start the run elsewhere"
             return Decision(restart=False, reason=reason)
         before = self._last
         self._last = end
-        useless = _why_useless(end, before)
+        useless = self._why_useless(end, before)
         if useless:
             return Decision(restart=False, reason=useless)
         if self.restarts >= self.allowed:
@@ -92,7 +96,7 @@ class RestartPolicy:
         if not again:
             self._repeats = 0
             return Decision(restart=True, reason=f"restart {self.restarts} of {self.allowed}")
-        pause = min(_FIRST_PAUSE * 2**self._repeats, _LONGEST_PAUSE)
+        pause = min(_FIRST_PAUSE * 2 ** min(self._repeats, _MOST_DOUBLINGS), _LONGEST_PAUSE)
         self._repeats += 1
         return Decision(True, f"restart {self.restarts} of {self.allowed}, after a pause because {again}", pause)
 
@@ -106,18 +110,17 @@ class RestartPolicy:
             return f"rank {end.rank} failed again within {_SOON_SECONDS:.0f} s"
         return ""
 
-
-def _why_useless(end: RunEnd, before: RunEnd | None) -> str:
-    """Return why a restart cannot fix a failure; empty if it might."""
-    cause = end.reported_cause
-    if cause == Cause.REFUSED or (end.kind is EndKind.RANK and end.status == EXIT_REFUSED):
-        return "the configuration was rejected, and would be rejected again"
-    if cause == Cause.DISK_FULL:
-        return "a disk is full; free some space, and start the run again"
-    if before is None or before.reported_cause != cause:
+    def _why_useless(self, end: RunEnd, before: RunEnd | None) -> str:
+        """Return why a restart cannot fix a failure; empty if it might."""
+        cause = end.reported_cause
+        if cause == Cause.REFUSED or (end.kind is EndKind.RANK and end.status == EXIT_REFUSED):
+            return "the configuration was rejected, and would be rejected again"
+        if cause == Cause.DISK_FULL:
+            return "a disk is full; free some space, and start the run again"
+        if cause == Cause.NO_CHECKPOINT and before is not None and before.reported_cause == cause:
+            return "all checkpoints were found damaged for the second time"
+        if cause == Cause.NOT_FINITE:
+            if end.step in self._not_finite:
+                return f"the loss or gradient norm of step {end.step} was not finite for the second time"
+            self._not_finite.add(end.step)
         return ""
-    if cause == Cause.NO_CHECKPOINT:
-        return "all checkpoints were found damaged for the second time"
-    if cause == Cause.NOT_FINITE and before.step == end.step:
-        return f"the loss or gradient norm of step {end.step} was not finite for the second time"
-    return ""

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -101,7 +102,7 @@ class Supervisor:
         self.stopped_rank: int | None = None  # of a run that hung
         self.step: int | None = None  # number of completed steps, as far as agents have reported it
         self.stop_signal: int | None = None  # as passed on to the ranks
-        self.preempted: tuple[str, str] | None = None  # host that is about to be preempted, and the notice
+        self.preempted: dict[str, str] = {}  # hosts that are about to be preempted, with the notices
         self.asked_by_signal = False
         self.interrupted_at = -math.inf  # time of the last Ctrl-C that was for the script
         self.ranks_ended = False  # whether the agents that may stay have been told to end their ranks
@@ -302,12 +303,11 @@ class Supervisor:
 
     def _take_preemption(self, event: Event) -> None:
         """Ask all ranks to save and end, because a host is about to be preempted."""
-        if self.stop_signal is not None or self.failures:
-            return
         host = self.spec.hosts[event["node"]].name
-        self.preempted = (host, f"{host} is about to be preempted: {event['notice']}")
-        self._print_error(self.preempted[1])
-        self.stop_signal = signal.SIGTERM
+        self.preempted[host] = f"{host} is about to be preempted: {event['notice']}"
+        self._print_error(self.preempted[host])
+        if self.stop_signal is None and not self.failures:
+            self.stop_signal = signal.SIGTERM
 
     def _take_stacks_end(self, node: int) -> None:
         """Note that a host has sent all its stacks; end a hung run when every host has."""
@@ -326,11 +326,12 @@ class Supervisor:
             if self.interrupted_at - before > _TWICE_SECONDS:
                 self.signal_agents(INTERRUPT_RANKS)
                 return
-        if self.stop_signal is not None:  # the second signal: the user does not want to wait
+        if self.asked_by_signal:  # the second signal: the user does not want to wait
             self.end_at = time.monotonic()
         self.asked_by_signal = True
-        # Ranks save at SIGTERM; a closed terminal asks for the same.
-        self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number
+        if self.stop_signal is None:
+            # Ranks save at SIGTERM; a closed terminal asks for the same.
+            self.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number
 
     def _may_stay(self) -> bool:
         """Return whether agents stay after a failure of this start."""
@@ -360,6 +361,12 @@ class Supervisor:
 
     def _conclude(self) -> RunEnd:
         """Return how the run has ended, and print why it has failed, with the first failure's traceback last."""
+        end = self._explained_end()
+        step = self.step if end.step is None else end.step
+        return replace(end, step=step, asked=self.asked_by_signal, preempted=tuple(self.preempted))
+
+    def _explained_end(self) -> RunEnd:
+        """Print why the run has failed, and return what is known about its end."""
         self.warnings.show_all()
         if self.hung:
             self._print_advice()
@@ -373,10 +380,10 @@ class Supervisor:
             return end_by_failure(self.spec, exit_status(cause.code), cause, self.failures)
         if self.stop_signal is not None:
             status = self._status_after_stop(self.stop_signal)
-            if self.preempted is None or self.asked_by_signal:
+            if self.asked_by_signal:
                 return RunEnd(EndKind.ASKED, status)
-            host, words = self.preempted
-            return RunEnd(EndKind.PREEMPTED, status, words, hosts=(host,), step=self.step)
+            notices = "; ".join(self.preempted.values())
+            return RunEnd(EndKind.PREEMPTED, status, notices, hosts=tuple(self.preempted))
         if len(self.hosts_done) == len(self.spec.hosts):
             return RunEnd(EndKind.FINISHED, max(self.hosts_done.values()))
         self._print_advice()
@@ -390,10 +397,10 @@ class Supervisor:
         """Return the end of a run that hung. A rank that a signal has stopped is named."""
         rank = self.stopped_rank
         if rank is None:
-            return RunEnd(EndKind.HANG, EXIT_HANG, "no rank made progress", step=self.step)
+            return RunEnd(EndKind.HANG, EXIT_HANG, "no rank made progress")
         host = self.spec.host_of(rank).name
         cause = f"no rank made progress; rank {rank} on {host} is stopped"
-        return RunEnd(EndKind.HANG, EXIT_HANG, cause, rank, (host,), self.step)
+        return RunEnd(EndKind.HANG, EXIT_HANG, cause, rank, (host,))
 
     def _cause(self) -> Failure | None:
         """Return the failure that came first; None if there is none, or if all follow from a signal to this process."""
@@ -424,13 +431,13 @@ class Supervisor:
                 lost.append(f"lost {self.spec.hosts[node].name} ({how})")
                 self._print_error(f"error: {lost[-1]}; the run was ended on every host")
             names = tuple(self.spec.hosts[node].name for node in self.hosts_lost)
-            return RunEnd(EndKind.HOST, 1, "; ".join(lost), hosts=names, step=self.step)
+            return RunEnd(EndKind.HOST, 1, "; ".join(lost), hosts=names)
         missing = [host.name for node, host in enumerate(self.spec.hosts) if node not in self.hosts_done]
         self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
         status = 1
         status = max([status, *self.agents.statuses])
         cause = f"{', '.join(missing)} ended without a report about its ranks"
-        return RunEnd(EndKind.SILENT, status, cause, hosts=tuple(missing), step=self.step)
+        return RunEnd(EndKind.SILENT, status, cause, hosts=tuple(missing))
 
     def _write_stacks(self) -> str:
         """Write every rank's stacks to one file of the run directory, and return where they are."""

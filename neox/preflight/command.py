@@ -245,7 +245,7 @@ class _Command:
             if prepared.job.trains and self._has_finished(prepared.planned.plan, directory):
                 return 0
             end = self._launch(prepared, directory, restarts, agents)
-            while restarts.follow(end, directory):
+            while restarts.follow(end, directory, prepared.planned.plan.config.training.train_iters):
                 with restarts.recording_refusals(directory):
                     self.config = restarts.next_config()
                     try:
@@ -423,7 +423,10 @@ class _Command:
 
     def _empty_spec(self, placement: Placement, script: Path) -> LaunchSpec:
         """Return a launch without a plan, with which hosts are checked."""
-        return new_spec(placement, self.runner, script, (), Path.cwd(), self.environment, self.forwarded)
+        healing = self.config.healing
+        return new_spec(
+            placement, self.runner, script, (), Path.cwd(), self.environment, self.forwarded, healing=healing
+        )
 
     def _commands(self, spec: LaunchSpec) -> dict[str, Any]:
         """Return the commands of this process and of every host, and of the same ranks under DeepSpeed's launcher."""

@@ -55,11 +55,12 @@ def _loading(config: NeoXConfig, found: FoundRun) -> DecidedConfig:
     if not found.is_run_of(config):
         return DecidedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
     note = f"{keys.save} holds this run at iteration {found.iteration}: it is resumed"
-    dropped = [key for key in ("load", "finetune", "iteration") if config.given(key)]
+    about_load = ("finetune", "iteration", "no_load_optim")
+    dropped = [key for key in ("load", *about_load) if config.given(key)]
     if dropped:
         note += f", so {', '.join(f'`{key}`' for key in dropped)} have no effect"
     source = config.source("save").derived("load")
-    resumed = config.updated({"load": keys.save}, without=("finetune", "iteration"), source=source)
+    resumed = config.updated({"load": keys.save}, without=about_load, source=source)
     return DecidedConfig(resumed, (note,))
 
 

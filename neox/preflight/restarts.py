@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from neox.config import NeoXConfig
@@ -94,18 +95,21 @@ class Restarts:
             step=self._saved_step(),
         )
 
-    def follow(self, end: RunEnd, directory: Path) -> bool:
+    def follow(self, end: RunEnd, directory: Path, steps: int | None) -> bool:
         """Record the end of a start, decide about a restart, and wait for its pause.
 
         Args:
             end: How the start has ended.
             directory: The run directory.
+            steps: Number of steps of the whole run; None if unknown.
 
         Returns:
             Whether to restart the run.
         """
         if not self._trains:
             return False
+        if end.kind is EndKind.PREEMPTED and end.status == 0 and steps is not None and end.step == steps:
+            end = replace(end, kind=EndKind.FINISHED)  # nothing was left to do when the notice came
         decision = self._policy.decide(end, can_move=self.can_move)
         self._judge_hosts(end)
         record_event(
@@ -135,12 +139,10 @@ class Restarts:
         self.lost = frozenset(end.hosts if end.kind is EndKind.HOST else ())
         was_killed = end.kind is EndKind.RANK and end.status > _LEAST_SIGNAL_STATUS
         self.doubts_links = not self.lost and not was_killed and end.kind is not EndKind.PREEMPTED
-        for host in self._taken:
+        for host in self._taken:  # if it is still about to be preempted, the check before the start finds the notice
             self.unfit.pop(host, None)
-        self._taken = ()
-        if end.kind is EndKind.PREEMPTED:
-            self._taken = end.hosts
-            self.unfit |= dict.fromkeys(end.hosts, "it is about to be preempted")
+        self._taken = end.preempted
+        self.unfit |= dict.fromkeys(end.preempted, "it is about to be preempted")
         report = end.report
         if report is not None and report.cause == Cause.REPLICAS and report.ranks:
             for host in end.hosts:
@@ -157,14 +159,18 @@ class Restarts:
 
     def next_config(self) -> NeoXConfig:
         """Return the configuration of the next start, which resumes from the newest checkpoint of this run."""
-        latest = self._latest_checkpoint()
-        has_saved = latest != self._latest
-        dropped = []
-        if has_saved or latest is None:  # else those that `overwrite` moves away are still there
+        dropped: list[str] = []
+        if self._has_saved():
             dropped.append("overwrite")  # it would move away the checkpoints of this run
-        if has_saved and resumes_own_directory(self._config):
-            dropped.append("iteration")  # it names the checkpoint of the first start
+        if self._has_saved() and resumes_own_directory(self._config):
+            # They are about the checkpoint of the first start.
+            dropped += ["iteration", "no_load_optim"]
         return self._config.updated({}, without=dropped)
+
+    def _has_saved(self) -> bool:
+        """Return whether the run has saved a checkpoint since its first start."""
+        latest = self._latest_checkpoint()
+        return latest is not None and latest != self._latest
 
     @contextmanager
     def recording_refusals(self, directory: Path) -> Iterator[None]:
@@ -177,13 +183,18 @@ class Restarts:
 
     def _saved_step(self) -> int | None:
         """Return the iteration of the checkpoint that a start resumes from; None if it starts from the beginning."""
-        save = self._config.checkpoint.save
-        if save is None:
+        keys = self._config.checkpoint
+        loaded = None
+        if keys.load is not None and not keys.finetune:
+            loaded = find_run(Path(keys.load))
+        own = None
+        if keys.save is not None and (self._has_saved() or not keys.overwrite):
+            own = find_run(Path(keys.save))
+        if own is not None and (self._has_saved() or not resumes_own_directory(self._config)):
+            return own.iteration
+        if loaded is None:
             return None
-        found = find_run(Path(save))
-        if found is None:
-            return None
-        return found.iteration
+        return keys.iteration or loaded.iteration
 
     def _start_words(self) -> str:
         step = self._saved_step()

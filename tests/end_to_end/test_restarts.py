@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
 TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
-from neox.launch import Cause, FailureReport, report_failure, report_progress
+from neox.launch import Cause, FailureReport, acknowledge_stop, report_failure, report_progress
 
 rank = int(os.environ["RANK"])
 log = Path(os.environ["NEOX_RUN_DIRECTORY"]) / f"starts.{rank}"
@@ -25,7 +26,16 @@ start = len(log.read_text()) if log.exists() else 0
 log.write_text("x" * (start + 1))
 report_progress(start + 3)
 failures = os.environ["NEOX_FAILURES"].split()
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # as if it had saved
+
+def save(*_):
+    acknowledge_stop()
+    time.sleep(float(os.environ["NEOX_SAVE_SECONDS"]))
+    if rank == 1 and os.environ["NEOX_FAILURES"] == "save":
+        raise OSError("the checkpoint cannot be written")
+    log.with_suffix(f".saved.{rank}").touch()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
 print(f"rank {rank} is up", flush=True)
 if start >= len(failures):
     sys.exit(0)
@@ -43,11 +53,12 @@ time.sleep(600)
 """
 
 
-def start(directory: Path, failures: str, *arguments: str) -> LaunchedRun:
-    """Start a training whose ranks fail as listed."""
+def start(directory: Path, failures: str, *arguments: str, save_seconds: float = 0) -> LaunchedRun:
+    """Start a training whose ranks fail as listed, and take some seconds to save."""
     settings = (f"data_path={DATA}", f"save={directory / 'save'}", "launcher=local", "hang_timeout=60")
     words = [word for setting in settings for word in ("--set", setting)]
-    return LaunchedRun(directory, [*words, *arguments], script=TRAINING, name="train.py", NEOX_FAILURES=failures)
+    variables = {"NEOX_FAILURES": failures, "NEOX_SAVE_SECONDS": str(save_seconds)}
+    return LaunchedRun(directory, [*words, *arguments], script=TRAINING, name="train.py", **variables)
 
 
 def ends(run: LaunchedRun) -> list[dict[str, Any]]:
@@ -104,3 +115,30 @@ def test_a_signal_in_a_pause_ends_the_launcher(tmp_path: Path, runs: list[Launch
     run.output(20)
     assert run.process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
     assert not run.pids()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_asked_to_end_is_over_even_if_a_rank_fails(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    run = start(tmp_path / "asked", "save", "--max-restarts", "3")
+    runs.append(run)
+    run.wait_up()
+    run.process.send_signal(signal.SIGTERM)
+    output = run.output(60)
+    assert run.process.returncode == 1, output
+    assert [(end["kind"], end["decision"]) for end in ends(run)] == [("rank failed", "stop")]
+    assert not run.pids()
+
+
+@pytest.mark.slow
+def test_a_signal_after_a_preemption_notice_lets_the_ranks_save(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    notice = ("--set", "preemption_file=notice", "--set", "preemption_seconds=0.2", "--max-restarts", "3")
+    run = start(tmp_path / "taken", "wait", *notice, save_seconds=3)
+    runs.append(run)
+    run.wait_up()
+    (run.directory / "notice").touch()
+    time.sleep(1.5)
+    run.process.send_signal(signal.SIGTERM)
+    output = run.output(60)
+    assert run.process.returncode == 0, output
+    assert len(list((run.directory / "run").glob("starts.saved.*"))) == 2
+    assert [(end["kind"], end["decision"]) for end in ends(run)] == [("asked to end", "stop")]

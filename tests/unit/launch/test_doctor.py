@@ -25,8 +25,9 @@ def answer(**changes: Any) -> dict[str, Any]:
     good = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "code": "abc", "accelerators": 2}
     paths = {"/save": {"exists": True, "writable": True, "free": 2**40}, "/data": {"exists": True}}
     paths["/data"].update(writable=False, free=2**40)
-    good |= {"product_seconds": 0.001}
-    return {**good, "port": "free", "product": True, "shared": True, "paths": paths, "clock": time.time(), **changes}
+    good |= {"product_seconds": 0.001, "preemption": None}
+    good |= {"port": "free", "product": True, "shared": True}
+    return {**good, "paths": paths, "clock": time.time(), **changes}
 
 
 def judge(*answers: dict[str, Any]) -> list[HostReport]:
@@ -50,6 +51,7 @@ def test_each_problem_is_named_with_its_remedy() -> None:
         (answer(deepspeed="missing"), [("deepspeed", "make install")]),
         (answer(code="xyz"), [("xyz", "abc")]),
         (answer(product=False), [("multiplies",)]),
+        (answer(preemption="the notice"), [("preempted", "the notice")]),
         (answer(product_seconds=0.007), [("7 times", "median")]),
         (answer(accelerators=1), [("2 slots", "1 accelerator")]),
         (answer(accelerators=0), [("no accelerator", "driver")]),

@@ -46,6 +46,12 @@ def test_pauses_grow_while_the_same_step_fails_and_end_with_another() -> None:
     assert longest == 300
 
 
+def test_pauses_stay_at_their_limit() -> None:
+    policy = RestartPolicy(2000)
+    pauses = [policy.decide(failed(rank, step=5)).pause for rank in range(1500)]
+    assert set(pauses[10:]) == {300}
+
+
 def test_the_same_rank_counts_only_soon_after_a_start() -> None:
     clock = Clock()
     policy = RestartPolicy(10, clock)
@@ -73,6 +79,7 @@ def test_a_loss_that_is_not_finite_is_tried_once_more() -> None:
     policy = RestartPolicy(10)
     assert policy.decide(failed(step=7, cause=Cause.NOT_FINITE)).restart
     assert policy.decide(failed(step=9, cause=Cause.NOT_FINITE)).restart
+    assert policy.decide(failed(step=8)).restart
     assert not policy.decide(failed(step=9, cause=Cause.NOT_FINITE)).restart
 
 
@@ -91,6 +98,8 @@ def test_a_run_that_ended_well_or_was_asked_to_is_over() -> None:
     for end in (RunEnd(EndKind.FINISHED, 0), RunEnd(EndKind.ASKED, 143), RunEnd(EndKind.ASKED, 0)):
         decision = policy.decide(end)
         assert (decision.restart, decision.reason) == (False, "")
+    for kind in (EndKind.RANK, EndKind.HANG, EndKind.HOST, EndKind.SILENT):
+        assert not policy.decide(RunEnd(kind, 1, asked=True)).restart
     assert policy.decide(RunEnd(EndKind.HANG, 124)).restart
     assert policy.decide(RunEnd(EndKind.HOST, 1, hosts=("far",))).restart
 

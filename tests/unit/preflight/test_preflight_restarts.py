@@ -5,18 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 
 from neox.config import NeoXConfig
+from neox.launch.outcome import EndKind, RunEnd
 from neox.preflight.restarts import Restarts
+from neox.run_events import read_events
 from tests.plans import SMALL
 
 
 def test_checkpoints_to_overwrite_are_moved_by_the_start_that_gets_so_far(tmp_path: Path) -> None:
     config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "overwrite": True, "max_restarts": 2})
-    assert not Restarts(config, Path("train.py")).next_config().given("overwrite")
     latest = tmp_path / "latest"
     latest.write_text("global_step9")
     restarts = Restarts(config, Path("train.py"))
     assert restarts.next_config().checkpoint.overwrite  # the first start failed before it moved them
     latest.unlink()
-    assert not restarts.next_config().checkpoint.overwrite
+    assert restarts.next_config().checkpoint.overwrite  # it may have died before it moved the rest
     latest.write_text("global_step2")  # of this run
     assert not restarts.next_config().checkpoint.overwrite
+
+
+def test_keys_about_the_first_checkpoint_end_with_the_first_start(tmp_path: Path) -> None:
+    keys = {**SMALL, "save": str(tmp_path), "load": str(tmp_path), "no_load_optim": True, "iteration": 4}
+    latest = tmp_path / "latest"
+    latest.write_text("global_step4")
+    restarts = Restarts(NeoXConfig.from_flat({**keys, "max_restarts": 2}), Path("train.py"))
+    assert restarts.next_config().checkpoint.no_load_optim
+    latest.write_text("global_step8")
+    assert not restarts.next_config().checkpoint.no_load_optim
+    assert restarts.next_config().checkpoint.iteration is None
+
+
+def end(kind: EndKind, step: int, *preempted: str) -> RunEnd:
+    return RunEnd(kind, 0, "a notice", hosts=preempted, step=step, preempted=preempted)
+
+
+def test_preempted_hosts_are_left_out_of_the_next_start(tmp_path: Path) -> None:
+    config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
+    restarts = Restarts(config, Path("train.py"))
+    restarts.can_move = True
+    assert restarts.follow(end(EndKind.PREEMPTED, 5, "a", "b"), tmp_path, 60)
+    assert set(restarts.unfit) == {"a", "b"}
+    assert restarts.follow(RunEnd(EndKind.RANK, 137, "rank failed", 0, ("c",), 7, preempted=("c",)), tmp_path, 60)
+    assert set(restarts.unfit) == {"c"}
+    assert not restarts.follow(end(EndKind.PREEMPTED, 60, "d"), tmp_path, 60)
+    assert read_events(tmp_path)[-1]["kind"] == EndKind.FINISHED.value
