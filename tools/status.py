@@ -3,7 +3,7 @@
 
 python tools/status.py runs/20B
 python tools/status.py runs/20B --json
-python tools/status.py runs/20B --serve            # http://127.0.0.1:8001/, which updates by itself
+python tools/status.py runs/20B --serve            # a page on http://127.0.0.1:8001/ that updates itself
 
 Only this machine can connect to the page, unless --host is given: the server has no authentication.
 """
