@@ -158,7 +158,7 @@ def _inject_faults(training: Training, faults: Sequence[str], generator: random.
     training.start()
     steps = sorted(generator.sample(range(2, STEPS - 4), len(faults)))
     for fault, step in zip(faults, steps, strict=True):
-        wait(lambda at=step: training.step() >= at or training.ended(), f"step {step}")  # type: ignore[misc]
+        training.wait_for_step(step)
         time.sleep(generator.uniform(0, 0.1))
         if training.ended():
             return
@@ -167,14 +167,14 @@ def _inject_faults(training: Training, faults: Sequence[str], generator: random.
         if not FUNCTIONS[fault](training, generator):
             continue  # it was too late for this fault
         result.faults.append(fault)
-        wait(lambda n=starts: len(training.starts()) > n or training.ended(), "restart")  # type: ignore[misc]
+        training.wait_for_start(starts, "restart")
         if len(training.starts()) == starts:
             wait(lambda: not training.pids(), "end of all processes", CUT_OFF_EXIT_SECONDS)
             if training.process is not None and training.process.returncode == 0:
                 return  # the fault came after the last step
             free_disk(training)
             training.start()
-            wait(lambda n=starts: len(training.starts()) > n or training.ended(), "start of the same command")  # type: ignore[misc]
+            training.wait_for_start(starts, "start of the same command")
         if fault == "flip":
             checkpoints = checkpoints[1:]  # the newest one is damaged
         resumed_step = training.starts()[-1]["step"] or 0

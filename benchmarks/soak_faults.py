@@ -109,7 +109,7 @@ def _kill_on_slow_disk(training: Training, generator: random.Random) -> bool:
         time.sleep(generator.uniform(0, 3))
         if not _kill_rank(training, generator):
             return False
-        wait(lambda: len(training.starts()) > starts or training.ended(), "restart on a slow disk")
+        training.wait_for_start(starts, "restart on a slow disk")
         return True
     finally:
         training.slow.unlink()
@@ -140,7 +140,7 @@ def _cut_off(training: Training, generator: random.Random) -> bool:
     host = generator.choice(others)
     training.set_link(host, "down")
     try:
-        wait(lambda: len(training.starts()) > starts or training.ended(), "restart without the host")
+        training.wait_for_start(starts, "restart without the host")
         return True
     finally:
         training.set_link(host, "up")
@@ -151,7 +151,7 @@ def _restart_by_kill(training: Training, generator: random.Random) -> bool:
     starts = len(training.starts())
     if not _kill_rank(training, generator):
         return False
-    wait(lambda: len(training.starts()) > starts or training.ended(), "restart")
+    training.wait_for_start(starts, "restart")
     return not training.ended()
 
 

@@ -201,6 +201,19 @@ class Training:
         names = [path.parent.name for path in self.save.glob("global_step*/manifest.json")]
         return sorted((int(name.removeprefix("global_step")) for name in names), reverse=True)
 
+    def wait_for_start(self, earlier: int, what: str) -> None:
+        """Wait until the ranks have been started more than `earlier` times, or the launcher has ended.
+
+        Args:
+            earlier: Number of earlier starts.
+            what: Description of the start, for an error message.
+        """
+        wait(lambda: len(self.starts()) > earlier or self.ended(), what)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the metrics contain a step, or the launcher has ended."""
+        wait(lambda: self.step() >= step or self.ended(), f"step {step}")
+
     def ended(self) -> bool:
         """Return whether the launcher has ended."""
         assert self.process is not None

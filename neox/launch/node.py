@@ -143,8 +143,9 @@ class NodeAgent:
         if event["kind"] == "exit" and event["killed"] and self.ended_by_order:
             return  # the launcher knows of a failure elsewhere
         if event["kind"] == "exit":
-            report = self.activity.failure(event["rank"])
-            event = {**event, "step": self.activity.step(), "report": None if report is None else asdict(report)}
+            failure = self.activity.failure(event["rank"])
+            report = None if failure is None else asdict(failure)
+            event = {**event, "step": self.activity.step(), "report": report}
         self.tell(event)
 
     # -- start
@@ -188,7 +189,7 @@ class NodeAgent:
         signal.signal(INTERRUPT_RANKS, self._on_interrupt)
 
     def stand_by(self) -> None:
-        """Prepare this host, which is spare, for a start in place of the first host."""
+        """Prepare this spare host to replace another one, with as many slots as the first host has."""
         self._install_signal_handlers()
         self.selector.close()
         slots = self.host.slots[: len(self.spec.hosts[0].slots)]

@@ -76,12 +76,14 @@ def fit_hosts(
         LaunchError: Too few hosts can take part.
         ConfigError: The batch size is invalid.
     """
-    reasons = {report.host.name: report.problems[0] for report in reports if report.problems} | dict(unfit)
-    chosen = choose_fit_hosts(placement.hosts, placement.spares, {**suspects, **reasons})
-    if chosen.missing:
+    reasons = {report.host.name: report.problems[0] for report in reports if report.problems}
+    reasons.update(unfit)
+    reasons_with_suspects = {**suspects, **reasons}
+    chosen = choose_fit_hosts(placement.hosts, placement.spares, reasons_with_suspects)
+    if chosen.missing:  # too few hosts without the suspects
         chosen = choose_fit_hosts(placement.hosts, placement.spares, reasons)
     else:
-        reasons = {**suspects, **reasons}
+        reasons = reasons_with_suspects
     hosts = chosen.hosts
     if chosen.missing:
         hosts = _fewer_hosts(config, placement, chosen, reports, reasons)
