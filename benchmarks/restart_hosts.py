@@ -1,14 +1,14 @@
-"""Time from the death of a rank, or of a host, to the next step over ssh: with warm processes and without.
+"""Time from the death of a rank or a host to the next step, over ssh, with and without warm processes.
 
     benchmarks/restart_hosts.py [--rounds 3] [--code DIRECTORY ...] [--out FILE.json]
 
-Three network namespaces are three hosts (needs root, pdsh and sshd): two with a CPU rank each, and a spare one. The run
-saves every 20 steps. When the warm processes are ready, rank 1 is killed, or all processes of its host at once with its
-network, which ssh notices immediately. The sides take turns:
+Three network namespaces stand for hosts (needs root, pdsh and sshd): two with one CPU rank each, and a spare one. The
+run saves every 20 steps. When the warm processes are ready, either rank 1 is killed, or all processes of its host are
+killed and its network is cut, which ssh notices immediately. The sides take turns:
 
-- `warm`: as it is;
-- `cold`: the warm processes are killed first, so that ranks import anew;
-- for each `--code DIRECTORY`, another checkout of this project.
+- `warm`: this checkout as it is;
+- `cold`: the same, but the warm processes are killed first, so that the new ranks have to import;
+- each `--code DIRECTORY`: another checkout of this project.
 """
 
 from __future__ import annotations
@@ -58,13 +58,16 @@ class HostsRun:
         keys = {"data_path": DATA, "save": directory / "save", "checkpoint_factor": 20, "keep_last_n_checkpoints": 2}
         keys |= {"train_iters": STEPS, "lr_decay_iters": STEPS, "eval_interval": STEPS, "eval_iters": 1}
         keys |= {"doctor_timeout": 60, "max_restarts": 9}
-        settings = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-        words = [str(code / "deepy.py"), str(code / "train.py"), str(directory / "tiny.yml"), "-H", str(hostfile)]
+        settings = []
+        for key, value in keys.items():
+            settings += ["--set", f"{key}={value}"]
+        command = [sys.executable, str(code / "deepy.py"), str(code / "train.py"), str(directory / "tiny.yml")]
+        command += ["-H", str(hostfile), *settings]
         environment = {**os.environ, **machines.environment, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""}
         self.log = directory / "log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                machines.inside([sys.executable, *words, *settings]),
+                machines.inside(command),
                 env=environment,
                 cwd=directory,
                 stdin=subprocess.DEVNULL,
@@ -77,7 +80,7 @@ class HostsRun:
         return self.process.poll() is not None
 
     def steps(self) -> int:
-        """Return the number of steps that were trained, repeated ones too."""
+        """Return the number of trained steps, including repeated ones."""
         path = self.directory / "metrics.jsonl"
         return path.read_bytes().count(b"train/lm_loss") if path.exists() else 0
 
@@ -89,17 +92,17 @@ class HostsRun:
         """Kill rank 1, or its host."""
         name = self.machines.names[1]
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
-        inside = set(map(int, listed.stdout.split())) - {daemon.pid for daemon in self.machines.daemons}
+        pids = set(map(int, listed.stdout.split())) - {daemon.pid for daemon in self.machines.daemons}
         if fault == "rank":
-            ranks = [pid for pid in inside if "bootstrap" in command_line(pid) and _name(pid) not in _WARM_NAMES]
+            ranks = [pid for pid in pids if "bootstrap" in command_line(pid) and _name(pid) not in _WARM_NAMES]
             os.kill(ranks[0], signal.SIGKILL)
             return
-        for pid in inside:
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
         subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True)
 
     def end(self) -> None:
-        """Kill the launcher, and wait until nothing is left."""
+        """Kill the launcher, and wait until no process is left."""
         self.process.kill()
         self.process.wait()
         wait(lambda: not self.machines.pids(), "end of all processes")
@@ -130,7 +133,7 @@ def measure(work: Path, side: str, fault: str) -> dict[str, float]:
                     os.kill(pid, signal.SIGKILL)
             killed = time.time()
             run.kill(fault)
-            time.sleep(0.3)  # steps that were under way are in the metrics
+            time.sleep(0.3)  # steps that were in progress are in the metrics by then
             steps = run.steps()
             wait(lambda: run.steps() > steps or run.has_ended(), "next step")
             if run.has_ended():
@@ -146,25 +149,25 @@ def measure(work: Path, side: str, fault: str) -> dict[str, float]:
 
 def compare(rounds: int, sides: Sequence[str], report: Callable[[str], None]) -> dict[str, Any]:
     """Let the sides take turns, and return the medians and all measurements."""
-    found: dict[str, list[dict[str, float]]] = {}
+    measurements: dict[str, list[dict[str, float]]] = {}
     for number in range(rounds):
         for fault in FAULTS:
             for side in sides:
                 with tempfile.TemporaryDirectory() as directory:
                     seconds = measure(Path(directory), side, fault)
-                found.setdefault(f"{fault}, {side}", []).append(seconds)
+                measurements.setdefault(f"{fault}, {side}", []).append(seconds)
                 report(f"{number} {fault}, {side}: {seconds}")
     medians = {}
-    for name, each in found.items():
-        medians[name] = {part: round(median(one[part] for one in each), 2) for part in each[0]}
-    return {"medians": medians, "all": found}
+    for name, group in measurements.items():
+        medians[name] = {part: round(median(each[part] for each in group), 2) for part in group[0]}
+    return {"medians": medians, "all": measurements}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--code", action="append", default=[], help="another checkout to compare with")
-    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each side (default: 3)")
+    parser.add_argument("--code", action="append", default=[], help="another checkout to compare with; may be repeated")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     reason = why_not()
     if reason is not None:

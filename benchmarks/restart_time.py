@@ -1,12 +1,13 @@
-"""Time from the death of a rank to the next step: `max_restarts`, the same command typed again, and torchrun.
+"""Time from the death of a rank to the next step: `max_restarts`, the same command run again, and torchrun.
 
     benchmarks/restart_time.py [--rounds 5] [--out FILE.json]
 
 Two CPU ranks train a small network and save every 20 steps. After a few saves, when the warm processes are ready, rank
-1 is killed (SIGKILL), and the time until the metrics have the next step is taken. The three sides take turns:
+1 is killed (SIGKILL), and the time until the metrics contain the next step is measured. The three sides take turns:
 
-- `deepy`: `deepy.py train.py --max-restarts 9`, with the parts: noticing, planning, and the start of the ranks;
-- `again`: the same without restarts; the command is typed again as soon as it has ended;
+- `deepy`: `deepy.py train.py --max-restarts 9`. Its time has three parts: noticing, planning, and the start of the
+  ranks;
+- `again`: the same without restarts; the command is run again as soon as it has ended;
 - `torchrun`: `torchrun --max-restarts 1000 train.py --payload ...`, which finds the newest checkpoint as well.
 """
 
@@ -40,8 +41,13 @@ KILL_AFTER = 50
 SIDES = ("deepy", "again", "torchrun")
 
 
-class Measured(Training):
-    """A training that is started by one of the sides."""
+class SideTraining(Training):
+    """A training that is started by the command of one side.
+
+    Args:
+        directory: Directory for its configuration, logs and checkpoints.
+        side: A value in SIDES.
+    """
 
     def __init__(self, directory: Path, side: str) -> None:
         super().__init__(directory, "dense")
@@ -65,20 +71,20 @@ class Measured(Training):
             return
         vocabulary = build_tokenizer("HFTokenizer", self.keys["vocab_file"]).vocab_size
         payload = encode_payload(resolve(NeoXConfig.from_flat(self.keys), 2, vocabulary))
-        words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1000", "--standalone"]
-        command = [sys.executable, *words, str(ROOT / "train.py"), "--payload", payload]
-        mark = {
+        torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1000", "--standalone"]
+        command = [sys.executable, *torchrun, str(ROOT / "train.py"), "--payload", payload]
+        variables = {
             MARK: self.mark,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
-            # else torchrun's restarts find addresses of the start before, and hang: pytorch issues 135712 and 167288
+            # else the ranks of a restart find addresses of the previous start, and hang (PyTorch #135712, #167288)
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, **mark},
+                env={**os.environ, **variables},
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -86,15 +92,15 @@ class Measured(Training):
             )
 
     def rank_to_kill(self, rank: int = 1) -> int:
-        """Return the process of a rank."""
+        """Return the process id of a rank."""
         role = None if self.side == "torchrun" else "rank"
         for pid in self.pids(role):
             if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 return pid
-        raise RuntimeError(f"rank {rank} does not run: see {self.directory / 'log'}")
+        raise RuntimeError(f"rank {rank} is not running: see {self.directory / 'log'}")
 
     def is_warm(self) -> bool:
-        """Return whether all processes that become ranks at the next start are ready; only one side has any."""
+        """Return whether all warm processes are ready. Only `deepy` has any; for the other sides return True."""
         if self.side != "deepy":
             return True
         names = []
@@ -104,29 +110,29 @@ class Measured(Training):
         return names.count(WAITING_NAME) == self.ranks
 
     def has_repeated(self, rows: int) -> bool:
-        """Return whether a step was trained again, as after a restart, since the metrics had so many lines."""
-        before = 0
+        """Return whether the metrics have a repeated step, as after a restart, after their first `rows` lines."""
+        previous = 0
         for number, line in enumerate((self.run / "metrics.jsonl").read_text().splitlines()):
             if line.endswith("}") and '"step"' in line:
                 iteration = json.loads(line)["iteration"]
-                if number >= rows and iteration <= before:
+                if number >= rows and iteration <= previous:
                     return True
-                before = iteration
+                previous = iteration
         return False
 
     def rows(self) -> int:
-        """Return the number of lines of the metrics."""
+        """Return the number of lines in the metrics."""
         return (self.run / "metrics.jsonl").read_bytes().count(b"\n")
 
 
 def measure(work: Path, side: str) -> dict[str, float]:
     """Return the seconds from the death of a rank to the next step, and their parts if they are known."""
-    training = Measured(work, side)
+    training = SideTraining(work, side)
     training.start()
     try:
         wait(lambda: training.step() >= KILL_AFTER or training.ended(), "steps")
         wait(lambda: training.is_warm() or training.ended(), "warm processes")
-        # between two checkpoints, so that the first step after the restart is one that was trained before
+        # kill between two checkpoints, so that the first step after the restart is a repeated one
         wait(lambda: SAVE_EVERY // 4 <= training.step() % SAVE_EVERY <= SAVE_EVERY // 2, "steps after a checkpoint")
         rows = training.rows()
         killed = time.time()
@@ -148,26 +154,26 @@ def measure(work: Path, side: str) -> dict[str, float]:
         training.end()
 
 
-def medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
+def medians(measurements: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the median of each part."""
-    return {part: round(median(each[part] for each in found), 2) for part in found[0]}
+    return {part: round(median(each[part] for each in measurements), 2) for part in measurements[0]}
 
 
 def compare(rounds: int, report: Callable[[str], None]) -> dict[str, Any]:
     """Let the sides take turns, and return the medians and all measurements."""
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    measurements: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for number in range(rounds):
         for side in SIDES:
             with tempfile.TemporaryDirectory() as directory:
-                found[side].append(measure(Path(directory) / side, side))
-            report(f"{number} {side}: {found[side][-1]}")
-    return {"medians": {side: medians(each) for side, each in found.items()}, "all": found}
+                measurements[side].append(measure(Path(directory) / side, side))
+            report(f"{number} {side}: {measurements[side][-1]}")
+    return {"medians": {side: medians(each) for side, each in measurements.items()}, "all": measurements}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns of each side (default: 5)")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     load = os.getloadavg()
     numbers = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load_before": load}

@@ -1,4 +1,4 @@
-"""Faults of benchmarks/soak.py. Each is a function that returns whether the fault took place."""
+"""Faults that benchmarks/soak.py injects. Each is a function that returns whether the fault took place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.soak_training import Training, kill_process, wait
 
 LOCAL_FAULTS = ("rank", "rank", "rank", "set-up", "agent", "launcher", "flip", "full", "stop", "stop-agent", "slow")
 HOST_FAULTS = ("rank", "set-up", "agent", "stop-agent", "launcher", "cut", "cut", "cut")
-_LISTEN = "0A"  # the kernel's number of this state of a socket
+_LISTEN = "0A"  # the kernel's number for the state of a listening socket
 
 
 def _kill_rank(training: Training, generator: random.Random) -> bool:
@@ -25,10 +25,10 @@ def _kill_rank(training: Training, generator: random.Random) -> bool:
 
 
 def _kill_in_set_up(training: Training, generator: random.Random) -> bool:
-    """Kill a rank, and one of the next start's ranks while they set up their process groups.
+    """Kill a rank. After the restart kill another one while the ranks set up their process groups.
 
-    A rank listens for the others from the moment at which it opens the store of the first group. That it was hit
-    before the first step is in the event of its end.
+    A rank listens for connections from the moment when it opens the store of the first group. The end event shows
+    whether the second kill came before the first step.
     """
     if not _restart_by_kill(training, generator):
         return False
@@ -37,7 +37,7 @@ def _kill_in_set_up(training: Training, generator: random.Random) -> bool:
     ends = len(training.ends())
     if not _kill_rank(training, generator):
         return False
-    wait(lambda: len(training.ends()) > ends or training.ended(), "end of the start that was hit")
+    wait(lambda: len(training.ends()) > ends or training.ended(), "end after the second kill")
     return len(training.ends()) > ends and training.ends()[ends]["step"] is None
 
 
@@ -77,17 +77,17 @@ def _stop_rank(training: Training, generator: random.Random) -> bool:
 def _flip_bit(training: Training, generator: random.Random) -> bool:
     """Stop the ranks, so that nothing is saved meanwhile; flip a bit of the newest checkpoint; kill a rank.
 
-    Nothing is done while there is only one checkpoint: a run cannot go on without any.
+    With fewer than two checkpoints nothing is done: a run cannot resume if its only checkpoint is damaged.
     """
     ranks = training.pids("rank")
     for pid in ranks:
         kill_process(pid, signal.SIGSTOP)
-    newest = training.checkpoints()
-    if not ranks or len(newest) < 2:
+    checkpoints = training.checkpoints()
+    if not ranks or len(checkpoints) < 2:
         for pid in ranks:
             kill_process(pid, signal.SIGCONT)
         return False
-    checkpoint = training.save / f"global_step{newest[0]}"
+    checkpoint = training.save / f"global_step{checkpoints[0]}"
     files = sorted(path for path in checkpoint.rglob("*.pt") if path.stat().st_size)
     path = generator.choice(files)
     with open(path, "r+b") as file:
@@ -102,33 +102,33 @@ def _flip_bit(training: Training, generator: random.Random) -> bool:
 
 
 def _kill_on_slow_disk(training: Training, generator: random.Random) -> bool:
-    """Kill a rank while each fsync takes longer, so that most of the time something is being saved."""
+    """Kill a rank while each fsync takes longer, so that a save is in progress most of the time."""
     starts = len(training.starts())
     training.slow.touch()
     try:
         time.sleep(generator.uniform(0, 3))
         if not _kill_rank(training, generator):
             return False
-        wait(lambda: len(training.starts()) > starts or training.ended(), "restart from a slow disk")
+        training.wait_for_start(starts, "restart on a slow disk")
         return True
     finally:
         training.slow.unlink()
 
 
 def _fill_disk(training: Training, _: random.Random) -> bool:
-    """Leave too little room for the next checkpoint; False if the checkpoints have no disk of their own."""
+    """Leave too little space for the next checkpoint. Return False if the checkpoints have no disk of their own."""
     disk_of_save = training.save.parent
     if not os.path.ismount(disk_of_save):
         return False
-    with contextlib.suppress(OSError), open(_ballast(training), "wb") as file:  # a save may fill it first
+    with contextlib.suppress(OSError), open(_ballast(training), "wb") as file:  # a save may fill the disk first
         file.write(bytes(max(0, shutil.disk_usage(disk_of_save).free - 50_000)))
     return True
 
 
 def _cut_off(training: Training, generator: random.Random) -> bool:
-    """Pull the cable of a host other than the launcher's, and plug it in again after the restart.
+    """Unplug a host other than the launcher's, and plug it in again after the restart.
 
-    If the run has shrunk to the launcher's host, a rank is killed first, so that it grows.
+    If the run has shrunk to the launcher's host, first kill a rank, so that the restart brings the other host back.
     """
     assert isinstance(training, HostsTraining)
     if not training.other_hosts() and not _restart_by_kill(training, generator):
@@ -138,20 +138,20 @@ def _cut_off(training: Training, generator: random.Random) -> bool:
         return False
     starts = len(training.starts())
     host = generator.choice(others)
-    training.set_cable(host, "down")
+    training.set_link(host, "down")
     try:
-        wait(lambda: len(training.starts()) > starts or training.ended(), "restart without a host")
+        training.wait_for_start(starts, "restart without the host")
         return True
     finally:
-        training.set_cable(host, "up")
+        training.set_link(host, "up")
 
 
 def _restart_by_kill(training: Training, generator: random.Random) -> bool:
-    """Kill a rank, and wait for the restart; return whether there is one."""
+    """Kill a rank and wait for the restart. Return whether the run restarted."""
     starts = len(training.starts())
     if not _kill_rank(training, generator):
         return False
-    wait(lambda: len(training.starts()) > starts or training.ended(), "restart")
+    training.wait_for_start(starts, "restart")
     return not training.ended()
 
 
@@ -159,8 +159,8 @@ def _ballast(training: Training) -> Path:
     return training.save.parent / "ballast"
 
 
-def make_room(training: Training) -> None:
-    """Free what `full` has filled."""
+def free_disk(training: Training) -> None:
+    """Undo the fault `full`: free the disk space that it has filled."""
     _ballast(training).unlink(missing_ok=True)
 
 

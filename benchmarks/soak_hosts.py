@@ -13,7 +13,7 @@ from tests.end_to_end.network_namespaces import TwoMachines, two_machines
 
 
 class HostsTraining(Training):
-    """A training on two hosts with a rank each; a third host is spare, unless the run is elastic.
+    """A training on two hosts with one rank each. A third host is a spare, unless the run is elastic.
 
     Args:
         directory: Directory for its configuration, logs and checkpoints, which the hosts share.
@@ -46,28 +46,28 @@ class HostsTraining(Training):
         return super().environment() | self.machines.environment
 
     def pids(self, role: str | None = None) -> list[int]:
-        """Return the living processes, of one role or all. Those on the hosts count even without the mark."""
-        inside = [pid for pid in self.machines.pids() if role is None or has_role(pid, role)]
-        return sorted({*super().pids(role), *inside})
+        """Return the live processes, with one role or all. Every process on the hosts counts, even without the mark."""
+        on_hosts = [pid for pid in self.machines.pids() if role is None or has_role(pid, role)]
+        return sorted({*super().pids(role), *on_hosts})
 
     def other_hosts(self) -> list[str]:
         """Return the hosts of the newest start, except the launcher's."""
         return [host for host in self.starts()[-1]["hosts"] if host != self.machines.hosts[0]]
 
-    def set_cable(self, host: str, state: str) -> None:
-        """Plug the cable of a host in (`up`) or out (`down`)."""
+    def set_link(self, host: str, state: str) -> None:
+        """Connect a host to the network (`up`), or disconnect it (`down`)."""
         subprocess.run(["ip", "-n", self._names[host], "link", "set", "eth0", state], check=True)
 
 
 @contextmanager
-def training_of(directory: Path, scenario: str, disk: Path | None) -> Iterator[Training]:
-    """Yield the training of a scenario; no process of it is left afterwards.
+def open_training(directory: Path, scenario: str, disk: Path | None) -> Iterator[Training]:
+    """Yield the training of a scenario. Afterwards, kill its remaining processes.
 
     Args:
         directory: Directory for its files.
         scenario: Key in SCENARIOS.
-        disk: Directory on a disk of its own for the checkpoints; None for one in `directory`. On hosts it is not used,
-            because they refuse a disk that is nearly full.
+        disk: Directory for the checkpoints on a disk of its own; None to save in `directory`. Trainings on several
+            hosts do not use it, because a host with a nearly full disk is left out.
     """
     if scenario in HOST_SCENARIOS:
         machines_directory = directory / "machines"

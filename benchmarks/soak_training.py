@@ -68,7 +68,7 @@ LOCAL_SCENARIOS: dict[str, dict[str, Any]] = {
     "one-rank": {"num_gpus": 1, "async_save": True},
     "bert": {"objective": "masked_lm", "bert_binary_head": False, "pos_emb": "learned"},
 }
-# Two hosts with a rank each. With fewer hosts the batch is accumulated, and dropout is drawn otherwise.
+# Two hosts with one rank each. The elastic run has no dropout: fewer ranks would draw other random numbers.
 HOST_SCENARIOS: dict[str, dict[str, Any]] = {
     "spare-host": {"doctor_timeout": 60},
     "elastic": {"doctor_timeout": 60, "elastic": True, "hidden_dropout": 0.0, "attention_dropout": 0.0},
@@ -76,7 +76,8 @@ HOST_SCENARIOS: dict[str, dict[str, Any]] = {
 SCENARIOS = {**LOCAL_SCENARIOS, **HOST_SCENARIOS}
 _BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]")
 _SLOW_DISK = "NEOX_SOAK_SLOW_DISK"
-# Python imports this file at its start. While the named file exists, each fsync takes half a second longer.
+# Text of sitecustomize.py, which Python imports at startup. While the file named by the variable exists, each fsync
+# takes half a second longer.
 _SLOW_FSYNC = f"""
 import os, time
 fsync = os.fsync
@@ -89,12 +90,12 @@ os.fsync = slow_fsync
 
 
 class Training:
-    """One training, which may take several launchers.
+    """One training. Its command may be run several times.
 
     Args:
         directory: Directory for its configuration, logs and checkpoints.
         scenario: Key in SCENARIOS.
-        disk: Directory on a disk of its own for the checkpoints; None for one in `directory`.
+        disk: Directory for the checkpoints on a disk of its own; None to save in `directory`.
     """
 
     def __init__(self, directory: Path, scenario: str, disk: Path | None = None) -> None:
@@ -130,7 +131,7 @@ class Training:
         }
 
     def start(self) -> None:
-        """Type the command, the first time or again."""
+        """Run the command, for the first time or again."""
         with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen(
                 self.command(),
@@ -142,8 +143,8 @@ class Training:
             )
 
     def pids(self, role: str | None = None) -> list[int]:
-        """Return the living processes of this training, of one role or all."""
-        found = []
+        """Return the live processes of this training, with one role or all."""
+        pids = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0")
@@ -151,12 +152,13 @@ class Training:
             except OSError:
                 continue
             pid = int(entry.name)
-            if is_alive and f"{MARK}={self.mark}".encode() in environment and (role is None or has_role(pid, role)):
-                found.append(pid)
-        return sorted(found)
+            is_marked = f"{MARK}={self.mark}".encode() in environment
+            if is_alive and is_marked and (role is None or has_role(pid, role)):
+                pids.append(pid)
+        return sorted(pids)
 
     def host_agents(self) -> list[int]:
-        """Return the agents that have ranks, which are their children."""
+        """Return the agents that have ranks. An agent is the parent process of its ranks."""
         parents = set()
         for pid in self.pids("rank"):
             with suppress(OSError):
@@ -164,25 +166,25 @@ class Training:
         return sorted(parents & set(self.pids("agent")))
 
     def starts(self) -> list[Mapping[str, Any]]:
-        """Return the events of the starts of ranks."""
+        """Return the `start` events of the event log."""
         return [event for event in read_events(self.run) if event["event"] == "start"]
 
     def ends(self) -> list[Mapping[str, Any]]:
-        """Return the events of the ends of ranks."""
+        """Return the `end` events of the event log."""
         return [event for event in read_events(self.run) if event["event"] == "end"]
 
     def losses(self) -> dict[int, float]:
-        """Return the trained loss of every step; of one that was done again, the last."""
+        """Return the training loss of every step. A repeated step has the loss of its last repetition."""
         path = self.run / "metrics.jsonl"
-        found: dict[int, float] = {}
+        losses: dict[int, float] = {}
         if not path.exists():
-            return found
+            return losses
         for line in path.read_text().splitlines():
             if line.endswith("}"):
                 row = json.loads(line)
                 if row["kind"] == "step":
-                    found[row["iteration"]] = next(value for name, value in row.items() if name.startswith("train/"))
-        return found
+                    losses[row["iteration"]] = next(value for name, value in row.items() if name.startswith("train/"))
+        return losses
 
     def step(self) -> int:
         """Return the last step in the metrics."""
@@ -199,13 +201,26 @@ class Training:
         names = [path.parent.name for path in self.save.glob("global_step*/manifest.json")]
         return sorted((int(name.removeprefix("global_step")) for name in names), reverse=True)
 
+    def wait_for_start(self, earlier: int, what: str) -> None:
+        """Wait until the ranks have been started more than `earlier` times, or the launcher has ended.
+
+        Args:
+            earlier: Number of earlier starts.
+            what: Description of the start, for an error message.
+        """
+        wait(lambda: len(self.starts()) > earlier or self.ended(), what)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the metrics contain a step, or the launcher has ended."""
+        wait(lambda: self.step() >= step or self.ended(), f"step {step}")
+
     def ended(self) -> bool:
         """Return whether the launcher has ended."""
         assert self.process is not None
         return self.process.poll() is not None
 
     def end(self) -> None:
-        """Kill whatever is left."""
+        """Kill all remaining processes."""
         for pid in self.pids():
             kill_process(pid, signal.SIGKILL)
         if self.process is not None:
@@ -214,19 +229,22 @@ class Training:
 
 
 def has_role(pid: int, role: str) -> bool:
-    """Return whether a process is a rank or an agent; a warm process is a rank when it has become one."""
+    """Return whether a process has a role (`rank` or `agent`). A warm process is a rank once it has become one."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return False
-    if name in _SHELLS:  # with the command line of an agent
+    if name in _SHELLS:  # it only runs the command of an agent
         return False
-    return _ROLES[role] in words and (role != "rank" or "--warm" not in words or name == RANK_NAME)
+    if _ROLES[role] not in command:
+        return False
+    is_waiting = "--warm" in command and name != RANK_NAME
+    return role != "rank" or not is_waiting
 
 
 def kill_process(pid: int, number: int) -> bool:
-    """Send a signal to a process; return whether it exists."""
+    """Send a signal to a process. Return whether the process existed."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -238,19 +256,19 @@ def _write_vocabulary(path: Path) -> Path:
     """Write the tokenizer of the data, with the special tokens of BERT added."""
     tokenizer = json.loads((DATA / "tokenizer.json").read_text())
     first = len(tokenizer["model"]["vocab"])
-    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     for number, token in enumerate(_BERT_TOKENS):
-        tokenizer["added_tokens"].append({"id": first + number, "content": token, **usual})
+        tokenizer["added_tokens"].append({"id": first + number, "content": token, **flags})
     path.write_text(json.dumps(tokenizer))
     return path
 
 
 class SoakError(Exception):
-    """What went wrong in a training."""
+    """Error of a training that did not behave as expected."""
 
 
 def wait(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
-    """Return the first true value of a condition. Raises SoakError if there is none in time."""
+    """Wait until a condition is true, and return its value. Raises SoakError after a number of seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -262,7 +280,7 @@ def wait(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS)
 
 @contextmanager
 def disk(path: Path) -> Iterator[Path | None]:
-    """Yield a directory on a file system of its own; None where none can be mounted."""
+    """Yield a directory on a file system of its own; None if none can be mounted."""
     path.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(path)]
     mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0

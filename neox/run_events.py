@@ -38,15 +38,15 @@ def append_event(directory: Path, event: str, **fields: Any) -> None:
 
 def interruptions(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the `end` events after which the run was restarted, in order."""
-    found = []
+    restarted = []
     for event in events:
         if event["event"] == "end" and str(event.get("decision")).startswith("restart"):
-            found.append(event)
-    return found
+            restarted.append(event)
+    return restarted
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:
-    """Return the events of a run in the order of the file. An incomplete line is left out.
+    """Return the events of a run in the order of the file. Incomplete lines are skipped.
 
     Args:
         directory: The run directory.

@@ -3,7 +3,7 @@
 
 python tools/status.py runs/20B
 python tools/status.py runs/20B --json
-python tools/status.py runs/20B --serve            # http://127.0.0.1:8001/, which updates by itself
+python tools/status.py runs/20B --serve            # a page on http://127.0.0.1:8001/ that updates itself
 
 Only this machine can connect to the page, unless --host is given: the server has no authentication.
 """
@@ -23,15 +23,15 @@ from neox.launch.status_server import StatusServer
 
 
 def serve(directory: Path, host: str, port: int, allowed: list[str]) -> None:
-    """Serve the page until Ctrl-C. Raises NeoXError if the server cannot listen there."""
+    """Serve the page until Ctrl-C. Raises NeoXError if the server cannot listen on the address."""
     try:
         server = StatusServer(directory, (host, port), (host, *allowed))
     except (OSError, OverflowError) as error:
         raise NeoXError(
-            f"--host {host} --port {port}: cannot listen on this address ({error}); give another with --port"
+            f"--host {host} --port {port}: cannot listen on this address ({error}); choose another one with --port"
         ) from error
     print(f"http://{host}:{server.server_address[1]}/ shows {directory}", flush=True)
-    with server, contextlib.suppress(KeyboardInterrupt):  # the usual end
+    with server, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end it
         server.serve_forever()
 
 
@@ -44,7 +44,10 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to listen on")
     parser.add_argument("--port", type=int, default=8001, help="with --serve: port to listen on (default: 8001)")
     parser.add_argument(
-        "--allow_host", action="append", default=[], help="with --serve: another host name that clients may use"
+        "--allow_host",
+        action="append",
+        default=[],
+        help="with --serve: further host name that clients may use; may be repeated",
     )
     arguments = parser.parse_args()
     status = run_status(arguments.run_directory)

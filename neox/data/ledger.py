@@ -1,7 +1,7 @@
-"""Record of what a run has read of each dataset, which checkpoints carry.
+"""Ledger of the samples that a run has read from each dataset. Checkpoints contain it.
 
-With the record, a batch is a function of the iteration and of what was read before the mixture last changed: a run that
-goes on with other weights, datasets or lengths reads nothing twice.
+With the ledger, a batch is a function of the iteration and of what was read before the mixture last changed. So a run
+that resumes with other weights, datasets or lengths reads no sample twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GptNeoxOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetRecord:
-    """What was read of one dataset.
+    """Record of what was read from one dataset.
 
     Attributes:
         reads: Samples that were read one after another, with their lengths.
@@ -64,7 +64,7 @@ class DatasetRecord:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> DatasetRecord:
-        """Return the record with the fields of `to_json`."""
+        """Return the record that `to_json` has encoded."""
         gpt_neox = None
         if fields["gpt_neox"] is not None:
             gpt_neox = GptNeoxOrder(*fields["gpt_neox"])
@@ -83,14 +83,14 @@ Records = Mapping[str, DatasetRecord]
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a run has read, and from where its order follows.
+    """Record of what a run has read, and of what determines the order of its samples.
 
     Attributes:
-        mixture: Everything that determines the order from `start` on, as JSON. The order changes if it does.
+        mixture: Everything that determines the order from `start` on, as JSON. A changed mixture begins a new order.
         start: Number of samples of the run before the order of this mixture begins.
-        at_start: What was read of each dataset before.
+        at_start: Record of each dataset before that.
         samples: Number of samples of the run so far.
-        records: What is read of each dataset so far.
+        records: Record of each dataset so far.
         shares: Share of each dataset in each stage, from `start` on.
     """
 
@@ -102,12 +102,12 @@ class Ledger:
     shares: tuple[tuple[float, ...], ...] = field(default=())
 
     def before(self, key: str) -> DatasetRecord:
-        """Return what was read of a dataset before the order of this mixture begins."""
+        """Return the record of a dataset before the order of this mixture begins."""
         return self.at_start.get(key, DatasetRecord())
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Ledger | None:
-        """Return the ledger with the fields of `to_json`; None for a version that is not known."""
+        """Return the ledger that `to_json` has encoded; None for an unknown version."""
         if fields.get("version") != _VERSION:
             return None
         return cls(
@@ -153,9 +153,9 @@ def _records_from_json(fields: Mapping[str, Any]) -> Records:
 
 
 def dataset_keys(parts: Sequence[Part]) -> list[str]:
-    """Return what identifies datasets in a ledger, wherever their files are.
+    """Return a key for each dataset, which identifies it in a ledger wherever its files are.
 
-    It is a hash of the sizes of their documents, with a number that is different for datasets given several times.
+    A key is a hash of the sizes of the documents, followed by a number that distinguishes repeated datasets.
     """
     keys: list[str] = []
     repeats: Counter[str] = Counter()

@@ -86,7 +86,7 @@ class ReplicaCheck:
             step: The step, for the message.
 
         Raises:
-            ReplicaError: If checksums differ. It names the ranks that differ from the majority.
+            ReplicaError: The checksums differ. The error names the ranks that differ from the majority.
         """
         if self._size == 1:
             return

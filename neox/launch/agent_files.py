@@ -24,9 +24,9 @@ from neox.launch.lifeline import is_alive, process_start
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
 INTERRUPT_RANKS = signal.SIGUSR2
-"""Signal at which an agent sends SIGINT to its ranks, whose script answers it and goes on."""
+"""Signal at which an agent sends SIGINT to its ranks. Their script handles it and continues."""
 ANSWER_SECONDS = 5.0
-"""Time in which a rank must answer a signal. All processes have ended after twice that time, on a busy machine too."""
+"""Time in which a rank must answer a signal. After twice that time all processes have ended, even on a busy machine."""
 _OLD_SECONDS = 3600
 _STEP_DIGITS = 12  # in the file of progress
 
@@ -63,7 +63,7 @@ class FailureReport:
 
 
 def agent_directory(run_id: str, node_rank: int) -> Path:
-    """Return the path of an agent's directory, which is that of one start."""
+    """Return the path of an agent's directory. Each start has its own."""
     return _user_directory() / f"{run_id}.{node_rank}"
 
 
@@ -111,8 +111,8 @@ def take_secrets(run_id: str, node_rank: int) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     path.unlink()
-    found: dict[str, str] = json.loads(text)
-    return found
+    secrets: dict[str, str] = json.loads(text)
+    return secrets
 
 
 def _user_directory() -> Path:
@@ -160,7 +160,7 @@ def report_failure(report: FailureReport) -> None:
 
 
 def acknowledge_stop() -> None:
-    """Answer SIGTERM or Ctrl-C: this rank ends by itself. Call it in the signal's handler.
+    """Answer SIGTERM or Ctrl-C: this rank will end by itself. Call this in the signal's handler.
 
     The rank then has `stop_timeout` seconds to save. One that neither answers nor ends is killed after a few seconds.
     """
@@ -203,7 +203,7 @@ def _failure_path(progress: Path, rank: int) -> Path:
 
 
 def _progress_of_this_rank() -> tuple[Path, int] | None:
-    """Return the file of progress and the number of this rank; None outside a run."""
+    """Return the progress file and the number of this rank; None outside a run."""
     path = os.environ.get(PROGRESS_VARIABLE)
     rank = os.environ.get("RANK")
     if not path or not rank:

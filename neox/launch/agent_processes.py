@@ -1,7 +1,7 @@
 """Processes of the launcher that lead to the agents: local agents, ssh, pdsh, srun or mpirun.
 
-They end with the run. If the run may be started again, each agent has a process of its own: it is a child, or the end
-of an ssh connection. It stays after a failure, and gets the next start through the process's standard input.
+They end with the run. If the run may be restarted, each agent has a process of its own, which is the agent itself or
+an ssh client. Both stay after a failure, and the process's standard input carries the order for the next start.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PIPE_BYTES = 2**20  # so that an order never waits for a connection
 
 
 class AgentProcesses:
-    """The processes, and what comes from their outputs. As a context, it ends them.
+    """The processes and their outputs. Leaving the context ends the processes.
 
     Attributes:
         processes: The processes.
         hosts: The process of each host that has one of its own, by the host's name.
         buffers: Lines of their outputs, by file descriptor.
         selector: Selector of their outputs.
-        statuses: Exit statuses of the processes that `end_all` has ended last.
+        statuses: Exit statuses of the processes that the last `end_all` has ended.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class AgentProcesses:
         """Start one process.
 
         Args:
-            command: Words of the command.
-            environment: All its variables; those of this process if it is None.
+            command: The command, as a list of arguments.
+            environment: All its variables; None for those of this process.
             host: Name of the host whose agent it leads to; None if it leads to all agents.
         """
         process = subprocess.Popen(
@@ -76,7 +76,7 @@ class AgentProcesses:
         if host is not None:
             self.hosts[host] = process
             assert process.stdin is not None
-            with contextlib.suppress(OSError):  # more than this user may have
+            with contextlib.suppress(OSError):  # above this user's limit
                 fcntl.fcntl(process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
@@ -91,7 +91,7 @@ class AgentProcesses:
                 process.send_signal(number)
 
     def order(self, hosts: Iterable[str], order: LauncherOrder) -> None:
-        """Send an order to the agents of hosts, as far as they have processes of their own that run."""
+        """Send an order to the agents of hosts. Hosts without a running process of their own are skipped."""
         line = encode_order(order)
         for name in hosts:
             process = self.hosts.get(name)
@@ -100,7 +100,7 @@ class AgentProcesses:
                     os.write(process.stdin.fileno(), line)
 
     def terminate(self, host: str) -> None:
-        """Terminate the process of a host that is not to be waited for."""
+        """Terminate the process of a host, without waiting for its end."""
         process = self.hosts.get(host)
         if process is not None and process.poll() is None:
             process.terminate()
@@ -125,12 +125,12 @@ class AgentProcesses:
         return None
 
     def keep(self, hosts: Iterable[str]) -> None:
-        """Note the hosts whose agents have stayed, and wait for the next start. All other processes are ended."""
+        """Record the hosts whose agents wait for the next start. End all other processes."""
         self._waiting = frozenset(hosts)
         self.end_all(except_for=self._waiting)
 
-    def go_on(self, spec: LaunchSpec) -> list[int]:
-        """Give the agents that have stayed the next start. All others are ended.
+    def restart_waiting(self, spec: LaunchSpec) -> list[int]:
+        """Order the waiting agents to begin the next start. End all others.
 
         Returns:
             Numbers of the hosts that need a new agent.

@@ -1,10 +1,10 @@
-"""Ties between processes: death with the parent, process groups, and a launcher or connection that is gone.
+"""Lifetimes of dependent processes: death with the parent, process groups, detection of a lost launcher or connection.
 
-Linux can signal a child when the thread that made it ends (`PR_SET_PDEATHSIG`); the setting survives `exec`. Every rank
-is in a session of its own, so that everything it has started can be killed with it.
+Linux can signal a child when the thread that created it ends (`PR_SET_PDEATHSIG`); the setting survives `exec`. Every
+rank is in a session of its own, so that everything it has started can be killed with it.
 
 An agent's standard input ends when the launcher, pdsh or ssh ends. If the network is cut, it does not end: the kernel
-repeats packets for a quarter of an hour. An agent writes every second. So if the kernel has repeated packets for
+retransmits packets for about 15 minutes. An agent writes every second. So if the kernel has been retransmitting for
 `LOST_SECONDS`, the launcher is gone. (The launcher learns from ssh's ServerAliveInterval that an agent's host is gone.
 Behind a jump host, only the connection to the jump host is seen.)
 """
@@ -71,7 +71,7 @@ def process_state(pid: int) -> str:
 def process_start(pid: int) -> str:
     """Return when a process started, in clock ticks since the kernel booted; "" without a process.
 
-    Together with the number it identifies a process: a later one with the same number has started later.
+    Together with the process id it identifies a process, because process ids are reused.
     """
     fields = _stat_fields(pid)
     return fields[_START_FIELD] if len(fields) > _START_FIELD else ""
@@ -95,38 +95,38 @@ def exit_status(returncode: int) -> int:
 
 def ssh_ports(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the local and the remote port of the ssh connection that this process runs in; None without one."""
-    words = environment.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
-    if len(words) != 4:
+    fields = environment.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
+    if len(fields) != 4:
         return None
-    return int(words[3]), int(words[1])
+    return int(fields[3]), int(fields[1])
 
 
 def is_unanswered(ports: tuple[int, int], tables: Iterable[str] = _TABLES) -> bool:
-    """Return whether the kernel is repeating packets or probes on a TCP connection.
+    """Return whether the kernel is retransmitting packets or probes on a TCP connection.
 
-    A peer that is there but reads nothing still answers probes, which resets their count.
+    A live peer that reads nothing still answers probes, which resets their count.
 
     Args:
-        ports: Local and remote port of the connection. Several clients may use the same remote port; then packets must
-            be repeated on all their connections.
+        ports: Local and remote port of the connection. Several clients may use the same remote port. Then the kernel
+            must be retransmitting on all their connections.
         tables: Paths of the kernel's tables of connections.
     """
-    is_repeating = []
+    is_retransmitting = []
     for table in tables:
         try:
             lines = Path(table).read_text().splitlines()[1:]
         except OSError:  # no IPv6 here
             continue
         for line in lines:
-            # sl local remote state tx:rx timer:when repeats uid probes ...; addresses and `repeats` are hexadecimal
+            # sl local remote state tx:rx timer:when retransmits uid probes ...; addresses and retransmits are in hex
             fields = line.split()
             local = int(fields[1].rpartition(":")[2], 16)
             remote = int(fields[2].rpartition(":")[2], 16)
             if (local, remote) == ports and fields[3] == _ESTABLISHED:
-                repeats = int(fields[6], 16)
+                retransmits = int(fields[6], 16)
                 probes = int(fields[8])
-                is_repeating.append(repeats > 0 or probes > 0)
-    return bool(is_repeating) and all(is_repeating)
+                is_retransmitting.append(retransmits > 0 or probes > 0)
+    return bool(is_retransmitting) and all(is_retransmitting)
 
 
 def follow_launcher(
@@ -141,7 +141,7 @@ def follow_launcher(
     Args:
         descriptor: Descriptor of the input, which ends when the launcher ends.
         on_lost: Function to call, in the thread, if the input has ended or packets stay unanswered.
-        unanswered: Function that returns whether packets are being repeated now.
+        unanswered: Function that returns whether packets are being retransmitted now.
         seconds: Time for which packets must stay unanswered.
         on_input: Function that takes, in the thread, what the launcher has written; None if it writes nothing. An error
             of this project or a ValueError in it counts as the end of the launcher.
@@ -156,7 +156,7 @@ def follow_launcher(
                 data = os.read(descriptor, _READ_BYTES)
                 if not data:
                     break
-                if on_input is not None and not _taken(on_input, data):
+                if on_input is not None and not _is_accepted(on_input, data):
                     break
             elif not unanswered():
                 unanswered_since = None
@@ -169,8 +169,8 @@ def follow_launcher(
     return thread
 
 
-def _taken(on_input: Callable[[bytes], None], data: bytes) -> bool:
-    """Pass input on; return whether it could be understood."""
+def _is_accepted(on_input: Callable[[bytes], None], data: bytes) -> bool:
+    """Pass input on. Return whether it was valid."""
     try:
         on_input(data)
     except (ValueError, NeoXError):

@@ -10,7 +10,7 @@
   the network is cut;
 - no rank has made progress for `hang_timeout` seconds.
 
-SIGUSR1 shows every rank's stacks.
+On SIGUSR1 it shows every rank's stacks.
 
 The agent of a run that may be started again (`warm_module`) takes orders on its standard input (`neox.launch.orders`).
 It stays after a failure, with its warm processes, until the launcher ends it or orders the next start. On a spare host
@@ -73,7 +73,7 @@ class NodeAgent:
         plain: Whether to print for people, because no launcher process reads the events.
         warm: The processes that can become ranks; None if this agent ends with its ranks.
         orders: Orders of the launcher.
-        secrets: Secret variables of the ranks that this host has got for an earlier start; None at the first one.
+        secrets: Secret variables of the ranks, which this host received at its first start; None at the first start.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class NodeAgent:
         self.stop_requested: int | None = None
         self.stacks_requested = False
         self.interrupt_requested = False
-        self.preemption_told = False
+        self.preemption_reported = False
         self.ended_by_order = False
         # How the ranks are ended. Times are those of the monotonic clock; None if they are not set.
         self.stop_passed_on = False
@@ -135,16 +135,17 @@ class NodeAgent:
             self.tell(piece)
 
     def _pass_on(self, event: Event) -> None:
-        """Send an event of a rank to the launcher, with two exceptions."""
+        """Send an event of a rank to the launcher, unless it is not needed."""
         if self.showing_stacks and event["kind"] == "line":
             return  # these are stacks of rank 0, which are shown below a title
         if self.plain is not None and event["kind"] == "exit" and self._was_asked_to_end(event["code"]):
-            return  # nobody has to be told of a rank that ended because the user wanted it
+            return  # the user asked for this end
         if event["kind"] == "exit" and event["killed"] and self.ended_by_order:
             return  # the launcher knows of a failure elsewhere
         if event["kind"] == "exit":
-            report = self.activity.failure(event["rank"])
-            event = {**event, "step": self.activity.step(), "report": None if report is None else asdict(report)}
+            failure = self.activity.failure(event["rank"])
+            report = None if failure is None else asdict(failure)
+            event = {**event, "step": self.activity.step(), "report": report}
         self.tell(event)
 
     # -- start
@@ -155,7 +156,7 @@ class NodeAgent:
         Returns:
             The exit status of the rank that failed first, or 0.
         """
-        self._take_signals()
+        self._install_signal_handlers()
         if self.plain is not None and self.node_rank == 0:
             lock_directories(self.spec.reserved, Path(self.spec.script).name, self.locks)
         log_directory = self.spec.log_directory(self.host)
@@ -181,15 +182,15 @@ class NodeAgent:
         self.tell({"kind": "done", "code": self.code})
         return self.code
 
-    def _take_signals(self) -> None:
+    def _install_signal_handlers(self) -> None:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_stacks)
         signal.signal(INTERRUPT_RANKS, self._on_interrupt)
 
     def stand_by(self) -> None:
-        """Prepare this host, which is spare, for a start in place of the first host."""
-        self._take_signals()
+        """Prepare this spare host to replace another one, with as many slots as the first host has."""
+        self._install_signal_handlers()
         self.selector.close()
         slots = self.host.slots[: len(self.spec.hosts[0].slots)]
         self.host = replace(self.host, slots=slots)
@@ -213,7 +214,7 @@ class NodeAgent:
                 if number is None:
                     return None
                 return NodeAgent(spec, number, warm=self.warm, orders=self.orders, secrets=self.secrets)
-            self.tell({"kind": "waiting"})  # without writing, a network that is cut is not noticed
+            self.tell({"kind": "waiting"})  # a lost network is only noticed by writing
         return None
 
     @property
@@ -259,11 +260,13 @@ class NodeAgent:
             variables = {**environment, "RANK": str(number), "LOCAL_RANK": str(local_rank)}
             stdin = self.spec.stdin if number == 0 else None
             order = Order((self.spec.script, *self.spec.arguments), variables, self.spec.directory, stdin)
-            warm = None if self.warm is None else self.warm.take(local_rank, order)
-            if warm is None:
+            warm_process = None
+            if self.warm is not None:
+                warm_process = self.warm.take(local_rank, order)
+            if warm_process is None:
                 rank.start(rank_command(self.spec), variables, self.spec.directory, stdin)
             else:
-                rank.follow(warm)
+                rank.follow(warm_process)
             self.rank_environments.append(variables)
             self.ranks.append(rank)
             watchdog.add(rank.pid)
@@ -327,9 +330,9 @@ class NodeAgent:
 
     def _report_preemption(self, notice: str) -> None:
         """Tell the launcher that this host is about to be preempted; it asks all ranks to save and end."""
-        if self.preemption_told or self.stop_requested is not None:
+        if self.preemption_reported or self.stop_requested is not None:
             return
-        self.preemption_told = True
+        self.preemption_reported = True
         self.tell({"kind": "preempted", "notice": notice})
         if self.plain is not None:  # there is no launcher
             self.print_line(f"{self.host.name} is about to be preempted ({notice}): its ranks save and end")
@@ -342,7 +345,7 @@ class NodeAgent:
             self._kill_ranks()
 
     def _handle_output(self, seconds: float) -> None:
-        """Wait for output, take it, and see which ranks have ended meanwhile."""
+        """Wait for output, process it, and check which ranks have ended."""
         ready = self.selector.select(seconds)
         for key, _ in ready:
             rank, name = key.data
@@ -358,9 +361,9 @@ class NodeAgent:
                 rank.show_incomplete_lines()
 
     def _take_end(self, rank: RankProcess) -> None:
-        """Note that a rank has ended. If it has failed, the others are killed soon."""
+        """Record that a rank has ended. If it has failed, the others are killed soon."""
         if self.watchdog is not None:
-            self.watchdog.remove(rank.pid)  # its number may belong to another process later
+            self.watchdog.remove(rank.pid)  # its process id may be reused
         for pipe in rank.pipes.values():
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(pipe)
@@ -371,7 +374,7 @@ class NodeAgent:
                 self._kill_in(_AFTER_KILL_SECONDS if rank.code == -signal.SIGKILL else _AFTER_FAILURE_SECONDS)
 
     def _was_asked_to_end(self, code: int) -> bool:
-        """Return whether a rank's `returncode` is the consequence of the signal that was passed on."""
+        """Return whether a rank has ended because of the signal that was passed on, given its `returncode`."""
         number = self.stop_requested
         return self.stop_passed_on and number is not None and code in (-number, 128 + number)
 

@@ -111,8 +111,9 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """First line of an error message, else the last line that is not empty: the exception, after a traceback."""
-        lines = [text for line in self.lines if (text := without_rank_mark(line).strip())]
+        """First line of an error message; otherwise the last line that is not empty, which names the exception."""
+        lines = [without_rank_mark(line).strip() for line in self.lines]
+        lines = [line for line in lines if line]
         if not lines:
             return ""
         if is_error_message(lines[0]):
@@ -158,10 +159,10 @@ def end_by_failure(spec: LaunchSpec, status: int, cause: Failure, failures: Sequ
     if report is not None and report.step is not None:
         step = report.step
     how = failure_cause(cause.code, cause.out_of_memory, None)
-    words = f"rank {cause.rank} on {spec.host_of(cause.rank).name} ended with {how}"
+    description = f"rank {cause.rank} on {spec.host_of(cause.rank).name} ended with {how}"
     if cause.has_own_message():
-        words += f": {shortened(cause.message)}"
-    return RunEnd(EndKind.RANK, status, words, ranks[0], hosts, step, report)
+        description += f": {shortened(cause.message)}"
+    return RunEnd(EndKind.RANK, status, description, ranks[0], hosts, step, report)
 
 
 def explain(spec: LaunchSpec, cause: Failure, failures: Sequence[Failure]) -> list[str]:
@@ -175,7 +176,7 @@ def explain(spec: LaunchSpec, cause: Failure, failures: Sequence[Failure]) -> li
     lines = []
     others = [failure for failure in failures if failure.rank != cause.rank]
     if others:
-        lines.append(f"rank {cause.rank} failed first; what followed on other ranks:")
+        lines.append(f"rank {cause.rank} failed first; consequences on other ranks:")
         for line in _consequences(spec, cause, others):
             lines.append(f"  {line}")
     host = spec.host_of(cause.rank).name
@@ -185,12 +186,12 @@ def explain(spec: LaunchSpec, cause: Failure, failures: Sequence[Failure]) -> li
         lines.append(f"error: rank {cause.rank} on {host} ended with {how}; its last lines (log: {log}):")
         lines += cause.lines
     else:
-        lines.append(f"error: rank {cause.rank} on {host} ended with {how}, without a word on stderr (log: {log})")
+        lines.append(f"error: rank {cause.rank} on {host} ended with {how}, without any output on stderr (log: {log})")
     return lines
 
 
 def _consequences(spec: LaunchSpec, cause: Failure, others: Sequence[Failure]) -> list[str]:
-    """Return one line for each rank with a message of its own, and one for each group of ranks without."""
+    """Return one line for each rank with its own message, and one line for each group of other ranks."""
     ended = []
     same = []
     lines = []

@@ -189,7 +189,7 @@ class RankProcess:
         except OSError as error:
             if not self._log_failed:
                 self._log_failed = True
-                text = f"[rank {self.rank}] its log cannot be written, the run goes on: {error}"
+                text = f"[rank {self.rank}] its log cannot be written, the run continues: {error}"
                 self._tell({"kind": "line", "stream": "err", "text": text, "more": False})
 
     def _tell(self, event: Event) -> None:

@@ -50,23 +50,25 @@ def choose_fit_hosts(hosts: Sequence[Host], spares: Sequence[Host], unfit: Mappi
 
 
 def most_usable_hosts(
-    hosts: Sequence[Host], ranks_of_copy: int, samples_of_copy: int, batch: int, *, copies_at_once: int = 1
+    hosts: Sequence[Host], ranks_per_copy: int, samples_per_copy: int, batch: int, *, copies_at_once: int = 1
 ) -> tuple[Host, ...]:
     """Return the first hosts, as many as possible, on which data ranks can share a batch by accumulation.
 
     Args:
         hosts: Hosts that can take part.
-        ranks_of_copy: Ranks that hold the network once: stages, tensor ranks and context ranks.
-        samples_of_copy: Samples of one micro batch.
-        batch: Samples of a step.
-        copies_at_once: Number of copies of the network of which there must be a multiple.
+        ranks_per_copy: Number of ranks that hold one copy of the network: pipeline x tensor x context ranks.
+        samples_per_copy: Number of samples in a micro batch.
+        batch: Number of samples in a step.
+        copies_at_once: Number of copies of the network that belong together. The total must be a multiple of it.
 
     Returns:
-        The hosts; none if it is possible on no number of them.
+        The hosts; empty if no number of them works.
     """
     for count in range(len(hosts), 0, -1):
         ranks = sum(len(host.slots) for host in hosts[:count])
-        copies, rest = divmod(ranks, ranks_of_copy)
-        if rest == 0 and copies and copies % copies_at_once == 0 and batch % (copies * samples_of_copy) == 0:
+        copies = ranks // ranks_per_copy
+        if copies == 0 or ranks % ranks_per_copy or copies % copies_at_once:
+            continue
+        if batch % (copies * samples_per_copy) == 0:
             return tuple(hosts[:count])
     return ()

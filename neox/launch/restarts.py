@@ -32,7 +32,7 @@ class Decision:
     pause: float = 0.0
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The decision as text for the event log."""
         if not self.restart:
             return "stop"
@@ -58,7 +58,7 @@ class RestartPolicy:
         self._clock = clock
         self._started_at = clock()
         self._last: RunEnd | None = None
-        self._repeats = 0  # failures in a row that resemble the one before
+        self._repeats = 0  # consecutive failures that repeat the previous one
         self._not_finite: set[int | None] = set()  # steps at which a loss or gradient norm was not finite
 
     def started(self) -> None:
@@ -81,24 +81,25 @@ class RestartPolicy:
             return Decision(restart=False, reason=reason)
         before = self._last
         self._last = end
-        useless = self._why_useless(end, before)
-        if useless:
-            return Decision(restart=False, reason=useless)
+        why_useless = self._why_useless(end, before)
+        if why_useless:
+            return Decision(restart=False, reason=why_useless)
         if self.restarts >= self.allowed:
             reason = f"max_restarts is {self.allowed}"
             if self.allowed:
-                reason += ", and all restarts are used"
+                reason += ", and all restarts are used up"
             return Decision(restart=False, reason=reason)
         self.restarts += 1
-        again = ""
+        reason = f"restart {self.restarts} of {self.allowed}"
+        repetition = ""
         if before is not None:
-            again = self._repetition(end, before)
-        if not again:
+            repetition = self._repetition(end, before)
+        if not repetition:
             self._repeats = 0
-            return Decision(restart=True, reason=f"restart {self.restarts} of {self.allowed}")
+            return Decision(restart=True, reason=reason)
         pause = min(_FIRST_PAUSE * 2 ** min(self._repeats, _MOST_DOUBLINGS), _LONGEST_PAUSE)
         self._repeats += 1
-        return Decision(True, f"restart {self.restarts} of {self.allowed}, after a pause because {again}", pause)
+        return Decision(restart=True, reason=f"{reason}, after a pause because {repetition}", pause=pause)
 
     def _repetition(self, end: RunEnd, before: RunEnd) -> str:
         """Return how a failure repeats the previous one; empty if it does not."""

@@ -30,21 +30,20 @@ def run_status(directory: Path) -> Status:
         directory: The run directory (`log_dir`).
 
     Raises:
-        DataError: If it is not a run directory.
+        DataError: The directory is not a run directory.
     """
     events = read_events(directory)
     metrics = directory / METRICS_FILE
     if not events and not metrics.exists() and not (directory / "plan.json").exists():
         raise DataError(f"{directory} is not a run directory: it has no events.jsonl, {METRICS_FILE} or plan.json")
     rows = _last_steps(metrics)
-    found = _curves(metrics)
     starts = [event for event in events if event["event"] == "start"]
     status: Status = {
         "directory": str(directory),
         "time": time.time(),
         **_state(directory, events),
         **_progress(rows, _planned_steps(directory)),
-        "curves": {name: _thinned(points) for name, points in found.items()},
+        "curves": {name: _thinned(points) for name, points in _curves(metrics).items()},
         "hosts": _hosts(directory, starts, rows),
         "starts": len(starts),
         "interruptions": _interruptions(events),
@@ -55,7 +54,7 @@ def run_status(directory: Path) -> Status:
 
 
 def _state(directory: Path, events: Sequence[Mapping[str, Any]]) -> Status:
-    """Return `state`, one word, and `reason`, why the run has ended."""
+    """Return `state`, one word, and `reason`, which explains why the run has ended."""
     last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
     if last is None:
         return {"state": "unknown", "reason": "events.jsonl is missing or empty"}
@@ -65,8 +64,8 @@ def _state(directory: Path, events: Sequence[Mapping[str, Any]]) -> Status:
         if last["event"] == "start":
             return {"state": "running", "reason": None}
         return {"state": "restarting", "reason": last["reason"]}
-    words = {"finished": "finished", "asked to end": "stopped", "preempted": "preempted"}
-    state = words.get(str(last.get("kind")), "failed")
+    states = {"finished": "finished", "asked to end": "stopped", "preempted": "preempted"}
+    state = states.get(str(last.get("kind")), "failed")
     if state == "finished" and last.get("status"):
         state = "failed"
     reasons = [text for text in (last.get("cause"), last.get("reason")) if text]
@@ -149,16 +148,17 @@ def _hosts(
 
 def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the interruptions of the run, with the number of repeated steps and the time to the next start."""
-    found: list[Mapping[str, Any]] = []
+    rows: list[Mapping[str, Any]] = []
     for event in interruptions(events):
-        shown = {key: event.get(key) for key in ("time", "host", "rank", "cause", "step", "decision", "reason")}
-        following = next((start for start in events[events.index(event) :] if start["event"] == "start"), None)
-        if following is not None:
-            shown["seconds_to_start"] = round(following["time"] - event["time"], 3)
+        row = {key: event.get(key) for key in ("time", "host", "rank", "cause", "step", "decision", "reason")}
+        later = events[events.index(event) :]
+        next_start = next((other for other in later if other["event"] == "start"), None)
+        if next_start is not None:
+            row["seconds_to_start"] = round(next_start["time"] - event["time"], 3)
             if event.get("step") is not None:
-                shown["steps_again"] = event["step"] - (following["step"] or 0)
-        found.append(shown)
-    return found
+                row["steps_again"] = event["step"] - (next_start["step"] or 0)
+        rows.append(row)
+    return rows
 
 
 def _age(path: Path) -> float | None:
@@ -193,12 +193,12 @@ def format_status(status: Status) -> str:
         lines.append(f"speed       {speed} (median of the last steps)")
         lines.append(f"last step   {duration(status['silent_seconds'])} ago")
     for host in status["hosts"]:
-        heard = "nothing printed yet"
+        activity = "nothing printed yet"
         if host["silent_seconds"] is not None:
-            heard = f"printed {duration(host['silent_seconds'])} ago"
+            activity = f"printed {duration(host['silent_seconds'])} ago"
         if host["slower"]:
-            heard += f", {host['slower']:.2f} times as slow as the others"
-        lines.append(f"host        {host['name']}: {heard}")
+            activity += f", {host['slower']:.2f} times as slow as the others"
+        lines.append(f"host        {host['name']}: {activity}")
     interrupted = status["interruptions"]
     lines.append(f"starts      {status['starts']}, interruptions {len(interrupted)}")
     for event in interrupted[-_SHOWN_INTERRUPTIONS:]:
@@ -206,8 +206,8 @@ def format_status(status: Status) -> str:
         lines.append(f"  {at}  step {event['step']}: {event['cause']}; {event['decision']}")
     for event in status["other_events"][-_SHOWN_INTERRUPTIONS:]:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-        words = event.get("reason") or event.get("cause")
-        lines.append(f"  {at}  {event['event']} {event.get('host') or ''}: {words}")
+        reason = event.get("reason") or event.get("cause")
+        lines.append(f"  {at}  {event['event']} {event.get('host') or ''}: {reason}")
     return "\n".join(lines)
 
 

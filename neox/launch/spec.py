@@ -50,15 +50,15 @@ class LaunchSpec:
         environment: Variables of the ranks, without secrets, because lists of processes show this object.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         stop_timeout: Seconds that ranks have to end by themselves after SIGTERM.
-        answers_interrupts: Whether Ctrl-C is for the script, which goes on. Two within a second end the run.
+        answers_interrupts: Whether the script handles Ctrl-C and continues. Two within a second end the run.
         stdin: File that rank 0 reads as its standard input, if all ranks are on this machine.
         reserved: Directories that no other run may use while this one runs.
         preemption_command: Shell command that succeeds on a host that is about to be preempted; None for none.
         preemption_file: File that appears on such a host; None for none.
         preemption_seconds: Seconds between two checks for a preemption notice.
         rank_bytes: The plan's estimate of the memory of the fullest rank, for messages; None if it is not known.
-        warm_module: Module that warm processes import while the run goes on, to become the ranks of its next start. The
-            agents then stay after a failure, and wait for that start. None if agents end with their ranks.
+        warm_module: Module that warm processes import during the run, so that they can become the ranks of its next
+            start. The agents then stay after a failure, and wait for that start. None if agents end with their ranks.
         spares: Hosts without ranks, whose agents wait with warm processes. Their numbers follow those of `hosts`.
     """
 

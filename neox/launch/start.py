@@ -84,10 +84,13 @@ def new_spec(
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         healing: Keys of the configuration about failures; None for their defaults.
         rank_bytes: Estimated memory of the fullest rank.
-        answers_interrupts: Whether Ctrl-C is for the script, which goes on.
-        warm_module: Module that is imported ahead for the next start; None if there is none.
+        answers_interrupts: Whether the script handles Ctrl-C and continues.
+        warm_module: Module that is imported in advance for the next start; None for none.
     """
     healing = healing or HealingConfig()
+    reserved = [str(run_directory)]
+    if save is not None:
+        reserved.append(str(save))
     return LaunchSpec(
         run_id=new_run_id(),
         hosts=placement.hosts,
@@ -100,7 +103,7 @@ def new_spec(
         run_directory=str(run_directory),
         python=sys.executable,
         environment=forwarded_environment(environment, forwarded),
-        reserved=(str(run_directory),) if save is None else (str(run_directory), str(save)),
+        reserved=tuple(reserved),
         hang_timeout=hang_timeout,
         stop_timeout=runner.stop_timeout,
         answers_interrupts=answers_interrupts,
@@ -141,7 +144,7 @@ def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | No
         return f"launcher: slurm needs the same number of slots on every host, not {sorted(counts)}: set num_gpus"
     program = _PROGRAMS.get(launcher)
     if program and path is not None and shutil.which(program, path=path) is None:
-        return f"launcher: {launcher} needs the program {program}, which is not on PATH; or use another one"
+        return f"launcher: {launcher} needs the program {program}, which is not on PATH; or use another launcher"
     return None
 
 
@@ -162,7 +165,7 @@ def launch(
         environment: Variables of the launcher's processes, and the secrets to send.
         forwarded: Patterns of the variables that are forwarded. Secrets that match are sent separately.
         advice: Line that is printed before the explanation of a failure.
-        agents: Processes of the starts before, which the run goes on with; None if there is only one start.
+        agents: Processes that lead to the agents, kept from one start to the next; None if there is only one start.
 
     Returns:
         How the run has ended, with its exit status.
@@ -200,12 +203,12 @@ def _launch_to_stay(
     advice: str,
     agents: AgentProcesses,
 ) -> RunEnd:
-    """Start a run whose agents stay after a failure, or go on with those that have stayed, and follow it.
+    """Start a run whose agents stay after a failure, and follow it. Agents that have stayed are used again.
 
-    pdsh passes no standard input on, through which these agents take orders. So each has an ssh connection of its own.
+    These agents take orders from their standard input, which pdsh does not pass on. So each has its own ssh connection.
     """
     over_ssh = chosen_launcher(spec.hosts_with_agents, runner) == "pdsh"
-    new = agents.go_on(spec)
+    new = agents.restart_waiting(spec)
     if over_ssh:
         send_secrets(spec, secrets, environment, runner.ssh_port, new)
     for number in new:
@@ -293,10 +296,10 @@ class RemoteKills:
 
     def start(self, node_rank: int) -> None:
         """Begin to kill the agent of a host, whose ranks end with it."""
-        words = [*module_command(self._spec, "neox.launch.remote"), "signal", self._spec.run_id, str(node_rank)]
-        words.append(str(int(signal.SIGKILL)))
+        kill = [*module_command(self._spec, "neox.launch.remote"), "signal", self._spec.run_id, str(node_rank)]
+        kill.append(str(int(signal.SIGKILL)))
         host = self._spec.hosts[node_rank]
-        command = ssh_command(host, words, self._ssh_port, more_ssh_options(self._environment))
+        command = ssh_command(host, kill, self._ssh_port, more_ssh_options(self._environment))
         quiet = subprocess.DEVNULL
         try:
             self._started[host.name] = subprocess.Popen(
@@ -305,7 +308,7 @@ class RemoteKills:
                 stdin=quiet,
                 stdout=quiet,
                 stderr=quiet,
-                start_new_session=True,  # a terminal's Ctrl-C is not for this process
+                start_new_session=True,  # a Ctrl-C in the terminal must not reach this process
             )
         except OSError as error:
             _log.warning("%s: ssh cannot be started (%s); %s", host.name, error.strerror, _LEFT_THERE)
@@ -344,7 +347,7 @@ def send_secrets(
 
     Raises:
         UnreachableHostError: A host does not answer.
-        LaunchError: A host has not taken them.
+        LaunchError: A host has not accepted them.
     """
     if numbers is None:
         numbers = range(len(spec.hosts))
@@ -352,11 +355,11 @@ def send_secrets(
         return
 
     def send(node_rank: int) -> None:
-        words = [*module_command(spec, "neox.launch.remote"), "secrets", spec.run_id, str(node_rank)]
+        store = [*module_command(spec, "neox.launch.remote"), "secrets", spec.run_id, str(node_rank)]
         host = spec.hosts_with_agents[node_rank]
         try:
             done = subprocess.run(
-                ssh_command(host, words, ssh_port, more_ssh_options(environment)),
+                ssh_command(host, store, ssh_port, more_ssh_options(environment)),
                 env=dict(environment),
                 input=json.dumps(dict(secrets)),
                 capture_output=True,

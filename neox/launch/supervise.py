@@ -40,8 +40,8 @@ _KNOWN_CAUSE_SECONDS = 0.5  # the same after the end of an ssh connection or a S
 _END_RANKS_SECONDS = 3.0  # in which agents that may stay must have ended their ranks
 _END_SECONDS = 4.0
 _HANG_SECONDS = 6.0
-_TWICE_SECONDS = 1.0  # between two Ctrl-C that end a run whose script answers them
-# of silence of an agent behind ssh; ssh notices a lost network before, and then no agent can be killed
+_TWICE_SECONDS = 1.0  # between two Ctrl-C that end a run whose script handles single ones
+# Silence after which an agent behind ssh is killed. ssh notices a lost network earlier; then no kill is possible.
 _STUCK_SECONDS = LOST_SECONDS + 5.0
 _SILENT_SECONDS = 2.0  # an agent writes every second
 _FIRST_EVENT_SECONDS = 300.0  # in which an agent must have started behind ssh
@@ -104,7 +104,7 @@ class Supervisor:
         self.stop_signal: int | None = None  # as passed on to the ranks
         self.preempted: dict[str, str] = {}  # hosts that are about to be preempted, with the notices
         self.asked_by_signal = False
-        self.interrupted_at = -math.inf  # time of the last Ctrl-C that was for the script
+        self.interrupted_at = -math.inf  # time of the last Ctrl-C that was passed to the script
         self.ranks_ended = False  # whether the agents that may stay have been told to end their ranks
         self.end_at: float | None = None  # time at which the run is ended, whoever is still running
 
@@ -132,7 +132,7 @@ class Supervisor:
     # -- watching
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
-        """Take what the agents send until all their outputs have ended, or the run must end."""
+        """Process the output of the agents until all outputs have ended, or the run must end."""
         passed_on = False
         while selector.get_map() and not self._is_settled():
             for key, _ in selector.select(_POLL_SECONDS):
@@ -158,7 +158,7 @@ class Supervisor:
         self.end_at = time.monotonic() + limit + _END_SECONDS
 
     def _check_heartbeats(self, now: float) -> None:
-        """Note the hosts from which nothing has been heard for too long."""
+        """Mark a host as lost if nothing has been heard from it for too long."""
         limit = LOST_SECONDS if self.kill_agent is None else _STUCK_SECONDS
         for node in range(len(self.spec.hosts)):
             heard_at = self.heard_at.get(node)
@@ -183,7 +183,7 @@ class Supervisor:
                 self.kill_agent(node)
 
     def _check_connections(self) -> None:
-        """Note the hosts whose ssh connection has ended without a report of the agent."""
+        """Mark a host as lost if its ssh connection has ended without a report of the agent."""
         if not self.over_ssh:
             return
         for node, host in enumerate(self.spec.hosts):
@@ -200,7 +200,7 @@ class Supervisor:
             self._end_in(_KNOWN_CAUSE_SECONDS if self.over_ssh else _WINDOW_SECONDS)
 
     def _end_ranks_first(self, now: float) -> bool:
-        """When the run is to be ended, tell the agents that may stay to end their ranks; return whether to wait."""
+        """Before the run ends, tell the agents that may stay to end their ranks. Return whether to wait for them."""
         if not self._may_stay() or self.ranks_ended:
             return False
         self.ranks_ended = True
@@ -209,7 +209,7 @@ class Supervisor:
         return True
 
     def _running_hosts(self) -> list[str]:
-        """Return the names of the hosts whose agents follow ranks, as far as it is known."""
+        """Return the names of the hosts whose ranks are still running, as far as is known."""
         gone = {*self.hosts_done, *self.hosts_lost}
         return [host.name for node, host in enumerate(self.spec.hosts) if node not in gone]
 
@@ -221,18 +221,19 @@ class Supervisor:
     # -- output of the agents
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Take the output that is there; return False if it has ended."""
+        """Process the available output of a pipe. Return False if the output has ended."""
         try:
             data = os.read(pipe.fileno(), _READ_BYTES)
         except BlockingIOError:
             return True
         buffer = self.agents.buffers[pipe.fileno()]
-        for line in buffer.feed(data) if data else buffer.flush():
+        lines = buffer.feed(data) if data else buffer.flush()
+        for line in lines:
             self._take_line(line, pipe.fileno())
         return bool(data)
 
     def _take_line(self, line: str, descriptor: int) -> None:
-        """Take an event, or a text for people. pdsh writes `host: ` in front of every line, and ssh does not."""
+        """Process a line: an event, or text for people. pdsh writes `host: ` in front of every line, ssh does not."""
         event = decode_event(line) or decode_event(line.partition(": ")[2])
         connection_ended = _CONNECTION_ENDED.match(line)
         if event is not None:
@@ -244,14 +245,14 @@ class Supervisor:
             self._print_error(line if host is None else f"{host}: {line}")
 
     def _take_connection_end(self, host: str, how: str) -> None:
-        """Take pdsh's message that ssh to a host has failed, unless the agent there has reported its end."""
+        """Process pdsh's message that ssh to a host has ended, unless the agent there has reported its own end."""
         for node, known in enumerate(self.spec.hosts):
             if known.name == host and node not in self.hosts_done:
                 self.disconnected.add(node)
                 self._lose(node, how)
 
     def _take_event(self, event: Event) -> None:
-        if event["kind"] == "waiting":  # without ranks: before this start, or on a spare host
+        if event["kind"] == "waiting":  # from an agent without ranks: before this start, or on a spare host
             return
         self.heard_at[event["node"]] = time.monotonic()
         if event.get("step") is not None:
@@ -310,7 +311,7 @@ class Supervisor:
             self.stop_signal = signal.SIGTERM
 
     def _take_stacks_end(self, node: int) -> None:
-        """Note that a host has sent all its stacks; end a hung run when every host has."""
+        """Record that a host has sent all its stacks. End a hung run when every host has."""
         if not self.hung:
             return
         self.hosts_with_stacks.add(node)
@@ -321,9 +322,9 @@ class Supervisor:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT and self.spec.answers_interrupts and self.stop_signal is None:
-            before = self.interrupted_at
+            previous = self.interrupted_at
             self.interrupted_at = time.monotonic()
-            if self.interrupted_at - before > _TWICE_SECONDS:
+            if self.interrupted_at - previous > _TWICE_SECONDS:
                 self.signal_agents(INTERRUPT_RANKS)
                 return
         if self.asked_by_signal:  # the second signal: the user does not want to wait
@@ -338,13 +339,13 @@ class Supervisor:
         return self.spec.warm_module is not None and self.stop_signal is None
 
     def _is_settled(self) -> bool:
-        """Return whether nothing is left to be followed, although agents that wait still run."""
+        """Return whether there is nothing more to follow. Agents that wait for the next start may still be running."""
         if self.spec.warm_module is None:
             return False
         if self._running_hosts():
             return False
         if self.hosts_lost:
-            return self.ranks_ended  # until then, other hosts may report what has happened
+            return self.ranks_ended  # before that, other hosts may still report what has happened
         return all(self.hosts_done.values()) or self.over_ssh
 
     def _staying_hosts(self) -> list[str]:
@@ -394,7 +395,7 @@ class Supervisor:
             self._print_error(self.advice)
 
     def _end_by_hang(self) -> RunEnd:
-        """Return the end of a run that hung. A rank that a signal has stopped is named."""
+        """Return the end of a run that hung. Name the rank that is stopped by a signal, if there is one."""
         rank = self.stopped_rank
         if rank is None:
             return RunEnd(EndKind.HANG, EXIT_HANG, "no rank made progress")
@@ -403,7 +404,7 @@ class Supervisor:
         return RunEnd(EndKind.HANG, EXIT_HANG, cause, rank, (host,))
 
     def _cause(self) -> Failure | None:
-        """Return the failure that came first; None if there is none, or if all follow from a signal to this process."""
+        """Return the first failure; None if there is none, or if a signal to this process has caused all of them."""
         failures = [failure for failure in self.failures if not self._was_asked_to_end(failure)]
         cause = find_cause(failures)
         nobody_was_asked = len(failures) == len(self.failures)
@@ -418,7 +419,7 @@ class Supervisor:
         return failure.code == -signal.SIGKILL or _ended_by(failure, self.stop_signal)
 
     def _status_after_stop(self, signum: int) -> int:
-        """Return the exit status of a run that was asked to end: 0 if all its ranks have saved and ended well."""
+        """Return the exit status of a run after a stop signal: that of the agents, or 128 + signal after a failure."""
         if not self.failures and len(self.hosts_done) == len(self.spec.hosts):
             return max(self.hosts_done.values())
         return 128 + signum
@@ -434,8 +435,7 @@ class Supervisor:
             return RunEnd(EndKind.HOST, 1, "; ".join(lost), hosts=names)
         missing = [host.name for node, host in enumerate(self.spec.hosts) if node not in self.hosts_done]
         self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
-        status = 1
-        status = max([status, *self.agents.statuses])
+        status = max([1, *self.agents.statuses])
         cause = f"{', '.join(missing)} ended without a report about its ranks"
         return RunEnd(EndKind.SILENT, status, cause, hosts=tuple(missing))
 
@@ -446,7 +446,7 @@ class Supervisor:
         try:
             write_text(directory / "stacks.txt", self.stacks)
         except OSError as error:
-            return f"stacks.txt cannot be written ({error.strerror}); the logs in {logs} hold them"
+            return f"stacks.txt cannot be written ({error.strerror}); the logs in {logs} contain them"
         return f"every rank's stacks are in {directory / 'stacks.txt'}, and in its log below {logs}"
 
     # -- printing
@@ -461,7 +461,7 @@ class Supervisor:
         except BrokenPipeError:
             raise
         except OSError:
-            return  # SIGHUP follows, which lets the ranks save; their logs hold the rest
+            return  # SIGHUP follows, at which the ranks save; their logs contain the rest
 
 
 def _line_end(event: Event) -> str:

@@ -1,11 +1,11 @@
 """Warm processes of a host's agent: one per slot, which has imported torch and DeepSpeed and waits to become a rank.
 
-A rank needs seconds to import torch and DeepSpeed. The agent of a run that may be started again has it done ahead: once
-the first step is over, or at once on a spare host, it starts one process per slot, `python -m neox.launch.bootstrap
---warm MODULE`, with the rank's own environment, because packages read variables while they are imported. At the next
-start the process gets an order through its standard input: the script, its arguments and all variables. If one differs
-that an import may have read, the process is ended, and the rank is started anew. It imports at low priority, opens no
-GPU, and dies with the agent.
+A rank needs seconds to import torch and DeepSpeed. The agent of a run that may be restarted has this done in advance:
+after the first step, or at once on a spare host, it starts one process per slot, `python -m neox.launch.bootstrap
+--warm MODULE`. The process has the rank's own environment, because packages read variables while they are imported. It
+imports at low priority, opens no GPU, and dies with the agent. At the next start it gets an order through its standard
+input: the script, its arguments and all variables. If a variable that an import may have read differs, the process is
+killed, and the rank is started without it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Order:
     """Description of the rank that a warm process becomes.
 
     Attributes:
-        words: The script and its arguments.
+        argv: The script and its arguments.
         environment: All environment variables.
         directory: Working directory.
         stdin: Path of the file for its standard input; None for an empty input.
     """
 
-    words: Sequence[str]
+    argv: Sequence[str]
     environment: Mapping[str, str]
     directory: str
     stdin: str | None
@@ -57,7 +57,7 @@ class WarmRanks:
         self._waiting: dict[int, tuple[subprocess.Popen[bytes], Mapping[str, str]]] = {}
 
     def prepare(self, local_rank: int, environment: Mapping[str, str], directory: str) -> None:
-        """Start the warm process of a slot, unless it is running.
+        """Start the warm process of a slot, unless it is already running.
 
         Args:
             local_rank: The slot's position on this host.
@@ -77,7 +77,7 @@ class WarmRanks:
             preexec_fn=parent_death_hook(),
         )
         assert process.stdin is not None
-        with suppress(OSError):  # more than this user may have
+        with suppress(OSError):  # above this user's limit
             fcntl.fcntl(process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._waiting[local_rank] = (process, environment)
 
@@ -94,7 +94,8 @@ class WarmRanks:
         if local_rank not in self._waiting:
             return None
         process, environment = self._waiting.pop(local_rank)
-        if _what_counts(environment) != _what_counts(order.environment) or process.poll() is not None:
+        fits = _read_by_imports(environment) == _read_by_imports(order.environment)
+        if not fits or process.poll() is not None:
             _end(process)
             return None
         assert process.stdin is not None
@@ -109,13 +110,13 @@ class WarmRanks:
         return process
 
     def close(self) -> None:
-        """End all processes that still wait."""
+        """End all processes that are still waiting."""
         while self._waiting:
             _, (process, _) = self._waiting.popitem()
             _end(process)
 
 
-def _what_counts(environment: Mapping[str, str]) -> dict[str, str]:
+def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that an import may have read."""
     return {name: value for name, value in environment.items() if name not in MAY_DIFFER}
 

@@ -45,11 +45,11 @@ def become_rank(module: str) -> None:
     os.environ.update(order["environment"])
     os.chdir(order["directory"])
     _replace_stdin(order["stdin"])
-    sys.argv = ["bootstrap", *order["words"]]
+    sys.argv = ["bootstrap", *order["argv"]]
 
 
 def _read_line() -> bytes:
-    """Read one line from standard input without Python's buffering; return nothing if the input ends first."""
+    """Read one line from standard input without Python's buffering; return b"" if the input ends first."""
     text = b""
     while not text.endswith(b"\n"):
         data = os.read(0, _READ_BYTES)
@@ -79,7 +79,7 @@ def _lower_priority() -> int:
 
 
 def _can_go_back(niceness: int) -> bool:
-    """Return whether this process may raise its priority again. A thread tries it, because niceness is per thread."""
+    """Return whether this process may raise its priority again. Try it in a thread, because niceness is per thread."""
     succeeded = []
 
     def attempt() -> None:

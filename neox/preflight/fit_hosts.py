@@ -23,7 +23,7 @@ class FitHosts:
     """Hosts of a start, and the configuration for them.
 
     Attributes:
-        placement: Hosts and slots, and the spare hosts that could step in later.
+        placement: Hosts and slots, and the spare hosts that can replace hosts later.
         config: The configuration. With fewer ranks than planned, it keeps the batch size of all ranks.
         reports: Report of each host that takes part.
         left_out: Names of the hosts that do not take part, with the reason and the consequence.
@@ -36,7 +36,7 @@ class FitHosts:
 
 
 def with_spares(placement: Placement) -> Placement:
-    """Return a placement whose hosts include the spare hosts, so that all are checked."""
+    """Return a placement whose hosts include the spare ones, so that all are checked."""
     return replace(placement, hosts=(*placement.hosts, *placement.spares), spares=())
 
 
@@ -77,12 +77,14 @@ def fit_hosts(
         LaunchError: Too few hosts can take part for other reasons.
         ConfigError: The batch size is invalid.
     """
-    reasons = {report.host.name: report.problems[0] for report in reports if report.problems} | dict(unfit)
-    chosen = choose_fit_hosts(placement.hosts, placement.spares, {**suspects, **reasons})
-    if chosen.missing:
+    reasons = {report.host.name: report.problems[0] for report in reports if report.problems}
+    reasons.update(unfit)
+    reasons_with_suspects = {**suspects, **reasons}
+    chosen = choose_fit_hosts(placement.hosts, placement.spares, reasons_with_suspects)
+    if chosen.missing:  # too few hosts without the suspects
         chosen = choose_fit_hosts(placement.hosts, placement.spares, reasons)
     else:
-        reasons = {**suspects, **reasons}
+        reasons = reasons_with_suspects
     hosts = chosen.hosts
     if chosen.missing:
         hosts = _fewer_hosts(config, placement, chosen, reports, reasons)
@@ -92,7 +94,7 @@ def fit_hosts(
     left_out = {}
     for host in placement.hosts:
         if host not in hosts:
-            left_out[host.name] = _words(host, chosen, reasons)
+            left_out[host.name] = _explanation(host, chosen, reasons)
     report_of = {report.host.name: report for report in reports}
     own_reports = [replace(report_of[host.name], host=host) for host in hosts]
     spares = tuple(spare for spare in placement.spares if _is_free(spare, hosts, reasons))
@@ -104,8 +106,8 @@ def _is_free(spare: Host, hosts: Sequence[Host], reasons: Mapping[str, str]) -> 
     return spare.name not in reasons and spare.name not in [host.name for host in hosts]
 
 
-def _words(host: Host, chosen: ChosenHosts, reasons: Mapping[str, str]) -> str:
-    """Return why a host does not take part, and the consequence."""
+def _explanation(host: Host, chosen: ChosenHosts, reasons: Mapping[str, str]) -> str:
+    """Return the reason why a host does not take part, and the consequence."""
     reason = reasons.get(host.name, "the batch cannot be divided over this many ranks")
     spare = chosen.replaced.get(host.name)
     if spare is None:
@@ -129,23 +131,23 @@ def _fewer_hosts(
     names = ", ".join(host.name for host in chosen.missing)
     if not config.healing.elastic:
         why = [f"{host.name}: {reasons[host.name]}" for host in chosen.missing if host.name in reasons]
-        table = format_reports(reports)
         advice = "add spare hosts to the hostfile (`host slots=N spare`), or allow fewer ranks with `elastic: true`"
-        message = "\n".join(["nothing was started:", table, *why, f"{names}: no spare host left; {advice}"])
-        raise too_few_hosts(message, reports)
+        lines = ["nothing was started:", format_reports(reports), *why, f"{names}: no spare host left; {advice}"]
+        raise too_few_hosts("\n".join(lines), reports)
     batch = _batch_of_all(config, placement)
-    size = batch.train_batch_size
+    batch_size = batch.train_batch_size
+    micro_batch_size = batch.train_micro_batch_size_per_gpu
     hosts = most_usable_hosts(
         chosen.hosts,
         model_ranks_of(config),
-        batch.train_micro_batch_size_per_gpu,
-        size,
+        micro_batch_size,
+        batch_size,
         copies_at_once=_copies_at_once(config),
     )
     if not hosts:
         message = (
-            f"{names} cannot take part, and the batch of {size} samples, {batch.train_micro_batch_size_per_gpu} at "
-            "once on a rank, cannot be divided over the ranks of any of the other hosts: mend a host, or name a spare"
+            f"{names} cannot take part, and the batch of {batch_size} samples, in micro batches of {micro_batch_size}, "
+            "cannot be divided over the ranks of any number of the other hosts: repair a host, or add a spare host"
         )
         raise too_few_hosts(message, reports)
     return hosts
@@ -181,7 +183,7 @@ def _batch_of_all(config: NeoXConfig, placement: Placement) -> BatchPlan:
 
 
 def _copies_at_once(config: NeoXConfig) -> int:
-    """Return the number of copies of the network that together divide experts, or hold a second copy of the weights."""
+    """Return the number of copies of the network that share experts, or a secondary partition of the weights."""
     context_ranks = config.parallelism.context_parallel_size
     weights = config.deepspeed.zero_optimization.zero_hpz_partition_size or 1
     data_ranks = math.lcm(config.parallelism.expert_model_parallel_size, weights, context_ranks)

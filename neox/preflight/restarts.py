@@ -23,9 +23,8 @@ _ADVICE = (
     "add --max-restarts N"
 )
 
-
-_LEAST_SIGNAL_STATUS = 128
-_FAILURES_OF_SUSPECT = 3  # successive failures on one host
+_SIGNAL_STATUS_BASE = 128  # an exit status above it stands for a signal
+_FAILURES_OF_SUSPECT = 3  # consecutive failures that make a host suspect
 
 
 class Restarts:
@@ -52,8 +51,8 @@ class Restarts:
         self._policy = RestartPolicy(allowed)
         self._latest = self._latest_checkpoint()
         self._ranks: int | None = None  # of the last start
-        self._failures_in_a_row: list[str] = []  # host of each, while it is the same
-        self._taken: tuple[str, ...] = ()  # hosts that must not take part in the next start, because they are taken
+        self._failures_in_a_row: list[str] = []  # one entry per consecutive failure on the same host
+        self._preempted: tuple[str, ...] = ()  # hosts that are left out of the next start only
         self.can_move = False
         self.lost: frozenset[str] = frozenset()
         self.doubts_links = True
@@ -78,9 +77,9 @@ class Restarts:
         self._policy.started()
         if not self._trains:
             return
-        for host, words in left_out.items():
-            record_event(directory, "host left out", host=host, reason=words)
-            _print(f"{host} is left out: {words}")
+        for host, reason in left_out.items():
+            record_event(directory, "host left out", host=host, reason=reason)
+            _print(f"{host} is left out: {reason}")
         if self._ranks not in (None, spec.world_size):
             change = f"{spec.world_size} ranks instead of {self._ranks}, with the same batch"
             record_event(directory, "ranks changed", ranks=spec.world_size, before=self._ranks, reason=change)
@@ -122,26 +121,28 @@ class Restarts:
             cause=end.cause or None,
             reported=end.reported_cause,
             step=end.step,
-            decision=decision.words,
+            decision=decision.text,
             reason=decision.reason or None,
         )
         if self._policy.allowed and decision.reason:
             action = "no restart"
             if decision.restart:
-                action = f"{decision.words} from {self._start_words()}"
+                action = f"{decision.text} from {self._describe_start()}"
             _print(f"{action}: {decision.reason}")
         if decision.pause:
             time.sleep(decision.pause)
         return decision.restart
 
     def _judge_hosts(self, end: RunEnd) -> None:
-        """Note the hosts that should not take part in the next start."""
-        self.lost = frozenset(end.hosts if end.kind is EndKind.HOST else ())
-        was_killed = end.kind is EndKind.RANK and end.status > _LEAST_SIGNAL_STATUS
+        """Update the hosts that should not take part in the next start."""
+        self.lost = frozenset()
+        if end.kind is EndKind.HOST:
+            self.lost = frozenset(end.hosts)
+        was_killed = end.kind is EndKind.RANK and end.status > _SIGNAL_STATUS_BASE
         self.doubts_links = not self.lost and not was_killed and end.kind is not EndKind.PREEMPTED
-        for host in self._taken:  # if it is still about to be preempted, the check before the start finds the notice
+        for host in self._preempted:  # if one still is, the check before the start finds its notice
             self.unfit.pop(host, None)
-        self._taken = end.preempted
+        self._preempted = end.preempted
         self.unfit |= dict.fromkeys(end.preempted, "it is about to be preempted")
         report = end.report
         if report is not None and report.cause == Cause.REPLICAS and report.ranks:
@@ -174,7 +175,7 @@ class Restarts:
 
     @contextmanager
     def recording_refusals(self, directory: Path) -> Iterator[None]:
-        """Record an error in the block, which prevents the next start, in the event log."""
+        """Record an error of the block, which prevents the next start, in the event log."""
         try:
             yield
         except NeoXError as error:
@@ -196,7 +197,7 @@ class Restarts:
             return None
         return keys.iteration or loaded.iteration
 
-    def _start_words(self) -> str:
+    def _describe_start(self) -> str:
         step = self._saved_step()
         if step is None:
             return "the beginning, because there is no checkpoint"

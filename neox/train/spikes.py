@@ -1,4 +1,4 @@
-"""Detection of loss spikes, and rollback to a checkpoint before the spike with its batches skipped.
+"""Detection of loss spikes, and rollback to a checkpoint before the spike, after which its batches are skipped.
 
 PaLM's authors did the same by hand (arXiv:2204.02311, section 5.1).
 """
@@ -19,8 +19,8 @@ from neox.log import get_logger
 from neox.plan import RunPlan
 
 _log = get_logger(__name__)
-_NORMAL = 1.4826  # a normal distribution's standard deviation, divided by its median absolute deviation
-_LEAST_DEVIATION = 1e-3  # relative to the median, because successive losses of a tiny run may be almost equal
+_DEVIATION_RATIO = 1.4826  # a normal distribution's standard deviation, divided by its median absolute deviation
+_MIN_DEVIATION = 1e-3  # relative to the median, because successive losses of a tiny run may be almost equal
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LossBand:
         self._losses: deque[float] = deque(maxlen=window)
 
     def judge(self, loss: float, step: int) -> Spike | None:
-        """Add the loss of a step to the window; return the spike if it is one, otherwise None.
+        """Add the loss of a step to the window. Return a spike if the loss is one, otherwise None.
 
         A spike enters the window too, so a loss that stays high soon becomes the new normal.
         """
@@ -61,7 +61,7 @@ class LossBand:
         if len(self._losses) == self._losses.maxlen and not math.isnan(loss):
             middle = median(self._losses)
             absolute_deviation = median(abs(other - middle) for other in self._losses)
-            deviation = max(_NORMAL * absolute_deviation, _LEAST_DEVIATION * abs(middle))
+            deviation = max(_DEVIATION_RATIO * absolute_deviation, _MIN_DEVIATION * abs(middle))
             limit = middle + self.factor * deviation
             if loss > limit:
                 spike = Spike(step, loss, middle, limit)
@@ -71,20 +71,21 @@ class LossBand:
 
 
 class LossSpikes:
-    """Detection of loss spikes in a run, and its reaction to them.
+    """Detection of loss spikes in a run, and the reaction to them.
 
     Args:
         plan: The run.
 
     Attributes:
-        found: The spike at the last step; None if there was none.
+        spike: The spike at the last step; None if there was none.
+        wants_rollback: Whether the run is rolled back after a spike.
     """
 
     def __init__(self, plan: RunPlan) -> None:
         keys = plan.config.healing
-        self.found: Spike | None = None
+        self.spike: Spike | None = None
         self.wants_rollback = keys.loss_spike_action == "rollback"
-        self._most = keys.loss_spike_max_rollbacks
+        self._max_rollbacks = keys.loss_spike_max_rollbacks
         self._band: LossBand | None = None
         if keys.loss_spike_action != "off":
             self._band = LossBand(keys.loss_spike_factor, keys.loss_spike_window)
@@ -93,8 +94,8 @@ class LossSpikes:
         """Check the loss of a step for a spike. With `loss_spike_action: warn` report it at once."""
         if self._band is None:
             return
-        self.found = self._band.judge(loss, step)
-        if self.found is not None and not self.wants_rollback:
+        self.spike = self._band.judge(loss, step)
+        if self.spike is not None and not self.wants_rollback:
             self._report("no rollback: loss_spike_action is warn")
 
     def roll_back(self, engine: Engine, data: DataIterators, step: int) -> bool:
@@ -108,11 +109,11 @@ class LossSpikes:
             step: The step of the spike.
 
         Returns:
-            Whether the run was rolled back. It is not without a checkpoint to load, nor after
+            Whether the run was rolled back; False if there is no checkpoint to load, or after
             `loss_spike_max_rollbacks` rollbacks.
 
         Raises:
-            ConfigError: If the data has no ledger of the samples that were read, so nothing can be skipped.
+            ConfigError: The data has no ledger of the samples that were read, so they cannot be skipped.
         """
         if data.ledger_at is None:
             raise ConfigError(
@@ -120,7 +121,7 @@ class LossSpikes:
                 "not counted, so they cannot be skipped"
             )
         skipped = engine.skipped
-        if len(skipped) >= self._most:
+        if len(skipped) >= self._max_rollbacks:
             self._report(f"no rollback: the run was rolled back {len(skipped)} times (loss_spike_max_rollbacks)")
             return False
         iteration = roll_back(engine, step)
@@ -134,9 +135,9 @@ class LossSpikes:
 
     def _report(self, decision: str) -> None:
         """Log a spike, and record it as an event of the run."""
-        spike = self.found
+        spike = self.spike
         if spike is None:  # another rank found it
             return
-        found = f"loss {spike.loss:.4g} at step {spike.step}, above {spike.limit:.4g} (median {spike.median:.4g})"
-        _log.warning("loss spike: %s: %s", found, decision)
-        record_run_event("loss spike", step=spike.step, cause=found, decision=decision)
+        cause = f"loss {spike.loss:.4g} at step {spike.step}, above {spike.limit:.4g} (median {spike.median:.4g})"
+        _log.warning("loss spike: %s: %s", cause, decision)
+        record_run_event("loss spike", step=spike.step, cause=cause, decision=decision)

@@ -163,7 +163,7 @@ class Trainer:
 
     def _has_rolled_back(self) -> bool:
         """Go back to a checkpoint if the last step was a loss spike and the configuration asks for it."""
-        if not self._spikes.wants_rollback or not self.engine.any_rank(self._spikes.found is not None):
+        if not self._spikes.wants_rollback or not self.engine.any_rank(self._spikes.spike is not None):
             return False
         spike_at = self.state.iteration
         if self._background is not None:
@@ -271,7 +271,7 @@ class Trainer:
         if save is None or self._saved == self.state.iteration:
             return
         if self._checks_replicas:
-            self.engine.check_replicas()  # else a checkpoint could hold what a check finds later
+            self.engine.check_replicas()  # so that no corrupt weights are saved
         if self._background is not None:
             self._background.start(Path(save))
             self._report_saves(self._background)

@@ -33,7 +33,7 @@ class HealingConfig(Section):
 
     loss_spike_action: Annotated[
         Literal["off", "warn", "rollback"],
-        Requires("save", when=("rollback",), advice="give the directory of the checkpoints to go back to"),
+        Requires("save", when=("rollback",), advice="give the directory of the checkpoints to roll back to"),
         Excludes("no_save_optim", when=("rollback",), reason="the optimizer is rolled back too"),
         Excludes("objective", ("masked_lm",), when=("rollback",), reason="its samples cannot be skipped"),
         Excludes("train_impl", OF_PREFERENCES, when=("rollback",), reason="its samples cannot be skipped"),
@@ -47,7 +47,7 @@ class HealingConfig(Section):
         Excludes(
             "teacher_logits",
             when=("rollback",),
-            reason="they are of the samples in an order without gaps",
+            reason="they are stored for the samples in order, without gaps",
             advice="use warn",
         ),
     ] = "off"
@@ -56,8 +56,8 @@ class HealingConfig(Section):
     Checkpoints record what was skipped."""
 
     loss_spike_factor: Annotated[PositiveFloat, _WITH_SPIKES] = 8.0
-    """Number of deviations above the median of the previous losses from which a loss counts as a spike. The deviation
-    is the median absolute deviation times 1.4826, which estimates a normal distribution's standard deviation, but at
+    """Number of deviations above the median of the previous losses at which a loss counts as a spike. The deviation is
+    the median absolute deviation times 1.4826, which estimates a normal distribution's standard deviation. It is at
     least a thousandth of the median."""
 
     loss_spike_window: Annotated[int, _WITH_SPIKES] = Field(100, ge=8, le=10**6)

@@ -178,7 +178,7 @@ def test_an_agent_that_has_stayed_ends_with_the_launcher(tmp_path: Path) -> None
         os.kill(agent.pid, signal.SIGTERM)
         assert agent.wait(60) == 5
         other = LaunchSpec(f"{run_id}-2", host, "127.0.0.1", 20000, *names, sys.executable, warm_module="json")
-        assert agents.go_on(other) == [0]
+        assert agents.restart_waiting(other) == [0]
 
 
 def test_an_agent_that_stays_keeps_nothing_open(tmp_path: Path) -> None:
