@@ -50,6 +50,16 @@ class HostsTraining(Training):
         on_hosts = [pid for pid in self.machines.pids() if role is None or has_role(pid, role)]
         return sorted({*super().pids(role), *on_hosts})
 
+    def host_agents(self) -> list[int]:
+        """Return the agents that have ranks of the newest start. A host that was cut off may still run an older one."""
+        inside = set()
+        for host in self.starts()[-1]["hosts"]:
+            listed = subprocess.run(
+                ["ip", "netns", "pids", self._names[host]], capture_output=True, text=True, check=True
+            )
+            inside.update(map(int, listed.stdout.split()))
+        return [pid for pid in super().host_agents() if pid in inside]
+
     def other_hosts(self) -> list[str]:
         """Return the hosts of the newest start, except the launcher's."""
         return [host for host in self.starts()[-1]["hosts"] if host != self.machines.hosts[0]]

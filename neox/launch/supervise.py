@@ -188,7 +188,8 @@ class Supervisor:
             return
         for node, host in enumerate(self.spec.hosts):
             status = self.agents.connection_end(host.name)
-            if status is not None and node not in self.hosts_done:
+            was_lost_before = node in self.hosts_lost  # then this process has ended the connection
+            if status is not None and node not in self.hosts_done and not was_lost_before:
                 self.disconnected.add(node)
                 self._lose(node, f"ssh exited with exit code {status}")
 

@@ -46,6 +46,26 @@ SSH = """#!/bin/sh
 for last; do :; done
 exec sh -c "$last"
 """
+# The same as two processes, of which only the client ends with the connection.
+SSH_CLIENT = f"""#!{sys.executable}
+import os, subprocess, sys, threading
+
+pipe = subprocess.PIPE
+remote = subprocess.Popen(["sh", "-c", sys.argv[-1]], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+
+def pass_on(source, target):
+    while data := os.read(source, 65536):
+        os.write(target, data)
+
+threads = [threading.Thread(target=pass_on, args=(remote.stdout.fileno(), 1))]
+threads.append(threading.Thread(target=pass_on, args=(remote.stderr.fileno(), 2)))
+threading.Thread(target=pass_on, args=(0, remote.stdin.fileno()), daemon=True).start()
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os._exit(remote.wait())
+"""
 
 
 @pytest.fixture
@@ -140,6 +160,17 @@ def test_an_agent_that_stops_is_lost_and_killed(
     end = run(spec(tmp_path, "first", "fail", (A, B)), environment, agents)
     assert (end.kind, end.hosts) == (EndKind.HOST, ("host-b",))
     assert "nothing heard for 3 s" in end.cause
+    wait(lambda: not is_alive(int(facts(tmp_path, "first", 1)[0])))
+
+
+def test_an_agent_that_stops_is_killed_after_its_connection_was_ended(
+    tmp_path: Path, environment: dict[str, str], agents: AgentProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_STUCK_SECONDS", 3.0)
+    (tmp_path / "ssh").write_text(SSH_CLIENT)
+    threading.Thread(target=stop_agent, args=(tmp_path, 1, False), daemon=True).start()
+    end = run(spec(tmp_path, "first", "fail", (A, B)), environment, agents)
+    assert (end.kind, end.hosts) == (EndKind.HOST, ("host-b",))
     wait(lambda: not is_alive(int(facts(tmp_path, "first", 1)[0])))
 
 
