@@ -50,15 +50,15 @@ def choose_fit_hosts(hosts: Sequence[Host], spares: Sequence[Host], unfit: Mappi
 
 
 def most_usable_hosts(
-    hosts: Sequence[Host], ranks_of_copy: int, samples_of_copy: int, batch: int, *, copies_at_once: int = 1
+    hosts: Sequence[Host], ranks_of_copy: int, samples_of_copy: int, batches: Sequence[int], *, copies_at_once: int = 1
 ) -> tuple[Host, ...]:
-    """Return the first hosts, as many as possible, on which data ranks can share a batch by accumulation.
+    """Return the first hosts, as many as possible, on which data ranks can share all batches by accumulation.
 
     Args:
         hosts: Hosts that can take part.
         ranks_of_copy: Ranks that hold the network once: stages, tensor ranks and context ranks.
         samples_of_copy: Samples of one micro batch.
-        batch: Samples of a step.
+        batches: Numbers of samples that must be divisible, such as those of a step.
         copies_at_once: Number of copies of the network of which there must be a multiple.
 
     Returns:
@@ -67,6 +67,9 @@ def most_usable_hosts(
     for count in range(len(hosts), 0, -1):
         ranks = sum(len(host.slots) for host in hosts[:count])
         copies, rest = divmod(ranks, ranks_of_copy)
-        if rest == 0 and copies and copies % copies_at_once == 0 and batch % (copies * samples_of_copy) == 0:
+        if rest or not copies or copies % copies_at_once:
+            continue
+        samples_at_once = copies * samples_of_copy
+        if all(batch % samples_at_once == 0 for batch in batches):
             return tuple(hosts[:count])
     return ()

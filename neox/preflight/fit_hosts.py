@@ -14,6 +14,7 @@ from neox.launch.placement import Placement
 from neox.launch.replacement import ChosenHosts, choose_fit_hosts, most_usable_hosts
 from neox.launch.spec import Host
 from neox.plan.batch import MICRO, STEPS, TOTAL, BatchPlan, solve_batch
+from neox.plan.batch_schedule import RAMP_KEY, ramp_sizes
 from neox.plan.topology import model_ranks_of
 from neox.problems import CODE, Problem
 
@@ -139,13 +140,17 @@ def _fewer_hosts(
         chosen.hosts,
         model_ranks_of(config),
         batch.train_micro_batch_size_per_gpu,
-        size,
+        (size, *ramp_sizes(config)),
         copies_at_once=_copies_at_once(config),
     )
     if not hosts:
+        micro = batch.train_micro_batch_size_per_gpu
+        samples = f"the batch of {size} samples"
+        if config.given(RAMP_KEY):
+            samples += f" with {config.describe_setting(RAMP_KEY)}"
         message = (
-            f"{names} cannot take part, and the batch of {size} samples, {batch.train_micro_batch_size_per_gpu} at "
-            "once on a rank, cannot be divided over the ranks of any of the other hosts: mend a host, or name a spare"
+            f"{names} cannot take part, and {samples}, {micro} at once on a rank, cannot be divided over the ranks of "
+            "any of the other hosts: mend a host, or name a spare"
         )
         raise too_few_hosts(message, reports)
     return hosts
