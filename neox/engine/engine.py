@@ -276,6 +276,11 @@ class Engine:
         if self._replicas is not None:
             self._replicas.check(self.iteration)
 
+    def restart_replica_check(self) -> None:
+        """Forget which step was checked last, because the run goes on from another step and may repeat that one."""
+        if self._replicas is not None:
+            self._replicas.restart()
+
     def restore_counters(self, client_state: Mapping[str, Any]) -> None:
         """Set DeepSpeed's counters and the learning rate's position to those of a checkpoint."""
         engine = self.deepspeed_engine
