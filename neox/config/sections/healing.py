@@ -70,7 +70,8 @@ class HealingConfig(Section):
     least a thousandth of the median."""
 
     loss_spike_window: Annotated[int, _WITH_SPIKES] = Field(100, ge=8, le=10**6)
-    """Number of previous steps that a loss is compared with. No loss counts as a spike before there are this many."""
+    """Number of previous steps that a loss is compared with. No loss counts as a spike before there are this many.
+    Checkpoints carry the losses of these steps."""
 
     loss_spike_max_rollbacks: Annotated[NonNegativeInt, OnlyWith("loss_spike_action", ("rollback",))] = 3
     """Maximum number of rollbacks of a run, over all its restarts. Further spikes are only reported."""
