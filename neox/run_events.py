@@ -18,7 +18,7 @@ EVENTS_FILE = "events.jsonl"
 
 
 def append_event(directory: Path, event: str, **fields: Any) -> None:
-    """Append an event.
+    """Append an event. It begins a new line, even if the line before it is incomplete.
 
     Args:
         directory: The run directory.
@@ -29,11 +29,26 @@ def append_event(directory: Path, event: str, **fields: Any) -> None:
         OSError: The file cannot be written.
     """
     line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
-    descriptor = os.open(directory / EVENTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(directory / EVENTS_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        if _is_line_incomplete(descriptor):
+            line = "\n" + line
+        _write_all(descriptor, line.encode())
     finally:
         os.close(descriptor)
+
+
+def _is_line_incomplete(descriptor: int) -> bool:
+    """Return whether a file ends within a line, which a kill or a full disk has cut off."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Write all bytes. The kernel may take fewer at once."""
+    while data:
+        written = os.write(descriptor, data)
+        data = data[written:]
 
 
 def interruptions(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

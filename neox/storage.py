@@ -143,6 +143,23 @@ def named_checkpoint(address: str) -> tuple[str, int | None]:
     return address, None
 
 
+def why_not_writable(address: str) -> str | None:
+    """Return why an address cannot be that of a directory of checkpoints, with advice; None if it can.
+
+    Args:
+        address: The address, such as `s3://bucket/run`.
+    """
+    scheme, separator, _ = address.partition("://")
+    if not separator or scheme not in WRITABLE_SCHEMES:
+        known = " or ".join(f"{name}://" for name in WRITABLE_SCHEMES)
+        return f"is no address that checkpoints can be written to; give one that begins with {known}"
+    if named_checkpoint(address)[1] is not None:
+        return "names one checkpoint; give the address of the directory around it"
+    if cache_folder(address, "").parts[1:] == ():
+        return "names no bucket; give one"
+    return None
+
+
 def name_of(path: str | Path) -> str:
     """Return the file name at the end of a path or an address."""
     text = str(path)

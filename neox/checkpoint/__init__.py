@@ -28,6 +28,7 @@ from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_
 from neox.checkpoint.names import (
     AVERAGED_STEPS,
     CONFIG,
+    LAST_LOSSES,
     LEDGER,
     REFERENCE,
     REFERENCE_FROM,
@@ -73,6 +74,7 @@ __all__ = [
     "VocabularySize",
     "AVERAGED_STEPS",
     "CONFIG",
+    "LAST_LOSSES",
     "LEDGER",
     "REFERENCE",
     "REFERENCE_FROM",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neox.config.flat import FlatKeys
-from neox.storage import CHECKPOINT_SAVES, WRITABLE_SCHEMES, cache_folder, named_checkpoint
+from neox.storage import CHECKPOINT_SAVES, cache_folder, why_not_writable
 
 _MIRROR_KEYS = ("checkpoint_mirror", "s3_path")
 
@@ -13,16 +13,9 @@ def convert_save_address(keys: FlatKeys) -> None:
     address = keys.values.get("save")
     if not isinstance(address, str) or "://" not in address:
         return
-    scheme = address.partition("://")[0]
-    if scheme not in WRITABLE_SCHEMES:
-        known = " and ".join(f"{name}://" for name in WRITABLE_SCHEMES)
-        keys.report(f"`save: {address}`: checkpoints can only be written to local directories and {known}", "save")
-        return
-    if named_checkpoint(address)[1] is not None:
-        keys.report(f"`save: {address}` names one checkpoint; give the address of the directory around it", "save")
-        return
-    if cache_folder(address, "").parts[1:] == ():
-        keys.report(f"`save: {address}` names no bucket", "save")
+    reason = why_not_writable(address)
+    if reason is not None:
+        keys.report(f"`save: {address}` {reason}, or a local directory", "save")
         return
     for name in _MIRROR_KEYS:
         mirror = keys.values.get(name)

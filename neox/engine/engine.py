@@ -97,6 +97,8 @@ class Engine:
         with_reference: Function that adds the reference model's log-probabilities to a number of micro batches; None
             if the data includes them, or the loss does not need them.
         skipped: First and last step of each range whose batches were skipped after a loss spike.
+        last_losses: Losses of the steps before the newest checkpoint in order, with which later ones are compared. It
+            is set before each save; none without `loss_spike_action`.
         ledger_at: Maps a number of steps to the ledger of the data, which checkpoints carry; None to save none.
     """
 
@@ -131,6 +133,7 @@ class Engine:
         self.reference_from: tuple[str, LoadedWeights] | None = None
         self.with_reference: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
         self.skipped: tuple[tuple[int, int], ...] = ()
+        self.last_losses: tuple[float, ...] = ()
         self._steps = steps
         self._timers = timers
         self._stability = stability
@@ -275,6 +278,11 @@ class Engine:
         """
         if self._replicas is not None:
             self._replicas.check(self.iteration)
+
+    def restart_replica_check(self) -> None:
+        """Forget which step was checked last, because the run goes on from another step and may repeat that one."""
+        if self._replicas is not None:
+            self._replicas.restart()
 
     def restore_counters(self, client_state: Mapping[str, Any]) -> None:
         """Set DeepSpeed's counters and the learning rate's position to those of a checkpoint."""

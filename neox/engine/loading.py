@@ -169,6 +169,8 @@ def _load_state(engine: Engine, start: Start) -> None:
     engine.iteration = start.iteration
     engine.ledger = start.ledger
     engine.skipped = start.skipped
+    engine.last_losses = start.last_losses
+    engine.restart_replica_check()
     path = start.checkpoint
     if path is not None and start.with_optimizer:
         all_succeeded(lambda: load_optimizer(engine, path), f"loading the optimizer's state from {path}")

@@ -73,6 +73,10 @@ class ReplicaCheck:
         if self._size == 1:
             _log.warning("check_replicas_every: there is one data rank, so there is nothing to compare")
 
+    def restart(self) -> None:
+        """Forget which step was checked last, because steps are repeated after a rollback."""
+        self._last_checked = None
+
     def check_if_due(self, step: int) -> None:
         """Run the check if it is due at this step (counted from 1), at most once per step."""
         if step % self._every == 0 and step != self._last_checked:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from neox.checkpoint import (
     AVERAGED_STEPS,
+    LAST_LOSSES,
     LEDGER,
     ORDER,
     REFERENCE,
@@ -192,6 +193,8 @@ def _client_state(engine: Engine) -> dict[str, Any]:
         state[LEDGER] = engine.ledger_at(engine.iteration)
     if engine.skipped:
         state[SKIPPED] = [list(steps) for steps in engine.skipped]
+    if engine.last_losses:
+        state[LAST_LOSSES] = list(engine.last_losses)
     if engine.reference is not None:
         state[REFERENCE] = engine.reference
     if engine.reference_from is not None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from neox.checkpoint import (
     AVERAGED_STEPS,
+    LAST_LOSSES,
     LEDGER,
     REFERENCE,
     REFERENCE_FROM,
@@ -73,6 +74,8 @@ class Start:
         reference_from: Checkpoint that these weights are in, and which of its weights they are; None if it is not
             known, or they are initial ones.
         skipped: First and last step of each range whose batches were skipped after a loss spike.
+        last_losses: Losses of the last steps before it, with which the next ones are compared; none if the run starts
+            at iteration 0, or the checkpoint has none.
     """
 
     run: RunIdentity
@@ -88,6 +91,7 @@ class Start:
     reference: str | None = None
     reference_from: tuple[str, LoadedWeights] | None = None
     skipped: tuple[tuple[int, int], ...] = ()
+    last_losses: tuple[float, ...] = ()
 
     @property
     def source(self) -> tuple[str, LoadedWeights] | None:
@@ -141,6 +145,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         reference_from=_reference_from(reader),
         averaged_steps=_averaged_steps(plan, reader),
         skipped=tuple((first, last) for first, last in reader.client_state.get(SKIPPED, ())),
+        last_losses=tuple(reader.client_state.get(LAST_LOSSES, ())),
     )
     if without_optimizer:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)

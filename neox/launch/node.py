@@ -64,6 +64,39 @@ _AFTER_KILL_SECONDS = 0.1  # the same after a SIGKILL, which needs no explanatio
 _STACK_SECONDS = 1.5
 
 
+class Silence:
+    """Time for which no rank of this host has reported progress or printed.
+
+    Times of files are those of a wall clock, which may be set while the ranks run. So only a change of such a time
+    counts, and the seconds since then are those of the monotonic clock.
+
+    Args:
+        activity: Files of the ranks.
+    """
+
+    def __init__(self, activity: RankActivity) -> None:
+        self._activity = activity
+        self._times = self._read_times()
+        self._changed_at = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the seconds since the last change that a call of this method has found, or since the start."""
+        times = self._read_times()
+        now = time.monotonic()
+        if times != self._times:
+            self._times = times
+            self._changed_at = now
+        return now - self._changed_at
+
+    def _read_times(self) -> dict[Path, int]:
+        """Return when each file was last written, in nanoseconds of the wall clock."""
+        times = {}
+        for path in (self._activity.file, *self._activity.log_dir.glob("rank_*.log")):
+            with contextlib.suppress(OSError):  # not written yet
+                times[path] = path.stat().st_mtime_ns
+        return times
+
+
 class NodeAgent:
     """The agent of one host.
 
@@ -163,6 +196,7 @@ class NodeAgent:
         log_directory.mkdir(parents=True, exist_ok=True)
         create_agent_directory(self.spec.run_id, self.node_rank)
         self.activity = RankActivity(self.directory / "progress", log_directory)
+        self.silence = Silence(self.activity)
         try:
             for lock in remove_stale_locks():
                 self.print_line(f"{self.host.name}: removed {lock}, left by a build whose process has ended")
@@ -433,7 +467,7 @@ class NodeAgent:
         timeout = self.spec.hang_timeout
         if timeout is None or self.kill_at is not None:
             return
-        silent_seconds = time.time() - self.activity.last()
+        silent_seconds = self.silence.seconds()
         if silent_seconds < timeout:
             return
         self.code = EXIT_HANG

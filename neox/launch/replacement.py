@@ -50,15 +50,20 @@ def choose_fit_hosts(hosts: Sequence[Host], spares: Sequence[Host], unfit: Mappi
 
 
 def most_usable_hosts(
-    hosts: Sequence[Host], ranks_per_copy: int, samples_per_copy: int, batch: int, *, copies_at_once: int = 1
+    hosts: Sequence[Host],
+    ranks_per_copy: int,
+    samples_per_copy: int,
+    batch_sizes: Sequence[int],
+    *,
+    copies_at_once: int = 1,
 ) -> tuple[Host, ...]:
-    """Return the first hosts, as many as possible, on which data ranks can share a batch by accumulation.
+    """Return the first hosts, as many as possible, on which data ranks can share all batches by accumulation.
 
     Args:
         hosts: Hosts that can take part.
         ranks_per_copy: Number of ranks that hold one copy of the network: pipeline x tensor x context ranks.
         samples_per_copy: Number of samples in a micro batch.
-        batch: Number of samples in a step.
+        batch_sizes: Numbers of samples that must be divisible, such as those of a step.
         copies_at_once: Number of copies of the network that belong together. The total must be a multiple of it.
 
     Returns:
@@ -69,6 +74,7 @@ def most_usable_hosts(
         copies = ranks // ranks_per_copy
         if copies == 0 or ranks % ranks_per_copy or copies % copies_at_once:
             continue
-        if batch % (copies * samples_per_copy) == 0:
+        samples_at_once = copies * samples_per_copy
+        if all(size % samples_at_once == 0 for size in batch_sizes):
             return tuple(hosts[:count])
     return ()

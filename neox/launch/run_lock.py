@@ -21,7 +21,13 @@ from neox.launch.spec import new_run_id
 from neox.log import get_logger
 
 _log = get_logger(__name__)
-_NAME = ".run.lock"
+LOCK_FILE = ".run.lock"
+"""Name of the file in a locked directory."""
+
+
+def is_training(script: str) -> bool:
+    """Return whether a script, given by its name or path, is the one that trains."""
+    return Path(script).stem == "train"
 
 
 def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "") -> str | None:
@@ -43,7 +49,7 @@ def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "")
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = open(directory / _NAME, "a+")  # noqa: SIM115 (open as long as the run)
+        file = open(directory / LOCK_FILE, "a+")  # noqa: SIM115 (open as long as the run)
     except OSError as error:
         message = f"{key}{directory} cannot be written: {error.strerror}; choose another directory"
         with refusals():
@@ -111,7 +117,7 @@ def reserve(directory: Path, save: Path | None, script: str, held: ExitStack) ->
     Raises:
         LaunchError: Another run holds one of them, or it cannot be written.
     """
-    training = Path(script).stem == "train"
+    training = is_training(script)
     owner = lock_directory(directory, script, held, "log_dir: ")
     if owner is not None and training:
         raise LaunchError(f"the run directory {directory} is in use by {owner}: set another log_dir, or end that run")

@@ -12,6 +12,7 @@ from typing import Any
 
 from neox.errors import DataError
 from neox.launch.lifeline import is_alive
+from neox.launch.run_lock import LOCK_FILE, is_training
 from neox.metrics import METRICS_FILE, curves, read_metrics
 from neox.run_events import interruptions, read_events
 
@@ -73,10 +74,18 @@ def _state(directory: Path, events: Sequence[Mapping[str, Any]]) -> Status:
 
 
 def _launcher_is_gone(directory: Path) -> bool:
-    """Return whether the process that locked the run directory was on this machine and has ended."""
+    """Return whether the training's launcher was on this machine and has ended.
+
+    It holds the lock of the run directory as long as it lives. If another script, such as generate.py, holds or held
+    the lock after it, then it has ended, whether or not that script still runs.
+    """
     try:
-        holder = json.loads((directory / ".run.lock").read_text())
-        return holder["host"] == socket.gethostname() and not is_alive(int(holder["pid"]))
+        holder = json.loads((directory / LOCK_FILE).read_text())
+        if holder["host"] != socket.gethostname():
+            return False
+        if not is_training(holder["script"]):
+            return True
+        return not is_alive(int(holder["pid"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -150,7 +159,7 @@ def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     """Return the interruptions of the run, with the number of repeated steps and the time to the next start."""
     rows: list[Mapping[str, Any]] = []
     for event in interruptions(events):
-        row = {key: event.get(key) for key in ("time", "host", "rank", "cause", "step", "decision", "reason")}
+        row = {key: event.get(key) for key in ("time", "kind", "host", "rank", "cause", "step", "decision", "reason")}
         later = events[events.index(event) :]
         next_start = next((other for other in later if other["event"] == "start"), None)
         if next_start is not None:
@@ -203,12 +212,31 @@ def format_status(status: Status) -> str:
     lines.append(f"starts      {status['starts']}, interruptions {len(interrupted)}")
     for event in interrupted[-_SHOWN_INTERRUPTIONS:]:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-        lines.append(f"  {at}  step {event['step']}: {event['cause']}; {event['decision']}")
+        lines.append(f"  {at}  {_interruption_words(event)}")
     for event in status["other_events"][-_SHOWN_INTERRUPTIONS:]:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-        reason = event.get("reason") or event.get("cause")
-        lines.append(f"  {at}  {event['event']} {event.get('host') or ''}: {reason}")
+        lines.append(f"  {at}  {_event_words(event)}")
     return "\n".join(lines)
+
+
+def _interruption_words(event: Mapping[str, Any]) -> str:
+    """Return what is known of an interruption: its step, its cause or at least its kind, and the decision."""
+    cause = event["cause"] or event["kind"] or "unknown cause"
+    words = f"{cause}; {event['decision']}"
+    if event["step"] is None:
+        return words
+    return f"step {event['step']}: {words}"
+
+
+def _event_words(event: Mapping[str, Any]) -> str:
+    """Return what is known of another event: its name, its host, and its reason or cause."""
+    words = str(event["event"])
+    if event.get("host"):
+        words += f" {event['host']}"
+    reason = event.get("reason") or event.get("cause")
+    if reason:
+        words += f": {reason}"
+    return words
 
 
 def _number(value: object) -> str:

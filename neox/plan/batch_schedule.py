@@ -167,6 +167,18 @@ def _length(curriculum: CurriculumSettings, step: int) -> int:
     return min(max(length, lowest_multiple), highest)
 
 
+def ramp_sizes(config: NeoXConfig) -> tuple[int, ...]:
+    """Return the numbers of samples that data ranks must be able to divide in a ramp-up: first size and increment.
+
+    If they can, they can divide all sizes of the ramp-up. Without a ramp-up there are none.
+    """
+    ramp = config.schedule.rampup_batch_size
+    if ramp is None:
+        return ()
+    start, increment, _ = ramp
+    return start, increment
+
+
 def ramp_problems(config: NeoXConfig, batch: BatchPlan) -> Iterator[Problem]:
     """Yield what is wrong with `rampup_batch_size` for a batch."""
     ramp = config.schedule.rampup_batch_size

@@ -14,6 +14,7 @@ from neox.launch.placement import Placement
 from neox.launch.replacement import ChosenHosts, choose_fit_hosts, most_usable_hosts
 from neox.launch.spec import Host
 from neox.plan.batch import MICRO, STEPS, TOTAL, BatchPlan, solve_batch
+from neox.plan.batch_schedule import RAMP_KEY, ramp_sizes
 from neox.plan.topology import model_ranks_of
 from neox.problems import CODE, Problem
 
@@ -141,13 +142,16 @@ def _fewer_hosts(
         chosen.hosts,
         model_ranks_of(config),
         micro_batch_size,
-        batch_size,
+        (batch_size, *ramp_sizes(config)),
         copies_at_once=_copies_at_once(config),
     )
     if not hosts:
+        samples = f"the batch of {batch_size} samples"
+        if config.given(RAMP_KEY):
+            samples += f" with {config.describe_setting(RAMP_KEY)}"
         message = (
-            f"{names} cannot take part, and the batch of {batch_size} samples, in micro batches of {micro_batch_size}, "
-            "cannot be divided over the ranks of any number of the other hosts: repair a host, or add a spare host"
+            f"{names} cannot take part, and {samples}, in micro batches of {micro_batch_size}, cannot be divided over "
+            "the ranks of any number of the other hosts: repair a host, or add a spare host"
         )
         raise too_few_hosts(message, reports)
     return hosts

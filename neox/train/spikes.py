@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -46,11 +47,17 @@ class LossBand:
     Args:
         factor: Upper end of the band, in deviations above the median.
         window: Number of losses.
+        losses: Losses of the last steps in order, of which as many are taken as the window holds.
     """
 
-    def __init__(self, factor: float, window: int) -> None:
+    def __init__(self, factor: float, window: int, losses: Iterable[float] = ()) -> None:
         self.factor = factor
-        self._losses: deque[float] = deque(maxlen=window)
+        self._losses: deque[float] = deque(losses, maxlen=window)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The losses in the window, in the order of steps."""
+        return tuple(self._losses)
 
     def judge(self, loss: float, step: int) -> Spike | None:
         """Add the loss of a step to the window. Return a spike if the loss is one, otherwise None.
@@ -75,20 +82,31 @@ class LossSpikes:
 
     Args:
         plan: The run.
+        losses: Losses of the last steps before the start, in order.
 
     Attributes:
         spike: The spike at the last step; None if there was none.
         wants_rollback: Whether the run is rolled back after a spike.
     """
 
-    def __init__(self, plan: RunPlan) -> None:
-        keys = plan.config.healing
+    def __init__(self, plan: RunPlan, losses: Iterable[float] = ()) -> None:
+        self._keys = plan.config.healing
         self.spike: Spike | None = None
-        self.wants_rollback = keys.loss_spike_action == "rollback"
-        self._max_rollbacks = keys.loss_spike_max_rollbacks
-        self._band: LossBand | None = None
-        if keys.loss_spike_action != "off":
-            self._band = LossBand(keys.loss_spike_factor, keys.loss_spike_window)
+        self.wants_rollback = self._keys.loss_spike_action == "rollback"
+        self._band = self._band_of(losses)
+
+    def _band_of(self, losses: Iterable[float]) -> LossBand | None:
+        """Return the band of normal losses after some losses; None with `loss_spike_action: off`."""
+        if self._keys.loss_spike_action == "off":
+            return None
+        return LossBand(self._keys.loss_spike_factor, self._keys.loss_spike_window, losses)
+
+    @property
+    def last_losses(self) -> tuple[float, ...]:
+        """Losses of the last steps with which the next one is compared, in order; none if spikes are not looked for."""
+        if self._band is None:
+            return ()
+        return self._band.losses
 
     def judge(self, loss: float, step: int) -> None:
         """Check the loss of a step for a spike. With `loss_spike_action: warn` report it at once."""
@@ -121,7 +139,7 @@ class LossSpikes:
                 "not counted, so they cannot be skipped"
             )
         skipped = engine.skipped
-        if len(skipped) >= self._max_rollbacks:
+        if len(skipped) >= self._keys.loss_spike_max_rollbacks:
             self._report(f"no rollback: the run was rolled back {len(skipped)} times (loss_spike_max_rollbacks)")
             return False
         iteration = roll_back(engine, step)
@@ -130,6 +148,7 @@ class LossSpikes:
             return False
         engine.ledger = after_skipping(data.ledger_at(iteration), data.ledger_at(step))
         engine.skipped = (*skipped, (iteration + 1, step))
+        self._band = self._band_of(engine.last_losses)  # of the checkpoint, so without the spike
         self._report(f"back to step {iteration}; the batches of steps {iteration + 1} to {step} are skipped")
         return True
 

@@ -66,7 +66,7 @@ class Trainer:
         keys = plan.config.checkpoint
         self._background = BackgroundSaves(engine) if keys.async_save and keys.save is not None else None
         self._open_data = open_data
-        self._spikes = LossSpikes(plan)
+        self._spikes = LossSpikes(plan, engine.last_losses)
         self._signals = StopSignals()
         self._train_batches = TimedBatches(data.train)
         self._flops_per_token = cache(partial(_flops_per_token, plan))  # cached by sequence length
@@ -272,6 +272,7 @@ class Trainer:
             return
         if self._checks_replicas:
             self.engine.check_replicas()  # so that no corrupt weights are saved
+        self.engine.last_losses = self._spikes.last_losses
         if self._background is not None:
             self._background.start(Path(save))
             self._report_saves(self._background)

@@ -24,7 +24,7 @@ def write_data(directory):
 def train(plans, spikes):
     """Train each plan with the loss of some steps raised once.
 
-    Returns (steps in order, samples of each step, losses by step, skipped ranges) for each plan.
+    Returns (steps in order, samples of each step, losses by step, skipped ranges, last losses) for each plan.
     """
     from neox.data.build import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
@@ -55,7 +55,7 @@ def train(plans, spikes):
 
         engine.train_batch = observed
         Trainer(plan, engine, open_data(), (), None, open_data).fit()
-        return steps, samples, losses, engine.skipped
+        return steps, samples, losses, engine.skipped, engine.last_losses
 
     return [run(plan, raised) for plan, raised in zip(plans, spikes, strict=True)]
 
@@ -90,15 +90,18 @@ def test_rollback_skips_batches_once_and_a_resume_knows_it(tmp_path, ranks):
     resumed = tiny_plan(ranks, **{**keys, "load": keys["save"], "iteration": 8})
     everything = []
     for whole, again in run_ranks(ranks, train, [first, resumed], [[SPIKE, SPIKE + 1], []], timeout=300):
-        steps, samples, losses, skipped = whole
+        steps, samples, losses, skipped, last_losses = whole
         assert steps == [*range(1, SPIKE + 1), *range(9, STEPS + 1)]  # back to 8; the second spike is only reported
         assert skipped == ((9, SPIKE),)
+        seen = {**losses, SPIKE + 1: 50.0}  # the first spike is no loss of this run any more
+        assert last_losses == tuple(seen[step] for step in range(STEPS - 7, STEPS + 1))
         everything += [sample for read in samples for sample in read]
-        steps, samples_again, losses_again, skipped = again
+        steps, samples_again, losses_again, skipped, last_losses = again
         assert steps == [9, 10, 11, 12]
         assert skipped == ((9, SPIKE),)
         assert samples_again == samples[-4:]
         assert losses_again == {step: losses[step] for step in steps}
+        assert last_losses == tuple(losses[step] for step in range(STEPS - 7, STEPS + 1))
     assert len(everything) == len(set(everything)) == (STEPS + SPIKE - 8) * first.batch.train_batch_size
 
 
@@ -113,9 +116,9 @@ def test_each_sample_is_trained_once_or_skipped_while_ranks_change(tmp_path):
             each for (each,) in run_ranks(ranks, train, [tiny_plan(ranks, **keys, **start)], [spikes], timeout=300)
         ]
         by_step = []
-        for parts in zip(*(samples for _, samples, _, _ in found), strict=True):
+        for parts in zip(*(samples for _, samples, *_ in found), strict=True):
             by_step.append(sorted(sample for part in parts for sample in part))
-        steps, _, _, skipped = found[0]
+        steps, _, _, skipped, _ = found[0]
         return steps, by_step, skipped
 
     _, before, _ = train_from(2, 0, [])

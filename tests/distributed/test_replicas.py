@@ -19,7 +19,7 @@ def flip(tensor, element=5, bit=3):
 
 def find_flips(plans, where):
     """Train each plan with a flip after step 3; return (steps that were completed, the error's step and ranks)."""
-    from neox.engine import initialize_distributed, initialize_engine
+    from neox.engine import initialize_distributed, initialize_engine, roll_back, save_checkpoint
     from neox.errors import ReplicaError
 
     def run(plan, place):
@@ -29,7 +29,11 @@ def find_flips(plans, where):
         try:
             for _ in range(3):
                 engine.train_batch(data)
-            if grid.rank == FLIPPED and place == "weight":
+            if place == "weight after a rollback":
+                save_checkpoint(engine, plan.config.checkpoint.save)
+                engine.train_batch(data)  # the step that is checked, and repeated
+                roll_back(engine, 4)
+            if grid.rank == FLIPPED and place.startswith("weight"):
                 flip(next(engine.deepspeed_engine.module.parameters()))
             if grid.rank == FLIPPED and place == "momentum":
                 tensor = engine.optimizer.param_groups[0]["params"][0]
@@ -46,8 +50,8 @@ def find_flips(plans, where):
     return [run(plan, place) for plan, place in zip(plans, where, strict=True)]
 
 
-@pytest.mark.parametrize("chosen", [(0, 3), pytest.param((1, 2, 4, 5, 6), marks=pytest.mark.slow)])
-def test_the_rank_with_a_flipped_bit_is_named(chosen):
+@pytest.mark.parametrize("chosen", [(0, 3, 7), pytest.param((1, 2, 4, 5, 6), marks=pytest.mark.slow)])
+def test_the_rank_with_a_flipped_bit_is_named(chosen, tmp_path):
     every_step = {"check_replicas_every": 1, **SIZES}
     plans = [
         tiny_plan(3, check_replicas_every=2, **SIZES),
@@ -57,8 +61,9 @@ def test_the_rank_with_a_flipped_bit_is_named(chosen):
         tiny_plan(3, zero=1, check_replicas_every=5, **SIZES),
         tiny_plan(3, **every_step),
         tiny_plan(3, **SIZES),
+        tiny_plan(3, check_replicas_every=4, save=str(tmp_path), **SIZES),
     ]
-    where = ["weight", "momentum", "weight", "weight", "save", "nowhere", "weight"]
+    where = ["weight", "momentum", "weight", "weight", "save", "nowhere", "weight", "weight after a rollback"]
     expected = [
         (3, 4, (FLIPPED,)),
         (3, 4, (FLIPPED,)),
@@ -67,6 +72,7 @@ def test_the_rank_with_a_flipped_bit_is_named(chosen):
         (3, 3, ()),  # all three differ
         (6, None, ()),
         (6, None, ()),  # nothing is compared without the key
+        (3, 4, (FLIPPED,)),
     ]
     plans, where, expected = ([values[number] for number in chosen] for values in (plans, where, expected))
     for answers in run_ranks(3, find_flips, plans, where, timeout=300):

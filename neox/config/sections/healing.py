@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Requires
@@ -18,7 +19,15 @@ class HealingConfig(Section):
     """Recovery from failures: restarts, hosts, loss spikes, silent data corruption, preemption."""
 
     max_restarts: Annotated[
-        int, Requires("save", advice="give the directory of the checkpoints from which a run is restarted")
+        int,
+        Requires("save", advice="give the directory of the checkpoints from which a run is restarted"),
+        Excludes("no_save_optim", reason="a restart loads the optimizer too"),
+        Excludes(
+            "launcher",
+            ("none",),
+            reason="it prints commands, and nothing is left that could restart the run",
+            advice="use another launcher",
+        ),
     ] = Field(0, ge=0, le=10**6)
     """Maximum number of times that the launcher restarts a failed training from its newest complete checkpoint. A
     failure that a restart cannot fix ends the run at once. 0 disables restarts."""
@@ -61,7 +70,8 @@ class HealingConfig(Section):
     least a thousandth of the median."""
 
     loss_spike_window: Annotated[int, _WITH_SPIKES] = Field(100, ge=8, le=10**6)
-    """Number of previous steps that a loss is compared with. No loss counts as a spike before there are this many."""
+    """Number of previous steps that a loss is compared with. No loss counts as a spike before there are this many.
+    Checkpoints carry the losses of these steps."""
 
     loss_spike_max_rollbacks: Annotated[NonNegativeInt, OnlyWith("loss_spike_action", ("rollback",))] = 3
     """Maximum number of rollbacks of a run, over all its restarts. Further spikes are only reported."""
@@ -84,5 +94,15 @@ class HealingConfig(Section):
     preemption_file: str | None = None
     """File whose appearance on a host means that the host is about to be preempted. All ranks then save and exit."""
 
-    preemption_seconds: Annotated[PositiveFloat, OnlyWith("preemption_command"), OnlyWith("preemption_file")] = 5.0
+    preemption_seconds: Annotated[float, OnlyWith("preemption_command"), OnlyWith("preemption_file")] = Field(
+        5.0, gt=0, le=3600
+    )
     """Seconds between two checks for a preemption notice."""
+
+    @field_validator("preemption_command", "preemption_file")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        """Refuse empty text: an empty command succeeds, and an empty path exists, so each host would get a notice."""
+        if value is not None and not value.strip():
+            raise PydanticCustomError("empty", "is empty; remove it, or name a source of notices")
+        return value

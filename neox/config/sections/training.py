@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Requires
@@ -18,7 +19,7 @@ from neox.config.sections.numbers import (
     PositiveInt,
 )
 from neox.config.sections.preferences import OF_PREFERENCES
-from neox.storage import CHECKPOINT_CACHE
+from neox.storage import CHECKPOINT_CACHE, why_not_writable
 
 RecomputedPart = Literal["none", "full", "full_attn", "core_attn"]
 """Part of a block whose activations are computed again in the backward pass."""
@@ -261,6 +262,17 @@ class CheckpointConfig(Section):
 
     no_load_optim: Annotated[bool, OnlyWith("load")] = False
     """Do not load the optimizer's state."""
+
+    @field_validator("checkpoint_mirror")
+    @classmethod
+    def _is_writable(cls, value: str | None) -> str | None:
+        """Refuse an address that checkpoints cannot be written to."""
+        if value is None:
+            return None
+        reason = why_not_writable(value)
+        if reason is not None:
+            raise PydanticCustomError("mirror", "{reason}", {"reason": reason})
+        return value
 
     def save_iterations(self, train_iters: int | None) -> tuple[int, ...]:
         """Return the completed steps after which a checkpoint is written, in ascending order.

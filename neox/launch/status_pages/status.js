@@ -84,7 +84,8 @@ function present(status) {
   ]));
   show("starts", `${status.interruptions.length} in ${status.starts} starts`);
   rows("interruptions", status.interruptions.map((event) =>
-    [time(event), event.step, event.cause, `${event.decision}: ${event.reason}`, event.steps_again]));
+    [time(event), event.step, event.cause ?? event.kind, [event.decision, event.reason].filter(Boolean).join(": "),
+      event.steps_again]));
   rows("events", status.other_events.map((event) =>
     [time(event), event.event, [event.host, event.cause, event.decision, event.reason].filter(Boolean).join("; ")]));
   show("updated", `updated ${new Date(status.time * 1000).toLocaleTimeString()}`);

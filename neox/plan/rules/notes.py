@@ -1,4 +1,4 @@
-"""Notes on settings that change nothing."""
+"""Notes on settings that change nothing, or less than they are meant to."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ _REPLACED_BY_SCHEDULER = (
 
 
 def notes_without_effect(config: NeoXConfig) -> list[Note]:
-    """Return a note for each given key that changes nothing here."""
+    """Return a note for each given key that changes nothing here, or less than it is meant to."""
     return [
         *_unsupported_notes(config),
         *idle_notes(config),
         *_optimizer_notes(config),
         *_schedule_notes(config),
         *_save_notes(config),
+        *_recovery_notes(config),
         *_attention_notes(config),
         *_width_notes(config),
         *_parallel_notes(config),
@@ -107,6 +108,25 @@ def _save_notes(config: NeoXConfig) -> Iterator[Note]:
     if late:
         shown = config.describe_setting("extra_save_iters", late)
         yield Note(("extra_save_iters",), f"{shown} come after the last iteration, {last}")
+
+
+def _recovery_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield the keys of restarts and rollbacks if no checkpoint is saved between the first and the last step."""
+    last = config.training.train_iters
+    keys = config.checkpoint
+    if keys.save is None or last is None:
+        return
+    if any(0 < step < last for step in keys.save_iterations(last)):
+        return
+    where = "no checkpoint is saved before the last step; give checkpoint_factor"
+    if config.healing.max_restarts:
+        restarts = config.describe_setting("max_restarts")
+        message = f"{restarts} repeats the whole run after each failure, because {where}"
+        yield Note(("max_restarts", "checkpoint_factor"), message)
+    if config.healing.loss_spike_action == "rollback":
+        rollback = config.describe_setting("loss_spike_action")
+        message = f"{rollback} has nothing to go back to, because {where}"
+        yield Note(("loss_spike_action", "checkpoint_factor"), message)
 
 
 def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:

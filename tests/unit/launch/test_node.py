@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from neox.launch import node
+from neox.launch.agent_files import RankActivity
 from neox.launch.events import Event
+from neox.launch.failures import EXIT_HANG
 from neox.launch.rank_process import RankProcess, Watchdog
 from neox.launch.spec import Host, LaunchSpec
 
@@ -40,3 +44,27 @@ def test_a_rank_that_ends_while_stacks_are_shown_is_not_watched_any_more(
     agent._show_stacks()
     assert rank.code == -signal.SIGUSR1
     assert watchdog.removed == [rank.pid]
+
+
+def test_a_wall_clock_that_is_set_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = LaunchSpec("id", (Host("a", (0,)),), "::1", 1, "s.py", (), str(tmp_path), "/", str(tmp_path), sys.executable)
+    agent = node.NodeAgent(replace(spec, hang_timeout=60.0), 0)
+    monkeypatch.setattr(agent, "tell", lambda event: None)
+    monkeypatch.setattr(node, "_STACK_SECONDS", 0.0)
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    progress = tmp_path / "progress"
+    progress.touch()
+    agent.activity = RankActivity(progress, tmp_path)
+    agent.silence = node.Silence(agent.activity)
+    wall = time.time
+    for shift in (7200, -7200):
+        monkeypatch.setattr(time, "time", lambda shift=shift: wall() + shift)
+        agent._check_progress()
+        clock[0] += 50
+        os.utime(progress, (wall() + shift, wall() + shift))  # the next step, by the new clock
+        agent._check_progress()
+        assert agent.code == 0
+    clock[0] += 61
+    agent._check_progress()
+    assert agent.code == EXIT_HANG

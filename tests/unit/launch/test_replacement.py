@@ -38,4 +38,10 @@ def test_spare_hosts_that_are_unfit_too_small_or_taken_replace_nothing() -> None
 def test_as_many_hosts_as_can_share_the_batch(
     hosts: int, ranks_of_copy: int, samples: int, batch: int, used: int
 ) -> None:
-    assert most_usable_hosts(HOSTS[:hosts], ranks_of_copy, samples, batch) == HOSTS[:used]
+    assert most_usable_hosts(HOSTS[:hosts], ranks_of_copy, samples, (batch,)) == HOSTS[:used]
+
+
+def test_hosts_share_every_batch() -> None:
+    assert most_usable_hosts(HOSTS, 1, 1, (24,)) == HOSTS
+    assert most_usable_hosts(HOSTS, 1, 1, (24, 8)) == HOSTS[:2]
+    assert most_usable_hosts(HOSTS, 1, 1, (24, 5)) == ()

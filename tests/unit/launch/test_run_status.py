@@ -87,11 +87,28 @@ def test_states(last: dict[str, Any], state: str, tmp_path: Path) -> None:
 
 def test_a_launcher_that_was_killed_is_noticed(tmp_path: Path) -> None:
     write_run(tmp_path)
-    holder = {"pid": os.getpid(), "host": socket.gethostname()}
+    holder = {"script": "train.py", "pid": os.getpid(), "host": socket.gethostname()}
     (tmp_path / ".run.lock").write_text(json.dumps(holder))
     assert run_status(tmp_path)["state"] == "running"
     (tmp_path / ".run.lock").write_text(json.dumps({**holder, "pid": 2**22 + 1}))
     assert run_status(tmp_path)["state"] == "ended"
+
+
+def test_a_lock_of_another_script_shows_that_the_launcher_is_gone(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    holder = {"script": "generate.py", "pid": os.getpid(), "host": socket.gethostname()}
+    (tmp_path / ".run.lock").write_text(json.dumps(holder))
+    assert run_status(tmp_path)["state"] == "ended"
+    (tmp_path / ".run.lock").write_text(json.dumps({**holder, "host": "elsewhere"}))
+    assert run_status(tmp_path)["state"] == "running"
+
+
+def test_what_is_unknown_of_an_interruption_is_not_shown(tmp_path: Path) -> None:
+    hang = end("hang", 124, decision="restart after 2 s", cause=None, step=None)
+    change = {"event": "ranks changed", "time": 301.0}
+    status = run_status(write_run(tmp_path, hang, change))
+    assert [event["kind"] for event in status["interruptions"]] == ["rank failed", "hang"]
+    assert "None" not in format_status(status)
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -36,10 +36,30 @@ def noted(**keys: Any) -> list[tuple[str, ...]]:
         ("iteration", {"iteration": 5}),
         ("account", {"account": "me"}),
         ("min_lr", {"lr_decay_style": "constant", "min_lr": 1e-5}),
+        ("elastic", {"elastic": True, "launcher": "none"}),
     ],
 )
 def test_a_condition_that_is_off_is_noted(path: str, keys: dict[str, Any]) -> None:
     assert noted(**keys) == [(path,)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_noted"),
+    [
+        ({}, True),
+        ({"extra_save_iters": [0]}, True),
+        ({"extra_save_iters": [4]}, False),
+        ({"checkpoint_factor": 10}, True),
+        ({"checkpoint_factor": 9}, False),
+        ({"checkpoint_factor": 2, "checkpoint_scale": "log"}, False),
+    ],
+    ids=str,
+)
+def test_recovery_without_checkpoints_on_the_way_is_noted(schedule: dict[str, Any], is_noted: bool) -> None:
+    keys = {"save": "s", "train_iters": 10, "max_restarts": 1, "loss_spike_action": "rollback", **schedule}
+    expected = [("max_restarts", "checkpoint_factor"), ("loss_spike_action", "checkpoint_factor")] if is_noted else []
+    assert noted(**keys) == expected
+    assert noted(save="s", train_iters=10) == []
 
 
 def test_a_note_names_keys_with_one_condition_together_and_the_condition() -> None:

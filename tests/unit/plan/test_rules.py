@@ -32,6 +32,7 @@ JUDGED = {
     "train_reward_data_paths": ["c"],
 }
 # The key that a problem points to, others that it must name, and the keys that cause it.
+RESTARTS = {"save": "s", "max_restarts": 3}
 ROLLBACK = {"save": "s", "loss_spike_action": "rollback"}
 MIXTURE: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk"}
 
@@ -211,6 +212,12 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("optimizer.type", ("moe_num_experts",), {**MIXTURE, "optimizer": {"type": "Muon"}}),
     ("lora", ("moe_num_experts",), {**MIXTURE, "lora": {"r": 2, "target": ["dense_h_to_4h"]}}),
     ("moe_num_experts", ("attention_config",), {**MIXTURE, "attention_config": ["gmlp", "global", "global", "global"]}),
+    ("max_restarts", ("no_save_optim",), {**RESTARTS, "no_save_optim": True}),
+    ("max_restarts", ("launcher",), {**RESTARTS, "launcher": "none"}),
+    ("preemption_command", (), {"preemption_command": ""}),
+    ("preemption_command", (), {"preemption_command": " "}),
+    ("preemption_file", (), {"preemption_file": ""}),
+    ("preemption_seconds", (), {"preemption_file": "a", "preemption_seconds": 1e300}),
     ("loss_spike_action", ("pack_impl",), {**ROLLBACK, "train_data_paths": ["a"], "pack_impl": "best_fit"}),
     ("loss_spike_action", ("teacher_logits",), {**ROLLBACK, "train_data_paths": ["a"], "teacher_logits": "t"}),
     ("num_experts", ("moe_num_experts",), {"moe_num_experts": 8, "num_experts": 4}),
@@ -301,6 +308,11 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("seed", (), {"seed": 2**32}),
     ("checkpoint_factor", ("train_iters",), {"checkpoint_factor": 1, "train_iters": 10**9}),
     ("serve_model_weights", (), {"serve_model_weights": True}),
+    ("checkpoint_mirror", (), {"save": "s", "checkpoint_mirror": "file:///x"}),
+    ("checkpoint_mirror", (), {"save": "s", "checkpoint_mirror": "hf://a/b"}),
+    ("checkpoint_mirror", (), {"save": "s", "checkpoint_mirror": "x/y"}),
+    ("checkpoint_mirror", (), {"save": "s", "checkpoint_mirror": "s3://"}),
+    ("checkpoint_mirror", (), {"save": "s", "checkpoint_mirror": "s3://bucket/run/global_step3"}),
     ("extra_save_iters", (), {"extra_save_iters": [3, -1]}),
     ("finetune", ("load",), {"finetune": True}),
     ("data_path", ("train_data_paths",), {"data_path": "a", "train_data_paths": ["b"]}),

@@ -11,6 +11,8 @@ from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch import Host
 from neox.launch.doctor import HostReport
 from neox.launch.placement import ChosenBy, Placement
+from neox.plan.batch import solve_batch
+from neox.plan.batch_schedule import ramp_problems
 from neox.preflight.fit_hosts import FitHosts, can_change_hosts, fit_hosts, with_spares
 
 HOSTS = tuple(Host(name, (0, 1)) for name in "abc")
@@ -79,6 +81,18 @@ def test_a_smaller_run_has_data_ranks_that_divide(keys: dict[str, object]) -> No
     keys = {**keys, "elastic": True, "gradient_accumulation_steps": 3}
     found = fit(config(**keys), Placement(hosts, ChosenBy.HOSTFILE, 0, "hostfile of -H"), broken="b")
     assert names(found) == "ac"  # six ranks could share the batch, but not divide what four divide
+
+
+def test_a_smaller_run_divides_the_sizes_of_a_ramp_up() -> None:
+    hosts = tuple(Host(name, (0,)) for name in "abcd")
+    placement = Placement(hosts, ChosenBy.HOSTFILE, 0, "hostfile of -H")
+    keys = {"elastic": True, "gradient_accumulation_steps": 3}
+    assert names(fit(config(**keys), placement, broken="d")) == "abc"
+    found = fit(config(**keys, rampup_batch_size=[4, 4, 96]), placement, broken="d")
+    assert names(found) == "ab"  # three ranks could share the batch of 12, but not one of 4
+    batch = solve_batch(found.config, 2, [])
+    assert batch is not None
+    assert list(ramp_problems(found.config, batch)) == []
 
 
 def test_a_batch_that_cannot_be_kept_ends_the_run() -> None:

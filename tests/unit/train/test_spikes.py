@@ -56,3 +56,11 @@ def test_equal_losses_leave_a_thousandth() -> None:
         band.judge(2.0, step)
     assert band.judge(2.01, 11) is None
     assert band.judge(2.02, 12) is not None
+
+
+def test_a_band_goes_on_with_the_losses_of_an_earlier_one() -> None:
+    losses = filled().losses
+    assert len(losses) == 20
+    assert LossBand(8.0, 20, losses).judge(6.0, 21) == filled().judge(6.0, 21)
+    assert LossBand(8.0, 5, losses).losses == losses[-5:]
+    assert LossBand(8.0, 30, losses).judge(6.0, 21) is None  # until the window is full

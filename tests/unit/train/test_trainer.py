@@ -23,6 +23,7 @@ class IdleEngine:
 
     def __init__(self, iteration=0, at_step=None, at_evaluation=None, score=3.0):
         self.iteration, self.evaluated, self.score = iteration, 0, score
+        self.last_losses = ()
         self.objective = CausalLM()
         self.at_step, self.at_evaluation = at_step or {}, at_evaluation or {}
 
