@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neox.run_events import interruptions, read_events
+from neox.run_events import interruptions, read_events, rollbacks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,20 +126,28 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
     axes.set_xlabel("iteration")
     axes.set_ylabel(" ".join(names) or "loss")
     axes.grid(alpha=0.3)
-    axes.legend()
     if len(runs) == 1:
         for path in runs.values():
             _add_interruptions(axes, path)
             _add_token_axis(axes, path)
+    axes.legend()
     figure.savefig(picture, format="png")
     return True
 
 
 def _add_interruptions(axes: Axes, path: Path) -> None:
-    """Mark the steps at which a run was interrupted and restarted."""
-    for event in interruptions(read_events(path.parent)):
-        if event.get("step") is not None:
-            axes.axvline(event["step"], color="0.5", linestyle=":", linewidth=1, zorder=0, gid="interruption")
+    """Mark the steps at which a run was interrupted and restarted, and at which it went back after a loss spike."""
+    events = read_events(path.parent)
+    _add_lines(axes, interruptions(events), "interruption", color="0.5", linestyle=":")
+    _add_lines(axes, rollbacks(events), "rollback", color="C3", linestyle="--")
+
+
+def _add_lines(axes: Axes, events: Iterable[Mapping[str, Any]], kind: str, **style: Any) -> None:
+    """Draw a vertical line at the step of each event of one kind. The legend names the kind once."""
+    steps = [event["step"] for event in events if event.get("step") is not None]
+    for number, step in enumerate(steps):
+        label = kind if number == 0 else "_"
+        axes.axvline(step, linewidth=1, zorder=0, gid=kind, label=label, **style)
 
 
 def stability_names(path: Path) -> dict[str, list[int]]:

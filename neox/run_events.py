@@ -52,12 +52,44 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def interruptions(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the `end` events after which the run was restarted, in order."""
-    restarted = []
+    """Return the ends after which the run was started again, in order.
+
+    These are the `end` events with a restart, and a made-up one before each start whose predecessor has no end: its
+    launcher was killed.
+    """
+    found: list[Mapping[str, Any]] = []
+    is_running = False
     for event in events:
-        if event["event"] == "end" and str(event.get("decision")).startswith("restart"):
-            restarted.append(event)
-    return restarted
+        if event["event"] == "start":
+            if is_running:
+                found.append(_end_of_launcher(event["time"]))
+            is_running = True
+        elif event["event"] == "end":
+            is_running = False
+            if str(event.get("decision")).startswith("restart"):
+                found.append(event)
+    return found
+
+
+def _end_of_launcher(next_start: float) -> Mapping[str, Any]:
+    """Return the end of a start whose launcher was killed. Only the time of the next start is known."""
+    return {
+        "time": next_start,
+        "event": "end",
+        "kind": "no report",
+        "cause": "the launcher was killed",
+        "step": None,
+        "decision": "the same command was run again",
+    }
+
+
+def rollbacks(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the loss spikes after which the run went back to a checkpoint, in order."""
+    found = []
+    for event in events:
+        if event["event"] == "loss spike" and event.get("back_to") is not None:
+            found.append(event)
+    return found
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:

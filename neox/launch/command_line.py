@@ -150,7 +150,9 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     """Parse a whole number of at least 0."""
-    return 0 if text == "0" else _positive(text)
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
 
 
 def _unknown_flags(unknown: Sequence[str]) -> str:

@@ -87,7 +87,7 @@ class RestartPolicy:
         if self.restarts >= self.allowed:
             reason = f"max_restarts is {self.allowed}"
             if self.allowed:
-                reason += ", and all restarts are used up"
+                reason += ", and all restarts are used up; the same command resumes the run"
             return Decision(restart=False, reason=reason)
         self.restarts += 1
         reason = f"restart {self.restarts} of {self.allowed}"

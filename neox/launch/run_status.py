@@ -14,12 +14,13 @@ from neox.errors import DataError
 from neox.launch.lifeline import is_alive
 from neox.launch.run_lock import LOCK_FILE, is_training
 from neox.metrics import METRICS_FILE, curves, read_metrics
-from neox.run_events import interruptions, read_events
+from neox.run_events import interruptions, read_events, rollbacks
 
 _LAST_STEPS = 50  # for the speed
 _MOST_POINTS = 400  # of each curve on the page
 _SLOW_HOST = "runtime/slow_host/"
 _SHOWN_INTERRUPTIONS = 10  # in the text format
+_GOING_ON = ("starting", "running", "restarting")  # states in which steps will follow
 
 Status = dict[str, Any]
 
@@ -39,15 +40,20 @@ def run_status(directory: Path) -> Status:
         raise DataError(f"{directory} is not a run directory: it has no events.jsonl, {METRICS_FILE} or plan.json")
     rows = _last_steps(metrics)
     starts = [event for event in events if event["event"] == "start"]
+    status_of_launch = _state(directory, events)
+    progress = _progress(rows, _planned_steps(directory))
+    if status_of_launch["state"] not in _GOING_ON:
+        progress["seconds_left"] = None
     status: Status = {
         "directory": str(directory),
         "time": time.time(),
-        **_state(directory, events),
-        **_progress(rows, _planned_steps(directory)),
+        **status_of_launch,
+        **progress,
         "curves": {name: _thinned(points) for name, points in _curves(metrics).items()},
         "hosts": _hosts(directory, starts, rows),
         "starts": len(starts),
         "interruptions": _interruptions(events),
+        "rollbacks": [event["step"] for event in rollbacks(events)],
         "other_events": [event for event in events if event["event"] not in ("start", "end")],
         "silent_seconds": _age(metrics),
     }
@@ -63,7 +69,8 @@ def _state(directory: Path, events: Sequence[Mapping[str, Any]]) -> Status:
         if _launcher_is_gone(directory):
             return {"state": "ended", "reason": "the launcher was killed; run the same command again to resume"}
         if last["event"] == "start":
-            return {"state": "running", "reason": None}
+            has_stepped = _last_written(directory / METRICS_FILE) >= last["time"]
+            return {"state": "running" if has_stepped else "starting", "reason": None}
         return {"state": "restarting", "reason": last["reason"]}
     states = {"finished": "finished", "asked to end": "stopped", "preempted": "preempted"}
     state = states.get(str(last.get("kind")), "failed")
@@ -160,8 +167,8 @@ def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     rows: list[Mapping[str, Any]] = []
     for event in interruptions(events):
         row = {key: event.get(key) for key in ("time", "kind", "host", "rank", "cause", "step", "decision", "reason")}
-        later = events[events.index(event) :]
-        next_start = next((other for other in later if other["event"] == "start"), None)
+        starts = (other for other in events if other["event"] == "start" and other["time"] >= event["time"])
+        next_start = next(starts, None)
         if next_start is not None:
             row["seconds_to_start"] = round(next_start["time"] - event["time"], 3)
             if event.get("step") is not None:
@@ -172,18 +179,28 @@ def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 def _age(path: Path) -> float | None:
     """Return the seconds since a file was written; None if it does not exist."""
-    try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except OSError:
+    written = _last_written(path)
+    if written == 0.0:
         return None
+    return max(0.0, time.time() - written)
+
+
+def _last_written(path: Path) -> float:
+    """Return when a file was written, in seconds since the epoch; 0 if it does not exist."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _thinned(points: Mapping[int, float]) -> list[tuple[int, float]]:
-    """Return at most `_MOST_POINTS` points of a curve in ascending order, including the last one."""
-    descending = sorted(points.items(), reverse=True)
-    step = max(1, -(-len(descending) // _MOST_POINTS))
-    thinned = descending[::step]
-    return thinned[::-1]
+    """Return about `_MOST_POINTS` points of a curve in ascending order, including the first and the last one."""
+    ascending = sorted(points.items())
+    step = max(1, -(-len(ascending) // _MOST_POINTS))
+    thinned = ascending[::step]
+    if thinned and thinned[-1] != ascending[-1]:
+        thinned.append(ascending[-1])
+    return thinned
 
 
 def format_status(status: Status) -> str:
@@ -233,9 +250,10 @@ def _event_words(event: Mapping[str, Any]) -> str:
     words = str(event["event"])
     if event.get("host"):
         words += f" {event['host']}"
-    reason = event.get("reason") or event.get("cause")
-    if reason:
-        words += f": {reason}"
+    known = [event.get(key) for key in ("cause", "decision", "reason")]
+    texts = [str(text) for text in known if text]
+    if texts:
+        words += f": {'; '.join(texts)}"
     return words
 
 

@@ -150,9 +150,14 @@ class Supervisor:
 
     def _pass_on_stop(self, signum: int) -> None:
         limit = self.spec.stop_timeout
+        reason = "preemption"
+        hint = ""
+        if self.asked_by_signal:
+            reason = signal.Signals(signum).name
+            hint = " (a second signal ends them now)"
         self._print_error(
-            f"{signal.Signals(signum).name}: the ranks have {limit:.0f} s to save and end, those that do not answer "
-            f"{min(ANSWER_SECONDS, limit):.0f} s (a second signal ends them now)"
+            f"{reason}: the ranks have {limit:.0f} s to save and end, those that do not answer "
+            f"{min(ANSWER_SECONDS, limit):.0f} s{hint}"
         )
         self.signal_agents(signum)
         self.end_at = time.monotonic() + limit + _END_SECONDS

@@ -60,6 +60,7 @@ from neox.preflight.next_steps import next_steps
 from neox.preflight.own_run import finished_note, unfinished_note
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import draw_schedules
+from neox.preflight.recovery import recovery_lines
 from neox.preflight.restarts import Restarts
 from neox.preflight.run_directory import run_directory, write_run_directory
 from neox.preflight.suggest import (
@@ -228,6 +229,7 @@ class _Command:
     def _plan_without_run(self) -> tuple[Job, PlannedJob, list[str]]:
         """Return the job, its plan, and what is wrong, for a command that starts nothing."""
         placement, warnings = choose_hosts(self.config, self.arguments)
+        can_change_hosts(self.config, placement)  # refuses spare hosts that the launcher cannot use
         job = Job(find_script(self.arguments.script), placement, dry_run=True)
         planned = plan_job(self.config, job, self._capabilities_without_run(placement))
         return job, planned, [*warnings, *map(str, planned.problems)]
@@ -386,6 +388,9 @@ class _Command:
         title = f"{len(placement.hosts)} ({placement.why}), launcher {launcher}"
         print("\n".join(labelled("hosts", [title, *groups])))
         training = Path(spec.script).stem not in INFERENCE
+        recovery = list(recovery_lines(self.config, placement))
+        if training and recovery:
+            print("\n".join(labelled("recovery", recovery)))
         print(format_plan(planned.plan, planned.device, training=training, verbose=verbose))
         if verbose:
             print("\n".join(labelled("command", format_commands(spec, launcher))))

@@ -131,7 +131,11 @@ def _fewer_hosts(
     """
     names = ", ".join(host.name for host in chosen.missing)
     if not config.healing.elastic:
-        why = [f"{host.name}: {reasons[host.name]}" for host in chosen.missing if host.name in reasons]
+        reported = {report.host.name for report in reports if report.problems}  # the table says why
+        why = []
+        for host in chosen.missing:
+            if host.name in reasons and host.name not in reported:
+                why.append(f"{host.name}: {reasons[host.name]}")
         advice = "add spare hosts to the hostfile (`host slots=N spare`), or allow fewer ranks with `elastic: true`"
         lines = ["nothing was started:", format_reports(reports), *why, f"{names}: no spare host left; {advice}"]
         raise too_few_hosts("\n".join(lines), reports)

@@ -149,14 +149,20 @@ class LossSpikes:
         engine.ledger = after_skipping(data.ledger_at(iteration), data.ledger_at(step))
         engine.skipped = (*skipped, (iteration + 1, step))
         self._band = self._band_of(engine.last_losses)  # of the checkpoint, so without the spike
-        self._report(f"back to step {iteration}; the batches of steps {iteration + 1} to {step} are skipped")
+        decision = f"back to step {iteration}; the batches of steps {iteration + 1} to {step} are skipped"
+        self._report(decision, back_to=iteration)
         return True
 
-    def _report(self, decision: str) -> None:
-        """Log a spike, and record it as an event of the run."""
+    def _report(self, decision: str, back_to: int | None = None) -> None:
+        """Log a spike, and record it as an event of the run.
+
+        Args:
+            decision: What is done about it.
+            back_to: Step of the checkpoint that the run goes back to; None without a rollback.
+        """
         spike = self.spike
         if spike is None:  # another rank found it
             return
         cause = f"loss {spike.loss:.4g} at step {spike.step}, above {spike.limit:.4g} (median {spike.median:.4g})"
         _log.warning("loss spike: %s: %s", cause, decision)
-        record_run_event("loss spike", step=spike.step, cause=cause, decision=decision)
+        record_run_event("loss spike", step=spike.step, cause=cause, decision=decision, back_to=back_to)

@@ -32,7 +32,7 @@ function element(name, attributes, text) {
   return made;
 }
 
-function draw(curves, interruptions) {
+function draw(curves, interruptions, rollbacks) {
   const picture = byId("picture");
   const names = Object.keys(curves).filter((name) => curves[name].length);
   const points = names.flatMap((name) => curves[name]);
@@ -55,10 +55,16 @@ function draw(curves, interruptions) {
     if (event.step === null || event.step < x0) continue;
     parts.push(element("line", { class: "interruption", x1: x(event.step), x2: x(event.step), y1: top, y2: bottom }));
   }
+  for (const step of rollbacks) {
+    if (step < x0) continue;
+    parts.push(element("line", { class: "rollback", x1: x(step), x2: x(step), y1: top, y2: bottom }));
+  }
   names.forEach((name, number) => {
     const colour = COLOURS[number % COLOURS.length];
     const path = curves[name].map((point) => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`).join(" ");
-    parts.push(element("polyline", { class: "curve", points: path, style: `stroke: ${colour}`, stroke: colour }));
+    parts.push(element("polyline", { class: "curve", points: path, stroke: colour }));
+    const [lastX, lastY] = curves[name][curves[name].length - 1];
+    parts.push(element("circle", { cx: x(lastX), cy: y(lastY), r: 2.5, fill: colour }));
     parts.push(element("text", { x: right - 180, y: top + 12 + 16 * number, fill: colour }, `— ${name}`));
   });
   picture.replaceChildren(...parts);
@@ -74,9 +80,9 @@ function present(status) {
   show("loss", typeof status.loss === "number" ? status.loss.toPrecision(5) : status.loss);
   show("speed", status.seconds_per_step === null ? "" :
     `${status.seconds_per_step.toPrecision(3)} s a step, ${Math.round(status.tokens_per_second)} tokens/s`);
-  show("left", duration(status.seconds_left));
+  show("left", status.seconds_left == null ? "" : duration(status.seconds_left));
   show("silent", status.silent_seconds === null ? "none yet" : `${duration(status.silent_seconds)} ago`);
-  draw(status.curves, status.interruptions);
+  draw(status.curves, status.interruptions, status.rollbacks);
   rows("hosts", status.hosts.map((host) => [
     host.name,
     host.silent_seconds === null ? "nothing yet" : `${duration(host.silent_seconds)} ago`,

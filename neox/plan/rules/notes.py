@@ -133,7 +133,7 @@ def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:
     """Yield a note for each pair of files about the keys that the later file replaces."""
     keys_of_files: dict[tuple[str, str], list[str]] = {}
     for key, source in sorted(config.sources().items()):
-        if source.replaces is not None and config.given(key):
+        if source.replaces is not None and not source.rule and config.given(key):
             keys_of_files.setdefault((source.file, source.replaces.file), []).append(key)
     for (later, earlier), keys in keys_of_files.items():
         listed = ", ".join(f"`{key}`" for key in keys)

@@ -85,6 +85,37 @@ def test_states(last: dict[str, Any], state: str, tmp_path: Path) -> None:
     assert run_status(write_run(tmp_path, last))["state"] == state
 
 
+def test_a_start_without_a_step_is_starting(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    status = run_status(tmp_path)
+    assert (status["state"], status["seconds_left"]) == ("running", 60.0)
+    os.utime(tmp_path / "metrics.jsonl", (150.0, 150.0))  # before the last start
+    assert run_status(tmp_path)["state"] == "starting"
+    write_run(tmp_path / "ended", end("rank failed", 1))
+    assert run_status(tmp_path / "ended")["seconds_left"] is None
+
+
+def test_a_start_without_an_end_was_interrupted(tmp_path: Path) -> None:
+    start = {"event": "start", "time": 400.0, "restart": 0, "hosts": ["worker-0"], "ranks": 2, "step": 28}
+    status = run_status(write_run(tmp_path, start))
+    assert [event["time"] for event in status["interruptions"]] == [200.0, 400.0]
+    assert (status["interruptions"][1]["step"], status["interruptions"][1]["seconds_to_start"]) == (None, 0.0)
+
+
+def test_rollbacks_are_shown(tmp_path: Path) -> None:
+    spike = {"event": "loss spike", "time": 250.0, "step": 29, "cause": "loss 12", "decision": "back to step 24"}
+    warned = {**spike, "step": 27, "decision": "no rollback", "back_to": None}
+    status = run_status(write_run(tmp_path / "run", {**spike, "back_to": 24}, warned))
+    assert status["rollbacks"] == [29]
+    text = format_status(status)
+    assert "loss spike: loss 12; back to step 24" in text
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    draw({"": metrics}, tmp_path / "with.png")
+    write_run(tmp_path / "other", {**spike, "back_to": None}, warned)
+    draw({"": tmp_path / "other" / "metrics.jsonl"}, tmp_path / "without.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+
+
 def test_a_launcher_that_was_killed_is_noticed(tmp_path: Path) -> None:
     write_run(tmp_path)
     holder = {"script": "train.py", "pid": os.getpid(), "host": socket.gethostname()}
