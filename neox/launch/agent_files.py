@@ -225,7 +225,6 @@ class RankActivity:
     def __init__(self, file: Path, log_dir: Path) -> None:
         self.file = file
         self.log_dir = log_dir
-        self.started = time.time()
         self._last_report = 0.0
         self._longest_pause = 0.0
 
@@ -236,14 +235,6 @@ class RankActivity:
             if self._last_report:
                 self._longest_pause = max(self._longest_pause, now - self._last_report)
             self._last_report = now
-
-    def last(self) -> float:
-        """Return when a rank last reported progress or printed, in seconds since the epoch."""
-        times = [self.started]
-        for path in (self.file, *self.log_dir.glob("rank_*.log")):
-            with suppress(OSError):
-                times.append(path.stat().st_mtime)
-        return max(times)
 
     def answer_seconds(self) -> float:
         """Return the seconds in which a healthy rank answers a signal.

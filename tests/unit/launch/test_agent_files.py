@@ -25,7 +25,6 @@ def test_a_long_step_has_time_to_answer_and_a_stuck_one_has_not(tmp_path: Path) 
     os.utime(activity.file, (now - 20, now - 20))
     activity.update()  # 45 s after the last one
     assert activity.answer_seconds() == pytest.approx(70, abs=1)
-    assert activity.last() >= now - 1  # ranks have only just started
 
 
 def test_a_rank_that_saves_need_not_answer_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
