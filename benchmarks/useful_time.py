@@ -166,10 +166,15 @@ def parts(
         lines: Time and text of each line of output.
         ends: For each kill, the time from which no rank trains.
         kills: The kills.
+
+    Raises:
+        SoakError: No step follows the last kill.
     """
     totals = dict.fromkeys(("noticing", "restarting", "loading", "repeated"), 0.0)
     for kill, end in zip(kills, ends, strict=True):
         steps_after = [(at, step) for at, step in steps if at > end]
+        if not steps_after:
+            raise SoakError("no step was done after the last kill: give more --minutes, or kill less often (--every)")
         last_step = max(step for at, step in steps if at <= end)
         restarted_at = steps_after[0][0]
         loading = _loading_seconds(lines, end, restarted_at)
