@@ -142,6 +142,7 @@ def test_a_signal_ends_the_step_and_keeps_its_figures(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_every_step_runs_on_a_cpu_from_a_checkout_that_is_not_installed(tmp_path: Path):
     """In an environment that finds this one's packages, but not the checkout."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=120)
