@@ -15,6 +15,8 @@ from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 """Name of the file in a run directory."""
+NOT_STARTED = "not started"
+"""Kind of an end without a start: a host did not answer, and the launcher tries again."""
 
 
 def append_event(directory: Path, event: str, **fields: Any) -> None:
@@ -66,7 +68,7 @@ def interruptions(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
             is_running = True
         elif event["event"] == "end":
             is_running = False
-            if str(event.get("decision")).startswith("restart"):
+            if event.get("kind") != NOT_STARTED and str(event.get("decision")).startswith("restart"):
                 found.append(event)
     return found
 

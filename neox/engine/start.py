@@ -145,7 +145,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         reference_from=_reference_from(reader),
         averaged_steps=_averaged_steps(plan, reader),
         skipped=tuple((first, last) for first, last in reader.client_state.get(SKIPPED, ())),
-        last_losses=tuple(reader.client_state.get(LAST_LOSSES, ())),
+        last_losses=_last_losses(reader, own=is_own_directory),
     )
     if without_optimizer:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
@@ -157,6 +157,13 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
     return replace(going_on, with_optimizer=True, changed=changed)
+
+
+def _last_losses(reader: CheckpointReader, *, own: bool) -> tuple[float, ...]:
+    """Return the last losses of the run that a checkpoint continues; none of another run, whose data may differ."""
+    if not own:
+        return ()
+    return tuple(reader.client_state.get(LAST_LOSSES, ()))
 
 
 def _reference_from(reader: CheckpointReader) -> tuple[str, LoadedWeights] | None:

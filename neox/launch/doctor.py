@@ -22,12 +22,14 @@ from typing import Any
 from neox.launch.commands import MAX_CONNECTIONS, SSH_FAILED, module_command, more_ssh_options, ssh_command
 from neox.launch.hosts import is_this_machine
 from neox.launch.links import LinkMeasurement, measure_links
+from neox.launch.preemption import ProbedNotice
 from neox.launch.remote import PROBE_MARK, code_hash, encode_request
 from neox.launch.spec import Host, LaunchSpec, code_root
 
 _MAX_CLOCK_SECONDS = 5.0
 _MIN_FREE_BYTES = 2**30
 _MOST_PRODUCT_TIMES = 4.0  # the median time of a small product
+_NOTICE_SHARE = 0.5  # of the time for an answer, in which the preemption command must end
 _GRACE_SECONDS = 0.5  # for a host that was lost, after all others have answered
 _TITLES = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "memory", "free", "link", "s", "")
 _LEGEND = (
@@ -167,8 +169,9 @@ def _ask(
         port=port,
         paths=paths,
         marker=marker,
-        preemption_command=spec.preemption_command,
-        preemption_file=spec.preemption_file,
+        preemption=ProbedNotice(
+            spec.preemption_command, spec.preemption_file, dict(spec.environment), checks.seconds * _NOTICE_SHARE
+        ),
     )
     command = [*module_command(spec, "neox.launch.remote"), "probe", request]
     if checks.always_ssh or not is_this_machine(host.name):
@@ -274,18 +277,19 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
     _compare_versions(answered, "torch", "torch", "run `make install` there")
     _compare_versions(answered, "deepspeed", "deepspeed", "run `make install` there")
     _compare_products(answered)
-    most_accelerators = max(report.answer["accelerators"] for report in answered)
+    with_accelerators = sum(report.answer["accelerators"] > 0 for report in answered)
     for report in answered:
         if report.answer["code"] != code:
             report.problems.append(
                 f"the project's code differs: its hash is {report.answer['code']} there and {code} here; copy or check "
                 "out the same version there"
             )
-        if report.answer["preemption"] is not None:
-            report.problems.append(f"it is about to be preempted: {report.answer['preemption']}")
+        notice = report.answer.get("preemption")  # missing in answers of other versions
+        if notice is not None:
+            report.problems.append(f"it is about to be preempted: {notice}")
         if not report.answer["product"]:
             report.problems.append("its processor multiplies wrongly: leave it out, and have it repaired")
-        _judge_accelerators(report, others_have_some=most_accelerators > 0)
+        _judge_accelerators(report, others_have_some=2 * with_accelerators >= len(answered))
         _judge_port(report, spec)
         _judge_paths(report, checks)
         _judge_clock(report)

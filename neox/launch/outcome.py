@@ -10,6 +10,7 @@ from neox.launch.agent_files import FailureReport
 from neox.launch.events import Event
 from neox.launch.failures import begins_failure, failure_cause, is_error_message, is_secondary, without_rank_mark
 from neox.launch.spec import LaunchSpec
+from neox.run_events import NOT_STARTED
 
 _MAX_MESSAGE = 160  # characters
 _MAX_SHOWN = 8  # ranks with a line of their own
@@ -25,6 +26,7 @@ class EndKind(Enum):
     HOST = "host lost"
     PREEMPTED = "preempted"  # a host was about to be preempted, and the run was asked to end
     SILENT = "no report"  # agents ended without a report about their ranks
+    NOT_STARTED = NOT_STARTED  # a host that nothing can replace did not answer
 
 
 @dataclass(frozen=True)

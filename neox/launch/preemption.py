@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from neox.launch.lifeline import parent_death_hook, signal_group
 
 _COMMAND_SECONDS = 10.0
-_PROBE_SECONDS = 3.0  # for the command in a check of hosts, each of which must answer within `doctor_timeout`
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class PreemptionWatch:
         environment: Environment variables of the command.
         guard: Functions that register a command's process group when it starts, and unregister it when it has ended.
             A registered group is killed if the agent dies.
-        command_seconds: Time in which the command must end; one that takes longer counts as no notice.
+        command_seconds: Time in which the command must end; one that takes longer counts as no notice. 10 s if None.
 
     Attributes:
         notice: Description of the notice; None while there is none.
@@ -56,13 +55,13 @@ class PreemptionWatch:
         source: PreemptionSource,
         environment: dict[str, str],
         guard: tuple[Callable[[int], None], Callable[[int], None]],
-        command_seconds: float = _COMMAND_SECONDS,
+        command_seconds: float | None = None,
     ) -> None:
         self.notice: str | None = None
         self._source = source
         self._environment = environment
         self._add, self._remove = guard
-        self._command_seconds = command_seconds
+        self._command_seconds = command_seconds or _COMMAND_SECONDS
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -114,16 +113,27 @@ class PreemptionWatch:
         return False
 
 
-def notice_now(command: str | None, file: str | None) -> str | None:
-    """Check once whether this host is about to be preempted; return a description of the notice, or None.
+@dataclass(frozen=True)
+class ProbedNotice:
+    """One look for a preemption notice, by the check of a host before a start.
 
-    Args:
+    Attributes:
         command: Shell command whose exit status 0 means a notice; None for no command.
         file: Path of a file whose existence means a notice; None for no file.
+        environment: Environment variables that the run adds to those of the host.
+        seconds: Time in which the command must end; one that takes longer counts as no notice.
     """
-    source = PreemptionSource(command, file, every=0.0)
-    watch = PreemptionWatch(source, dict(os.environ), (_ignore, _ignore), _PROBE_SECONDS)
-    return watch.look()
+
+    command: str | None
+    file: str | None
+    environment: Mapping[str, str]
+    seconds: float
+
+    def look(self) -> str | None:
+        """Return a description of the notice; None without one."""
+        source = PreemptionSource(self.command, self.file, every=0.0)
+        variables = {**os.environ, **self.environment}
+        return PreemptionWatch(source, variables, (_ignore, _ignore), min(self.seconds, _COMMAND_SECONDS)).look()
 
 
 def _ignore(_: int) -> None:

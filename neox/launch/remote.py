@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from neox.launch.machine import (
     port_problem,
     product_seconds,
 )
-from neox.launch.preemption import notice_now
+from neox.launch.preemption import ProbedNotice
 from neox.launch.spec import code_root
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -39,8 +40,7 @@ def encode_request(
     port: int | None,
     paths: list[str],
     marker: str | None,
-    preemption_command: str | None = None,
-    preemption_file: str | None = None,
+    preemption: ProbedNotice,
 ) -> str:
     """Encode a request for `probe`.
 
@@ -48,11 +48,9 @@ def encode_request(
         port: TCP port to try to listen on; None to try none.
         paths: Files and directories that the run reads or writes.
         marker: File that the launcher has written; the host sees it if the file system is shared. None without one.
-        preemption_command: Shell command that succeeds on a host that is about to be preempted; None for none.
-        preemption_file: File that exists on such a host; None for none.
+        preemption: How to look for a preemption notice.
     """
-    notices = {"preemption_command": preemption_command, "preemption_file": preemption_file}
-    request = json.dumps({"port": port, "paths": paths, "marker": marker, **notices})
+    request = json.dumps({"port": port, "paths": paths, "marker": marker, "preemption": asdict(preemption)})
     return base64.urlsafe_b64encode(request.encode()).decode()
 
 
@@ -88,7 +86,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "port": None if port is None else port_problem(port) or "free",
         "paths": {path: path_state(Path(path)) for path in request["paths"]},
         "shared": None if marker is None else Path(marker).exists(),
-        "preemption": notice_now(request["preemption_command"], request["preemption_file"]),
+        "preemption": ProbedNotice(**request["preemption"]).look(),
         "clock": time.time(),
     }
 

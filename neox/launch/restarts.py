@@ -14,6 +14,8 @@ EXIT_REFUSED = 2
 _FIRST_PAUSE = 1.0  # seconds
 _LONGEST_PAUSE = 300.0
 _MOST_DOUBLINGS = 16  # of the pause, which is the longest one by then
+_LONGEST_PAUSE_FOR_HOSTS = 60.0
+_WAIT_FOR_HOSTS_SECONDS = 3600.0  # longer than a reboot and most repairs of a network
 _SOON_SECONDS = 60.0  # a rank that fails this soon after a start has probably not failed by chance
 
 
@@ -60,10 +62,13 @@ class RestartPolicy:
         self._last: RunEnd | None = None
         self._repeats = 0  # consecutive failures that repeat the previous one
         self._not_finite: set[int | None] = set()  # steps at which a loss or gradient norm was not finite
+        self._waits = 0  # consecutive tries to start without an answer of a host
+        self._waits_since = 0.0
 
     def started(self) -> None:
         """Record the time of a start or restart."""
         self._started_at = self._clock()
+        self._waits = 0
 
     def decide(self, end: RunEnd, *, can_move: bool = False) -> Decision:
         """Decide whether to restart the run, and remember its end.
@@ -76,6 +81,8 @@ class RestartPolicy:
             return Decision(restart=False)
         if end.asked:
             return Decision(restart=False, reason="it was asked to end")
+        if end.kind is EndKind.NOT_STARTED:
+            return self._wait_for_host(end)
         if end.kind is EndKind.PREEMPTED and not can_move:
             reason = "the host is about to be preempted, and no other host can replace it; start the run elsewhere"
             return Decision(restart=False, reason=reason)
@@ -97,9 +104,23 @@ class RestartPolicy:
         if not repetition:
             self._repeats = 0
             return Decision(restart=True, reason=reason)
-        pause = min(_FIRST_PAUSE * 2 ** min(self._repeats, _MOST_DOUBLINGS), _LONGEST_PAUSE)
+        pause = _pause_after(self._repeats, _LONGEST_PAUSE)
         self._repeats += 1
         return Decision(restart=True, reason=f"{reason}, after a pause because {repetition}", pause=pause)
+
+    def _wait_for_host(self, end: RunEnd) -> Decision:
+        """Decide whether to try once more to start with a host that does not answer. No restart is used up."""
+        now = self._clock()
+        if self._waits == 0:
+            self._waits_since = now
+        if now - self._waits_since >= _WAIT_FOR_HOSTS_SECONDS:
+            minutes = _WAIT_FOR_HOSTS_SECONDS / 60
+            return Decision(
+                restart=False, reason=f"{end.cause} for {minutes:.0f} minutes; the same command resumes the run"
+            )
+        pause = _pause_after(self._waits, _LONGEST_PAUSE_FOR_HOSTS)
+        self._waits += 1
+        return Decision(restart=True, reason=f"{end.cause}, and nothing can replace it", pause=pause)
 
     def _repetition(self, end: RunEnd, before: RunEnd) -> str:
         """Return how a failure repeats the previous one; empty if it does not."""
@@ -125,3 +146,8 @@ class RestartPolicy:
                 return f"the loss or gradient norm of step {end.step} was not finite for the second time"
             self._not_finite.add(end.step)
         return ""
+
+
+def _pause_after(repeats: int, longest: float) -> float:
+    """Return the pause in seconds, which doubles with each repetition up to the longest one."""
+    return min(_FIRST_PAUSE * 2 ** min(repeats, _MOST_DOUBLINGS), longest)

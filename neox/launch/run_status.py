@@ -69,8 +69,7 @@ def _state(directory: Path, events: Sequence[Mapping[str, Any]]) -> Status:
         if _launcher_is_gone(directory):
             return {"state": "ended", "reason": "the launcher was killed; run the same command again to resume"}
         if last["event"] == "start":
-            has_stepped = _last_written(directory / METRICS_FILE) >= last["time"]
-            return {"state": "running" if has_stepped else "starting", "reason": None}
+            return {"state": _state_of_start(directory / METRICS_FILE, last["time"]), "reason": None}
         return {"state": "restarting", "reason": last["reason"]}
     states = {"finished": "finished", "asked to end": "stopped", "preempted": "preempted"}
     state = states.get(str(last.get("kind")), "failed")
@@ -78,6 +77,16 @@ def _state(directory: Path, events: Sequence[Mapping[str, Any]]) -> Status:
         state = "failed"
     reasons = [text for text in (last.get("cause"), last.get("reason")) if text]
     return {"state": state, "reason": "; ".join(reasons) or None}
+
+
+def _state_of_start(metrics: Path, started_at: float) -> str:
+    """Return `starting` until the first step of the newest start, then `running`. Without metrics it is not known."""
+    if not metrics.exists():
+        return "running"
+    has_steps = metrics.stat().st_size > 0
+    if has_steps and metrics.stat().st_mtime >= started_at:
+        return "running"
+    return "starting"
 
 
 def _launcher_is_gone(directory: Path) -> bool:

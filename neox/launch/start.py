@@ -210,7 +210,11 @@ def _launch_to_stay(
     over_ssh = chosen_launcher(spec.hosts_with_agents, runner) == "pdsh"
     new = agents.restart_waiting(spec)
     if over_ssh:
-        send_secrets(spec, secrets, environment, runner.ssh_port, new)
+        try:
+            send_secrets(spec, secrets, environment, runner.ssh_port, new)
+        except LaunchError:
+            agents.end_all()  # those that have stayed have begun to start their ranks
+            raise
     for number in new:
         host = spec.hosts_with_agents[number]
         command = agent_command(spec, number, lifeline=True)

@@ -246,8 +246,9 @@ class _Command:
             directory = reserve(self._run_directory(), self.save, script.name, held)
             if prepared.job.trains and self._has_finished(prepared.planned.plan, directory):
                 return 0
-            end = self._launch(prepared, directory, restarts, agents)
-            while restarts.follow(end, directory, prepared.planned.plan.config.training.train_iters):
+            with restarts.recording_refusals(directory):
+                end = self._launch(prepared, directory, restarts, agents)
+            while restarts.follow(end, directory):
                 with restarts.recording_refusals(directory):
                     self.config = restarts.next_config()
                     try:
@@ -487,7 +488,7 @@ def _end_without_start(error: UnreachableHostError) -> RunEnd:
     """Print why a restart has failed, and return it as another end of the run."""
     print(f"error: {error}", file=sys.stderr)
     cause = f"no answer from {', '.join(error.hosts)}"
-    return RunEnd(EndKind.HOST, error.exit_code, cause, hosts=error.hosts)
+    return RunEnd(EndKind.NOT_STARTED, error.exit_code, cause, hosts=error.hosts)
 
 
 def _in_short(warning: str, too_large: Sequence[Problem]) -> str:

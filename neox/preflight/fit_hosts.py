@@ -130,12 +130,12 @@ def _fewer_hosts(
         LaunchError: The same without hosts that do not answer.
     """
     names = ", ".join(host.name for host in chosen.missing)
+    reported = {report.host.name for report in reports if report.problems}
+    why = []  # what the table of reports does not say
+    for host in chosen.missing:
+        if host.name in reasons and host.name not in reported:
+            why.append(f"{host.name}: {reasons[host.name]}")
     if not config.healing.elastic:
-        reported = {report.host.name for report in reports if report.problems}  # the table says why
-        why = []
-        for host in chosen.missing:
-            if host.name in reasons and host.name not in reported:
-                why.append(f"{host.name}: {reasons[host.name]}")
         advice = "add spare hosts to the hostfile (`host slots=N spare`), or allow fewer ranks with `elastic: true`"
         lines = ["nothing was started:", format_reports(reports), *why, f"{names}: no spare host left; {advice}"]
         raise too_few_hosts("\n".join(lines), reports)
@@ -157,7 +157,7 @@ def _fewer_hosts(
             f"{names} cannot take part, and {samples}, in micro batches of {micro_batch_size}, cannot be divided over "
             "the ranks of any number of the other hosts: repair a host, or add a spare host"
         )
-        raise too_few_hosts(message, reports)
+        raise too_few_hosts("\n".join(["nothing was started:", format_reports(reports), *why, message]), reports)
     return hosts
 
 

@@ -17,7 +17,7 @@ def recovery_lines(config: NeoXConfig, placement: Placement) -> Iterator[str]:
     """
     keys = config.healing
     if keys.max_restarts:
-        yield f"at most {keys.max_restarts} restarts from the newest checkpoint"
+        yield f"restarts from the newest checkpoint, at most {keys.max_restarts}"
     if placement.spares:
         names = ", ".join(f"{host.name} ({len(host.slots)} slots)" for host in placement.spares)
         yield f"spare hosts: {names}"
@@ -26,7 +26,7 @@ def recovery_lines(config: NeoXConfig, placement: Placement) -> Iterator[str]:
     if keys.loss_spike_action == "warn":
         yield "a warning after a loss spike"
     if keys.loss_spike_action == "rollback":
-        yield f"at most {keys.loss_spike_max_rollbacks} rollbacks after loss spikes"
+        yield f"rollbacks after loss spikes, at most {keys.loss_spike_max_rollbacks}"
     if keys.check_replicas_every is not None:
         yield f"weights of data ranks compared every {keys.check_replicas_every} steps"
     if keys.preemption_command is not None or keys.preemption_file is not None:

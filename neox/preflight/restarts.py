@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from neox.config import NeoXConfig
@@ -94,21 +93,18 @@ class Restarts:
             step=self._saved_step(),
         )
 
-    def follow(self, end: RunEnd, directory: Path, steps: int | None) -> bool:
+    def follow(self, end: RunEnd, directory: Path) -> bool:
         """Record the end of a start, decide about a restart, and wait for its pause.
 
         Args:
             end: How the start has ended.
             directory: The run directory.
-            steps: Number of steps of the whole run; None if unknown.
 
         Returns:
             Whether to restart the run.
         """
         if not self._trains:
             return False
-        if end.kind is EndKind.PREEMPTED and end.status == 0 and steps is not None and end.step == steps:
-            end = replace(end, kind=EndKind.FINISHED)  # nothing was left to do when the notice came
         decision = self._policy.decide(end, can_move=self.can_move)
         self._judge_hosts(end)
         record_event(
@@ -135,6 +131,8 @@ class Restarts:
 
     def _judge_hosts(self, end: RunEnd) -> None:
         """Update the hosts that should not take part in the next start."""
+        if end.kind is EndKind.NOT_STARTED:
+            return
         self.lost = frozenset()
         if end.kind is EndKind.HOST:
             self.lost = frozenset(end.hosts)
@@ -175,11 +173,13 @@ class Restarts:
 
     @contextmanager
     def recording_refusals(self, directory: Path) -> Iterator[None]:
-        """Record an error of the block, which prevents the next start, in the event log."""
+        """Record an error of the block, which ends a run that has been started, in the event log."""
         try:
             yield
         except NeoXError as error:
-            record_event(directory, "end", cause=str(error), decision="stop", reason="the restart was rejected")
+            if self._ranks is None:  # no start has been recorded
+                raise
+            record_event(directory, "end", cause=str(error), decision="stop", reason="the start was rejected")
             raise
 
     def _saved_step(self) -> int | None:

@@ -70,6 +70,10 @@ def test_each_problem_is_named_with_its_remedy() -> None:
         last_line = format_reports(reports).splitlines()[-1]
         assert "host2" in last_line
         assert last_line.endswith(reports[2].problems[0])
+    old = answer(code="xyz")
+    del old["preemption"]  # which hosts with the previous code do not send
+    assert "xyz" in judge(answer(), old)[1].problems[0]
+    assert not any(report.problems for report in judge(answer(accelerators=0), answer(), answer(accelerators=0)))
     (cpu_host,) = judge(answer(accelerators=0))
     assert not cpu_host.problems
     assert len(cpu_host.notes) == 1

@@ -64,6 +64,20 @@ def test_the_same_rank_counts_only_soon_after_a_start() -> None:
     assert policy.decide(failed(3, step=9)).pause == 0
 
 
+def test_a_host_that_does_not_answer_is_waited_for() -> None:
+    clock = Clock()
+    policy = RestartPolicy(1, clock)
+    away = RunEnd(EndKind.NOT_STARTED, 1, "no answer from far", hosts=("far",))
+    policy.decide(RunEnd(EndKind.HOST, 1, hosts=("far",)))
+    assert [policy.decide(away).pause for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert policy.restarts == 1
+    policy.started()
+    clock.seconds = 5000
+    assert policy.decide(away).pause == 1
+    clock.seconds += 3600
+    assert not policy.decide(away).restart
+
+
 @pytest.mark.parametrize(
     "end",
     [failed(status=2), failed(cause=Cause.REFUSED), failed(step=4, cause=Cause.DISK_FULL)],

@@ -91,6 +91,10 @@ def test_a_start_without_a_step_is_starting(tmp_path: Path) -> None:
     assert (status["state"], status["seconds_left"]) == ("running", 60.0)
     os.utime(tmp_path / "metrics.jsonl", (150.0, 150.0))  # before the last start
     assert run_status(tmp_path)["state"] == "starting"
+    (tmp_path / "metrics.jsonl").write_text("")  # as the trainer opens it
+    assert run_status(tmp_path)["state"] == "starting"
+    (tmp_path / "metrics.jsonl").unlink()  # a run without log_dir
+    assert run_status(tmp_path)["state"] == "running"
     write_run(tmp_path / "ended", end("rank failed", 1))
     assert run_status(tmp_path / "ended")["seconds_left"] is None
 

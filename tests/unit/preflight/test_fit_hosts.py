@@ -97,8 +97,9 @@ def test_a_smaller_run_divides_the_sizes_of_a_ramp_up() -> None:
 
 def test_a_batch_that_cannot_be_kept_ends_the_run() -> None:
     keys = config(elastic=True, pipe_parallel_size=6)
-    with pytest.raises(LaunchError, match="batch"):
-        fit(keys, placed(), broken="b")
+    with pytest.raises(LaunchError, match="batch") as refused:
+        fit(keys, placed(), unfit="b")
+    assert "b: unfit" in str(refused.value)
 
 
 def test_hosts_that_may_come_back_are_named() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from neox.config import NeoXConfig
 from neox.launch.outcome import EndKind, RunEnd
 from neox.preflight.restarts import Restarts
-from neox.run_events import read_events
+from neox.run_events import interruptions, read_events
 from tests.plans import SMALL
 
 
@@ -42,9 +44,19 @@ def test_preempted_hosts_are_left_out_of_the_next_start(tmp_path: Path) -> None:
     config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
     restarts = Restarts(config, Path("train.py"))
     restarts.can_move = True
-    assert restarts.follow(end(EndKind.PREEMPTED, 5, "a", "b"), tmp_path, 60)
+    assert restarts.follow(end(EndKind.PREEMPTED, 5, "a", "b"), tmp_path)
     assert set(restarts.unfit) == {"a", "b"}
-    assert restarts.follow(RunEnd(EndKind.RANK, 137, "rank failed", 0, ("c",), 7, preempted=("c",)), tmp_path, 60)
+    assert restarts.follow(RunEnd(EndKind.RANK, 137, "rank failed", 0, ("c",), 7, preempted=("c",)), tmp_path)
     assert set(restarts.unfit) == {"c"}
-    assert not restarts.follow(end(EndKind.PREEMPTED, 60, "d"), tmp_path, 60)
-    assert read_events(tmp_path)[-1]["kind"] == EndKind.FINISHED.value
+    assert read_events(tmp_path)[-1]["step"] == 7
+
+
+def test_tries_without_a_start_make_no_suspect(tmp_path: Path) -> None:
+    config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
+    restarts = Restarts(config, Path("train.py"))
+    for _ in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("time.sleep", lambda _: None)
+            assert restarts.follow(RunEnd(EndKind.NOT_STARTED, 1, "no answer from a", hosts=("a",)), tmp_path)
+    assert not restarts.suspects
+    assert not interruptions(read_events(tmp_path))

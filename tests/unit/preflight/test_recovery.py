@@ -28,7 +28,7 @@ def test_a_line_for_each_kind_of_recovery(tmp_path: Path) -> None:
     keys |= {"loss_spike_action": "rollback", "preemption_file": "notice", "checkpoint_factor": 5}
     lines = list(recovery_lines(NeoXConfig.from_flat(keys), Placement(HOSTS, ChosenBy.HOSTFILE, 0, "", (SPARE,))))
     assert len(lines) == 6
-    assert "7 restarts" in lines[0]
+    assert "at most 7" in lines[0]
     assert "s (2 slots)" in lines[1]
 
 
