@@ -57,6 +57,23 @@ def test_the_host_with_a_bad_link_is_found(hosts: int, result: float | str, dire
             assert all(host.speed == USUAL for number, host in enumerate(found) if number != bad)
 
 
+class BusyNetwork(Network):
+    """Links of which the given ones are slow in the first transfers only."""
+
+    def send(self, links: Sequence[Link]) -> dict[Link, float | str]:
+        results = super().send(links)
+        if len(self.sent) > 8:
+            return dict.fromkeys(links, USUAL)
+        return results
+
+
+def test_a_host_that_is_busy_for_a_moment_is_not_at_fault() -> None:
+    network = BusyNetwork(around(1, 4, 0.1 * USUAL))
+    results = measure_links([f"host{number}" for number in range(4)], network)
+    assert len(network.sent) > 8
+    assert not any(result.problem for result in results)
+
+
 def test_good_links_are_measured_once() -> None:
     found, sent = measure(5, {(0, 1): 0.3 * USUAL})
     assert not any(host.problem for host in found)
