@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.held_storages import HeldStorages
+from benchmarks.held_storages import HeldStorages, use_planned_products
 from neox.config import NeoXConfig
 from neox.model import GPT, Context
 from neox.objectives import CausalLM
@@ -75,6 +75,7 @@ def plan_of(ranks: int, kind: str, tokens: int, layers: int, hidden: int, heads:
 
 def activation_peaks(plans: list[RunPlan]) -> list[int]:
     """Return the most bytes that a forward and backward pass of each plan held on this rank."""
+    use_planned_products()
     return [_activation_peak(plan) for plan in plans]
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def use_planned_products() -> None:
+    """Let this process multiply fp32 matrices with MKL, whose products are added to gradients in place.
+
+    The plan counts this library. oneDNN, which is chosen on AMD's CPUs, needs one more tensor for each product.
+    """
+    module = importlib.import_module("neox.ops.linear")  # the name is also that of a function of the package
+    module.ONEDNN = False  # type: ignore[attr-defined]
 
 
 class HeldStorages(TorchDispatchMode):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.held_storages import HeldStorages
+from benchmarks.held_storages import HeldStorages, use_planned_products
 from neox.config import NeoXConfig
 from neox.plan import RunPlan, resolve
 from neox.plan.device import rank_memory
@@ -79,6 +79,7 @@ def peaks(plans: list[RunPlan]) -> list[int]:
     """On this rank: the most bytes of tensors in the second step of each plan."""
     from neox.engine import initialize_distributed, initialize_engine
 
+    use_planned_products()
     answers = []
     for plan in plans:
         grid, device = initialize_distributed(plan)
