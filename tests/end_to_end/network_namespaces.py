@@ -67,7 +67,7 @@ class TwoMachines:
         hide = 'mount --bind "$0" "$1" && shift && exec "$@"'
         command = ["unshare", "-m", "sh", "-c", hide, str(instead), str(of), *sshd]
         self.daemons.append(subprocess.Popen(self.inside(command, 1), stderr=subprocess.DEVNULL))
-        self._wait_for(address)
+        self.wait_for(address)
         return address
 
     def add_third_machine(self) -> str:
@@ -87,7 +87,7 @@ class TwoMachines:
         _ip("-n", self.names[0], "route", "add", f"{address}/32", "dev", "eth1", "src", self.hosts[0])
         daemon = self.inside([*self._sshd(), f"-oListenAddress={address}"], 2)
         self.daemons.append(subprocess.Popen(daemon, stderr=subprocess.DEVNULL))
-        self._wait_for(address)
+        self.wait_for(address)
         return address
 
     def set_up(self) -> None:
@@ -111,7 +111,7 @@ class TwoMachines:
             daemon = self.inside([*self._sshd(), f"-oListenAddress={address}"], number)
             self.daemons.append(subprocess.Popen(daemon, stderr=subprocess.DEVNULL))
         for address in self.hosts:
-            self._wait_for(address)
+            self.wait_for(address)
 
     def _sshd(self) -> list[str]:
         return [_find("sshd") or "sshd", "-D", "-e", "-f", str(self.directory / "sshd_config")]
@@ -128,7 +128,8 @@ class TwoMachines:
             f"  StrictHostKeyChecking no\n  UserKnownHostsFile {self.directory}/known_hosts\n  LogLevel ERROR\n"
         )
 
-    def _wait_for(self, address: str) -> None:
+    def wait_for(self, address: str) -> None:
+        """Wait until a machine answers, which takes a moment after its cable was plugged in."""
         command = ["ssh", "-F", str(self.directory / "ssh_config"), "-oConnectTimeout=2", address, "true"]
         for _ in range(50):
             if subprocess.run(self.inside(command), capture_output=True).returncode == 0:

@@ -59,6 +59,8 @@ def train(
 
 
 def train_on(machines: TwoMachines, directory: Path, hostfile: str, *settings: str) -> LaunchedRun:
+    for host in machines.hosts:
+        machines.wait_for(host)
     (directory / "hostfile").write_text(hostfile)
     words = ["-H", str(directory / "hostfile"), "--max-restarts", "5"]
     words += [word for setting in settings for word in ("--set", setting)]
