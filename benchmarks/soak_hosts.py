@@ -52,12 +52,8 @@ class HostsTraining(Training):
 
     def host_agents(self) -> list[int]:
         """Return the agents that have ranks of the newest start. A host that was cut off may still run an older one."""
-        inside = set()
-        for host in self.starts()[-1]["hosts"]:
-            listed = subprocess.run(
-                ["ip", "netns", "pids", self._names[host]], capture_output=True, text=True, check=True
-            )
-            inside.update(map(int, listed.stdout.split()))
+        names = [self._names[host] for host in self.starts()[-1]["hosts"]]
+        inside = self.machines.pids(names)
         return [pid for pid in super().host_agents() if pid in inside]
 
     def other_hosts(self) -> list[str]:

@@ -78,7 +78,6 @@ def _end_of_launcher(next_start: float) -> Mapping[str, Any]:
     return {
         "time": next_start,
         "event": "end",
-        "kind": "no report",
         "cause": "the launcher was killed",
         "step": None,
         "decision": "the same command was run again",

@@ -153,7 +153,7 @@ class AgentProcesses:
         An agent kills its ranks when its standard input ends. pdsh, srun and mpirun pass no standard input on.
 
         Args:
-            except_for: Hosts whose processes are left alone.
+            except_for: Hosts whose processes keep running.
         """
         kept = {}
         for name in except_for:

@@ -165,14 +165,12 @@ def _ask(
     host = spec.hosts[number]
     port = spec.master_port if number == 0 else None  # the rendezvous is on the first host
     paths = [*checks.save_paths, *checks.local_paths, *checks.data_paths]
-    request = encode_request(
-        port=port,
-        paths=paths,
-        marker=marker,
-        preemption=ProbedNotice(
-            spec.preemption_command, spec.preemption_file, dict(spec.environment), checks.seconds * _NOTICE_SHARE
-        ),
-    )
+    variables = {}
+    if spec.preemption_command is not None:
+        variables = dict(spec.environment)
+    seconds = checks.seconds * _NOTICE_SHARE
+    preemption = ProbedNotice(spec.preemption_command, spec.preemption_file, variables, seconds)
+    request = encode_request(port=port, paths=paths, marker=marker, preemption=preemption)
     command = [*module_command(spec, "neox.launch.remote"), "probe", request]
     if checks.always_ssh or not is_this_machine(host.name):
         command = ssh_command(host, command, checks.ssh_port, more_ssh_options(environment))

@@ -83,8 +83,8 @@ def _state_of_start(metrics: Path, started_at: float) -> str:
     """Return `starting` until the first step of the newest start, then `running`. Without metrics it is not known."""
     if not metrics.exists():
         return "running"
-    has_steps = metrics.stat().st_size > 0
-    if has_steps and metrics.stat().st_mtime >= started_at:
+    file = metrics.stat()
+    if file.st_size > 0 and file.st_mtime >= started_at:
         return "running"
     return "starting"
 
@@ -188,18 +188,10 @@ def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 def _age(path: Path) -> float | None:
     """Return the seconds since a file was written; None if it does not exist."""
-    written = _last_written(path)
-    if written == 0.0:
-        return None
-    return max(0.0, time.time() - written)
-
-
-def _last_written(path: Path) -> float:
-    """Return when a file was written, in seconds since the epoch; 0 if it does not exist."""
     try:
-        return path.stat().st_mtime
+        return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
-        return 0.0
+        return None
 
 
 def _thinned(points: Mapping[int, float]) -> list[tuple[int, float]]:

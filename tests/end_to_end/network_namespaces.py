@@ -51,10 +51,10 @@ class TwoMachines:
         """A command as run on one of the machines."""
         return ["ip", "netns", "exec", self.names[number], *command]
 
-    def pids(self) -> list[int]:
-        """Processes on both machines, the listening sshd daemons left out."""
+    def pids(self, names: Sequence[str] | None = None) -> list[int]:
+        """Processes on the named machines, or all, the listening sshd daemons left out."""
         found: list[int] = []
-        for name in self.names:
+        for name in self.names if names is None else names:
             listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
             found += map(int, listed.stdout.split())
         return [pid for pid in found if pid not in {daemon.pid for daemon in self.daemons} and is_alive(pid)]
