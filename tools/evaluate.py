@@ -27,6 +27,7 @@ from neox.generation.load import load_model
 from neox.generation.startup import (
     add_plan_arguments,
     choose_checkpoint,
+    end_ranks,
     plan_from_arguments,
     start_ranks,
 )
@@ -77,6 +78,7 @@ def main() -> None:
         if report:
             print(f"the same in lm-eval's form in {report}", flush=True)
         report_scores(plan, flat_metrics(results), iteration, queued_trackers(plan, part="evaluation"))
+    end_ranks(grid)
 
 
 if __name__ == "__main__":

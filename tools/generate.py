@@ -28,6 +28,7 @@ from neox.generation.run import run_generation
 from neox.generation.startup import (
     add_plan_arguments,
     choose_checkpoint,
+    end_ranks,
     plan_from_arguments,
     start_ranks,
 )
@@ -67,6 +68,7 @@ def main() -> None:
         os.dup2(os.open(os.ttyname(0), os.O_WRONLY), 1)
     model = load_model(plan, checkpoint, grid, device, recompute=plan.config.generation.recompute)
     run_generation(plan, model, tokenizer, grid, checkpoint)
+    end_ranks(grid)
 
 
 if __name__ == "__main__":

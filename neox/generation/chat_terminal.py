@@ -265,16 +265,19 @@ class _Interrupts:
 
 @contextmanager
 def _interrupts(grid: ParallelGrid) -> Iterator[_Interrupts]:
-    """Take Ctrl-C on rank 0 for the time of a conversation. The other ranks follow it."""
+    """Take Ctrl-C on rank 0 for the time of a conversation.
+
+    The other ranks follow rank 0. They ignore Ctrl-C to their end, because the last one may reach them late.
+    """
     interrupts = _Interrupts()
     if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield interrupts
         return
-    previous = signal.getsignal(signal.SIGINT)
-    if grid.rank == 0:
-        signal.signal(signal.SIGINT, interrupts.handle)
-    else:
+    if grid.rank != 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        yield interrupts
+        return
+    previous = signal.signal(signal.SIGINT, interrupts.handle)
     try:
         yield interrupts
     finally:

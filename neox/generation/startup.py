@@ -14,7 +14,7 @@ from neox.arguments import add_overrides
 from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
 from neox.checkpoint.fetching import with_local_load
 from neox.config import NeoXConfig, for_inference
-from neox.engine import from_first_rank, initialize_distributed
+from neox.engine import from_first_rank, initialize_distributed, shutdown
 from neox.errors import CheckpointError, ConfigError, refusals
 from neox.launch.machine import native_formats
 from neox.log import setup_logging
@@ -125,6 +125,12 @@ def start_ranks(plan: RunPlan, prepare: Callable[[], Path]) -> tuple[ParallelGri
     setup_logging(grid.rank)
     with refusals():
         return grid, device, from_first_rank(prepare)
+
+
+def end_ranks(grid: ParallelGrid) -> None:
+    """Leave the process groups of `start_ranks` together with the other ranks, at the end without errors."""
+    if grid.world_size > 1:
+        shutdown()
 
 
 def choose_checkpoint(plan: RunPlan, tokenizer: Tokenizer) -> Path:

@@ -14,9 +14,11 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from neox import end_at_interrupts, is_own_script
 from neox.launch.warm_start import become_rank
@@ -37,16 +39,33 @@ def _start_tracebacks_at(script: str) -> None:
     sys.excepthook = hook
 
 
-def _end_failed() -> None:
-    """End with status 1, after the functions that were registered for the end.
+def _end(code: int) -> NoReturn:
+    """End with an exit status, after the functions that were registered for the end.
 
-    The interpreter would destroy process groups first. If the other ranks have gone by then, that can abort the
-    process, which would hide the error and its status.
+    The interpreter would destroy process groups at its end. That can abort the process, which would hide the error and
+    its status: if the other ranks have gone by then, or a thread of gloo still runs.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
+
+
+def _wait_for_threads() -> None:
+    """Wait until threads end that the interpreter would wait for."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+
+
+def _status_of(ending: SystemExit) -> int:
+    """Return the exit status that Python gives to a SystemExit, after it has printed a message in it."""
+    if ending.code is None:
+        return 0
+    if isinstance(ending.code, int):
+        return ending.code & 0xFF
+    print(ending.code, file=sys.stderr)
+    return 1
 
 
 def main() -> None:
@@ -66,9 +85,14 @@ def main() -> None:
         end_at_interrupts()
     try:
         runpy.run_path(script, run_name="__main__")
+    except SystemExit as ending:
+        _wait_for_threads()
+        _end(_status_of(ending))
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)  # torch.distributed may have replaced it
-        _end_failed()
+        _end(1)
+    _wait_for_threads()
+    _end(0)
 
 
 if __name__ == "__main__":
