@@ -42,20 +42,13 @@ def _start_tracebacks_at(script: str) -> None:
 def _end(code: int) -> NoReturn:
     """End with an exit status, after the functions that were registered for the end.
 
-    The interpreter would destroy process groups at its end. That can abort the process, which would hide the error and
+    The interpreter would also destroy process groups. That can abort the process, which would hide the error and
     its status: if the other ranks have gone by then, or a thread of gloo still runs.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _wait_for_threads() -> None:
-    """Wait until threads end that the interpreter would wait for."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
 
 
 def _status_of(ending: SystemExit) -> int:
@@ -83,16 +76,16 @@ def main() -> None:
     _start_tracebacks_at(script)
     if is_own_script(script):
         end_at_interrupts()
+    code = 0
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ending:
-        _wait_for_threads()
-        _end(_status_of(ending))
+        code = _status_of(ending)
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)  # torch.distributed may have replaced it
         _end(1)
-    _wait_for_threads()
-    _end(0)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for other threads, as the interpreter does
+    _end(code)
 
 
 if __name__ == "__main__":

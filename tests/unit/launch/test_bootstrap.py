@@ -15,6 +15,11 @@ library.__cxa_atexit(library.abort, None, None)  # as threads of gloo do when th
 atexit.register(print, "registered")
 """
 THREAD = "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()\n"
+POOL = """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor()  # its threads wait for work until the interpreter tells them that it ends
+pool.submit(int)
+"""
 
 
 @pytest.mark.parametrize(
@@ -22,6 +27,7 @@ THREAD = "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).st
     [
         ("", 0, "registered\n", ""),
         (THREAD, 0, "thread\nregistered\n", ""),
+        (POOL, 0, "registered\n", ""),
         (THREAD + "sys.exit()", 0, "thread\nregistered\n", ""),
         ("sys.exit(3)", 3, "registered\n", ""),
         ("sys.exit('the reason')", 1, "registered\n", "the reason\n"),
