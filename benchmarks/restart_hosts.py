@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.soak_training import wait
+from neox.launch.lifeline import is_alive
 from neox.launch.warm_start import WAITING_NAME
 from neox.run_events import read_events
 from tests.end_to_end.launched_runs import ROOT, command_line, write_config
@@ -99,6 +100,8 @@ class HostsRun:
             return
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+        # Their connections must be closed before the cable is cut; otherwise ssh notices it after 25 s of silence.
+        wait(lambda: not any(map(is_alive, pids)), "death of the processes")
         subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True)
 
     def end(self) -> None:
