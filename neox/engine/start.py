@@ -42,6 +42,7 @@ from neox.errors import CheckpointError
 from neox.log import get_logger
 from neox.plan import RunPlan
 from neox.plan.run_identity import (
+    FIRST_LOAD_KEYS,
     RunIdentity,
     find_run,
     other_run_message,
@@ -201,7 +202,7 @@ def start_before(plan: RunPlan, step: int) -> Start | None:
     for directory in checkpoint_directories(Path(save)):
         iteration = parse_step_directory(directory.name) or 0
         if 0 < iteration < step:
-            dropped = ("overwrite", "finetune", "no_load_optim")
+            dropped = ("overwrite", *FIRST_LOAD_KEYS)
             config = plan.config.updated({"load": save, "iteration": iteration}, without=dropped)
             return choose_start(replace(plan, config=config), Path(save))
     return None

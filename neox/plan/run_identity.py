@@ -24,6 +24,9 @@ from neox.storage import cache_folder, cached_address, is_remote, named_checkpoi
 RUN_FILE = "run.json"
 """Name of the file in a checkpoint that holds the identity of its run."""
 
+FIRST_LOAD_KEYS = ("finetune", "iteration", "no_load_optim")
+"""Keys about the checkpoint that a run starts from. They have no effect once the run goes on from its own ones."""
+
 _STEP = "global_step"
 # What may change while a run goes on, and is worth a note: sections whose keys change what is learned.
 _LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", "model")
@@ -137,13 +140,7 @@ def resumes_own_directory(config: NeoXConfig) -> bool:
 
 def find_run(save: Path) -> FoundRun | None:
     """Return the run whose checkpoints a directory holds; None if it holds no checkpoint."""
-    if not save.is_dir():
-        return None
-    steps = {}
-    for path in save.glob(f"{_STEP}*"):
-        number = path.name.removeprefix(_STEP)
-        if path.is_dir() and number.isdecimal():
-            steps[int(number)] = path
+    steps = step_directories(save)
     if not steps:
         return None
     named = newest_checkpoint(save)
@@ -152,6 +149,16 @@ def find_run(save: Path) -> FoundRun | None:
             return FoundRun(path, step, read_identity(path))
     newest = max(steps)
     return FoundRun(steps[newest], newest, read_identity(steps[newest]))
+
+
+def step_directories(save: Path) -> dict[int, Path]:
+    """Return the `global_stepN` directories of a directory by N; none if there is no such directory."""
+    steps = {}
+    for path in save.glob(f"{_STEP}*"):
+        number = path.name.removeprefix(_STEP)
+        if path.is_dir() and number.isdecimal():
+            steps[int(number)] = path
+    return steps
 
 
 def read_identity(checkpoint: Path) -> RunIdentity | None:

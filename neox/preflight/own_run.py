@@ -8,6 +8,7 @@ from pathlib import Path
 from neox.config import NeoXConfig
 from neox.plan import static_problems
 from neox.plan.run_identity import (
+    FIRST_LOAD_KEYS,
     FoundRun,
     changed_keys,
     find_run,
@@ -55,12 +56,11 @@ def _loading(config: NeoXConfig, found: FoundRun) -> DecidedConfig:
     if not found.is_run_of(config):
         return DecidedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
     note = f"{keys.save} holds this run at iteration {found.iteration}: it is resumed"
-    about_load = ("finetune", "iteration", "no_load_optim")
-    dropped = [key for key in ("load", *about_load) if config.given(key)]
+    dropped = [key for key in ("load", *FIRST_LOAD_KEYS) if config.given(key)]
     if dropped:
         note += f", so {', '.join(f'`{key}`' for key in dropped)} have no effect"
     source = config.source("save").derived("load")
-    resumed = config.updated({"load": keys.save}, without=about_load, source=source)
+    resumed = config.updated({"load": keys.save}, without=FIRST_LOAD_KEYS, source=source)
     return DecidedConfig(resumed, (note,))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from neox.config import NeoXConfig
@@ -15,7 +15,7 @@ from neox.launch.event_log import record_event
 from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.restarts import RestartPolicy
 from neox.launch.spec import LaunchSpec
-from neox.plan.run_identity import find_run, resumes_own_directory
+from neox.plan.run_identity import FIRST_LOAD_KEYS, find_run, resumes_own_directory, step_directories
 
 _ADVICE = (
     "a failed training can be restarted automatically from its newest checkpoint: set `max_restarts: N` and `save`, or "
@@ -48,7 +48,7 @@ class Restarts:
         if self._trains:
             allowed = config.healing.max_restarts
         self._policy = RestartPolicy(allowed)
-        self._latest = self._latest_checkpoint()
+        self._earlier = self._checkpoints()
         self._ranks: int | None = None  # of the last start
         self._failures_in_a_row: list[str] = []  # one entry per consecutive failure on the same host
         self._preempted: tuple[str, ...] = ()  # hosts that are left out of the next start only
@@ -162,14 +162,12 @@ class Restarts:
         if self._has_saved():
             dropped.append("overwrite")  # it would move away the checkpoints of this run
         if self._has_saved() and resumes_own_directory(self._config):
-            # They are about the checkpoint of the first start.
-            dropped += ["iteration", "no_load_optim"]
+            dropped += FIRST_LOAD_KEYS
         return self._config.updated({}, without=dropped)
 
     def _has_saved(self) -> bool:
         """Return whether the run has saved a checkpoint since its first start."""
-        latest = self._latest_checkpoint()
-        return latest is not None and latest != self._latest
+        return not self._checkpoints() <= self._earlier
 
     @contextmanager
     def recording_refusals(self, directory: Path) -> Iterator[None]:
@@ -203,16 +201,19 @@ class Restarts:
             return "the beginning, because there is no checkpoint"
         return f"the checkpoint of step {step}"
 
-    def _latest_checkpoint(self) -> tuple[str, int] | None:
-        """Return the content and modification time of the file `latest`; None if there is no such file."""
+    def _checkpoints(self) -> set[tuple[int, int]]:
+        """Return step and inode of each checkpoint in `save`.
+
+        The file `latest` names a new checkpoint too late: a rank may die between the two.
+        """
         save = self._config.checkpoint.save
         if save is None:
-            return None
-        path = Path(save) / "latest"
-        try:
-            return path.read_text(), path.stat().st_mtime_ns
-        except OSError:
-            return None
+            return set()
+        found = set()
+        for step, path in step_directories(Path(save)).items():
+            with suppress(OSError):
+                found.add((step, path.stat().st_ino))
+        return found
 
 
 def _print(text: str) -> None:

@@ -15,23 +15,25 @@ from tests.plans import SMALL
 
 def test_checkpoints_to_overwrite_are_moved_by_the_start_that_gets_so_far(tmp_path: Path) -> None:
     config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "overwrite": True, "max_restarts": 2})
-    latest = tmp_path / "latest"
-    latest.write_text("global_step9")
+    for step in (6, 9):
+        (tmp_path / f"global_step{step}").mkdir()
+    (tmp_path / "latest").write_text("global_step9")
     restarts = Restarts(config, Path("train.py"))
     assert restarts.next_config().checkpoint.overwrite  # the first start failed before it moved them
-    latest.unlink()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "global_step9").rename(tmp_path / "moved")
     assert restarts.next_config().checkpoint.overwrite  # it may have died before it moved the rest
-    latest.write_text("global_step2")  # of this run
+    (tmp_path / "global_step6").rename(tmp_path / "moved too")
+    (tmp_path / "global_step6").mkdir()  # of this run, which died before it wrote `latest`
     assert not restarts.next_config().checkpoint.overwrite
 
 
 def test_keys_about_the_first_checkpoint_end_with_the_first_start(tmp_path: Path) -> None:
     keys = {**SMALL, "save": str(tmp_path), "load": str(tmp_path), "no_load_optim": True, "iteration": 4}
-    latest = tmp_path / "latest"
-    latest.write_text("global_step4")
+    (tmp_path / "global_step4").mkdir()
     restarts = Restarts(NeoXConfig.from_flat({**keys, "max_restarts": 2}), Path("train.py"))
     assert restarts.next_config().checkpoint.no_load_optim
-    latest.write_text("global_step8")
+    (tmp_path / "global_step8").mkdir()
     assert not restarts.next_config().checkpoint.no_load_optim
     assert restarts.next_config().checkpoint.iteration is None
 
