@@ -1,7 +1,8 @@
 """Processes of the launcher that lead to the agents: local agents, ssh, pdsh, srun or mpirun.
 
 They end with the run. If the run may be restarted, each agent has a process of its own, which is the agent itself or
-an ssh client. Both stay after a failure, and the process's standard input carries the order for the next start.
+an ssh client, or all have one srun. These stay after a failure, and their standard input carries the order for the next
+start.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class AgentProcesses:
 
     Attributes:
         processes: The processes.
-        hosts: The process of each host that has one of its own, by the host's name.
+        hosts: The process that takes the orders for a host, by the host's name.
         buffers: Lines of their outputs, by file descriptor.
         selector: Selector of their outputs.
         statuses: Exit statuses of the processes that the last `end_all` has ended.
@@ -55,13 +56,13 @@ class AgentProcesses:
         self.end_all()
         self.selector.close()
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str] | None, host: str | None = None) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str] | None, hosts: Sequence[str] = ()) -> None:
         """Start one process.
 
         Args:
             command: The command, as a list of arguments.
             environment: All its variables; None for those of this process.
-            host: Name of the host whose agent it leads to; None if it leads to all agents.
+            hosts: Names of the hosts to whose agents it passes its standard input on; none if it does not.
         """
         process = subprocess.Popen(
             command,
@@ -73,8 +74,8 @@ class AgentProcesses:
             preexec_fn=parent_death_hook(signal.SIGTERM),
         )
         self.processes.append(process)
-        if host is not None:
-            self.hosts[host] = process
+        if hosts:
+            self.hosts |= dict.fromkeys(hosts, process)
             assert process.stdin is not None
             with contextlib.suppress(OSError):  # above this user's limit
                 fcntl.fcntl(process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -91,11 +92,16 @@ class AgentProcesses:
                 process.send_signal(number)
 
     def order(self, hosts: Iterable[str], order: LauncherOrder) -> None:
-        """Send an order to the agents of hosts. Hosts without a running process of their own are skipped."""
+        """Send an order to the agents of hosts. Hosts whose process has ended are skipped.
+
+        A process that leads to several hosts passes the order on to all of them.
+        """
         line = encode_order(order)
+        written: list[subprocess.Popen[bytes]] = []
         for name in hosts:
             process = self.hosts.get(name)
-            if process is not None and process.stdin is not None:
+            if process is not None and process.stdin is not None and process not in written:
+                written.append(process)
                 with contextlib.suppress(OSError, ValueError):  # it has ended, or its input is closed
                     os.write(process.stdin.fileno(), line)
 
@@ -117,7 +123,7 @@ class AgentProcesses:
         return exit_status(process.returncode)
 
     def host_of(self, descriptor: int) -> str | None:
-        """Return the host whose process writes to a descriptor; None if the process leads to all agents."""
+        """Return the (first) host whose process writes to a descriptor; None if the process takes no orders."""
         for name, process in self.hosts.items():
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None and not pipe.closed and pipe.fileno() == descriptor:
@@ -128,6 +134,10 @@ class AgentProcesses:
         """Record the hosts whose agents wait for the next start. End all other processes."""
         self._waiting = frozenset(hosts)
         self.end_all(except_for=self._waiting)
+
+    def are_waiting(self, spec: LaunchSpec) -> bool:
+        """Return whether the agents of all hosts wait for the next start."""
+        return all(host.name in self._waiting for host in spec.hosts_with_agents)
 
     def restart_waiting(self, spec: LaunchSpec) -> list[int]:
         """Order the waiting agents to begin the next start. End all others.
@@ -150,11 +160,12 @@ class AgentProcesses:
     def end_all(self, except_for: Set[str] = frozenset()) -> None:
         """End processes: close their standard input, terminate them, and finally kill them.
 
-        An agent kills its ranks when its standard input ends. pdsh, srun and mpirun pass no standard input on.
+        An agent kills its ranks when its standard input ends. pdsh and mpirun pass no standard input on.
 
         Args:
             except_for: Hosts whose processes keep running.
         """
+        self._waiting &= except_for
         kept = {}
         for name in except_for:
             kept[name] = self.hosts[name]
@@ -174,7 +185,7 @@ class AgentProcesses:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self._forget(ending)
-        self.processes = list(kept.values())
+        self.processes = list(dict.fromkeys(kept.values()))
         self.hosts = kept
 
     def _forget(self, ended: Sequence[subprocess.Popen[bytes]]) -> None:

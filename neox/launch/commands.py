@@ -141,7 +141,7 @@ def pdsh_command(spec: LaunchSpec, remote: Sequence[str]) -> list[str]:
     words = [quote(word).replace("%", "%%").replace("{node}", "%n") for word in remote]
     line = " ".join(words)
     check_length(line)
-    names = _comma_separated_names(spec)
+    names = ",".join(spec.host_names)
     return ["pdsh", "-S", "-R", "ssh", "-f", str(len(spec.hosts)), "-w", names, f"exec {line}"]
 
 
@@ -174,8 +174,17 @@ def pdsh_signal(spec: LaunchSpec, signum: int) -> list[str]:
     return pdsh_command(spec, command)
 
 
-def slurm_command(spec: LaunchSpec, comment: str | None = None, account: str | None = None) -> list[str]:
+def slurm_command(
+    spec: LaunchSpec, comment: str | None = None, account: str | None = None, *, gpus: bool = True
+) -> list[str]:
     """Return the command that starts one agent per host with srun.
+
+    Args:
+        spec: The run.
+        comment: Comment of the job step.
+        account: Account of the job step.
+        gpus: Whether to ask for a GPU for each slot. A cluster without GPUs, or one where slurm does not know of them,
+            refuses that.
 
     Raises:
         LaunchError: The hosts differ in their number of slots; slurm gives every host the same number.
@@ -186,16 +195,18 @@ def slurm_command(spec: LaunchSpec, comment: str | None = None, account: str | N
         f"--nodes={len(spec.hosts)}",
         f"--ntasks={len(spec.hosts)}",
         "--ntasks-per-node=1",
-        f"--nodelist={_comma_separated_names(spec)}",
+        "--nodelist=" + ",".join(spec.host_names),
         "--kill-on-bad-exit=1",
-        f"--gpus-per-node={slots}",
+        "--input=all",  # orders to the agents
     ]
+    if gpus:
+        command.append(f"--gpus-per-node={slots}")
     if comment:
         command.append(f"--comment={comment}")
     if account:
         command.append(f"--account={account}")
     command.append("--export=ALL")
-    return command + agent_command(spec, "auto", lifeline=False)
+    return command + agent_command(spec, "auto", lifeline=True)
 
 
 def openmpi_command(spec: LaunchSpec, inherited: Sequence[str] = ()) -> list[str]:
@@ -205,14 +216,10 @@ def openmpi_command(spec: LaunchSpec, inherited: Sequence[str] = ()) -> list[str
         spec: The run.
         inherited: Names of variables that mpirun forwards, without their values on the command line.
     """
-    command = ["mpirun", "-n", str(len(spec.hosts)), "--host", _comma_separated_names(spec), "--map-by", "ppr:1:node"]
+    command = ["mpirun", "-n", str(len(spec.hosts)), "--host", ",".join(spec.host_names), "--map-by", "ppr:1:node"]
     for name in inherited:
         command += ["-x", name]
     return command + agent_command(spec, "auto", lifeline=False)
-
-
-def _comma_separated_names(spec: LaunchSpec) -> str:
-    return ",".join(host.name for host in spec.hosts)
 
 
 def _slots_per_host(spec: LaunchSpec, launcher: str) -> int:
@@ -233,7 +240,7 @@ def host_commands(spec: LaunchSpec, launcher: str) -> list[HostCommand]:
         launcher: `local`, `pdsh`, `slurm`, `openmpi` or `none`.
     """
     is_numbered_by_launcher = launcher in ("slurm", "openmpi")
-    lifeline = launcher in ("local", "pdsh")
+    lifeline = launcher in ("local", "pdsh", "slurm")
     # The specification in the command is long, so it is encoded and quoted only once.
     *words, _node_rank = agent_command(spec, 0, lifeline=lifeline, plain=launcher == "none")
     before = join(words)

@@ -25,6 +25,7 @@ class EndKind(Enum):
     HANG = "hang"
     HOST = "host lost"
     PREEMPTED = "preempted"  # a host was about to be preempted, and the run was asked to end
+    NO_AGENT = "no agent started"
     SILENT = "no report"  # agents ended without a report about their ranks
     NOT_STARTED = NOT_STARTED  # a host that nothing can replace did not answer
 
@@ -203,7 +204,9 @@ def _consequences(spec: LaunchSpec, cause: Failure, others: Sequence[Failure]) -
         elif failure.killed and not failure.has_own_message():
             ended.append(failure.rank)
         else:
-            message = shortened(failure.message) or failure_cause(failure.code, failure.out_of_memory, None)
+            message = failure_cause(failure.code, failure.out_of_memory, None)
+            if failure.has_own_message() or is_secondary(failure.lines):
+                message = shortened(failure.message)
             lines.append(f"rank {failure.rank}: {message} (log: {spec.log_path(failure.rank)})")
     if len(lines) > _MAX_SHOWN:
         hidden = len(lines) - _MAX_SHOWN

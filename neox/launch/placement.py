@@ -207,8 +207,7 @@ def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
     Args:
         num_gpus: Number of slots on each host; None for the number of allocated GPUs.
     """
-    allocated = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or 0
-    count = num_gpus or int(allocated)
+    count = num_gpus or slurm_gpus()
     if not count:
         raise refusal(
             "slurm allocated no GPUs (SLURM_GPUS_ON_NODE): set num_gpus to the ranks on each host", "num_gpus"
@@ -222,6 +221,13 @@ def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
     for name in done.stdout.split():
         hosts.append(Host(check_host_name(name, "SLURM_JOB_NODELIST"), tuple(range(count))))
     return tuple(hosts)
+
+
+def slurm_gpus() -> int:
+    """Return the number of GPUs on each host of the slurm allocation that this process runs in; 0 if it has none."""
+    allocated = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or "0"
+    count = allocated.rpartition(":")[2]
+    return int(count) if count.isdecimal() else 1  # `a100:8`, or `a100` for one
 
 
 def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, ChosenBy]:

@@ -137,6 +137,8 @@ class RestartPolicy:
         cause = end.reported_cause
         if cause == Cause.REFUSED or (end.kind is EndKind.RANK and end.status == EXIT_REFUSED):
             return "the configuration was rejected, and would be rejected again"
+        if end.kind is EndKind.NO_AGENT and before is None:
+            return "nothing has run yet; the messages above say why"
         if cause == Cause.DISK_FULL:
             return "a disk is full; free some space, and start the run again"
         if cause == Cause.NO_CHECKPOINT and before is not None and before.reported_cause == cause:

@@ -95,6 +95,11 @@ class LaunchSpec:
         """Hosts with an agent by their number: those with ranks, then spare ones."""
         return (*self.hosts, *self.spares)
 
+    @property
+    def host_names(self) -> list[str]:
+        """Names of the hosts with ranks, by their number."""
+        return [host.name for host in self.hosts]
+
     def number_of(self, name: str) -> int | None:
         """Return the number of the host with a name; None if there is none."""
         for number, host in enumerate(self.hosts_with_agents):

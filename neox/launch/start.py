@@ -39,7 +39,7 @@ from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_
 from neox.launch.hosts import is_this_machine
 from neox.launch.orders import signal_order
 from neox.launch.outcome import EndKind, RunEnd
-from neox.launch.placement import Placement
+from neox.launch.placement import Placement, slurm_gpus
 from neox.launch.rendezvous import master_address, master_port
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
 from neox.launch.supervise import Supervisor
@@ -186,6 +186,10 @@ def launch(
     values = {name: environment[name] for name in secrets}
     if spec.warm_module is not None and agents is not None and launcher in _KEEPS_AGENTS:
         return _launch_to_stay(spec, runner, environment, values, advice, agents)
+    if launcher == "slurm":
+        if agents is None:
+            spec = replace(spec, warm_module=None)
+        return _launch_slurm(spec, runner, environment, advice, agents or AgentProcesses())
     spec = replace(spec, warm_module=None, spares=())
     if launcher == "pdsh":
         send_secrets(spec, values, environment, runner.ssh_port)
@@ -221,8 +225,8 @@ def _launch_to_stay(
         if over_ssh:
             command = ssh_command(host, ["exec", *command], runner.ssh_port, more_ssh_options(environment))
             check_length(command[-1])
-        agents.start(command, environment, host.name)
-    names = [host.name for host in spec.hosts]
+        agents.start(command, environment, [host.name])
+    names = spec.host_names
 
     def signal_agents(number: int) -> None:
         agents.order(names, signal_order(number))
@@ -235,6 +239,27 @@ def _launch_to_stay(
             spec, (), signal_agents, advice, agents, over_ssh=True, kill_agent=kills.start, running=running
         )
         return supervisor.run(environment)
+
+
+def _launch_slurm(
+    spec: LaunchSpec, runner: RunnerConfig, environment: Mapping[str, str], advice: str, agents: AgentProcesses
+) -> RunEnd:
+    """Start a run with srun, and follow it. Agents that have all stayed after a failure are used again.
+
+    Signals go to the agents as orders, because srun kills all of them when it is terminated.
+    """
+    names = spec.host_names
+    if not agents.are_waiting(spec):
+        agents.end_all()  # one srun leads to all agents
+    if agents.restart_waiting(spec):
+        command = launcher_command(spec, runner)
+        assert command is not None
+        agents.start(command, environment, names)
+
+    def signal_agents(number: int) -> None:
+        agents.order(names, signal_order(number))
+
+    return Supervisor(spec, (), signal_agents, advice, agents).run(environment)
 
 
 def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:
@@ -252,7 +277,9 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
     if launcher == "pdsh":
         return pdsh_launch(spec)
     if launcher == "slurm":
-        return slurm_command(spec, runner.comment, runner.account)
+        in_allocation = "SLURM_JOB_ID" in os.environ
+        asks_for_gpus = not in_allocation or slurm_gpus() > 0
+        return slurm_command(spec, runner.comment, runner.account, gpus=asks_for_gpus)
     if launcher == "openmpi":
         return openmpi_command(spec, secrets)
     if launcher == "local":

@@ -442,6 +442,8 @@ class Supervisor:
         missing = [host.name for node, host in enumerate(self.spec.hosts) if node not in self.hosts_done]
         self._print_error(f"error: the run ended on {', '.join(missing)} without a report about its ranks")
         status = max([1, *self.agents.statuses])
+        if not self.heard_at:
+            return RunEnd(EndKind.NO_AGENT, status, f"no agent has started on {', '.join(missing)}")
         cause = f"{', '.join(missing)} ended without a report about its ranks"
         return RunEnd(EndKind.SILENT, status, cause, hosts=tuple(missing))
 

@@ -88,7 +88,7 @@ class Restarts:
             directory,
             "start",
             restart=self._policy.restarts,
-            hosts=[host.name for host in spec.hosts],
+            hosts=spec.host_names,
             ranks=spec.world_size,
             step=self._saved_step(),
         )

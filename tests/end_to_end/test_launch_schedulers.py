@@ -14,13 +14,22 @@ from tests.end_to_end.launched_runs import CPU_ONLY, ROOT, LaunchedRun
 
 DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
 
-# Starts one copy of the command per host, as srun and mpirun do; the first failure is its own exit status.
+# Starts one copy of the command per host, as srun and mpirun do; the first failure is its own exit status. srun passes
+# its standard input on to all of them.
 STAND_IN = f"""#!{sys.executable}
-import os, subprocess, sys
+import os, subprocess, sys, threading
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
 variable = "SLURM_NODEID" if name == "srun" else "OMPI_COMM_WORLD_RANK"
 command = words[words.index("env"):]
-tasks = [subprocess.Popen(command, env={{**os.environ, variable: str(node)}}) for node in range(2)]
+tasks = [subprocess.Popen(command, env={{**os.environ, variable: str(node)}}, stdin=-1) for node in range(2)]
+def pass_input_on():
+    while data := os.read(0, 65536):
+        for task in tasks:
+            os.write(task.stdin.fileno(), data)
+    for task in tasks:
+        task.stdin.close()
+if name == "srun":
+    threading.Thread(target=pass_input_on, daemon=True).start()
 codes = [task.wait() for task in tasks]
 sys.exit(next((code for code in codes if code), 0))
 """
@@ -56,6 +65,20 @@ def test_one_agent_per_host(tmp_path: Path, path: str) -> None:
     assert "error: rank 3 on b " in output
     for run in runs.values():
         run.seconds_until_gone(5)
+
+
+def test_ranks_under_srun_save_at_sigterm(tmp_path: Path, path: str) -> None:
+    """srun itself must not get the signal: it would kill them."""
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    arguments = ["-H", str(tmp_path / "hosts"), "--set", "launcher=slurm"]
+    run = LaunchedRun(tmp_path, arguments, ranks=None, PATH=path, NEOX_DUMMY="save")
+    run.wait_up()
+    run.process.terminate()
+    output = run.output(30)
+    assert run.process.returncode == 0, output
+    logs = (run.directory / "run" / "ranks").glob("*/rank_*")
+    assert ["saved" in log.read_text() for log in logs] == [True, True]
+    run.seconds_until_gone(5)
 
 
 def test_the_job_of_the_page_hands_its_signal_and_status_on(tmp_path: Path) -> None:
@@ -111,6 +134,6 @@ def test_torchrun_trains_with_the_printed_line(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_not_installed(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path, ["--set", "launcher=slurm"], PATH="/usr/bin:/bin")
+    run = LaunchedRun(tmp_path, ["--set", "launcher=slurm"], PATH=str(tmp_path))
     assert "program srun" in run.output(30)
     assert run.process.returncode == 1

@@ -107,7 +107,7 @@ def test_every_host_has_its_exact_command() -> None:
     assert [line.host for line in shown] == [host.name for host in many.hosts]
     for number in (0, 511):
         assert shlex.split(shown[number].command) == agent_command(many, number, lifeline=True)
-    assert shlex.split(host_commands(many, "slurm")[1].command) == agent_command(many, "auto", lifeline=False)
+    assert shlex.split(host_commands(many, "slurm")[1].command) == agent_command(many, "auto", lifeline=True)
     assert launcher_command(many, RunnerConfig()) == pdsh_launch(many)
     assert launcher_command(many, RunnerConfig(launcher="none")) is None
     text = "\n".join(format_commands(many, "pdsh"))
@@ -131,16 +131,32 @@ def test_slurm_and_openmpi() -> None:
         "--ntasks-per-node=1",
         "--nodelist=a,b",
         "--kill-on-bad-exit=1",
+        "--input=all",
         "--gpus-per-node=2",
         "--comment=why; not",
         "--account=me",
         "--export=ALL",
     ]
-    assert command[start:] == agent_command(spec(), "auto", lifeline=False)
+    assert command[start:] == agent_command(spec(), "auto", lifeline=True)
     command = openmpi_command(spec())
     assert command[: command.index("env")] == ["mpirun", "-n", "2", "--host", "a,b", "--map-by", "ppr:1:node"]
     with pytest.raises(LaunchError):
         slurm_command(spec(hosts=(Host("a", (0,)), Host("b", (0, 1)))))
+
+
+def test_slurm_is_asked_for_gpus_where_it_knows_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks_for_gpus() -> bool:
+        command = launcher_command(spec(), RunnerConfig(launcher="slurm"))
+        assert command is not None
+        return "--gpus-per-node=2" in command
+
+    for name in ("SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert asks_for_gpus()  # srun makes the allocation
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert not asks_for_gpus()
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    assert asks_for_gpus()
 
 
 def test_none_prints_lines_that_a_shell_reads_back() -> None:

@@ -149,6 +149,10 @@ def test_the_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert refused_keys(launcher="slurm") == ("num_gpus",)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     assert place_ranks(RunnerConfig(launcher="slurm", num_nodes=1)).world_size == 8
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
+    for text, gpus in (("a100:4", 4), ("a100", 1), ("2", 2)):
+        monkeypatch.setenv("SLURM_GPUS_PER_NODE", text)
+        assert place_ranks(RunnerConfig(launcher="slurm", num_nodes=1)).world_size == gpus
     monkeypatch.setenv("SLURM_JOB_NODELIST", "elsewhere")
     with pytest.raises(LaunchError):
         place_ranks(RunnerConfig(launcher="slurm"))

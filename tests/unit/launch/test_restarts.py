@@ -118,6 +118,18 @@ def test_a_run_that_ended_well_or_was_asked_to_is_over() -> None:
     assert policy.decide(RunEnd(EndKind.HOST, 1, hosts=("far",))).restart
 
 
+def test_a_first_start_without_any_agent_is_final() -> None:
+    """Such as options that srun refuses. Later srun may wait for a node that slurm has not missed yet."""
+    end = RunEnd(EndKind.NO_AGENT, 1)
+    policy = RestartPolicy(10)
+    decision = policy.decide(end)
+    assert not decision.restart
+    assert "nothing has run" in decision.reason
+    policy = RestartPolicy(10)
+    assert policy.decide(failed(step=7)).restart
+    assert policy.decide(end).restart
+
+
 def test_a_host_that_is_taken_needs_another_one() -> None:
     end = RunEnd(EndKind.PREEMPTED, 0, hosts=("far",))
     assert not RestartPolicy(10).decide(end).restart
