@@ -38,6 +38,7 @@ class Restarts:
         can_move: Whether other hosts may be used at the next start.
         suspects: Names of the hosts that should not take part if others can, with the reasons.
         lost: Hosts that were lost at the end of the last start.
+        awaited: Hosts that were lost then, or that tries to start have lacked since. They may be coming back.
         doubts_links: Whether a link between hosts may be at fault, so that they are measured before the next start.
     """
 
@@ -54,6 +55,7 @@ class Restarts:
         self._preempted: tuple[str, ...] = ()  # hosts that are left out of the next start only
         self.can_move = False
         self.lost: frozenset[str] = frozenset()
+        self.awaited: frozenset[str] = frozenset()
         self.doubts_links = True
         self.unfit: dict[str, str] = {}
         self.suspects: dict[str, str] = {}
@@ -132,10 +134,12 @@ class Restarts:
     def _judge_hosts(self, end: RunEnd) -> None:
         """Update the hosts that should not take part in the next start."""
         if end.kind is EndKind.NOT_STARTED:
+            self.awaited |= frozenset(end.hosts)
             return
         self.lost = frozenset()
         if end.kind is EndKind.HOST:
             self.lost = frozenset(end.hosts)
+        self.awaited = self.lost
         was_killed = end.kind is EndKind.RANK and end.status > _SIGNAL_STATUS_BASE
         self.doubts_links = not self.lost and not was_killed and end.kind is not EndKind.PREEMPTED
         for host in self._preempted:  # if one still is, the check before the start finds its notice

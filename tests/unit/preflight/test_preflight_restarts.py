@@ -53,6 +53,20 @@ def test_preempted_hosts_are_left_out_of_the_next_start(tmp_path: Path) -> None:
     assert read_events(tmp_path)[-1]["step"] == 7
 
 
+def test_lost_hosts_are_awaited_until_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
+    restarts = Restarts(config, Path("train.py"))
+    for kind, name, awaited in (
+        (EndKind.HOST, "a", {"a"}),
+        (EndKind.NOT_STARTED, "b", {"a", "b"}),
+        (EndKind.RANK, "c", set()),
+        (EndKind.NOT_STARTED, "b", {"b"}),
+    ):
+        assert restarts.follow(RunEnd(kind, 1, "a cause", hosts=(name,)), tmp_path)
+        assert restarts.awaited == awaited
+
+
 def test_tries_without_a_start_make_no_suspect(tmp_path: Path) -> None:
     config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
     restarts = Restarts(config, Path("train.py"))
