@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from neox.errors import DataError
-from neox.launch.lifeline import is_alive
+from neox.launch.lifeline import is_alive, process_start
 from neox.launch.run_lock import LOCK_FILE, is_training
 from neox.metrics import METRICS_FILE, curves, read_metrics
 from neox.run_events import interruptions, read_events, rollbacks
@@ -101,7 +101,9 @@ def _launcher_is_gone(directory: Path) -> bool:
             return False
         if not is_training(holder["script"]):
             return True
-        return not is_alive(int(holder["pid"]))
+        pid = int(holder["pid"])
+        began = process_start(pid)
+        return not is_alive(pid) or holder.get("pid_since", began) != began  # its process id may be reused
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

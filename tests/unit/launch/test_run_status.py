@@ -9,13 +9,14 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from neox.errors import DataError
+from neox.launch.run_lock import lock_directory
 from neox.launch.run_status import duration, format_status, run_status
 from neox.launch.status_server import StatusServer
 from neox.metrics import draw
@@ -127,6 +128,11 @@ def test_a_launcher_that_was_killed_is_noticed(tmp_path: Path) -> None:
     assert run_status(tmp_path)["state"] == "running"
     (tmp_path / ".run.lock").write_text(json.dumps({**holder, "pid": 2**22 + 1}))
     assert run_status(tmp_path)["state"] == "ended"
+    (tmp_path / ".run.lock").write_text(json.dumps({**holder, "pid_since": "0"}))
+    assert run_status(tmp_path)["state"] == "ended", "another process has its id now"
+    with ExitStack() as held:
+        assert lock_directory(tmp_path, "train.py", held) is None
+        assert run_status(tmp_path)["state"] == "running"
 
 
 def test_a_lock_of_another_script_shows_that_the_launcher_is_gone(tmp_path: Path) -> None:
