@@ -359,7 +359,7 @@ class _Command:
             check_memory(plan, reports, training=prepared.job.trains)
         _print_to_stderr("note", notes)
         write_run_directory(directory, plan, prepared.planned.device, self._commands(spec))
-        restarts.starting(spec, directory, prepared.left_out)
+        restarts.starting(spec, directory, prepared.left_out, plan.batch.train_batch_size)
         return launch(spec, prepared.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
 
     def _capabilities_without_run(self, placement: Placement) -> Capabilities:

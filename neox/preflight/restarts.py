@@ -51,6 +51,7 @@ class Restarts:
         self._policy = RestartPolicy(allowed)
         self._earlier = self._checkpoints()
         self._ranks: int | None = None  # of the last start
+        self._samples = 0  # of a step of the last start
         self._failures_in_a_row: list[str] = []  # one entry per consecutive failure on the same host
         self._preempted: tuple[str, ...] = ()  # hosts that are left out of the next start only
         self.can_move = False
@@ -67,13 +68,14 @@ class Restarts:
             return _ADVICE
         return ""
 
-    def starting(self, spec: LaunchSpec, directory: Path, left_out: Mapping[str, str]) -> None:
+    def starting(self, spec: LaunchSpec, directory: Path, left_out: Mapping[str, str], samples: int) -> None:
         """Record a start.
 
         Args:
             spec: The start.
             directory: The run directory.
             left_out: Names of the hosts that do not take part, with the reason and the consequence.
+            samples: Number of samples of a step on all ranks.
         """
         self._policy.started()
         if not self._trains:
@@ -82,10 +84,11 @@ class Restarts:
             record_event(directory, "host left out", host=host, reason=reason)
             _print(f"{host} is left out: {reason}")
         if self._ranks not in (None, spec.world_size):
-            change = f"{spec.world_size} ranks instead of {self._ranks}, with the same batch"
+            change = f"{spec.world_size} ranks instead of {self._ranks}, with {self._describe_batch(samples)}"
             record_event(directory, "ranks changed", ranks=spec.world_size, before=self._ranks, reason=change)
             _print(change)
         self._ranks = spec.world_size
+        self._samples = samples
         record_event(
             directory,
             "start",
@@ -94,6 +97,12 @@ class Restarts:
             ranks=spec.world_size,
             step=self._saved_step(),
         )
+
+    def _describe_batch(self, samples: int) -> str:
+        """Return how the batch of a start compares with that of the last one; a changed hostfile may change it."""
+        if samples == self._samples:
+            return "the same batch"
+        return f"a batch of {samples} samples instead of {self._samples}"
 
     def follow(self, end: RunEnd, directory: Path) -> bool:
         """Record the end of a start, decide about a restart, and wait for its pause.
