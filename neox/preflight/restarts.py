@@ -16,6 +16,7 @@ from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.restarts import RestartPolicy
 from neox.launch.spec import LaunchSpec
 from neox.plan.run_identity import FIRST_LOAD_KEYS, find_run, resumes_own_directory, step_directories
+from neox.run_events import LEFT_OUT
 
 _ADVICE = (
     "a failed training can be restarted automatically from its newest checkpoint: set `max_restarts: N` and `save`, or "
@@ -81,7 +82,7 @@ class Restarts:
         if not self._trains:
             return
         for host, reason in left_out.items():
-            record_event(directory, "host left out", host=host, reason=reason)
+            record_event(directory, LEFT_OUT, host=host, reason=reason)
             _print(f"{host} is left out: {reason}")
         if self._ranks not in (None, spec.world_size):
             change = f"{spec.world_size} ranks instead of {self._ranks}, with {self._describe_batch(samples)}"

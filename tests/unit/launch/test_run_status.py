@@ -107,6 +107,16 @@ def test_a_start_without_an_end_was_interrupted(tmp_path: Path) -> None:
     assert (status["interruptions"][1]["step"], status["interruptions"][1]["seconds_to_start"]) == (None, 0.0)
 
 
+def test_events_of_an_earlier_run_in_the_directory_are_not_shown(tmp_path: Path) -> None:
+    left_out = {"event": "host left out", "time": 399.0, "host": "worker-1", "reason": "no answer"}
+    fresh = {"event": "start", "time": 400.0, "restart": 0, "hosts": ["worker-0"], "ranks": 1, "step": None}
+    status = run_status(write_run(tmp_path / "run", left_out, fresh))
+    assert (status["starts"], status["interruptions"]) == (1, [])
+    assert [event["event"] for event in status["other_events"]] == ["host left out"]
+    status = run_status(write_run(tmp_path / "again", {**fresh, "restart": 1}))  # before its first checkpoint
+    assert len(status["interruptions"]) == 2
+
+
 def test_rollbacks_are_shown(tmp_path: Path) -> None:
     spike = {"event": "loss spike", "time": 250.0, "step": 29, "cause": "loss 12", "decision": "back to step 24"}
     warned = {**spike, "step": 27, "decision": "no rollback", "back_to": None}
