@@ -70,16 +70,18 @@ class LaunchError(NeoXError, RuntimeError):
 
 
 class UnreachableHostError(LaunchError):
-    """Hosts that do not answer, without which a run cannot start.
+    """Hosts that do not answer, or are not ready yet, without which a run cannot start.
 
     Args:
         message: The message.
         hosts: Names of the hosts.
+        cause: What is wrong with them, in a few words; empty if they do not answer.
     """
 
-    def __init__(self, message: str, hosts: tuple[str, ...]) -> None:
+    def __init__(self, message: str, hosts: tuple[str, ...], cause: str = "") -> None:
         super().__init__(message)
         self.hosts = hosts
+        self.cause = cause or f"no answer from {', '.join(hosts)}"
 
 
 class TrainingError(NeoXError, RuntimeError):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neox.run_events import interruptions, read_events, rollbacks
+from neox.run_events import interruptions, of_newest_run, read_events, rollbacks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +137,7 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
 
 def _add_interruptions(axes: Axes, path: Path) -> None:
     """Mark the steps at which a run was interrupted and restarted, and at which it went back after a loss spike."""
-    events = read_events(path.parent)
+    events = of_newest_run(read_events(path.parent))
     _add_lines(axes, interruptions(events), "interruption", color="0.5", linestyle=":")
     _add_lines(axes, rollbacks(events), "rollback", color="C3", linestyle="--")
 

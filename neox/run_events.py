@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 """Name of the file in a run directory."""
+LEFT_OUT = "host left out"
+"""Name of the event of a host that does not take part in the start that follows."""
 NOT_STARTED = "not started"
 """Kind of an end without a start: a host did not answer, and the launcher tries again."""
 
@@ -51,6 +53,20 @@ def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         written = os.write(descriptor, data)
         data = data[written:]
+
+
+def of_newest_run(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the events since a command last began a run from the beginning; all if none is known to have done so.
+
+    The metrics of an earlier run in the same directory are in other files, which these events do not belong to.
+    """
+    first = 0
+    for number, event in enumerate(events):
+        if event["event"] == "start" and event.get("restart") == 0 and event.get("step") is None:
+            first = number
+    while first > 0 and events[first - 1]["event"] == LEFT_OUT:  # recorded just before a start
+        first -= 1
+    return events[first:]
 
 
 def interruptions(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

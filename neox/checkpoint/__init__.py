@@ -47,6 +47,7 @@ from neox.checkpoint.staging import (
     commit,
     delete_checkpoint,
     discard,
+    recover_replaced,
     stage_directory,
     staging_path,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "padding_note",
     "read_manifest",
     "record_share",
+    "recover_replaced",
     "reshard",
     "save_file",
     "saved_chat_template",

@@ -47,7 +47,7 @@ def stage_directory(save: str | Path, iteration: int) -> Path:
     path = staging_path(save, iteration)
     try:
         save.mkdir(parents=True, exist_ok=True)
-        _recover_replaced(save)
+        recover_replaced(save)
         for leftover in save.iterdir():
             if leftover.name.startswith((_STAGED, _DELETED)):
                 _log.info("removing incomplete files of an interrupted save: %s", leftover)
@@ -117,7 +117,7 @@ def _undo(staged: Path) -> None:
     discard(staged)
     try:
         (staged.parent / PENDING).unlink(missing_ok=True)
-        _recover_replaced(staged.parent)
+        recover_replaced(staged.parent)
     except OSError as error:
         _log.warning("after a failed commit: %s", error)
 
@@ -166,8 +166,15 @@ def checkpoint_directories(save: Path) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def _recover_replaced(save: Path) -> None:
-    """Finish or undo a replacement that was killed between its two renames."""
+def recover_replaced(save: Path) -> None:
+    """Finish or undo the replacement of a checkpoint that was killed between its two renames. One rank calls it.
+
+    Args:
+        save: Directory of the run's checkpoints.
+
+    Raises:
+        OSError: If the disk refuses.
+    """
     for replaced in list(save.glob(f"{_REPLACED}*")):
         final = save / replaced.name.removeprefix(_REPLACED)
         if final.exists():

@@ -27,13 +27,16 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     multiplicative hash. Contiguous tensors are not copied.
 
     Args:
-        tensors: The tensors. Each is summed on its own device; the result is on the device of the last one.
+        tensors: The tensors. Each is summed on its own device; the result is on the device of the first one. Some
+            optimizers keep their counters in CPU memory, which NCCL cannot exchange.
     """
-    total = torch.zeros((), dtype=torch.int64)
+    total: Tensor | None = None
     for tensor in tensors:
         words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
         part = words.sum(dtype=torch.int64)
-        total = total.to(part.device) * _MULTIPLIER + part
+        total = part if total is None else total * _MULTIPLIER + part.to(total.device)
+    if total is None:
+        return torch.zeros((), dtype=torch.int64)
     return total
 
 

@@ -26,6 +26,7 @@ from neox.checkpoint import (
     checkpoint_directories,
     find_checkpoint,
     padding_note,
+    recover_replaced,
     saved_layout,
     supersede_after,
     supersede_all,
@@ -38,7 +39,7 @@ from neox.checkpoint.partial_copies import origin_of
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.saving import layout_of
-from neox.errors import CheckpointError
+from neox.errors import CheckpointError, os_errors
 from neox.log import get_logger
 from neox.plan import RunPlan
 from neox.plan.run_identity import (
@@ -116,6 +117,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     run = run_identity(plan.config)
     finetune = keys.finetune
     without_optimizer = keys.no_load_optim
+    _put_back_replaced(keys.save)
     if load is None:
         load = _run_in_save(plan)
         if load is not None:
@@ -158,6 +160,14 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
     return replace(going_on, with_optimizer=True, changed=changed)
+
+
+def _put_back_replaced(save: str | None) -> None:
+    """Put a checkpoint of `save` back whose replacement was killed. Raises CheckpointError if the disk refuses."""
+    if save is None:
+        return
+    with os_errors(CheckpointError, f"save: {save}: the rest of an interrupted save cannot be renamed"):
+        recover_replaced(Path(save))
 
 
 def _last_losses(reader: CheckpointReader, *, own: bool) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from neox.launch.agent_files import (
     FailureReport,
     acknowledge_stop,
     busy_saving,
+    host_name,
     report_failure,
     report_progress,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "LaunchSpec",
     "acknowledge_stop",
     "busy_saving",
+    "host_name",
     "record_run_event",
     "report_failure",
     "report_progress",

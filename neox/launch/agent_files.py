@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from neox.files import write_text
 from neox.launch.lifeline import is_alive, process_start
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
+HOST_VARIABLE = "NEOX_HOST"
+"""Environment variable of ranks with the name of their host in the hostfile."""
 INTERRUPT_RANKS = signal.SIGUSR2
 """Signal at which an agent sends SIGINT to its ranks. Their script handles it and continues."""
 ANSWER_SECONDS = 5.0
@@ -149,6 +152,11 @@ def report_progress(step: int | None = None) -> None:
             os.write(descriptor, b"%0*d" % (_STEP_DIGITS, step))  # in place, so that no reader finds an empty file
         finally:
             os.close(descriptor)
+
+
+def host_name() -> str:
+    """Return the name by which the launcher knows this rank's host; the machine's own name without a launcher."""
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname()
 
 
 def report_failure(report: FailureReport) -> None:

@@ -83,8 +83,9 @@ def main() -> None:
         code = _status_of(ending)
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)  # torch.distributed may have replaced it
-        _end(1)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for other threads, as the interpreter does
+        code = 1
+    # As the interpreter does, wait for other threads: one may still write a checkpoint (`async_save`).
+    threading._shutdown()  # type: ignore[attr-defined]
     _end(code)
 
 

@@ -52,6 +52,7 @@ class Checks:
         always_ssh: Whether this machine is asked over ssh, too, because pdsh will start its ranks over ssh.
         links: Whether to measure the links between the hosts.
         lost: Names of hosts that have just been lost. They are given up soon after all others have answered.
+        awaited: Names of hosts that may be coming back, and may lack GPUs or file systems for some time.
     """
 
     save_paths: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class Checks:
     always_ssh: bool = False
     links: bool = True
     lost: frozenset[str] = frozenset()
+    awaited: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -76,6 +78,7 @@ class HostReport:
         seconds: Time until the answer.
         link_speed: Bytes per second over the slowest link to other hosts; None if it was not measured.
         unreachable: Whether ssh could not reach it, or it did not answer in time.
+        awaited: Whether it may be coming back, so that its problems may end by themselves.
     """
 
     host: Host
@@ -85,6 +88,7 @@ class HostReport:
     seconds: float = 0.0
     link_speed: float | None = None
     unreachable: bool = False
+    awaited: bool = False
 
 
 def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) -> list[HostReport]:
@@ -174,7 +178,7 @@ def _ask(
     command = [*module_command(spec, "neox.launch.remote"), "probe", request]
     if checks.always_ssh or not is_this_machine(host.name):
         command = ssh_command(host, command, checks.ssh_port, more_ssh_options(environment))
-    report = HostReport(host)
+    report = HostReport(host, awaited=host.name in checks.awaited)
     started = time.monotonic()
     try:
         done = _run_probe(command, environment, checks.seconds, others_are_done)

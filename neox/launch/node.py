@@ -34,6 +34,7 @@ from typing import Any
 
 from neox.errors import LaunchError, run_script
 from neox.launch.agent_files import (
+    HOST_VARIABLE,
     INTERRUPT_RANKS,
     PROGRESS_VARIABLE,
     RankActivity,
@@ -274,6 +275,7 @@ class NodeAgent:
         return variables | {
             "PYTHONPATH": os.pathsep.join(python_path),
             "PYTHONUNBUFFERED": "1",
+            HOST_VARIABLE: self.host.name,
             RUN_DIRECTORY_VARIABLE: self.spec.run_directory,
             PROGRESS_VARIABLE: str(self.directory / "progress"),
             # as DeepSpeed's launcher sets them

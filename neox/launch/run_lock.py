@@ -17,6 +17,7 @@ from typing import IO
 
 from neox.errors import LaunchError, refusals
 from neox.files import lock_file
+from neox.launch.lifeline import process_start
 from neox.launch.spec import new_run_id
 from neox.log import get_logger
 
@@ -66,6 +67,7 @@ def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "")
     holder = {
         "script": script,
         "pid": os.getpid(),
+        "pid_since": process_start(os.getpid()),
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }

@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 from neox.errors import DataError
-from neox.launch.lifeline import is_alive
+from neox.launch.lifeline import is_alive, process_start
 from neox.launch.run_lock import LOCK_FILE, is_training
 from neox.metrics import METRICS_FILE, curves, read_metrics
-from neox.run_events import interruptions, read_events, rollbacks
+from neox.run_events import interruptions, of_newest_run, read_events, rollbacks
 
 _LAST_STEPS = 50  # for the speed
 _MOST_POINTS = 400  # of each curve on the page
@@ -34,7 +34,7 @@ def run_status(directory: Path) -> Status:
     Raises:
         DataError: The directory is not a run directory.
     """
-    events = read_events(directory)
+    events = of_newest_run(read_events(directory))
     metrics = directory / METRICS_FILE
     if not events and not metrics.exists() and not (directory / "plan.json").exists():
         raise DataError(f"{directory} is not a run directory: it has no events.jsonl, {METRICS_FILE} or plan.json")
@@ -101,7 +101,9 @@ def _launcher_is_gone(directory: Path) -> bool:
             return False
         if not is_training(holder["script"]):
             return True
-        return not is_alive(int(holder["pid"]))
+        pid = int(holder["pid"])
+        began = process_start(pid)
+        return not is_alive(pid) or holder.get("pid_since", began) != began  # its process id may be reused
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -28,6 +28,7 @@ FIRST_LOAD_KEYS = ("finetune", "iteration", "no_load_optim")
 """Keys about the checkpoint that a run starts from. They have no effect once the run goes on from its own ones."""
 
 _STEP = "global_step"
+_REPLACED = ".replaced-"  # in front of the name of a checkpoint whose replacement was interrupted
 # What may change while a run goes on, and is worth a note: sections whose keys change what is learned.
 _LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", "model")
 _BATCH_KEYS = ("train_batch_size", "gradient_clipping")
@@ -152,12 +153,17 @@ def find_run(save: Path) -> FoundRun | None:
 
 
 def step_directories(save: Path) -> dict[int, Path]:
-    """Return the `global_stepN` directories of a directory by N; none if there is no such directory."""
+    """Return the `global_stepN` directories of a directory by N; none if there is no such directory.
+
+    One that was being replaced when its run was killed counts, as long as nothing has its place: the next start puts it
+    back.
+    """
     steps = {}
-    for path in save.glob(f"{_STEP}*"):
-        number = path.name.removeprefix(_STEP)
-        if path.is_dir() and number.isdecimal():
-            steps[int(number)] = path
+    for prefix in (_REPLACED, ""):
+        for path in save.glob(f"{prefix}{_STEP}*"):
+            number = path.name.removeprefix(f"{prefix}{_STEP}")
+            if path.is_dir() and number.isdecimal():
+                steps[int(number)] = path
     return steps
 
 

@@ -298,7 +298,7 @@ class _Command:
         reports: list[HostReport] = []
         capabilities = Capabilities()
         if asked_first:
-            reports = self._check_hosts(self._empty_spec(placement, job.script), links=restarts.doubts_links)
+            reports = self._check_hosts(self._empty_spec(placement, job.script), restarts)
             capabilities = capabilities_of(reports)
         elif placement.is_local:
             capabilities = Capabilities.of_hosts([native_formats()])
@@ -316,9 +316,9 @@ class _Command:
         spec = self._empty_spec(with_spares(placement), script)
         if restarts.lost:
             with suppress(LaunchError):  # else they are asked once more, and waited for
-                reports = self._examine_hosts(spec, links=restarts.doubts_links, lost=restarts.lost)
+                reports = self._examine_hosts(spec, restarts, lost=restarts.lost)
                 return self._plan_on_fit_hosts(placement, script, restarts, reports)
-        reports = self._examine_hosts(spec, links=restarts.doubts_links)
+        reports = self._examine_hosts(spec, restarts)
         return self._plan_on_fit_hosts(placement, script, restarts, reports)
 
     def _plan_on_fit_hosts(
@@ -353,13 +353,13 @@ class _Command:
         notes = list(plan.notes)
         reports = prepared.reports
         if prepared.must_ask:
-            reports = self._check_hosts(spec, links=restarts.doubts_links)
+            reports = self._check_hosts(spec, restarts)
             notes += _check_formats(plan, capabilities_of(reports))
         if prepared.job.runs_model:
             check_memory(plan, reports, training=prepared.job.trains)
         _print_to_stderr("note", notes)
         write_run_directory(directory, plan, prepared.planned.device, self._commands(spec))
-        restarts.starting(spec, directory, prepared.left_out)
+        restarts.starting(spec, directory, prepared.left_out, plan.batch.train_batch_size)
         return launch(spec, prepared.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
 
     def _capabilities_without_run(self, placement: Placement) -> Capabilities:
@@ -445,9 +445,9 @@ class _Command:
             "deepspeed_launcher": join(deepspeed_command(spec)),
         }
 
-    def _check_hosts(self, spec: LaunchSpec, *, links: bool) -> list[HostReport]:
+    def _check_hosts(self, spec: LaunchSpec, restarts: Restarts) -> list[HostReport]:
         """Check every host and return the reports. Raises LaunchError for a host with a problem."""
-        reports = self._examine_hosts(spec, links=links)
+        reports = self._examine_hosts(spec, restarts)
         if _have_problems(reports):
             raise too_few_hosts(f"nothing was started:\n{format_reports(reports)}", reports)
         return reports
@@ -468,7 +468,7 @@ class _Command:
             yield str(Path(self.config.value(key)).absolute())
 
     def _examine_hosts(
-        self, spec: LaunchSpec, *, links: bool = True, lost: frozenset[str] = frozenset()
+        self, spec: LaunchSpec, restarts: Restarts | None = None, *, lost: frozenset[str] = frozenset()
     ) -> list[HostReport]:
         """Check every host, with the paths of this configuration. Those that were lost are not waited for."""
         checks = Checks(
@@ -478,8 +478,9 @@ class _Command:
             ssh_port=self.runner.ssh_port,
             seconds=self.runner.doctor_timeout,
             always_ssh=len(spec.hosts) > 1,
-            links=links,
+            links=restarts is None or restarts.doubts_links,
             lost=lost,
+            awaited=frozenset() if restarts is None else restarts.awaited,
         )
         return examine(spec, checks, self.environment)
 
@@ -487,8 +488,7 @@ class _Command:
 def _end_without_start(error: UnreachableHostError) -> RunEnd:
     """Print why a restart has failed, and return it as another end of the run."""
     print(f"error: {error}", file=sys.stderr)
-    cause = f"no answer from {', '.join(error.hosts)}"
-    return RunEnd(EndKind.NOT_STARTED, error.exit_code, cause, hosts=error.hosts)
+    return RunEnd(EndKind.NOT_STARTED, error.exit_code, error.cause, hosts=error.hosts)
 
 
 def _in_short(warning: str, too_large: Sequence[Problem]) -> str:

@@ -74,7 +74,7 @@ def fit_hosts(
         suspects: Names of hosts that are left out only if other hosts can replace them, with the reasons.
 
     Raises:
-        UnreachableHostError: Too few hosts can take part, because some do not answer.
+        UnreachableHostError: Too few hosts can take part, because some do not answer or are not ready yet.
         LaunchError: Too few hosts can take part for other reasons.
         ConfigError: The batch size is invalid.
     """
@@ -126,8 +126,9 @@ def _fewer_hosts(
     """Return the hosts of a smaller run.
 
     Raises:
-        UnreachableHostError: The run may not shrink, or the batch size cannot be kept, and some hosts do not answer.
-        LaunchError: The same without hosts that do not answer.
+        UnreachableHostError: The run may not shrink, or the batch size cannot be kept, and some hosts do not answer or
+            are not ready yet.
+        LaunchError: The same without such hosts.
     """
     names = ", ".join(host.name for host in chosen.missing)
     reported = {report.host.name for report in reports if report.problems}
@@ -162,15 +163,23 @@ def _fewer_hosts(
 
 
 def too_few_hosts(message: str, reports: Sequence[HostReport]) -> LaunchError:
-    """Return the error for a start that lacks hosts: an UnreachableHostError if a host does not answer.
+    """Return the error for a start that lacks hosts.
+
+    It is an UnreachableHostError if a host does not answer, or if one that may be coming back has a problem.
 
     Args:
         message: The error message.
         reports: Reports of all hosts.
     """
-    unreachable = tuple(report.host.name for report in reports if report.unreachable)
-    if unreachable:
-        return UnreachableHostError(message, unreachable)
+    silent = [report.host.name for report in reports if report.unreachable]
+    causes = [f"no answer from {', '.join(silent)}"] if silent else []
+    unready = []
+    for report in reports:
+        if report.awaited and report.problems and not report.unreachable:
+            unready.append(report.host.name)
+            causes.append(f"{report.host.name} is not ready ({report.problems[0]})")
+    if causes:
+        return UnreachableHostError(message, (*silent, *unready), "; ".join(causes))
     return LaunchError(message)
 
 

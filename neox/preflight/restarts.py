@@ -16,6 +16,7 @@ from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.restarts import RestartPolicy
 from neox.launch.spec import LaunchSpec
 from neox.plan.run_identity import FIRST_LOAD_KEYS, find_run, resumes_own_directory, step_directories
+from neox.run_events import LEFT_OUT
 
 _ADVICE = (
     "a failed training can be restarted automatically from its newest checkpoint: set `max_restarts: N` and `save`, or "
@@ -38,6 +39,7 @@ class Restarts:
         can_move: Whether other hosts may be used at the next start.
         suspects: Names of the hosts that should not take part if others can, with the reasons.
         lost: Hosts that were lost at the end of the last start.
+        awaited: Hosts that were lost then, or that tries to start have lacked since. They may be coming back.
         doubts_links: Whether a link between hosts may be at fault, so that they are measured before the next start.
     """
 
@@ -50,10 +52,12 @@ class Restarts:
         self._policy = RestartPolicy(allowed)
         self._earlier = self._checkpoints()
         self._ranks: int | None = None  # of the last start
+        self._samples = 0  # of a step of the last start
         self._failures_in_a_row: list[str] = []  # one entry per consecutive failure on the same host
         self._preempted: tuple[str, ...] = ()  # hosts that are left out of the next start only
         self.can_move = False
         self.lost: frozenset[str] = frozenset()
+        self.awaited: frozenset[str] = frozenset()
         self.doubts_links = True
         self.unfit: dict[str, str] = {}
         self.suspects: dict[str, str] = {}
@@ -65,25 +69,27 @@ class Restarts:
             return _ADVICE
         return ""
 
-    def starting(self, spec: LaunchSpec, directory: Path, left_out: Mapping[str, str]) -> None:
+    def starting(self, spec: LaunchSpec, directory: Path, left_out: Mapping[str, str], samples: int) -> None:
         """Record a start.
 
         Args:
             spec: The start.
             directory: The run directory.
             left_out: Names of the hosts that do not take part, with the reason and the consequence.
+            samples: Number of samples of a step on all ranks.
         """
         self._policy.started()
         if not self._trains:
             return
         for host, reason in left_out.items():
-            record_event(directory, "host left out", host=host, reason=reason)
+            record_event(directory, LEFT_OUT, host=host, reason=reason)
             _print(f"{host} is left out: {reason}")
         if self._ranks not in (None, spec.world_size):
-            change = f"{spec.world_size} ranks instead of {self._ranks}, with the same batch"
+            change = f"{spec.world_size} ranks instead of {self._ranks}, with {self._describe_batch(samples)}"
             record_event(directory, "ranks changed", ranks=spec.world_size, before=self._ranks, reason=change)
             _print(change)
         self._ranks = spec.world_size
+        self._samples = samples
         record_event(
             directory,
             "start",
@@ -92,6 +98,12 @@ class Restarts:
             ranks=spec.world_size,
             step=self._saved_step(),
         )
+
+    def _describe_batch(self, samples: int) -> str:
+        """Return how the batch of a start compares with that of the last one; a changed hostfile may change it."""
+        if samples == self._samples:
+            return "the same batch"
+        return f"a batch of {samples} samples instead of {self._samples}"
 
     def follow(self, end: RunEnd, directory: Path) -> bool:
         """Record the end of a start, decide about a restart, and wait for its pause.
@@ -132,10 +144,12 @@ class Restarts:
     def _judge_hosts(self, end: RunEnd) -> None:
         """Update the hosts that should not take part in the next start."""
         if end.kind is EndKind.NOT_STARTED:
+            self.awaited |= frozenset(end.hosts)
             return
         self.lost = frozenset()
         if end.kind is EndKind.HOST:
             self.lost = frozenset(end.hosts)
+        self.awaited = self.lost
         was_killed = end.kind is EndKind.RANK and end.status > _SIGNAL_STATUS_BASE
         self.doubts_links = not self.lost and not was_killed and end.kind is not EndKind.PREEMPTED
         for host in self._preempted:  # if one still is, the check before the start finds its notice

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import mean, median, median_low
 from typing import NamedTuple
 
 from neox.engine import Engine
+from neox.launch import host_name
 from neox.log import get_logger
 from neox.plan import RunPlan
 from neox.train.callbacks import Callback, StepReport, TrainState
@@ -59,13 +59,13 @@ class Stragglers(Callback):
     Args:
         plan: Plan of the run.
         engine: Engine, which measures.
-        host: Name of this host, by default the machine's.
+        host: Name of this host, by default the one in the hostfile, which the status of the run shows.
     """
 
     def __init__(self, plan: RunPlan, engine: Engine, host: str | None = None) -> None:
         self._engine = engine
         self._steps = plan.config.logging.straggler_steps
-        self._host = host or socket.gethostname()
+        self._host = host or host_name()
         self._has_several_hosts = False
         self._seconds: list[float] = []
 

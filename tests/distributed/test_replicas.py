@@ -92,6 +92,12 @@ def test_each_bit_of_each_kind_of_number_counts():
         assert int(sum_of_bits(tensors[::-1])) != before
 
 
+def test_the_sum_is_on_the_device_of_the_weights():
+    weights = torch.empty(3, device="meta")
+    counter = torch.ones(())  # in CPU memory, as in Adafactor's state
+    assert sum_of_bits([weights, counter]).device == weights.device
+
+
 @pytest.mark.parametrize(
     ("sums", "different"), [([5, 5, 5], []), ([5, 6, 5], [1]), ([5, 6], [0, 1]), ([1, 2, 3], [0, 1, 2]), ([4], [])]
 )

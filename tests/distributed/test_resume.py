@@ -216,6 +216,19 @@ def test_where_nothing_is_to_load(tmp_path):
     assert broken.name in str(incomplete.value)
 
 
+def test_a_checkpoint_whose_replacement_was_killed_is_resumed(tmp_path):
+    """Killed between the two renames, the only checkpoint has another name: it is put back, not forgotten."""
+    from neox.engine.start import choose_start
+
+    save = str(tmp_path)
+    keys = {"num_layers": 1, "train_micro_batch_size_per_gpu": 2}
+    run_ranks(1, save_trained, [tiny_plan(1, save=save, **keys)])
+    checkpoint = find_checkpoint(tmp_path)
+    for load in ({"load": save}, {}):
+        checkpoint.rename(tmp_path / f".replaced-{checkpoint.name}")
+        assert choose_start(tiny_plan(1, save=save, **keys, **load)).checkpoint == checkpoint
+
+
 def save_onto_a_full_disk(plan):
     """Rank 1's disk is full: every rank must hear of it, and nothing may be committed."""
     from neox.engine import initialize_distributed, initialize_engine, save_checkpoint, saving

@@ -32,6 +32,7 @@ pool.submit(int)
         ("sys.exit(3)", 3, "registered\n", ""),
         ("sys.exit('the reason')", 1, "registered\n", "the reason\n"),
         ("raise ValueError('the reason')", 1, "registered\n", "ValueError: the reason\n"),
+        (THREAD + "raise ValueError('the reason')", 1, "thread\nregistered\n", "ValueError: the reason\n"),
     ],
 )
 def test_the_status_is_the_scripts(end: str, status: int, out: str, err: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from neox.launch import node
-from neox.launch.agent_files import RankActivity
+from neox.launch import host_name, node
+from neox.launch.agent_files import HOST_VARIABLE, RankActivity
 from neox.launch.events import Event
 from neox.launch.failures import EXIT_HANG
 from neox.launch.rank_process import RankProcess, Watchdog
@@ -44,6 +45,16 @@ def test_a_rank_that_ends_while_stacks_are_shown_is_not_watched_any_more(
     agent._show_stacks()
     assert rank.code == -signal.SIGUSR1
     assert watchdog.removed == [rank.pid]
+
+
+def test_ranks_know_their_host_by_the_name_in_the_hostfile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HOST_VARIABLE, raising=False)
+    assert host_name() == socket.gethostname()
+    hosts = (Host("10.0.0.1", (0,)), Host("10.0.0.2", (0,)))
+    spec = LaunchSpec("id", hosts, "::1", 1, "s.py", (), "/", "/", "/", sys.executable)
+    variables = node.NodeAgent(spec, 1, secrets={}).environment()
+    monkeypatch.setenv(HOST_VARIABLE, variables[HOST_VARIABLE])
+    assert host_name() == "10.0.0.2"
 
 
 def test_a_wall_clock_that_is_set_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,14 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from neox.errors import DataError
+from neox.launch.run_lock import lock_directory
 from neox.launch.run_status import duration, format_status, run_status
 from neox.launch.status_server import StatusServer
 from neox.metrics import draw
@@ -106,6 +107,16 @@ def test_a_start_without_an_end_was_interrupted(tmp_path: Path) -> None:
     assert (status["interruptions"][1]["step"], status["interruptions"][1]["seconds_to_start"]) == (None, 0.0)
 
 
+def test_events_of_an_earlier_run_in_the_directory_are_not_shown(tmp_path: Path) -> None:
+    left_out = {"event": "host left out", "time": 399.0, "host": "worker-1", "reason": "no answer"}
+    fresh = {"event": "start", "time": 400.0, "restart": 0, "hosts": ["worker-0"], "ranks": 1, "step": None}
+    status = run_status(write_run(tmp_path / "run", left_out, fresh))
+    assert (status["starts"], status["interruptions"]) == (1, [])
+    assert [event["event"] for event in status["other_events"]] == ["host left out"]
+    status = run_status(write_run(tmp_path / "again", {**fresh, "restart": 1}))  # before its first checkpoint
+    assert len(status["interruptions"]) == 2
+
+
 def test_rollbacks_are_shown(tmp_path: Path) -> None:
     spike = {"event": "loss spike", "time": 250.0, "step": 29, "cause": "loss 12", "decision": "back to step 24"}
     warned = {**spike, "step": 27, "decision": "no rollback", "back_to": None}
@@ -127,6 +138,11 @@ def test_a_launcher_that_was_killed_is_noticed(tmp_path: Path) -> None:
     assert run_status(tmp_path)["state"] == "running"
     (tmp_path / ".run.lock").write_text(json.dumps({**holder, "pid": 2**22 + 1}))
     assert run_status(tmp_path)["state"] == "ended"
+    (tmp_path / ".run.lock").write_text(json.dumps({**holder, "pid_since": "0"}))
+    assert run_status(tmp_path)["state"] == "ended", "another process has its id now"
+    with ExitStack() as held:
+        assert lock_directory(tmp_path, "train.py", held) is None
+        assert run_status(tmp_path)["state"] == "running"
 
 
 def test_a_lock_of_another_script_shows_that_the_launcher_is_gone(tmp_path: Path) -> None:

@@ -35,12 +35,14 @@ def fit(
     unfit: Collection[str] = (),
     suspects: Collection[str] = (),
     unreachable: Collection[str] = (),
+    awaited: Collection[str] = (),
 ) -> FitHosts:
     reports = []
     for host in with_spares(placement).hosts:
         is_unreachable = host.name in unreachable
         problems = ["a problem"] if host.name in broken or is_unreachable else []
-        reports.append(HostReport(host, problems=problems, unreachable=is_unreachable))
+        is_awaited = host.name in awaited
+        reports.append(HostReport(host, problems=problems, unreachable=is_unreachable, awaited=is_awaited))
     return fit_hosts(keys, placement, reports, dict.fromkeys(unfit, "unfit"), dict.fromkeys(suspects, "suspect"))
 
 
@@ -112,6 +114,14 @@ def test_hosts_that_may_come_back_are_named() -> None:
             fit(keys, placed(), broken="bc")
         assert not isinstance(refused.value, UnreachableHostError)
     assert names(fit(config(), placed(SPARE), unreachable="b")) == "asc"
+
+
+def test_a_host_that_is_back_without_its_devices_is_still_waited_for() -> None:
+    with pytest.raises(UnreachableHostError) as caught:
+        fit(config(), placed(), broken="b", awaited="bc", unreachable="a")
+    assert caught.value.hosts == ("a", "b")
+    assert caught.value.cause == "no answer from a; b is not ready (a problem)"
+    assert names(fit(config(), placed(), awaited="bc")) == "abc"
 
 
 def test_suspects_stay_if_nothing_can_replace_them() -> None:

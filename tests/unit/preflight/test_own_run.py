@@ -102,6 +102,20 @@ def test_checkpoints_without_an_identity_are_not_replaced(tmp_path: Path) -> Non
     assert with_own_run(make_config(save=str(tmp_path), load=str(tmp_path))).problems == ()
 
 
+def test_a_checkpoint_whose_replacement_was_killed_is_one_of_the_run(tmp_path: Path) -> None:
+    config = make_config(save=str(tmp_path))
+    put_checkpoint(tmp_path, 4, config)
+    aside = tmp_path / ".replaced-global_step4"
+    (tmp_path / "global_step4").rename(aside)
+    found = find_run(tmp_path)
+    assert found is not None
+    assert (found.checkpoint, found.iteration, found.identity) == (aside, 4, run_identity(config))
+    put_checkpoint(tmp_path, 4, config)
+    found = find_run(tmp_path)
+    assert found is not None
+    assert found.checkpoint == tmp_path / "global_step4"
+
+
 def test_latest_decides_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     config = make_config(save=str(tmp_path))
     put_checkpoint(tmp_path, 4, config)

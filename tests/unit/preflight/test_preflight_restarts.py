@@ -8,6 +8,7 @@ import pytest
 
 from neox.config import NeoXConfig
 from neox.launch.outcome import EndKind, RunEnd
+from neox.launch.spec import Host, LaunchSpec
 from neox.preflight.restarts import Restarts
 from neox.run_events import interruptions, read_events
 from tests.plans import SMALL
@@ -51,6 +52,33 @@ def test_preempted_hosts_are_left_out_of_the_next_start(tmp_path: Path) -> None:
     assert restarts.follow(RunEnd(EndKind.RANK, 137, "rank failed", 0, ("c",), 7, preempted=("c",)), tmp_path)
     assert set(restarts.unfit) == {"c"}
     assert read_events(tmp_path)[-1]["step"] == 7
+
+
+def test_lost_hosts_are_awaited_until_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
+    restarts = Restarts(config, Path("train.py"))
+    for kind, name, awaited in (
+        (EndKind.HOST, "a", {"a"}),
+        (EndKind.NOT_STARTED, "b", {"a", "b"}),
+        (EndKind.RANK, "c", set()),
+        (EndKind.NOT_STARTED, "b", {"b"}),
+    ):
+        assert restarts.follow(RunEnd(kind, 1, "a cause", hosts=(name,)), tmp_path)
+        assert restarts.awaited == awaited
+
+
+def test_another_number_of_ranks_is_recorded_with_its_batch(tmp_path: Path) -> None:
+    restarts = Restarts(NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9}), Path("train.py"))
+    for ranks, samples in ((4, 8), (4, 8), (2, 8), (1, 4)):
+        hosts = (Host("a", tuple(range(ranks))),)
+        spec = LaunchSpec("id", hosts, "127.0.0.1", 29500, "train.py", (), "/", "/", str(tmp_path), "python")
+        restarts.starting(spec, tmp_path, {}, samples)
+    changes = [event["reason"] for event in read_events(tmp_path) if event["event"] == "ranks changed"]
+    assert changes == [
+        "2 ranks instead of 4, with the same batch",
+        "1 ranks instead of 2, with a batch of 4 samples instead of 8",
+    ]
 
 
 def test_tries_without_a_start_make_no_suspect(tmp_path: Path) -> None:
