@@ -28,6 +28,8 @@ HOST_VARIABLE = "NEOX_HOST"
 """Environment variable of ranks with the name of their host in the hostfile."""
 INTERRUPT_RANKS = signal.SIGUSR2
 """Signal at which an agent sends SIGINT to its ranks. Their script handles it and continues."""
+STOP_RANKS = signal.SIGALRM
+"""Signal at which an agent does the same as at SIGTERM. mpirun passes it on; at SIGTERM it soon kills the agents."""
 ANSWER_SECONDS = 5.0
 """Time in which a rank must answer a signal. After twice that time all processes have ended, even on a busy machine."""
 _OLD_SECONDS = 3600

@@ -37,6 +37,7 @@ from neox.launch.agent_files import (
     HOST_VARIABLE,
     INTERRUPT_RANKS,
     PROGRESS_VARIABLE,
+    STOP_RANKS,
     RankActivity,
     agent_directory,
     create_agent_directory,
@@ -218,7 +219,7 @@ class NodeAgent:
         return self.code
 
     def _install_signal_handlers(self) -> None:
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_RANKS):
             signal.signal(signum, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_stacks)
         signal.signal(INTERRUPT_RANKS, self._on_interrupt)
@@ -418,7 +419,7 @@ class NodeAgent:
 
     def _on_stop(self, number: int, _frame: Any) -> None:
         # Ranks save at SIGTERM; a closed terminal asks for the same.
-        self.stop_requested = signal.SIGTERM if number == signal.SIGHUP else number
+        self.stop_requested = signal.SIGTERM if number in (signal.SIGHUP, STOP_RANKS) else number
 
     def _on_stacks(self, *_: Any) -> None:
         self.stacks_requested = True

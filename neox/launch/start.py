@@ -19,6 +19,7 @@ from typing import Self
 from neox.config.sections.healing import HealingConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError, UnreachableHostError
+from neox.launch.agent_files import STOP_RANKS
 from neox.launch.agent_processes import AgentProcesses
 from neox.launch.commands import (
     MAX_CONNECTIONS,
@@ -196,6 +197,8 @@ def launch(
         return _launch_pdsh(spec, environment, runner.ssh_port, advice)
     command = launcher_command(spec, runner, secrets)
     assert command is not None, launcher
+    if launcher == "openmpi":
+        return _launch_openmpi(spec, command, environment, advice)
     return Supervisor(spec, [command], advice=advice).run(environment)
 
 
@@ -260,6 +263,16 @@ def _launch_slurm(
         agents.order(names, signal_order(number))
 
     return Supervisor(spec, (), signal_agents, advice, agents).run(environment)
+
+
+def _launch_openmpi(spec: LaunchSpec, command: Sequence[str], environment: Mapping[str, str], advice: str) -> RunEnd:
+    """Start a run with mpirun, and follow it. mpirun gets no signal that it does not pass on to the agents."""
+    agents = AgentProcesses()
+
+    def signal_agents(number: int) -> None:
+        agents.signal(STOP_RANKS if number in (signal.SIGTERM, signal.SIGINT) else number)
+
+    return Supervisor(spec, [command], signal_agents, advice, agents).run(environment)
 
 
 def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[str] = ()) -> list[str] | None:

@@ -15,9 +15,9 @@ from tests.end_to_end.launched_runs import CPU_ONLY, ROOT, LaunchedRun
 DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
 
 # Starts one copy of the command per host, as srun and mpirun do; the first failure is its own exit status. srun passes
-# its standard input on to all of them.
+# its standard input on to all of them, and mpirun some signals.
 STAND_IN = f"""#!{sys.executable}
-import os, subprocess, sys, threading
+import os, signal, subprocess, sys, threading
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
 variable = "SLURM_NODEID" if name == "srun" else "OMPI_COMM_WORLD_RANK"
 command = words[words.index("env"):]
@@ -30,6 +30,8 @@ def pass_input_on():
         task.stdin.close()
 if name == "srun":
     threading.Thread(target=pass_input_on, daemon=True).start()
+if name == "mpirun":
+    signal.signal(signal.SIGALRM, lambda number, _: [task.send_signal(number) for task in tasks])
 codes = [task.wait() for task in tasks]
 sys.exit(next((code for code in codes if code), 0))
 """
@@ -67,10 +69,11 @@ def test_one_agent_per_host(tmp_path: Path, path: str) -> None:
         run.seconds_until_gone(5)
 
 
-def test_ranks_under_srun_save_at_sigterm(tmp_path: Path, path: str) -> None:
-    """srun itself must not get the signal: it would kill them."""
+@pytest.mark.parametrize("launcher", ["slurm", "openmpi"])
+def test_ranks_save_at_sigterm(launcher: str, tmp_path: Path, path: str) -> None:
+    """srun and mpirun must not get the signal: they would kill the ranks."""
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    arguments = ["-H", str(tmp_path / "hosts"), "--set", "launcher=slurm"]
+    arguments = ["-H", str(tmp_path / "hosts"), "--set", f"launcher={launcher}"]
     run = LaunchedRun(tmp_path, arguments, ranks=None, PATH=path, NEOX_DUMMY="save")
     run.wait_up()
     run.process.terminate()
