@@ -23,10 +23,10 @@ from neox.checkpoint.names import LATEST, MANIFEST, parse_step_directory, step_d
 from neox.errors import CheckpointError, os_errors
 from neox.files import fsync_path, lock_file, write_text
 from neox.log import get_logger
+from neox.plan.run_identity import REPLACED
 
 _log = get_logger(__name__)
 _STAGED = ".staging-"
-_REPLACED = ".replaced-"
 _DELETED = ".deleted-"
 PENDING = ".latest-pending"
 """Name of the file that names the checkpoint of a commit until `latest` does."""
@@ -95,7 +95,7 @@ def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Pat
         write_manifest(staged, iteration, _next_sequence(save), records)
         fsync_path(staged)
         write_text(save / PENDING, name)
-        replaced = save / f"{_REPLACED}{name}"
+        replaced = save / f"{REPLACED}{name}"
         if final.exists():
             os.rename(final, replaced)
         os.rename(staged, final)
@@ -158,9 +158,9 @@ def checkpoint_directories(save: Path) -> list[Path]:
     final: dict[int, Path] = {}
     replaced: dict[int, Path] = {}
     for path in save.iterdir():
-        step = parse_step_directory(path.name.removeprefix(_REPLACED))
+        step = parse_step_directory(path.name.removeprefix(REPLACED))
         if step is not None and path.is_dir():
-            group = replaced if path.name.startswith(_REPLACED) else final
+            group = replaced if path.name.startswith(REPLACED) else final
             group[step] = path
     found = replaced | final
     return [found[step] for step in sorted(found, reverse=True)]
@@ -175,8 +175,8 @@ def recover_replaced(save: Path) -> None:
     Raises:
         OSError: If the disk refuses.
     """
-    for replaced in list(save.glob(f"{_REPLACED}*")):
-        final = save / replaced.name.removeprefix(_REPLACED)
+    for replaced in list(save.glob(f"{REPLACED}*")):
+        final = save / replaced.name.removeprefix(REPLACED)
         if final.exists():
             shutil.rmtree(replaced)
         else:

@@ -27,8 +27,10 @@ RUN_FILE = "run.json"
 FIRST_LOAD_KEYS = ("finetune", "iteration", "no_load_optim")
 """Keys about the checkpoint that a run starts from. They have no effect once the run goes on from its own ones."""
 
+REPLACED = ".replaced-"
+"""Start of the name of a checkpoint while another one of the same step takes its place."""
+
 _STEP = "global_step"
-_REPLACED = ".replaced-"  # in front of the name of a checkpoint whose replacement was interrupted
 # What may change while a run goes on, and is worth a note: sections whose keys change what is learned.
 _LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", "model")
 _BATCH_KEYS = ("train_batch_size", "gradient_clipping")
@@ -159,7 +161,7 @@ def step_directories(save: Path) -> dict[int, Path]:
     back.
     """
     steps = {}
-    for prefix in (_REPLACED, ""):
+    for prefix in (REPLACED, ""):
         for path in save.glob(f"{prefix}{_STEP}*"):
             number = path.name.removeprefix(f"{prefix}{_STEP}")
             if path.is_dir() and number.isdecimal():
