@@ -43,7 +43,7 @@ from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.placement import Placement, slurm_gpus
 from neox.launch.rendezvous import master_address, master_port
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
-from neox.launch.supervise import Supervisor
+from neox.launch.supervise import SignalAgents, Supervisor
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -229,11 +229,7 @@ def _launch_to_stay(
             command = ssh_command(host, ["exec", *command], runner.ssh_port, more_ssh_options(environment))
             check_length(command[-1])
         agents.start(command, environment, [host.name])
-    names = spec.host_names
-
-    def signal_agents(number: int) -> None:
-        agents.order(names, signal_order(number))
-
+    signal_agents = _signals_as_orders(agents, spec)
     if not over_ssh:
         return Supervisor(spec, (), signal_agents, advice, agents).run(environment)
     with RemoteKills(spec, environment, runner.ssh_port) as kills:
@@ -251,18 +247,23 @@ def _launch_slurm(
 
     Signals go to the agents as orders, because srun kills all of them when it is terminated.
     """
-    names = spec.host_names
     if not agents.are_waiting(spec):
         agents.end_all()  # one srun leads to all agents
     if agents.restart_waiting(spec):
         command = launcher_command(spec, runner)
         assert command is not None
-        agents.start(command, environment, names)
+        agents.start(command, environment, spec.host_names)
+    return Supervisor(spec, (), _signals_as_orders(agents, spec), advice, agents).run(environment)
+
+
+def _signals_as_orders(agents: AgentProcesses, spec: LaunchSpec) -> SignalAgents:
+    """Return a function that sends a signal to the agents of all hosts with ranks as an order."""
+    names = spec.host_names
 
     def signal_agents(number: int) -> None:
         agents.order(names, signal_order(number))
 
-    return Supervisor(spec, (), signal_agents, advice, agents).run(environment)
+    return signal_agents
 
 
 def _launch_openmpi(spec: LaunchSpec, command: Sequence[str], environment: Mapping[str, str], advice: str) -> RunEnd:
