@@ -175,8 +175,8 @@ class Restarts:
         dropped: list[str] = []
         if self._has_saved():
             dropped.append("overwrite")  # it would move away the checkpoints of this run
-        if self._has_saved() and resumes_own_directory(self._config):
-            dropped += FIRST_LOAD_KEYS
+            if resumes_own_directory(self._config):
+                dropped += FIRST_LOAD_KEYS
         return self._config.updated({}, without=dropped)
 
     def _has_saved(self) -> bool:
