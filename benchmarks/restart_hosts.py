@@ -92,8 +92,7 @@ class HostsRun:
     def kill(self, fault: str) -> None:
         """Kill rank 1, or its host."""
         name = self.machines.names[1]
-        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
-        pids = set(map(int, listed.stdout.split())) - {daemon.pid for daemon in self.machines.daemons}
+        pids = self.machines.pids([name])
         if fault == "rank":
             ranks = [pid for pid in pids if "bootstrap" in command_line(pid) and _name(pid) not in _WARM_NAMES]
             os.kill(ranks[0], signal.SIGKILL)

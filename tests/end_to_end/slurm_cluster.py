@@ -148,7 +148,7 @@ def _idle_nodes(cluster: SlurmCluster) -> int:
 def _processes_of(name: str) -> list[int]:
     """Return the processes that a node has started, and their daemons of slurm."""
     found = []
-    for pid, variables in _variables_of_processes():
+    for pid, variables in variables_of_processes():
         if f"SLURMD_NODENAME={name}" in variables:
             found += [pid, _parent(pid)]
     own = os.getpid()
@@ -157,13 +157,14 @@ def _processes_of(name: str) -> list[int]:
 
 def _kill_all(directory: Path) -> None:
     """Kill all processes that know this cluster."""
-    for pid, variables in _variables_of_processes():
+    for pid, variables in variables_of_processes():
         if f"SLURM_CONF={directory / 'slurm.conf'}" in variables and pid != os.getpid():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _variables_of_processes() -> Iterator[tuple[int, list[str]]]:
+def variables_of_processes() -> Iterator[tuple[int, list[str]]]:
+    """Yield each process of this machine with the variables that it was started with."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError):

@@ -14,7 +14,7 @@ import pytest
 
 from neox.run_events import read_events
 from tests.end_to_end.launched_runs import CPU_ONLY, ROOT, command_line, write_config
-from tests.end_to_end.slurm_cluster import SlurmCluster, slurm_cluster, wait, why_not
+from tests.end_to_end.slurm_cluster import SlurmCluster, slurm_cluster, variables_of_processes, wait, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
@@ -74,11 +74,11 @@ class Job:
     def ranks(self) -> list[int]:
         """Processes of ranks, without warm ones that wait."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal() and "bootstrap" in (command := command_line(int(entry.name))):
-                variables = (entry / "environ").read_text(errors="replace").split("\0")
-                if "--warm" not in command and f"NEOX_RUN_DIRECTORY={self.directory}/run" in variables:
-                    found.append(int(entry.name))
+        for pid, variables in variables_of_processes():
+            command = command_line(pid)
+            is_rank = "bootstrap" in command and "--warm" not in command
+            if is_rank and f"NEOX_RUN_DIRECTORY={self.directory}/run" in variables:
+                found.append(pid)
         return found
 
     def log(self) -> str:
