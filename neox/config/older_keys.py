@@ -8,7 +8,7 @@ from typing import Any
 
 from neox.config.flat import FlatKeys
 
-_MLP_SIZES = ("intermediate_size", "expansion_factor", "mlp_multiple_of")
+_LATER_SIZES = ("expansion_factor", "mlp_multiple_of")  # keys that came when `mlp_type` went
 _LLAMA_MULTIPLE = 256
 _GATED: Mapping[str, str] = MappingProxyType(
     {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
@@ -25,26 +25,45 @@ def convert_older_keys(keys: FlatKeys) -> None:
 
 
 def _convert_llama_mlp(keys: FlatKeys) -> None:
-    """Set activation and width of gpt-neox's older `LLaMAParallelMLP`."""
+    """Set what gpt-neox's `LLaMAParallelMLP` (May 2023 to September 2024) was: a gated MLP without biases.
+
+    It took `intermediate_size` (since February 2024) as the width itself. In a gated MLP of later versions the key is
+    three times the width.
+    """
     values = keys.values
-    for name in _MLP_SIZES:
+    for name in _LATER_SIZES:
         if name in values:
-            keys.report(f"`mlp_type: llama` sets the width of the MLP; remove `{name}` or mlp_type", "mlp_type", name)
+            message = f"`mlp_type: llama` is older than `{name}`: remove one of them, or give only `mlp_width`"
+            keys.report(message, "mlp_type", name)
     activation = values.get("activation", "gelu")
     values["activation"] = _GATED.get(activation, activation)
     if values["activation"] not in _GATED.values():
         keys.report(
             f"`mlp_type: llama` has no form with `activation: {activation}`; use silu", "mlp_type", "activation"
         )
-    hidden = values.get("hidden_size")
-    if isinstance(hidden, int) and hidden > 0:
-        multiples = -(-int(2 * hidden * 4 / 3) // _LLAMA_MULTIPLE)
-        width = values.setdefault("mlp_width", multiples * _LLAMA_MULTIPLE)
-        if width != multiples * _LLAMA_MULTIPLE:
-            expected = multiples * _LLAMA_MULTIPLE
-            keys.report(f"`mlp_width: {width}` contradicts `mlp_type: llama`, which is {expected} wide", "mlp_width")
-    for name in ("activation", "mlp_width"):
+    if values.setdefault("use_bias_in_mlp", False) is not False:
+        message = "`mlp_type: llama` has no biases; remove `use_bias_in_mlp`, or mlp_type"
+        keys.report(message, "use_bias_in_mlp", "mlp_type")
+    _set_llama_width(keys)
+    for name in ("activation", "mlp_width", "use_bias_in_mlp"):
         keys.sources.setdefault(name, keys.source("mlp_type"))
+
+
+def _set_llama_width(keys: FlatKeys) -> None:
+    """Set `mlp_width`, if it is not given, to `intermediate_size`, or to 8/3 of the hidden size in multiples of 256."""
+    values = keys.values
+    hidden = values.get("hidden_size")
+    if "intermediate_size" in values:
+        width = values.pop("intermediate_size")
+        keys.sources.setdefault("mlp_width", keys.source("intermediate_size"))
+        if values.setdefault("mlp_width", width) != width:
+            message = (
+                f"`mlp_width: {values['mlp_width']}` contradicts `intermediate_size: {width}`, which means the same"
+            )
+            keys.report(f"{message} with `mlp_type: llama`; remove one", "mlp_width", "intermediate_size", "mlp_type")
+    elif isinstance(hidden, int) and hidden > 0:
+        multiples = -(-int(2 * hidden * 4 / 3) // _LLAMA_MULTIPLE)
+        values.setdefault("mlp_width", multiples * _LLAMA_MULTIPLE)
 
 
 def _convert_bitsandbytes(keys: FlatKeys) -> None:

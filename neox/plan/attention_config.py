@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from neox.architecture import ATTENTION, AttentionImpl
+from neox.architecture import ATTENTION, GATED_KINDS, AttentionImpl
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
 
@@ -87,10 +87,7 @@ def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
     """
     model = config.model
     layers = model.num_layers or 0
-    fusion = "scaled_upper_triang_masked_softmax_fusion"
-    if model.objective == "masked_lm":
-        fusion = "scaled_masked_softmax_fusion"
-    softmax: AttentionImpl = "fused" if config.value(fusion) else "eager"
+    softmax: AttentionImpl = "fused" if config.value(_fusion_key(config)) else "eager"
     given = attention_kinds(model.attention_config, layers)
     on_paper = paper_kinds(model.attention_config, layers, model.sliding_window_width)
     computes_scores = bool(model.attention_softcap) or model.attention_sinks
@@ -104,3 +101,26 @@ def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
         else:
             impls.append(softmax)
     return tuple(impls)
+
+
+def fused_softmax_key(config: NeoXConfig) -> str | None:
+    """Return the key that asks for the fused softmax, if any block computes its softmax with it; else None.
+
+    As in gpt-neox, `flash` goes first: in such blocks the fused kernel is not built, whatever the key says.
+    """
+    layers = config.model.num_layers or 0
+    try:
+        kinds = attention_kinds(config.model.attention_config, layers)
+    except ConfigError:  # the rules of attention report it
+        return None
+    for kind, impl in zip(kinds, attention_impls(config), strict=True):
+        if impl == "fused" and kind not in GATED_KINDS:
+            return _fusion_key(config)
+    return None
+
+
+def _fusion_key(config: NeoXConfig) -> str:
+    """Return the key of the fused softmax of networks with this objective."""
+    if config.model.objective == "masked_lm":
+        return "scaled_masked_softmax_fusion"
+    return "scaled_upper_triang_masked_softmax_fusion"

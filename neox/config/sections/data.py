@@ -266,11 +266,6 @@ class DataConfig(Section):
     reset_attention_mask: Annotated[
         bool,
         _PAIRS,
-        Excludes(
-            "scaled_upper_triang_masked_softmax_fusion",
-            reason="its kernel masks later tokens only",
-            advice='remove that, or use attention_config: [[["flash"], "all"]]',
-        ),
         Excludes("soft_prompt_tuning.enabled", reason="each document would need the prompt"),
     ] = False
     """Restart attention and positions after each end of a document, so that no token attends to another document."""

@@ -192,8 +192,9 @@ class ModelConfig(Section):
     default 1. If none of the three is given, `geglu` is 8/3 x hidden_size wide, as in gpt-neox v2.0."""
 
     mlp_type: Literal["regular", "llama"] = "regular"
-    """Key of older versions of gpt-neox. `llama` means a gated MLP with `activation` as its gate (`silu` becomes
-    `swiglu`), and with `mlp_width` 8/3 x hidden_size, rounded up to a multiple of 256."""
+    """Key of gpt-neox from May 2023 to September 2024. `llama` means a gated MLP without biases, with `activation` as
+    its gate (`silu` becomes `swiglu`). Next to it `intermediate_size` is the width itself, as mlp_width; without it the
+    width is 8/3 x hidden_size, rounded up to a multiple of 256."""
 
     mlp_width: Annotated[
         PositiveInt | None, Excludes("intermediate_size"), Excludes("expansion_factor"), Excludes("mlp_multiple_of")
@@ -359,7 +360,9 @@ class ModelConfig(Section):
     scaled_upper_triang_masked_softmax_fusion: Annotated[
         bool, _not_masked("that kernel is causal", advice="use scaled_masked_softmax_fusion")
     ] = False
-    """Scale, causal mask and softmax of attention scores in one kernel."""
+    """Scale, causal mask and softmax of attention scores in one kernel, in blocks whose attention is not `flash` (flash
+    goes first in gpt-neox, too). Such blocks work neither with reset_attention_mask, nor with preferences or context
+    ranks."""
 
     scaled_masked_softmax_fusion: Annotated[bool, _MASKED] = False
     """Scale, padding mask and softmax of attention scores in one kernel."""

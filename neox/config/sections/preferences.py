@@ -64,11 +64,6 @@ class PreferenceConfig(Section):
         TrainImpl,
         Refused(f"needs answers that the model writes while it trains; {_ELSEWHERE}", ("reinforce",)),
         Excludes("objective", ("masked_lm",), reason="answers continue their prompts"),
-        Excludes(
-            "scaled_upper_triang_masked_softmax_fusion",
-            reason="its kernel does not keep the answers in a row apart",
-            advice='remove that, or use attention_config: [[["flash"], "all"]]',
-        ),
         Excludes("soft_prompt_tuning.enabled", reason="each answer would need the prompt"),
         Excludes("data_path", reason="it holds texts", advice="use pos_train_data_paths, or train_data_paths with kto"),
         Excludes("data_stages", reason="they mix texts"),

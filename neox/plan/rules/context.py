@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from neox.architecture import GATED_KINDS
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.attention_config import attention_kinds
+from neox.plan.attention_config import attention_kinds, fused_softmax_key
 from neox.plan.rules.network import nearest_multiples
 from neox.plan.rules.parallelism import uneven_lengths
 from neox.problems import Problem
@@ -50,9 +50,9 @@ def networks_without_context_ranks(config: NeoXConfig) -> Iterator[Problem]:
     if config.experts.moe_num_experts > 1:
         rule = "does not work with experts, whose losses are of all tokens of a sample; remove one of them"
         yield config.problem(_DEGREE, rule, "moe_num_experts")
-    if config.value("scaled_upper_triang_masked_softmax_fusion"):
-        rule = "needs all tokens of a sample on one rank; remove it, or use attention kind flash"
-        yield config.problem("scaled_upper_triang_masked_softmax_fusion", rule, _DEGREE)
+    if (fused := fused_softmax_key(config)) is not None:
+        rule = "needs all tokens of a sample on one rank; remove it, or use attention kind flash in every block"
+        yield config.problem(fused, rule, _DEGREE, "attention_config")
     if config.logging.log_gradient_noise_scale:
         rule = "compares gradients of single samples, which are split over context ranks; remove one of them"
         yield config.problem("log_gradient_noise_scale", rule, _DEGREE)

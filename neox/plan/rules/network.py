@@ -16,7 +16,7 @@ from neox.architecture import (
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan.architecture_keys import rotated_dimensions, size_of_head
-from neox.plan.attention_config import FLASH, SLIDING_WINDOW, attention_kinds
+from neox.plan.attention_config import FLASH, SLIDING_WINDOW, attention_kinds, fused_softmax_key
 from neox.plan.expert_keys import expert_blocks
 from neox.plan.mlp_width import mlp_width
 from neox.problems import Problem
@@ -37,6 +37,7 @@ def network_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _mlp(config)
     yield from _lengths(config)
     yield from _attention(config)
+    yield from _fused_softmax(config)
 
 
 def _heads(config: NeoXConfig) -> Iterator[Problem]:
@@ -180,6 +181,22 @@ def _attention(config: NeoXConfig) -> Iterator[Problem]:
     yield from _sparsity(config, set(kinds))
     if gated := sorted(set(kinds) & set(GATED_KINDS)):
         yield from _gates(config, " and ".join(gated))
+
+
+def _fused_softmax(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield what the kernel of the fused softmax cannot do, if any block has it."""
+    fused = fused_softmax_key(config)
+    if fused is None:
+        return
+    refused = {
+        "reset_attention_mask": (config.data.reset_attention_mask, "its kernel masks later tokens only"),
+        "train_impl": (config.preferences.on_preferences, "its kernel does not keep the answers in a row apart"),
+    }
+    for key, (is_on, reason) in refused.items():
+        if is_on:
+            rule = f"does not work with {config.describe_setting(fused)}: {reason}; remove that"
+            rule += ', or use attention_config: [[["flash"], "all"]]'
+            yield config.problem(key, rule, fused, _ATTENTION)
 
 
 def _latents(config: NeoXConfig) -> Iterator[Problem]:

@@ -17,15 +17,18 @@ SIZES = {**TINY, "max_position_embeddings": 16, "train_micro_batch_size_per_gpu"
 @pytest.mark.parametrize(("given", "used"), [("silu", "swiglu"), ("gelu", "geglu"), (None, "geglu"), ("relu", "reglu")])
 def test_the_llama_mlp_is_gated_and_wide(given: str | None, used: str) -> None:
     config = NeoXConfig.from_flat({**SIZES, "hidden_size": 4096, "mlp_type": "llama", "activation": given})
-    assert (config.model.activation, config.model.mlp_width) == (used, 11008)
+    assert (config.model.activation, config.model.mlp_width, config.model.use_bias_in_mlp) == (used, 11008, False)
     again = NeoXConfig.from_flat(config.to_flat())
     assert again.model == config.model
 
 
 def test_what_contradicts_the_llama_mlp_is_named() -> None:
-    for key, value in (("intermediate_size", 128), ("mlp_width", 100), ("activation", "softsign")):
+    others = (("mlp_multiple_of", 128), ("activation", "softsign"), ("use_bias_in_mlp", True))
+    for key, value in others:
         with raises_naming(ConfigError, "mlp_type", f"{key}"):
             NeoXConfig.from_flat({**SIZES, "mlp_type": "llama", key: value})
+    with raises_naming(ConfigError, "mlp_width", "intermediate_size"):
+        NeoXConfig.from_flat({**SIZES, "mlp_type": "llama", "mlp_width": 100, "intermediate_size": 128})
 
 
 def test_bitsandbytes_replaces_adam() -> None:
