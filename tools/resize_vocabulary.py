@@ -128,6 +128,8 @@ def refuse_other_tokenizer(path: Path, config: NeoXConfig, tokenizer: Tokenizer)
 def old_size(reader: CheckpointReader, given: int | None) -> int:
     """Return the number of ids that a checkpoint has rows for. Raises ConfigError if it is not known."""
     stored = reader.args.get("vocab_size")
+    if stored is not None:
+        stored = min(stored, reader.vocabulary_rows)  # imports may name more ids than there are rows
     if given is not None and stored not in (None, given):
         raise ConfigError(f"--old-vocab-size {given}: {reader.path} has rows for {stored} ids; leave the flag out")
     size = stored if given is None else given

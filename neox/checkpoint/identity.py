@@ -122,19 +122,20 @@ def check_vocabulary(path: Path, args: Mapping[str, Any], vocab_size: int) -> No
     Args:
         path: The checkpoint.
         args: The model's settings in the checkpoint; gpt-neox's have only the padded size.
-        vocab_size: Number of ids of the tokenizer.
+        vocab_size: Number of ids that text may have.
 
     Raises:
         CheckpointError: If the tokenizer has grown.
     """
-    known = args.get("vocab_size", args.get("padded_vocab_size"))
-    if known is None or vocab_size <= known:
+    sizes = [args[key] for key in ("vocab_size", "padded_vocab_size") if args.get(key) is not None]
+    if not sizes or vocab_size <= min(sizes):
         return
+    known = min(sizes)
     raise CheckpointError(
         f"{path} was trained with a tokenizer of {known} ids, and this one has {vocab_size}: the others have no "
         f"trained rows. `python tools/resize_vocabulary.py --input_dir {path} --output_dir NEW --config_file "
-        "YOUR.yml` makes a checkpoint that has; then set `load: NEW`. Or set vocab_file and added_tokens to the "
-        "checkpoint's tokenizer"
+        "YOUR.yml` makes a checkpoint that has; then set `load: NEW`. Or set vocab_file and added_tokens (and "
+        "hf_architecture and padded_vocab_size, if config.yml of an import has them) to the checkpoint's"
     )
 
 

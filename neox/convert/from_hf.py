@@ -374,7 +374,7 @@ def _identity(plan: RunPlan, tokenizer: Tokenizer | None, tp_size: int) -> dict[
         del state[MODEL][key]
     if tokenizer is not None:
         state[ARGS]["tokenizer_type"] = "HFTokenizer"
-        state[MODEL]["vocab_size"] = tokenizer.vocab_size
+        state[MODEL]["vocab_size"] = min(tokenizer.vocab_size, plan.padded_vocab_size)
     return state
 
 

@@ -37,7 +37,7 @@ from neox.convert.verification import Verification, compare_logits, single_rank_
 from neox.errors import ConfigError, ConversionError, os_errors, refusals
 from neox.families import FAMILIES, Family, ModelSettings
 from neox.ops import DTYPES
-from neox.plan import Precision, RunPlan
+from neox.plan import Precision, RunPlan, used_vocabulary
 from neox.plan.export_form import family_refusals
 from neox.tokenizer import HFTokenizer, identify, saved_tokenizer_identity, special_token
 from neox.tokenizer.chat import ChatTemplate, find_answer_form
@@ -222,9 +222,10 @@ def _vocabulary_rows(
     """Return the number of rows of the exported embedding. Raises ConversionError for another tokenizer."""
     stored = reader.vocabulary_rows
     _refuse_other_tokenizer(config, reader, source)
+    known = reader.args.get("vocab_size")
     if source is not None:
-        check_vocabulary(reader.path, reader.args, source.tokenizer.vocab_size)
-    known = source.tokenizer.vocab_size if source else reader.args.get("vocab_size")
+        known = used_vocabulary(config, source.tokenizer.vocab_size)
+        check_vocabulary(reader.path, reader.args, known)
     if known is not None and known > stored:
         raise ConversionError(
             f"the tokenizer has {known} ids, but the checkpoint's embedding has {stored} rows: it is another tokenizer"

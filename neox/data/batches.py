@@ -178,8 +178,9 @@ class BatchIterator:
         high = rows.max()
         if low < 0 or high >= self.vocab_size:
             raise DataError(
-                f"the data holds token ids from {low} to {high}, but the tokenizer has {self.vocab_size} ids: it was "
-                "made with another tokenizer; preprocess it again, or set the tokenizer it was made with"
+                f"the data holds token ids from {low} to {high}, but this run has {self.vocab_size} ids: it was made "
+                "with another tokenizer (preprocess it again, or set the tokenizer it was made with), or holds tokens "
+                "for which an imported model has no rows (tools/resize_vocabulary.py gives them some)"
             )
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -241,7 +242,7 @@ def _factory(plan: RunPlan, tokenizer: Tokenizer, cache_dir: str | Path | None) 
         plan.vocab_size,
         tokenizer.known_hashes,
         cache_dir,
-        _masking(config, tokenizer),
+        _masking(config, tokenizer, plan.vocab_size),
         [FillInMiddle.of(data, rate, tokenizer, seed) for rate in data.fim_rates],
         training_shares if follows_sizes else None,
     )
@@ -304,7 +305,7 @@ def _iterator(
     )
 
 
-def _masking(config: NeoXConfig, tokenizer: Tokenizer) -> Masking | None:
+def _masking(config: NeoXConfig, tokenizer: Tokenizer, vocab_size: int) -> Masking | None:
     """Return the settings of masked language modelling; None for causal language modelling."""
     data = config.data
     model = config.model
@@ -319,4 +320,5 @@ def _masking(config: NeoXConfig, tokenizer: Tokenizer) -> Masking | None:
         short_share=data.short_seq_prob,
         whole_words=data.whole_word_mask,
     )
-    return Masking(settings, MaskingVocabulary.of(tokenizer))
+    vocabulary = MaskingVocabulary.of(tokenizer)
+    return Masking(settings, replace(vocabulary, size=min(vocabulary.size, vocab_size)))

@@ -93,7 +93,7 @@ def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hashes: Co
 
     Args:
         indexed: Dataset to check.
-        vocab_size: Number of ids of the run's tokenizer, before padding.
+        vocab_size: Number of ids that text of the run may have, before padding.
         tokenizer_hashes: `known_hashes` of the run's tokenizer; none leave out this comparison.
 
     Returns:
@@ -146,8 +146,9 @@ def check_tokenizer(
         )
     if sidecar.max_id >= vocab_size:
         raise DataError(
-            f"{prefix} holds token id {sidecar.max_id}, but the tokenizer has {vocab_size} ids: it was made "
-            "with another tokenizer; set vocab_file to that one, or preprocess the data again"
+            f"{prefix} holds token id {sidecar.max_id}, but this run has only {vocab_size} ids: the data was made "
+            "with another tokenizer (set vocab_file to that one, or preprocess the data again), or holds tokens for "
+            "which an imported model has no rows (tools/resize_vocabulary.py gives them some)"
         )
 
 
@@ -214,6 +215,7 @@ def data_problems(
     data: DataConfig,
     seq_length: int | None,
     tokenizer: Tokenizer,
+    vocab_size: int,
     *,
     open_files: bool,
 ) -> list[tuple[str, str]]:
@@ -225,6 +227,7 @@ def data_problems(
         data: Data section of the configuration.
         seq_length: Number of tokens of a sample's input.
         tokenizer: Tokenizer of the run.
+        vocab_size: Number of ids that text of the run may have.
         open_files: Whether each `.idx` is read too. This takes some time for very many documents.
 
     Returns:
@@ -236,30 +239,30 @@ def data_problems(
             continue
         try:
             if not open_files:
-                _check_sidecar(prefix, tokenizer)
+                _check_sidecar(prefix, tokenizer, vocab_size)
             elif key in REWARD_KEYS:
                 IndexedDataset(prefix, data.data_impl, floats=True)
             else:
-                _check_dataset(prefix, labelled.get(prefix), data, seq_length, tokenizer)
+                _check_dataset(prefix, labelled.get(prefix), data, seq_length, tokenizer, vocab_size)
         except DataError as error:
             problems.append((key, str(error)))
     return problems
 
 
-def _check_sidecar(prefix: str, tokenizer: Tokenizer) -> None:
+def _check_sidecar(prefix: str, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise DataError if the sidecar of a dataset, if any, names another tokenizer."""
     sidecar = read_sidecar(prefix)
     if sidecar is not None:
-        check_tokenizer(sidecar, prefix, vocab_size=tokenizer.vocab_size, tokenizer_hashes=tokenizer.known_hashes)
+        check_tokenizer(sidecar, prefix, vocab_size=vocab_size, tokenizer_hashes=tokenizer.known_hashes)
 
 
 def _check_dataset(
-    prefix: str, labelled: str | None, data: DataConfig, seq_length: int | None, tokenizer: Tokenizer
+    prefix: str, labelled: str | None, data: DataConfig, seq_length: int | None, tokenizer: Tokenizer, vocab_size: int
 ) -> None:
     """Raise DataError if a run cannot use a dataset. `labelled` is the dataset whose labels it holds, if any."""
     texts = IndexedDataset(prefix, data.data_impl)
     labels = None
-    check_fits(texts, vocab_size=tokenizer.vocab_size, tokenizer_hashes=tokenizer.known_hashes)
+    check_fits(texts, vocab_size=vocab_size, tokenizer_hashes=tokenizer.known_hashes)
     if labelled is not None and idx_path(labelled).is_file():
         labels = texts
         texts = IndexedDataset(labelled, data.data_impl)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from neox.generation.decoding import Continuation, LanguageModel, OnText, beam_search, decode
+from neox.generation.decoding import Continuation, LanguageModel, OnText, beam_search, check_ids, decode
 from neox.generation.request import SamplingParams, encode_prompts
 from neox.generation.text_stream import TextCodec
 from neox.log import progress
@@ -87,6 +87,7 @@ def generate(
         GenerationError: If prompts do not fit, which is known before anything is generated, or logits are not finite.
     """
     ids = encode_prompts(prompts, codec, params, model.max_length)
+    check_ids(ids, model)
     if numbers is None:
         numbers = range(len(ids))
     if params.num_beams > 1:

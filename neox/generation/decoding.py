@@ -6,7 +6,7 @@ logits, so that all of them stop after the same step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from neox.errors import GenerationError
 from neox.generation.request import SamplingParams
 from neox.generation.sampling import TokenChooser, check_logits, penalize_repetition
 from neox.generation.text_stream import TextCodec, TextStream
@@ -152,9 +153,10 @@ def decode(
         Continuations in the order of the prompts.
 
     Raises:
-        GenerationError: If prompts are empty or too long, or logits are not finite.
+        GenerationError: If prompts are empty or too long or have ids without rows, or logits are not finite.
     """
     limits = [params.token_limit(len(prompt), model.max_length) for prompt in prompts]
+    check_ids(prompts, model)
     rows = []
     for number, limit in enumerate(limits):
         on_row_text = None if on_text is None else partial(on_text, number)
@@ -162,7 +164,7 @@ def decode(
     if numbers is None:
         numbers = range(len(prompts))
     chooser = TokenChooser(params, prompts, numbers, model.vocab_size, codec.eod, model.device)
-    tokens = _left_pad(prompts, codec.eod, model.device)
+    tokens = _left_pad(prompts, min(codec.eod, model.vocab_size - 1), model.device)
     decoding = model.begin(list(map(len, prompts)), tokens.size(1) + max(limits))
     while True:
         logits = decoding.feed(tokens)
@@ -177,6 +179,17 @@ def decode(
         if all(row.done for row in rows):
             return [row.result for row in rows]
         tokens = ids[:, None]
+
+
+def check_ids(prompts: Iterable[Sequence[int]], model: LanguageModel) -> None:
+    """Raise GenerationError if a prompt has ids for which the model has no rows."""
+    for prompt in prompts:
+        unknown = max(prompt)
+        if unknown >= model.vocab_size:
+            raise GenerationError(
+                f"the prompt holds token id {unknown}, and the model has rows for ids up to {model.vocab_size - 1} "
+                "only; leave that token out, or give it a row with tools/resize_vocabulary.py"
+            )
 
 
 def _left_pad(prompts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
@@ -219,6 +232,7 @@ def beam_search(model: LanguageModel, prompt: Sequence[int], params: SamplingPar
         GenerationError: As `decode` does.
     """
     limit = params.token_limit(len(prompt), model.max_length)
+    check_ids([prompt], model)
     beams = params.num_beams
     decoding = model.begin([len(prompt)], len(prompt) + limit)
     running = [_Beam((), 0.0)]
@@ -257,7 +271,7 @@ def _log_probabilities(
         for row, beam in enumerate(running):
             seen[row, torch.tensor([*prompt, *beam.tokens], device=scores.device)] = True
         scores = penalize_repetition(scores, seen, params.repetition_penalty)
-    if len(running[0].tokens) < params.min_new_tokens:
+    if len(running[0].tokens) < params.min_new_tokens and eod < scores.size(1):
         scores[:, eod] = float("-inf")
     return scores
 

@@ -15,7 +15,7 @@ from neox.errors import GenerationError
 from neox.generation.chat_format import ChatFormat, chat_template_for
 from neox.generation.chat_terminal import converse
 from neox.generation.completion import Completion, generate, over_replicas
-from neox.generation.decoding import LanguageModel
+from neox.generation.decoding import LanguageModel, check_ids
 from neox.generation.interactive import interact
 from neox.generation.request import encode_prompts, mode, notes, prompts_of, sampling_params
 from neox.generation.text_stream import TextCodec
@@ -66,6 +66,7 @@ def run_generation(
     prompts = prompts_of(config)
     out = Path(keys.sample_output_file)
     ids = encode_prompts(prompts, codec, params, model.max_length)
+    check_ids(ids, model)
     partial = PartialOutput(out, run_hash(plan, prompts, checkpoint))
     done = partial.read() if grid.world_size == 1 else from_first_rank(partial.read)
     # Batches of similar lengths, with the longest first, so that running out of memory shows immediately.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neox.architecture import Architecture
+from neox.errors import GenerationError
 from neox.generation.recorded_step import RecordedStep
 from neox.launch import report_progress
 from neox.model import (
@@ -101,6 +102,7 @@ class ModelRunner:
     @torch.inference_mode()
     def score(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Score labels [B, S] given tokens [B, S]; see `ScoringModel`."""
+        self._check_ids(tokens, labels)
         hidden = self.hidden(tokens)
         result = torch.empty(2, *tokens.shape, device=self.device)
         if hidden is not None:
@@ -146,6 +148,7 @@ class ModelRunner:
             tokens: Texts, padded on the right [B, S].
             lengths: Number of tokens of each text [B].
         """
+        self._check_ids(tokens)
         hidden = self.hidden(tokens)
         scores = torch.empty(len(tokens), device=self.device)
         if hidden is not None:
@@ -153,6 +156,15 @@ class ModelRunner:
             scores = self._logits(last).squeeze(-1).float()
         self._from_last_stage(scores)
         return scores
+
+    def _check_ids(self, *ids: Tensor) -> None:
+        """Raise GenerationError for ids without rows, which on a GPU would end the process."""
+        largest = max(int(part.max()) for part in ids)
+        if largest >= self.vocab_size:
+            raise GenerationError(
+                f"the text holds token id {largest}, and the model has rows for ids up to {self.vocab_size - 1} only; "
+                "leave that token out, or give it a row with tools/resize_vocabulary.py"
+            )
 
     def next_logits(self, hidden: Tensor | None, batch: int) -> Tensor:
         """Return the logits [B, V] of the next token on every rank; hidden [B, H] on the last stage."""

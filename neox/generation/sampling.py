@@ -116,7 +116,7 @@ class TokenChooser:
             device: Device of the logits.
         """
         self.params = params
-        self.ends = (eod, *params.stop_ids)
+        self.ends = tuple(token for token in (eod, *params.stop_ids) if token < vocab_size)
         self.step = 0
         self.uniforms = None
         if params.samples:

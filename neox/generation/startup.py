@@ -167,16 +167,19 @@ def check_vocabulary(checkpoint: Path, args: Mapping[str, Any], vocab_size: int)
     Args:
         checkpoint: The checkpoint, which the message names.
         args: Settings of its model that the checkpoint stores; gpt-neox's have only the padded size.
-        vocab_size: Number of ids of the tokenizer.
+        vocab_size: Number of ids that text may have.
 
     Raises:
         CheckpointError: If the sizes contradict each other.
     """
     exact = args.get("vocab_size")
     padded = args.get("padded_vocab_size")
+    if exact is not None and padded is not None:
+        exact = min(exact, padded)  # imports may name more ids than there are rows
     if exact not in (None, vocab_size) or (padded is not None and vocab_size > padded):
         known = exact if exact is not None else f"at most {padded}"
         raise CheckpointError(
-            f"{checkpoint} was trained with a tokenizer of {known} ids, but the configuration's has {vocab_size}, so "
-            "its text would be meaningless; set vocab_file to the tokenizer that the model was trained with"
+            f"{checkpoint} has rows for {known} ids of its tokenizer, but the configuration's tokenizer has "
+            f"{vocab_size}, so its text would be meaningless; set vocab_file to the tokenizer that the model was "
+            "trained with (and hf_architecture and padded_vocab_size as in config.yml of an import)"
         )

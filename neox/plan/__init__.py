@@ -8,6 +8,7 @@ from neox.plan.architecture import (
     padded_vocabulary,
     saved_architecture,
     setting_differences,
+    used_vocabulary,
     yaml_keys,
 )
 from neox.plan.batch import BatchPlan
@@ -57,6 +58,7 @@ __all__ = [
     "missing_for_training",
     "model_directory",
     "padded_vocabulary",
+    "used_vocabulary",
     "plan_as_dict",
     "resolve",
     "saved_architecture",

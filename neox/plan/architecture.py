@@ -137,6 +137,22 @@ def with_adapters(layers: LayerPlan, config: NeoXConfig) -> LayerPlan:
     return add_adapters(layers, Lora(keys.r, keys.alpha, keys.target))
 
 
+def used_vocabulary(config: NeoXConfig, vocab_size: int) -> int:
+    """Return the number of ids that text may have: those of the tokenizer for which the embedding has rows.
+
+    An imported model keeps the rows of its embedding, and published tokenizers may have more ids than that (a padding
+    token that was added for batches). As in transformers, such a model works with every text that lacks them.
+
+    Args:
+        config: The configuration.
+        vocab_size: Number of ids of the tokenizer.
+    """
+    rows = config.tokenizer.padded_vocab_size
+    if rows is None or config.model.hf_architecture is None or config.tokenizer.added_tokens:
+        return vocab_size
+    return min(vocab_size, rows)
+
+
 def padded_vocabulary(config: NeoXConfig, vocab_size: int, tp_size: int) -> int:
     """Return the rows of the embedding over `tp_size` tensor ranks: vocab_size rounded up, or padded_vocab_size."""
     multiple = config.model.make_vocab_size_divisible_by * tp_size

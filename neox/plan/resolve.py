@@ -12,7 +12,7 @@ from neox.architecture import Architecture, LayerPlan, build_layer_plan
 from neox.config.keys import TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.architecture import architecture_of, padded_vocabulary, trained_layers
+from neox.plan.architecture import architecture_of, padded_vocabulary, trained_layers, used_vocabulary
 from neox.plan.attention_config import attention_impls
 from neox.plan.batch import BatchPlan, batch_notes, solve_batch
 from neox.plan.batch_schedule import ramp_problems
@@ -56,10 +56,12 @@ def resolve(
         problems += schedule_problems(config, grid, batch)
     if batch is not None and not problems:
         problems += order_problems(config, batch)
-    problems += _vocabulary_problems(config, vocab_size)
+    used = used_vocabulary(config, vocab_size)
+    problems += _vocabulary_problems(config, used)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(in_file_order(problems))
-    plan = derive_plan(config, architecture_of(config), grid, batch, precision, vocab_size, precision_notes)
+    notes = [*precision_notes, *_ids_without_rows_note(vocab_size, used)]
+    plan = derive_plan(config, architecture_of(config), grid, batch, precision, used, notes)
     fp8_refusals = list(fp8_problems(plan, capabilities))
     if fp8_refusals:
         raise ConfigError(fp8_refusals)
@@ -83,7 +85,7 @@ def derive_plan(
         grid: Degrees of parallelism.
         batch: The batch triple.
         precision: The number format.
-        vocab_size: Ids of the tokenizer, before padding.
+        vocab_size: Ids that text may have, before padding.
         notes: Notes for people, to which further ones are added.
 
     Raises:
@@ -139,6 +141,17 @@ def _rows_note(layers: LayerPlan, config: NeoXConfig) -> str:
         if spec.trained:
             trained += spec.numel // spec.shape[0] * rows
     return f"train_only_added_tokens: {trained:,} of {layers.numel:,} parameters are trained, without weight decay"
+
+
+def _ids_without_rows_note(vocab_size: int, used: int) -> list[str]:
+    """Return a note if a tokenizer has more ids than the embedding of an imported model has rows."""
+    if used == vocab_size:
+        return []
+    which = f"id {used} has" if vocab_size == used + 1 else f"ids {used} to {vocab_size - 1} have"
+    return [
+        f"the tokenizer has {vocab_size:,} ids, and the imported model's embedding {used:,} rows: {which} no row, and "
+        "text that holds them is refused (tools/resize_vocabulary.py gives them rows)"
+    ]
 
 
 def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[Problem]:

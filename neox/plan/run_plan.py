@@ -27,7 +27,7 @@ class RunPlan:
         grid: Degrees of parallelism.
         batch: Batch sizes, after a ramp-up.
         precision: Number format of the forward and backward pass.
-        vocab_size: Number of ids the tokenizer can produce.
+        vocab_size: Number of ids that text may have: the tokenizer's, as far as they have rows.
         padded_vocab_size: Rows of the embedding over all tensor ranks.
         layers: Layers with the names, full shapes and split dimensions of their parameters.
         stages: Pipeline stages, first to last.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from neox.config import NeoXConfig
 from neox.config.sections.preferences import PATH_KEYS, REWARD_KEYS
 from neox.errors import DataError
-from neox.plan import missing_for_training
+from neox.plan import missing_for_training, used_vocabulary
 from neox.problems import Problem
 from neox.storage import ids_file, is_remote
 
@@ -66,7 +66,13 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
     from neox.data import sidecar  # numpy, which a dry run without data does not need
 
     found = sidecar.data_problems(
-        prefixes, _labelled_data(config), config.data, config.model.seq_length, tokenizer, open_files=not dry_run
+        prefixes,
+        _labelled_data(config),
+        config.data,
+        config.model.seq_length,
+        tokenizer,
+        used_vocabulary(config, tokenizer.vocab_size),
+        open_files=not dry_run,
     )
     for key, problem in found:
         problems.append(config.problem_about(f"{key}: {problem}", key))

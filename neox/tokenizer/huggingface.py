@@ -75,7 +75,7 @@ class HFTokenizer(Tokenizer):
         backend.encode_special_tokens = not special_in_text
         self.backend = backend
         self.special_in_text = special_in_text
-        self.vocab_size = backend.get_vocab_size()
+        self.vocab_size = _number_of_ids(backend, origin)
         self.eod, self.eod_token = _end_of_document(backend, eod_tokens, origin)
         self.pad = backend.token_to_id(PADDING)
         if self.is_bert:  # the samples add [CLS] and [SEP], not the tokenizer
@@ -96,7 +96,8 @@ class HFTokenizer(Tokenizer):
             self.original_hash = self.content_hash
             vars(self).pop("content_hash")  # cached
             backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in missing])
-        first = backend.get_vocab_size() - len(tokens)
+        size = _number_of_ids(backend, "added_tokens")
+        first = size - len(tokens)
         for number, token in enumerate(tokens):
             found = backend.token_to_id(token)
             if found != first + number:
@@ -105,7 +106,7 @@ class HFTokenizer(Tokenizer):
                     "remove it. (Added tokens follow the vocabulary of the file in their order.)"
                 )
         self.backend = backend
-        self.vocab_size = backend.get_vocab_size()
+        self.vocab_size = size
 
     def with_vocabulary(self, size: int) -> HFTokenizer:
         """Return this tokenizer as it was when its vocabulary had only `size` ids.
@@ -119,7 +120,7 @@ class HFTokenizer(Tokenizer):
         vars(smaller).pop("content_hash", None)
         smaller.backend = tokenizers.Tokenizer.from_str(orjson.dumps(state).decode())
         smaller.backend.encode_special_tokens = not self.special_in_text
-        smaller.vocab_size = smaller.backend.get_vocab_size()
+        smaller.vocab_size = _number_of_ids(smaller.backend, "the smaller tokenizer")
         if smaller.vocab_size != size:
             raise TokenizerError(
                 f"the tokenizer has {self.vocab_size} ids, and {smaller.vocab_size} without the tokens that were added "
@@ -383,6 +384,30 @@ def special_token(vocab_file: Path, key: str) -> str | None:
     if isinstance(value, dict):
         return value.get("content")
     return value
+
+
+def _number_of_ids(backend: tokenizers.Tokenizer, origin: str) -> int:
+    """Return a number that is larger than every id. Ids may have gaps, and then there are fewer tokens than that.
+
+    Args:
+        backend: Tokenizer of the library.
+        origin: Its file, for messages.
+
+    Raises:
+        TokenizerError: If two tokens have one id: the library numbers added tokens by the number of tokens, and ids
+            behind a gap may be taken.
+    """
+    ids = backend.get_vocab().values()
+    if len(set(ids)) < len(ids):
+        tokens: dict[int, str] = {}
+        for token, number in backend.get_vocab().items():
+            if number in tokens:
+                raise TokenizerError(
+                    f"{origin}: {token!r} and {tokens[number]!r} both have id {number}, because the ids of the "
+                    "vocabulary have gaps before it; fill the gaps with tokens that do not occur"
+                )
+            tokens[number] = token
+    return max(ids, default=-1) + 1
 
 
 def _end_of_document(backend: tokenizers.Tokenizer, tokens: Sequence[str], origin: str) -> tuple[int, str]:

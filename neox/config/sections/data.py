@@ -358,7 +358,8 @@ class TokenizerConfig(Section):
 
     padded_vocab_size: PositiveInt | None = None
     """Rows of the embedding. By default it follows from the vocabulary; otherwise it is at least the size of the
-    vocabulary and a multiple of model_parallel_size."""
+    vocabulary and a multiple of model_parallel_size. An imported model (hf_architecture) may have fewer rows than its
+    tokenizer has ids; text and data that hold an id without a row are refused."""
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
