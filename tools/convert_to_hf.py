@@ -23,7 +23,7 @@ from neox.plan import config_from_files, model_directory
 
 _OF_WHOLE_MODELS = (
     *("precision", "weights", "trim_vocab", "verify", "verify_text", "tokenizer", "max_shard_size"),
-    *("average_replicas", "upload"),
+    "upload",
 )
 
 
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verify-text", help="text to compare on, instead of a built-in one")
     add("--tokenizer", help="tokenizer file, instead of the config's vocab_file")
     add("--max-shard-size", type=float, default=5.0, metavar="GB", help="largest size of one safetensors file")
-    add("--average-replicas", action="store_true", help="average replicated weights that differ between tensor ranks")
+    add("--average-replicas", action="store_true", help=argparse.SUPPRESS)  # older commands: it is always done now
     add(
         "--overwrite",
         action="store_true",
@@ -143,7 +143,6 @@ def main() -> None:
         verify_text=args.verify_text,
         tokenizer_file=args.tokenizer,
         max_shard_bytes=int(args.max_shard_size * 1e9),
-        average_replicas=args.average_replicas,
         overwrite=args.overwrite,
         hf_architecture=args.hf_architecture,
         weights=args.weights,

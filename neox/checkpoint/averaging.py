@@ -112,7 +112,10 @@ def average_checkpoints(
     for reader, weight in zip(readers, weights, strict=True):
         identity[AVERAGED_FROM][str(reader.path.resolve())] = weight
     config = saved_keys(last.path)
-    return rewrite(last, save, layers, mean, identity=identity, tp_size=tp_size, pp_size=pp_size, config=config)
+    written = rewrite(last, save, layers, mean, identity=identity, tp_size=tp_size, pp_size=pp_size, config=config)
+    for reader in readers:
+        reader.note_averages()
+    return written
 
 
 def saved_keys(checkpoint: Path) -> Mapping[str, Any] | None:

@@ -264,6 +264,7 @@ def tensor_stats(reader: CheckpointReader) -> Iterator[TensorStats]:
             finite=bool(values.isfinite().all()),
             sha256=hashlib.sha256(full.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest(),
         )
+    reader.note_averages()
 
 
 def compare_checkpoints(first: CheckpointReader, second: CheckpointReader) -> Iterator[TensorDifference]:
@@ -280,6 +281,8 @@ def compare_checkpoints(first: CheckpointReader, second: CheckpointReader) -> It
         difference = _compare(index, name, first.full(index, name), second.full(index, name))
         if difference is not None:
             yield difference
+    first.note_averages()
+    second.note_averages()
 
 
 def _compare(index: int, name: str, a: Tensor, b: Tensor) -> TensorDifference | None:

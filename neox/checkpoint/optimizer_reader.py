@@ -16,7 +16,7 @@ from neox.checkpoint.manifest import is_unfetched
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_formats import FP32, Key, RankFiles, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.reshard import fit_vocabulary, joined_shape, merge
+from neox.checkpoint.reshard import fit_vocabulary, joined_shape, mean_of_copies, merge
 from neox.checkpoint.tensor_files import load_file
 from neox.config.sections.optimizer_table import OPTIMIZERS
 from neox.errors import CheckpointError
@@ -123,8 +123,12 @@ class OptimizerReader:
             kind = self.optimizer.state(state)
             wanted = kind.shape(spec.shape)
             axis = kind.axis
-        if spec.partition_dim is None or axis is not None:
+        if axis is not None:
             full = parts[0]
+        elif spec.partition_dim is None:
+            full = mean_of_copies(parts)
+            if state == FP32:
+                self._weights.remember_mean(index, name, parts)
         else:
             full = merge(spec, parts)
         if name in VOCABULARY and not axis:
@@ -144,6 +148,8 @@ class OptimizerReader:
             return self._weights.shard(index, name, tp_rank, tp_size).float()
         if state != FP32 and self.optimizer.state(state).axis is not None:
             return self.full(index, name, state)
+        if spec.partition_dim is None and tp_size == len(parts) and tuple(parts[tp_rank].shape) == spec.shape:
+            return parts[tp_rank]  # a rank's own copy, as of the weights
         if spec.partition_dim is None or joined_shape(spec, parts) != spec.shape:
             return shard(self.full(index, name, state), spec, tp_rank, tp_size)
         return merge(spec, parts, spec.ranges(tp_rank, tp_size))
@@ -173,6 +179,10 @@ class OptimizerReader:
             if found is not None:
                 return found
         return self.shard(index, name, state, tp_rank, tp_size).reshape(-1)[first : first + length]
+
+    def note_averages(self) -> None:
+        """Log which replicated parameters were read as the mean of copies that differ."""
+        self._weights.note_averages()
 
     def _known(self, index: int, name: str) -> Key:
         """Return the key of a parameter. Raises CheckpointError if the optimizer has no such parameter."""

@@ -24,11 +24,14 @@ from neox.architecture import (
 from neox.checkpoint.averaged_weights import AveragedFiles, LoadedWeights
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.names import layer_file, mp_rank_file, parse_mp_rank_file, parse_step_directory
-from neox.checkpoint.reshard import OnDrift, fit_vocabulary, join, joined_shape, merge, pieces_in_order
+from neox.checkpoint.reshard import fit_vocabulary, join, joined_shape, merge, pieces_in_order, spread
 from neox.checkpoint.tensor_files import load_file
 from neox.checkpoint.weight_files import open_source
 from neox.errors import CheckpointError
+from neox.log import get_logger
 from neox.parallel import shard
+
+_log = get_logger(__name__)
 
 _DEEPSPEED_KEYS = frozenset(
     {
@@ -65,7 +68,6 @@ class CheckpointReader:
         path: The directory.
         layers: Layers of the network that reads. Without them only the stored parts can be read. If they have no
             adapters, the checkpoint's adapters are added to the weights.
-        on_drift: Treatment of replicated parameters that differ between tensor ranks.
         weights: Weights that are read: the trained ones, or their average.
         finetune: Whether the network may differ from the checkpoint's as fine-tuning allows. An untied head that is not
             stored starts as the embedding. A stored head that the network lacks is left out. Adapters and a soft
@@ -85,14 +87,13 @@ class CheckpointReader:
         path: str | Path,
         layers: LayerPlan | None = None,
         *,
-        on_drift: OnDrift = "refuse",
         weights: LoadedWeights = "trained",
         finetune: bool = False,
     ) -> None:
         self.path = Path(path)
         self.layers = layers
         self.new_layers: frozenset[int] = frozenset()
-        self._on_drift: OnDrift = on_drift
+        self._averaged: dict[str, dict[int, float]] = {}
         self._finetune = finetune
         self._source = open_source(self.path)
         if weights == "ema":
@@ -216,11 +217,7 @@ class CheckpointReader:
         full = self._joined(index, spec)
         if name in VOCABULARY:
             full = fit_vocabulary(spec, full, self.args.get("vocab_size"))
-        if tuple(full.shape) != spec.shape:
-            raise CheckpointError(
-                f"{self.path / layer_file(index, 0)}: {name} has shape {list(full.shape)}, this model's is "
-                f"{list(spec.shape)} over all tensor ranks; the checkpoint is of another model"
-            )
+        self._refuse_other_shape(index, spec, full)
         adapters = self._adapters_of(index, spec)
         if not adapters:
             return full
@@ -229,9 +226,16 @@ class CheckpointReader:
     def shard(self, index: int, name: str, tp_rank: int, tp_size: int) -> Tensor:
         """Return tensor rank `tp_rank`'s part at degree `tp_size`, for any degree of the files.
 
-        A `summed_in_neox` bias is the whole sum on every rank. Only the parts that are needed are read.
+        A `summed_in_neox` bias is the whole sum on every rank. Of other replicated parameters, a rank gets its own copy
+        at the files' degree, as in gpt-neox, and the mean of the copies at another. Only the parts that are needed are
+        read.
         """
         spec = self.spec(index, name)
+        is_replicated = spec.partition_dim is None and not spec.summed_in_neox and name not in VOCABULARY
+        if is_replicated and tp_size == self.tp_size and not self._adapters_of(index, spec):
+            own = self.parts(index, name)[tp_rank]
+            self._refuse_other_shape(index, spec, own)
+            return own
         if spec.partition_dim is None or self._is_embedding(index) or self._adapters_of(index, spec):
             return shard(self.full(index, name), spec, tp_rank, tp_size)
         parts = self.parts(index, name)
@@ -294,6 +298,31 @@ class CheckpointReader:
         of_ranks = [part[expert] for part in self.parts(index, name)]
         return merge(of_one, of_ranks)
 
+    def remember_mean(self, index: int, name: str, copies: Sequence[Tensor]) -> None:
+        """Remember for `note_averages` that the mean of a replicated parameter's copies was read, if they differ."""
+        difference = spread(copies)
+        if difference:
+            self._averaged.setdefault(name, {})[index] = difference
+
+    def note_averages(self) -> None:
+        """Log which replicated parameters were read as the mean of copies that differ, and by how much these differ."""
+        if not self._averaged:
+            return
+        described = []
+        for name, of_layers in self._averaged.items():
+            layers = "layer" if len(of_layers) == 1 else f"{len(of_layers)} layers, such as"
+            largest = max(of_layers, key=lambda index: of_layers[index])
+            described.append(f"{name} (by up to {of_layers[largest]:.3g} in {layers} {largest})")
+        _log.warning(
+            "%s: the copies of %d parameters differ between its %d tensor ranks, which gpt-neox does not keep equal; "
+            "their means are used: %s",
+            self.path,
+            sum(map(len, self._averaged.values())),
+            self.tp_size,
+            ", ".join(described),
+        )
+        self._averaged.clear()
+
     def release(self) -> None:
         """Close the open layer's files once its tensors are freed. Their pages then no longer count as memory used."""
         self._open = None
@@ -317,8 +346,19 @@ class CheckpointReader:
 
     def _joined(self, index: int, spec: ParameterSpec) -> Tensor:
         """Return a parameter as stored, its tensor ranks joined."""
-        where = str(self.path / layer_file(index, 0))
-        return join(spec, self.parts(index, spec.name), where=where, on_drift=self._on_drift)
+        parts = self.parts(index, spec.name)
+        joined = join(spec, parts, where=str(self.path / layer_file(index, 0)))
+        if spec.partition_dim is None and not spec.summed_in_neox:
+            self.remember_mean(index, spec.name, parts)
+        return joined
+
+    def _refuse_other_shape(self, index: int, spec: ParameterSpec, tensor: Tensor) -> None:
+        """Raise CheckpointError if a full tensor does not have the shape of this network."""
+        if tuple(tensor.shape) != spec.shape:
+            raise CheckpointError(
+                f"{self.path / layer_file(index, 0)}: {spec.name} has shape {list(tensor.shape)}, this model's is "
+                f"{list(spec.shape)} over all tensor ranks; the checkpoint is of another model"
+            )
 
     def _adapters_of(self, index: int, spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
         """Return the stored adapters A and B that are added to a weight; none if there are none to add."""

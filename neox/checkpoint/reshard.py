@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,47 +11,60 @@ from neox.architecture import ParameterSpec
 from neox.errors import CheckpointError
 from neox.parallel import shard
 
-OnDrift = Literal["refuse", "average"]
 
-
-def join(spec: ParameterSpec, parts: Sequence[Tensor], *, where: str, on_drift: OnDrift = "refuse") -> Tensor:
+def join(spec: ParameterSpec, parts: Sequence[Tensor], *, where: str) -> Tensor:
     """Join the tensor ranks' values of one parameter.
 
     Args:
         spec: The parameter.
-        parts: Value of each tensor rank. A split parameter is merged. A `summed_in_neox` bias is added up in fp32. A
-            replicated parameter must be equal on every rank.
+        parts: Value of each tensor rank. A split parameter is merged. A `summed_in_neox` bias is added up in fp32. The
+            copies of a replicated parameter are averaged in fp32 where they differ.
         where: File or directory, for messages.
-        on_drift: Treatment of replicated values that differ; "average" takes their mean.
 
     Returns:
         The full tensor.
 
     Raises:
-        CheckpointError: If replicated values differ.
+        CheckpointError: If replicated values have different shapes.
     """
     if len(parts) == 1:
         return parts[0]
     if spec.partition_dim is not None:
         return merge(spec, parts)
-    dtype = parts[0].dtype
+    shapes = {tuple(part.shape) for part in parts}
+    if len(shapes) > 1:
+        raise CheckpointError(
+            f"{where}: {spec.name} is the same on every tensor rank of one model, but here it has the shapes "
+            f"{', '.join(str(list(shape)) for shape in sorted(shapes))}: the files are of several models"
+        )
     if spec.summed_in_neox:
-        return _stacked(parts).sum(0).to(dtype)
-    if all(torch.equal(parts[0], part) for part in parts[1:]):
-        return parts[0]
-    if on_drift == "average":
-        return _stacked(parts).mean(0).to(dtype)
-    values = _stacked(parts)
-    largest = (values[1:] - values[0]).abs().max().item()
-    raise CheckpointError(
-        f"{where}: {spec.name} should be the same on every tensor rank, but the {len(parts)} copies differ by up to "
-        f"{largest:.3g}: the run that wrote it let them drift apart; on_drift='average' takes their mean"
-    )
+        return _stacked(parts).sum(0).to(parts[0].dtype)
+    return mean_of_copies(parts)
+
+
+def mean_of_copies(copies: Sequence[Tensor]) -> Tensor:
+    """Return the mean of the tensor ranks' copies of a replicated value; bit for bit the value where they are equal.
+
+    In gpt-neox nothing keeps the copies of norms and biases equal. Each rank of GPT-NeoX-20B has its own, and so have
+    the networks that its files are converted to: their mean.
+    """
+    if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+        return copies[0]
+    return _stacked(copies).mean(0).to(copies[0].dtype)
+
+
+def spread(copies: Sequence[Tensor]) -> float:
+    """Return the largest difference between the tensor ranks' copies of an element; 0 if all are equal."""
+    if all(torch.equal(copies[0], copy) for copy in copies[1:]):
+        return 0.0
+    values = _stacked(copies)
+    return float((values.amax(0) - values.amin(0)).max())
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Return parts [...] as one fp32 tensor [number of parts, ...]."""
-    return torch.stack([part.float() for part in parts])
+    """Return parts [...] as one tensor [number of parts, ...], in fp32 or more."""
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    return torch.stack([part.to(dtype) for part in parts])
 
 
 def joined_shape(spec: ParameterSpec, parts: Sequence[Tensor]) -> tuple[int, ...]:

@@ -100,6 +100,7 @@ def rewrite(
                 write_full_layer(staged, layer, state, tp_size)
                 reader.release()
                 bar.update(layer.numel)
+        reader.note_averages()
         for rank in range(tp_size * pp_size):
             write_client_state(staged, rank, {"iteration": iteration, **identity})
         if config is not None:

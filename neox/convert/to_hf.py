@@ -20,7 +20,6 @@ from neox.checkpoint import (
     damaged_weights,
     find_chat_template,
 )
-from neox.checkpoint.reshard import OnDrift
 from neox.config import NeoXConfig
 from neox.convert.exported_weights import Export, PlannedTensor, plan_tensors, write_weights
 from neox.convert.hf_directory import (
@@ -75,7 +74,6 @@ def to_hf(
     verify_text: str | None = None,
     tokenizer_file: str | Path | None = None,
     max_shard_bytes: int = 5_000_000_000,
-    average_replicas: bool = False,
     overwrite: bool = False,
     hf_architecture: str | None = None,
     weights: LoadedWeights = "trained",
@@ -95,8 +93,6 @@ def to_hf(
         verify_text: Text to compare on.
         tokenizer_file: Vocabulary file instead of the configuration's.
         max_shard_bytes: Largest safetensors file.
-        average_replicas: Whether replicated weights whose copies differ between tensor ranks are averaged instead of
-            refused.
         overwrite: Whether `output_dir` is replaced.
         hf_architecture: Key of `FAMILIES`; None takes that of the configuration, or the first that can express the
             model.
@@ -111,7 +107,7 @@ def to_hf(
     family = choose_family(config, hf_architecture)
     output = Path(output_dir)
     refuse_used_directory(output, overwrite=overwrite)
-    reader, plan = _open(checkpoint_at(Path(input_dir)), config, weights, average_replicas=average_replicas)
+    reader, plan = _open(checkpoint_at(Path(input_dir)), config, weights)
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
     template = _chat_template(config, reader, source)
     rows = _vocabulary_rows(config, reader, source, trim=trim_vocab)
@@ -133,6 +129,7 @@ def to_hf(
             tokens, origin = verification_tokens(source.tokenizer if source else None, rows, length, verify_text)
             check = compare_logits(reader, config, partial, tokens, origin)
             _refuse_other_logits(check, export)
+        reader.note_averages()
         card = model_card(
             name=output.name,
             family=family,
@@ -184,16 +181,13 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
     raise ConfigError("\n".join(lines))
 
 
-def _open(
-    input_dir: Path, config: NeoXConfig, weights: LoadedWeights, *, average_replicas: bool
-) -> tuple[CheckpointReader, RunPlan]:
+def _open(input_dir: Path, config: NeoXConfig, weights: LoadedWeights) -> tuple[CheckpointReader, RunPlan]:
     """Open a checkpoint with the plan of the configuration's network. The vocabulary has the stored size."""
-    on_drift: OnDrift = "average" if average_replicas else "refuse"
     with refusals():
         reader = CheckpointReader(input_dir)
         plan = single_rank_plan(config, reader.vocabulary_rows)
         check_same_model(input_dir, reader.args, plan)
-        return CheckpointReader(input_dir, plan.layers, on_drift=on_drift, weights=weights), plan
+        return CheckpointReader(input_dir, plan.layers, weights=weights), plan
 
 
 def _dtype(reader: CheckpointReader, precision: Precision | None, weights: LoadedWeights) -> torch.dtype | None:

@@ -102,6 +102,7 @@ def read_weights(
                 )
             tensors[name] = shared
         fill_layer(layer, tensors)
+    reader.note_averages()
 
 
 def _fetch_layers(path: Path, indices: Collection[int]) -> None:
@@ -130,6 +131,8 @@ def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, p
             else:
                 tensors[name] = frozen.shard(index, name, grid.tp_rank, grid.tp_size)
         fill_layer(layer, tensors)
+    trained.note_averages()
+    frozen.note_averages()
 
 
 @torch.no_grad()

@@ -72,6 +72,7 @@ def load_model(
         for index in sorted(wanted)
         if plan.layers[index].kind != "identity"
     }
+    reader.note_averages()
     if grid.rank == 0:
         kind = "averaged weights" if plan.config.checkpoint.load_weights == "ema" else "weights"
         _log.info("%s of %s in %s on %s", kind, checkpoint, precision, device)

@@ -1,0 +1,158 @@
+"""gpt-neox's checkpoints of several years, against networks that are computed from the same files in plain torch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from neox.checkpoint import CheckpointReader, average_checkpoints, open_checkpoint, reshard
+from neox.checkpoint.inspection import tensor_stats
+from neox.config import NeoXConfig
+from neox.generation.load import load_model
+from neox.parallel import ParallelGrid
+from neox.plan import RunPlan, resolve
+from tests.distributed.spawn import run_ranks
+from tests.field.gpt_neox_files import Layers, Network, logits, mean_files, random_files, write, write_tokenizer
+
+IDS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(5))
+SUMMED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
+
+
+def plan_of(network: Network, directory: Path, **changes: object) -> RunPlan:
+    """Return the plan of a network on one rank."""
+    config = NeoXConfig.from_flat(network.config(directory / "tokenizer.json", **changes))
+    return resolve(config, 1, 100)
+
+
+def shards(network: Network, reader: CheckpointReader, ranks: int) -> list[Layers]:
+    """Return what tensor ranks read, as gpt-neox's files would hold it: a sum is on rank 0 and nowhere else."""
+    found: list[Layers] = []
+    for rank in range(ranks):
+        layers: Layers = {}
+        for layer in reader.layers.weight_layers:
+            layers[layer.index] = reader.layer_shard(layer.index, rank, ranks)
+            for name in SUMMED:
+                if network.parallel and rank and name in layers[layer.index]:
+                    layers[layer.index][name] = torch.zeros_like(layers[layer.index][name])
+        found.append(layers)
+    return found
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_ranks_that_drifted_apart_load_at_every_degree(tmp_path, caplog, parallel):
+    """GPT-NeoX-20B's norms differ between its tensor ranks (gpt-neox#615, #983, PR 466; transformers#15642).
+
+    gpt-neox's ranks each load their own copy. Its tools for other degrees take the mean.
+    """
+    network = Network(parallel=parallel)
+    files = random_files(network, 2, drift=0.02)
+    path = write(network, files, tmp_path)
+    mean = logits(network, mean_files(network, files), IDS)
+    expected = {1: mean, 2: logits(network, files, IDS), 4: mean}
+    assert (expected[1] - expected[2]).abs().max() > 1e-4
+    plan = plan_of(network, tmp_path)
+    for ranks, right in expected.items():
+        caplog.clear()
+        reader = CheckpointReader(path, plan.layers)
+        assert_same(logits(network, shards(network, reader, ranks), IDS), right)
+        reader.note_averages()
+        if ranks == 2:
+            assert not caplog.records
+        else:
+            (note,) = caplog.records
+            assert note.levelno == logging.WARNING
+            for name in ("input_layernorm.weight", "norm.bias", "0.02", *([] if parallel else SUMMED)):
+                assert name in note.getMessage()
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_ranks_that_drifted_apart_generate(tmp_path, caplog, parallel):
+    network = Network(parallel=parallel)
+    files = random_files(network, 2, drift=0.02)
+    path = write(network, files, tmp_path)
+    model = load_model(plan_of(network, tmp_path), path, ParallelGrid.single(), torch.device("cpu"))
+    with torch.inference_mode():
+        found = model.network.head.logits(model.hidden(IDS))
+    assert_same(found, logits(network, mean_files(network, files), IDS))
+    assert any("input_layernorm.weight" in record.getMessage() for record in caplog.records)
+
+
+def test_tools_read_the_mean_of_ranks_that_drifted_apart(tmp_path, caplog):
+    """Resharding, averaging and inspection follow the same rule as export."""
+    network = Network(parallel=False)
+    files = random_files(network, 2, drift=0.02)
+    path = write(network, files, tmp_path / "a")
+    config = NeoXConfig.from_flat(network.config(tmp_path / "tokenizer.json"))
+    mean = logits(network, mean_files(network, files), IDS)
+    plan = plan_of(network, tmp_path)
+    written = reshard(open_checkpoint(path, config=config), tmp_path / "b", tp_size=4, pp_size=1)
+    assert_same(logits(network, shards(network, CheckpointReader(written, plan.layers), 1), IDS), mean)
+    again = write(network, files, tmp_path / "c", step=20)
+    readers = [open_checkpoint(one, config=config) for one in (path, again)]
+    averaged = average_checkpoints(readers, [0.5, 0.5], tmp_path / "d", tp_size=2, pp_size=1)
+    assert_same(logits(network, shards(network, CheckpointReader(averaged, plan.layers), 1), IDS), mean)
+    assert len(list(tensor_stats(open_checkpoint(path, config=config)))) == 28
+    assert sum("input_layernorm.weight" in record.getMessage() for record in caplog.records) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [True, False])
+def test_ranks_that_drifted_apart_are_exported(tmp_path, caplog, parallel):
+    from transformers import AutoModelForCausalLM
+
+    from neox.convert import to_hf
+
+    network = Network(parallel=parallel)
+    files = random_files(network, 2, drift=0.02)
+    path = write(network, files, tmp_path)
+    config = NeoXConfig.from_flat(network.config(write_tokenizer(tmp_path / "tokenizer.json")))
+    to_hf(path, config, tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        assert_same(model(IDS).logits, logits(network, mean_files(network, files), IDS))
+    assert any("input_layernorm.weight" in record.getMessage() for record in caplog.records)
+
+
+def trained_logits(plan: RunPlan, ids: Tensor) -> Tensor:
+    """Return the logits of a training that has just loaded its weights, on one rank."""
+    from neox.engine import initialize_distributed, open_engine
+    from neox.parallel import gather_last_dim
+
+    grid, device = initialize_distributed(plan)
+    engine = open_engine(plan, grid, device)
+    return gather_last_dim(engine.logits(ids), grid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_that_drifted_apart_are_trained(tmp_path, parallel, ranks):
+    """The README's `load: 20B_checkpoints` with `finetune: true`, at every tensor degree."""
+    network = Network(parallel=parallel)
+    files = random_files(network, 2, drift=0.02)
+    write(network, files, tmp_path / "20B_checkpoints")
+    load = {"load": str(tmp_path / "20B_checkpoints"), "finetune": True, "model_parallel_size": ranks}
+    config = NeoXConfig.from_flat(network.config(write_tokenizer(tmp_path / "tokenizer.json"), **load))
+    used = files if ranks == 2 else mean_files(network, files)
+    found = run_ranks(ranks, trained_logits, resolve(config, ranks, 100), IDS)
+    assert_same(found[0], logits(network, used, IDS))
+
+
+def test_files_of_two_models_are_refused(tmp_path):
+    from neox.errors import CheckpointError
+    from tests.errors import raises_naming
+
+    network = Network()
+    files = random_files(network, 2)
+    files[1][2]["input_layernorm.weight"] = torch.ones(16)
+    path = write(network, files, tmp_path)
+    with raises_naming(CheckpointError, "input_layernorm.weight", "layer_02-model_00"):
+        CheckpointReader(path, plan_of(network, tmp_path).layers).full(2, "input_layernorm.weight")
