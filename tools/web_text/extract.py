@@ -20,7 +20,7 @@ from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings
 
 _KEY = "html"
 _NO_TEXT = ("script", "style", "noscript", "template")
-_PAGE_KEYS = (_KEY, "charset", "too_large")
+_PAGE_KEYS = (_KEY, "charset", "too_large", "unreadable", "truncated")
 
 
 class ExtractSettings(Settings):
@@ -58,6 +58,8 @@ def build_extract(settings: ExtractSettings) -> DocumentFunction:
         kept = without(record, *_PAGE_KEYS)
         if record.get("too_large") or len(html) > settings.max_page_mb << 20:
             return [Outcome(kept, "page too large")]
+        if "unreadable" in record:
+            return [Outcome(kept, record["unreadable"])]
         if isinstance(html, bytes):
             html = decode_page(html, record.get("charset"))
         text: str | None = html
@@ -68,7 +70,10 @@ def build_extract(settings: ExtractSettings) -> DocumentFunction:
                 return [Outcome(kept, f"extractor failed: {type(error).__name__}")]
         text = (text or "").replace("\0", "").strip()
         dropped = None if text else "no text"
-        return [Outcome({"text": text, **kept}, dropped)]
+        changed: tuple[str, ...] = ()
+        if record.get("truncated") and text:
+            changed = ("truncated by its crawler",)
+        return [Outcome({"text": text, **kept}, dropped, changed)]
 
     return extract
 

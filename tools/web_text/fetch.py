@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
-import zlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 from protego import Protego
 
 from tools.web_text.addresses import PrivateAddressError, PublicResolver, is_literal, may_contact
-from tools.web_text.pages import PAGE_TYPES, content_type
+from tools.web_text.charsets import byte_order_mark, decode
+from tools.web_text.http_body import (
+    BodyError,
+    DamagedBody,
+    content_type,
+    decoded_body,
+    is_binary,
+    most_bytes,
+    sniffed_type,
+)
+from tools.web_text.pages import PAGE_TYPES
 
 if TYPE_CHECKING:
     from tools.web_text.download import DownloadSettings
@@ -26,10 +36,11 @@ _RETRIED = (429, 500, 502, 503, 504)
 _PIECE_BYTES = 1 << 16
 _MIB = 1 << 20
 _WINDOW_OF_URLS = 16  # URLs begun, for each URL that may be fetched at once
-_ROBOTS_BYTES = 1 << 19
+_ROBOTS_BYTES = 500 << 10  # that are read (RFC 9309, 2.5)
+_LARGEST_ROBOTS = 8 << 20
 _ROBOTS_KEPT = 10_000
 _LONGEST_CRAWL_DELAY = 30.0
-_PROBED_BYTES = 1024
+_CONTACT = re.compile(r"\+?https?://[^\s;)]+|\S+@\S+")
 
 
 class Refused(Exception):
@@ -84,6 +95,7 @@ class Fetcher:
     def __init__(self, settings: DownloadSettings, urls: Iterator[str]) -> None:
         self._settings = settings
         self._networks = settings.networks()
+        self._robot = _CONTACT.sub("", settings.user_agent)  # a group of robots.txt may have the name in an address
         self._urls = urls
         self._pending: deque[_Pending] = deque()
         self._hosts: dict[str, _Host] = {}
@@ -203,13 +215,14 @@ class Fetcher:
             raise Retry(f"status {response.status}")
         if response.status != 200:
             raise Refused(f"status {response.status}")
-        media_type, charset = content_type(response.headers.get("Content-Type", ""))
-        if types and media_type not in types:
+        media_type, charset = content_type(", ".join(response.headers.getall("Content-Type", [])))
+        if types and media_type and media_type not in types:
             raise Refused("not a page")
-        if (response.content_length or 0) > limit:
+        if (response.content_length or 0) > most_bytes(limit):
             raise Refused("too large")
         body = await _body(response, limit)
-        if types and b"\0" in body[:_PROBED_BYTES] and not body.startswith((b"\xff\xfe", b"\xfe\xff")):
+        media_type = media_type or sniffed_type(body)
+        if types and (media_type not in types or is_binary(body, media_type, charset)):
             raise Refused("not a page")
         headers = tuple((name, value) for name, value in response.headers.items())
         return Page(str(response.url), media_type, charset, headers, body)
@@ -246,9 +259,9 @@ class Fetcher:
         rules = await asyncio.shield(task)
         if isinstance(rules, str):
             raise Refused(rules)
-        if not rules.can_fetch(url, self._settings.user_agent):
+        if not rules.can_fetch(url, self._robot):
             raise Refused("robots.txt")
-        return min(float(rules.crawl_delay(self._settings.user_agent) or 0), _LONGEST_CRAWL_DELAY)
+        return min(float(rules.crawl_delay(self._robot) or 0), _LONGEST_CRAWL_DELAY)
 
     async def _fetch_robots(self, origin: str) -> Protego | str:
         """Return the rules of a host, or the reason why nothing may be fetched.
@@ -256,7 +269,7 @@ class Fetcher:
         Everything is allowed if there is no file, and nothing if the server fails (RFC 9309).
         """
         try:
-            page = await self._follow(f"{origin}/robots.txt", _ROBOTS_BYTES, robots=False, types=())
+            page = await self._follow(f"{origin}/robots.txt", _LARGEST_ROBOTS, robots=False, types=())
         except Refused as error:
             reason = str(error)
             if reason.startswith("status 4") and reason != "status 429":
@@ -264,7 +277,7 @@ class Fetcher:
             if reason in ("private address", "host not found", "malformed URL"):
                 return reason
             return f"robots.txt: {reason}"
-        return Protego.parse(page.body.decode("utf-8", "replace"))
+        return Protego.parse(_robots_text(page.body))
 
 
 def _origin_and_host(url: str) -> tuple[str, str]:
@@ -293,33 +306,43 @@ def _refusals() -> Iterator[None]:
         raise Refused("TLS") from None
     except (aiohttp.InvalidURL, UnicodeError):
         raise Refused("malformed URL") from None
-    except (aiohttp.ClientPayloadError, zlib.error):
+    except aiohttp.ClientPayloadError:
         raise Retry("incomplete or damaged") from None
     except (aiohttp.ClientError, OSError, ValueError):
         raise Retry("connection failed") from None
 
 
 async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Return the decompressed content. Never decompresses more than the limit. Raises Refused."""
-    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("gzip", "x-gzip", "deflate", "identity", ""):
-        raise Refused("unknown content encoding")
-    decoder: Any = None
-    if encoding not in ("identity", ""):
-        decoder = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    """Return the decoded content. Never decompresses much more than the limit. Raises Refused."""
     parts: list[bytes] = []
     size = 0
     async for data in response.content.iter_chunked(_PIECE_BYTES):
-        if decoder is not None:
-            if encoding == "deflate" and not size and data[0] & 0x0F != 8:  # some servers leave zlib's header out
-                decoder = zlib.decompressobj(-zlib.MAX_WBITS)
-            data = decoder.decompress(data, limit + 1 - size)
         size += len(data)
-        if size > limit:
+        if size > most_bytes(limit):
             raise Refused("too large")
         parts.append(data)
-        if decoder is not None and decoder.eof:
-            break
-    if decoder is not None and not decoder.eof:
-        raise Retry("incomplete or damaged")
-    return b"".join(parts)
+    encodings = response.headers.getall("Content-Encoding", [])
+    try:
+        content = decoded_body(b"".join(parts), ", ".join(encodings), limit)
+    except DamagedBody as error:
+        raise Retry(str(error)) from None
+    except BodyError as error:
+        raise Refused(str(error)) from None
+    if len(content) > limit:
+        raise Refused("too large")
+    return content
+
+
+def _robots_text(data: bytes) -> str:
+    """Return the text of a robots.txt: its first 500 KiB, in UTF-8 or as its byte order mark says."""
+    data = data[:_ROBOTS_BYTES]
+    if found := byte_order_mark(data):
+        mark, codec = found
+        data = data[len(mark) :]
+    else:
+        codec = "utf-8"
+        if data[:1] == b"\0":  # UTF-16 without its mark
+            codec = "utf-16-be"
+        elif data[1:2] == b"\0":
+            codec = "utf-16-le"
+    return "\n".join(decode(data, codec).splitlines())

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import codecs
+import gzip
+import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from email.message import Message
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from warcio.archiveiterator import ArchiveIterator
+from warcio.bufferedreaders import DecompressingBufferedReader
+from warcio.exceptions import ArchiveLoadFailed
+
 from neox.corpus import BadInput, Position
 from neox.errors import DataError, os_errors
 from neox.storage import open_file
+from tools.web_text.charsets import byte_order_mark, codec_of, declared_codec, decode, decode_if_it_fits
 from tools.web_text.chunks import Chunk, Place
+from tools.web_text.http_body import (
+    BodyError,
+    content_type,
+    decoded_body,
+    is_binary,
+    most_bytes,
+    sniffed_type,
+    without_chunks,
+)
 from tools.web_text.step import Record
 
 WARC_SUFFIXES = (".warc", ".warc.gz")
@@ -22,44 +37,35 @@ PAGE_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 _CHUNK_BYTES = 1 << 20
 _CHUNK_RECORDS = 256
 _READ_BYTES = 1 << 18
-# Encodings that browsers read as another one (WHATWG's encoding standard).
-_BROWSERS = {"iso8859-1": "cp1252", "ascii": "cp1252"}
-
-
-def content_type(header: str) -> tuple[str, str | None]:
-    """Return media type and charset of a `Content-Type`; an empty one is HTML."""
-    message = Message()
-    message["Content-Type"] = header or "text/html"
-    return message.get_content_type(), message.get_content_charset()
+_MARK_OF_MEMBER = b"\x1f\x8b\x08"
+_MARK_OF_TEXT = b"\nWARC/1."
 
 
 def decode_page(data: bytes, charset: str | None) -> str:
     """Return the text of a page.
 
-    These charsets are tried: that of the byte order mark, of the header, of the page's own declaration, UTF-8 and
-    Windows-1252. If the page names a charset that does not fit all its bytes, the others become replacement characters.
+    The encoding is that of the byte order mark, of the header, or of the page's own declaration, with labels as
+    browsers read them. If the page names none, it is UTF-8 or Windows-1252. A named one that does not fit all bytes
+    gives way to UTF-8 if that fits, and UTF-8 to what the page declares; else the others become replacement characters.
 
     Args:
         data: The page.
         charset: Charset of the header.
     """
-    from bs4.dammit import EncodingDetector
-
-    _, bom = EncodingDetector.strip_byte_order_mark(data)
-    declared = EncodingDetector.find_declared_encoding(data[:4096], is_html=True)
-    named = None  # the first charset that exists
-    for name in (bom, charset, declared, "utf-8"):
-        with suppress(LookupError, UnicodeError):
-            codec = codecs.lookup(name or "")
-            chosen = _BROWSERS.get(codec.name, codec.name)
-            if named is None:
-                named = chosen
-            if chosen == "utf-8":
-                chosen = "utf-8-sig"
-            return data.decode(chosen)
-    if named is None or not (bom or charset or declared):
-        named = "cp1252"
-    return data.decode(named, "replace")
+    if found := byte_order_mark(data):
+        mark, codec = found
+        return decode(data[len(mark) :], codec)
+    header = codec_of(charset)
+    declared = declared_codec(data)
+    named = header or declared
+    text = decode_if_it_fits(data, named)
+    if text is None and header == "utf-8":
+        text = decode_if_it_fits(data, declared)
+    if text is None and named != "utf-8":
+        text = decode_if_it_fits(data, "utf-8")
+    if text is None:
+        text = decode(data, named or "windows-1252")
+    return text
 
 
 def warc_reader(
@@ -73,7 +79,8 @@ def warc_reader(
     Args:
         files: Paths of `.warc` or `.warc.gz` files.
         start: Number of the first file, and the position in it: number of the record, byte of the file.
-        max_bytes: Longest page; the record of a longer one has `too_large` and no content.
+        max_bytes: Longest page; the record of a longer one has `too_large` and no content. That of a page whose content
+            cannot be decoded has `unreadable`, the reason.
         consumed: Function that is called with the number of bytes newly read.
 
     Raises:
@@ -122,63 +129,235 @@ def html_reader(
 def _file_chunks(
     path: str, file: Any, number: int, at: Position, max_bytes: int, consumed: Callable[[int], Any]
 ) -> Iterator[Chunk]:
-    from warcio.archiveiterator import ArchiveIterator
-    from warcio.exceptions import ArchiveLoadFailed
-
     held: list[Record] = []
     size = 0  # of the pages held
     count = at.line
     bad: list[BadInput] = []
     reported = at.offset
-    iterator = ArchiveIterator(file, arc2warc=True)
     empty = True
-    try:
-        for entry in iterator:
-            empty = False
-            offset = iterator.offset
-            if size >= _CHUNK_BYTES or len(held) >= _CHUNK_RECORDS:
-                consumed(offset - reported)
-                reported = offset
-                yield Chunk(tuple(held), (), (number, Position(count, offset)))
-                held = []
-                size = 0
-            count += 1
-            record = _page(entry, max_bytes)
-            if record is None:
-                continue
-            size += len(record["html"])
-            if getattr(entry.raw_stream, "limit", 0) and "too_large" not in record:  # bytes that did not come
-                bad.append(BadInput(path, count - 1, offset, "the WARC record is truncated"))
-                continue
-            held.append(record)
-    except (ArchiveLoadFailed, EOFError, UnicodeError, ValueError) as error:
-        bad.append(BadInput(path, count, None, f"the rest is damaged or no WARC ({str(error).strip()[:200]})"))
-    if empty and not bad:
+    for offset, found in _Archive(file).records(partial(_page, max_bytes=max_bytes)):
+        empty = False
+        if size >= _CHUNK_BYTES or len(held) >= _CHUNK_RECORDS:
+            consumed(offset - reported)
+            reported = offset
+            yield Chunk(tuple(held), tuple(bad), (number, Position(count, offset)))
+            held = []
+            size = 0
+            bad = []
+        if isinstance(found, str):
+            bad.append(BadInput(path, count, offset, found))
+            continue
+        count += 1
+        if found is not None:
+            held.append(found)
+            size += len(found["html"])
+    if empty:
         bad.append(BadInput(path, None, None, "the file holds no WARC record"))
     if held:
         yield Chunk(tuple(held), (), (number, Position(count, file.tell())))
     yield Chunk(None, tuple(bad), (number + 1, Position()))
 
 
+class _Archive:
+    """Records of a WARC file, whose ends are checked. warcio leaves out what it cannot read, or prints a warning."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._offset = file.tell()  # of the record that is read
+        is_compressed = file.read(len(_MARK_OF_MEMBER)) == _MARK_OF_MEMBER
+        file.seek(self._offset)
+        self._mark = _MARK_OF_MEMBER if is_compressed else _MARK_OF_TEXT  # at the start of a record
+        if _is_one_gzip_file(file):
+            self._file = gzip.GzipFile(fileobj=file)
+            self._mark = b""
+        self._open()
+
+    def _open(self) -> None:
+        self._iterator = ArchiveIterator(_Whole(self._file), arc2warc=True)
+        self._iterator.reader = _Members(self._iterator.fh)
+        self._iterator.INC_RECORD = ""  # a warning with the whole line
+
+    def records(self, read: Callable[[Any], Record | None]) -> Iterator[tuple[int, Record | str | None]]:
+        """Yield the place of each record, and what `read` returns for it; or that of a damaged part, and the defect."""
+        while True:
+            try:
+                yield from self._whole_records(read)
+                return
+            except (ArchiveLoadFailed, UnicodeError, ValueError) as error:
+                start = self._offset
+                reason = str(error).strip()[:200]
+            if not self._find_next_record():
+                yield start, f"the rest is damaged or no WARC ({reason})"
+                return
+            yield start, f"{self._offset - start:,} bytes are damaged ({reason})"
+            self._open()
+
+    def _whole_records(self, read: Callable[[Any], Record | None]) -> Iterator[tuple[int, Record | None]]:
+        """Yield records up to the first damaged one. Raises ArchiveLoadFailed or ValueError there."""
+        iterator = self._iterator
+        while True:
+            self._offset = iterator.offset
+            try:
+                entry = next(iterator)
+            except StopIteration:
+                return
+            except AttributeError:  # of warcio
+                raise ArchiveLoadFailed("a record without WARC-Target-URI") from None
+            self._offset = iterator.offset
+            if entry.length is None or entry.rec_headers.get_header("Content-Length") is None:
+                raise ArchiveLoadFailed("a record without Content-Length")
+            found = read(entry)
+            iterator.read_to_end()
+            if getattr(entry.raw_stream, "limit", 0):  # bytes that did not come
+                raise ArchiveLoadFailed("the WARC record is truncated")
+            if iterator.err_count:
+                raise ArchiveLoadFailed("the record does not end where its Content-Length says")
+            yield self._offset, found
+
+    def _find_next_record(self) -> bool:
+        """Go to the next start of a record after the place of a damaged one. Return whether there is one."""
+        if not self._mark:
+            return False
+        at = self._offset + 1
+        self._file.seek(at)
+        tail = b""
+        while data := self._file.read(_READ_BYTES):
+            block = tail + data
+            place = block.find(self._mark)
+            while place >= 0:
+                if self._starts_record(at - len(tail) + place):
+                    return True
+                place = block.find(self._mark, place + 1)
+            at += len(data)
+            self._file.seek(at)
+            tail = block[1 - len(self._mark) :]
+        return False
+
+    def _starts_record(self, offset: int) -> bool:
+        """Go to a record at a place of the mark, if there is one. Return whether there is one."""
+        if self._mark == _MARK_OF_TEXT:
+            self._offset = offset + 1
+            self._file.seek(self._offset)
+            return True
+        self._file.seek(offset)
+        head = b""
+        with suppress(zlib.error):
+            head = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(self._file.read(1024), 16)
+        if not head.startswith(b"WARC/"):
+            return False
+        self._offset = offset
+        self._file.seek(offset)
+        return True
+
+
+class _Whole:
+    """File that raises ArchiveLoadFailed where a compressed file is cut; warcio takes EOFError as its end."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.tell = file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        """Read bytes."""
+        try:
+            data: bytes = self._file.read(size)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ArchiveLoadFailed(str(error)) from error
+        return data
+
+
+class _Members(DecompressingBufferedReader):  # type: ignore[misc]
+    """Reader of a file with a gzip member for each record, or of one that is not compressed."""
+
+    decompressor: Any
+
+    def _process_read(self, data: bytes) -> None:
+        """Take the next bytes of the file. Raises ArchiveLoadFailed if there are none inside a member."""
+        if not data and self.decompressor is not None and self.num_fed and not self.decompressor.eof:
+            raise ArchiveLoadFailed("the compressed record is truncated")
+        self.num_fed += len(data)
+        super()._process_read(data)
+
+    def _init_decomp(self, decomp_type: str | None) -> None:
+        self.num_fed = 0  # bytes of the member
+        super()._init_decomp(decomp_type)
+
+    def _decompress(self, data: bytes) -> bytes:
+        """Decompress bytes. Raises ArchiveLoadFailed if they are damaged."""
+        if self.decompressor is None:
+            return data
+        if self.num_read == 0 and self.num_fed == len(data) and not data.startswith(b"\x1f\x8b"):
+            self.decompressor = None  # the file is not compressed
+            return data
+        try:
+            return bytes(self.decompressor.decompress(data))
+        except zlib.error as error:
+            raise ArchiveLoadFailed(f"the compressed record is damaged: {error}") from error
+
+
+def _is_one_gzip_file(file: Any) -> bool:
+    """Return whether a file, at its start, is one gzip member with several records, not a member for each."""
+    if file.tell():
+        return False
+    head = file.read(_READ_BYTES)
+    file.seek(0)
+    if not head.startswith(b"\x1f\x8b"):
+        return False
+    decoder = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    with suppress(zlib.error):
+        text = decoder.decompress(head, _READ_BYTES)
+        first, end, _ = text.partition(b"\r\n\r\n")
+        length = re.search(rb"(?im)^content-length:\s*(\d+)\s*$", first)
+        if end and length:
+            rest = text[len(first) + len(end) + int(length[1]) :].lstrip(b"\r\n")
+            return rest.startswith(b"WARC/")
+    return False
+
+
 def _page(entry: Any, max_bytes: int) -> Record | None:
     """Return the page of a WARC record; None if it holds none."""
-    url = entry.rec_headers.get_header("WARC-Target-URI")
-    if entry.rec_type == "conversion":  # Common Crawl's WET: text
-        kind, charset = content_type("text/plain; charset=utf-8")
-    elif entry.rec_type in ("response", "resource"):
-        headers = entry.http_headers or entry.rec_headers
-        kind, charset = content_type(headers.get_header("Content-Type") or "")
-        failed = entry.http_headers and entry.http_headers.get_statuscode() != "200"
-        if failed or kind not in PAGE_TYPES:
-            return None
-    else:
+    content = _content_type(entry)
+    kind, charset = content_type(content or "")
+    if content is None or (kind and kind not in PAGE_TYPES):
         return None
-    stream = entry.content_stream()
+    url = entry.rec_headers.get_header("WARC-Target-URI")
     parts: list[bytes] = []
     size = 0
-    for part in iter(partial(stream.read, _READ_BYTES), b""):
+    for part in iter(partial(entry.raw_stream.read, _READ_BYTES), b""):
         size += len(part)
-        if size > max_bytes:
+        if size > most_bytes(max_bytes):
             return {"url": url, "html": b"", "too_large": True}
         parts.append(part)
-    return {"url": url, "html": b"".join(parts), "content_type": kind, "charset": charset}
+    try:
+        body = _content(b"".join(parts), entry.http_headers, max_bytes)
+    except BodyError as error:
+        return {"url": url, "html": b"", "unreadable": str(error)}
+    if len(body) > max_bytes:
+        return {"url": url, "html": b"", "too_large": True}
+    kind = kind or sniffed_type(body)
+    if not kind or is_binary(body, kind, charset):
+        return {"url": url, "html": b"", "unreadable": "not a page"}
+    record = {"url": url, "html": body, "content_type": kind, "charset": charset}
+    if entry.rec_headers.get_header("WARC-Truncated"):
+        record["truncated"] = True
+    return record
+
+
+def _content_type(entry: Any) -> str | None:
+    """Return the `Content-Type` of the page in a WARC record, perhaps empty; None if the record holds no page."""
+    if entry.rec_type == "conversion":  # Common Crawl's WET: text
+        return "text/plain; charset=utf-8"
+    if entry.rec_type not in ("response", "resource"):
+        return None
+    if entry.http_headers and entry.http_headers.get_statuscode() != "200":
+        return None
+    return (entry.http_headers or entry.rec_headers).get_header("Content-Type") or ""
+
+
+def _content(body: bytes, headers: Any, max_bytes: int) -> bytes:
+    """Return what a body holds by its HTTP headers, if there are any. Raises BodyError."""
+    if not headers:
+        return body
+    if (headers.get_header("Transfer-Encoding") or "").lower().endswith("chunked"):
+        body = without_chunks(body)
+    return decoded_body(body, headers.get_header("Content-Encoding") or "", max_bytes, archived=True)
