@@ -65,11 +65,11 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
             _log.info(
                 "distributed_backend: %s needs GPUs, which this machine does not have; %s is used", asked, backend
             )
-        deepspeed.init_distributed(
-            dist_backend=backend, timeout=_patience(plan), auto_mpi_discovery=False, verbose=False
-        )
-    else:
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        # DeepSpeed would bind the device to the group. NCCL then runs all messages of a group on one stream, in the
+        # order in which a rank asks for them, and a stage that expects its next message before it sends waits for ever.
+        # Without a bound device each pair of ranks has a communicator of its own.
+        dist.init_process_group(backend, timeout=_patience(plan))
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     for name in invented:  # a child process must not take this process's port for its own
         os.environ.pop(name, None)
     grid = ParallelGrid.build(plan.grid)
