@@ -18,9 +18,11 @@ from neox.architecture.choices import (
 from neox.architecture.experts import BALANCE_LOSS, DROPPED, LARGEST_SHARE, ROUTERS, Z_LOSS, RouterName
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import (
+    FLEX_HEAD_DIM,
     FP8_MULTIPLE,
     LOSS_CHUNK,
     MASKED_QUERY_BLOCK,
+    MASKED_QUERY_CHUNK,
     MASKED_SCORES,
     MOST_BLOCKED,
     QUERY_BLOCK,
@@ -54,7 +56,9 @@ __all__ = [
     "GATED_KINDS",
     "LARGEST_SHARE",
     "LOSS_CHUNK",
+    "FLEX_HEAD_DIM",
     "MASKED_QUERY_BLOCK",
+    "MASKED_QUERY_CHUNK",
     "MASKED_SCORES",
     "MLPS",
     "MOST_BLOCKED",

@@ -26,5 +26,11 @@ MASKED_SCORES: Final = 2**19
 LOSS_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"cpu": 2**21, "cuda": 2**27})
 """Logits that head and cross entropy hold at once: what stays in a CPU's cache, what keeps a GPU busy."""
 
+FLEX_HEAD_DIM: Final = 16
+"""Least width of a head for FlexAttention's kernel of GPUs."""
+
+MASKED_QUERY_CHUNK: Final = 1024
+"""Queries that a GPU compares at once with the keys of a window when it reads a prompt."""
+
 FP8_MULTIPLE: Final = 16
 """Every dimension of a matrix product in fp8 is a multiple of this on a GPU (cuBLAS)."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from neox.architecture import FLEX_HEAD_DIM, Architecture, settings_of
 from neox.architecture import POSITIONS as POSITION_TRAITS
-from neox.architecture import Architecture, settings_of
 from neox.config.sections.training import RecomputedPart
 from neox.model.cache import CacheForm
 from neox.model.context import BlockContext
@@ -116,6 +116,7 @@ class SelfAttention(nn.Module):
         self.kv_heads_here = kv_heads // grid.tp_size
         self.attended_heads = architecture.attended_heads // grid.tp_size
         self.head_dim = architecture.head_dim
+        self.value_width = self.head_dim
         self.dropout = dropout
         self.score_scale = architecture.attention_scale or 1.0 / math.sqrt(self.head_dim)
         self.softmax_scale = 1.0
@@ -413,9 +414,13 @@ class SelfAttention(nn.Module):
 
     @property
     def takes_block_masks(self) -> bool:
-        """Whether the flash path computes these pairs by block now: it has neither dropout nor a bias of scores."""
+        """Whether the flash path computes these pairs by block now.
+
+        FlexAttention's kernel of GPUs has neither dropout nor a bias of scores, and no narrow heads.
+        """
         drops = self.training and self.dropout > 0.0
-        return self.impl == "flash" and not drops and not self.adds_bias
+        wide_enough = min(self.head_dim, self.value_width) >= FLEX_HEAD_DIM
+        return self.impl == "flash" and not drops and not self.adds_bias and wide_enough
 
     def _cache_mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Return which queries, at positions [S] or [B, S], see which keys, at [L] or [B, L].

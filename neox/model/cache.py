@@ -9,12 +9,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neox.architecture import Architecture
 from neox.errors import NeoXError
-from neox.ops import VisiblePairs, blocked_attention, explicit_attention, masked_bias, window_rule
+from neox.ops import (
+    VisiblePairs,
+    attention_by_chunks,
+    blocked_attention,
+    dot_product_attention,
+    explicit_attention,
+    masked_bias,
+    window_rule,
+)
 
 
 class CacheForm(NamedTuple):
@@ -275,15 +282,8 @@ class LayerCache(NamedTuple):
                 q.transpose(1, 2), self.keys, self.values, scale=scale, mask=mask, softcap=softcap, sinks=sink_scores
             )
             return out.transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            self.keys,
-            self.values,
-            attn_mask=mask,
-            is_causal=self.causal and mask is None,
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
+        causal = self.causal and mask is None
+        out = dot_product_attention(q.transpose(1, 2), self.keys, self.values, mask, scale, causal=causal)
         return out.transpose(1, 2)
 
 
@@ -346,9 +346,7 @@ class RingLayer(NamedTuple):
             held = held_indices(torch.arange(filled, device=q.device), slots, self.length)
             mask = (held >= self.start.unsqueeze(1))[:, None, None]  # [B, 1, 1, filled]
         keys, values = self.pairs[:, :, :, :filled].unbind(2)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != keys.shape[1]
-        )
+        out = dot_product_attention(q.transpose(1, 2), keys, values, mask, scale)
         return out.transpose(1, 2)
 
     def _attend_by_blocks(self, q: Tensor, new: Tensor, scale: float) -> Tensor:
@@ -368,7 +366,11 @@ class RingLayer(NamedTuple):
             starts = torch.where(indices >= first, first.clamp(min=0), 0)
         seen = VisiblePairs(length, q.device, starts, window_rule(slots), slots)
         keys, values = joined.unbind(2)
-        out = blocked_attention(q.transpose(1, 2), keys, values, seen, scale, queries=[range(old, old + q.shape[1])])
+        queries = range(old, old + q.shape[1])
+        if q.device.type == "cpu":
+            out = blocked_attention(q.transpose(1, 2), keys, values, seen, scale, queries=[queries])
+        else:
+            out = attention_by_chunks(q.transpose(1, 2), keys, values, seen, scale, queries)
         kept = min(slots, length)
         self.pairs.index_copy_(3, torch.arange(end - kept, end, device=q.device) % slots, joined[:, :, :, -kept:])
         return out.transpose(1, 2)

@@ -326,7 +326,10 @@ class _HeadLoss(torch.autograd.Function):
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         total *= scale
         ctx.mark_non_differentiable(total)
-        trained = (total * total.new_tensor(loss.factors)).sum()
+        # Python numbers are arguments of the kernels; a tensor of them would be copied from the host, which waits.
+        trained = torch.zeros((), dtype=torch.float32, device=x.device)
+        for part, factor in zip(total.unbind(), loss.factors, strict=True):
+            trained = trained + part * factor
         return trained, total
 
     @staticmethod

@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import ROPE_SCALINGS, Architecture
-from neox.ops import alibi_slopes, relative_buckets, rotary_factor, rotary_inv_freq, rotary_tables, rotate
+from neox.ops import (
+    alibi_slopes,
+    relative_buckets,
+    rotary_divisors,
+    rotary_factor,
+    rotary_inv_freq,
+    rotary_tables,
+    rotate,
+)
 from neox.parallel import ParallelGrid, mark_split
 
 Tables = tuple[Tensor, ...]
@@ -68,11 +76,13 @@ class PositionEncoding(nn.Module):
 class RotaryEmbedding(PositionEncoding):
     """Rotary positions (RoFormer, arXiv:2104.09864). Holds the buffer `inv_freq` [R/2], fp32, as NeoX's files do.
 
-    With a scaling `by_length` the buffer holds the frequencies of short sequences.
+    With a scaling `by_length` the buffer holds the frequencies of short sequences, and `divisors` (`rotary_divisors`)
+    those from which the frequencies of a batch follow.
     """
 
     name = "rotary_emb"
     inv_freq: Tensor
+    divisors: Tensor
 
     def __init__(
         self, architecture: Architecture, grid: ParallelGrid, device: torch.device | str | None = None, **_: Any
@@ -84,10 +94,12 @@ class RotaryEmbedding(PositionEncoding):
         self.factor = rotary_factor(self.scaling)
         self.by_length = ROPE_SCALINGS[self.scaling.get("rope_type", "default")].by_length
         self.register_buffer("inv_freq", rotary_inv_freq(self.rotary_ndims, self.base, device, self.scaling))
+        self.register_buffer("divisors", rotary_divisors(self.scaling, device), persistent=False)
 
     def reset(self) -> None:
-        """Compute the buffer again, after a module made on the meta device got memory."""
+        """Compute the buffers again, after a module made on the meta device got memory."""
         self.inv_freq.copy_(rotary_inv_freq(self.rotary_ndims, self.base, self.inv_freq.device, self.scaling))
+        self.divisors.copy_(rotary_divisors(self.scaling))
 
     def tables(
         self,
@@ -102,7 +114,9 @@ class RotaryEmbedding(PositionEncoding):
         if self.by_length:
             if lengths is None:
                 lengths = torch.full((1,), keys, device=positions.device)
-            inv_freq = rotary_inv_freq(self.rotary_ndims, self.base, positions.device, self.scaling, lengths)
+            inv_freq = rotary_inv_freq(
+                self.rotary_ndims, self.base, positions.device, self.scaling, lengths, self.divisors
+            )
         cos, sin = rotary_tables(inv_freq, positions, dtype, self.factor)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 

@@ -6,7 +6,14 @@ import torch
 
 from neox.architecture import AttentionImpl
 from neox.ops.activations import ACTIVATIONS
-from neox.ops.attention import core_attention, explicit_attention, masked_bias, unpadded_keys
+from neox.ops.attention import (
+    attention_by_chunks,
+    core_attention,
+    dot_product_attention,
+    explicit_attention,
+    masked_bias,
+    unpadded_keys,
+)
 from neox.ops.attention_scores import largest_score
 from neox.ops.blocked_attention import blocked_attention
 from neox.ops.cross_entropy import label_scores, logits_gradient
@@ -17,7 +24,7 @@ from neox.ops.linear import add_product, linear
 from neox.ops.norms import NORMS
 from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.position_bias import alibi_slopes, relative_buckets
-from neox.ops.rotary import rotary_factor, rotary_inv_freq, rotary_tables, rotate
+from neox.ops.rotary import rotary_divisors, rotary_factor, rotary_inv_freq, rotary_tables, rotate
 from neox.ops.routing import SCORES, Routes, balance_loss, route, sinkhorn, tokens_per_expert, z_loss
 from neox.ops.softcap import softly_capped
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
@@ -49,7 +56,9 @@ __all__ = [
     "block_layout",
     "blocked_attention",
     "block_mask_of",
+    "attention_by_chunks",
     "core_attention",
+    "dot_product_attention",
     "from_experts",
     "grouped_linear",
     "explicit_attention",
@@ -59,6 +68,7 @@ __all__ = [
     "logits_gradient",
     "masked_bias",
     "relative_buckets",
+    "rotary_divisors",
     "rotary_factor",
     "rotary_inv_freq",
     "rotary_tables",

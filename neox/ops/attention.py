@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.architecture import MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
+from neox.architecture import MASKED_QUERY_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
 from neox.ops.blocked_attention import blocked_attention
 from neox.ops.flex import attention_by_block_mask
 from neox.ops.softcap import softly_capped
@@ -101,10 +101,84 @@ def core_attention(
     if causal and mask is None and dropout_p == 0.0 and _goes_by_blocks(q):
         return _attention_in_blocks(q, k, v, scale).transpose(1, 2)
     with context:
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p, causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        out = dot_product_attention(q, k, v, mask, scale, causal=causal and mask is None, dropout_p=dropout_p)
     return out.transpose(1, 2)
+
+
+def dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attend by torch's `scaled_dot_product_attention`: q [B, N, S, D], k [B, K, T, D], v [B, K, T, V] -> [B, N, S, V].
+
+    On GPUs only the flash kernel takes heads of queries that share a head of keys, and it takes no mask, no fp32 and no
+    values of another width. torch's way out would hold all scores in memory. So a single query makes its heads queries
+    of their shared key head, and several queries get a copy of keys and values for each head; then the memory-efficient
+    kernel takes both.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        mask: Pairs that see each other, bool, or a summand of the scaled scores; it broadcasts to [B, N, S, T].
+        scale: Factor of the scores.
+        causal: Whether queries see earlier keys only, if there is no mask.
+        dropout_p: Dropout probability of the attention weights.
+    """
+    shares = q.shape[1] != k.shape[1]
+    flash_takes_it = mask is None and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1]
+    if shares and q.device.type != "cpu" and not flash_takes_it:
+        return _without_shared_heads(q, k, v, mask, scale, causal=causal, dropout_p=dropout_p)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=shares)
+
+
+def _without_shared_heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool, dropout_p: float
+) -> Tensor:
+    """Attend as `dot_product_attention` does, with as many heads of keys as of queries."""
+    batch, heads, queries, width = q.shape
+    groups = heads // k.shape[1]
+    if queries == 1 and not causal:
+        q = q.reshape(batch, -1, groups, width)
+        if mask is not None and mask.shape[1] > 1:  # pairs or summands of each head
+            mask = mask.reshape(mask.shape[0], -1, groups, mask.shape[-1])
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
+        return out.reshape(batch, heads, 1, v.shape[-1])
+    keys = k.repeat_interleave(groups, dim=1)
+    values = v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, keys, values, mask, dropout_p, causal, scale=scale)
+
+
+def attention_by_chunks(q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs, scale: float, queries: range) -> Tensor:
+    """Attend on a GPU within a window: q [B, N, S, D], k and v [B, K, T, D] -> [B, N, S, D]. For generation.
+
+    A chunk of queries takes the keys that its window can reach, and a mask of them. Chunks are large and few: each is
+    a few kernels, and the host reads nothing back.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        pairs: Which queries see which keys, with a `reach`.
+        scale: Factor of the scores.
+        queries: Indices of the queries among the keys.
+    """
+    assert pairs.reach is not None
+    rows = torch.arange(pairs.rows, device=q.device)
+    done = []
+    for start in range(queries.start, queries.stop, MASKED_QUERY_CHUNK):
+        end = min(start + MASKED_QUERY_CHUNK, queries.stop)
+        first = max(0, start - pairs.reach + 1)
+        seen = pairs.part(rows, torch.arange(start, end, device=q.device), torch.arange(first, end, device=q.device))
+        chunk = q[:, :, start - queries.start : end - queries.start]
+        done.append(dot_product_attention(chunk, k[:, :, first:end], v[:, :, first:end], seen, scale))
+    return torch.cat(done, dim=2)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, softmax_scale: float, softcap: float) -> Tensor:

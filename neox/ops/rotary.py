@@ -20,6 +20,7 @@ def rotary_inv_freq(
     device: torch.device | str | None = None,
     scaling: Mapping[str, Any] = MappingProxyType({}),
     lengths: Tensor | None = None,
+    divisors: Tensor | None = None,
 ) -> Tensor:
     """Return the angular frequencies base^(-2i/R), fp32 [R/2], or [..., R/2] if they depend on lengths [...].
 
@@ -30,15 +31,26 @@ def rotary_inv_freq(
         scaling: Settings of one of `neox.architecture.ROPE_SCALINGS`, which change the frequencies.
         lengths: Sequence lengths in tokens, on the same device. Only scalings `by_length` use them; None means at most
             the length in training.
+        divisors: `rotary_divisors` of the same scaling, if it has any. A forward pass gives those that it holds: made
+            here, they would be copied from the host, which waits for the device and cannot be recorded in a CUDA graph.
     """
     exponents = torch.arange(0, rotary_ndims, 2, dtype=torch.float32, device=device) / rotary_ndims
-    scale_by_length = _BY_LENGTH.get(scaling.get("rope_type", "default"))
-    if scale_by_length is not None:
+    kind = scaling.get("rope_type", "default")
+    if kind in _BY_LENGTH:
         if lengths is None:
             lengths = torch.ones((), device=device)
-        return scale_by_length(exponents, base, scaling, lengths.unsqueeze(-1))
+        if divisors is None:
+            divisors = rotary_divisors(scaling, device)
+        return _BY_LENGTH[kind](exponents, base, scaling, lengths.unsqueeze(-1), divisors)
     wavelengths = base**exponents
-    return _SCALINGS[scaling.get("rope_type", "default")](wavelengths, base, scaling)
+    return _SCALINGS[kind](wavelengths, base, scaling)
+
+
+def rotary_divisors(scaling: Mapping[str, Any], device: torch.device | str | None = None) -> Tensor:
+    """Return what LongRoPE divides the frequencies of short and of long sequences by, [2, R/2]; [2, 0] for others."""
+    return torch.tensor(
+        [scaling.get("short_factor", ()), scaling.get("long_factor", ())], dtype=torch.float32, device=device
+    )
 
 
 def rotary_factor(scaling: Mapping[str, Any]) -> float:
@@ -105,7 +117,7 @@ def _yarn(wavelengths: Tensor, base: float, scaling: Mapping[str, Any]) -> Tenso
     return (1.0 / (scaling["factor"] * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
 
 
-def _dynamic(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths: Tensor) -> Tensor:
+def _dynamic(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths: Tensor, divisors: Tensor) -> Tensor:
     """Increase the base with the length, so that the slowest dimension is interpolated (transformers' `dynamic`)."""
     rotary_ndims = 2 * exponents.numel()
     factor = scaling["factor"]
@@ -115,18 +127,18 @@ def _dynamic(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths
     return 1.0 / bases**exponents
 
 
-def _longrope(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths: Tensor) -> Tensor:
+def _longrope(exponents: Tensor, base: float, scaling: Mapping[str, Any], lengths: Tensor, divisors: Tensor) -> Tensor:
     """Divide each frequency by its own factor, which differs for long and short sequences (arXiv:2402.13753)."""
-    short = torch.tensor(scaling["short_factor"], dtype=torch.float32, device=exponents.device)
-    long = torch.tensor(scaling["long_factor"], dtype=torch.float32, device=exponents.device)
+    short, long = divisors.unbind()
     factors = torch.where(lengths > scaling["original_max_position_embeddings"], long, short)
     return 1.0 / (factors * base**exponents)
 
 
-_BY_LENGTH: Mapping[str, Callable[[Tensor, float, Mapping[str, Any], Tensor], Tensor]] = MappingProxyType(
+_BY_LENGTH: Mapping[str, Callable[[Tensor, float, Mapping[str, Any], Tensor, Tensor], Tensor]] = MappingProxyType(
     {"dynamic": _dynamic, "longrope": _longrope}
 )
-"""Scaling -> function of exponents [R/2], base, settings and lengths [..., 1] that returns frequencies [..., R/2]."""
+"""Scaling -> function of exponents [R/2], base, settings, lengths [..., 1] and divisors [2, R/2 or 0] that returns
+frequencies [..., R/2]."""
 
 
 _SCALINGS: Mapping[str, Callable[[Tensor, float, Mapping[str, Any]], Tensor]] = MappingProxyType(

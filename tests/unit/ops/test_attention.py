@@ -7,8 +7,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from neox.ops import ACTIVATIONS, core_attention, rotary_inv_freq, rotary_tables, rotate
+from neox.ops import (
+    ACTIVATIONS,
+    VisiblePairs,
+    attention_by_chunks,
+    core_attention,
+    rotary_inv_freq,
+    rotary_tables,
+    rotate,
+    window_rule,
+)
+from neox.ops.attention import _without_shared_heads
 
 
 def qkv(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -97,3 +108,36 @@ def test_gelus():
     torch.testing.assert_close(ACTIVATIONS["gelu"](x), x * 0.5 * (1 + torch.erf(x / math.sqrt(2))))
     by_hand = 0.5 * (x + 1) * (1 + torch.tanh(0.79788456 * (x + 1) * (1 + 0.044715 * (x + 1) ** 2)))
     torch.testing.assert_close(ACTIVATIONS["gelu_tanh"](x + 1), by_hand, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("mask_heads", [None, 1, 6])
+def test_kernels_without_shared_heads_attend_alike(queries: int, mask_heads: int | None):
+    """On a GPU a single query's heads become queries of their shared key head, and several queries get copies."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, queries, 4, generator=generator)
+    k = torch.randn(2, 2, 9, 4, generator=generator)
+    v = torch.randn(2, 2, 9, 3, generator=generator)
+    mask = None
+    if mask_heads is not None:
+        mask = torch.rand(2, mask_heads, queries, 9, generator=generator) > 0.3
+        mask[..., 0] = True
+    found = _without_shared_heads(q, k, v, mask, 0.7, causal=False, dropout_p=0.0)
+    expected = F.scaled_dot_product_attention(q, k, v, mask, scale=0.7, enable_gqa=True)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("old", [0, 3])
+def test_chunks_of_a_window_equal_all_pairs(old: int, monkeypatch):
+    monkeypatch.setattr("neox.ops.attention.MASKED_QUERY_CHUNK", 4)
+    generator = torch.Generator().manual_seed(0)
+    length = 14
+    q = torch.randn(2, 4, length - old, 4, generator=generator)
+    k = torch.randn(2, 2, length, 4, generator=generator)
+    v = torch.randn(2, 2, length, 4, generator=generator)
+    starts = torch.tensor([[0] * length, [0] * 5 + [5] * (length - 5)])
+    pairs = VisiblePairs(length, q.device, starts, window_rule(3), 3)
+    queries = range(old, length)
+    found = attention_by_chunks(q, k, v, pairs, 0.5, queries)
+    expected = F.scaled_dot_product_attention(q, k, v, pairs.dense([queries]), scale=0.5, enable_gqa=True)
+    torch.testing.assert_close(found, expected)
