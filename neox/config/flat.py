@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from neox.config.keys import ACTIVATION_KEYS, ALIASES
+from neox.config.keys import ACTIVATION_KEYS, ALIASES, UNSUPPORTED_IN_BLOCKS
 from neox.problems import CODE, Problem, Source
 
 # Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
@@ -91,16 +91,21 @@ class FlatKeys:
         if not isinstance(block, Mapping):
             return
         del self.values[ACTIVATION_BLOCK]
+        unsupported = {}
         for inner, value in block.items():
             path = f"{ACTIVATION_BLOCK}.{inner}"
             key = ACTIVATION_KEYS.get(inner)
-            if key is None:
+            if path in UNSUPPORTED_IN_BLOCKS:
+                unsupported[inner] = value
+            elif key is None:
                 self._report_unknown_activation_key(inner)
             elif self.values.setdefault(key, value) != value:
                 other = f"`{key}: {self.values[key]}`"
                 self.report(f"`{path}: {value}` contradicts {other}; remove one", path, key)
             elif path in self.sources:
                 self.sources.setdefault(key, self.sources[path])
+        if unsupported:
+            self.values[ACTIVATION_BLOCK] = unsupported
 
     def _report_unknown_activation_key(self, inner: str) -> None:
         near = get_close_matches(inner, ACTIVATION_KEYS, n=1)

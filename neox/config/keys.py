@@ -1,7 +1,8 @@
 """Table of gpt-neox's flat keys: type, default, status here, and alternative spellings.
 
 `neox_keys.tsv` has a row for every key of gpt-neox v2.0 and later, with gpt-neox's own type and default (as JSON), and
-the section of `neox.config.sections` that it belongs to. The column `status` says what happens to the key here:
+the section of `neox.config.sections` that it belongs to. It also has a row for every key of DeepSpeed that is not a
+field of a section; a dotted one stands in a block. The column `status` says what happens to the key here:
 
 - `works`: the key is a field of that section.
 - `alias`: the key is another spelling of a setting (see `ALIASES`).
@@ -38,10 +39,15 @@ class NeoXKey:
     reason: str
 
     def is_off(self, value: Any) -> bool:
-        """Whether a value asks for nothing: gpt-neox's default, None, or a block that is empty or not enabled."""
-        if value is None or value == self.default:
+        """Whether a value asks for nothing: the owner's default, None, or a block that is empty or not enabled.
+
+        DeepSpeed leaves out values `auto`, which the Hugging Face Trainer fills in.
+        """
+        if value is None or value == self.default or (self.since == "DeepSpeed" and value == "auto"):
             return True
-        return self.type == "dict" and isinstance(value, Mapping) and not value.get("enabled", bool(value))
+        if self.type != "dict" or not isinstance(value, Mapping):
+            return False
+        return not value.get("enabled", value.get("deepcompile", bool(value)))
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,9 @@ NEOX_KEYS: Mapping[str, NeoXKey] = MappingProxyType(_read_table())
 UNSUPPORTED: Mapping[str, NeoXKey] = MappingProxyType(
     {name: key for name, key in NEOX_KEYS.items() if key.status not in ("works", "alias")}
 )
+
+UNSUPPORTED_IN_BLOCKS: tuple[str, ...] = tuple(name for name in UNSUPPORTED if "." in name)
+"""Dotted paths of the keys inside of blocks that do not work."""
 
 ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
@@ -220,7 +229,7 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
         ),
         "<<": "several files given together, which are merged",
         **dict.fromkeys(("normalization",), "`norm`"),
-        **dict.fromkeys(("compile", "torch_compile"), "`compile_layers: true`"),
+        **dict.fromkeys(("torch_compile",), "`compile_layers: true`"),
         **dict.fromkeys(
             ("fp8_format", "fp8_recipe", "fp8_recipe_name", "fp8_hybrid", "enable_fp8", "use_fp8"),
             "`fp8: tensorwise` (e4m3 and, for gradients, e5m2: Transformer Engine's hybrid) or `fp8: rowwise`",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from neox.config.bucket_keys import convert_save_address
-from neox.config.flat import FlatKeys, look_up
+from neox.config.flat import FlatKeys, look_up, without
 from neox.config.key_errors import report_type_errors, report_unknown_key
-from neox.config.keys import ALIASES, UNSUPPORTED, alias_target
+from neox.config.keys import ALIASES, UNSUPPORTED, UNSUPPORTED_IN_BLOCKS, NeoXKey, alias_target
 from neox.config.older_keys import convert_older_keys
 from neox.config.sections.base import Section
 from neox.config.sections.data import DataConfig, TokenizerConfig
@@ -94,6 +94,8 @@ class NeoXConfig(Section):
             if key not in UNSUPPORTED:
                 report_unknown_key(keys, key, known_keys())
             del keys.values[key]
+        in_blocks = [path for path in UNSUPPORTED_IN_BLOCKS if look_up(keys.values, path)[0]]
+        keys.values = without(keys.values, in_blocks)
         keys.translate_aliases()
         sections: dict[str, Section] = {}
         for name, section in section_classes().items():
@@ -143,12 +145,21 @@ class NeoXConfig(Section):
         The value of an alias, or of a key without a section, is the one that was given.
         """
         key, *inner = path.split(".")
-        if key not in key_sections():
+        if key not in key_sections() or path in UNSUPPORTED:
             return look_up(self._given, path)[1]
         value = getattr(getattr(self, key_sections()[key]), key)
         for name in inner:
             value = getattr(value, name, None)
         return value
+
+    def unsupported(self) -> Iterator[tuple[str, NeoXKey]]:
+        """Yield the given keys, or dotted paths, that do not work here and ask for something, with their rows."""
+        for given in self._given:
+            inside = (path for path in UNSUPPORTED_IN_BLOCKS if path.startswith(f"{given}."))
+            for path in (given, *inside):
+                present, value = look_up(self._given, path)
+                if present and path in UNSUPPORTED and not UNSUPPORTED[path].is_off(value):
+                    yield path, UNSUPPORTED[path]
 
     def source(self, key: str) -> Source:
         """Return the source of a flat key or dotted path, of its alias, or of the block around it."""
@@ -270,7 +281,8 @@ def key_sections() -> Mapping[str, str]:
 @cache
 def known_keys() -> tuple[str, ...]:
     """Return every key that means something: sections' keys, aliases, and those known but refused."""
-    return tuple(sorted({*key_sections(), *ALIASES, *UNSUPPORTED}))
+    flat = {*key_sections(), *ALIASES, *UNSUPPORTED}
+    return tuple(sorted(flat - {*UNSUPPORTED_IN_BLOCKS}))
 
 
 def is_text_key(key: str) -> bool:

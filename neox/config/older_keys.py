@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.config.flat import FlatKeys
+from neox.config.keys import UNSUPPORTED_IN_BLOCKS
+from neox.config.sections.deepspeed import ZeroSettings
 
 _LATER_SIZES = ("expansion_factor", "mlp_multiple_of")  # keys that came when `mlp_type` went
 _LLAMA_MULTIPLE = 256
@@ -17,11 +19,42 @@ _GATED: Mapping[str, str] = MappingProxyType(
 
 
 def convert_older_keys(keys: FlatKeys) -> None:
-    """Set what `mlp_type: llama` and `use_bnb_optimizer` stand for. What contradicts them is a problem."""
+    """Set what keys of older gpt-neox and DeepSpeed stand for. What contradicts them is a problem."""
+    _convert_deepspeed_blocks(keys)
     if keys.values.get("mlp_type") == "llama":
         _convert_llama_mlp(keys)
     if keys.values.get("use_bnb_optimizer") is True:
         _convert_bitsandbytes(keys)
+
+
+def _convert_deepspeed_blocks(keys: FlatKeys) -> None:
+    """Replace DeepSpeed's older forms: a block named `bfloat16`, and `zero_optimization: true` for stage 1."""
+    if "bfloat16" in keys.values:
+        if "bf16" in keys.values:
+            keys.report("`bfloat16` is the old name of `bf16`, which is given, too; remove one", "bfloat16", "bf16")
+        keys.values.setdefault("bf16", keys.values.pop("bfloat16"))
+        keys.sources.setdefault("bf16", keys.source("bfloat16"))
+    if isinstance(keys.values.get("zero_optimization"), bool):
+        keys.values["zero_optimization"] = {"stage": int(keys.values["zero_optimization"])}
+    _name_stage3_settings(keys)
+
+
+def _name_stage3_settings(keys: FlatKeys) -> None:
+    """Give settings of ZeRO 3 that are named as in DeepSpeed's class the names of its documentation."""
+    block = keys.values.get("zero_optimization")
+    if not isinstance(block, Mapping):
+        return
+    known = {*ZeroSettings.model_fields, *(path.rpartition(".")[2] for path in UNSUPPORTED_IN_BLOCKS)}
+    renamed: dict[str, Any] = {}
+    for key, value in block.items():
+        name = f"stage3_{key}" if f"stage3_{key}" in known else key
+        if name != key and name in block:
+            path = f"zero_optimization.{key}"
+            keys.report(f"`{path}` is another name of `{name}`, which is given, too; remove one", path)
+        renamed[name] = value
+        if f"zero_optimization.{key}" in keys.sources:
+            keys.sources.setdefault(f"zero_optimization.{name}", keys.sources[f"zero_optimization.{key}"])
+    keys.values["zero_optimization"] = renamed
 
 
 def _convert_llama_mlp(keys: FlatKeys) -> None:

@@ -47,7 +47,7 @@ shipped configs give both dropouts explicitly. Three defaults differ from v2.0: 
 `log_interval` (100; v2.0 printed nothing) and `lr_schedule_version` (the later form; `v2.0` repeats old runs).
 
 Since: `v2.0` and `later` are versions of gpt-neox, `ports` are keys of its ports, `Megatron-LM` keys are Megatron-LM's
-names of keys here, `neox` keys belong to this project.
+names of keys here, `DeepSpeed` keys are of its JSON only, `neox` keys belong to this project.
 
 Status: a key that `works` has an effect. An `alias` sets another key, and a contradiction is refused. A `refused` key
 is an error, with this reason, unless the value is the default or means off. A `dormant` key is read by gpt-neox only
@@ -201,8 +201,13 @@ def schema() -> dict[str, Any]:
         properties |= part["properties"]
     for key, alias in ALIASES.items():
         properties[key] = {"description": f"Another spelling of {alias.target}."}
+    of_blocks = {path: block.__name__ for cls in section_classes().values() for path, block in blocks_of(cls)}
     for key, row in UNSUPPORTED.items():
-        properties[key] = _unsupported_property(row)
+        path, _, name = key.rpartition(".")
+        if not path:
+            properties[key] = _unsupported_property(row)
+        elif path in of_blocks:
+            definitions[of_blocks[path]]["properties"][name] = _unsupported_property(row)
     twins = {key.replace("_", "-"): {"$ref": f"#/properties/{key}"} for key in properties if "_" in key}
     section = {"$ref": "#", "description": "Keys that replace those of earlier files, blocks as a whole."}
     return {
@@ -219,7 +224,7 @@ def _unsupported_property(row: NeoXKey) -> dict[str, Any]:
     """Return the schema of a key that does not work; a refused one may have its default only."""
     schema: dict[str, Any] = {"description": f"{row.status}: {row.reason}", "deprecated": True}
     if row.status == "refused" and row.type != "dict":
-        schema["enum"] = list(dict.fromkeys([row.default, None]))
+        schema["enum"] = [None] if row.default is None else [row.default, None]
     return schema
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, NoEffect, OnlyWith, Refused, Requires
@@ -21,10 +22,23 @@ _NO_ROUNDED_WEIGHTS = Refused(
     "use zero_quantized_weights, which only rounds gathered copies"
 )
 _NO_EFFECT = NoEffect()
-_NOT_OURS = Refused("is of DeepSpeed's own files, which are not used: the kernel reads and writes ours; remove it")
+_FORMATS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+_NEVER = 10**15  # steps
 
 
-class OffloadSettings(Section):
+class DeepSpeedBlock(Section):
+    """A block that DeepSpeed reads with a model of its own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_auto(cls, block: Any) -> Any:
+        """Leave out `auto`, as DeepSpeed does: the Hugging Face Trainer fills it in, and DeepSpeed has its default."""
+        if not isinstance(block, dict):
+            return block
+        return {key: value for key, value in block.items() if value != "auto"}
+
+
+class OffloadSettings(DeepSpeedBlock):
     """`zero_optimization.offload_optimizer` and `offload_param`."""
 
     device: Annotated[
@@ -39,18 +53,6 @@ class OffloadSettings(Section):
     pin_memory: bool | None = None
     """Whether host memory is pinned, which makes copies to and from a GPU faster (DeepSpeed's default: true). Files are
     not pinned."""
-    buffer_count: Annotated[int | None, _NOT_OURS] = None
-    """Number of buffers of DeepSpeed's own files, which are not used here."""
-    buffer_size: Annotated[int | None, _NOT_OURS] = None
-    """Number of elements in such a buffer."""
-    max_in_cpu: Annotated[int | None, _NOT_OURS] = None
-    """Number of elements that stay in host memory."""
-    pipeline_read: Annotated[bool | None, _NOT_OURS] = None
-    """Whether to read ahead of the update; here this always happens."""
-    pipeline_write: Annotated[bool | None, _NOT_OURS] = None
-    """Whether to write behind the update; here this always happens."""
-    fast_init: Annotated[bool | None, _NOT_OURS] = None
-    """Another of DeepSpeed's ways to write the first states."""
 
     @property
     def directory(self) -> str | None:
@@ -60,7 +62,7 @@ class OffloadSettings(Section):
         return self.nvme_path
 
 
-class ZeroSettings(Section):
+class ZeroSettings(DeepSpeedBlock):
     """DeepSpeed's `zero_optimization` block."""
 
     stage: Annotated[
@@ -115,6 +117,8 @@ class ZeroSettings(Section):
     """Number of parameters that are fetched in advance."""
     stage3_param_persistence_threshold: Annotated[int | None, _SHARDED_WEIGHTS] = None
     """Parameters with fewer elements are not sharded."""
+    stage3_model_persistence_threshold: Annotated[NonNegativeInt | None, _SHARDED_WEIGHTS] = None
+    """Largest number of elements that are not sharded, over all such parameters (DeepSpeed's default: any)."""
     zero_hpz_partition_size: Annotated[
         PositiveInt | None,
         Requires("zero_optimization.stage", (3,), advice="or remove it"),
@@ -194,7 +198,7 @@ def _is_on(block: OffloadSettings | None) -> bool:
     return block is not None and block.device != "none"
 
 
-class Fp16Settings(Section):
+class Fp16Settings(DeepSpeedBlock):
     """DeepSpeed's `fp16` block, with two keys of gpt-neox v2.0."""
 
     enabled: bool | None = None
@@ -219,7 +223,7 @@ class Fp16Settings(Section):
     """Cast inputs to fp16."""
 
 
-class Bf16Settings(Section):
+class Bf16Settings(DeepSpeedBlock):
     """DeepSpeed's `bf16` block."""
 
     enabled: bool = False
@@ -233,7 +237,16 @@ class DataTypesSettings(Section):
     """DeepSpeed's `data_types` block."""
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """Format in which gradients are accumulated. By default fp32 for bf16 with ZeRO 1 or more."""
+    """Format in which gradients are accumulated. By default fp32 for bf16 with ZeRO 1 or more. DeepSpeed's other names
+    (`float32`, `bfloat16`, `half`, ...) mean the same."""
+
+    @field_validator("grad_accum_dtype", mode="before")
+    @classmethod
+    def _other_names(cls, value: Any) -> Any:
+        """Read the names that DeepSpeed takes for a format."""
+        if not isinstance(value, str):
+            return value
+        return _FORMATS.get(value.removeprefix("torch."), value)
 
 
 class FlopsProfilerSettings(Section):
@@ -253,7 +266,7 @@ class FlopsProfilerSettings(Section):
     """File that the profile is written to."""
 
 
-class CommsLoggerSettings(Section):
+class CommsLoggerSettings(DeepSpeedBlock):
     """DeepSpeed's `comms_logger` block."""
 
     enabled: bool = False
@@ -309,7 +322,7 @@ class DeepSpeedConfig(Section):
     """Let DeepSpeed run ZeRO with an optimizer that it does not know."""
 
     steps_per_print: PositiveInt = 10
-    """Number of steps between DeepSpeed's own lines on the terminal."""
+    """Number of steps between DeepSpeed's own lines on the terminal; `.inf` for none."""
 
     wall_clock_breakdown: bool = False
     """Time forward and backward passes, the reduction of gradients (with what stages send each other) and the
@@ -332,3 +345,15 @@ class DeepSpeedConfig(Section):
 
     comms_logger: CommsLoggerSettings | None = None
     """DeepSpeed's log of communication."""
+
+    @field_validator("steps_per_print", mode="before")
+    @classmethod
+    def _infinity_never_prints(cls, value: Any) -> Any:
+        """Read `.inf`, which DeepSpeed and accelerate take for no lines."""
+        return _NEVER if value == inf else value
+
+    @field_validator("gradient_clipping", mode="before")
+    @classmethod
+    def _infinity_clips_nothing(cls, value: Any) -> Any:
+        """Read `.inf`, a norm that no gradient exceeds."""
+        return 0.0 if value == inf else value

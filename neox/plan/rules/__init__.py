@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.config.keys import UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.plan.rules.context import context_problems
 from neox.plan.rules.data import data_problems
@@ -63,7 +62,6 @@ def missing_for_training(config: NeoXConfig) -> list[Problem]:
 
 def _unsupported_problems(config: NeoXConfig) -> Iterator[Problem]:
     """Yield given keys of gpt-neox that ask for a feature that does not exist here."""
-    for name, value in config.to_flat().items():
-        key = UNSUPPORTED.get(name)
-        if key is not None and key.status == "refused" and not key.is_off(value):
+    for name, key in config.unsupported():
+        if key.status == "refused":
             yield config.problem(name, f"does not work here: {key.reason}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.architecture import ACTIVATIONS
-from neox.config.keys import UNSUPPORTED
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.plan.attention_config import attention_impls, described_kinds
@@ -46,10 +45,9 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
 
 
 def _unsupported_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield given keys of gpt-neox that are `dormant` or have `no effect`."""
-    for name, value in config.to_flat().items():
-        key = UNSUPPORTED.get(name)
-        if key is None or key.status == "refused" or key.is_off(value):
+    """Yield given keys of gpt-neox and DeepSpeed that are `dormant` or have `no effect`."""
+    for name, key in config.unsupported():
+        if key.status == "refused":
             continue
         reason = f"it is {key.reason}, which is off" if key.status == "dormant" else key.reason
         yield Note((name,), f"{config.describe_setting(name)} changes nothing: {reason}")

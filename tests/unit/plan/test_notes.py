@@ -120,4 +120,4 @@ def test_statuses_of_the_zero_block_hold(tiny: dict[str, Any]) -> None:
         config = NeoXConfig.from_flat({**tiny, "zero_optimization": {"stage": 3, key: True}})
         said = [note for note in resolve(config, 1, 100).notes if f"zero_optimization.{key}: true`" in note]
         assert len(said) == 1
-    assert "| `buffer_count` | int |  | refused |" in page()
+    assert "| `zero_optimization.offload_optimizer.buffer_count` | int | `4` | DeepSpeed | no effect |" in page()

@@ -259,7 +259,6 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         ("zero_optimization.offload_optimizer.nvme_path",),
         {ZERO: {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
     ),
-    ("zero_optimization.offload_optimizer.fast_init", (), {ZERO: {"offload_optimizer": {"fast_init": True}}}),
     (
         "zero_optimization.offload_param.pin_memory",
         ("zero_optimization.offload_param.device",),
@@ -416,6 +415,9 @@ NO_EFFECT: list[tuple[str, dict[str, Any]]] = [
     ("fp16.loss_scale", {"fp16": {"loss_scale": 0}, "precision": "bf16"}),
     (f"{ZERO}.load_from_fp32_weights: true", {ZERO: {"stage": 1, "load_from_fp32_weights": True}}),
     (f"{ZERO}.elastic_checkpoint: true", {ZERO: {"stage": 1, "elastic_checkpoint": True}}),
+    (f"{ZERO}.offload_optimizer.fast_init: true", {ZERO: {"offload_optimizer": {"fast_init": True}}}),
+    ("bf16.check_grad_overflow: false", {"bf16": {"enabled": True, "check_grad_overflow": False}}),
+    ("activation_checkpointing.number_checkpoints: 4", {"activation_checkpointing": {"number_checkpoints": 4}}),
 ]
 
 
