@@ -28,10 +28,11 @@ from preprocess_chat import add_template, vocab_file
 from preprocess_data import add_files, add_running, run, shared_settings, text_key
 
 from neox.arguments import ScriptParser
-from neox.errors import TokenizerError, run_script
+from neox.errors import run_script
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, check_settings
 from neox.preprocess.preferences import FIELDS
-from neox.tokenizer.chat import ChatRenderer, ChatTemplate, read_chat_template
+from neox.tokenizer import Tokenizer
+from neox.tokenizer.chat import ChatRenderer, ChatTemplate, own_chat_template, read_chat_template
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,23 +78,24 @@ def renamed_field(text: str) -> tuple[str, str]:
 def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     """Return the settings of a run from the flags. Raises NeoXError if flags, inputs or the template are wrong."""
     vocab = vocab_file(args)
-    preferences = PreferenceSettings(template_of(args, vocab), args.labelled, args.seq_length, tuple(args.fields))
+    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True, tuple(args.added_tokens))
+    template = template_of(args, vocab, tokenizer.build())
+    preferences = PreferenceSettings(template, args.labelled, args.seq_length, tuple(args.fields))
     if preferences.template is not None:
         ChatRenderer(preferences.template)  # raises if it is no template
-    tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True, tuple(args.added_tokens))
     return shared_settings(
         args, tokenizer=tokenizer, keys=preferences.datasets, accelerator="off", preferences=preferences
     )
 
 
-def template_of(args: argparse.Namespace, vocab: Path) -> ChatTemplate | None:
-    """Return the chat template; None if none is given and the tokenizer has none, which texts do not need."""
-    try:
-        return read_chat_template(vocab, args.chat_template)
-    except TokenizerError:
-        if args.chat_template is not None:
-            raise
-        return None
+def template_of(args: argparse.Namespace, vocab: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the chat template; None if none is given and the tokenizer has none, which texts do not need.
+
+    Raises TokenizerError if one cannot be read.
+    """
+    if args.chat_template is None:
+        return own_chat_template(vocab, tokenizer)
+    return read_chat_template(vocab, args.chat_template, tokenizer)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from neox.tokenizer import (
     build_tokenizer,
     special_token,
 )
-from neox.tokenizer.chat import TEMPLATE_FILE, ChatTemplate, own_chat_template
+from neox.tokenizer.chat import TEMPLATE_DIRECTORY, TEMPLATE_FILE, TOOL_USE, ChatTemplate, own_chat_template
 
 _log = get_logger(__name__)
 
@@ -165,7 +165,11 @@ def write_tokenizer(
 
 def _write_chat_template(template: ChatTemplate, output: Path) -> None:
     """Write a chat template in place of the tokenizer's own, with the special tokens that it was used with."""
+    shutil.rmtree(output / TEMPLATE_DIRECTORY, ignore_errors=True)  # a copy of the tokenizer's own
     write_text(output / TEMPLATE_FILE, template.source)
+    if template.tool_use is not None:
+        (output / TEMPLATE_DIRECTORY).mkdir()
+        write_text(output / TEMPLATE_DIRECTORY / f"{TOOL_USE}.jinja", template.tool_use)
     config = read_json(output / TOKENIZER_CONFIG)
     config.pop("chat_template", None)
     for key, token in template.tokens.items():
@@ -242,6 +246,9 @@ def copy_companions(source: Path, output: Path) -> None:
     for name in _COMPANIONS:
         if (source / name).is_file():
             _copy(source / name, output / name)
+    for file in sorted((source / TEMPLATE_DIRECTORY).glob("*.jinja")):
+        (output / TEMPLATE_DIRECTORY).mkdir(exist_ok=True)
+        _copy(file, output / TEMPLATE_DIRECTORY / file.name)
 
 
 def import_tokenizer(source: Path, output: Path) -> Path | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from neox.corpus.document import BadInput, CorruptInput, TextRows
 from neox.corpus.fields import Filter
 from neox.corpus.streams import read_chunks
-from neox.corpus.tables import Chunk
+from neox.corpus.tables import NULL_FILLING, Chunk
+from neox.storage import name_of
 
 DEFAULT_MAX_LINE_BYTES = 1 << 28
 _FIRST_BLOCK_BYTES = 1 << 16
@@ -49,6 +50,11 @@ class LineBlock:
     filters: tuple[Filter, ...] = ()
     column: str | None = None
     lengths: tuple[int, ...] = ()
+
+    @property
+    def fills_nulls(self) -> bool:
+        """Whether objects have all keys of their column, with nulls where a row has none, as in Parquet and Arrow."""
+        return name_of(self.file).endswith(NULL_FILLING)
 
 
 def read_blocks(

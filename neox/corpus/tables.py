@@ -31,6 +31,8 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 OffsetFormat = Literal["i", "q"]
 """Format of Arrow's text offsets, in the notation of `memoryview`."""
 _OFFSET_FORMATS: Mapping[str, OffsetFormat] = {"string": "i", "large_string": "q"}
+NULL_FILLING = (".parquet", ".arrow")
+"""Suffixes of tables whose objects have the keys of all rows, with nulls."""
 
 Chunk = bytes | TextRows
 """Piece of JSON lines, which may start and end inside a line, or whole rows of texts."""

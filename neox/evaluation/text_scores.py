@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from neox.corpus import BadInput, BadRecord, SkipBudget, convert_lines, expand_i
 from neox.generation.runner import ModelRunner
 from neox.log import get_logger
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec
+from neox.preprocess.conversations import without_nulls
 from neox.preprocess.encode import EncodeJob
 from neox.preprocess.preferences import CHOSEN, PreferenceEncoder
 from neox.tokenizer.chat import ChatTemplate
@@ -109,7 +111,9 @@ def scored_lines(
 def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, skip_bad: int) -> Iterator[_Line]:
     """Yield the good lines of files. Raises DataError for more than `skip_bad` bad ones."""
 
-    def read(record: Any, _: bool) -> _Line:
+    def read(record: Any, _: bool, *, fills_nulls: bool) -> _Line:
+        if fills_nulls:
+            record = without_nulls(record)
         if isinstance(record, dict) and CHOSEN in record:
             answers = tuple(document.ids for document in encoder.pair(record))
         else:
@@ -122,7 +126,9 @@ def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, sk
     budget = SkipBudget(skip_bad, report=lambda bad: _log.warning("skipped %s", bad))
     for file in expand_inputs(paths):
         for block in read_blocks(file, block_bytes=_BLOCK_BYTES):
-            lines = [block] if isinstance(block, BadInput) else convert_lines(block, read)
+            lines: Iterable[_Line | BadInput] = [block] if isinstance(block, BadInput) else ()
+            if not isinstance(block, BadInput):
+                lines = convert_lines(block, partial(read, fills_nulls=block.fills_nulls))
             for line in lines:
                 if isinstance(line, BadInput):
                     budget.add(line)

@@ -21,7 +21,7 @@ from neox.generation.request_fields import (
     stream_usage,
     token_limit,
 )
-from neox.tokenizer.chat import ChatError
+from neox.tokenizer.chat_messages import ChatError
 
 # Unsupported fields of the protocol, and the values at which they have no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {

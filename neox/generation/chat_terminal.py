@@ -21,7 +21,7 @@ from neox.generation.request import SamplingParams
 from neox.generation.terminal_input import ReadLine, line_reader, typed_on_first_rank, waiting_group
 from neox.generation.text_stream import TextCodec
 from neox.parallel import ParallelGrid
-from neox.tokenizer.chat import ChatError
+from neox.tokenizer.chat_messages import ChatError
 
 HELP = """\
 /system TEXT   set the system message; without TEXT remove it

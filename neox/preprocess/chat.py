@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, find_value, kind_of
+from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, kind_of
 from neox.data.indexed_dataset import IGNORED
 from neox.errors import TokenizerError
+from neox.preprocess.conversations import (
+    ASSISTANT,
+    Conversation,
+    read_conversation,
+    trained_messages,
+    without_nulls,
+)
 from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
 from neox.preprocess.settings import ChatSettings
 from neox.tokenizer import HFTokenizer, Tokenizer
-from neox.tokenizer.chat import ChatError, ChatRenderer
+from neox.tokenizer.chat import ChatRenderer, ChatTemplate, find_answer_form
+from neox.tokenizer.chat_messages import ChatError, Message, names_of_calls, thoughts_of, tools_of
 
-Messages = Sequence[Mapping[str, Any]]
+Range = tuple[int, int]
 
 
-class Conversation(NamedTuple):
+class RenderedConversation(NamedTuple):
     """Text of a conversation.
 
     Attributes:
         text: Text that the template makes.
         answers: Ranges of characters that are trained, in order, each as its start and its end.
         strict: Whether the line of the conversation is strict JSON.
+        losses: What the template leaves out.
     """
 
     text: str
-    answers: list[tuple[int, int]]
+    answers: list[Range]
     strict: bool
+    losses: tuple[str, ...]
 
 
 class ChatEncoder:
     """Encoder of blocks of conversations in this process. It makes ids, and labels that are IGNORED outside answers.
 
     The text of a conversation is encoded at once, as by `apply_chat_template`. A token is trained if one of its
-    characters belongs to an answer. An answer is the text after the prompt for generation, with the message's end:
+    characters belongs to an answer. An answer is what the template marks with `{% generation %}`. Without this tag it
+    is the text after the prompt for generation, with the message's end:
 
         <|user|>How many?<|end|><|assistant|>Twelve.<|end|>
                                              |-- answer --|
+
+    The token that ends an answer is trained in any case, even if the template counts it to the next message:
+
+        <|user|>How many?<|assistant|>Twelve.<|user|>And now?
+                                      |-- answer --|
 
     If the template writes another prompt than that of the trained role, the whole message is trained.
     """
@@ -64,29 +81,39 @@ class ChatEncoder:
         self.chat = chat
         self.tokenizer = tokenizer
         self.renderer = ChatRenderer(chat.template)
+        self.ends = AnswerEnds.of(chat.template, tokenizer)
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         """Encode each conversation of a block."""
-        conversations: list[Conversation] = []
+        conversations: list[RenderedConversation] = []
         bad: list[BadInput] = []
         filtered: list[int] = []
-        for line in convert_lines(block, self._conversation, filtered):
+
+        def read(record: Any, strict: bool) -> RenderedConversation:
+            return self._conversation(without_nulls(record) if block.fills_nulls else record, strict)
+
+        for line in convert_lines(block, read, filtered):
             if isinstance(line, BadInput):
                 bad.append(line)
             else:
                 conversations.append(line)
         ids: list[np.ndarray] = []
         labels: list[np.ndarray] = []
+        losses: Counter[str] = Counter()
         texts = [conversation.text for conversation in conversations]
         encodings = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
         for conversation, encoding in zip(conversations, encodings, strict=True):
             own_ids = np.array(encoding.ids, np.int32)
-            trained = is_trained(encoding.offsets, conversation.answers)
+            answers = conversation.answers
+            if not self.chat.count_all:
+                answers = self.ends.included(answers, conversation.text, encoding.ids, encoding.offsets)
+            trained = is_trained(encoding.offsets, answers)
             if self.job.settings.append_eod:
                 own_ids = np.append(own_ids, np.int32(self.tokenizer.eod))
                 trained = np.append(trained, trained[-1:])
             ids.append(own_ids)
             labels.append(np.where(trained, own_ids, np.int32(IGNORED)))
+            losses.update(conversation.losses)
         lengths = np.array([len(each) for each in ids], np.int32)
         nothing = np.empty(0, np.int32)  # numpy cannot join an empty list
         return EncodedBlock(
@@ -101,71 +128,183 @@ class ChatEncoder:
             accelerator="off",
             note=None,
             filtered=len(filtered),
+            losses=losses,
         )
 
-    def _conversation(self, record: Any, strict: bool) -> Conversation:
+    def _conversation(self, record: Any, strict: bool) -> RenderedConversation:
         """Render the conversation of a line. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
-        messages = self._messages(record)
+        conversation = read_conversation(record, self.chat.keys, self.chat.role)
         try:
-            text, answers = self._render(messages, record.get("tools"))
+            text, answers = self._render(conversation)
             size = len(text.encode())
+            losses = lost_in_template(conversation.messages, conversation.tools, text)
         except (ChatError, UnicodeEncodeError) as error:
             raise BadRecord(str(error)) from None
         if size > self.job.piece_bytes:
             raise BadRecord(f"its text has {size:,} bytes, more than the {self.job.piece_bytes:,} that memory allows")
-        return Conversation(text, answers, strict)
+        return RenderedConversation(text, answers, strict, losses)
 
-    def _messages(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return the messages of a line: those under one key, or of a prompt and its answer. Raises BadRecord."""
-        messages = []
-        for key, role in zip(self.chat.keys, ("user", self.chat.role), strict=False):
-            value = find_value(record, key)
-            if isinstance(value, str) and len(self.chat.keys) == 2:
-                value = [{"role": role, "content": value}]
-            if not isinstance(value, list) or not value:
-                raise BadRecord(f"{key!r} is {kind_of(value)}, not a list of messages")
-            for number, message in enumerate(value):
-                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise BadRecord(f"message {number} of {key!r} has no `role`")
-            messages += value
-        return messages
-
-    def _render(self, messages: Messages, tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of messages, and its trained ranges of characters. Raises BadRecord or ChatError."""
-        text = self.renderer.render(messages, tools)
+    def _render(self, conversation: Conversation) -> tuple[str, list[Range]]:
+        """Return the text of a conversation, and its trained ranges of characters. Raises BadRecord or ChatError."""
+        text, marked = self.renderer.render_marked(conversation.messages, conversation.tools, conversation.variables)
         if not text:
             raise BadRecord("the chat template turns it into an empty text")
         if self.chat.count_all:
             return text, [(0, len(text))]
-        trained = [number for number, message in enumerate(messages) if message["role"] == self.chat.role]
-        if not trained:
+        numbers = trained_messages(conversation, self.chat.role)
+        if not numbers:
             raise BadRecord(f"it has no message of the role {self.chat.role!r}, which would be trained")
         if self.chat.only_last:
-            trained = trained[-1:]
-        return text, [self._answer(messages, number, tools, text) for number in trained]
+            numbers = numbers[-1:]
+        if marked is None or self.chat.role != ASSISTANT:
+            return text, [self._answer(conversation, number, text) for number in numbers]
+        answers = self._marked_answers(conversation, numbers, marked, text)
+        if not answers:
+            raise BadRecord("the chat template marks none of its text as an answer with {% generation %}")
+        return text, answers
 
-    def _answer(self, messages: Messages, number: int, tools: Any, text: str) -> tuple[int, int]:
+    def _marked_answers(
+        self, conversation: Conversation, numbers: Sequence[int], marked: Sequence[Range], text: str
+    ) -> list[Range]:
+        """Return the marked ranges within the messages that are trained. Arguments and errors as for `_render`."""
+        if self._trains_every_answer(conversation, numbers):
+            return [(begin, end) for begin, end in marked if begin < end]
+        answers = []
+        for number in numbers:
+            begin, end = self._answer(conversation, number, text)
+            if conversation.messages[number]["role"] != ASSISTANT:  # a flag of the message says so
+                answers.append((begin, end))
+            for marked_begin, marked_end in marked:
+                if max(begin, marked_begin) < min(end, marked_end):
+                    answers.append((max(begin, marked_begin), min(end, marked_end)))
+        return answers
+
+    def _trains_every_answer(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
+        """Return whether the trained messages are all that the template can mark as answers."""
+        answers = []
+        for number, message in enumerate(conversation.messages):
+            if message["role"] == ASSISTANT:
+                answers.append(number)
+        return answers == numbers
+
+    def _answer(self, conversation: Conversation, number: int, text: str) -> Range:
         """Return the range of characters of a message in the text of all messages. Raises BadRecord or ChatError."""
-        up_to_answer = self.renderer.render(messages[: number + 1], tools)
-        before_answer = self.renderer.render(messages[:number], tools, prompt=True)
-        if not up_to_answer.startswith(before_answer):  # the prompt may be that of another role
-            before_answer = ""
-            if number:
-                before_answer = self.renderer.render(messages[:number], tools)
-        if not up_to_answer.startswith(before_answer) or not text.startswith(up_to_answer):
+        up_to_answer = self._up_to(conversation, number + 1)
+        begin = self._begin(conversation, number, up_to_answer)
+        if begin is None or not text.startswith(up_to_answer):
             raise BadRecord(
                 f"the chat template changes message {number}, or messages before it, when others follow; its tokens "
                 "would not be those of its generation; train the last answer only: --only-last"
             )
-        return len(before_answer), len(up_to_answer)
+        return begin, len(up_to_answer)
+
+    def _begin(self, conversation: Conversation, number: int, up_to_answer: str) -> int | None:
+        """Return the first character of an answer; None if the template changes what is before it.
+
+        A template may write a longer prompt than what stands before an answer, as with an open thought. The answer
+        then begins where they differ, as in TRL.
+        """
+        before = ""
+        if number:
+            before = self._up_to(conversation, number)
+        try:
+            prompt = self._up_to(conversation, number, prompt=True)
+        except ChatError:  # a template may need messages
+            prompt = before
+        if up_to_answer.startswith(prompt):
+            return len(prompt)
+        if not up_to_answer.startswith(before):
+            return None
+        if conversation.messages[number]["role"] != ASSISTANT:  # the prompt may be that of another role
+            return len(before)
+        return max(len(before), common_length(prompt, up_to_answer))
+
+    def _up_to(self, conversation: Conversation, count: int, *, prompt: bool = False) -> str:
+        """Return the text of the first messages. Raises ChatError."""
+        messages = conversation.messages[:count]
+        return self.renderer.render(messages, conversation.tools, prompt=prompt, variables=conversation.variables)
 
 
-def is_trained(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> np.ndarray:
+class AnswerEnds(NamedTuple):
+    """Tokens that end answers of a chat template.
+
+    Attributes:
+        ends: Ids that end a generation.
+        special: Ids of all special tokens.
+    """
+
+    ends: frozenset[int]
+    special: frozenset[int]
+
+    @staticmethod
+    def of(template: ChatTemplate, tokenizer: HFTokenizer) -> AnswerEnds:
+        """Return the tokens of a template. Raises TokenizerError if it is not valid."""
+        ends = frozenset({tokenizer.eod, *find_answer_form(template, tokenizer).end_ids})
+        added = tokenizer.backend.get_added_tokens_decoder()
+        return AnswerEnds(ends, ends | {number for number, token in added.items() if token.special})
+
+    def included(
+        self, answers: Sequence[Range], text: str, ids: Sequence[int], offsets: Sequence[Range]
+    ) -> list[Range]:
+        """Return ranges of characters of answers, each with the token that ends the answer.
+
+        Args:
+            answers: Ranges of characters of answers.
+            text: The whole text.
+            ids: Ids of its tokens.
+            offsets: Ranges of characters of its tokens.
+        """
+        begins = np.array(offsets, np.int64).reshape(-1, 2)[:, 0]
+        result = []
+        for begin, end in answers:
+            after = int(np.searchsorted(begins, end))
+            last = after - 1
+            while last > 0 and text[slice(*offsets[last])].isspace() and offsets[last][0] >= begin:
+                last -= 1
+            has_end = last >= 0 and offsets[last][0] >= begin and ids[last] in self.special
+            while after < len(ids) and text[slice(*offsets[after])].isspace():
+                after += 1
+            if not has_end and after < len(ids) and ids[after] in self.special:
+                end = offsets[after][1]
+            result.append((begin, end))
+        return result
+
+
+def is_trained(offsets: Sequence[Range], answers: Sequence[Range]) -> np.ndarray:
     """Return, for each token, whether one of its characters belongs to an answer, bool [tokens]."""
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     trained = np.zeros(len(begins), dtype=bool)
     for answer_begin, answer_end in answers:
         trained |= (ends > answer_begin) & (begins < answer_end)
     return trained
+
+
+def lost_in_template(messages: Sequence[Message], tools: Any, text: str) -> tuple[str, ...]:
+    """Return what a template leaves out of a conversation.
+
+    Args:
+        messages: Messages of the conversation.
+        tools: Descriptions of tools.
+        text: Text that the template made.
+    """
+    expected: dict[str, list[str]] = {
+        "thoughts": [],
+        "calls of tools": [],
+        "descriptions of tools": names_of_calls({"tool_calls": tools_of(tools)}),
+    }
+    for message in messages:
+        expected["thoughts"].append(thoughts_of(message))
+        expected["calls of tools"] += names_of_calls(message)
+    return tuple(what for what, parts in expected.items() if not all(part in text for part in parts))
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the number of characters with which two texts begin alike."""
+    length = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        length += 1
+    return length

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
 
@@ -71,6 +71,7 @@ class EncodedBlock:
         accelerator: Name of the accelerator; None if it has not been chosen yet.
         note: Message that says which faster accelerators are not used and why; None if there is none.
         filtered: Number of lines that filters leave out.
+        losses: What chat templates leave out, each with its number of lines.
     """
 
     end: Position
@@ -81,6 +82,7 @@ class EncodedBlock:
     accelerator: str | None
     note: str | None
     filtered: int = 0
+    losses: Mapping[str, int] = field(default_factory=dict)
 
 
 class BlockEncoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,21 @@ import numpy as np
 from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, find_value, kind_of, missing_key
 from neox.data.indexed_dataset import IGNORED
 from neox.errors import TokenizerError
-from neox.preprocess.chat import is_trained
+from neox.preprocess.chat import common_length, is_trained, lost_in_template
+from neox.preprocess.conversations import (
+    ASSISTANT,
+    MESSAGES,
+    USER,
+    instruction_messages,
+    read_messages,
+    tools_and_variables,
+    without_nulls,
+)
 from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
 from neox.preprocess.settings import PreferenceSettings
 from neox.tokenizer import HFTokenizer, Tokenizer
-from neox.tokenizer.chat import ChatError, ChatRenderer
+from neox.tokenizer.chat import ChatRenderer
+from neox.tokenizer.chat_messages import ChatError, Message
 
 PROMPT = "prompt"
 CHOSEN = "chosen"
@@ -22,7 +33,7 @@ REJECTED = "rejected"
 COMPLETION = "completion"
 LABEL = "label"
 FIELDS = (PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL, "tools")
-Messages = list[Mapping[str, Any]]
+Messages = list[Message]
 
 
 class Answer(NamedTuple):
@@ -32,11 +43,13 @@ class Answer(NamedTuple):
         text: Prompt and answer.
         begin: First character of the answer.
         ends_with_eod: Whether the end-of-document id follows the text.
+        losses: What the chat template leaves out.
     """
 
     text: str
     begin: int
     ends_with_eod: bool
+    losses: tuple[str, ...] = ()
 
 
 class Row(NamedTuple):
@@ -49,6 +62,11 @@ class Row(NamedTuple):
 
     answers: tuple[Answer, ...]
     desirable: bool | None
+
+    @property
+    def losses(self) -> set[str]:
+        """What the chat template leaves out of an answer or the prompt."""
+        return set().union(*(answer.losses for answer in self.answers))
 
 
 class Document(NamedTuple):
@@ -104,11 +122,13 @@ class PreferenceEncoder:
         """Encode each row of a block."""
         columns: dict[str, list[np.ndarray]] = {name: [] for name in self.preferences.datasets}
         not_strict = 0
+        losses: Counter[str] = Counter()
 
         def encode_row(record: Any, strict: bool) -> bool:
             """Encode a line, and add its documents. Raises BadRecord if the line is bad."""
-            row = self._row(record)
+            row = self._row(without_nulls(record) if block.fills_nulls else record)
             documents = self._documents(row)
+            losses.update(row.losses)
             arrays: list[np.ndarray] = []
             for document in documents:
                 arrays += [document.ids, document.labels]
@@ -135,6 +155,7 @@ class PreferenceEncoder:
             accelerator="off",
             note=None,
             filtered=len(filtered),
+            losses=losses,
         )
 
     def pair(self, record: Any) -> tuple[Document, Document]:
@@ -146,14 +167,17 @@ class PreferenceEncoder:
         """Return the only answer of a line, which needs no judgement. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
-        for key in (PROMPT, COMPLETION):
-            if key not in record:
-                raise missing_key(record, key)
-        return self._document(self._answer(record[PROMPT], COMPLETION, record[COMPLETION], record.get("tools")))
+        return self._document(self._completion(_with_prompt(record)))
 
     def _documents(self, row: Row) -> list[Document]:
-        """Return the ids of the answers of a line. Raises BadRecord if they cannot be trained on."""
+        """Return the ids of the answers of a line. Raises BadRecord if they cannot be trained on.
+
+        Both answers begin at the same token, as in TRL: if one of them divides a token of the other, the earlier one.
+        """
         documents = list(map(self._document, row.answers))
+        begin = min(document.prompt_length for document in documents)
+        for document in documents:
+            document.labels[begin:] = document.ids[begin:]
         self._check(documents)
         return documents
 
@@ -161,27 +185,34 @@ class PreferenceEncoder:
         """Return the answers of a line. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
-        record = self._with_names(record)
+        record = _with_prompt(self._with_names(record))
         if self.preferences.labelled:
             return self._labelled_row(record)
+        return self._paired_row(record)
+
+    def _paired_row(self, record: Mapping[str, Any]) -> Row:
+        """Return the answers of a line with two answers. Raises BadRecord if the line is bad."""
         for key in (CHOSEN, REJECTED):
             if key not in record:
                 raise missing_key(record, key)
-        chosen = record[CHOSEN]
-        rejected = record[REJECTED]
+        chosen = _as_given(CHOSEN, record[CHOSEN])
+        rejected = _as_given(REJECTED, record[REJECTED])
         if chosen == rejected:
             raise BadRecord(f"{CHOSEN!r} and {REJECTED!r} are equal, so that nothing is preferred")
-        prompt = record.get(PROMPT)
         if isinstance(chosen, list) != isinstance(rejected, list):
             raise BadRecord(f"{CHOSEN!r} is {kind_of(chosen)}, and {REJECTED!r} is {kind_of(rejected)}")
+        prompt = _prompt_of(record, chosen)
         if isinstance(prompt, str) and isinstance(chosen, list):
             prompt = None  # the conversations contain it
         if prompt is None:
             prompt, chosen, rejected = _shared_prompt(chosen, rejected)
+        if isinstance(prompt, list) and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]  # the answers repeat it
         answers = []
         for key, value in ((CHOSEN, chosen), (REJECTED, rejected)):
-            answers.append(self._answer(prompt, key, value, record.get("tools")))
-        return Row(tuple(answers), None)
+            answers.append(self._answer(prompt, key, value, record))
+        begin = min(answer.begin for answer in answers)
+        return Row(tuple(answer._replace(begin=begin) for answer in answers), None)
 
     def _with_names(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a line with the names that `fields` give. Raises BadRecord if it lacks one of their keys."""
@@ -192,39 +223,51 @@ class PreferenceEncoder:
 
     def _labelled_row(self, record: Mapping[str, Any]) -> Row:
         """Return the answer of a line that judges one answer. Raises BadRecord if the line is bad."""
-        for key in (PROMPT, COMPLETION, LABEL):
-            if key not in record:
-                raise missing_key(record, key)
+        answer = self._completion(record)
+        if LABEL not in record:
+            raise missing_key(record, LABEL)
         desirable = record[LABEL]
         if not isinstance(desirable, bool):
             raise BadRecord(f"{LABEL!r} is {kind_of(desirable)}, not true or false")
-        answer = self._answer(record[PROMPT], COMPLETION, record[COMPLETION], record.get("tools"))
         return Row((answer,), desirable)
 
-    def _answer(self, prompt: Any, key: str, value: Any, tools: Any) -> Answer:
-        """Return the text of a prompt and an answer. Raises BadRecord if they are bad."""
+    def _completion(self, record: Mapping[str, Any]) -> Answer:
+        """Return the answer of a line with one answer. Raises BadRecord if it has none."""
+        for key in (PROMPT, COMPLETION):
+            if key not in record:
+                raise missing_key(record, key)
+        completion = _as_given(COMPLETION, record[COMPLETION])
+        return self._answer(_prompt_of(record, completion), COMPLETION, completion, record)
+
+    def _answer(self, prompt: Any, key: str, value: Any, record: Mapping[str, Any]) -> Answer:
+        """Return the text of a prompt and an answer of a line. Raises BadRecord if they are bad."""
         if isinstance(prompt, str) and isinstance(value, str):
             if not prompt:
                 raise BadRecord("it has no prompt: the text before the answer is empty")
             if not value:
                 raise BadRecord(f"{key!r} is empty")
-            return self._checked(Answer(prompt + value, len(prompt), ends_with_eod=True))
+            has_end = value.endswith(self.tokenizer.eod_token)
+            return self._checked(Answer(prompt + value, len(prompt), ends_with_eod=not has_end))
         before = _messages(PROMPT, prompt)
+        if isinstance(value, str) and value:
+            value = [{"role": ASSISTANT, "content": value}]
         after = _messages(key, value)
         if self.renderer is None:
             raise BadRecord(
                 "it holds messages, and the tokenizer has no chat template: give one with --chat-template FILE"
             )
+        tools, variables = tools_and_variables(record)
         try:
-            text = self.renderer.render(before + after, tools)
-            begin = self.renderer.render(before, tools, prompt=True)
-            if not text.startswith(begin):  # the template writes another prompt than that of the answer's role
-                begin = self.renderer.render(before, tools)
+            text = self.renderer.render(before + after, tools, variables=variables)
+            begin = self.renderer.render(before, tools, prompt=True, variables=variables)
+            if not text.startswith(begin):  # the template writes another prompt, or a longer one
+                if not text.startswith(self.renderer.render(before, tools, variables=variables)):
+                    raise BadRecord(f"the chat template changes the prompt when {key!r} follows it")
+                begin = begin[: common_length(begin, text)]
+            losses = lost_in_template(before + after, tools, text)
         except ChatError as error:
             raise BadRecord(str(error)) from None
-        if not text.startswith(begin):
-            raise BadRecord(f"the chat template changes the prompt when {key!r} follows it")
-        return self._checked(Answer(text, len(begin), ends_with_eod=self.job.settings.append_eod))
+        return self._checked(Answer(text, len(begin), self.job.settings.append_eod, losses))
 
     def _checked(self, answer: Answer) -> Answer:
         """Return an answer whose text can be encoded at once. Raises BadRecord for others."""
@@ -266,24 +309,61 @@ class PreferenceEncoder:
             raise BadRecord(f"a row of {room:,} tokens (--seq-length) cannot hold {holds}, {needed:,} tokens")
 
 
-def _shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+def _with_prompt(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a line whose prompt has its name: LLaMA-Factory's are `conversations`, or Alpaca's `instruction`.
+
+    Raises BadRecord if they are no messages or texts.
+    """
+    if record.get(PROMPT) is not None:
+        return record
+    for key in ("conversations", MESSAGES):
+        if record.get(key) is not None:
+            messages = read_messages(record[key], key)
+            if COMPLETION in record or CHOSEN in record:
+                return {**record, PROMPT: messages}
+            if messages[-1]["role"] == ASSISTANT:  # the last message is the one that is judged
+                return {**record, PROMPT: messages[:-1], COMPLETION: messages[-1:]}
+    if record.get("instruction") is not None:
+        return {COMPLETION: record.get("output"), **record, PROMPT: instruction_messages(record)}
+    return record
+
+
+def _as_given(key: str, value: Any) -> str | Messages:
+    """Return an answer: a text, or messages. Raises BadRecord if it is neither."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | dict):
+        raise BadRecord(f"{key!r} is {kind_of(value)}, neither a text nor a list of messages")
+    return _messages(key, value)
+
+
+def _prompt_of(record: Mapping[str, Any], answer: str | Messages) -> Any:
+    """Return the prompt of a line: a text, messages, or None. Raises BadRecord for a list that is no messages.
+
+    A text next to messages that begin with the answer is the question.
+    """
+    prompt = record.get(PROMPT)
+    if isinstance(prompt, str) and isinstance(answer, list) and answer[0]["role"] == ASSISTANT:
+        return [{"role": USER, "content": prompt}]
+    if isinstance(prompt, list | dict) and prompt:
+        return _messages(PROMPT, prompt)
+    return prompt
+
+
+def _shared_prompt(chosen: str | Messages, rejected: str | Messages) -> tuple[Any, Any, Any]:
     """Return the prompt that two conversations or texts begin with, and what follows it in each.
 
-    Texts are cut before a blank, so that no word is divided; the blank belongs to the answers. Raises BadRecord if
-    there is no prompt.
+    Texts are cut where they differ, before a blank there, as TRL's `extract_prompt` does. Raises BadRecord if there is
+    no prompt.
     """
-    for key, value in ((CHOSEN, chosen), (REJECTED, rejected)):
-        if not isinstance(value, str | list):
-            raise BadRecord(f"{key!r} is {kind_of(value)}, neither a text nor a list of messages")
     shared = 0
     for one, other in zip(chosen, rejected, strict=False):
         if one != other:
             break
         shared += 1
-    if isinstance(chosen, str):
-        shared = chosen.rfind(" ", 0, shared)
-    else:
-        shared = min(shared, len(chosen) - 1, len(rejected) - 1)
+    shared = min(shared, len(chosen) - 1, len(rejected) - 1)
+    if isinstance(chosen, str) and chosen[shared - 1 : shared] == " ":
+        shared -= 1
     if shared <= 0:
         raise BadRecord(f"it has no prompt: no {PROMPT!r}, and {CHOSEN!r} and {REJECTED!r} share no beginning")
     return chosen[:shared], chosen[shared:], rejected[shared:]
@@ -291,16 +371,13 @@ def _shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 def _messages(key: str, value: Any) -> Messages:
     """Return the messages under a key. Raises BadRecord if they are none."""
-    if not isinstance(value, list):
+    if not isinstance(value, list | dict):
         raise BadRecord(f"{key!r} is {kind_of(value)}, and the other part of the conversation is not")
     if not value:
         if key == PROMPT:
             raise BadRecord("it has no prompt: there is no message before the answer")
         raise BadRecord(f"{key!r} is empty")
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRecord(f"message {number} of {key!r} has no `role`")
-    return value
+    return read_messages(value, key)
 
 
 def _joined(documents: Sequence[np.ndarray]) -> EncodedKey:

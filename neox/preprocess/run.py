@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -165,6 +165,7 @@ class _Run:
         shares: Limits of memory.
         accelerator: Name of the accelerator; None until it is known.
         not_strict: Number of lines read so far that are JSON for gpt-neox's parser only.
+        losses: What chat templates have left out so far, each with its number of lines.
     """
 
     def __init__(self, settings: PreprocessSettings, may_be_empty: bool) -> None:
@@ -182,6 +183,7 @@ class _Run:
         self.shares = share_memory(settings.workers, settings.memory_mb)
         self.accelerator: str | None = None
         self.not_strict = 0
+        self.losses: Counter[str] = Counter()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -415,6 +417,7 @@ class _Run:
     def _note(self, result: EncodedBlock) -> None:
         """Remember the accelerator and count lines. Warn about a slow accelerator if the input is large."""
         self.not_strict += result.not_strict
+        self.losses.update(result.losses)
         if self.accelerator is None and result.note and self._input_bytes >= _LARGE_INPUT:
             _log.warning(result.note)
         self.accelerator = self.accelerator or result.accelerator
@@ -457,6 +460,8 @@ class _Run:
             builder.finalize()
             write_sidecar(self.settings.prefix(key), sidecars[key])
         self.log.remove()
+        for loss, lines in self.losses.items():
+            _log.warning("the chat template leaves out %s of %s lines: they are not trained on", loss, f"{lines:,}")
         accelerator = self.accelerator or "off"
         return PreprocessReport.of(sidecars, seconds=seconds, accelerator=accelerator, not_strict=self.not_strict)
 

@@ -74,6 +74,10 @@ class ChatSettings:
             name = self.keys[0]
         return name, f"{name}_label"
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings for JSON."""
+        return {**asdict(self), "template": self.template.as_json()}
+
 
 @dataclass(frozen=True)
 class PreferenceSettings:
@@ -98,6 +102,15 @@ class PreferenceSettings:
         if self.labelled:
             return ("completion", "completion_label", "completion_reward")
         return ("chosen", "chosen_label", "rejected", "rejected_label")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings for JSON. `fields` are absent if there are none, as in older versions."""
+        fields = asdict(self)
+        if self.template is not None:
+            fields["template"] = self.template.as_json()
+        if not self.fields:
+            del fields["fields"]
+        return fields
 
 
 @dataclass(frozen=True)
@@ -269,12 +282,9 @@ def describe_run(settings: PreprocessSettings, files: tuple[str, ...], tokenizer
     }
     # Newer settings are absent if they are not used, so that the fingerprints of older runs stay the same.
     if settings.chat is not None:
-        description["chat"] = asdict(settings.chat)
+        description["chat"] = settings.chat.as_json()
     if settings.preferences is not None:
-        preferences = asdict(settings.preferences)
-        if not settings.preferences.fields:
-            del preferences["fields"]
-        description["preferences"] = preferences
+        description["preferences"] = settings.preferences.as_json()
     if settings.mask_before:
         description["mask_before"] = list(settings.mask_before)
     if settings.sentences is not None:

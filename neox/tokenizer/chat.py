@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
+from neox.tokenizer.chat_messages import ChatError, MessageForms, find_forms, tools_of, with_forms
 from neox.tokenizer.huggingface import TOKENIZER_CONFIG, HFTokenizer, special_token, tokenizer_config
 
 if TYPE_CHECKING:
     from neox.tokenizer.chat_environment import Clock
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_DIRECTORY = "additional_chat_templates"
+"""Directory of templates with other names than `default`, in files `NAME.jinja`."""
+_DEFAULT = "default"
+TOOL_USE = "tool_use"
+"""Name of the template that replaces the default one for conversations with tools."""
 CHAT_TEMPLATE = "chat_template.json"
 """Name of the file in a checkpoint: the text of the template, and the special tokens that it was used with."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Tokens that an export names for a tokenizer without a configuration: all are the end of a document.
 _ENDS = ("bos_token", "eos_token", "unk_token")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names for the thoughts of a message
+_OWN_VARIABLES = ("messages", "add_generation_prompt")
 _QUESTION = "question-0"
 _ANSWER = "answer-0"
 _NEXT_QUESTION = "question-1"
-
-
-class ChatError(Exception):
-    """The template refuses a conversation. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +40,38 @@ class ChatTemplate:
     Attributes:
         source: Text of the template, in Jinja's language.
         tokens: Special tokens by name, such as `eos_token`.
+        tool_use: Text of the template for conversations with tools; None if it is the same.
     """
 
     source: str
     tokens: Mapping[str, str]
+    tool_use: str | None = None
 
     @staticmethod
     def from_json(fields: Any) -> ChatTemplate:
-        """Return the template with given fields, the result of `dataclasses.asdict`.
+        """Return the template with given fields, the result of `as_json` or `dataclasses.asdict`.
 
         Raises:
             ValueError: If they are others.
         """
-        if not isinstance(fields, dict) or set(fields) != {"source", "tokens"}:
-            raise ValueError("a chat template has the fields source and tokens")
+        if not isinstance(fields, dict) or set(fields) | {TOOL_USE} != {"source", "tokens", TOOL_USE}:
+            raise ValueError(f"a chat template has the fields source, tokens and perhaps {TOOL_USE}")
         tokens = fields["tokens"]
-        if not isinstance(fields["source"], str) or not isinstance(tokens, dict):
+        tool_use = fields.get(TOOL_USE)
+        if (
+            not isinstance(fields["source"], str)
+            or not isinstance(tokens, dict)
+            or not isinstance(tool_use, str | None)
+        ):
             raise ValueError("a field of the chat template has the wrong type")
-        return ChatTemplate(fields["source"], tokens)
+        return ChatTemplate(fields["source"], tokens, tool_use)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for JSON. One that is not used is absent, so that older data keep their fingerprints."""
+        fields: dict[str, Any] = {"source": self.source, "tokens": dict(self.tokens)}
+        if self.tool_use is not None:
+            fields[TOOL_USE] = self.tool_use
+        return fields
 
 
 def read_chat_template(
@@ -63,8 +80,9 @@ def read_chat_template(
     """Read the template of a Hugging Face tokenizer.
 
     Args:
-        vocab_file: Its `tokenizer.json`. The same directory holds the template, either in `chat_template.jinja` or
-            under `chat_template` in `tokenizer_config.json`. The latter file also names the special tokens.
+        vocab_file: Its `tokenizer.json`. The same directory holds the template, either in `chat_template.jinja` (and
+            named ones in `additional_chat_templates`) or under `chat_template` in `tokenizer_config.json`. The latter
+            file also names the special tokens.
         file: File of a template that replaces the tokenizer's own.
         tokenizer: The tokenizer. Without a `tokenizer_config.json`, its end of a document is the `bos_token`,
             `eos_token` and `unk_token` of templates that use them, as in an export.
@@ -73,7 +91,7 @@ def read_chat_template(
         TokenizerError: If there is no template, or it cannot be read.
     """
     if file is not None:
-        return with_tokens(_read_template(Path(file)), Path(vocab_file), tokenizer)
+        return _with_tokens({_DEFAULT: _read_template(Path(file))}, Path(vocab_file), tokenizer)
     found = own_chat_template(vocab_file, tokenizer)
     if found is None:
         raise TokenizerError(
@@ -84,48 +102,68 @@ def read_chat_template(
 
 
 def own_chat_template(vocab_file: str | Path, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
-    """Return the template next to a tokenizer; None if there is none. Arguments as for `read_chat_template`."""
+    """Return the template next to a tokenizer; None if there is none. Arguments as for `read_chat_template`.
+
+    Raises:
+        TokenizerError: If a file cannot be read, or there are only templates with other names than `default`.
+    """
     vocab = Path(vocab_file)
-    own_file = vocab.with_name(TEMPLATE_FILE)
-    if own_file.is_file():
-        source = _read_template(own_file)
-    else:
-        source = _configured_template(vocab) or ""
-    if not source.strip():
+    sources = _template_files(vocab.parent) or _configured_templates(vocab)
+    if not sources:
         return None
-    return with_tokens(source, vocab, tokenizer)
+    if _DEFAULT not in sources:
+        raise TokenizerError(
+            f"{vocab}: its chat templates are named {', '.join(sorted(sources))}, and none is the {_DEFAULT!r} one; "
+            "write the one to use to a file, and give it with --chat-template FILE"
+        )
+    return _with_tokens(sources, vocab, tokenizer)
 
 
-def with_tokens(source: str, vocab_file: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
-    """Return a template with the special tokens of a tokenizer. Arguments as for `read_chat_template`."""
+def _with_tokens(sources: Mapping[str, str], vocab_file: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
+    """Return templates by name with the special tokens of a tokenizer. Arguments as for `read_chat_template`."""
     tokens = {}
     for key in _TOKENS:
         token = special_token(vocab_file, key)
         if isinstance(token, str):
             tokens[key] = token
+    tool_use = sources.get(TOOL_USE)
     if not tokenizer_config(vocab_file) and isinstance(tokenizer, HFTokenizer):
         for key in _ENDS:
-            if key in source:  # others are left out, so that the identities of data stay those of older versions
+            # others are left out, so that the identities of data stay those of older versions
+            if key in sources[_DEFAULT] + (tool_use or ""):
                 tokens[key] = tokenizer.eod_token
-    return ChatTemplate(source, tokens)
+    return ChatTemplate(sources[_DEFAULT], tokens, tool_use)
 
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path}: cannot be read as a chat template: {error}") from error
 
 
-def _configured_template(vocab_file: Path) -> str | None:
-    """Return `chat_template` of `tokenizer_config.json`: one template, or the default one of a list with names."""
-    source: Any = tokenizer_config(vocab_file).get("chat_template")
-    if isinstance(source, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in source}
-        source = by_name.get("default")
-    if isinstance(source, str):
-        return source
-    return None
+def _template_files(directory: Path) -> dict[str, str]:
+    """Return the templates by name that have files of their own, as transformers finds them."""
+    sources = {}
+    if (directory / TEMPLATE_FILE).is_file():
+        sources[_DEFAULT] = _read_template(directory / TEMPLATE_FILE)
+    for file in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja")):
+        sources[file.stem] = _read_template(file)
+    return {name: source for name, source in sources.items() if source.strip()}
+
+
+def _configured_templates(vocab_file: Path) -> dict[str, str]:
+    """Return `chat_template` of `tokenizer_config.json` by name: one template, a list with names, or an object."""
+    configured: Any = tokenizer_config(vocab_file).get("chat_template")
+    if isinstance(configured, str):
+        configured = {_DEFAULT: configured}
+    elif isinstance(configured, list):
+        configured = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
+    sources = {}
+    for name, source in (configured or {}).items():
+        if isinstance(name, str) and isinstance(source, str) and source.strip():
+            sources[name] = source
+    return sources
 
 
 class ChatRenderer:
@@ -142,44 +180,106 @@ class ChatRenderer:
         Raises:
             TokenizerError: If it is not a valid Jinja template.
         """
+        self._default = _Compiled(template.source, template.tokens, clock)
+        self._tool_use = self._default
+        if template.tool_use is not None:
+            self._tool_use = _Compiled(template.tool_use, template.tokens, clock)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        *,
+        prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: Messages with `role`, `content` and other fields that the template uses. Fields that are null
+                count as absent. Contents may be lists of parts, and arguments of calls JSON texts: they are brought
+                into the form that the template takes.
+            tools: Descriptions of tools, for templates that use them: a list, or its JSON.
+            prompt: Whether to add the beginning of an answer, as for generation.
+            variables: More variables of the template, such as `enable_thinking`.
+
+        Raises:
+            ChatError: If the template refuses the conversation.
+        """
+        tools = tools_of(tools)
+        return self._chosen(tools).render(messages, tools, prompt, variables or {})
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, variables: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Return the text of a conversation, and the ranges of characters that the template marks as answers.
+
+        The ranges are None if the template has no tag `{% generation %}`. Arguments and errors as for `render`.
+        """
+        tools = tools_of(tools)
+        chosen = self._chosen(tools)
+        if not chosen.marks_answers:
+            return chosen.render(messages, tools, False, variables or {}), None
+        return chosen.render_marked(messages, tools, variables or {})
+
+    def _chosen(self, tools: list[Any] | None) -> _Compiled:
+        return self._default if tools is None else self._tool_use
+
+
+class _Compiled:
+    """One compiled template.
+
+    Attributes:
+        marks_answers: Whether it has a tag `{% generation %}`.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str], clock: Clock | None) -> None:
         import jinja2  # slow: as long as all other imports of a worker
 
         from neox.tokenizer.chat_environment import ERRORS, compile_template
 
         try:
-            self._template = compile_template(template.source, clock)
+            self._template, self._tag = compile_template(source, clock)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from error
+        self.marks_answers = self._tag.is_used
         self._errors = ERRORS
-        self._tokens = dict(template.tokens)
+        self._tokens = dict(tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
-        """Return the text of a conversation.
+    @cached_property
+    def _forms(self) -> MessageForms:
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            return "".join(self._pieces(list(messages), None, False, {}))
 
-        Args:
-            messages: Messages with `role`, `content` and other fields that the template uses.
-            tools: Descriptions of tools, for templates that use them.
-            prompt: Whether to add the beginning of an answer, as for generation.
+        return find_forms(render)
 
-        Raises:
-            ChatError: If the template refuses the conversation.
-        """
-        conversation = [_with_reasoning(message) for message in messages]
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        return "".join(self._pieces(with_forms(messages, self._forms), tools, prompt, variables))
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        conversation = with_forms(messages, self._forms)
+        pieces: list[str] = []
+        with self._tag.recorded(pieces) as ranges:
+            for piece in self._pieces(conversation, tools, False, variables):
+                pieces.append(piece)
+        return "".join(pieces), ranges
+
+    def _pieces(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, prompt: bool, variables: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """Yield the text in pieces. Raises ChatError if the template refuses the conversation."""
+        for name in _OWN_VARIABLES:
+            if name in variables:
+                raise ChatError(f"`chat_template_kwargs` cannot hold {name!r}")
+        names = {**self._tokens, "tools": tools, "documents": None, **variables}
         try:
-            return self._template.render(
-                messages=conversation, tools=tools, documents=None, add_generation_prompt=prompt, **self._tokens
-            )
+            yield from self._template.generate(messages=messages, add_generation_prompt=prompt, **names)
         except self._errors as error:
             raise ChatError(f"the chat template refuses it: {error}") from error
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose thoughts have the names `reasoning_content` and `thinking`, as transformers gives them."""
-    for name in _REASONING:
-        thoughts = message.get(name)
-        if thoughts is not None:
-            return {"thinking": thoughts, **message, "reasoning_content": thoughts}
-    return message
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ Templates are code written by others. The sandbox keeps them from Python's inter
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import jinja2
@@ -28,18 +29,49 @@ class GenerationTag(jinja2.ext.Extension):
     """Hugging Face's tag around answers, `{% generation %}...{% endgeneration %}`. It writes what is inside.
 
     The inside is a block of its own, as in transformers: what it sets is not known after it.
+
+    Attributes:
+        is_used: Whether a template of the environment has the tag.
     """
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.is_used = False
+        self._written: list[str] | None = None
+        self._ranges: list[tuple[int, int]] = []
+
+    @contextmanager
+    def recorded(self, written: list[str]) -> Iterator[list[tuple[int, int]]]:
+        """Record the ranges of characters inside tags.
+
+        Args:
+            written: Pieces of the text that have been written so far. The caller appends to it.
+
+        Yields:
+            List that gets the ranges, each as its start and its end.
+        """
+        self._written = written
+        self._ranges = []
+        try:
+            yield self._ranges
+        finally:
+            self._written = None
+
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         """Return the node of a tag."""
+        self.is_used = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
 
     def _write(self, caller: Callable[[], str]) -> str:
-        return caller()
+        text = caller()
+        if self._written is not None:
+            begin = sum(map(len, self._written))
+            self._ranges.append((begin, begin + len(text)))
+        return text
 
 
 class TemplateDict:
@@ -70,12 +102,15 @@ class TemplateNamespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-def compile_template(source: str, clock: Clock | None) -> jinja2.Template:
+def compile_template(source: str, clock: Clock | None) -> tuple[jinja2.Template, GenerationTag]:
     """Compile a chat template.
 
     Args:
         source: Text of the template.
         clock: What `strftime_now` does in templates; None leaves the function out.
+
+    Returns:
+        The template, and the tag around answers in its environment.
 
     Raises:
         jinja2.TemplateSyntaxError: If it is not a valid template.
@@ -89,7 +124,9 @@ def compile_template(source: str, clock: Clock | None) -> jinja2.Template:
     environment.globals["namespace"] = TemplateNamespace
     if clock is not None:
         environment.globals["strftime_now"] = clock
-    return environment.from_string(source)
+    tag = environment.extensions[GenerationTag.identifier]
+    assert isinstance(tag, GenerationTag), "the environment holds the extension itself"
+    return environment.from_string(source), tag
 
 
 def _check_name(name: Any) -> None:

@@ -132,7 +132,8 @@ def test_a_column_of_another_name_holds_the_messages(model: Path) -> None:
     [
         ({"text": "x"}, "'messages'"),
         ({"messages": "x"}, "'messages'"),
-        ({"messages": [{"from": "human", "value": "x"}]}, "`role`"),
+        ({"messages": [{"value": "x"}]}, "`role`"),
+        ({"messages": [{"from": "nobody", "value": "x"}]}, "'nobody'"),
         ({"messages": [{"role": "user", "content": "x"}]}, "'assistant'"),
         ({"messages": [{"role": "assistant", "content": 1}]}, "template"),
         ([1], "list"),

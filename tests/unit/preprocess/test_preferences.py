@@ -103,10 +103,10 @@ def test_messages_pass_through_the_template(vocab: Path, record: dict[str, Any])
 
 
 def test_a_prompt_that_both_texts_begin_with(vocab: Path) -> None:
-    run = settings(vocab, [{"chosen": "Two and two? Four.", "rejected": "Two and two? Five."}])
+    run = settings(vocab, [{"chosen": "Two and two? Four.", "rejected": "Two and two? Six."}])
     preprocess(run)
     assert made(vocab, run, "chosen")[0][1] == " Four.<|endoftext|>"
-    assert made(vocab, run, "rejected")[0][1] == " Five.<|endoftext|>"
+    assert made(vocab, run, "rejected")[0][1] == " Six.<|endoftext|>"
 
 
 def test_labels_become_rewards_of_the_tokens(vocab: Path) -> None:
@@ -121,7 +121,7 @@ def test_labels_become_rewards_of_the_tokens(vocab: Path) -> None:
 BAD_PAIRS = {
     "equal": {**PAIR, "rejected": " Four."},
     "equal tokens": {"prompt": said("Hi"), "chosen": said("a", "A")[1:], "rejected": [{**said("a", "A")[1], "x": 1}]},
-    "no prompt": {"chosen": "Four.", "rejected": "Five."},
+    "no prompt": {"chosen": "Four.", "rejected": "Two."},
     "empty prompt": {**PAIR, "prompt": ""},
     "empty messages": {"prompt": [], "chosen": said("a"), "rejected": said("b")},
     "no answer": {"prompt": "Two?", "chosen": "Four."},

@@ -138,7 +138,7 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
         read_chat_template(vocab)
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "from a list"}]
     config.write_text(json.dumps({"chat_template": named, "eos_token": {"content": "</s>"}, "bos_token": None}))
-    assert read_chat_template(vocab) == ChatTemplate("from a list", {"eos_token": "</s>"})
+    assert read_chat_template(vocab) == ChatTemplate("from a list", {"eos_token": "</s>"}, "x")
     (tmp_path / "chat_template.jinja").write_text("from its file")
     assert read_chat_template(vocab).source == "from its file"
     (tmp_path / "mine").write_text("given")
