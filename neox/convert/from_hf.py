@@ -24,9 +24,9 @@ from neox.checkpoint import (
 )
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.config import NeoXConfig
-from neox.convert.hf_directory import CONFIG, GENERATION_CONFIG, read_json, write_json
+from neox.convert.hf_directory import CONFIG, read_json, write_json
 from neox.convert.hf_tokenizer import TOKENIZER_FILES, import_tokenizer
-from neox.convert.hf_weights import HFWeights
+from neox.convert.hf_weights import HFWeights, with_own_head
 from neox.convert.layouts import from_hf_layout, to_hf_layout
 from neox.convert.partial_import import PartialImport, fingerprint
 from neox.convert.read_peft import read_peft_adapter
@@ -37,7 +37,7 @@ from neox.files import fsync_path, replace_file
 from neox.log import get_logger, progress
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_of, yaml_keys
-from neox.tokenizer import Tokenizer, build_tokenizer, identify, write_tokenizer_identity
+from neox.tokenizer import GENERATION_CONFIG, Tokenizer, build_tokenizer, identify, write_tokenizer_identity
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,10 @@ def from_hf(
     _check_format(source)
     hf = read_json(source / CONFIG)
     family, architecture, settings = read_family(hf)
-    keys = {**_config_keys(architecture, settings), "hf_architecture": family.model_type}
+    _config_keys(architecture, settings)  # what cannot be expressed is said before any weights are looked for
     weights = HFWeights(source, family)
+    architecture = with_own_head(architecture, weights)
+    keys = {**_config_keys(architecture, settings), "hf_architecture": family.model_type}
     rows = _embedding_rows(weights) or settings.vocab_size
     plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)
     further_layers = hf.get(family.further_layers_key) or 0
@@ -173,10 +175,39 @@ def _commit(
 
 
 def _import_generation_config(source: Path, output: Path) -> None:
-    """Copy the settings of generation, which an export takes from there. Raises ConversionError."""
+    """Copy the settings of generation, which generation and exports take from there.
+
+    Without them transformers takes the ids of special tokens from `config.json`, where they may be several, too.
+
+    Raises:
+        ConversionError: If a file cannot be read.
+    """
     path = source / GENERATION_CONFIG
     if path.is_file():
-        write_json(output / GENERATION_CONFIG, read_json(path))
+        settings = read_json(path)
+        _note_sampling(path, settings)
+    else:
+        config = read_json(source / CONFIG)
+        settings = {key: config[key] for key in _SPECIAL_IDS if config.get(key) is not None}
+        if not settings:
+            return
+        settings["_from_model_config"] = True
+    write_json(output / GENERATION_CONFIG, settings)
+
+
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_WITHOUT_EFFECT = frozenset({*_SPECIAL_IDS, "_from_model_config", "transformers_version", "use_cache", "max_length"})
+
+
+def _note_sampling(path: Path, settings: Mapping[str, Any]) -> None:
+    """Say which settings of generation are carried to exports without an effect here."""
+    carried = sorted(key for key, value in settings.items() if key not in _WITHOUT_EFFECT and value is not None)
+    if carried:
+        get_logger(__name__).info(
+            "%s: exports get %s back; generation here follows the YAML's keys (temperature, top_p, top_k, ...) instead",
+            path,
+            ", ".join(carried),
+        )
 
 
 _OTHER_FORMATS = (

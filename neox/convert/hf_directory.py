@@ -16,7 +16,6 @@ from neox.files import atomic_directory
 from neox.log import get_logger
 
 CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 SAFETENSORS = "model.safetensors"
 BIN = "pytorch_model.bin"
 _ADAPTER_CONFIG = "adapter_config.json"

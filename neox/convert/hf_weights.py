@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from neox.architecture import Architecture
 from neox.checkpoint import load_file
 from neox.convert.hf_directory import BIN, INDEX_ENDING, SAFETENSORS, read_json
 from neox.errors import CheckpointError, ConversionError
 from neox.families import Family
+from neox.log import get_logger
+
+_log = get_logger(__name__)
 
 
 class HFWeights:
@@ -32,6 +38,11 @@ class HFWeights:
         self.family = family
         self._file_of = _find_files(directory)
         self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
+        self._stored_as: dict[str, str] = {}
+
+    def rename(self, key: str, stored: str) -> None:
+        """Let a key that the files lack mean a tensor that they hold under another one."""
+        self._stored_as[key] = stored
 
     @property
     def files(self) -> set[Path]:
@@ -49,6 +60,8 @@ class HFWeights:
         That is the key itself, or the key without the base model's prefix, or an alias. None if it is not stored.
         """
         candidates = [key, key.removeprefix(self.family.base_prefix)]
+        if key in self._stored_as:
+            candidates.append(self._stored_as[key])
         for alias, ending in self.family.key_aliases.items():
             if key.endswith(ending):
                 candidates.append(key.removesuffix(ending) + alias)
@@ -66,6 +79,42 @@ class HFWeights:
             self._open_bin = None  # closes the file before the next one is mapped
             self._open_bin = (path, _load_bin(path))
         return self._open_bin[1][key]
+
+
+def with_own_head(architecture: Architecture, weights: HFWeights) -> Architecture:
+    """Return an architecture with the head that the files hold: one of its own if it differs from the embedding.
+
+    Fine-tuning with extended embeddings leaves such files, whose `config.json` still says that the weights are
+    tied. Like transformers 5, an import believes the tensors.
+
+    Args:
+        architecture: The network of `config.json`.
+        weights: The files.
+
+    Raises:
+        ConversionError: If the head differs, and networks of this kind cannot have one of their own.
+    """
+    if not architecture.tie_word_embeddings or architecture.score_head:
+        return architecture
+    family = weights.family
+    originals = {"weight": family.tensors["embedding"]["word_embeddings"].modules[0]}
+    if family.is_encoder:
+        originals["bias"] = family.tensors["masked_lm_head"]["final_linear"].modules[0]
+    different = []
+    for key in sorted(family.head_keys() & weights.keys):
+        kind = key.rpartition(".")[2]
+        original = weights.find(f"{originals[kind]}.{kind}")
+        if original is None:
+            weights.rename(f"{originals[kind]}.{kind}", key)  # tied files may hold either of the two
+        elif original != key and not torch.equal(weights.get(key), weights.get(original)):
+            different.append(f"{key} differs from {original}")
+    if not different:
+        return architecture
+    says = f"{weights.directory}: config.json says that head and embedding are tied, but {', '.join(different)}"
+    if family.is_encoder:
+        raise ConversionError(f"{says}: a head of its own is not supported for {family.title}")
+    _log.warning("%s: the model gets a head of its own, as in transformers 5", says)
+    return replace(architecture, tie_word_embeddings=False)
 
 
 def _find_files(directory: Path) -> dict[str, Path]:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +43,47 @@ from neox.log import get_logger
 _log = get_logger(__name__)
 
 _KEY = re.compile(rf"^{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight$")
-_PLAIN: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False}
-"""Settings of which only one value is supported."""
-_EMPTY = ("modules_to_save", "layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices")
-"""Settings that must not be given."""
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Beginnings of values of `init_lora_weights` with which the adapter belongs to other weights than the base model's."""
+_USED = frozenset(
+    {
+        "alpha_pattern",
+        "bias",
+        "init_lora_weights",
+        "lora_alpha",
+        "lora_dropout",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "target_modules",
+        "use_rslora",
+    }
+)
+"""Keys that are read."""
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "auto_mapping": "names the class of the base model",
+        "base_model_name_or_path": "names the base model",
+        "corda_config": "how A and B were initialised; `init_lora_weights` says whether the base model was changed",
+        "ensure_weight_tying": "what becomes of tied modules that are trained, which `modules_to_save` names",
+        "eva_config": "how A was initialised",
+        "exclude_modules": "which modules have no adapter: the tensors say it",
+        "fan_in_fan_out": "how peft stores the base model's weights; A and B have the same form",
+        "inference_mode": "whether peft trains the adapter",
+        "layers_pattern": "names the blocks of `layers_to_transform`",
+        "loftq_config": "how A and B were initialised; `init_lora_weights` says whether the base model was changed",
+        "lora_ga_config": "how A and B were initialised; `init_lora_weights` says whether the base model was changed",
+        "megatron_core": "name of a package, for `megatron_config`",
+        "peft_version": "who wrote the adapter",
+        "qalora_group_size": "a size, for `use_qalora`",
+        "revision": "names the base model",
+        "runtime_config": "how peft runs the adapter",
+        "task_type": "names the class of the model; further tensors would be in the file",
+    }
+)
+"""Keys that cannot change the function of an adapter, and why. Every other key that is set is refused by name."""
+_KEEPS_BASE = (None, True, False, "true", "false", "gaussian", "eva", "orthogonal", "mica")
+"""Values of `init_lora_weights` (in small letters) with which the adapter belongs to the base model as it is.
+
+PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take a part out of the base model's weights, and so might values to come."""
 
 
 class _Product(NamedTuple):
@@ -134,14 +170,16 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> Pef
 def _check_settings(file: Path, settings: Mapping[str, Any]) -> None:
     """Raise ConversionError for settings with which the adapter is another function, each by name."""
     problems = []
-    for key, value in _PLAIN.items():
-        if settings.get(key, value) != value:
-            problems.append(f"{key}: {settings[key]}")
-    for key in _EMPTY:
-        if settings.get(key):
-            problems.append(f"{key}: {settings[key]}")
-    if str(settings.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
-        problems.append(f"init_lora_weights: {settings['init_lora_weights']}")
+    if settings.get("peft_type", "LORA") != "LORA":
+        problems.append(f"peft_type: {settings['peft_type']}")
+    if settings.get("bias") not in (None, "none"):
+        problems.append(f"bias: {settings['bias']}")
+    for key, value in settings.items():
+        if value and key not in _USED and key not in WITHOUT_EFFECT:
+            problems.append(f"{key}: {value}")
+    how = settings.get("init_lora_weights")
+    if (how.lower() if isinstance(how, str) else how) not in _KEEPS_BASE:
+        problems.append(f"init_lora_weights: {how}")
     for key in ("r", "lora_alpha"):
         value = settings.get(key)
         if not isinstance(value, int | float) or value <= 0:

@@ -24,7 +24,6 @@ from neox.config import NeoXConfig
 from neox.convert.exported_weights import Export, PlannedTensor, plan_tensors, write_weights
 from neox.convert.hf_directory import (
     CONFIG,
-    GENERATION_CONFIG,
     new_directory,
     read_json,
     refuse_used_directory,
@@ -38,7 +37,7 @@ from neox.families import FAMILIES, Family, ModelSettings
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, used_vocabulary
 from neox.plan.export_form import family_refusals
-from neox.tokenizer import HFTokenizer, identify, saved_tokenizer_identity, special_token
+from neox.tokenizer import GENERATION_CONFIG, HFTokenizer, identify, saved_tokenizer_identity, special_token
 from neox.tokenizer.chat import ChatTemplate, find_answer_form
 
 VERIFY_UP_TO_PARAMETERS = 300_000_000
@@ -282,20 +281,19 @@ def _chat_template(config: NeoXConfig, reader: CheckpointReader, source: Tokeniz
 def _write_generation_config(
     output: Path, settings: ModelSettings, template: ChatTemplate | None, source: TokenizerSource | None
 ) -> None:
-    """Write the ids that begin and end a text, and what an import brought along, such as settings of sampling.
+    """Write what an import brought along, such as settings of sampling, and the ids that begin and end a text.
 
-    With a chat template the end of an answer ends a text, too.
+    What came stays as it was. The end of a document ends a text, and with a chat template the end of an answer does.
     """
     generation = _imported_generation_config(source)
-    ends: dict[int, None] = {}
-    if settings.eod is not None:
-        ends[settings.eod] = None
-        imported = generation.get("eos_token_id")
-        ends.update(dict.fromkeys(imported if isinstance(imported, list) else []))
-        if template is not None and source is not None:
-            ends.update(dict.fromkeys(find_answer_form(template, source.tokenizer).end_ids))
-    generation["bos_token_id"] = settings.bos
-    generation["eos_token_id"] = list(ends) if len(ends) > 1 else settings.eod
+    imported = generation.get("eos_token_id")
+    ends = dict.fromkeys(imported if isinstance(imported, list) else [imported])
+    ends[settings.eod] = None
+    if template is not None and source is not None and settings.eod is not None:
+        ends.update(dict.fromkeys(find_answer_form(template, source.tokenizer).end_ids))
+    ends.pop(None, None)
+    generation.setdefault("bos_token_id", settings.bos)
+    generation["eos_token_id"] = list(ends) if len(ends) > 1 else next(iter(ends), None)
     write_json(output / GENERATION_CONFIG, generation)
 
 

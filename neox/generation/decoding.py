@@ -7,7 +7,7 @@ logits, so that all of them stop after the same step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -157,6 +157,7 @@ def decode(
     """
     limits = [params.token_limit(len(prompt), model.max_length) for prompt in prompts]
     check_ids(prompts, model)
+    params = replace(params, stop_ids=(*codec.end_ids, *params.stop_ids))
     rows = []
     for number, limit in enumerate(limits):
         on_row_text = None if on_text is None else partial(on_text, number)
@@ -234,36 +235,37 @@ def beam_search(model: LanguageModel, prompt: Sequence[int], params: SamplingPar
     limit = params.token_limit(len(prompt), model.max_length)
     check_ids([prompt], model)
     beams = params.num_beams
+    ends = codec.end_ids
     decoding = model.begin([len(prompt)], len(prompt) + limit)
     running = [_Beam((), 0.0)]
     finished: list[_Beam] = []
     tokens = torch.tensor([list(prompt)], device=model.device)
     for length in range(1, limit + 1):
-        scores = _log_probabilities(decoding.feed(tokens), prompt, running, params, codec.eod)
-        candidates = _best(scores, running, 2 * beams)
+        scores = _log_probabilities(decoding.feed(tokens), prompt, running, params, ends)
+        candidates = _best(scores, running, (1 + len(ends)) * beams)  # enough if all ends are among the best
         last = length == limit
         # Only a candidate among the best `num_beams` may finish: lower ones lost to a running beam.
         for beam in candidates[:beams]:
-            if last or beam.tokens[-1] == codec.eod:
+            if last or beam.tokens[-1] in ends:
                 finished.append(_Beam(beam.tokens, beam.score / length**params.length_penalty))
         finished.sort(key=lambda beam: -beam.score)
         del finished[beams:]
-        running = [beam for beam in candidates if beam.tokens[-1] != codec.eod][:beams]
+        running = [beam for beam in candidates if beam.tokens[-1] not in ends][:beams]
         if last or not _can_improve(running, finished, length, params):
             break
         decoding.reorder(torch.tensor([beam.parent for beam in running], device=model.device))
         tokens = torch.tensor([beam.tokens[-1:] for beam in running], device=model.device)
     new = list(finished[0].tokens)
-    ended = new[-1] == codec.eod
+    ended = new[-1] in ends
     if ended:
         new.pop()
     return Continuation(tokens=new, text=codec.decode(new), finished=ended)
 
 
 def _log_probabilities(
-    logits: Tensor, prompt: Sequence[int], running: list[_Beam], params: SamplingParams, eod: int
+    logits: Tensor, prompt: Sequence[int], running: list[_Beam], params: SamplingParams, ends: Sequence[int]
 ) -> Tensor:
-    """Return log-probabilities [beams, V] after the penalties, without end-of-document before the minimum length."""
+    """Return log-probabilities [beams, V] after the penalties, without the ends before the minimum length."""
     check_logits(logits)
     scores = logits.float().log_softmax(dim=-1)
     if params.repetition_penalty != 1.0:
@@ -271,8 +273,8 @@ def _log_probabilities(
         for row, beam in enumerate(running):
             seen[row, torch.tensor([*prompt, *beam.tokens], device=scores.device)] = True
         scores = penalize_repetition(scores, seen, params.repetition_penalty)
-    if len(running[0].tokens) < params.min_new_tokens and eod < scores.size(1):
-        scores[:, eod] = float("-inf")
+    if len(running[0].tokens) < params.min_new_tokens:
+        scores[:, [token for token in ends if token < scores.size(1)]] = float("-inf")
     return scores
 
 

@@ -16,6 +16,11 @@ class TextCodec(Protocol):
         """End-of-document id."""
         ...
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids at which a continuation ends, the end-of-document id among them."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return token ids."""
         ...

@@ -2,7 +2,14 @@
 
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
-from neox.tokenizer.huggingface import BERT_SPECIALS, TOKENIZER_CONFIG, TOKENIZER_FILE, HFTokenizer, special_token
+from neox.tokenizer.huggingface import (
+    BERT_SPECIALS,
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    HFTokenizer,
+    special_token,
+)
 from neox.tokenizer.identity import (
     TokenizerIdentity,
     identify,
@@ -17,6 +24,7 @@ from neox.tokenizer.train import TOKENIZER_KINDS, TokenizerKind, tokenizer_files
 __all__ = [
     "BERT_SPECIALS",
     "END_OF_DOCUMENT",
+    "GENERATION_CONFIG",
     "PADDING",
     "TOKENIZER_CONFIG",
     "TOKENIZER_FILE",

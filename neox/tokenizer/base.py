@@ -21,6 +21,7 @@ class Tokenizer(ABC):
         name: NeoX's name of the type, such as `HFTokenizer`. It is part of the content hash.
         vocab_size: Number of ids. Every id is smaller. The model pads its vocabulary further.
         eod: Id of the token that ends a document.
+        further_end_ids: Ids at which generation ends, too, by the settings that came with the tokenizer.
         pad: Id of `<|padding|>`; None if the vocabulary has none.
         original_hash: `content_hash` without the tokens that `added_tokens` has added, whose other ids mean the same.
             None if none were added.
@@ -31,6 +32,12 @@ class Tokenizer(ABC):
     eod: int
     pad: int | None = None
     original_hash: str | None = None
+    further_end_ids: tuple[int, ...] = ()
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids at which generation ends: the end of a document, and those of its settings."""
+        return (self.eod, *(number for number in self.further_end_ids if number != self.eod))
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

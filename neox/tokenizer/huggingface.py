@@ -17,6 +17,7 @@ from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 _BERT_END = "[SEP]"
 _END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", _BERT_END)
 """Tokens that end documents if `tokenizer_config.json` names none: of GPT-NeoX and GPT-2, Llama 2, Llama 3 and BERT."""
@@ -38,7 +39,8 @@ class HFTokenizer(Tokenizer):
     """Tokenizer of a Hugging Face `tokenizer.json`, such as `20B_tokenizer.json`.
 
     The `eos_token` of a `tokenizer_config.json` in the same directory ends documents. Without it the first of
-    `<|endoftext|>`, `</s>` and `<|end_of_text|>` that is in the vocabulary does.
+    `<|endoftext|>`, `</s>` and `<|end_of_text|>` that is in the vocabulary does. Generation also ends at each
+    `eos_token_id` of a `generation_config.json` in that directory.
 
     A literal `<|endoftext|>` in a text becomes the end-of-document id, as in gpt-neox. With `special_in_text=False` all
     special tokens in a text are encoded as ordinary text. Padding and truncation stored in the file are switched off.
@@ -58,6 +60,7 @@ class HFTokenizer(Tokenizer):
         if configured:
             end_tokens = [configured]
         self._setup(_from_file(path), str(path), end_tokens, special_in_text)
+        self.further_end_ids = _generation_ends(path)
 
     def _setup(
         self, backend: tokenizers.Tokenizer, origin: str, eod_tokens: Sequence[str], special_in_text: bool
@@ -355,7 +358,28 @@ def tokenizer_config(vocab_file: Path) -> Mapping[str, Any]:
     Raises:
         TokenizerError: If the configuration cannot be read.
     """
-    path = vocab_file.parent / TOKENIZER_CONFIG
+    return _companion(vocab_file, TOKENIZER_CONFIG)
+
+
+def _generation_ends(vocab_file: Path) -> tuple[int, ...]:
+    """Return the ids that end a generation by the `generation_config.json` next to a `tokenizer.json`.
+
+    Raises:
+        TokenizerError: If that file cannot be read, or names something else than ids.
+    """
+    found = _companion(vocab_file, GENERATION_CONFIG).get("eos_token_id")
+    if found is None:
+        return ()
+    ids = found if isinstance(found, list) else [found]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in ids):
+        path = vocab_file.parent / GENERATION_CONFIG
+        raise TokenizerError(f"{path}: eos_token_id: {found!r}: should be a token id, or a list of some")
+    return tuple(number for number in dict.fromkeys(ids) if number >= 0)  # -1 stands for no token
+
+
+def _companion(vocab_file: Path, name: str) -> Mapping[str, Any]:
+    """Return the content of a JSON file next to a `tokenizer.json`, as `tokenizer_config` does."""
+    path = vocab_file.parent / name
     if vocab_file.name != TOKENIZER_FILE or not path.is_file():
         return {}
     try:

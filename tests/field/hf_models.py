@@ -87,3 +87,32 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file."""
     write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **changes})
+
+
+def write_adapter(directory: Path, **config: Any) -> Path:
+    """Write a LoRA adapter of rank 2 on the queries of a small Llama, with the keys that peft writes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "base",
+        "r": 2,
+        "lora_alpha": 4,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "use_dora": False,
+        "modules_to_save": None,
+        "megatron_core": "megatron.core",
+        "qalora_group_size": 16,
+        **config,
+    }
+    write_json(directory / "adapter_config.json", settings)
+    generator = torch.Generator().manual_seed(3)
+    state = {}
+    for layer in range(LAYERS):
+        module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        state[f"{module}.lora_A.weight"] = torch.randn(2, HIDDEN, generator=generator)
+        state[f"{module}.lora_B.weight"] = torch.randn(HIDDEN, 2, generator=generator)
+    save_file(state, directory / "adapter_model.safetensors")
+    return directory

@@ -16,6 +16,7 @@ class NoText:
     """Token ids that stand for no text."""
 
     eod = 0
+    end_ids = (0,)
 
     def decode(self, ids):
         return ""

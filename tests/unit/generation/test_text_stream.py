@@ -7,6 +7,7 @@ class ByteCodec:
     """Ids are UTF-8 bytes."""
 
     eod = 256
+    end_ids = (256,)
 
     def encode(self, text):
         return list(text.encode())

@@ -12,6 +12,7 @@ class ToyCodec:
     """Letters: `a` is 1, `b` is 2, ...; 0 ends a document."""
 
     eod = 0
+    end_ids = (0,)
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") + 1 for letter in text]
