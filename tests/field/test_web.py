@@ -21,6 +21,7 @@ from tools.web_text import run_step
 from tools.web_text.chunks import START
 from tools.web_text.download import DOWNLOAD, DownloadSettings
 from tools.web_text.extract import ExtractSettings, build_extract
+from tools.web_text.filter_urls import normal_form
 from tools.web_text.pages import decode_page, warc_reader
 from tools.web_text.step import Record
 
@@ -304,3 +305,47 @@ def test_odd_encodings(data: bytes, charset: str | None, text: str | None) -> No
         assert found.endswith(("М", "é"))
     else:
         assert found == text
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("read.php?1423", "read.php?1424"),
+        ("show.php?f=2&1423", "show.php?f=2&9999"),
+        ("about.asp?celebration", "about.asp?week2016"),
+        ("?gallery=1", "?gallery=2"),
+        ("?source=5", "?source=6"),
+        ("?keyword=cats", "?keyword=dogs"),
+        ("?id=1&id=2", "?id=2&id=1"),
+        ("?a=1%262", "?a=1&2"),
+        ("a%2Fb", "a/b"),
+        ("a?u=http://b/", "a?u=http://b"),
+        ("Page", "page"),
+        ("a;v=1", "a;v=2"),
+        ("?a=", "?b="),
+    ],
+)
+def test_addresses_of_two_pages(first: str, second: str) -> None:
+    """url#3, Norconex/crawler#479: a parameter without `=` names the page; names that only look like trackers, too."""
+    assert normal_form(f"http://example.com/{first}") != normal_form(f"http://example.com/{second}")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("http://example.com/%7Euser/%41", "http://EXAMPLE.com/~user/A"),
+        ("http://example.com/a%2fb", "http://example.com/a%2Fb"),
+        ("http://example.com/é", "http://example.com/%c3%A9"),
+        ("http://bücher.example.de/", "http://xn--bcher-kva.example.de"),
+        ("http://example.com./a/../b/./c", "http://example.com/b/c"),
+        ("http://[2001:0db8::0001]:80/x", "http://[2001:db8::1]/x"),
+        ("https://www.example.com:443/x/#top", "http://example.com/x"),
+        ("http://example.com/x?b=1&a=2&utm_source=q&fbclid=9", "http://example.com/x?a=2&b=1"),
+        ("http://example.com/x;jsessionid=12AB?a=b+c", "http://example.com/x?a=b%20c&PHPSESSID=7"),
+        ("http://example.com/ci.lesson study".replace(" ", "%20"), "http://example.com/ci.%6Cesson%20study"),
+        ("http://example.com/x?", "http://example.com/x?&"),
+    ],
+)
+def test_addresses_of_one_page(first: str, second: str) -> None:
+    """RFC 3986, 6.2; Norconex/crawler#480 and loopover PR 2826: percent-encoding."""
+    assert normal_form(first) == normal_form(second)

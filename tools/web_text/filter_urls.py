@@ -30,6 +30,15 @@ DUPLICATE = "duplicate"
 _LINES = 8192
 _BUCKETS = 64
 _ENTRY = np.dtype([("digest", "<u8"), ("number", "<u8")])
+# Parameters that say where a visitor came from, or which visitor it is. Names that others use for contents of a page
+# (`source`, `ref`, `cid`, `keyword`, `gallery`) are none of them.
+_TRACKER = re.compile(
+    r"(?:utm|mtm|pk|piwik|matomo|hsa|vero|oly)_\w+|_hsenc|_hsmi|__hs\w+|mkt_tok|mc_[ce]id|_ga|_gl|_ke|ref_src|ref_url"
+    r"|(?:fb|g|y|tw|tt)clid|dclid|gclsrc|msclkid|gbraid|wbraid|wickedid|igshid|igsh|li_fat_id|srsltid"
+    r"|xtor|phpsessid|jsessionid|aspsessionid\w*|cfid|cftoken",
+    re.IGNORECASE,
+)
+_SESSION_IN_PATH = re.compile(r";(?:jsessionid|phpsessid)=[^/;]*", re.IGNORECASE)
 _MALFORMED = re.compile(r"[\s\x00-\x1f\x7f<>\"{}|\\^`]")
 # OpenWebText's list, and two endings that are missing in it by mistake (.7z and .ai).
 _EXTENSIONS = (
@@ -164,7 +173,9 @@ class UrlFilter:
         if reason is not None:
             return url, reason, 0
         url = parts._replace(fragment="").geturl()
-        return url, None, url_digest(url)
+        with suppress(ValueError):  # of hosts that no client asks for
+            return url, None, url_digest(url)
+        return url, "malformed", 0
 
     def _unwanted(self, host: str, path: str) -> str | None:
         """Return why a host or a path is not wanted; None if both are."""
@@ -202,16 +213,34 @@ def _is_host(host: str) -> bool:
 
 
 def url_digest(url: str) -> int:
-    """Return 64 bits of a hash of a URL's normal form.
+    """Return 64 bits of a hash of a URL's normal form (`normal_form`)."""
+    return int.from_bytes(blake2b(normal_form(url).encode(), digest_size=8).digest(), "little")
 
-    The normal form has no scheme, `www.`, default port, fragment, last slash or tracking parameters. Other parameters
-    are sorted.
+
+def normal_form(url: str) -> str:
+    """Return what is equal in two URLs of one page.
+
+    It is what a client sends for the URL (RFC 3986, 6.2: case, percent-encoding, dots in the path, default port),
+    without scheme, `www.`, the dot at the end of a host, the last slash of a path, and the parameters of trackers and
+    sessions.
+    Other parameters are sorted by name. Those of one name keep their order, and one without `=` is a name, too.
     """
-    from courlan import normalize_url
+    import yarl
 
-    normal = normalize_url(url, strict=False, trailing_slash=False).partition("#")[0]
-    normal = normal.partition("://")[2].removeprefix("www.").rstrip("/")
-    return int.from_bytes(blake2b(normal.encode(), digest_size=8).digest(), "little")
+    parts = yarl.URL(url)
+    host = (parts.raw_host or "").rstrip(".").removeprefix("www.")
+    port = ""
+    if not parts.is_default_port() and parts.explicit_port is not None:
+        port = f":{parts.explicit_port}"
+    path = _SESSION_IN_PATH.sub("", parts.raw_path)
+    kept = []
+    for parameter in parts.raw_query_string.replace("%20", "+").split("&"):
+        if parameter and _TRACKER.fullmatch(parameter.partition("=")[0]) is None:
+            kept.append(parameter)
+    kept.sort(key=lambda parameter: parameter.partition("=")[0])
+    if not kept:
+        return f"{host}{port}{path.rstrip('/')}"
+    return f"{host}{port}{path}?{'&'.join(kept)}"
 
 
 def filter_urls(job: Job[FilterUrlsSettings]) -> None:
@@ -354,5 +383,5 @@ FILTER_URLS = Step(
     filter_urls,
     suffixes=(".txt",),
     expand=partial(expand_suffixes, suffixes=(".txt",)),
-    packages=("tldextract", "courlan"),
+    packages=("tldextract", "yarl"),
 )

@@ -78,7 +78,7 @@ def test_pages_and_dumps_in_a_bucket(s3: FailingApp, tmp_path: Path) -> None:
 
 
 def test_urls_in_a_bucket(s3: FailingApp, tmp_path: Path) -> None:
-    pytest.importorskip("courlan", reason="the optional package courlan is not installed")
+    pytest.importorskip("yarl", reason="the optional package yarl is not installed")
     pytest.importorskip("tldextract", reason="the optional package tldextract is not installed")
     text = "".join(f"https://example.org/page/{i}\n" for i in range(100))
     (tmp_path / "urls.txt").write_text(text)
