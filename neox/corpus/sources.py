@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import http.client
+import json
+import re
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from neox.storage import is_remote, open_file
 _log = get_logger(__name__)
 _CHUNK = 1 << 20
 _ATTEMPTS = 5
+_CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d+)-\d+/(\d+|\*)")
 _TEMPORARY_STATUS = (408, 429, 500, 502, 503, 504)
 _FROM_COPIES = "from a stored copy of its page, which may be old (not downloaded; read the card of today)"
 _PILE = "hf://datasets/monology/pile-uncopyrighted"
@@ -239,11 +242,14 @@ def download(
 ) -> Path:
     """Download a URL. An existing file is kept, and an interrupted download is resumed.
 
-    The digest is written to `PATH.sha256` in the format of `sha256sum`. An existing file is checked against it.
+    A download is only resumed if the server's tag, date and size of the file are those with which it began; else it
+    starts over. So a file never holds parts of two versions. The digest is written to `PATH.sha256` in the format of
+    `sha256sum`. An existing file is checked against it.
 
     Args:
         url: URL to download.
-        path: File to write. Until it is complete, its data are in `PATH.partial`.
+        path: File to write. Until it is complete, its data are in `PATH.partial`, and what the server said about them
+            in `PATH.partial.version`.
         sha256: Digest that the file must have, in hexadecimal.
         force: Whether to download an existing file again.
         received: Function that is called with the number of bytes newly received.
@@ -262,16 +268,77 @@ def download(
         _check_existing(path, digest_file, sha256)
         return path
     if force:
-        partial.unlink(missing_ok=True)
+        _discard(partial)
     path.parent.mkdir(parents=True, exist_ok=True)
     _fetch_with_retries(url, partial, received, pause)
     digest = sha256_of(partial)
     if sha256 is not None and digest != sha256.lower():
-        partial.unlink()
+        _discard(partial)
         raise DataError(f"{url} has the sha256 {digest}, not {sha256}: nothing was kept")
     write_text(digest_file, f"{digest}  {path.name}\n")
     replace_file(partial, path)
+    _discard(partial)
     return path
+
+
+@dataclass(frozen=True)
+class _Version:
+    """What a server says about a file, by which its versions are told apart.
+
+    Attributes:
+        url: URL of the file.
+        etag: Its entity tag; empty if the server sends none.
+        modified: Its date of modification; empty if the server sends none.
+        size: Its number of bytes; None if the server does not say.
+    """
+
+    url: str
+    etag: str
+    modified: str
+    size: int | None
+
+    @classmethod
+    def of_response(cls, url: str, headers: Any, start: int) -> _Version:
+        """Return the version that a response is of, whose content begins at byte `start`."""
+        size = None
+        if (length := headers.get("Content-Length", "")).isdecimal():
+            size = start + int(length)
+        found = _CONTENT_RANGE.match(headers.get("Content-Range", ""))
+        if found and found[2] != "*":
+            size = int(found[2])
+        return cls(url, headers.get("ETag", ""), headers.get("Last-Modified", ""), size)
+
+    @classmethod
+    def read(cls, partial: Path) -> _Version | None:
+        """Return the version of which a partial file is; None if that is not known."""
+        try:
+            return cls(**json.loads(_version_file(partial).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def is_same(self, other: _Version) -> bool:
+        """Return whether two responses are of one version, by all that the server says in both."""
+        if self.size is None or other.size is None:
+            return bool(self.etag or self.modified) and (self.etag, self.modified) == (other.etag, other.modified)
+        return self == other
+
+    def condition(self) -> dict[str, str]:
+        """Return the header with which a server sends the rest of this version only (RFC 9110, 13.1.5)."""
+        if self.etag and not self.etag.startswith("W/"):
+            return {"If-Range": self.etag}
+        if self.modified:
+            return {"If-Range": self.modified}
+        return {}
+
+
+def _version_file(partial: Path) -> Path:
+    return partial.with_name(f"{partial.name}.version")
+
+
+def _discard(partial: Path) -> None:
+    """Remove a partial file, and the description of its version."""
+    partial.unlink(missing_ok=True)
+    _version_file(partial).unlink(missing_ok=True)
 
 
 def _check_existing(path: Path, digest_file: Path, sha256: str | None) -> None:
@@ -303,33 +370,65 @@ def _fetch_with_retries(url: str, partial: Path, received: Callable[[int], None]
 
 
 def _fetch(url: str, partial: Path, received: Callable[[int], None] | None) -> None:
-    """Download the rest of a file, or all of it if the server does not support ranges."""
+    """Download the rest of a file, or all of it if the server does not send the rest of the same version."""
+    version = _Version.read(partial)
     have = 0
-    if partial.exists():
+    if version is None or version.url != url:
+        _discard(partial)
+    elif partial.exists():
         have = partial.stat().st_size
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-", "User-Agent": "neox"})
-    try:
-        response: Any = urllib.request.urlopen(request, timeout=60)
-    except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:  # the file is complete
+        if have == version.size:
             return
-        raise
+    response = _response(url, version, have)
+    if response is None:
+        _discard(partial)
+        raise OSError(f"the server's file is shorter than the {have:,} bytes received: it has changed")
     with response:
-        mode = "wb"
-        expected_size = 0
-        if getattr(response, "status", None) == HTTPStatus.PARTIAL_CONTENT:
-            mode = "ab"
-            expected_size = have
-        length = response.headers.get("Content-Length")
-        with open(partial, mode) as file:
+        start = _start_of(response, have)
+        found = _Version.of_response(url, response.headers, start)
+        if start and (start > have or version is None or not found.is_same(version)):
+            _discard(partial)
+            raise OSError("the file has changed on the server since the download began")
+        if not start:
+            _discard(partial)
+            write_text(_version_file(partial), json.dumps(asdict(found)))
+        with open(partial, "r+b" if start else "wb") as file:
+            file.seek(start)
+            file.truncate()
             while chunk := response.read(_CHUNK):
                 file.write(chunk)
                 if received is not None:
                     received(len(chunk))
             fsync_file(file)
-    if length is None:
-        return
-    expected_size += int(length)
     size = partial.stat().st_size
-    if size != expected_size:
-        raise OSError(f"the connection ended after {size:,} of {expected_size:,} bytes")
+    if found.size is not None and size != found.size:
+        raise OSError(f"the connection ended after {size:,} of {found.size:,} bytes")
+
+
+def _response(url: str, version: _Version | None, have: int) -> Any:
+    """Return the response to a request for a file, or for the rest after `have` bytes; None if there is no rest."""
+    headers = {"User-Agent": "neox", "Accept-Encoding": "identity"}
+    if version is not None and have:
+        headers |= {"Range": f"bytes={have}-", **version.condition()}
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60)
+    except urllib.error.HTTPError as error:
+        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:
+            return None
+        raise
+
+
+def _start_of(response: Any, have: int) -> int:
+    """Return the byte of the file with which the content of a response begins.
+
+    Some servers begin before the byte that was asked for, and some send the rest with the status of the whole.
+
+    Args:
+        response: The response.
+        have: First byte that was asked for.
+    """
+    if found := _CONTENT_RANGE.match(response.headers.get("Content-Range", "")):
+        return int(found[1])
+    if getattr(response, "status", None) == HTTPStatus.PARTIAL_CONTENT:
+        return have
+    return 0
