@@ -44,6 +44,7 @@ from neox.tokenizer import (
     identify_configured,
     is_larger,
     other_tokenizer,
+    positions,
     saved_tokenizer_identity,
     tokenizer_of,
 )
@@ -159,7 +160,7 @@ def new_rows(kind: str, size: VocabularySize, tokenizer: Tokenizer) -> NewRows:
         pieces = []
         for new in range(size.before, size.after):
             token = tokenizer.backend.id_to_token(new)
-            pieces.append(old.encode(token))
+            pieces.append(positions.continuation(old, token))
             if not pieces[-1]:
                 raise ConfigError(f"--rows pieces: the old tokenizer has no pieces for {token!r}; use mean or a file")
         return mean_of_pieces(pieces)

@@ -20,7 +20,7 @@ import numpy as np
 
 from neox.config.sections.data import DataConfig, FimLevel
 from neox.errors import DataError
-from neox.tokenizer import Tokenizer
+from neox.tokenizer import Tokenizer, positions
 
 # Prefix, middle and suffix tokens of StarCoder, SantaCoder, Qwen and CodeGemma, DeepSeek, Code Llama, and GLM.
 KNOWN_TOKENS = (
@@ -188,7 +188,8 @@ class FillInMiddle:
         if self.tokenizer is not None:
             text = self.tokenizer.decode(ids.tolist())
             first, second = sorted(random.integers(len(text) + 1, size=2).tolist())
-            parts = self.tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
+            texts = (text[:first], text[first:second], text[second:])
+            parts = [positions.continuation(self.tokenizer, part) for part in texts]
             # Otherwise the text does not represent the tokens, or their number would have to grow.
             if _REPLACEMENT not in text and sum(map(len, parts)) >= len(ids):
                 return [np.asarray(part, dtype=np.int64) for part in parts]
@@ -198,10 +199,11 @@ class FillInMiddle:
 def check_encodes_parts(tokenizer: Tokenizer) -> None:
     """Raise DataError if the parts of a text, encoded one by one, are not the text.
 
-    Some tokenizers add a blank at the start of each text.
+    Some tokenizers remove or add blanks, or change letters.
     """
     for place in range(len(_CUT_EXAMPLE) + 1):
-        ids = [*tokenizer.encode(_CUT_EXAMPLE[:place]), *tokenizer.encode(_CUT_EXAMPLE[place:])]
+        parts = (_CUT_EXAMPLE[:place], _CUT_EXAMPLE[place:])
+        ids = [i for part in parts for i in positions.continuation(tokenizer, part)]
         if tokenizer.decode(ids) != _CUT_EXAMPLE:
             raise DataError(
                 f"the {tokenizer.name} of this run changes texts that are encoded in parts, so documents cannot be "

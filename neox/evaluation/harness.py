@@ -17,12 +17,15 @@ from neox.evaluation.results import TaskResult
 from neox.evaluation.scoring import Scorer, Span, TokenIds, windows
 from neox.generation.completion import generate_all
 from neox.generation.request import SamplingParams
+from neox.log import get_logger
+from neox.tokenizer import positions
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
 
+_log = get_logger(__name__)
 _DEFAULT_NEW_TOKENS = 256
 """The harness's own default for tasks that name no maximum."""
 _RESAMPLES = 1000
@@ -217,11 +220,15 @@ def harness_model(scorer: Scorer) -> TemplateLM:
             return scorer.tokenizer.name
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            """Return token ids."""
-            return scorer.tokenizer.encode(string)
+            """Return the ids of a text that begins a document."""
+            return positions.document(scorer.tokenizer, string)
+
+        def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            """Return the log-probability of each text after its context, and whether its tokens were the best ones."""
+            return answers.log_likelihoods([request.args for request in requests])
 
         def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-            return answers.log_likelihoods([(context, continuation) for _, context, continuation in requests])
+            return answers.scores([Span((*context, *text), len(context)) for _, context, text in requests])
 
         def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
             """Return the log-probability of each whole text."""
@@ -242,17 +249,31 @@ class _Answers:
         self._tokenizer = scorer.tokenizer
         self._max_length = scorer.model.max_length
 
-    def log_likelihoods(self, requests: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return the log-probability of continuations, and whether each of their tokens was the most probable one.
+    def log_likelihoods(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Return the log-probability of texts, and whether each of their tokens was the most probable one.
 
         Args:
-            requests: (ids of the context, ids of the continuation).
+            requests: (context, text).
         """
         spans = []
-        for context, continuation in requests:
-            whole = Span((*context, *continuation), len(context))
-            spans.append(truncate(whole, self._max_length))
-        scores = self._scorer.score(spans, "loglikelihood")
+        empty = []
+        for context, text in requests:
+            spans.append(Span(*positions.scored(self._tokenizer, context, text)))
+            if spans[-1].first == len(spans[-1].tokens):
+                empty.append(text)
+        if empty:
+            _log.warning(
+                "%d of %d answers have no tokens, such as %r: their log-probability is 0, more than that of any other",
+                len(empty),
+                len(requests),
+                empty[0],
+            )
+        return self.scores(spans)
+
+    def scores(self, spans: Sequence[Span]) -> list[tuple[float, bool]]:
+        """Return the log-probability of each span, and whether each of its tokens was the most probable one."""
+        fitting = [truncate(span, self._max_length) for span in spans]
+        scores = self._scorer.score(fitting, "loglikelihood")
         return [(score.log_probability, score.greedy) for score in scores]
 
     def text_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
@@ -260,8 +281,8 @@ class _Answers:
         spans: list[Span] = []
         owners: list[int] = []  # number of the text of each span
         for number, text in enumerate(texts):
-            ids = [self._tokenizer.eod, *self._tokenizer.encode(text)]
-            for span in full_windows(ids, self._max_length):
+            ids, first = positions.scored(self._tokenizer, "", text)
+            for span in full_windows(ids[first - 1 :], self._max_length):
                 spans.append(span)
                 owners.append(number)
         totals = [0.0] * len(texts)
@@ -293,13 +314,10 @@ class _Answers:
                 texts[number] = completion.text
         return texts
 
-    def _truncated(self, prompt: str, params: SamplingParams) -> str:
-        """Drop the beginning of a prompt that leaves too few tokens for the answer, as the harness does."""
+    def _truncated(self, prompt: str, params: SamplingParams) -> tuple[int, ...]:
+        """Return a prompt without the beginning that leaves too few tokens for the answer, as the harness does."""
         longest = self._max_length - params.max_new_tokens
-        tokens = self._tokenizer.encode(prompt)
-        if len(tokens) <= longest:
-            return prompt
-        return self._tokenizer.decode(tokens[-longest:])
+        return tuple(positions.prompt(self._tokenizer, prompt)[-longest:])
 
 
 def full_windows(text: TokenIds, length: int) -> list[Span]:

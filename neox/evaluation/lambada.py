@@ -8,7 +8,7 @@ from pathlib import Path
 from neox.evaluation.results import TaskResult, perplexity_of
 from neox.evaluation.scoring import Scorer, Span
 from neox.evaluation.tasks import read_passages
-from neox.tokenizer import Tokenizer
+from neox.tokenizer import Tokenizer, positions
 
 
 def lambada(path: str | Path, scorer: Scorer, name: str = "lambada") -> TaskResult:
@@ -54,17 +54,16 @@ def lambada(path: str | Path, scorer: Scorer, name: str = "lambada") -> TaskResu
 
 def last_token(text: str, tokenizer: Tokenizer) -> Span:
     """Return a span with the last token of a passage scored."""
-    tokens = tokenizer.encode(text.strip())
+    tokens = positions.document(tokenizer, text.strip())
     if len(tokens) == 1:
-        tokens = [tokenizer.eod, *tokens]
+        tokens = [*positions.before_first(tokenizer), *tokens]
     return Span(tuple(tokens), len(tokens) - 1)
 
 
 def last_word(text: str, tokenizer: Tokenizer) -> Span:
-    """Return a span with the last word of a passage scored. The word is encoded separately, after a space."""
+    """Return a span with the last word of a passage scored, after a space."""
     word = text.split()[-1]
-    context = tokenizer.encode(text[: text.rfind(word)].strip()) or [tokenizer.eod]
-    return Span((*context, *tokenizer.encode(f" {word}")), len(context))
+    return Span(*positions.scored(tokenizer, text[: text.rfind(word)].strip(), f" {word}"))
 
 
 def truncate(span: Span, longest: int) -> Span:

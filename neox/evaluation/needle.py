@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from neox import files
 from neox.errors import EvaluationError
 from neox.evaluation.results import TaskResult, perplexity_of
 from neox.evaluation.scoring import Scorer, Span
-from neox.tokenizer import Tokenizer
+from neox.tokenizer import Tokenizer, positions
 
 DEPTHS = (0, 25, 50, 75, 100)
 """Places of the key, in per cent of the text before the question."""
@@ -108,17 +109,19 @@ def hidden_key(cell: Cell, trial: int, tokenizer: Tokenizer) -> Span | None:
     """Return a text with a key, a question and the key, which is scored; None if it does not fit into the length."""
     draw = random.Random(f"needle {cell.length} {cell.depth} {trial}")
     key = draw.randrange(10_000, 100_000)
-    needle_tokens = tokenizer.encode(f" The pass key is {key}. Remember it. {key} is the pass key.")
-    question = tokenizer.encode(" What is the pass key? The pass key is")
-    answer = tokenizer.encode(f" {key}")
-    room = cell.length + 1 - len(needle_tokens) - len(question) - len(answer)
+    start = tokenizer.before_text
+    encode = partial(positions.continuation, tokenizer)
+    needle_tokens = encode(f" The pass key is {key}. Remember it. {key} is the pass key.")
+    question = encode(" What is the pass key? The pass key is")
+    answer = encode(f" {key}")
+    room = cell.length + 1 - len(start) - len(needle_tokens) - len(question) - len(answer)
     if room < 1:
         return None
     filler: list[int] = []
     while len(filler) < room:
-        filler += tokenizer.encode(draw.choice(_FILLER))
+        filler += encode(draw.choice(_FILLER))
     before = room * cell.depth // 100
-    context = [*filler[:before], *needle_tokens, *filler[before:room], *question]
+    context = [*start, *filler[:before], *needle_tokens, *filler[before:room], *question]
     return Span((*context, *answer), len(context))
 
 

@@ -17,6 +17,7 @@ from neox.errors import EvaluationError
 from neox.evaluation.results import TaskResult, perplexity_of
 from neox.evaluation.scoring import Scorer, TokenIds
 from neox.evaluation.tasks import is_token_file, read_corpus, read_text, token_documents
+from neox.tokenizer import positions
 
 # The following rules turn wikitext's tokenized text back into running text. They are usual for published scores, and
 # their order matters.
@@ -110,7 +111,7 @@ def wikitext(path: str | Path, scorer: Scorer, name: str = "wikitext") -> TaskRe
     """
     original = first_articles(read_text(path), scorer.limit)
     words = count_words(original)
-    tokens = scorer.tokenizer.encode(detokenize_wikitext(original))
+    tokens = positions.document(scorer.tokenizer, detokenize_wikitext(original))
     if len(tokens) < 2 or words < 2:
         raise EvaluationError(f"{path}: {words} words and {len(tokens)} tokens are too few for a perplexity")
     loss, scored = scorer.loss([tokens], name)
@@ -128,8 +129,9 @@ def corpus_perplexity(path: str | Path, scorer: Scorer, name: str = "perplexity"
     """Score documents (`.jsonl`, `.jsonl.zst`, `.txt`, ...) or a token file (the prefix of its `.bin` and `.idx`).
 
     Each document is a separate text between two end-of-document tokens, so that every token of it is predicted, as in
-    training. A token file made with `--append-eod` gives the same scores as its documents, except those that need the
-    text (`word_ppl`, `bits_per_byte`).
+    training. What the tokenizer writes before a text (`<s>`) stands in place of the first one, and is not predicted. A
+    token file made with `--append-eod` gives the same scores as its documents, except those that need the text
+    (`word_ppl`, `bits_per_byte`).
 
     Raises:
         EvaluationError: If there is nothing to score.
@@ -142,8 +144,9 @@ def corpus_perplexity(path: str | Path, scorer: Scorer, name: str = "perplexity"
     else:
         documents = list(islice(read_corpus(path), scorer.limit))
         eod = scorer.tokenizer.eod
-        for ids in scorer.tokenizer.encode_batch(documents):
-            texts.append(np.array([eod, *ids, eod], dtype=np.int32))
+        before = () if scorer.tokenizer.before_text else (eod,)
+        for ids in positions.documents(scorer.tokenizer, documents):
+            texts.append(np.array([*before, *ids, eod], dtype=np.int32))
         counts["words"] = sum(map(count_words, documents))
         counts["bytes"] = sum(len(text.encode()) for text in documents)
     loss, scored = scorer.loss(texts, name)

@@ -203,7 +203,7 @@ def is_token_file(path: str | Path) -> bool:
 
 
 def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the token ids of each document after an end-of-document token, int32.
+    """Yield the token ids of each document, int32, after an end-of-document token unless it has a beginning of its own.
 
     Raises:
         EvaluationError: For ids outside the tokenizer's vocabulary, and for a file without tokens.
@@ -218,10 +218,13 @@ def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[np.ndarr
             f"{path}: contains token {largest}, but the tokenizer has {tokenizer.vocab_size} ids; the file was made "
             "with another tokenizer"
         )
+    start = tokenizer.before_text
     for first, last in itertools.pairwise(dataset.document_index):
         sequences = [dataset[sequence] for sequence in range(first, last)]
         if any(map(len, sequences)):
-            yield np.concatenate(([tokenizer.eod], *sequences), dtype=np.int32)
+            ids = np.concatenate(sequences, dtype=np.int32)
+            begun = bool(start) and np.array_equal(ids[: len(start)], start)
+            yield ids if begun else np.concatenate(([tokenizer.eod], ids), dtype=np.int32)
 
 
 def _open_token_file(path: str | Path, tokenizer: Tokenizer) -> IndexedDataset:

@@ -40,7 +40,7 @@ class ChatFormat:
         Raises:
             ChatError: If the template refuses the conversation.
         """
-        return self._tokenizer.encode_chat(self._renderer.render(messages, prompt=True))
+        return self._tokenizer.encode_bare(self._renderer.render(messages, prompt=True))
 
     def ending(self, params: SamplingParams) -> SamplingParams:
         """Return sampling settings that also end at the end of an answer."""

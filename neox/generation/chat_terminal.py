@@ -19,8 +19,8 @@ from neox.generation.decoding import Continuation, LanguageModel, decode
 from neox.generation.interactive import settings_line
 from neox.generation.request import SamplingParams
 from neox.generation.terminal_input import ReadLine, line_reader, typed_on_first_rank, waiting_group
-from neox.generation.text_stream import TextCodec
 from neox.parallel import ParallelGrid
+from neox.tokenizer import Tokenizer
 from neox.tokenizer.chat_messages import ChatError
 
 HELP = """\
@@ -87,7 +87,7 @@ def converse(
     model: LanguageModel,
     params: SamplingParams,
     chat: ChatFormat,
-    codec: TextCodec,
+    codec: Tokenizer,
     grid: ParallelGrid,
     *,
     source: TextIO | None = None,
@@ -200,7 +200,7 @@ def _answer(
     ids: list[int],
     params: SamplingParams,
     chat: ChatFormat,
-    codec: TextCodec,
+    codec: Tokenizer,
     number: int,
     write: Callable[[str], None],
     stopped: Callable[[], bool],

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from neox.generation.decoding import Continuation, LanguageModel, OnText, beam_search, check_ids, decode
-from neox.generation.request import SamplingParams, encode_prompts
-from neox.generation.text_stream import TextCodec
+from neox.generation.request import Prompt, SamplingParams, encode_prompts
 from neox.log import progress
 from neox.parallel import ParallelGrid
+from neox.tokenizer import Tokenizer
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -57,9 +57,9 @@ class Completion:
 
 def generate(
     model: LanguageModel,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
-    codec: TextCodec,
+    codec: Tokenizer,
     *,
     batch_size: int = 8,
     numbers: Sequence[int] | None = None,
@@ -71,7 +71,7 @@ def generate(
 
     Args:
         model: Model to generate with.
-        prompts: Texts; an empty one generates without a context.
+        prompts: Texts, or ids; an empty text generates without a context.
         params: Sampling settings.
         codec: Tokenizer.
         batch_size: Prompts per batch; beam search takes one at a time.
@@ -111,7 +111,9 @@ def generate(
             )
         seconds = time.perf_counter() - started
         for n, result in zip(batch, results, strict=True):
-            completed[n] = _completion(prompts[n], result, seconds, keep_logits)
+            prompt = prompts[n]
+            context = prompt if isinstance(prompt, str) else codec.decode_shown(prompt)
+            completed[n] = _completion(context, result, seconds, keep_logits)
         if on_batch:
             on_batch(len(batch))
     return [completed[n] for n in range(len(ids))]
@@ -139,9 +141,9 @@ def _completion(context: str, result: Continuation, seconds: float, keep_logits:
 
 def generate_all(
     model: LanguageModel,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
-    codec: TextCodec,
+    codec: Tokenizer,
     grid: ParallelGrid,
     *,
     batch_size: int = 8,

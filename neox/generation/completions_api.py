@@ -8,7 +8,6 @@ from typing import Any
 
 from neox.generation.answers import GenerationRequest, envelope
 from neox.generation.decoding import Continuation, LanguageModel
-from neox.generation.request import encode_prompt
 from neox.generation.request_fields import (
     BadRequest,
     Limits,
@@ -22,7 +21,8 @@ from neox.generation.request_fields import (
     stream_usage,
     token_limit,
 )
-from neox.generation.text_stream import TextCodec, is_text
+from neox.generation.text_stream import is_text
+from neox.tokenizer import Tokenizer, positions
 
 # Unsupported fields of the protocol, and the values at which they have no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -36,13 +36,13 @@ _KIND = "text_completion"
 _DEFAULT_TOKENS = 16
 
 
-def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Limits) -> GenerationRequest:
+def parse_request(body: Any, model: LanguageModel, codec: Tokenizer, limits: Limits) -> GenerationRequest:
     """Check a decoded JSON body. Raises BadRequest naming the field."""
     fields = fields_of(body, _NEUTRAL)
     n = number(fields, "n", 1, int, 1, limits.sequences)
     if number(fields, "best_of", n, int, 1, limits.sequences) != n:
         raise BadRequest("`best_of` other than `n` is not supported; leave it out", field="best_of")
-    prompts = _prompts(fields.pop("prompt", ""), codec)
+    prompts, texts = _prompts(fields.pop("prompt", ""), codec)
     if len(prompts) * n > limits.sequences:
         raise BadRequest(
             f"{len(prompts)} prompts x n = {n} are more than {limits.sequences} sequences, this server's limit"
@@ -57,12 +57,12 @@ def parse_request(body: Any, model: LanguageModel, codec: TextCodec, limits: Lim
     every = [prompt for prompt in prompts for _ in range(n)]
     echoes = [""] * len(every)
     if echo:
-        echoes = [codec.decode(prompt) for prompt in every]
+        echoes = [text for text in texts for _ in range(n)]
     return GenerationRequest(tuple(every), params, stream, with_usage, CompletionAnswers(echoes))
 
 
-def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
-    """Return the ids of each prompt: `value` is a text, ids, or a list of either; an empty text means no context."""
+def _prompts(value: Any, codec: Tokenizer) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Return ids and text of each prompt: `value` is a text, ids, or a list of either; an empty text is no context."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -70,6 +70,7 @@ def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
             "`prompt` must be a string, a list of strings, token ids, or a list of token ids", field="prompt"
         )
     prompts = []
+    texts = []
     for prompt in value:
         if isinstance(prompt, str):
             if not is_text(prompt):
@@ -77,12 +78,14 @@ def _prompts(value: Any, codec: TextCodec) -> list[tuple[int, ...]]:
                     "`prompt` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text",
                     field="prompt",
                 )
-            prompts.append(tuple(encode_prompt(prompt, codec)))
+            prompts.append(tuple(positions.prompt(codec, prompt)))
+            texts.append(prompt)
         elif _is_ids(prompt):
             prompts.append(tuple(prompt))
+            texts.append(codec.decode_shown(prompt))
         else:
             raise BadRequest("`prompt` must contain strings or lists of token ids", field="prompt")
-    return prompts
+    return prompts, texts
 
 
 def _is_ids(value: Any) -> bool:

@@ -17,7 +17,9 @@ from torch import Tensor
 from neox.errors import GenerationError
 from neox.generation.request import SamplingParams
 from neox.generation.sampling import TokenChooser, check_logits, penalize_repetition
-from neox.generation.text_stream import TextCodec, TextStream
+from neox.generation.text_stream import TextStream
+from neox.tokenizer import Tokenizer
+from neox.tokenizer.positions import text_after
 
 
 class Decoding(Protocol):
@@ -65,7 +67,7 @@ class Continuation:
 
     Attributes:
         tokens: New ids, without the end-of-document or stop token that may have ended them.
-        text: The same, decoded.
+        text: Their text after the prompt, without special tokens.
         finished: Whether end-of-document, a stop token or a stop string ended it, not the length limit.
         logits: Logits of each token, [V] in float32, if they are wanted.
     """
@@ -80,16 +82,22 @@ class _Row:
     """One sequence of a batch, which collects tokens until it ends."""
 
     def __init__(
-        self, limit: int, codec: TextCodec, params: SamplingParams, on_text: Callable[[str], None] | None
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        codec: Tokenizer,
+        params: SamplingParams,
+        on_text: Callable[[str], None] | None,
     ) -> None:
         self.result = Continuation()
+        self.prompt = prompt
         self.limit = limit
         self.codec = codec
         self.ends = (codec.eod, *params.stop_ids)
         self.on_text = on_text
         self.stream: TextStream | None = None
         if params.stop or on_text:  # only to show text or to find stop strings is it decoded on the way
-            self.stream = TextStream(codec, params.stop)
+            self.stream = TextStream(codec, params.stop, prompt)
         self.done = False
 
     def add(self, token: int, logits: Tensor | None) -> None:
@@ -117,7 +125,7 @@ class _Row:
             self._emit(self.stream.finish())
             self.result.text = self.stream.text
         else:
-            self.result.text = self.codec.decode(self.result.tokens)
+            self.result.text = text_after(self.codec, self.prompt, self.result.tokens)
 
     def _emit(self, text: str) -> None:
         if self.on_text and text:
@@ -129,7 +137,7 @@ def decode(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    codec: TextCodec,
+    codec: Tokenizer,
     *,
     numbers: Sequence[int] | None = None,
     on_text: OnText | None = None,
@@ -159,9 +167,9 @@ def decode(
     check_ids(prompts, model)
     params = replace(params, stop_ids=(*codec.end_ids, *params.stop_ids))
     rows = []
-    for number, limit in enumerate(limits):
+    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         on_row_text = None if on_text is None else partial(on_text, number)
-        rows.append(_Row(limit, codec, params, on_row_text))
+        rows.append(_Row(prompt, limit, codec, params, on_row_text))
     if numbers is None:
         numbers = range(len(prompts))
     chooser = TokenChooser(params, prompts, numbers, model.vocab_size, codec.eod, model.device)
@@ -216,7 +224,7 @@ class _Beam(NamedTuple):
 
 
 @torch.inference_mode()
-def beam_search(model: LanguageModel, prompt: Sequence[int], params: SamplingParams, codec: TextCodec) -> Continuation:
+def beam_search(model: LanguageModel, prompt: Sequence[int], params: SamplingParams, codec: Tokenizer) -> Continuation:
     """Continue one prompt by its best beam.
 
     Scores and stopping are those of Hugging Face's default (`early_stopping=False`). A finished beam scores its
@@ -259,7 +267,7 @@ def beam_search(model: LanguageModel, prompt: Sequence[int], params: SamplingPar
     ended = new[-1] in ends
     if ended:
         new.pop()
-    return Continuation(tokens=new, text=codec.decode(new), finished=ended)
+    return Continuation(tokens=new, text=text_after(codec, prompt, new), finished=ended)
 
 
 def _log_probabilities(

@@ -11,8 +11,8 @@ from neox.generation.completion import generate
 from neox.generation.decoding import LanguageModel, OnText
 from neox.generation.request import SamplingParams
 from neox.generation.terminal_input import ReadLine, line_reader, typed_on_first_rank, waiting_group
-from neox.generation.text_stream import TextCodec
 from neox.parallel import ParallelGrid
+from neox.tokenizer import Tokenizer
 
 STOP = "stop"
 _PROMPT = "Context prompt >>> "
@@ -21,7 +21,7 @@ _PROMPT = "Context prompt >>> "
 def interact(
     model: LanguageModel,
     params: SamplingParams,
-    codec: TextCodec,
+    codec: Tokenizer,
     grid: ParallelGrid,
     *,
     prompt_end: str = "\n",

@@ -13,11 +13,14 @@ from pathlib import Path
 from neox.config import NeoXConfig
 from neox.errors import GenerationError
 from neox.files import check_writable, unwritable_parent
-from neox.generation.text_stream import TextCodec, is_text
+from neox.generation.text_stream import is_text
+from neox.tokenizer import Tokenizer, positions
 
 _SMALLEST_TEMPERATURE = 1e-20  # below it sampling equals greedy decoding, and dividing by it overflows float32
 TYPED = ("interactive", "chat")
 """Modes in which a person types prompts."""
+Prompt = str | tuple[int, ...]
+"""Text, or ids that are taken as they are."""
 _TEXT_KEYS = ("context", "prompt", "text")
 
 
@@ -202,11 +205,13 @@ def context_length(config: NeoXConfig) -> int:
     return length
 
 
-def encode_prompts(prompts: Sequence[str], codec: TextCodec, params: SamplingParams, context: int) -> list[list[int]]:
-    """Encode prompts. An empty one becomes a single end-of-document token, which generates without a context.
+def encode_prompts(
+    prompts: Sequence[Prompt], codec: Tokenizer, params: SamplingParams, context: int
+) -> list[list[int]]:
+    """Encode prompts. An empty one becomes what stands before the first token of a text.
 
     Args:
-        prompts: Texts.
+        prompts: Texts, or ids.
         codec: Tokenizer.
         params: Settings; at least one new token must fit.
         context: Longest sequence of the model in tokens.
@@ -214,7 +219,7 @@ def encode_prompts(prompts: Sequence[str], codec: TextCodec, params: SamplingPar
     Raises:
         GenerationError: If prompts do not fit; it names all of them.
     """
-    ids = [encode_prompt(prompt, codec) for prompt in prompts]
+    ids = [positions.prompt(codec, prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     problems = []
     for number, tokens in enumerate(ids, start=1):
         try:
@@ -227,14 +232,7 @@ def encode_prompts(prompts: Sequence[str], codec: TextCodec, params: SamplingPar
     return ids
 
 
-def encode_prompt(prompt: str, codec: TextCodec) -> list[int]:
-    """Return the ids of a prompt: a single end-of-document token if it is empty."""
-    if not prompt:
-        return [codec.eod]
-    return codec.encode(prompt)
-
-
-def check_generation(config: NeoXConfig, codec: TextCodec | None) -> None:
+def check_generation(config: NeoXConfig, codec: Tokenizer | None) -> None:
     """Check settings, prompts and the output file. Nothing is created.
 
     Args:

@@ -18,7 +18,6 @@ from neox.generation.completion import Completion, generate, over_replicas
 from neox.generation.decoding import LanguageModel, check_ids
 from neox.generation.interactive import interact
 from neox.generation.request import encode_prompts, mode, notes, prompts_of, sampling_params
-from neox.generation.text_stream import TextCodec
 from neox.log import get_logger, progress
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
@@ -29,7 +28,7 @@ _log = get_logger(__name__)
 
 
 def run_generation(
-    plan: RunPlan, model: LanguageModel, codec: TextCodec, grid: ParallelGrid, checkpoint: Path
+    plan: RunPlan, model: LanguageModel, codec: Tokenizer, grid: ParallelGrid, checkpoint: Path
 ) -> list[Completion]:
     """Do what the configuration asks for; all ranks together.
 
@@ -99,7 +98,7 @@ def run_generation(
     return results
 
 
-def _chat_format(plan: RunPlan, codec: TextCodec, grid: ParallelGrid, checkpoint: Path) -> ChatFormat:
+def _chat_format(plan: RunPlan, codec: Tokenizer, grid: ParallelGrid, checkpoint: Path) -> ChatFormat:
     """Return the form of conversations with a checkpoint, of which rank 0 reads the template."""
     assert isinstance(codec, Tokenizer), "templates are written for tokenizers of files"
 

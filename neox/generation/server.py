@@ -25,8 +25,8 @@ from neox.generation.chat_format import ChatFormat
 from neox.generation.completions_api import parse_request
 from neox.generation.decoding import Continuation, LanguageModel, OnText, decode
 from neox.generation.request_fields import BadRequest, Limits, error_json, refusal_json
-from neox.generation.text_stream import TextCodec
 from neox.log import get_logger
+from neox.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -59,7 +59,7 @@ class GenerationQueue:
     """
 
     def __init__(
-        self, model: LanguageModel, codec: TextCodec, limits: Limits, closing: threading.Event | None = None
+        self, model: LanguageModel, codec: Tokenizer, limits: Limits, closing: threading.Event | None = None
     ) -> None:
         """Make an empty queue. Once `closing` is set, all generations end with what there is."""
         self.model = model
@@ -194,7 +194,7 @@ async def _refuse(http: Request, error: Exception) -> Response:
 
 def make_app(
     model: LanguageModel,
-    codec: TextCodec,
+    codec: Tokenizer,
     *,
     name: str,
     chat: ChatFormat | None = None,

@@ -3,31 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-_INCOMPLETE = "\ufffd"  # result of decoding an incomplete UTF-8 character
-
-
-class TextCodec(Protocol):
-    """Tokenizer methods that generation needs."""
-
-    @property
-    def eod(self) -> int:
-        """End-of-document id."""
-        ...
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Ids at which a continuation ends, the end-of-document id among them."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return token ids."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return text."""
-        ...
+from neox.tokenizer import Tokenizer
+from neox.tokenizer.positions import added_text, is_complete, tail
 
 
 def is_text(value: str) -> bool:
@@ -39,34 +17,51 @@ class TextStream:
     """Text of one continuation, extended token by token.
 
     Only the last few tokens are decoded again at each step, so that the cost per token is constant. A token that ends
-    inside a UTF-8 character adds no text until the character is complete.
+    inside a UTF-8 character adds no text until the character is complete. Special tokens have no text, but stop strings
+    may contain their names.
 
     Attributes:
-        text: Text so far, cut before the first stop string.
         stopped: Whether a stop string was found.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
-        """Start with no text; `stop` strings end it."""
+    def __init__(self, codec: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        """Start with no text.
+
+        Args:
+            codec: Tokenizer.
+            stop: Strings that end the text.
+            before: Ids that it continues.
+        """
         self.codec = codec
         self.stop = tuple(stop)
-        self.text = ""
         self.stopped = False
-        self._ids: list[int] = []
+        self._ids = tail(codec, before)
         self._context = 0  # first of the ids that are decoded together
-        self._read = 0  # ids that are in `text` already
-        self._returned = 0  # characters that `push` has returned
+        self._read = len(self._ids)  # ids that are before the text, or in it already
+        self._written = ""  # text so far with the names of special tokens, in which stop strings are searched
+        self._names: list[tuple[int, int]] = []  # where these names stand
+        self._returned = 0  # characters of `_written` that `push` has returned
+
+    @property
+    def text(self) -> str:
+        """Text so far, cut before the first stop string."""
+        return self._shown(0, len(self._written))
 
     def push(self, token: int) -> str:
         """Add one token and return newly final text, without a possible beginning of a stop string."""
         self._ids.append(token)
-        known = self.codec.decode(self._ids[self._context : self._read])
-        now = self.codec.decode(self._ids[self._context :])
-        if len(now) > len(known) and not now.endswith(_INCOMPLETE):
-            self._grow(now[len(known) :])
-            self._context = self._read
-            self._read = len(self._ids)
-        end = len(self.text)
+        name = self.codec.special_name(token)
+        if name is not None:
+            self._names.append((len(self._written), len(self._written) + len(name)))
+            self._grow(name)
+        else:
+            known, now = self._decoded()
+            new = added_text(known, now)
+            if new and is_complete(now):
+                self._grow(new)
+                self._context = self._read
+                self._read = len(self._ids)
+        end = len(self._written)
         if not self.stopped:
             end -= self._held_back()
         return self._take(end)
@@ -74,35 +69,48 @@ class TextStream:
     def finish(self) -> str:
         """Return the remaining text after the last token, including an incomplete character."""
         if not self.stopped:
-            known = self.codec.decode(self._ids[self._context : self._read])
-            self._grow(self.codec.decode(self._ids[self._context :])[len(known) :])
+            self._grow(added_text(*self._decoded()))
             self._read = len(self._ids)
-        return self._take(len(self.text))
+        return self._take(len(self._written))
+
+    def _decoded(self) -> tuple[str, str]:
+        """Return the text of the last ids before the new ones, and the text of both."""
+        known = self.codec.decode_shown(self._ids[self._context : self._read])
+        return known, self.codec.decode_shown(self._ids[self._context :])
 
     def _grow(self, piece: str) -> None:
         """Append text and cut it at the earliest stop string, which may begin before the new part."""
         longest = max(map(len, self.stop), default=0)
-        start = max(0, len(self.text) - longest)
-        self.text += piece
-        end = len(self.text)
+        start = max(0, len(self._written) - longest)
+        self._written += piece
+        end = len(self._written)
         for word in self.stop:
-            at = self.text.find(word, start)
+            at = self._written.find(word, start)
             if at >= 0:
                 end = min(end, at)
                 self.stopped = True
-        self.text = self.text[:end]
+        self._written = self._written[:end]
 
     def _held_back(self) -> int:
         """Return how many characters at the end of the text may be the beginning of a stop string."""
         longest = max(map(len, self.stop), default=1)
-        for length in range(min(longest - 1, len(self.text)), 0, -1):
-            tail = self.text[-length:]
-            if any(word.startswith(tail) for word in self.stop):
+        for length in range(min(longest - 1, len(self._written)), 0, -1):
+            tail_text = self._written[-length:]
+            if any(word.startswith(tail_text) for word in self.stop):
                 return length
         return 0
 
     def _take(self, end: int) -> str:
         """Return the text up to `end` that has not been returned before."""
-        piece = self.text[self._returned : end]
+        piece = self._shown(self._returned, end)
         self._returned = max(self._returned, end)
         return piece
+
+    def _shown(self, start: int, end: int) -> str:
+        """Return a part of the text without the names of special tokens."""
+        parts = []
+        for first, after in self._names:
+            if after > start:
+                parts.append(self._written[start : min(first, end)])
+                start = after
+        return "".join([*parts, self._written[start:end]])

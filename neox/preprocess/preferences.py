@@ -23,7 +23,7 @@ from neox.preprocess.conversations import (
 )
 from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
 from neox.preprocess.settings import PreferenceSettings
-from neox.tokenizer import HFTokenizer, Tokenizer
+from neox.tokenizer import HFTokenizer, Tokenizer, positions
 from neox.tokenizer.chat import ChatRenderer
 from neox.tokenizer.chat_messages import ChatError, Message
 
@@ -43,12 +43,15 @@ class Answer(NamedTuple):
         text: Prompt and answer.
         begin: First character of the answer.
         ends_with_eod: Whether the end-of-document id follows the text.
+        is_document: Whether the text begins with what the tokenizer writes before a text; a chat template writes it
+            itself.
         losses: What the chat template leaves out.
     """
 
     text: str
     begin: int
     ends_with_eod: bool
+    is_document: bool
     losses: tuple[str, ...] = ()
 
 
@@ -90,8 +93,8 @@ class PreferenceEncoder:
     """Encoder of blocks of preferences in this process. Labels are IGNORED outside answers.
 
     An answer is a text that continues the prompt, or messages that follow those of the prompt. A token belongs to the
-    answer if one of its characters does. The end-of-document id follows answers that are texts; the chat template
-    ends messages.
+    answer if one of its characters does. Texts begin and end as documents do (an end of their own is not doubled); the
+    chat template begins and ends messages.
     """
 
     def __init__(self, job: EncodeJob, preferences: PreferenceSettings, tokenizer: Tokenizer | None = None) -> None:
@@ -247,7 +250,7 @@ class PreferenceEncoder:
             if not value:
                 raise BadRecord(f"{key!r} is empty")
             has_end = value.endswith(self.tokenizer.eod_token)
-            return self._checked(Answer(prompt + value, len(prompt), ends_with_eod=not has_end))
+            return self._checked(Answer(prompt + value, len(prompt), ends_with_eod=not has_end, is_document=True))
         before = _messages(PROMPT, prompt)
         if isinstance(value, str) and value:
             value = [{"role": ASSISTANT, "content": value}]
@@ -267,7 +270,8 @@ class PreferenceEncoder:
             losses = lost_in_template(before + after, tools, text)
         except ChatError as error:
             raise BadRecord(str(error)) from None
-        return self._checked(Answer(text, len(begin), self.job.settings.append_eod, losses))
+        append_eod = self.job.settings.append_eod
+        return self._checked(Answer(text, len(begin), append_eod, is_document=False, losses=losses))
 
     def _checked(self, answer: Answer) -> Answer:
         """Return an answer whose text can be encoded at once. Raises BadRecord for others."""
@@ -284,6 +288,9 @@ class PreferenceEncoder:
         encoding = self.tokenizer.backend.encode(answer.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         trained = is_trained(encoding.offsets, [(answer.begin, len(answer.text))])
+        if answer.is_document:
+            ids = np.array(positions.with_beginning(self.tokenizer.before_text, encoding.ids), np.int32)
+            trained = np.append(np.zeros(len(ids) - len(trained), bool), trained)
         if answer.ends_with_eod:
             ids = np.append(ids, np.int32(self.tokenizer.eod))
             trained = np.append(trained, True)

@@ -23,6 +23,9 @@ class Tokenizer(ABC):
         eod: Id of the token that ends a document.
         further_end_ids: Ids at which generation ends, too, by the settings that came with the tokenizer.
         pad: Id of `<|padding|>`; None if the vocabulary has none.
+        bos: Id of the token that a configuration names as the beginning of texts; None if it names none.
+        before_text: Ids that `encode` writes before each text, such as that of `<s>`.
+        after_text: Ids that `encode` writes after each text.
         original_hash: `content_hash` without the tokens that `added_tokens` has added, whose other ids mean the same.
             None if none were added.
     """
@@ -31,6 +34,9 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     pad: int | None = None
+    bos: int | None = None
+    before_text: tuple[int, ...] = ()
+    after_text: tuple[int, ...] = ()
     original_hash: str | None = None
     further_end_ids: tuple[int, ...] = ()
 
@@ -41,19 +47,34 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. No end-of-document id is added."""
+        """Return the ids of a text between `before_text` and `after_text`. No end-of-document id is added."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. They are the same as those of `encode`."""
         return [self.encode(text) for text in texts]
 
-    def encode_chat(self, text: str) -> list[int]:
-        """Return the ids of a text that a chat template has made. No token is added around it."""
+    def encode_bare(self, text: str) -> list[int]:
+        """Return the ids of a text alone, such as one that a chat template has made with all special tokens."""
         return self.encode(text)
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Return the ids of a text that follows another text: also without the blank that some write before the first.
+
+        A token that would hold characters of both texts is not made.
+        """
+        return self.encode_bare(text)
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, including the names of special tokens."""
+
+    def decode_shown(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without special tokens."""
+        return self.decode(ids)
+
+    def special_name(self, token: int) -> str | None:
+        """Return the text of a special token, which `decode_shown` leaves out; None for other tokens."""
+        return None
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token of the vocabulary, such as `[MASK]`; None if there is no such token."""

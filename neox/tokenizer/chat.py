@@ -324,7 +324,7 @@ def find_answer_form(template: ChatTemplate, tokenizer: Tokenizer) -> AnswerForm
         after = rest.partition(_NEXT_QUESTION)[0]
     if isinstance(tokenizer, HFTokenizer):
         added = tokenizer.backend.get_added_tokens_decoder()
-        for token in tokenizer.encode_chat(after):
+        for token in tokenizer.encode_bare(after):
             if token == tokenizer.eod:
                 return AnswerForm(begin)
             if token in added:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -61,6 +63,9 @@ class HFTokenizer(Tokenizer):
             end_tokens = [configured]
         self._setup(_from_file(path), str(path), end_tokens, special_in_text)
         self.further_end_ids = _generation_ends(path)
+        first = special_token(path, "bos_token")
+        if first:
+            self.bos = self.backend.token_to_id(first)
 
     def _setup(
         self, backend: tokenizers.Tokenizer, origin: str, eod_tokens: Sequence[str], special_in_text: bool
@@ -83,6 +88,7 @@ class HFTokenizer(Tokenizer):
         self.pad = backend.token_to_id(PADDING)
         if self.is_bert:  # the samples add [CLS] and [SEP], not the tokenizer
             backend.post_processor = processors.Sequence([])
+        self.before_text, self.after_text = _around_text(backend)
 
     def add_tokens(self, tokens: Sequence[str]) -> None:
         """Add tokens after the vocabulary. They are recognised in every text, whatever `special_in_text` says.
@@ -108,8 +114,7 @@ class HFTokenizer(Tokenizer):
                     f"added_tokens: {token!r} is token {found} of the vocabulary already, or stands twice in the list; "
                     "remove it. (Added tokens follow the vocabulary of the file in their order.)"
                 )
-        self.backend = backend
-        self.vocab_size = size
+        self._replace_backend(backend)
 
     def with_vocabulary(self, size: int) -> HFTokenizer:
         """Return this tokenizer as it was when its vocabulary had only `size` ids.
@@ -121,9 +126,7 @@ class HFTokenizer(Tokenizer):
         state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
         smaller = copy.copy(self)
         vars(smaller).pop("content_hash", None)
-        smaller.backend = tokenizers.Tokenizer.from_str(orjson.dumps(state).decode())
-        smaller.backend.encode_special_tokens = not self.special_in_text
-        smaller.vocab_size = _number_of_ids(smaller.backend, "the smaller tokenizer")
+        smaller._replace_backend(self._backend_of(state))
         if smaller.vocab_size != size:
             raise TokenizerError(
                 f"the tokenizer has {self.vocab_size} ids, and {smaller.vocab_size} without the tokens that were added "
@@ -135,9 +138,13 @@ class HFTokenizer(Tokenizer):
         """Return the ids of a text."""
         return self.backend.encode(text).ids
 
-    def encode_chat(self, text: str) -> list[int]:
-        """Return the ids of a text that a chat template has made, which writes all special tokens itself."""
+    def encode_bare(self, text: str) -> list[int]:
+        """Return the ids of a text alone."""
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Return the ids of a text that follows another text."""
+        return self._inside.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
@@ -146,6 +153,14 @@ class HFTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def decode_shown(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without special tokens."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def special_name(self, token: int) -> str | None:
+        """Return the text of a special token; None for other tokens."""
+        return self._special_names.get(token)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if the vocabulary has none."""
@@ -159,6 +174,31 @@ class HFTokenizer(Tokenizer):
             token = self.backend.id_to_token(i) or ""
             continuations.append(token.startswith(_WORD_PIECE))
         return continuations
+
+    @cached_property
+    def _special_names(self) -> dict[int, str]:
+        added = self.backend.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if token.special}
+
+    @cached_property
+    def _inside(self) -> tokenizers.Tokenizer:
+        """The tokenizer without what it does at the start of a text only."""
+        state = orjson.loads(self.backend.to_str())
+        for step in ("normalizer", "pre_tokenizer"):
+            state[step] = _without_start(state[step])
+        return self._backend_of(state)
+
+    def _backend_of(self, state: Mapping[str, Any]) -> tokenizers.Tokenizer:
+        """Return a tokenizer of the library that reads special tokens in a text as this one does."""
+        backend = tokenizers.Tokenizer.from_str(orjson.dumps(state).decode())
+        backend.encode_special_tokens = not self.special_in_text
+        return backend
+
+    def _replace_backend(self, backend: tokenizers.Tokenizer) -> None:
+        for cached in ("_inside", "_special_names"):
+            vars(self).pop(cached, None)
+        self.backend = backend
+        self.vocab_size = _number_of_ids(backend, "the changed tokenizer")
 
     @property
     def is_bert(self) -> bool:
@@ -432,6 +472,38 @@ def _number_of_ids(backend: tokenizers.Tokenizer, origin: str) -> int:
                 )
             tokens[number] = token
     return max(ids, default=-1) + 1
+
+
+def _around_text(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a tokenizer writes before and after each text."""
+    around = backend.encode("a")
+    added = around.special_tokens_mask
+    before = len(list(takewhile(bool, added)))
+    after = len(list(takewhile(bool, reversed(added[before:]))))
+    return tuple(around.ids[:before]), tuple(around.ids[len(around.ids) - after :])
+
+
+def _without_start(step: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return a normalizer or pre-tokenizer, as in `tokenizer.json`, without what it does at the start of a text.
+
+    That is a blank in front of the first word (SentencePiece's `add_dummy_prefix`), or the removal of blanks there.
+    """
+    if step is None:
+        return None
+    kind = step["type"]
+    if kind == "Sequence":
+        members = "normalizers" if "normalizers" in step else "pretokenizers"
+        kept = [changed for member in step[members] if (changed := _without_start(member)) is not None]
+        return {**step, members: kept}
+    if kind == "Prepend":
+        return None
+    if kind == "Metaspace":
+        return {**step, "prepend_scheme": "never"}
+    if kind == "ByteLevel":
+        return {**step, "add_prefix_space": False}
+    if kind == "Strip":
+        return {**step, "strip_left": False}
+    return step
 
 
 def _end_of_document(backend: tokenizers.Tokenizer, tokens: Sequence[str], origin: str) -> tuple[int, str]:

@@ -47,9 +47,22 @@ class SPMTokenizer(Tokenizer):
         ids: list[list[int]] = self._processor.encode(list(texts))
         return ids
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Return the ids of a text that follows another text."""
+        ids = self.encode(END_OF_DOCUMENT + text)  # the blank of the first text stands before its end then
+        return ids[ids.index(self.eod) + 1 :]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return str(self._processor.decode([int(i) for i in ids]))
+
+    def decode_shown(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without ends of documents. Control pieces have no text anyway."""
+        return self.decode([i for i in ids if i != self.eod])
+
+    def special_name(self, token: int) -> str | None:
+        """Return the text of the end of a document; None for other tokens."""
+        return END_OF_DOCUMENT if token == self.eod else None
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a piece; None if it is not in the vocabulary."""

@@ -47,5 +47,15 @@ class TiktokenTokenizer(Tokenizer):
         """Return the text of ids."""
         return self._encoding.decode([int(i) for i in ids])
 
+    def decode_shown(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without special tokens."""
+        return self.decode([i for i in ids if self.special_name(i) is None])
+
+    def special_name(self, token: int) -> str | None:
+        """Return the text of a special token; None for other tokens."""
+        if not self._encoding.is_special_token(token):
+            return None
+        return str(self._encoding.decode([token]))
+
     def _content(self) -> Any:
         return [self._encoding.name, self._encoding.n_vocab]

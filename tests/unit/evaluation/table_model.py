@@ -7,6 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from neox.tokenizer import Tokenizer
+
 
 class TableModel:
     """P(next | last) = softmax(table[last]); remembers the widths of the batches it saw."""
@@ -30,7 +32,7 @@ class TableModel:
         return sum(self.log_probabilities[a, b].double().item() for a, b in pairs)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Ids are UTF-8 bytes; 256 ends a document."""
 
     name = "bytes"
@@ -47,3 +49,6 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def _content(self) -> None:
+        return None

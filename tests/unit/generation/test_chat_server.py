@@ -169,7 +169,7 @@ def test_a_special_token_ends_an_answer(tmp_path: Path) -> None:
     model = ToyModel(shouting, vocab_size=tokenizer.vocab_size)
     request = parse_chat_request({"messages": HISTORY[-1:], "max_tokens": 5}, model, chat, Limits())
     assert request.params.stop_ids == (end,)
-    assert request.prompts == (tuple(tokenizer.encode_chat("user\ntwo é<|im_end|>")),)
+    assert request.prompts == (tuple(tokenizer.encode_bare("user\ntwo é<|im_end|>")),)
 
 
 def test_stop_tokens_end_a_continuation_after_its_least_length() -> None:

@@ -6,20 +6,29 @@ import torch
 from neox.generation.decoding import decode
 from neox.generation.request import SamplingParams
 from neox.ops import DTYPES, can_pack
+from neox.tokenizer import Tokenizer
 from tests.unit.generation.random_model import CPU, logits, runner
 
 # For two orders of summation; logits have a standard deviation near 2.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.15}
 
 
-class NoText:
+class NoText(Tokenizer):
     """Token ids that stand for no text."""
 
+    name = "no text"
+    vocab_size = 1
     eod = 0
     end_ids = (0,)
 
+    def encode(self, text):
+        return []
+
     def decode(self, ids):
         return ""
+
+    def _content(self):
+        return None
 
 
 def skip_where_not_packed(dtype):

@@ -1,11 +1,14 @@
 """Text of tokens as they come."""
 
 from neox.generation.text_stream import TextStream
+from neox.tokenizer import Tokenizer
 
 
-class ByteCodec:
+class ByteCodec(Tokenizer):
     """Ids are UTF-8 bytes."""
 
+    name = "bytes"
+    vocab_size = 257
     eod = 256
     end_ids = (256,)
 
@@ -14,6 +17,9 @@ class ByteCodec:
 
     def decode(self, ids):
         return bytes(ids).decode(errors="replace")
+
+    def _content(self):
+        return None
 
 
 def stream(text, stop=()):

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from neox.tokenizer import Tokenizer
 
-class ToyCodec:
+
+class ToyCodec(Tokenizer):
     """Letters: `a` is 1, `b` is 2, ...; 0 ends a document."""
 
+    name = "toy"
+    vocab_size = 27
     eod = 0
     end_ids = (0,)
 
@@ -19,6 +23,9 @@ class ToyCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(ord("a") + token - 1) for token in ids)
+
+    def _content(self) -> None:
+        return None
 
 
 class ToyModel:
