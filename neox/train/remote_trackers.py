@@ -7,8 +7,10 @@ run is resumed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 import secrets
 import threading
 import time
@@ -30,6 +32,7 @@ _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 _SECONDS_TO_END = 20.0
 _LONGEST_VALUE = 500
+_LONGEST_NAME = 250
 
 
 class Row(NamedTuple):
@@ -47,7 +50,10 @@ class Row(NamedTuple):
 
 
 class QueuedTracker(Tracker):
-    """Tracker with a journal. Subclasses implement `connect`, `send` and `close`, which only one thread calls."""
+    """Tracker with a journal. Subclasses implement `connect`, `send` and `close`, which only one thread calls.
+
+    A scalar that the tracker refuses is left out, with one warning for its name; the others arrive.
+    """
 
     name = ""
     """Name in messages and file names."""
@@ -70,6 +76,7 @@ class QueuedTracker(Tracker):
         self._sent = 0  # rows
         self._written = 0
         self._failing = False
+        self._refused: set[str] = set()  # names of scalars
         self._ending = threading.Event()
         self._exit_failed = False
         self._thread: threading.Thread | None = None
@@ -85,6 +92,10 @@ class QueuedTracker(Tracker):
     @abstractmethod
     def close(self, *, failed: bool) -> None:
         """End the run at the tracker."""
+
+    def refuses(self, error: Exception) -> bool:
+        """Return whether an error of `send` is about a name or a value, so that another attempt cannot succeed."""
+        return isinstance(error, TypeError | ValueError)
 
     def on_start(self, state: TrainState) -> None:
         """Open the journal, which may hold unsent rows of an interrupted training, and start the thread.
@@ -169,6 +180,8 @@ class QueuedTracker(Tracker):
             except Exception as error:  # the tracker's package may raise anything
                 self._note_failure(error)
                 if ends:
+                    if connected:
+                        self._close_with_rows_left()
                     return
                 self._ending.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -180,9 +193,44 @@ class QueuedTracker(Tracker):
                 rows.append(row)
                 if len(rows) == _ROWS_AT_ONCE:
                     break
-            self.send(rows)
+            self._send_what_is_accepted(rows)
             self._sent += len(rows)
             write_text(self.sent_file, str(self._sent))
+
+    def _send_what_is_accepted(self, rows: list[Row]) -> None:
+        """Send rows; if the tracker refuses one, send the others, and of that one the scalars that it accepts."""
+        rows = [self._without_refused(row) for row in rows]
+        try:
+            self.send(rows)
+            return
+        except Exception as error:  # the tracker's package may raise anything
+            if not self.refuses(error):
+                raise
+            reason = _first_line(error)
+        if len(rows) > 1:
+            half = len(rows) // 2
+            self._send_what_is_accepted(rows[:half])
+            self._send_what_is_accepted(rows[half:])
+            return
+        (row,) = rows
+        if len(row.scalars) > 1:
+            for name, value in row.scalars.items():
+                self._send_what_is_accepted([row._replace(scalars={name: value})])
+            return
+        for name in row.scalars:
+            self._refused.add(name)
+            _log.warning("%s refuses %r (%s); it is left out, and the other scalars are sent", self.name, name, reason)
+
+    def _without_refused(self, row: Row) -> Row:
+        """Return a row without the scalars that the tracker has refused."""
+        return row._replace(scalars={name: value for name, value in row.scalars.items() if name not in self._refused})
+
+    def _close_with_rows_left(self) -> None:
+        """End the run at the tracker although rows are unsent, so that it does not stay a running one there."""
+        try:
+            self.close(failed=self._exit_failed)
+        except Exception as error:  # as above; the server is away
+            _log.warning("%s: the run could not be ended there: %s", self.name, _first_line(error))
 
     def _rows(self, first: int) -> Iterator[Row]:
         """Yield the rows of the journal, starting at row `first`."""
@@ -197,11 +245,9 @@ class QueuedTracker(Tracker):
 
     def _note_failure(self, error: Exception) -> None:
         if not self._failing:
-            reason = type(error).__name__
-            lines = str(error).strip().splitlines()
-            if lines:
-                reason = lines[0]
-            _log.warning("%s: %s; training continues, and rows are kept in %s", self.name, reason, self.journal)
+            _log.warning(
+                "%s: %s; training continues, and rows are kept in %s", self.name, _first_line(error), self.journal
+            )
         self._failing = True
 
     def _note_success(self) -> None:
@@ -232,23 +278,44 @@ class MLflow(QueuedTracker):
     def connect(self, *, is_resumed: bool) -> None:
         """Find the run by its tag, or create it and log its settings as parameters."""
         keys = self.plan.config.logging
-        entities = self._mlflow.entities
         client = self._mlflow.MlflowClient(tracking_uri=keys.mlflow_tracking_uri)
         experiment = client.get_experiment_by_name(keys.mlflow_experiment)
         number = experiment.experiment_id if experiment else client.create_experiment(keys.mlflow_experiment)
-        found = client.search_runs([number], f"tags.neox_run = '{self.run_id}'") if is_resumed else []
+        # An attempt that broke off may have created the run, too.
+        found = client.search_runs([number], f"tags.neox_run = '{self.run_id}'")
         if found:
             self._run = found[0].info.run_id
             client.update_run(self._run, status="RUNNING")
         else:
             created = client.create_run(number, tags={"neox_run": self.run_id}, run_name=keys.mlflow_run_name)
             self._run = created.info.run_id
-            parameters = []
-            for key, value in run_settings(self.plan).items():
-                parameters.append(entities.Param(key, _short(value)))
-            for start in range(0, len(parameters), self._MOST_PARAMETERS):
-                client.log_batch(self._run, params=parameters[start : start + self._MOST_PARAMETERS])
         self._client = client
+        known = found[0].data.params if found else {}
+        parameters = []
+        for key, value in run_settings(self.plan).items():
+            if key not in known:  # MLflow refuses another value for a parameter
+                parameters.append(self._mlflow.entities.Param(accepted_name(key), _short(value)))
+        for start in range(0, len(parameters), self._MOST_PARAMETERS):
+            self._log_parameters(parameters[start : start + self._MOST_PARAMETERS])
+
+    def _log_parameters(self, parameters: list[Any]) -> None:
+        """Log settings; those that the server refuses are left out."""
+        try:
+            self._client.log_batch(self._run, params=parameters)
+        except Exception as error:  # of its own classes
+            if not self.refuses(error):
+                raise
+            if len(parameters) == 1:
+                _log.warning("mlflow refuses the setting %s: %s", parameters[0].key, _first_line(error))
+                return
+            half = len(parameters) // 2
+            self._log_parameters(parameters[:half])
+            self._log_parameters(parameters[half:])
+
+    def refuses(self, error: Exception) -> bool:
+        """Return whether MLflow refuses a name or a value; other errors may be temporary."""
+        refused = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST")
+        return getattr(error, "error_code", "") in refused or super().refuses(error)
 
     def send(self, rows: list[Row]) -> None:
         """Log metrics in batches of the size that the server accepts."""
@@ -256,13 +323,28 @@ class MLflow(QueuedTracker):
         for row in rows:
             for name, value in row.scalars.items():
                 time_ms = int(row.seconds * 1000)
-                metrics.append(self._mlflow.entities.Metric(name, value, time_ms, row.iteration))
+                metrics.append(self._mlflow.entities.Metric(accepted_name(name), value, time_ms, row.iteration))
         for start in range(0, len(metrics), self._MOST_METRICS):
             self._client.log_batch(self._run, metrics=metrics[start : start + self._MOST_METRICS])
 
     def close(self, *, failed: bool) -> None:
         """Set the state of the run."""
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
+
+
+def accepted_name(name: str) -> str:
+    """Return a name that every MLflow server accepts: the same one each time, and another one for another name.
+
+    Servers accept letters, digits, `_`, `-`, `.`, `/` and blanks, in what is a path in its shortest form. In other
+    names the characters become `_`, and four digits of a hash of the name are added. Names end after 250 characters.
+    """
+    accepted = re.sub(r"[^/0-9A-Za-z_.\- ]", "_", name)
+    parts = [part for part in accepted.split("/") if part.strip(". ")]
+    accepted = "/".join(parts)
+    if accepted == name and len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:4]
+    return f"{accepted[: _LONGEST_NAME - 5]}-{digest}"
 
 
 class Comet(QueuedTracker):
@@ -372,6 +454,12 @@ def queued_trackers(plan: RunPlan, part: str = "") -> list[QueuedTracker]:
     if keys.use_trackio:
         trackers.append(Trackio(plan, part))
     return trackers
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _short(value: Any) -> str:

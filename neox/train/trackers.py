@@ -166,8 +166,10 @@ class TensorBoard(Tracker):
 class WandB(Tracker):
     """Weights & Biases run (`WANDB_MODE=offline` keeps it on disk).
 
-    The run's id is kept in `log_dir` (else `save`), so that a resumed training continues the same run. Charts count
-    in `iteration`: wandb's own step never goes back, which a resume from an earlier checkpoint does.
+    The run's id is kept in `log_dir` (else `save`), so that a resumed training continues the same run. Offline, each
+    start has an id of its own, because a sync of two starts with one id keeps only the later one's rows. They are in
+    one group: `wandb_group`, or the id of the first start. Charts count in `iteration`: wandb's own step never goes
+    back, which a resume from an earlier checkpoint does.
 
     Raises:
         ConfigError: If wandb is not installed.
@@ -196,13 +198,15 @@ class WandB(Tracker):
         directory = tracker_directory(self._plan)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            run_id = kept_run_id(directory / WANDB_RUN_ID_FILE, resumed=state.iteration > 0)
+            offline = wandb.setup().settings.mode in ("offline", "dryrun")
+            file = directory / WANDB_RUN_ID_FILE
+            run_id, group = self._id_and_group(file, resumed=state.iteration > 0, offline=offline)
         except OSError as error:
             raise TrainingError(f"{directory}: the id of wandb's run cannot be kept: {error.strerror}") from error
         try:
             self._run = wandb.init(
                 project=keys.wandb_project,
-                group=keys.wandb_group,
+                group=group,
                 name=keys.wandb_run_name,
                 entity=keys.wandb_team,
                 config=run_settings(self._plan),
@@ -217,6 +221,27 @@ class WandB(Tracker):
             ) from error
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
+
+    def _id_and_group(self, file: Path, *, resumed: bool, offline: bool) -> tuple[str, str | None]:
+        """Return the id of this start's run, and its group.
+
+        Args:
+            file: File with the id of the last start; after an offline one also the word `offline` and the group.
+            resumed: Whether the training is resumed.
+            offline: Whether this start only writes to disk.
+        """
+        group = self._plan.config.logging.wandb_group
+        last = file.read_text().split() if resumed and file.is_file() else []
+        if len(last) == 1 and not offline:
+            return last[0], group
+        run_id = secrets.token_hex(4)
+        together = group or (last or [run_id])[-1]
+        if last:
+            _log.info("wandb: this start is the run %s, in the group %s with those before it", run_id, together)
+        file.write_text(f"{run_id} offline {together}\n" if offline else f"{run_id}\n")
+        if offline or last:
+            return run_id, together
+        return run_id, group
 
     def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
         """Log one row."""

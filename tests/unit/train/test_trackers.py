@@ -119,16 +119,17 @@ def offline(monkeypatch, tmp_path):
     __import__("wandb").teardown()  # it keeps what it read from the environment
 
 
-def test_wandb_offline_holds_every_name_and_goes_on_with_the_same_run(offline, tmp_path):
+def test_wandb_offline_holds_every_name_in_a_run_for_each_start(offline, tmp_path):
     logs = tmp_path / "logs"
     asked = small_plan(use_wandb=True, log_dir=str(logs), wandb_project="p", wandb_group="g", wandb_run_name="n")
     run(WandB(asked), [4.0, 3.0, 2.0], failed=True)
-    run_id = (logs / WANDB_RUN_ID_FILE).read_text().strip()
+    first_id = (logs / WANDB_RUN_ID_FILE).read_text().split()[0]
     __import__("wandb").teardown()  # a resume is another process
     (logs / "wandb").rename(logs / "wandb-first")  # whose directories are named by id and a second that may be the same
     run(WandB(asked), [2.5], resumed_from=2)
     __import__("wandb").teardown()  # waits for what wandb's own process still has to write
-    assert (logs / WANDB_RUN_ID_FILE).read_text().strip() == run_id
+    second_id = (logs / WANDB_RUN_ID_FILE).read_text().split()[0]
+    assert second_id != first_id  # else a sync of the second would erase the first
     directories = [*(logs / "wandb-first").glob("offline-run-*"), *(logs / "wandb").glob("offline-run-*")]
     rows, runs, configs = [], [], []
     for directory in directories:
@@ -139,7 +140,7 @@ def test_wandb_offline_holds_every_name_and_goes_on_with_the_same_run(offline, t
             if record.HasField("history"):
                 items = record.history.item
                 rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    assert {r.run_id for r in runs} == {run_id}
+    assert {r.run_id for r in runs} == {first_id, second_id}
     assert all(config["plan"]["grid"]["world"] == 1 and config["num_layers"] == 2 for config in configs)
     assert {(r.project, r.run_group, r.display_name) for r in runs} == {("p", "g", "n")}
     losses = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
