@@ -59,7 +59,8 @@ class TextStream:
             new = added_text(known, now)
             if new and is_complete(now):
                 self._grow(new)
-                self._context = self._read
+                if is_complete(known):  # otherwise the prompt ends inside a character
+                    self._context = self._read
                 self._read = len(self._ids)
         end = len(self._written)
         if not self.stopped:
@@ -69,7 +70,11 @@ class TextStream:
     def finish(self) -> str:
         """Return the remaining text after the last token, including an incomplete character."""
         if not self.stopped:
-            self._grow(added_text(*self._decoded()))
+            known, now = self._decoded()
+            if now.startswith(known):
+                self._grow(now[len(known) :])
+            else:  # an incomplete character breaks those before it, if they are written in bytes
+                self._grow(self.codec.decode_shown(self._ids[self._read :]))
             self._read = len(self._ids)
         return self._take(len(self._written))
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from neox.tokenizer.base import Tokenizer
 
 _INCOMPLETE = "\ufffd"  # result of decoding an incomplete UTF-8 character
+_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, each of which may be a token
 _TAIL = 8  # tokens of a prompt that are decoded again with those that follow
 
 
@@ -103,9 +104,12 @@ def scored(tokenizer: Tokenizer, context: str, text: str) -> Scored:
 
 
 def tail(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
-    """Return the last of some ids: enough to decode those that follow as after all of them."""
+    """Return the last of some ids: enough to decode those that follow as after all of them.
+
+    They have a text, and do not begin inside a character: one broken character breaks all that are written in bytes.
+    """
     size = _TAIL
-    while size < len(before) and not tokenizer.decode_shown(before[-size:]):
+    while size < len(before) and tokenizer.decode_shown(before[-size:])[:1] in ("", _INCOMPLETE):
         size *= 2
     return list(before[-size:])
 
@@ -117,7 +121,15 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) 
     lose the blank in front of their first word.
     """
     context = tail(tokenizer, before)
-    return added_text(tokenizer.decode_shown(context), tokenizer.decode_shown([*context, *ids]))
+    known = tokenizer.decode_shown(context)
+    now = tokenizer.decode_shown([*context, *ids])
+    for cut in range(len(ids) - 1, max(0, len(ids) - _LONGEST_CHARACTER), -1):
+        if is_complete(now):
+            break
+        whole = tokenizer.decode_shown([*context, *ids[:cut]])
+        if is_complete(whole):  # the rest of a character is broken by itself, and not the characters before it
+            return added_text(known, whole) + tokenizer.decode_shown(ids[cut:])
+    return added_text(known, now)
 
 
 def added_text(before: str, now: str) -> str:

@@ -140,7 +140,7 @@ def generates_what_the_cpu_does(directory: Path) -> None:
     saves = BackgroundSaves(engine)
     saves.start(directory)
     saves.wait()
-    params, codec = SamplingParams(max_new_tokens=6), SimpleNamespace(eod=59, decode_shown=str)
+    params, codec = SamplingParams(max_new_tokens=6), SimpleNamespace(eod=59, end_ids=(59,), decode_shown=str)
     texts = []
     for device in (torch.device("cpu"), engine.device):
         plan = tiny_plan(1)
