@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from neox.config.flat import FlatKeys, look_up
+from neox.config.key_spelling import means_the_same
 from neox.config.keys import OTHER_SYSTEMS, alias_target
 from neox.config.sections.optimizer import OptimizerSettings
 
@@ -46,6 +47,7 @@ _HINTS: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
+_LEAST_BEGINNING = 8  # letters of a key that is the beginning of another one
 _LONGEST_VALUE = 100  # characters of a value that are shown
 
 
@@ -77,7 +79,10 @@ def report_unknown_key(flat: FlatKeys, key: str, known_keys: Sequence[str]) -> N
     if key in OTHER_SYSTEMS:
         flat.report(f"unknown key `{key}`, another system's; here it is {OTHER_SYSTEMS[key]}", key)
         return
-    near = get_close_matches(key, known_keys, n=1, cutoff=0.6)
+    near = [name for name in known_keys if means_the_same(key, name)][:1]
+    longer = [name for name in known_keys if name.startswith(key)]
+    if not near and len(longer) == 1 and len(key) >= _LEAST_BEGINNING:
+        near = longer
     if not near:
         flat.report(f"unknown key `{key}`; configs/neox_arguments.md lists all keys", key)
         return

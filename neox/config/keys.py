@@ -1,7 +1,8 @@
 """Table of gpt-neox's flat keys: type, default, status here, and alternative spellings.
 
 `neox_keys.tsv` has a row for every key of gpt-neox v2.0 and later, with gpt-neox's own type and default (as JSON), and
-the section of `neox.config.sections` that it belongs to. It also has a row for every key of DeepSpeed that is not a
+the section of `neox.config.sections` that it belongs to; `since` is v2.0, or the date of the change that brought the
+key, with the date of the change that removed it. It also has a row for every key of DeepSpeed that is not a
 field of a section; a dotted one stands in a block. The column `status` says what happens to the key here:
 
 - `works`: the key is a field of that section.
@@ -120,6 +121,17 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "num_experts": Alias("moe_num_experts"),
         "moe_router_topk": Alias("moe_top_k"),
         "moe_input_jitter_eps": Alias("moe_jitter_eps"),
+        "expert_interval": Alias("moe_expert_interval"),
+        "moe_expert_parallel_size": Alias("expert_model_parallel_size"),
+        "label_data_paths": Alias("train_label_data_paths"),
+        "geglu": Alias("activation", {True: ("geglu",)}),
+        "openai_gelu": Alias("activation", {True: ("gelu_tanh",)}),
+        "rms_norm": Alias("norm", {True: ("rmsnorm_v2.0", "rmsnorm")}),
+        "rpe": Alias("pos_emb", {True: ("rpe",)}),
+        "genfile": Alias("sample_output_file"),
+        "out_seq_length": Alias("maximum_tokens"),
+        "slurm_comment": Alias("comment"),
+        "zero_contigious_gradients": Alias("zero_optimization.contiguous_gradients"),
     }
 )
 
@@ -211,6 +223,24 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("nproc_per_node", "num_gpus_per_node", "gpus_per_node"), "`num_gpus`, or a hostfile's slots"),
         **dict.fromkeys(("tokenizer_model", "tokenizer_name_or_path", "tokenizer_path"), "`vocab_file`"),
+        "rope_pct": "`rotary_pct`",
+        "rotary_percentage": "`rotary_pct`",
+        "attention_type": "`num_kv_heads` for grouped queries, and `attention_config` for kinds of attention",
+        "attention_head_type": "`num_kv_heads`, which is num_attention_heads for `multihead`",
+        "decay_lr_to": "`min_lr`, the learning rate itself: this fraction of optimizer.params.lr",
+        "cooldown": "`lr_decay_style: WSD` with lr_wsd_decay_iters",
+        "prenorm": "`norm_placement: input`, which is the default",
+        "postnorm": "`norm_placement: output`, or `both`",
+        "rotary_interleaved": "nothing: dimensions are rotated in halves, as in gpt-neox; false is that",
+        "use_bias_in_qk_norm": "nothing: norms of queries and keys have no bias, but layernorm's with use_qk_layernorm",
+        "use_separate_qk_norms": "`qk_norm: head` or `qk_norm: full`",
+        "full_precision_lm_cross_entropy": "nothing: the cross entropy is always computed in fp32",
+        "use_flash_cross_entropy": "nothing: the cross entropy is always computed in pieces",
+        "no_checkpoint_arg_validation": "nothing: a checkpoint of another network is always refused",
+        "s3_sync_interval": "nothing: each checkpoint is copied to checkpoint_mirror as soon as it is saved",
+        "iteration_offset": "`iteration`, which names the checkpoint, or `finetune: true` to start from 0",
+        "eval_batch_size": "nothing: evaluation has train_micro_batch_size_per_gpu",
+        "wandb_name": "`wandb_run_name`",
         "loss_type": "`train_impl`, and `dpo_loss` with `train_impl: dpo`",
         "label_smoothing": "`dpo_label_smoothing`",
         "reference_free": "`dpo_reference_free`",

@@ -7,11 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.config.flat import FlatKeys
-from neox.config.keys import UNSUPPORTED_IN_BLOCKS
+from neox.config.keys import NEOX_KEYS, UNSUPPORTED_IN_BLOCKS
 from neox.config.sections.deepspeed import ZeroSettings
 
 _LATER_SIZES = ("expansion_factor", "mlp_multiple_of")  # keys that came when `mlp_type` went
 _LLAMA_MULTIPLE = 256
+_OLDER_EXPERTS = frozenset(key for key, row in NEOX_KEYS.items() if row.section == "experts" and " to " in row.since)
 _GATED: Mapping[str, str] = MappingProxyType(
     {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 )
@@ -23,6 +24,9 @@ def convert_older_keys(keys: FlatKeys) -> None:
     _convert_deepspeed_blocks(keys)
     if keys.values.get("mlp_type") == "llama":
         _convert_llama_mlp(keys)
+    if _OLDER_EXPERTS & keys.values.keys() and not {"expert_interval", "moe_expert_interval"} & keys.values.keys():
+        keys.values["moe_expert_interval"] = 2  # the default until May 2025
+        keys.sources.setdefault("moe_expert_interval", keys.source(min(_OLDER_EXPERTS & keys.values.keys())))
     if keys.values.get("use_bnb_optimizer") is True:
         _convert_bitsandbytes(keys)
 

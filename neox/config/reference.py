@@ -46,8 +46,9 @@ dropouts 0, `weight_decay` 0.1, `output_layer_parallelism` column, `weighted_sam
 shipped configs give both dropouts explicitly. Three defaults differ from v2.0: `master_port` (a free port),
 `log_interval` (100; v2.0 printed nothing) and `lr_schedule_version` (the later form; `v2.0` repeats old runs).
 
-Since: `v2.0` and `later` are versions of gpt-neox, `ports` are keys of its ports, `Megatron-LM` keys are Megatron-LM's
-names of keys here, `DeepSpeed` keys are of its JSON only, `neox` keys belong to this project.
+Since: `v2.0` is that version of gpt-neox, and a date that of a later change of it (`to` the date of the change that
+removed the key). `ports` are keys of its ports, `Megatron-LM` keys are Megatron-LM's names of keys here, `DeepSpeed`
+keys are of its JSON only, `neox` keys belong to this project.
 
 Status: a key that `works` has an effect. An `alias` sets another key, and a contradiction is refused. A `refused` key
 is an error, with this reason, unless the value is the default or means off. A `dormant` key is read by gpt-neox only

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from neox.config import NeoXConfig
+from neox.errors import ConfigError
 from neox.plan import resolve
 from tests.plans import problem_keys
 
@@ -68,3 +69,82 @@ def test_the_width_of_mlp_type_llama_is_intermediate_size_itself(given: int | No
     assert NeoXConfig.from_flat(config.to_flat()).model == config.model
     later = {**keys, "mlp_type": None, "activation": "swiglu", "intermediate_size": 3 * width, "use_bias_in_mlp": False}
     assert resolve(NeoXConfig.from_flat(later), 1, 100).architecture == plan.architecture
+
+
+OLD_NAMES: list[tuple[dict[str, Any], str, Any]] = [
+    ({"label_data_paths": ["b"], "train_data_paths": ["a"]}, "train_label_data_paths", ("b",)),
+    ({"geglu": True}, "activation", "geglu"),
+    ({"openai_gelu": True}, "activation", "gelu_tanh"),
+    ({"rms_norm": True}, "norm", "rmsnorm_v2.0"),
+    ({"rpe": True}, "pos_emb", "rpe"),
+    ({"genfile": "a.txt"}, "sample_output_file", "a.txt"),
+    ({"out_seq_length": 9}, "maximum_tokens", 9),
+    ({"slurm_comment": "neox"}, "comment", "neox"),
+    ({"save_interval": 7}, "checkpoint_factor", 7),
+    ({"gas": 3}, "gradient_accumulation_steps", 3),
+    ({"clip_grad": 0.5}, "gradient_clipping", 0.5),
+    ({"num_experts": 2}, "moe_num_experts", 2),
+    ({"num_experts": 2, "expert_interval": 3}, "moe_expert_interval", 3),
+    ({"num_experts": 2, "moe_token_dropping": False}, "moe_expert_interval", 2),
+    ({"moe_num_experts": 2}, "moe_expert_interval", 1),
+    ({"zero_contigious_gradients": True, "zero_stage": 1}, "zero_optimization.contiguous_gradients", True),
+]
+
+
+@pytest.mark.parametrize(("given", "key", "value"), OLD_NAMES, ids=lambda value: str(value)[:40])
+def test_names_that_gpt_neox_has_changed_or_removed(given: dict[str, Any], key: str, value: Any) -> None:
+    sizes = {name: size for name, size in SMALL.items() if name != "pos_emb"}
+    config = NeoXConfig.from_flat({**sizes, **given})
+    assert config.value(key) == value
+    assert NeoXConfig.from_flat(config.to_flat()).value(key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train_data_path", "a"),
+        ("sparsity", "interspersed"),
+        ("reset_position_ids", True),
+        ("apply_residual_connection_post_layernorm", True),
+        ("greedy", True),
+        ("moe_type", "deepspeed"),
+        ("moe_token_dropping", True),
+        ("moe_use_residual", True),
+        ("moe_loss_coeff", 0.1),
+        ("moe_glu", True),
+        ("use_tutel", True),
+    ],
+)
+def test_keys_that_gpt_neox_has_removed_are_refused_by_name(key: str, value: Any) -> None:
+    (found,) = problem_keys(1, **{**SMALL, key: value})
+    assert found == (key,)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("max_positon_embeddings", "max_position_embeddings"),
+        ("hidden_dropuot", "hidden_dropout"),
+        ("gsa", "gas"),
+        ("attention_heads", "num_attention_heads"),
+        ("sliding_window", "sliding_window_width"),
+        ("rope_pct", "rotary_pct"),
+        ("attention_type", "num_kv_heads"),
+        ("decay_lr_to", "min_lr"),
+        ("eval_step", None),
+        ("ga_dataset_impl", None),
+        ("hyena_filter_order", None),
+        ("proj_groups", None),
+        ("stop_interval", None),
+        ("use_slow_heads", None),
+    ],
+)
+def test_hints_are_of_meaning_and_not_of_spelling(key: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        NeoXConfig.from_flat({**SMALL, key: 1})
+    message = str(caught.value)
+    assert f"unknown key `{key}`" in message
+    if hint is None:
+        assert "mean" not in message
+    else:
+        assert f"`{hint}" in message
