@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from neox.config.sections.data import DocumentBoundaries
+from neox.data.rows import RowLayout
 from neox.errors import DataError
 from neox.log import get_logger
 
@@ -35,6 +37,9 @@ class SampleSource(Protocol):
 
     def read_labels(self, indices: np.ndarray) -> np.ndarray:
         """Return the label of each token [len(indices), seq_length + 1], negative if the token is not predicted."""
+
+    def layout(self, indices: np.ndarray) -> RowLayout:
+        """Return where the documents of samples start, and their padding, in rows of seq_length + 1 tokens."""
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return samples: token ids [len(indices), seq_length + 1], or rows of a `SentencePairDataset`."""
@@ -69,6 +74,8 @@ class BatchIterator:
         eod_mask_loss: bool = False,
         vocab_size: int | None = None,
         mark_documents: bool = False,
+        mark_padding: bool = False,
+        boundaries: DocumentBoundaries = "index",
     ) -> None:
         """Set up the iterator.
 
@@ -80,17 +87,18 @@ class BatchIterator:
             start: Number of the first micro batch. A resumed run continues where the interrupted one stopped.
             num_workers: Number of threads that read ahead, each up to two batches. With 0, batches are read on demand.
             eod: End-of-document id.
-            eod_mask_loss: Whether positions whose input is `eod` are left out of the loss.
+            eod_mask_loss: Whether the last token of a document predicts nothing.
             vocab_size: Number of ids. Each batch is checked for other ids.
             mark_documents: Whether batches have `document_starts`.
+            mark_padding: Whether batches have `lengths`.
+            boundaries: Where documents end: where they were joined, or at `eod`.
 
         Raises:
             DataError: If there are fewer samples than one micro batch of all ranks, or `eod` is needed and missing.
         """
-        if eod is None and eod_mask_loss:
-            raise DataError('"eod_mask_loss" needs the id of the end-of-document token')
-        if eod is None and mark_documents:
-            raise DataError('"reset_attention_mask" needs the id of the end-of-document token')
+        if eod is None and boundaries == "eod" and (eod_mask_loss or mark_documents):
+            key = "eod_mask_loss" if eod_mask_loss else "reset_attention_mask"
+            raise DataError(f'"{key}" with document_boundaries: eod needs the id of the end-of-document token')
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
@@ -98,6 +106,8 @@ class BatchIterator:
         self.eod = eod
         self.eod_mask_loss = eod_mask_loss
         self.mark_documents = mark_documents
+        self.mark_padding = mark_padding
+        self.boundaries = boundaries
         self.vocab_size = vocab_size
         self.position = start
         self._global_size = micro_batch_size * dp_size
@@ -119,7 +129,7 @@ class BatchIterator:
 
         Returns:
             Tensors [B, S]: `tokens` and `labels` (int64), `loss_mask` (float32) and, with `mark_documents`,
-            `document_starts` (int64).
+            `document_starts` (int64). With `mark_padding` also `lengths`, the tokens before padding (int64) [B].
         """
         position = self.position
         if position and position % self._batches == 0:
@@ -156,8 +166,10 @@ class BatchIterator:
         self._check_ids(rows)
         tokens = torch.from_numpy(rows[:, :-1].astype(np.int64))
         loss_mask = torch.ones(tokens.shape)
-        if self.eod_mask_loss:
-            loss_mask[tokens == self.eod] = 0
+        starts = None
+        if self.mark_documents or self.eod_mask_loss:
+            starts = self.document_starts(samples, rows)
+            loss_mask[self._predicts_other_document(tokens, starts)] = 0
         if self.dataset.has_labels:
             rows = self.dataset.read_labels(samples)
             loss_mask *= torch.from_numpy(rows[:, 1:] >= 0)
@@ -166,9 +178,34 @@ class BatchIterator:
         labels = torch.from_numpy(rows[:, 1:].astype(np.int64))
         batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if self.mark_documents:
-            assert self.eod is not None
-            batch["document_starts"] = document_starts(tokens, self.eod)
+            assert starts is not None
+            batch["document_starts"] = starts[:, :-1]
+        if self.mark_padding:
+            batch["lengths"] = torch.from_numpy(self.dataset.layout(samples).lengths).clamp(max=tokens.shape[1])
         return batch
+
+    def document_starts(self, samples: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        """Return the index in the row at which the document of each token starts, int64 [B, S + 1].
+
+        Args:
+            samples: Numbers of samples [B].
+            rows: Their tokens [B, S + 1].
+        """
+        if self.boundaries == "index":
+            return torch.from_numpy(self.dataset.layout(samples).starts)
+        assert self.eod is not None
+        return document_starts(torch.from_numpy(rows.astype(np.int64)), self.eod)
+
+    def _predicts_other_document(self, tokens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Return where the next token begins another document, and is not predicted for that reason, bool [B, S].
+
+        As in gpt-neox, an end-of-document token predicts the first token of the next document, unless `eod_mask_loss`
+        is set. A document that ends with any other token says nothing about the one that was joined to it.
+        """
+        is_last = starts[:, 1:] != starts[:, :-1]
+        if self.eod_mask_loss or self.eod is None:
+            return is_last
+        return is_last & (tokens != self.eod)
 
     def _check_ids(self, rows: np.ndarray) -> None:
         """Raise DataError for ids outside the vocabulary."""
@@ -222,7 +259,7 @@ class MaskedBatchIterator(BatchIterator):
 
 
 def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
-    """Return, for each token, the position in the row where its document starts.
+    """Return, for each token, the position in the row where its document starts if documents end at `eod`.
 
     Args:
         tokens: Token ids [B, S].

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from neox.data.gpt_dataset import GPTDataset
 from neox.data.index_maps import load_or_build
+from neox.data.rows import RowLayout
 from neox.data.sentence_pairs import SentencePairDataset
 from neox.errors import DataError
 
@@ -98,6 +99,14 @@ class BlendedDataset:
         """Return the label of each token of samples, int64 [len(indices), seq_length + 1]; see `GPTDataset`."""
         return self._rows(indices, lambda dataset, samples: dataset.read_labels(samples), np.dtype(np.int64))
 
+    def layout(self, indices: Sequence[int] | np.ndarray) -> RowLayout:
+        """Return where the documents of samples start, and where their padding does."""
+        starts = np.empty((len(indices), self.row_width), dtype=np.int64)
+        lengths = np.empty(len(indices), dtype=np.int64)
+        for from_this, dataset, samples in self._by_dataset(indices):
+            starts[from_this], lengths[from_this] = dataset.layout(samples)
+        return RowLayout(starts, lengths)
+
     def _rows(
         self,
         indices: Sequence[int] | np.ndarray,
@@ -105,16 +114,21 @@ class BlendedDataset:
         dtype: np.dtype,
     ) -> np.ndarray:
         """Return rows of samples. `read` reads samples of one dataset."""
+        rows = np.empty((len(indices), self.row_width), dtype=dtype)
+        for from_this, dataset, samples in self._by_dataset(indices):
+            rows[from_this] = read(dataset, samples)
+        return rows
+
+    def _by_dataset(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[np.ndarray, Samples, np.ndarray]]:
+        """Yield which of the samples each dataset has, the dataset, and their numbers there."""
         chosen = self.dataset_index[indices]
         samples = self.dataset_sample_index[indices]
-        rows = np.empty((len(chosen), self.row_width), dtype=dtype)
         for number in np.unique(chosen):
             dataset = self.datasets[number]
             from_this = chosen == number
             wanted = samples[from_this]
             repeated = wanted % max(1, len(dataset))
-            rows[from_this] = read(dataset, np.where(wanted < dataset.num_samples, wanted, repeated))
-        return rows
+            yield from_this, dataset, np.where(wanted < dataset.num_samples, wanted, repeated)
 
 
 def blend_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -302,6 +302,8 @@ def _iterator(
         eod_mask_loss=data.eod_mask_loss,
         vocab_size=plan.vocab_size,
         mark_documents=data.reset_attention_mask,
+        mark_padding=plan.marks_padding,
+        boundaries=data.document_boundaries,
     )
 
 

@@ -85,6 +85,7 @@ class FillInMiddle:
         rate: Share of the units that are rearranged.
         spm_rate: Share of the rearranged units that have the order SPM.
         level: Units. `document`: whole documents that fit in a sample. `sample`: the part of each document in a sample.
+        divides_at_eod: Whether a sample's documents end at end-of-document tokens, instead of where they were joined.
         seed: Seed of all draws.
         tokenizer: Tokenizer that encodes the parts of a text divided between two characters. None divides between two
             tokens.
@@ -96,6 +97,7 @@ class FillInMiddle:
     level: FimLevel
     seed: int
     tokenizer: Tokenizer | None = None
+    divides_at_eod: bool = False
 
     @classmethod
     def of(cls, data: DataConfig, rate: float, tokenizer: Tokenizer, seed: int) -> FillInMiddle | None:
@@ -117,7 +119,8 @@ class FillInMiddle:
         if data.fim_split == "characters":
             check_encodes_parts(tokenizer)
             encoder = tokenizer
-        return cls(tokens, rate, data.fim_spm_rate, data.fim_level, seed, encoder)
+        divides_at_eod = data.document_boundaries == "eod"
+        return cls(tokens, rate, data.fim_spm_rate, data.fim_level, seed, encoder, divides_at_eod)
 
     def document(self, ids: np.ndarray, entry: int) -> np.ndarray:
         """Return a document, rearranged or not.
@@ -132,20 +135,24 @@ class FillInMiddle:
         random = np.random.default_rng([self.seed, _SEED, 0, entry])
         return self._maybe_rearranged(ids, random)
 
-    def samples(self, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def samples(self, rows: np.ndarray, numbers: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return samples in which the part of each document is rearranged or not.
 
         Args:
             rows: Ids of the samples [samples, tokens].
             numbers: Numbers of the samples, which determine the draws [samples].
+            starts: Index in the row at which the document of each token starts [samples, tokens].
 
         Returns:
             Ids [samples, tokens].
         """
         result = np.empty(rows.shape, dtype=np.int64)
-        for row, ids, number in zip(result, rows, numbers.tolist(), strict=True):
+        for row, ids, number, begins in zip(result, rows, numbers.tolist(), starts, strict=True):
             random = np.random.default_rng([self.seed, _SEED, 1, number])
-            ends = np.flatnonzero(ids == self.tokens.eod) + 1
+            if self.divides_at_eod:
+                ends = np.flatnonzero(ids == self.tokens.eod) + 1
+            else:
+                ends = np.flatnonzero(np.diff(begins)) + 1
             parts = [self._maybe_rearranged(part, random) for part in np.split(ids, ends)]
             np.concatenate(parts, out=row)
         return result

@@ -15,7 +15,7 @@ from neox.data.fill_in_middle import FillInMiddle
 from neox.data.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
 from neox.data.indexed_dataset import IGNORED, IndexedDataset
 from neox.data.packing import Packing, build_padded_maps, padded_rows, usable_documents
-from neox.data.rows import Cuts, Part, TokenRows
+from neox.data.rows import Cuts, Part, RowLayout, TokenRows
 from neox.errors import DataError
 
 
@@ -198,6 +198,20 @@ class GPTDataset:
                 )
             return padded_rows(source, self.maps, numbers, self.row_width, IGNORED, self.rows.label_dtype)
         return self.rows.read_labels(self._cuts(numbers))
+
+    def layout(self, indices: Sequence[int] | np.ndarray) -> RowLayout:
+        """Return where the documents of samples start, and where their padding does."""
+        numbers = self._numbers_in_stream(indices)
+        if not self.packing.is_padded:
+            return self.rows.layout(self._cuts(numbers))
+        firsts = self.maps.sample_map[numbers, 0].tolist()
+        ends = self.maps.sample_map[numbers + 1, 0].tolist()
+        pieces = []
+        for first, end in zip(firsts, ends, strict=True):
+            entries = self.maps.document_map[first:end]
+            sizes = self.indexed.sizes[entries] if self.pieces is None else self.pieces.lengths(entries)
+            pieces.append(sizes.tolist())
+        return RowLayout.of(pieces, self.row_width)
 
     def _cuts(self, numbers: np.ndarray) -> Cuts:
         """Return where the samples with these numbers in the stream start and end."""

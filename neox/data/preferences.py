@@ -20,6 +20,7 @@ from neox.config.sections.data import PackImpl
 from neox.data.answers import PER_PAIR, Document, Pairs
 from neox.data.batches import Batch, BatchIterator
 from neox.data.pair_packing import pack_pairs, usable_pairs
+from neox.data.rows import RowLayout
 
 NO_SLOT = -1
 """Slot of padding."""
@@ -101,6 +102,10 @@ class PreferenceDataset:
                 values[: PER_PAIR * len(own)] = self.reference[own].reshape(-1)
         return fields
 
+    def layout(self, indices: np.ndarray) -> RowLayout:
+        """Raise NotImplementedError. The fields of a batch say where documents start."""
+        raise NotImplementedError
+
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens of rows [B, S]."""
         return self.fields(indices)["tokens"]
@@ -118,6 +123,8 @@ class PreferenceBatchIterator(BatchIterator):
     def read(self, position: int) -> Batch:
         """Read micro batch `position`. Raises DataError for ids outside the vocabulary."""
         fields = self.dataset.fields(self.sample_numbers(position))
+        if self.mark_padding:
+            fields["lengths"] = (fields["slots"] != NO_SLOT).sum(axis=1)
         self._check_ids(fields["tokens"])
         self._check_ids(fields["labels"])
         return {name: torch.from_numpy(field) for name, field in fields.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,38 @@ class Pieces(NamedTuple):
     entries: np.ndarray
     begins: list[int]
     ends: list[int]
+
+
+class RowLayout(NamedTuple):
+    """Where the documents of rows stand. It follows from the pieces that were joined, not from any token.
+
+    Attributes:
+        starts: Index in the row at which the document of each token starts; 0 for one that starts before the row.
+            Padding is a document of its own [samples, tokens].
+        lengths: Number of tokens before the padding [samples].
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, pieces: Sequence[Sequence[int]], width: int) -> RowLayout:
+        """Return the layout of rows that begin with pieces.
+
+        Args:
+            pieces: Number of tokens of each piece of each row. What does not fit in a row is cut off.
+            width: Number of tokens of a row.
+        """
+        starts = np.empty((len(pieces), width), dtype=np.int64)
+        lengths = np.empty(len(pieces), dtype=np.int64)
+        for row, sizes in enumerate(pieces):
+            begin = 0
+            for size in sizes:
+                starts[row, begin : begin + size] = begin
+                begin += size
+            lengths[row] = min(begin, width)
+            starts[row, begin:] = begin
+        return cls(starts, lengths)
 
 
 class TokenRows:
@@ -91,6 +124,15 @@ class TokenRows:
         """Return the label of each token of samples of one length [samples, length + 1]."""
         return self._rows(self.label_source, cuts).astype(self.label_dtype, copy=False)
 
+    def layout(self, cuts: Cuts) -> RowLayout:
+        """Return where the documents of samples of one length start."""
+        pieces = locate_pieces(self.indexed, cuts)
+        sizes = np.asarray(pieces.ends, dtype=np.int64) - np.asarray(pieces.begins, dtype=np.int64)
+        begins = np.cumsum(sizes) - sizes
+        starts = np.repeat(begins, sizes).reshape(len(cuts.firsts), -1)
+        starts -= np.arange(len(starts))[:, None] * starts.shape[1]
+        return RowLayout(starts, np.full(len(starts), starts.shape[1]))
+
     def _rows(self, source: IndexedDataset, cuts: Cuts) -> np.ndarray:
         pieces = locate_pieces(source, cuts)
         if self.fill_in_middle is not None and self.fill_in_middle.level == "document":
@@ -99,7 +141,7 @@ class TokenRows:
             ids = source.joined(pieces.begins, pieces.ends)
         rows = ids.reshape(len(cuts.firsts), -1)
         if self.fill_in_middle is not None and self.fill_in_middle.level == "sample":
-            return self.fill_in_middle.samples(rows, cuts.numbers)
+            return self.fill_in_middle.samples(rows, cuts.numbers, self.layout(cuts).starts)
         return rows
 
     def _rearranged_parts(self, cuts: Cuts, pieces: Pieces, fill_in_middle: FillInMiddle) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from neox.config.sections.data import SentencePairs
 from neox.data.index_maps import load_or_build
 from neox.data.indexed_dataset import IndexedDataset
 from neox.data.masking import MaskingVocabulary, mask_tokens
+from neox.data.rows import RowLayout
 from neox.errors import DataError
 
 _FORMAT = "neox sentence pairs 1"
@@ -232,6 +233,10 @@ class SentencePairDataset:
 
     def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Raise NotImplementedError. The rows of `read` hold the labels."""
+        raise NotImplementedError
+
+    def layout(self, indices: Sequence[int] | np.ndarray) -> RowLayout:
+        """Raise NotImplementedError. The rows of `read` hold the lengths."""
         raise NotImplementedError
 
     def split_rows(self, rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ import numpy as np
 from neox.data.blend import blend_indices
 from neox.data.index_maps import load_or_build
 from neox.data.ledger import DatasetRecord
+from neox.data.rows import RowLayout
 from neox.data.stream import Cursor, DatasetStream
 
 
@@ -147,6 +148,15 @@ class StagedDataset:
         for chosen, cursor, numbers in groups:
             rows[chosen] = cursor.read_labels(numbers)
         return rows
+
+    def layout(self, indices: Sequence[int] | np.ndarray) -> RowLayout:
+        """Return where the documents of samples of one segment start."""
+        groups, length = self._groups(np.asarray(indices))
+        starts = np.empty((len(indices), length + 1), dtype=np.int64)
+        lengths = np.empty(len(indices), dtype=np.int64)
+        for chosen, cursor, numbers in groups:
+            starts[chosen], lengths[chosen] = cursor.layout(numbers)
+        return RowLayout(starts, lengths)
 
     def _groups(self, indices: np.ndarray) -> tuple[list[tuple[np.ndarray, Cursor, np.ndarray]], int]:
         """Return the samples of each dataset, which of them they are, and the length of all."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from neox.data.passes import GptNeoxPass, LanePass, Pass
-from neox.data.rows import Cuts, Part
+from neox.data.rows import Cuts, Part, RowLayout
 from neox.errors import DataError
 
 _KEPT_ORDERS = 2  # passes before the current one whose order stays in memory
@@ -126,6 +126,14 @@ class Cursor:
         for chosen, cuts in self._cuts(numbers):
             rows[chosen] = self.stream.rows.read_labels(cuts)
         return rows
+
+    def layout(self, numbers: np.ndarray) -> RowLayout:
+        """Return where the documents of samples start."""
+        starts = np.empty((len(numbers), self.length + 1), dtype=np.int64)
+        lengths = np.empty(len(numbers), dtype=np.int64)
+        for chosen, cuts in self._cuts(numbers):
+            starts[chosen], lengths[chosen] = self.stream.rows.layout(cuts)
+        return RowLayout(starts, lengths)
 
     def _cuts(self, numbers: np.ndarray) -> list[tuple[np.ndarray, Cuts]]:
         """Return which of the samples each pass has, and where they are cut."""

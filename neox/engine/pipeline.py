@@ -127,7 +127,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self.overlaps_reduction = overlap_comm is not False and len(self._held.ranges) > 1 and grid.dp_size > 1
         self._dtype = dtype
         self._divides_samples = grid.cp_size > 1
-        self._handoff = Handoff.of(plan.architecture, documents=plan.keeps_documents_apart)
+        self._handoff = Handoff.of(plan.architecture, lengths=plan.marks_padding, documents=plan.keeps_documents_apart)
         head = plan.layers.head
         if head.kind == "masked_lm_head" and self._held.holds(head.index):
             # This head has layers of its own next to the tied weight, which is all that DeepSpeed's list holds.

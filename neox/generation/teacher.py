@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from neox.data.batches import BatchIterator, document_starts
+from neox.data.batches import BatchIterator
 from neox.data.build import build_data_iterators, sample_counts
 from neox.data.teacher_file import TeacherIdentity, TeacherWriter, sample_batches, sample_hashes
 from neox.errors import ConfigError
@@ -66,8 +66,13 @@ def write_teacher_logits(
         rows = writer.rows(split.name, split.samples, length)
         with progress(f"teacher, {split.name}", split.samples, "samples") as bar:
             for numbers in sample_batches(split.samples, batch):
-                tokens = split.batches.dataset.read(numbers)[:, :-1].astype(np.int64)
-                ids, logits = _largest(teacher, split.batches, torch.from_numpy(tokens), identity)
+                sampled = split.batches.dataset.read(numbers).astype(np.int64)
+                tokens = sampled[:, :-1]
+                starts = None
+                if split.batches.mark_documents:
+                    starts = split.batches.document_starts(numbers, sampled)[:, :-1].to(teacher.device)
+                on_device = torch.from_numpy(tokens).to(teacher.device)
+                ids, logits = teacher.largest_logits(on_device, starts, identity.vocab_size, identity.top_k)
                 rows.ids[numbers] = ids.cpu().numpy()
                 rows.logits[numbers] = logits.cpu().numpy()
                 rows.hashes[numbers] = sample_hashes(tokens)
@@ -87,14 +92,3 @@ def _splits(run: RunPlan, tokenizer: Tokenizer) -> Iterator[_Split]:
         for item in sets:
             name = kind if item.name is None else f"{kind}-{item.name}"
             yield _Split(name, item.batches, min(count, item.batches.dataset.num_samples))
-
-
-def _largest(
-    teacher: ModelRunner, batches: BatchIterator, tokens: torch.Tensor, identity: TeacherIdentity
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the teacher's largest logits for tokens [B, S], with documents masked as in the run."""
-    starts = None
-    if batches.mark_documents:
-        assert batches.eod is not None
-        starts = document_starts(tokens, batches.eod).to(teacher.device)
-    return teacher.largest_logits(tokens.to(teacher.device), starts, identity.vocab_size, identity.top_k)

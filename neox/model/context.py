@@ -28,7 +28,8 @@ class Context:
             stay within documents. Not together with a cache.
         token_types: Types of the tokens of a bidirectional network, [B, S]; all 0 if None.
         divided: Whether the tokens are those of this context rank (`context_indices`), in training.
-        lengths: Number of tokens of each sample that are not padding, in a bidirectional network, [B]; all if None.
+        lengths: Number of tokens of each row before its padding, [B]; None if there is none. A bidirectional network
+            does not attend to padding, and experts do not count it. Nothing else in a causal network sees it.
     """
 
     cache: KVCache | CacheStep | None = None
@@ -39,7 +40,6 @@ class Context:
 
     def __post_init__(self) -> None:
         assert self.cache is None or self.document_starts is None, "documents are kept apart without a cache only"
-        assert self.lengths is None or self.document_starts is None, "one of the two masks would be lost"
 
     @property
     def begins(self) -> bool:
@@ -65,6 +65,7 @@ class BlockContext(NamedTuple):
         divided: Whether the hidden states are those of this context rank's tokens.
         block_masks: Pairs of each kind of attention by block, by `SelfAttention.pairs_name`, for the kernel of GPUs.
         visible: Keys that are not padding, in a bidirectional network, bool [B, 1, 1, S]; all if None.
+        is_text: Tokens that are not padding, of all tensor ranks, bool [B, S]; all if None. Experts read it.
         cache: This block's keys and values of earlier tokens, in generation.
         routes: Number of a block -> experts of its tokens, kept from the forward pass for its recomputation. A block
             whose experts are here is computed again.
@@ -80,6 +81,7 @@ class BlockContext(NamedTuple):
     divided: bool = False
     block_masks: Mapping[str, BlockMask] = MappingProxyType({})
     visible: Tensor | None = None
+    is_text: Tensor | None = None
     cache: CachedLayer | None = None
     routes: dict[int, Tensor] | None = None
     observes: bool = False

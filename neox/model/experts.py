@@ -88,12 +88,13 @@ class Router(nn.Module):
         if self.counts is not None:
             self.counts.zero_()
 
-    def forward(self, x: Tensor, experts: Tensor | None) -> tuple[Tensor, Routes]:
+    def forward(self, x: Tensor, experts: Tensor | None, is_text: Tensor | None = None) -> tuple[Tensor, Routes]:
         """Return logits [B, S, E] and routes of tokens [B, S, H].
 
         Args:
             x: Hidden states [B, S, H].
             experts: Experts of the tokens if they were chosen before [B, S, K].
+            is_text: Which tokens are not padding, bool [B, S]; all if None.
         """
         x = x.float()
         jitter = self.network.router_jitter
@@ -102,10 +103,17 @@ class Router(nn.Module):
         logits = linear(x, self.weight.float())
         if self.bias is not None:
             logits = logits + self.bias.float()
-        routes = route(logits, self.network, bias=self.selection_bias, training=self.training, experts=experts)
+        routes = route(
+            logits,
+            self.network,
+            bias=self.selection_bias,
+            training=self.training,
+            experts=experts,
+            is_text=is_text,
+        )
         is_first_pass = experts is None
         if self.counts is not None and self.training and is_first_pass:
-            self.counts += tokens_per_expert(routes.experts.flatten(0, 1), self.network.num_experts)
+            self.counts += _text_per_expert(routes, self.network.num_experts, is_text)
         return logits, routes
 
 
@@ -253,10 +261,11 @@ class ExpertMLP(TokenShares):
         known = None
         if context.routes is not None:
             known = context.routes.get(self.number)
-        logits, routes = self.router(whole, known)
+        is_text = context.is_text
+        logits, routes = self.router(whole, known, is_text)
         if context.routes is not None:
             context.routes[self.number] = routes.experts
-        order = self._order(routes.experts.flatten(0, 1))
+        order = self._order(routes.experts.flatten(0, 1), None if is_text is None else is_text.flatten())
         tokens = copy_to_tensor_ranks(whole, self.grid).flatten(0, 1)
         weights = copy_to_tensor_ranks(routes.weights, self.grid).flatten(0, 1)
         partial = self.experts(tokens, weights, order).view_as(whole)
@@ -264,16 +273,20 @@ class ExpertMLP(TokenShares):
             partial = partial + self._shared(self.shared_expert, x, whole)
         aux: Aux = {}
         if context.cache is None:
-            aux = self._report(logits, routes, order)
+            aux = self._report(logits, routes, order, is_text)
         return partial, aux
 
-    def _order(self, experts: Tensor) -> ExpertOrder:
-        """Return the order of rows for experts [N, K]; tokens beyond an expert's capacity are dropped in training."""
+    def _order(self, experts: Tensor, is_text: Tensor | None) -> ExpertOrder:
+        """Return the order of rows for experts [N, K] of tokens, some of which are text, bool [N].
+
+        Tokens beyond an expert's capacity are dropped in training. It is a share of the text.
+        """
         most = None
         if self.network.expert_capacity and self.training:
-            share = experts.numel() / self.network.num_experts
+            tokens = len(experts) if is_text is None else int(is_text.sum())
+            share = tokens * experts.shape[1] / self.network.num_experts
             most = max(1, int(self.network.expert_capacity * share))
-        return sort_by_expert(experts, self.network.num_experts, most)
+        return sort_by_expert(experts, self.network.num_experts, most, is_text)
 
     def _shared(self, expert: MLP, x: Tensor, whole: Tensor) -> Tensor:
         """Return this tensor rank's summand of the shared expert [B, S, H]."""
@@ -283,22 +296,31 @@ class ExpertMLP(TokenShares):
         gate = linear(whole, self.shared_expert_gate.weight).sigmoid()
         return partial * copy_to_tensor_ranks(gate, self.grid)
 
-    def _report(self, logits: Tensor, routes: Routes, order: ExpertOrder) -> Aux:
+    def _report(self, logits: Tensor, routes: Routes, order: ExpertOrder, is_text: Tensor | None) -> Aux:
         """Return the losses, multiplied by their coefficients, and statistics, as means over blocks with experts."""
         network = self.network
         blocks = len(network.expert_blocks)
         aux = {}
         if network.balance_coefficient:
-            balance = balance_loss(routes.shares, routes.experts, per_sample=network.balance_per_sample)
+            balance = balance_loss(
+                routes.shares, routes.experts, per_sample=network.balance_per_sample, is_text=is_text
+            )
             aux[BALANCE_LOSS] = network.balance_coefficient * balance
         if network.z_coefficient:
-            aux[Z_LOSS] = network.z_coefficient * z_loss(logits)
-        choices = routes.experts.numel()
-        counts = tokens_per_expert(routes.experts.flatten(0, 1), network.num_experts)
+            aux[Z_LOSS] = network.z_coefficient * z_loss(logits, is_text)
+        counts = _text_per_expert(routes, network.num_experts, is_text)
+        choices = counts.sum().clamp(min=1)
         aux[LARGEST_SHARE] = counts.max() / (choices * blocks)
         if network.expert_capacity:
-            aux[DROPPED] = torch.full_like(aux[LARGEST_SHARE], order.dropped / (choices * blocks))
+            aux[DROPPED] = (counts.sum() - order.slots.numel()) / (choices * blocks)
         return aux
+
+
+def _text_per_expert(routes: Routes, num_experts: int, is_text: Tensor | None) -> Tensor:
+    """Return the number of choices of each expert by tokens that are not padding [E]."""
+    if is_text is not None:
+        is_text = is_text.flatten()
+    return tokens_per_expert(routes.experts.flatten(0, 1), num_experts, is_text)
 
 
 def biased_routers(model: nn.Module) -> Iterator[Router]:

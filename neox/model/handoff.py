@@ -22,23 +22,25 @@ from neox.parallel import ParallelGrid
 class Handoff:
     """Form in which training passes tensors from stage to stage.
 
-    Hidden states come first. With a bidirectional network, the lengths of its padded samples follow; if documents are
-    kept apart, the positions where they start. The losses and statistics that blocks have added so far come last: their
+    Hidden states come first. If padding is marked, the lengths of padded rows follow; if documents are kept apart, the
+    positions where they start. The losses and statistics that blocks have added so far come last: their
     values only, which the last stage reports. Each stage trains its own losses by itself (`attach_losses`).
 
     Integers are passed because the pipeline engine expects a gradient for every tensor of floating-point numbers, and
     runs one backward pass for each. So losses travel as the bits of their fp32 values.
     """
 
-    bidirectional: bool
     losses: tuple[str, ...]
+    token_types: bool = False
+    lengths: bool = False
     documents: bool = False
 
     @classmethod
-    def of(cls, architecture: Architecture, *, documents: bool = False) -> Handoff:
-        """Return the form for a network whose documents may be kept apart."""
+    def of(cls, architecture: Architecture, *, lengths: bool = False, documents: bool = False) -> Handoff:
+        """Return the form for a network whose padding may be marked, and whose documents may be kept apart."""
         losses = block_losses(architecture) + block_statistics(architecture)
-        return cls(architecture.bidirectional, losses, documents)
+        is_bidirectional = architecture.bidirectional
+        return cls(losses, is_bidirectional, lengths or is_bidirectional, documents)
 
     def pack(self, hidden: Tensor, context: Context, aux: Aux) -> Tensor | tuple[Tensor, ...]:
         """Return what a stage passes on.
@@ -49,7 +51,7 @@ class Handoff:
             aux: Losses of all blocks up to this stage.
         """
         passed = [hidden]
-        if self.bidirectional:
+        if self.lengths:
             assert context.lengths is not None
             passed.append(context.lengths)
         if self.documents:
@@ -68,11 +70,9 @@ class Handoff:
         if isinstance(given, Tensor):
             return given, Context(), {}
         hidden, *others = given
-        context = Context()
-        if self.bidirectional:
-            context = Context(lengths=others.pop(0))
-        if self.documents:
-            context = Context(document_starts=others.pop(0))
+        lengths = others.pop(0) if self.lengths else None
+        document_starts = others.pop(0) if self.documents else None
+        context = Context(lengths=lengths, document_starts=document_starts)
         aux: Aux = {}
         if self.losses:
             values = others.pop(0).view(torch.float32)
@@ -83,11 +83,11 @@ class Handoff:
         """Return the tokens and the context that the first stage gets: an objective's inputs, in their order."""
         if isinstance(given, Tensor):
             return given, Context()
-        if self.documents:
-            tokens, document_starts = given
-            return tokens, Context(document_starts=document_starts)
-        tokens, token_types, lengths = given
-        return tokens, Context(token_types=token_types, lengths=lengths)
+        tokens, *others = given
+        token_types = others.pop(0) if self.token_types else None
+        lengths = others.pop(0) if self.lengths else None
+        document_starts = others.pop(0) if self.documents else None
+        return tokens, Context(token_types=token_types, lengths=lengths, document_starts=document_starts)
 
 
 def attach_losses(hidden: Tensor, aux: Aux, factor: float) -> Tensor:

@@ -152,6 +152,7 @@ class StagePart:
     ) -> None:
         self.grid = grid
         self.prompt_length = plan.architecture.soft_prompt_tokens
+        self._is_bidirectional = plan.architecture.bidirectional
         self.is_first = held.start == 0
         self.is_last = held.stop == len(plan.layers)
         self.previous: int | None = None
@@ -244,8 +245,13 @@ class StagePart:
         if context.divided:
             whole_length *= self.grid.cp_size
         visible = None
+        is_text = None
         if context.lengths is not None:
-            visible = unpadded_keys(context.lengths, length)
+            if self._is_bidirectional:
+                assert context.document_starts is None, "one of the two masks would be lost"
+                visible = unpadded_keys(context.lengths, length)
+            ends = context.lengths.unsqueeze(1) + self.prompt_length
+            is_text = torch.arange(length, device=x.device) < ends
         positions = token_positions(length, x.device, context, self.grid)
         keys = whole_length if cache is None else cache.keys(length)
         tables: dict[str, Tables] = {}
@@ -261,6 +267,7 @@ class StagePart:
             context.divided,
             block_masks,
             visible,
+            is_text,
             observes=self.observe_scores is not None,
             observe_scores=self.observe_scores,
         )

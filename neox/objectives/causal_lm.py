@@ -18,8 +18,8 @@ from neox.model import NetworkOutput
 class CausalLM:
     """Weighted sum of the cross entropies of the next tokens.
 
-    A batch holds `tokens` [B, S], `labels` [B, S] (the next tokens), their `loss_mask` or weights [B, S], and
-    `document_starts` [B, S] if attention must not cross documents.
+    A batch holds `tokens` [B, S], `labels` [B, S] (the next tokens), their `loss_mask` or weights [B, S]; `lengths`
+    [B] if experts must not count padding; and `document_starts` [B, S] if attention must not cross documents.
 
     Attributes:
         z_coefficient: Factor of the z-loss; 0 for none.
@@ -38,8 +38,8 @@ class CausalLM:
         return ("loss", "lm_loss", "z_loss")
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tokens [B, S] and, if the batch has them, the starts of the tokens' documents [B, S]."""
-        return {name: batch[name] for name in ("tokens", "document_starts") if name in batch}
+        """Return tokens [B, S] and, if the batch has them, lengths [B] and the starts of tokens' documents [B, S]."""
+        return {name: batch[name] for name in ("tokens", "lengths", "document_starts") if name in batch}
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return labels and their weights, [B, S] each."""

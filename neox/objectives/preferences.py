@@ -127,8 +127,8 @@ class PreferenceObjective(ABC):
 
 
 def inputs_of_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the network's inputs for rows of documents: tokens, and each token's document start [B, S]."""
-    return {"tokens": batch["tokens"], "document_starts": batch["document_starts"]}
+    """Return the network's inputs: tokens [B, S], lengths [B] if the batch has them, and document starts [B, S]."""
+    return {name: batch[name] for name in ("tokens", "lengths", "document_starts") if name in batch}
 
 
 @dataclass(frozen=True)

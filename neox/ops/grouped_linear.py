@@ -27,7 +27,7 @@ class ExpertOrder:
 
     Attributes:
         slots: Position of each row among the T x K choices [R].
-        places: Row of each choice [T x K]; R for dropped ones.
+        places: Row of each choice [T x K]; R for those without a row.
         counts: Number of rows of each expert [E].
         top_k: Number of choices of a token K.
     """
@@ -44,30 +44,39 @@ class ExpertOrder:
 
     @property
     def dropped(self) -> int:
-        """Number of choices without a row."""
+        """Number of choices without a row: those that were dropped, and those of padding."""
         return self.places.numel() - self.slots.numel()
 
 
-def sort_by_expert(experts: Tensor, num_experts: int, most: int | None = None) -> ExpertOrder:
+def sort_by_expert(
+    experts: Tensor, num_experts: int, most: int | None = None, is_text: Tensor | None = None
+) -> ExpertOrder:
     """Sort the choices of experts [T, K]; an expert's tokens keep their order.
 
     Args:
         experts: Experts of each token [T, K].
         num_experts: Number of experts E.
         most: Largest number of tokens of one expert. Later ones are dropped. None for no limit.
+        is_text: Which tokens are not padding, bool [T]; all if None. No expert computes padding.
     """
+    if is_text is not None:
+        # Padding chooses one expert more, which comes last and has no rows.
+        experts = experts.masked_fill(~is_text.unsqueeze(1), num_experts)
     flat = experts.flatten()
-    counts = tokens_per_expert(experts, num_experts)
+    counts = tokens_per_expert(experts, num_experts + 1)
     slots = flat.argsort(stable=True)
     places = torch.empty_like(slots)
-    if most is not None:
-        starts = counts.cumsum(0) - counts
+    if most is not None or is_text is not None:
         sorted_experts = flat[slots]
-        rank_in_expert = torch.arange(slots.numel(), device=slots.device) - starts[sorted_experts]
-        kept = rank_in_expert < most
-        counts = counts.clamp(max=most)
+        kept = sorted_experts < num_experts
+        if most is not None:
+            starts = counts.cumsum(0) - counts
+            rank_in_expert = torch.arange(slots.numel(), device=slots.device) - starts[sorted_experts]
+            kept &= rank_in_expert < most
+            counts = counts.clamp(max=most)
         places.fill_(int(kept.sum()))
         slots = slots[kept]
+    counts = counts[:num_experts]
     places[slots] = torch.arange(slots.numel(), device=slots.device)
     return ExpertOrder(slots, places, counts, experts.shape[1])
 
@@ -81,14 +90,14 @@ def to_experts(x: Tensor, order: ExpertOrder) -> Tensor:
 def from_experts(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
     """Add up the outputs of each token's experts, weighted: [R, H] and weights [T, K] -> [T, H].
 
-    Dropped choices add nothing.
+    Choices without a row add nothing.
     """
     total: Tensor = _FromExperts.apply(rows, weights.to(rows.dtype), order)
     return total
 
 
 def _by_choice(rows: Tensor, order: ExpertOrder) -> Tensor:
-    """Return rows [R, H] in the order of the choices [T, K, H], with zeros for dropped ones."""
+    """Return rows [R, H] in the order of the choices [T, K, H], with zeros for those without a row."""
     if order.dropped:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     return rows[order.places].unflatten(0, (-1, order.top_k))

@@ -1,5 +1,7 @@
 """Choice of the experts of each token, and the losses of that choice.
 
+Padding is no text: wherever `is_text` is given, only its tokens count.
+
 Legend: B samples, S sequence, E experts, K experts of a token.
 """
 
@@ -42,6 +44,7 @@ def route(
     bias: Tensor | None = None,
     training: bool = False,
     experts: Tensor | None = None,
+    is_text: Tensor | None = None,
 ) -> Routes:
     """Choose and weight the experts of each token.
 
@@ -51,11 +54,12 @@ def route(
         bias: Number that is added to each expert's scores for the choice [E].
         training: Whether a router that balances in training only does so.
         experts: Experts that were chosen before [B, S, K], which are only weighted again. None to choose.
+        is_text: Which tokens are not padding, bool [B, S]; all if None. The others' experts mean nothing.
     """
     scores = SCORES[network.router](logits, network.experts_per_token)
     if experts is None:
         with torch.no_grad():
-            experts = _chosen(logits, scores, network, bias, training)
+            experts = _chosen(logits, scores, network, bias, training, is_text)
     weights = scores.gather(-1, experts)
     if network.router_normalizes:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -88,16 +92,32 @@ SCORES: Mapping[str, Callable[[Tensor, int], Tensor]] = MappingProxyType(
 """Router -> function of logits [B, S, E] and K that returns scores [B, S, E]."""
 
 
-def _chosen(logits: Tensor, scores: Tensor, network: Architecture, bias: Tensor | None, training: bool) -> Tensor:
+def _chosen(
+    logits: Tensor,
+    scores: Tensor,
+    network: Architecture,
+    bias: Tensor | None,
+    training: bool,
+    is_text: Tensor | None,
+) -> Tensor:
     """Return the experts of each token [B, S, K], the best first."""
     top_k = network.experts_per_token
     if network.router == "sinkhorn" and training:
-        scores = log_sinkhorn(logits.flatten(0, 1)).view_as(logits)
+        scores = _balanced(logits, is_text)
     if bias is not None:
         scores = scores + bias
     if network.router_groups:
         scores = _in_best_groups(scores, network)
     return scores.topk(top_k, dim=-1).indices
+
+
+def _balanced(logits: Tensor, is_text: Tensor | None) -> Tensor:
+    """Return `log_sinkhorn` of all tokens of text in a micro batch [B, S, E]."""
+    if is_text is None:
+        return log_sinkhorn(logits.flatten(0, 1)).view_as(logits)
+    scores = logits.clone()
+    scores[is_text] = log_sinkhorn(logits[is_text])
+    return scores
 
 
 def _in_best_groups(scores: Tensor, network: Architecture) -> Tensor:
@@ -128,7 +148,9 @@ def log_sinkhorn(logits: Tensor) -> Tensor:
     each expert, but all of them want one expert by far), each round moves them on.
     """
     tokens, experts = logits.shape
-    log_share = math.log(max(1, tokens) / experts)  # tokens of an expert, where each token counts 1
+    if not tokens:
+        return logits
+    log_share = math.log(tokens / experts)  # tokens of an expert, where each token counts 1
     columns = torch.zeros_like(logits[:1])
     rows = -logits.logsumexp(1, keepdim=True)
     for _ in range(_SINKHORN_ROUNDS):
@@ -138,22 +160,26 @@ def log_sinkhorn(logits: Tensor) -> Tensor:
         rows = -(logits + columns).logsumexp(1, keepdim=True)
         if change <= _SINKHORN_TOLERANCE:
             break
-    return logits + columns + rows - math.log(max(1, tokens))
+    return logits + columns + rows - math.log(tokens)
 
 
-def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
+def tokens_per_expert(experts: Tensor, num_experts: int, is_text: Tensor | None = None) -> Tensor:
     """Return how often each expert is among `experts` [..., K], as integers [..., E] for all but the last dim's rows.
 
     Args:
         experts: Numbers of experts [N, K], or [B, N, K] to count for each sample.
         num_experts: Number of experts E.
+        is_text: Which tokens count, bool [N] or [B, N]; all if None.
     """
     flat = experts.flatten(-2)
+    counted = torch.ones_like(flat)
+    if is_text is not None:
+        counted = is_text.unsqueeze(-1).expand_as(experts).flatten(-2).to(flat.dtype)
     counts = torch.zeros(*flat.shape[:-1], num_experts, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(-1, flat, torch.ones_like(flat))
+    return counts.scatter_add_(-1, flat, counted)
 
 
-def balance_loss(shares: Tensor, experts: Tensor, *, per_sample: bool) -> Tensor:
+def balance_loss(shares: Tensor, experts: Tensor, *, per_sample: bool, is_text: Tensor | None = None) -> Tensor:
     """Return E x the sum over experts of (fraction of choices x mean share), which is 1 if all experts are equal.
 
     Switch Transformer, arXiv:2101.03961, section 2.2. Megatron-LM's has this factor; that of transformers is K times
@@ -163,16 +189,32 @@ def balance_loss(shares: Tensor, experts: Tensor, *, per_sample: bool) -> Tensor
         shares: Score of each expert as a share of a token's scores [B, S, E].
         experts: Experts of each token [B, S, K].
         per_sample: Whether to return the mean over samples of each one's loss, which does not depend on how samples
-            are divided into micro batches (Megatron-LM's `seq_aux_loss`).
+            are divided into micro batches (Megatron-LM's `seq_aux_loss`). Samples of padding only count 0.
+        is_text: Which tokens count, bool [B, S]; all if None.
     """
     if not per_sample:
         shares = shares.flatten(0, 1).unsqueeze(0)
         experts = experts.flatten(0, 1).unsqueeze(0)
+        is_text = None if is_text is None else is_text.flatten().unsqueeze(0)
     num_experts = shares.shape[-1]
-    fractions = tokens_per_expert(experts, num_experts) / experts[0].numel()
-    return num_experts * (fractions * shares.mean(1)).sum(-1).mean()
+    counts = tokens_per_expert(experts, num_experts, is_text)
+    if is_text is None:
+        fractions = counts / experts[0].numel()
+        return num_experts * (fractions * shares.mean(1)).sum(-1).mean()
+    tokens = is_text.sum(1, keepdim=True).clamp(min=1)  # [B, 1]
+    fractions = counts / (tokens * experts.shape[-1])
+    means = (shares * is_text.unsqueeze(-1)).sum(1) / tokens
+    return num_experts * (fractions * means).sum(-1).mean()
 
 
-def z_loss(logits: Tensor) -> Tensor:
-    """Return the mean square of the logarithm of the softmax's sum (ST-MoE, arXiv:2202.08906, equation 5)."""
-    return logits.logsumexp(-1).square().mean()
+def z_loss(logits: Tensor, is_text: Tensor | None = None) -> Tensor:
+    """Return the mean square of the logarithm of the softmax's sum (ST-MoE, arXiv:2202.08906, equation 5).
+
+    Args:
+        logits: Scores of the router [B, S, E].
+        is_text: Which tokens count, bool [B, S]; all if None.
+    """
+    squares = logits.logsumexp(-1).square()
+    if is_text is None:
+        return squares.mean()
+    return (squares * is_text).sum() / is_text.sum().clamp(min=1)

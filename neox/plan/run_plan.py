@@ -89,6 +89,12 @@ class RunPlan:
         return self.config.data.reset_attention_mask or self.config.preferences.on_preferences
 
     @property
+    def marks_padding(self) -> bool:
+        """Whether batches say where padding begins, because experts must not count it."""
+        is_padded = self.config.data.pack_impl != "packed" or self.config.preferences.on_preferences
+        return self.architecture.num_experts > 0 and is_padded and not self.architecture.bidirectional
+
+    @property
     def recomputed_parts(self) -> tuple[RecomputedPart, ...]:
         """The part of each block that the backward pass computes again."""
         parts = []

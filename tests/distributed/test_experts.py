@@ -72,7 +72,14 @@ def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
 def _batches(plan: RunPlan, dp_rank: int) -> Iterator[dict[str, torch.Tensor]]:
     has_labels = not plan.config.given("loss_normalization")
     for batch in batches(plan, dp_rank):
-        yield {**batch, "loss_mask": batch["loss_mask"] * float(has_labels)}
+        mask = batch["loss_mask"] * float(has_labels)
+        if not plan.marks_padding:
+            yield {**batch, "loss_mask": mask}
+            continue
+        length = mask.shape[1]
+        lengths = 1 + batch["tokens"][:, 0] % length  # of each sample, whatever batch it is in
+        is_text = torch.arange(length) < lengths.unsqueeze(1)
+        yield {**batch, "loss_mask": mask * is_text, "lengths": lengths}
 
 
 @functools.cache
@@ -161,6 +168,18 @@ def test_data_ranks_that_divide_experts_train_the_same(kind: str, world: int, la
     for found in run_ranks(world, curves, [tiny_plan(world, **KINDS[kind], **layout) for layout in layouts]):
         for layout, curve in zip(layouts, found, strict=True):
             for step, (ours, theirs) in enumerate(zip(curve, reference(kind), strict=True)):
+                assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8), (layout, step)
+
+
+def test_padding_is_left_out_under_every_layout():
+    """Sequence parallelism, recomputation, stages, divided experts; `tests/field/test_training.py` has the values."""
+    keys = {**BIASED, "pack_impl": "pack_until_overflow", "moe_expert_capacity_factor": 1.0}
+    ((expected,),) = run_ranks(1, curves, [tiny_plan(1, **keys)])
+    assert 0 < expected[0]["moe_dropped"] < 0.5
+    layouts = [LAYOUTS[1], LAYOUTS[2], LAYOUTS[3], DIVIDED]
+    for found in run_ranks(2, curves, [tiny_plan(2, **keys, **layout) for layout in layouts]):
+        for layout, curve in zip(layouts, found, strict=True):
+            for step, (ours, theirs) in enumerate(zip(curve, expected, strict=True)):
                 assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8), (layout, step)
 
 

@@ -1,13 +1,22 @@
 """Reports about training's own meanings: experts, padding, validation, schedules, mismatched answers."""
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from neox.ops import sinkhorn
+from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
+from neox.data.batches import BatchIterator
+from neox.data.packing import Packing
+from neox.model import BlockContext, ExpertMLP
+from neox.ops import balance_loss, route, sinkhorn
 from neox.ops.routing import log_sinkhorn
+from neox.parallel import ParallelGrid
+from tests.plans import small_plan
 
 
 def equal_shares(logits: Tensor) -> Tensor:
@@ -50,3 +59,100 @@ def test_sinkhorn_ends_when_no_equal_shares_exist():
     logits[:, 0] = 1e5
     logits[0, 1] = -1e5
     assert log_sinkhorn(logits).isfinite().all()
+
+
+MIXTURE = {
+    "moe_num_experts": 6,
+    "moe_top_k": 2,
+    "moe_router_type": "topk",
+    "moe_ffn_hidden_size": 12,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_layers": 1,
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.25,
+}
+ROUTERS = {
+    "softmax": {},
+    "per sample": {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "capacity": {"moe_expert_capacity_factor": 0.75},
+    "sinkhorn": {"moe_router_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    "router biases": {"moe_router_type": "sigmoid", "moe_router_enable_expert_bias": True},
+}
+LENGTHS = torch.tensor([9, 2, 5, 0])
+
+
+def mixture(keys: dict) -> ExpertMLP:
+    module = ExpertMLP(small_plan(**{**MIXTURE, **keys}).architecture, 0, ParallelGrid.single())
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.4, generator=generator)
+    return module
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_padding_does_not_count_in_experts(kind):
+    """transformers#28505, Megatron-LM PR 2121, torchtitan PR 4594: padded rows are routed as their text alone is."""
+    x = torch.randn(4, 9, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    is_text = torch.arange(9) < LENGTHS.unsqueeze(1)
+
+    def outcome(rows: Tensor, **context) -> tuple[Tensor, dict[str, float], list[int] | None, Tensor]:
+        module = mixture(ROUTERS[kind])
+        output, aux = module(rows, BlockContext(torch.arange(rows.shape[1]), **context))
+        counts = None if module.router.counts is None else module.router.counts.tolist()
+        losses = sum(loss for loss in aux.values() if loss.requires_grad)
+        (gradient,) = torch.autograd.grad(output.square().sum() + losses, x)
+        return output, {name: float(value.detach()) for name, value in aux.items()}, counts, gradient
+
+    output, aux, counts, gradient = outcome(x, is_text=is_text)
+    assert not output[~is_text].any()
+    if kind == "per sample":
+        balances = []
+        for row, length in zip(x[:3], LENGTHS[:3].tolist(), strict=True):
+            balances.append(outcome(row[:length].unsqueeze(0))[1]["moe_balance_loss"])
+        assert aux["moe_balance_loss"] == pytest.approx(sum(balances) / len(LENGTHS), rel=1e-6)
+        return
+    alone, wanted, wanted_counts, wanted_gradient = outcome(x[is_text].unsqueeze(0))
+    torch.testing.assert_close(output[is_text], alone.squeeze(0), rtol=1e-5, atol=1e-6)
+    assert aux == pytest.approx(wanted, rel=1e-6)
+    assert counts == wanted_counts
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_the_balance_of_text_is_that_of_transformers():
+    """transformers#28505: with the attention mask, its balancing loss is K times ours over tokens of text."""
+    logits = torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(2))
+    is_text = torch.arange(9) < LENGTHS.unsqueeze(1)
+    theirs = load_balancing_loss_func((logits.flatten(0, 1),), 6, 2, is_text.long())
+    routes = route(logits, small_plan(**MIXTURE).architecture, is_text=is_text)
+    ours = balance_loss(routes.shares, routes.experts, per_sample=False, is_text=is_text)
+    assert 2 * ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_rows_without_text_give_no_nan():
+    """Megatron-LM PR 2121: a micro batch of padding only."""
+    x = torch.randn(1, 3, 16)
+    for keys in ROUTERS.values():
+        output, aux = mixture(keys)(x, BlockContext(torch.arange(3), is_text=torch.zeros(1, 3, dtype=torch.bool)))
+        assert not output.any()
+        assert not any(float(value.detach()) for value in aux.values())
+
+
+def dataset_of(prefix: Path, documents: list[list[int]], **options) -> GPTDataset:
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for ids in documents:
+            builder.add_document(ids)
+    return GPTDataset(IndexedDataset(prefix), range(len(documents)), 12, seq_length=7, seed=1, **options)
+
+
+@pytest.mark.parametrize("impl", ["pack_until_overflow", "unpacked", "best_fit"])
+def test_batches_say_where_padding_begins(impl, tmp_path):
+    """transformers#28505: lengths come from the documents, because the id of padding can be text too."""
+    lengths = [3, 6, 3, 19]
+    visible = dataset_of(tmp_path / "visible", [[5] * length for length in lengths], packing=Packing(impl))
+    same = dataset_of(tmp_path / "same", [[0] * length for length in lengths], packing=Packing(impl))
+    batch = next(BatchIterator(same, 12, num_workers=0, mark_padding=True))
+    wanted = (visible.read(range(12))[:, :-1] == 5).sum(1)
+    assert batch["lengths"].tolist() == wanted.tolist()
+    assert min(wanted) < 7

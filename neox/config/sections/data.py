@@ -16,6 +16,7 @@ from neox.errors import ConfigError
 
 PackImpl = Literal["packed", "best_fit", "pack_until_overflow", "unpacked"]
 SentencePairs = Literal["nsp", "sop"]
+DocumentBoundaries = Literal["index", "eod"]
 FimLevel = Literal["document", "sample"]
 Weights = tuple[NonNegativeFloat, ...] | None
 SPLITS = ("train", "valid", "test")
@@ -261,14 +262,22 @@ class DataConfig(Section):
     (`preprocess_chat.py`) and for samples with padding (pack_impl), else `micro_batch`."""
 
     eod_mask_loss: Annotated[bool, _NO_LABELS] = False
-    """Leave end-of-document tokens out of the loss."""
+    """Leave what the last token of a document predicts out of the loss: the first token of the next document."""
 
     reset_attention_mask: Annotated[
         bool,
         _PAIRS,
         Excludes("soft_prompt_tuning.enabled", reason="each document would need the prompt"),
     ] = False
-    """Restart attention and positions after each end of a document, so that no token attends to another document."""
+    """Restart attention and positions after each end of a document, so that no token attends to another document. A
+    document that does not end with the end-of-document token does not predict the next one's first token either."""
+
+    document_boundaries: Annotated[
+        DocumentBoundaries, OnlyWith("reset_attention_mask"), OnlyWith("eod_mask_loss"), OnlyWith("fim_rate")
+    ] = "index"
+    """Where documents end, for reset_attention_mask, eod_mask_loss and `fim_level: sample`. `index`: where they were
+    joined, whatever their tokens are. `eod`: after each end-of-document token (gpt-neox, Megatron-LM), for files whose
+    sequences hold several documents. Both are the same if documents end with that token and hold no other."""
 
     @property
     def max_passes(self) -> tuple[float, ...] | None:

@@ -38,10 +38,10 @@ def test_a_batch_has_tokens_labels_and_a_mask():
 
 
 def test_the_end_of_a_document_can_be_left_out_of_the_loss():
-    batch = next(BatchIterator(Counting(10), 2, num_workers=0, eod=3, eod_mask_loss=True))
+    batch = next(BatchIterator(Counting(10), 2, num_workers=0, eod=3, eod_mask_loss=True, boundaries="eod"))
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 1]]  # where the input is the end, as in gpt-neox
     with raises_naming(DataError, "eod_mask_loss"):
-        BatchIterator(Counting(10), 2, eod_mask_loss=True)
+        BatchIterator(Counting(10), 2, eod_mask_loss=True, boundaries="eod")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
