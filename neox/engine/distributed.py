@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
 from neox.engine.determinism import use_deterministic_algorithms
 from neox.errors import CheckpointError, LaunchError, NeoXError
+from neox.launch.vendors import unused_devices
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
@@ -94,9 +95,21 @@ def shutdown() -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Return this rank's device and make it the current one. Raises LaunchError if this host has too few GPUs."""
+    """Return this rank's device and make it the current one.
+
+    If a scheduler shows every rank one GPU of its own, that is device 0, for DeepSpeed as well (`LOCAL_RANK`).
+
+    Raises:
+        LaunchError: This host has too few GPUs, or accelerators that torch does not use.
+    """
     if not torch.cuda.is_available():
+        problem = unused_devices(os.environ)
+        if problem is not None:
+            raise LaunchError(f"{socket.gethostname()} has {problem}")
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and _has_own_device(os.environ):
+        local_rank = 0
+        os.environ["LOCAL_RANK"] = "0"
     if local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"rank with LOCAL_RANK {local_rank} finds {torch.cuda.device_count()} GPUs on {socket.gethostname()}; "
@@ -104,6 +117,15 @@ def choose_device(local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _has_own_device(environment: Mapping[str, str]) -> bool:
+    """Return whether the device that this rank sees is shown to no other rank of the host."""
+    devices = environment.get("CUDA_VISIBLE_DEVICES", "")
+    if "LOCAL_SIZE" in environment:  # launchers that show the same GPUs to all ranks; ours divides instances of MIG
+        return devices.startswith("MIG-")
+    is_one = bool(devices) and "," not in devices
+    return is_one or "LOCAL_WORLD_SIZE" not in environment  # torchrun sets the latter, and shows all
 
 
 def choose_backend(asked: str, device: torch.device) -> str:

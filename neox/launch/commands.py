@@ -8,11 +8,14 @@ pdsh, slurm and MPI runners join unquoted strings for a shell, and need mpi4py o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from shlex import join, quote, split
 
 from neox.errors import LaunchError
-from neox.launch.spec import Host, LaunchSpec
+from neox.launch.hosts import is_this_machine
+from neox.launch.machine import visible_accelerators
+from neox.launch.spec import Host, LaunchSpec, SlotId
+from neox.launch.vendors import devices_of_slots
 
 _MAX_ARGUMENT = 120_000  # characters; a remote command is a single argument, and Linux refuses those over 128 KiB
 _MAX_SHOWN_WORD = 80
@@ -74,6 +77,13 @@ def warm_command(spec: LaunchSpec) -> list[str] | None:
 
 def deepspeed_command(spec: LaunchSpec, node_rank: int = 0) -> list[str]:
     """Return the command that starts a host's ranks under DeepSpeed's own launcher, without our supervision."""
+    hosts = []
+    for host in spec.hosts:
+        slots: tuple[SlotId, ...] | None = None
+        if is_this_machine(host.name):  # that launcher takes slots for devices, whatever the host shows
+            slots = devices_of_slots(host.slots, visible_accelerators())
+        hosts.append(replace(host, slots=slots or host.slots))
+    spec = replace(spec, hosts=tuple(hosts))
     return [
         spec.python,
         "-m",

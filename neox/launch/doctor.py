@@ -324,6 +324,9 @@ def _compare_products(answered: Sequence[HostReport]) -> None:
 def _judge_accelerators(report: HostReport, *, others_have_some: bool) -> None:
     slots = len(report.host.slots)
     accelerators = report.answer["accelerators"]
+    torch_problem = report.answer.get("torch_problem")  # missing in answers of other versions
+    if torch_problem is not None:
+        report.problems.append(torch_problem)
     if accelerators == 0 and others_have_some:
         report.problems.append("no accelerator, unlike other hosts: look at its driver (`nvidia-smi`), or leave it out")
     elif accelerators == 0:

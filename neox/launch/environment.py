@@ -7,38 +7,60 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from neox.errors import ConfigError
 from neox.files import lock_file
+from neox.launch.shell_values import (
+    Assignment,
+    ShellValueError,
+    expand,
+    read_assignments,
+    read_value,
+    referenced_names,
+)
+from neox.launch.vendors import VENDORS, VISIBLE_VARIABLES
 from neox.log import get_logger
 
 _log = get_logger(__name__)
 
 FORWARDED = (
-    "NCCL_*",
     "GLOO_*",
     "OMP_*",
     "MKL_*",
     "HF_*",
     "WANDB_*",
+    "MLFLOW_*",
     "TORCH_*",
     "TORCHINDUCTOR_*",
     "TRITON_*",
     "DS_*",
-    "CUDA_*",
     "UCX_*",
     "FI_*",
+    "MV2_*",
     "NEOX_*",
     "TOKENIZERS_*",
     "PYTORCH_*",
     "PATH",
-    "PYTHONPATH",
+    "PYTHON*",
     "LD_LIBRARY_PATH",
+    *(pattern for vendor in VENDORS for pattern in vendor.forwarded),
 )
 # Names of secrets. They are sent separately (`neox.launch.start`), so that they are on no command line and in no log.
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)S?$", re.IGNORECASE)
-_NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES",)  # differs between hosts
+# They differ between hosts, as does DS_ENV_FILE, whose variables travel themselves.
+_NOT_FORWARDED = ("DS_ENV_FILE", *VISIBLE_VARIABLES)
+_DIFFERS_ON_AISC = ("NCCL_IB_HCA", "UCX_NET_DEVICES")  # a cluster whose hosts have other adapters each, says DeepSpeed
+_SET_BY_LAUNCHER = {
+    **dict.fromkeys(
+        VISIBLE_VARIABLES,
+        "choose devices with include, exclude or num_gpus, or set it in the environment of the host itself",
+    ),
+    "MASTER_ADDR": "give the key master_addr",
+    "MASTER_PORT": "give the key master_port",
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"), "take the line out"),
+}
 
 
 def is_secret(name: str) -> bool:
@@ -64,65 +86,118 @@ def child_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return environment
 
 
-def launch_environment() -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the variables for child processes of this one, including those of DeepSpeed's file.
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """Variables of the launcher's processes, and which of them the ranks on every host get.
 
-    Returns:
-        The variables, and the names of those in the file. The latter are forwarded to every host.
+    Attributes:
+        variables: The variables, those of DeepSpeed's files among them.
+        forwarded: Patterns of the names that every host gets.
+        of_hosts: Values in DeepSpeed's files that depend on variables which only the hosts know, such as HOSTNAME; as
+            they are written there, in their order.
     """
-    from_file = environment_file(os.environ)
-    return child_environment({**os.environ, **from_file}), tuple(from_file)
+
+    variables: dict[str, str]
+    forwarded: tuple[str, ...]
+    of_hosts: dict[str, str]
+
+
+def launch_environment(patterns: Sequence[str] | None = None) -> LaunchEnvironment:
+    """Return the environment of a launch, with the variables of DeepSpeed's files.
+
+    Args:
+        patterns: Patterns of the variables that are forwarded, besides those of the files; by default `FORWARDED`.
+    """
+    patterns = patterns or FORWARDED
+    assignments = _read_environment_files(os.environ)
+    from_files = _expand_in_order(assignments, os.environ)
+    own = {*_matching(os.environ, patterns), *from_files}
+    of_hosts: dict[str, str] = {}
+    for assignment in assignments:
+        names = set(referenced_names(assignment.parts))
+        if is_secret(assignment.name):  # sent separately, with its value here
+            continue
+        if names.difference(own) or names.intersection(of_hosts):
+            of_hosts[assignment.name] = assignment.source
+        else:
+            of_hosts.pop(assignment.name, None)
+    variables = child_environment({**os.environ, **from_files})
+    return LaunchEnvironment(variables, (*patterns, *from_files), of_hosts)
 
 
 def environment_file(environment: Mapping[str, str]) -> dict[str, str]:
-    """Read the variables for ranks from DeepSpeed's file of `NAME=value` lines.
+    """Read the variables for ranks from DeepSpeed's files of `NAME=value` lines, as a shell reads them.
 
-    The file is `DS_ENV_FILE`, else `.deepspeed_env` in the current or the home directory. It may hold blank lines and
-    `#` comments.
+    The files are `.deepspeed_env`, or what `DS_ENV_FILE` names, in the home directory and then in the current one. The
+    second overrides the first. DeepSpeed's launcher hands their values to a shell on each host between double quotes;
+    `neox.launch.shell_values` says what is read.
 
     Args:
-        environment: Variables among which `DS_ENV_FILE` and `HOME` are looked up.
+        environment: Variables among which `DS_ENV_FILE`, `HOME` and those in values are looked up.
 
     Raises:
-        ConfigError: `DS_ENV_FILE` does not exist, the file cannot be read, or a line has another form; with file and
+        ConfigError: `DS_ENV_FILE` does not exist, a file cannot be read, or a line has another form; with file and
             line.
     """
-    path = _find_environment_file(environment)
-    if path is None:
-        return {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(
-            f"{path} cannot be read: {why}; DS_ENV_FILE names another file (of NAME=value lines)"
-        ) from None
-    found = {}
-    for number, line in enumerate(lines, start=1):
-        content = line.strip()
-        if not content or content.startswith("#"):
-            continue
-        name, equals, value = content.partition("=")
-        name = name.strip()
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"{path}:{number}: expected NAME=value")  # the line itself may hold a secret
-        found[name] = value
-    return found
+    return _expand_in_order(_read_environment_files(environment), environment)
 
 
-def _find_environment_file(environment: Mapping[str, str]) -> Path | None:
-    """Return the path of DeepSpeed's file, or None without one. Raises ConfigError if `DS_ENV_FILE` does not exist."""
+def complete_on_host(of_hosts: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of `LaunchEnvironment.of_hosts` on this host.
+
+    Args:
+        of_hosts: The values as they are written.
+        environment: Variables of the ranks of this host.
+    """
+    completed: dict[str, str] = {}
+    for name, source in of_hosts.items():
+        completed[name] = expand(read_value(source), {**environment, **completed})
+    return completed
+
+
+def _expand_in_order(assignments: Sequence[Assignment], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of assignments; each sees those before it."""
+    values: dict[str, str] = {}
+    for assignment in assignments:
+        values[assignment.name] = expand(assignment.parts, {**environment, **values})
+    return values
+
+
+def _read_environment_files(environment: Mapping[str, str]) -> list[Assignment]:
+    """Return the assignments of DeepSpeed's files, in the order in which they take effect."""
+    assignments = []
+    for path in _find_environment_files(environment):
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(
+                f"{path} cannot be read: {why}; DS_ENV_FILE names another file (of NAME=value lines)"
+            ) from None
+        try:
+            found = read_assignments(text)
+        except ShellValueError as error:
+            raise ConfigError(f"{path}:{error.line}: {error.reason}") from None
+        for assignment in found:
+            advice = _SET_BY_LAUNCHER.get(assignment.name)
+            if advice is not None:
+                raise ConfigError(f"{path}:{assignment.line}: the launcher sets {assignment.name}; {advice}")
+        assignments += found
+    return assignments
+
+
+def _find_environment_files(environment: Mapping[str, str]) -> list[Path]:
+    """Return the paths of DeepSpeed's files. Raises ConfigError if `DS_ENV_FILE` does not exist."""
     named = environment.get("DS_ENV_FILE")
-    if named:
-        path = Path(named).expanduser()
-        if not _is_file(path):
-            raise ConfigError(f"DS_ENV_FILE names {named}, which does not exist")
-        return path
-    for directory in ("", environment.get("HOME", "/")):
-        path = Path(directory, ".deepspeed_env")
-        if _is_file(path):
-            return path
-    return None
+    name = Path(named or ".deepspeed_env").expanduser()
+    paths: list[Path] = []
+    for directory in (Path(environment.get("HOME", "/")), Path()):
+        path = directory / name
+        if _is_file(path) and not any(path.samefile(other) for other in paths):
+            paths.append(path)
+    if named and not paths:
+        raise ConfigError(f"DS_ENV_FILE names {named}, which does not exist, here or in the home directory")
+    return paths
 
 
 def _is_file(path: Path) -> bool:
@@ -136,9 +211,12 @@ def _is_file(path: Path) -> bool:
 
 def forwarded_environment(environment: Mapping[str, str], patterns: Sequence[str] = FORWARDED) -> dict[str, str]:
     """Return the variables that are forwarded to the ranks on every host, without secrets."""
+    kept_here = _NOT_FORWARDED
+    if "AISC_JOB_NAME" in environment:
+        kept_here += _DIFFERS_ON_AISC
     forwarded = {}
     for name in _matching(environment, patterns):
-        if not is_secret(name) and name not in _NOT_FORWARDED:
+        if not is_secret(name) and name not in kept_here:
             forwarded[name] = environment[name]
     return forwarded
 

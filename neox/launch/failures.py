@@ -9,7 +9,11 @@ from collections.abc import Sequence
 _RANK_MARK = re.compile(r"\[rank\d+\]: ?")  # torch.distributed writes it before each line of a traceback
 _START = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_FATAL = ("Fatal Python error:", "terminate called", "Segmentation fault")
+_CPP_ABORT = "terminate called"  # by an exception of C++; its text follows after `what():`
+_PYTHON_ABORT = "Fatal Python error: Aborted"  # of the same process, then: the stacks of its threads
+_FATAL = ("Fatal Python error:", _CPP_ABORT, "Segmentation fault")
+_WHAT = re.compile(r"^\s*what\(\):\s*")
+_FRAMES = "Exception raised from"  # what follows in the text of an exception of torch's C++
 _ERROR = "error: "  # what `neox.errors.run_script` writes before a message
 _SECONDARY = re.compile(
     r"Connection (reset|closed) by peer|Connection refused|Broken pipe|remote process exited|Socket Timeout"
@@ -40,7 +44,7 @@ def failure_text(lines: Sequence[str]) -> list[str]:
     first = begins.pop()
     if is_error_message(plain[first]) and len(lines) - first > _MAX_LINES:  # an old line that only looks like an error
         return list(lines[-_MAX_LINES:])
-    while begins and _has_chain_mark(plain[begins[-1] : first]):
+    while begins and (_has_chain_mark(plain[begins[-1] : first]) or _is_one_abort(plain[begins[-1]], plain[first])):
         first = begins.pop()
     return list(lines[first:])
 
@@ -66,14 +70,43 @@ def _has_chain_mark(lines: Sequence[str]) -> bool:
     return any(line.startswith(_CHAINED) for line in lines)
 
 
+def _is_one_abort(earlier: str, later: str) -> bool:
+    """Return whether two lines begin what C++ and Python say about one abort of the process."""
+    return earlier.startswith(_CPP_ABORT) and later.startswith((_CPP_ABORT, _PYTHON_ABORT))
+
+
 def lacks_memory(lines: Sequence[str]) -> bool:
     """Return whether the last lines of a rank say that memory could not be allocated, on a CPU or a GPU."""
-    return any(_NO_MEMORY.search(line) for line in lines[-_REASON_LINES:])
+    return any(_NO_MEMORY.search(line) for line in _reason_lines(lines))
 
 
 def is_secondary(lines: Sequence[str]) -> bool:
     """Return whether a failure looks like a consequence of another rank's end, such as a connection that it closed."""
-    return any(_SECONDARY.search(line) for line in lines[-_REASON_LINES:])
+    return any(_SECONDARY.search(line) for line in _reason_lines(lines))
+
+
+def cpp_message(lines: Sequence[str]) -> str | None:
+    """Return the text of the C++ exception that ended a rank, its first line; None if none did."""
+    message = _cpp_message_lines(lines)
+    return message[0] if message else None
+
+
+def _reason_lines(lines: Sequence[str]) -> Sequence[str]:
+    """Return the lines of a failure that say why: the text of a C++ exception, else the last lines."""
+    return _cpp_message_lines(lines) or lines[-_REASON_LINES:]
+
+
+def _cpp_message_lines(lines: Sequence[str]) -> list[str]:
+    """Return the text of the C++ exception that ended a rank, without its stack."""
+    if not lines or not without_rank_mark(lines[0]).startswith(_CPP_ABORT):
+        return []
+    message: list[str] = []
+    for line in map(without_rank_mark, lines[1:]):
+        if message and (line.startswith((_FRAMES, _PYTHON_ABORT)) or not line.strip()):
+            break
+        if message or _WHAT.match(line):
+            message.append(_WHAT.sub("", line))
+    return message
 
 
 def failure_cause(code: int, out_of_memory: bool, rank_bytes: int | None) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import pwd
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,18 +20,98 @@ _log = get_logger(__name__)
 
 # A host name is passed to ssh and pdsh, so it must hold nothing that they or a shell interpret.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-_LINE = re.compile(r"(?P<name>\S+)(?:\s+(?P<key>slots?)\s*=\s*(?P<slots>\d+))?(?P<spare>\s+spare)?")
+_SETTING = re.compile(r"\s+(?P<key>[A-Za-z_-]+)\s*=\s*(?P<value>\S+)")
+_SLOTS = ("slots", "slot", "count", "cpu")  # DeepSpeed's, an old spelling, and Open MPI's other names
+_MAX_SLOTS = ("max_slots", "max-slots", "slots_max", "slots-max")
+_USER = ("username", "user_name", "user-name")
+_COUNTED_NAME = re.compile(r"(?P<name>[^\s:]+):(?P<slots>\d+)")  # in files of MPICH and Intel MPI
 _SLOT_LIST = re.compile(r"\d+(,\d+)*")
-_LOCAL_NAMES = ("localhost", "127.0.0.1")
+_LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+_HOSTS_FILE = Path("/etc/hosts")
 
 
 def is_this_machine(name: str) -> bool:
-    """Return whether a host name means the machine that this process runs on."""
-    return name in _LOCAL_NAMES or name.partition(".")[0] == socket.gethostname().partition(".")[0]
+    """Return whether a host name or address, optionally with `user@`, means the machine that this process runs on."""
+    user, _, host = name.lower().rpartition("@")
+    if user and user != _own_user():  # ssh changes the user
+        return False
+    own = socket.gethostname().lower()
+    if host in (*_LOCAL_NAMES, own):
+        return True
+    if _is_address(host):
+        return is_own_address(host)
+    domains = {text.partition(".")[2] for text in (host, own)} - {""}
+    if host.partition(".")[0] == own.partition(".")[0] and len(domains) < 2:
+        return True
+    return any(is_own_address(address) for address in _addresses_in_hosts_file(host))
+
+
+def _own_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name.lower()
+    except KeyError:  # containers may run as a user without a name
+        return ""
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a host name or address means every machine itself, such as `localhost`."""
+    return name.lower() in _LOCAL_NAMES or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
+def is_own_address(address: str) -> bool:
+    """Return whether an IP address is one of this machine's: the system then sends from that address to it."""
+    parsed = ipaddress.ip_address(address)
+    if parsed.is_loopback:
+        return True
+    if parsed.is_unspecified or parsed.is_multicast:
+        return False
+    sender = sending_address(address)
+    return sender is not None and ipaddress.ip_address(sender) == parsed
+
+
+def sending_address(host: str) -> str | None:
+    """Return the address of this machine from which it sends to another host; None if it does not know how."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of a datagram socket, so that nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:  # no such name, or no route there
+        return None
+
+
+def _is_address(text: str) -> bool:
+    """Return whether a text is an IP address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
+
+
+def _addresses_in_hosts_file(name: str) -> Iterator[str]:
+    """Yield the addresses that the system's file of hosts gives a name. No server is asked."""
+    try:
+        lines = _HOSTS_FILE.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in lines:
+        address, *names = line.partition("#")[0].lower().split() or [""]
+        if name in names and _is_address(address):
+            yield address
+
+
+def resolves_to_this_machine(name: str) -> bool:
+    """Return whether a name server gives a host name one of this machine's addresses."""
+    try:
+        found = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(is_own_address(str(entry[4][0]).partition("%")[0]) for entry in found)
 
 
 def check_host_name(name: str, where: str) -> str:
-    """Check that a text is a plain host name or an IPv4 address, optionally with `user@`.
+    """Check that a text is a plain host name or an IP address, optionally with `user@`.
 
     Args:
         name: The text to check.
@@ -40,7 +123,9 @@ def check_host_name(name: str, where: str) -> str:
     Raises:
         ConfigError: The text is anything else.
     """
-    if not _NAME.fullmatch(name):
+    user, at, host = name.rpartition("@")
+    is_plain = _NAME.fullmatch(name) or (_is_address(host) and _NAME.fullmatch(f"{user}{at}host"))
+    if not is_plain:
         raise ConfigError(f"{where}: {name!r} is not a host name (letters, digits, '.', '-', '_', optionally user@)")
     return name
 
@@ -49,7 +134,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     """Read the `host slots=N` lines of a hostfile. `host slots=N spare` is a spare host, which may replace another one.
 
     `#` starts a comment. Blank lines, a byte order mark and CRLF line ends are accepted. `slot=N`, an old spelling, is
-    accepted with a warning.
+    accepted with a warning. Open MPI's `max_slots=N` and `username=NAME` and MPICH's `host:N` are read.
 
     Args:
         path: Path of the hostfile.
@@ -85,15 +170,60 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def _parse_line(content: str, where: str) -> Host:
-    match = _LINE.fullmatch(content)
-    if match is None or match["slots"] is None:
-        raise ConfigError(f"{where}: expected `host slots=N` or `host slots=N spare`, found {content!r}")
-    if match["key"] == "slot":
-        _log.warning("%s: `slot=` is an old spelling of `slots=`", where)
-    slots = int(match["slots"])
+    """Return the host of a line.
+
+    DeepSpeed reads `host slots=N` and ignores what follows; Open MPI defines what may follow.
+    """
+    words = content.split(maxsplit=1)
+    name = words[0]
+    rest = f" {words[1]}" if len(words) > 1 else ""
+    expected = f"{where}: expected `host slots=N` or `host slots=N spare`, found {content!r}"
+    spare = re.search(r"\s+spare$", rest)
+    if spare is not None:
+        rest = rest[: spare.start()]
+    settings = _settings_of_line(rest, where, expected)
+    counted = _COUNTED_NAME.fullmatch(name)
+    if counted is not None and "slots" not in settings:
+        name = counted["name"]
+        settings["slots"] = counted["slots"]
+    if not settings.get("slots", "").isdecimal() or not settings.get("max_slots", "0").isdecimal():
+        raise ConfigError(expected)
+    slots = int(settings["slots"])
     if slots == 0:
-        raise ConfigError(f"{where}: host {match['name']} has no slots; take the line out, or give it at least one")
-    return Host(check_host_name(match["name"], where), tuple(range(slots)), spare=match["spare"] is not None)
+        raise ConfigError(f"{where}: host {name} has no slots; take the line out, or give it at least one")
+    if "max_slots" in settings and int(settings["max_slots"]) < slots:
+        raise ConfigError(f"{where}: host {name} has more slots ({slots}) than max_slots ({settings['max_slots']})")
+    if "username" in settings and "@" not in name:
+        name = f"{settings['username']}@{name}"
+    return Host(check_host_name(name, where), tuple(range(slots)), spare=spare is not None)
+
+
+def _settings_of_line(rest: str, where: str, expected: str) -> dict[str, str]:
+    """Return what follows the name of a host as slots, max_slots and username."""
+    settings: dict[str, str] = {}
+    position = 0
+    while position < len(rest):
+        match = _SETTING.match(rest, position)
+        if match is None:
+            raise ConfigError(expected)
+        key = _role_of(match["key"].lower())
+        if key is None:
+            raise ConfigError(f"{expected}; {match['key']} is not read: slots, max_slots and username are")
+        if match["key"] == "slot":
+            _log.warning("%s: `slot=` is an old spelling of `slots=`", where)
+        if key in settings:
+            raise ConfigError(f"{expected}; {match['key']} is given twice")
+        settings[key] = match["value"]
+        position = match.end()
+    return settings
+
+
+def _role_of(key: str) -> str | None:
+    """Return what a key of a hostfile's line says: slots, max_slots or username; None if it is not read."""
+    for role, keys in (("slots", _SLOTS), ("max_slots", _MAX_SLOTS), ("username", _USER)):
+        if key in keys:
+            return role
+    return None
 
 
 def select_hosts(
@@ -169,7 +299,9 @@ def _parse_filter(text: str, key: str, hosts: Sequence[Host]) -> dict[str, tuple
     known = {host.name: host.slots for host in hosts}
     result: dict[str, tuple[SlotId, ...]] = {}
     for part in text.split("@"):
-        name, colon, slots = part.strip().partition(":")
+        name, colon, slots = part.strip(), "", ""
+        if name not in known:
+            name, colon, slots = name.rpartition(":") if ":" in name else (name, "", "")
         if name not in known:
             message = f"names the host {name!r}, which is not in the hostfile: {', '.join(known)}"
             raise refusal(f"{key} {text!r} {message}", key)

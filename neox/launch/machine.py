@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.launch.spec import SlotId
+from neox.launch.vendors import present_devices, run_tool
 
 # Flags of /proc/cpuinfo. One of them is enough.
 _CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
@@ -26,42 +26,26 @@ _PRODUCT_ATTEMPTS = 20  # within milliseconds, so that at least one is not inter
 
 
 def visible_accelerators(environment: Mapping[str, str] | None = None) -> tuple[SlotId, ...]:
-    """Return the GPUs that this process may use.
+    """Return the accelerators that this process may use.
 
     Args:
-        environment: Variables among which `CUDA_VISIBLE_DEVICES` is looked up; those of this process if left out.
+        environment: Variables that choose among them (`neox.launch.vendors`); those of this process if left out.
 
     Returns:
-        The entries of `CUDA_VISIBLE_DEVICES` if it is set, else the index of every GPU of this machine.
+        The entries of the variable that chooses, such as `CUDA_VISIBLE_DEVICES`, else the index of every accelerator of
+        this machine. None under `DS_ACCELERATOR=cpu`.
     """
     if environment is None:
         environment = os.environ
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    present = _count_present()
-    if visible is None or present == 0:
-        return tuple(range(present))
-    slots: list[SlotId] = []
-    for entry in visible.split(","):
-        name = entry.strip()
-        if name.isdecimal():
-            slots.append(int(name))
-        elif name not in ("", "-1"):
-            slots.append(name)
-    return tuple(slots)
+    vendor, present = present_devices()
+    if vendor is None or vendor.hides_all(environment):
+        return ()
+    return vendor.visible_devices(present, environment)
 
 
 def count_accelerators() -> int:
-    """Return the number of GPUs that this process may use."""
+    """Return the number of accelerators that this process may use."""
     return len(visible_accelerators())
-
-
-def _count_present() -> int:
-    """Count the GPUs of this machine: their device files, or the GPUs that nvidia-smi lists."""
-    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    if devices or not Path("/proc/driver/nvidia").exists():
-        return len(devices)
-    lines = _nvidia_smi("-L").splitlines()
-    return len([line for line in lines if line.startswith("GPU ")])
 
 
 def smallest_memory() -> int | None:
@@ -74,16 +58,7 @@ def smallest_memory() -> int | None:
 
 def _query_gpus(field: str) -> list[str]:
     """Return a field of every GPU, as nvidia-smi prints it; an empty list if it does not run."""
-    return _nvidia_smi(f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi; an empty text if it does not run."""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+    return run_tool("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
 
 
 # -- memory

@@ -44,18 +44,18 @@ from neox.launch.agent_files import (
     take_secrets,
 )
 from neox.launch.commands import rank_command, warm_command
-from neox.launch.environment import child_environment, remove_stale_locks
+from neox.launch.environment import child_environment, complete_on_host, remove_stale_locks
 from neox.launch.event_log import RUN_DIRECTORY_VARIABLE
 from neox.launch.events import Event, encode_event, text_events
 from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, process_state, ssh_ports
-from neox.launch.machine import count_accelerators
 from neox.launch.orders import Orders
 from neox.launch.plain_output import PlainOutput
 from neox.launch.preemption import PreemptionSource, PreemptionWatch
 from neox.launch.rank_process import RankProcess, Watchdog
 from neox.launch.run_lock import lock_directories
 from neox.launch.spec import LaunchSpec
+from neox.launch.vendors import device_variables, variables_of_rank
 from neox.launch.warm_ranks import Order, WarmRanks
 
 _POLL_SECONDS = 0.1
@@ -64,6 +64,7 @@ _HEARTBEAT_SECONDS = 1.0
 _AFTER_FAILURE_SECONDS = 0.7  # until the other ranks are killed; their own errors reach their logs meanwhile
 _AFTER_KILL_SECONDS = 0.1  # the same after a SIGKILL, which needs no explanation by the other ranks
 _STACK_SECONDS = 1.5
+_MOST_COMPILE_THREADS = 32  # of torch's own rule, which does not know of the other ranks on the host
 
 
 class Silence:
@@ -232,7 +233,7 @@ class NodeAgent:
         self.host = replace(self.host, slots=slots)
         environment = self.environment()
         for local_rank in range(len(slots)):
-            self.rank_environments.append({**environment, "LOCAL_RANK": str(local_rank)})
+            self.rank_environments.append(variables_of_rank(environment, local_rank))
         self._prepare_warm_ranks()
 
     def wait_for_next(self) -> NodeAgent | None:
@@ -263,38 +264,39 @@ class NodeAgent:
         if self.secrets is None:
             self.secrets = take_secrets(self.spec.run_id, self.node_rank)
         variables = child_environment({**os.environ, **self.spec.environment, **self.secrets})
+        variables |= complete_on_host(self.spec.of_hosts, variables)
         python_path = [self.spec.code_root]
         if self.spec.environment.get("PYTHONPATH"):
             python_path.append(self.spec.environment["PYTHONPATH"])
         slots = self.host.slots
         threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
         variables.setdefault("OMP_NUM_THREADS", str(threads))
-        devices = ",".join(map(str, slots))
-        if not count_accelerators():
-            devices = ""  # GPUs that are hidden stay hidden; DeepSpeed's launcher would set the slots here, too
-            variables.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it has found no GPU
-        return variables | {
-            "PYTHONPATH": os.pathsep.join(python_path),
-            "PYTHONUNBUFFERED": "1",
-            HOST_VARIABLE: self.host.name,
-            RUN_DIRECTORY_VARIABLE: self.spec.run_directory,
-            PROGRESS_VARIABLE: str(self.directory / "progress"),
-            # as DeepSpeed's launcher sets them
-            "CUDA_VISIBLE_DEVICES": devices,
-            "MASTER_ADDR": self.spec.master_addr,
-            "MASTER_PORT": str(self.spec.master_port),
-            "WORLD_SIZE": str(self.spec.world_size),
-            "LOCAL_SIZE": str(len(slots)),
-            "CROSS_RANK": str(self.node_rank),
-            "CROSS_SIZE": str(len(self.spec.hosts)),
-        }
+        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(_MOST_COMPILE_THREADS, threads)))
+        return (
+            variables
+            | device_variables(slots, variables)
+            | {
+                "PYTHONPATH": os.pathsep.join(python_path),
+                "PYTHONUNBUFFERED": "1",
+                HOST_VARIABLE: self.host.name,
+                RUN_DIRECTORY_VARIABLE: self.spec.run_directory,
+                PROGRESS_VARIABLE: str(self.directory / "progress"),
+                # as DeepSpeed's launcher sets them
+                "MASTER_ADDR": self.spec.master_addr,
+                "MASTER_PORT": str(self.spec.master_port),
+                "WORLD_SIZE": str(self.spec.world_size),
+                "LOCAL_SIZE": str(len(slots)),
+                "CROSS_RANK": str(self.node_rank),
+                "CROSS_SIZE": str(len(self.spec.hosts)),
+            }
+        )
 
     def _start_ranks(self, environment: dict[str, str], watchdog: Watchdog) -> None:
         first = self.spec.first_rank(self.node_rank)
         for local_rank in range(len(self.host.slots)):
             number = first + local_rank
             rank = RankProcess(number, self.spec.log_path(number), self._pass_on)
-            variables = {**environment, "RANK": str(number), "LOCAL_RANK": str(local_rank)}
+            variables = {**variables_of_rank(environment, local_rank), "RANK": str(number)}
             stdin = self.spec.stdin if number == 0 else None
             order = Order((self.spec.script, *self.spec.arguments), variables, self.spec.directory, stdin)
             warm_process = None

@@ -8,7 +8,14 @@ from enum import Enum
 
 from neox.launch.agent_files import FailureReport
 from neox.launch.events import Event
-from neox.launch.failures import begins_failure, failure_cause, is_error_message, is_secondary, without_rank_mark
+from neox.launch.failures import (
+    begins_failure,
+    cpp_message,
+    failure_cause,
+    is_error_message,
+    is_secondary,
+    without_rank_mark,
+)
 from neox.launch.spec import LaunchSpec
 from neox.run_events import NOT_STARTED
 
@@ -114,7 +121,10 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """First line of an error message; otherwise the last line that is not empty, which names the exception."""
+        """First line of an error message or a C++ exception; otherwise the last line, which names the exception."""
+        cpp = cpp_message(self.lines)
+        if cpp is not None:
+            return cpp.strip()
         lines = [without_rank_mark(line).strip() for line in self.lines]
         lines = [line for line in lines if line]
         if not lines:

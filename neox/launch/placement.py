@@ -11,9 +11,17 @@ from enum import Enum
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile, refusal, select_hosts
-from neox.launch.machine import visible_accelerators
-from neox.launch.spec import Host, SlotId
+from neox.launch.hosts import (
+    check_host_name,
+    is_this_machine,
+    read_hostfile,
+    refusal,
+    resolves_to_this_machine,
+    select_hosts,
+)
+from neox.launch.machine import count_accelerators
+from neox.launch.spec import Host
+from neox.launch.vendors import torch_problem
 from neox.plan import static_problems
 from neox.problems import DEFAULT, Source
 
@@ -146,7 +154,7 @@ def place_ranks(runner: RunnerConfig, source: Source = DEFAULT) -> Placement:
         return _place_by_hostfile(runner, *named)
     if runner.launcher == "slurm" and "SLURM_JOB_NODELIST" in os.environ:
         hosts = select_hosts(_slurm_hosts(runner.num_gpus), num_nodes=runner.num_nodes)
-        return Placement(hosts, ChosenBy.SLURM, len(visible_accelerators()))
+        return Placement(hosts, ChosenBy.SLURM, count_accelerators())
     return _place_here(runner)
 
 
@@ -168,11 +176,11 @@ def _place_by_hostfile(runner: RunnerConfig, path: str, named_by: str) -> Placem
         num_nodes=runner.num_nodes,
         num_gpus=runner.num_gpus,
     )
-    visible = visible_accelerators()
-    hosts = _with_local_devices(hosts, visible)
     spares = tuple(host for host in hosts if host.spare)
     hosts = tuple(host for host in hosts if not host.spare)
-    placement = Placement(hosts, ChosenBy.HOSTFILE, len(visible), f"{path} of {named_by}", spares)
+    if len(hosts) == 1 and not is_this_machine(hosts[0].name) and resolves_to_this_machine(hosts[0].name):
+        hosts = (replace(hosts[0], name="localhost"),)
+    placement = Placement(hosts, ChosenBy.HOSTFILE, count_accelerators(), f"{path} of {named_by}", spares)
     if runner.global_num_gpus and runner.global_num_gpus != placement.world_size:
         raise refusal(
             f"global_num_gpus is {runner.global_num_gpus}, but the chosen hosts of {path} have "
@@ -190,15 +198,15 @@ def _place_here(runner: RunnerConfig) -> Placement:
         )
     if runner.exclude or (runner.include and "@" in runner.include):
         raise refusal("include/exclude of hosts need a hostfile (hostfile: PATH, or -H PATH)", "include", "exclude")
-    visible = visible_accelerators()
+    accelerators = count_accelerators()
     if runner.include:
-        every_slot = tuple(range(len(visible) or _MAX_CPU_SLOTS))
+        every_slot = tuple(range(accelerators or _MAX_CPU_SLOTS))
         hosts = select_hosts([Host("localhost", every_slot)], include=runner.include)
         chosen_by = ChosenBy.INCLUDE
     else:
-        ranks, chosen_by = _count_ranks(runner, len(visible))
+        ranks, chosen_by = _count_ranks(runner, accelerators)
         hosts = (Host("localhost", tuple(range(ranks))),)
-    return Placement(_with_local_devices(hosts, visible), chosen_by, len(visible))
+    return Placement(hosts, chosen_by, accelerators)
 
 
 def _slurm_hosts(num_gpus: int | None) -> tuple[Host, ...]:
@@ -241,38 +249,25 @@ def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, ChosenBy
     return 1, ChosenBy.NOTHING
 
 
-def _with_local_devices(hosts: tuple[Host, ...], visible: tuple[SlotId, ...]) -> tuple[Host, ...]:
-    """Replace slots of this machine by devices. A slot is a position among the visible devices.
-
-    Args:
-        hosts: Hosts of the run.
-        visible: Devices in `CUDA_VISIBLE_DEVICES`. Slots beyond them stay as they are.
-    """
-    result = []
-    for host in hosts:
-        slots = host.slots
-        if is_this_machine(host.name):
-            devices: dict[SlotId, SlotId] = dict(enumerate(visible))
-            slots = tuple(devices.get(slot, slot) for slot in slots)
-        result.append(replace(host, slots=slots))
-    return tuple(result)
-
-
 def check_local_devices(placement: Placement) -> None:
-    """Check that this machine has accelerators, or enough cores, for its ranks.
+    """Check that this machine has accelerators that torch can use, or enough cores, for its ranks.
 
     Raises:
         ConfigError: There are fewer accelerators, or far fewer cores, than ranks.
+        LaunchError: torch cannot use the accelerators.
     """
     cores = os.cpu_count() or 1
     for host in placement.hosts:
         ranks = len(host.slots)
         if not is_this_machine(host.name):
             continue
+        problem = torch_problem(os.environ)
+        if problem is not None:
+            raise LaunchError(f"{host.name} has {problem}")
         if 0 < placement.accelerators < ranks:
             raise refusal(
                 f"{ranks} ranks on {host.name} ({placement.why}), which has {placement.accelerators} "
-                "accelerators: lower num_gpus, or hide the accelerators with CUDA_VISIBLE_DEVICES= for CPU ranks",
+                "accelerators: lower num_gpus, or set DS_ACCELERATOR=cpu for CPU ranks",
                 "num_gpus",
             )
         if not placement.accelerators and ranks > max(_MAX_CPU_RANKS, _RANKS_PER_CORE * cores):
@@ -310,6 +305,5 @@ def _assume_ranks(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
     else:
         count = _model_copy_size(config)
         warning = f"{why}; {count} ranks are assumed, one copy of the model"
-    visible = visible_accelerators()
-    hosts = _with_local_devices((Host("localhost", tuple(range(count))),), visible)
-    return Placement(hosts, ChosenBy.ASSUMPTION, len(visible)), [warning]
+    hosts = (Host("localhost", tuple(range(count))),)
+    return Placement(hosts, ChosenBy.ASSUMPTION, count_accelerators()), [warning]

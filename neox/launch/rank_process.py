@@ -23,7 +23,7 @@ from neox.launch.failures import begins_failure, failure_text, lacks_memory
 from neox.launch.lifeline import parent_death_hook, process_state, signal_group
 from neox.launch.machine import memory_kills
 
-_MAX_KEPT_LINES = 400
+_MAX_KEPT_LINES = 1000  # stacks of many threads may follow the reason of an abort
 _MAX_TAIL_LINES = 200
 _READ_BYTES = 65536
 _HOLD_SECONDS = 3.0  # Python ends sooner after a traceback, even with torch and DeepSpeed
@@ -212,7 +212,7 @@ class RankProcess:
         code = self._process.returncode
         self._send_last_lines(code)
         self.code = code
-        out_of_memory = self._was_killed_by_kernel(code) or lacks_memory(list(self._last_errors))
+        out_of_memory = self._was_killed_by_kernel(code) or lacks_memory(failure_text(list(self._last_errors)))
         killed = self._was_killed_by_agent
         self._tell({"kind": "exit", "code": code, "out_of_memory": out_of_memory, "killed": killed})
         self._log.close()
@@ -226,7 +226,10 @@ class RankProcess:
             return
         tail = failure_text(list(self._last_errors))
         self._show("err", held[: max(0, len(held) - len(tail))])
-        for line in tail[-_MAX_TAIL_LINES:]:
+        if len(tail) > _MAX_TAIL_LINES:
+            half = _MAX_TAIL_LINES // 2
+            tail = [*tail[:half], f"({len(tail) - 2 * half} lines are left out here)", *tail[-half:]]
+        for line in tail:
             for event in text_events({"kind": "tail"}, line):
                 self._tell(event)
 

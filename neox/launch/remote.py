@@ -29,6 +29,7 @@ from neox.launch.machine import (
 )
 from neox.launch.preemption import ProbedNotice
 from neox.launch.spec import code_root
+from neox.launch.vendors import can_build_kernels, torch_problem
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PROBE_MARK = "@probe "
@@ -79,6 +80,8 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "deepspeed": _version("deepspeed"),
         "code": code_hash(code_root()),
         "accelerators": count_accelerators(),
+        "torch_problem": torch_problem(os.environ),
+        "builds_kernels": can_build_kernels(os.environ),
         "formats": native_formats(),
         "memory": available_memory(),
         "product": multiplies_exactly(),

@@ -8,7 +8,7 @@ import socket
 
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
-from neox.launch.hosts import check_host_name, is_this_machine
+from neox.launch.hosts import check_host_name, is_loopback, is_this_machine, sending_address
 from neox.launch.machine import port_problem
 from neox.launch.placement import Placement
 
@@ -19,12 +19,19 @@ _ATTEMPTS = 100
 
 
 def master_address(placement: Placement, runner: RunnerConfig) -> str:
-    """Return the address of the rendezvous: `master_addr`, else the first host's."""
+    """Return the address of the rendezvous: `master_addr`, else the first host's.
+
+    Other hosts cannot reach a first host that the hostfile calls `localhost`. Then it is the address from which this
+    machine sends to the second one.
+    """
     if runner.master_addr:
         return check_host_name(runner.master_addr, "master_addr")
     if placement.is_local:
         return "127.0.0.1"
-    return placement.hosts[0].name.rpartition("@")[2]
+    first, *others = (host.name.rpartition("@")[2] for host in placement.hosts)
+    if others and is_loopback(first):
+        return sending_address(others[0]) or socket.gethostname()
+    return first
 
 
 def master_port_problem(placement: Placement, runner: RunnerConfig) -> str | None:

@@ -48,6 +48,7 @@ class LaunchSpec:
         run_directory: Directory of the run's logs.
         python: The interpreter, the same path on every host.
         environment: Variables of the ranks, without secrets, because lists of processes show this object.
+        of_hosts: Values of variables as DeepSpeed's files hold them, which each host completes with its own variables.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         stop_timeout: Seconds that ranks have to end by themselves after SIGTERM.
         answers_interrupts: Whether the script handles Ctrl-C and continues. Two within a second end the run.
@@ -73,6 +74,7 @@ class LaunchSpec:
     run_directory: str
     python: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    of_hosts: Mapping[str, str] = field(default_factory=dict)
     hang_timeout: float | None = None
     stop_timeout: float = 60.0
     answers_interrupts: bool = False

@@ -64,6 +64,7 @@ def new_spec(
     environment: Mapping[str, str],
     forwarded: Sequence[str] = FORWARDED,
     *,
+    of_hosts: Mapping[str, str] | None = None,
     save: Path | None = None,
     hang_timeout: float | None = None,
     healing: HealingConfig | None = None,
@@ -81,6 +82,7 @@ def new_spec(
         run_directory: Directory for the run's logs.
         environment: Variables from which those of the ranks are chosen.
         forwarded: Patterns of the variables that are forwarded.
+        of_hosts: Values that each host completes (`neox.launch.environment.LaunchEnvironment`).
         save: Directory for the checkpoints of a training.
         hang_timeout: Seconds without progress after which the run is ended; None for never.
         healing: Keys of the configuration about failures; None for their defaults.
@@ -104,6 +106,7 @@ def new_spec(
         run_directory=str(run_directory),
         python=sys.executable,
         environment=forwarded_environment(environment, forwarded),
+        of_hosts=dict(of_hosts or {}),
         reserved=tuple(reserved),
         hang_timeout=hang_timeout,
         stop_timeout=runner.stop_timeout,
@@ -140,6 +143,9 @@ def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | No
         if len(others) > _MAX_NAMED:
             names += f" and {len(others) - _MAX_NAMED} more"
         return f"launcher: local starts ranks on this machine only, not on {names}; use pdsh"
+    with_colon = [host.name for host in hosts if ":" in host.name]
+    if launcher == "pdsh" and with_colon:
+        return f"launcher: pdsh takes no IPv6 address, such as {with_colon[0]}: write host names"
     counts = {len(host.slots) for host in hosts}
     if launcher == "slurm" and len(counts) > 1:
         return f"launcher: slurm needs the same number of slots on every host, not {sorted(counts)}: set num_gpus"

@@ -28,7 +28,7 @@ from neox.launch.command_line import (
 )
 from neox.launch.commands import deepspeed_command, format_commands, host_commands
 from neox.launch.doctor import Checks, HostReport, examine, format_reports
-from neox.launch.environment import FORWARDED, child_environment, forwarded_secrets, launch_environment
+from neox.launch.environment import child_environment, forwarded_secrets, launch_environment
 from neox.launch.host_groups import host_groups, ranks_of_hosts
 from neox.launch.machine import native_formats
 from neox.launch.outcome import EndKind, RunEnd
@@ -54,7 +54,7 @@ from neox.plan.search_start import divisible_config
 from neox.preflight.checks import nvme_paths
 from neox.preflight.data_checks import data_prefixes
 from neox.preflight.fit_hosts import can_change_hosts, fit_hosts, too_few_hosts, with_spares
-from neox.preflight.host_checks import capabilities_of, check_memory, hosts_without_room
+from neox.preflight.host_checks import capabilities_of, check_compilers, check_memory, hosts_without_room
 from neox.preflight.measure import measure_layouts
 from neox.preflight.next_steps import next_steps
 from neox.preflight.own_run import finished_note, unfinished_note
@@ -146,8 +146,10 @@ class _Command:
         self.arguments = arguments
         self.config = config
         self.runner = config.runner
-        self.environment, from_file = launch_environment()
-        self.forwarded = (*(self.runner.forward_environment or FORWARDED), *from_file)
+        launch_variables = launch_environment(self.runner.forward_environment)
+        self.environment = launch_variables.variables
+        self.forwarded = launch_variables.forwarded
+        self.of_hosts = launch_variables.of_hosts
         self.save: Path | None = None
         if config.checkpoint.save:
             self.save = Path(config.checkpoint.save).absolute()
@@ -357,6 +359,8 @@ class _Command:
             notes += _check_formats(plan, capabilities_of(reports))
         if prepared.job.runs_model:
             check_memory(plan, reports, training=prepared.job.trains)
+        if prepared.job.trains:
+            check_compilers(plan, reports, self.environment)
         _print_to_stderr("note", notes)
         write_run_directory(directory, plan, prepared.planned.device, self._commands(spec))
         restarts.starting(spec, directory, prepared.left_out, plan.batch.train_batch_size)
@@ -419,6 +423,7 @@ class _Command:
             directory,
             self.environment,
             self.forwarded,
+            of_hosts=self.of_hosts,
             save=save,
             hang_timeout=self.config.training.hang_timeout,
             healing=self.config.healing,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from neox.errors import LaunchError
 from neox.launch.doctor import HostReport
+from neox.launch.vendors import can_build_kernels
 from neox.plan import Capabilities, RunPlan, host_device
 from neox.plan.device import host_problem
 from neox.preflight.checks import memory_problems, nvme_problems
@@ -29,6 +30,30 @@ def check_memory(plan: RunPlan, reports: Sequence[HostReport], *, training: bool
     """
     for problem in hosts_without_room(plan, reports, training=training).values():
         raise LaunchError(f"nothing was started: {problem}")
+
+
+def check_compilers(plan: RunPlan, reports: Sequence[HostReport], environment: Mapping[str, str]) -> None:
+    """Check that every host can build the kernels of DeepSpeed that the run needs.
+
+    Args:
+        plan: The plan.
+        reports: Report of each host; none if all ranks are on this machine.
+        environment: Variables of the ranks.
+
+    Raises:
+        LaunchError: A host has GPUs, but no nvcc.
+    """
+    keys = plan.config.deepspeed.zero_optimization.quantizing_keys
+    if not keys:
+        return
+    lacking = [report.host.name for report in reports if not report.answer.get("builds_kernels", True)]
+    if not reports and not can_build_kernels(environment):
+        lacking = ["this machine"]
+    if lacking:
+        raise LaunchError(
+            f"nothing was started: {keys[0]}: DeepSpeed builds its kernel with nvcc, which is missing on "
+            f"{', '.join(lacking)} (PATH, CUDA_HOME): install CUDA's toolkit there, or remove the key"
+        )
 
 
 def hosts_without_room(plan: RunPlan, reports: Sequence[HostReport], *, training: bool) -> dict[str, str]:

@@ -11,10 +11,12 @@ import pytest
 from neox.errors import ConfigError
 from neox.launch.environment import (
     child_environment,
+    complete_on_host,
     environment_file,
     forwarded_environment,
     forwarded_secrets,
     is_secret,
+    launch_environment,
     remove_stale_locks,
 )
 
@@ -64,23 +66,71 @@ def test_an_own_list_and_secrets_by_name() -> None:
         assert not is_secret(name)
 
 
-def test_deepspeeds_environment_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_environment(directory: Path, text: str) -> Path:
+    """Write DeepSpeed's file of variables."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ".deepspeed_env"
+    path.write_text(text)
+    return path
+
+
+def test_deepspeeds_files_are_read_in_both_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    home = {"HOME": str(tmp_path / "home"), "LD": "/ld"}
+    assert environment_file(home) == {}
+    write_environment(tmp_path / "home", "A=home\nB=home\nC=/h:$LD\n")
+    assert environment_file(home) == {"A": "home", "B": "home", "C": "/h:/ld"}
+    write_environment(tmp_path / "here", "B=here\nD=$A\n")
+    assert environment_file(home) == {"A": "home", "B": "here", "C": "/h:/ld", "D": "home"}
+    same = {"HOME": str(tmp_path / "here"), "B": "x"}
+    write_environment(tmp_path / "here", "B=here:$B\n")
+    assert environment_file(same) == {"B": "here:x"}  # once
     monkeypatch.chdir(tmp_path)
-    assert environment_file({"HOME": str(tmp_path)}) == {}
-    (tmp_path / ".deepspeed_env").write_text('# for NCCL\n\nNCCL_DEBUG=INFO\nODD=a=b; $(x) "y"\n')
-    expected = {"NCCL_DEBUG": "INFO", "ODD": 'a=b; $(x) "y"'}
-    assert environment_file({}) == expected
-    (tmp_path / "other").write_text("no equals sign, hush\n")
+    assert environment_file({**home, "DS_ENV_FILE": ".deepspeed_env"})["A"] == "home"
+    (tmp_path / "other").write_text("X=1\n")
+    assert environment_file({**home, "DS_ENV_FILE": "other"}) == {"X": "1"}
+    assert environment_file({**home, "DS_ENV_FILE": str(tmp_path / "other")}) == {"X": "1"}
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for text, place in (
+        ("no equals sign, hush\n", "other:1"),
+        ("A=1\n\nB=$(hush)\n", "other:3"),
+        ("A=1\nCUDA_VISIBLE_DEVICES=0\n", "other:2"),
+        ("MASTER_PORT=29500\n", "master_port"),
+    ):
+        other.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            environment_file({"DS_ENV_FILE": str(other)})
+        assert place in str(error.value)
+        assert "hush" not in str(error.value)
+    other.write_bytes(b"A=\xff")
     with pytest.raises(ConfigError) as error:
-        environment_file({"DS_ENV_FILE": str(tmp_path / "other")})
-    assert "other:1" in str(error.value)
-    assert "hush" not in str(error.value)
-    (tmp_path / "other").write_bytes(b"A=\xff")
-    with pytest.raises(ConfigError) as error:
-        environment_file({"DS_ENV_FILE": str(tmp_path / "other")})
+        environment_file({"DS_ENV_FILE": str(other)})
     assert "UTF-8" in str(error.value)
     with pytest.raises(ConfigError):
         environment_file({"DS_ENV_FILE": "none"})
+
+
+def test_what_only_a_host_knows_is_filled_in_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NCCL_A", "a")
+    monkeypatch.setenv("HOSTNAME", "launcher")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/ld")
+    write_environment(
+        tmp_path,
+        "LD_LIBRARY_PATH=/opt:$LD_LIBRARY_PATH\nDIR=/scratch/$HOSTNAME\nCACHE=$DIR/$NCCL_A\nMY_KEY=$HOSTNAME\n",
+    )
+    found = launch_environment()
+    assert found.variables["LD_LIBRARY_PATH"] == "/opt:/ld"
+    assert found.variables["CACHE"] == "/scratch/launcher/a"
+    assert found.of_hosts == {"DIR": "/scratch/$HOSTNAME", "CACHE": "$DIR/$NCCL_A"}
+    assert set(found.forwarded) > {"LD_LIBRARY_PATH", "DIR", "CACHE"}
+    on_host = {"HOSTNAME": "worker-1", "NCCL_A": "a", "DIR": "/scratch/launcher"}
+    assert complete_on_host(found.of_hosts, on_host) == {"DIR": "/scratch/worker-1", "CACHE": "/scratch/worker-1/a"}
 
 
 def test_a_stale_build_lock_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:

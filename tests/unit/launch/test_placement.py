@@ -16,6 +16,7 @@ from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
 from neox.launch import machine, rendezvous
 from neox.launch.host_groups import host_groups, ranks_of_hosts
+from neox.launch.hosts import is_loopback
 from neox.launch.placement import (
     ChosenBy,
     Placement,
@@ -25,6 +26,7 @@ from neox.launch.placement import (
 )
 from neox.launch.rendezvous import master_address, master_port, master_port_problem
 from neox.launch.spec import Host
+from neox.launch.vendors import NVIDIA
 from neox.plan import Topology
 from neox.problems import COMMAND_LINE, Source
 
@@ -36,7 +38,7 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
     """Pretend that this machine has `count` GPUs."""
-    monkeypatch.setattr(machine, "_count_present", lambda: count)
+    monkeypatch.setattr(machine, "present_devices", lambda: (NVIDIA, count) if count else (None, 0))
     monkeypatch.delenv("DLTS_HOSTFILE", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -73,13 +75,13 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused_keys(hostfile=str(path), global_num_gpus=96) == ("global_num_gpus",)
 
 
-def test_visible_devices_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_positions_among_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     devices(monkeypatch, 8, "2,5")
-    assert place_ranks(RunnerConfig()).hosts == (Host("localhost", (2, 5)),)
-    assert place_ranks(RunnerConfig(num_gpus=1)).hosts == (Host("localhost", (2,)),)
-    assert place_ranks(RunnerConfig(include="localhost:1")).hosts == (Host("localhost", (5,)),)
+    assert place_ranks(RunnerConfig()).hosts == (Host("localhost", (0, 1)),)
+    assert place_ranks(RunnerConfig(num_gpus=1)).hosts == (Host("localhost", (0,)),)
+    assert place_ranks(RunnerConfig(include="localhost:1")).hosts == (Host("localhost", (1,)),)
     devices(monkeypatch, 2, "GPU-ab,GPU-cd")
-    assert place_ranks(RunnerConfig()).hosts == (Host("localhost", ("GPU-ab", "GPU-cd")),)
+    assert place_ranks(RunnerConfig()).hosts == (Host("localhost", (0, 1)),)
     devices(monkeypatch, 2, "")
     assert place_ranks(RunnerConfig()).accelerators == 0
 
@@ -97,15 +99,19 @@ def test_hosts_without_a_hostfile() -> None:
     assert "exclude" in refused_keys(exclude="a")
 
 
-def test_one_remote_host_means_that_host(tmp_path: Path) -> None:
+def test_one_host_means_that_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "hosts"
     path.write_text("far.example.org slots=2\n")
     there = place_ranks(RunnerConfig(hostfile=str(path)))
     assert not there.is_local
     assert master_address(there, RunnerConfig()) == "far.example.org"
     assert 20000 <= master_port(there, RunnerConfig()) <= 32000
-    path.write_text(f"{socket.gethostname()} slots=2\n")
-    assert place_ranks(RunnerConfig(hostfile=str(path))).is_local
+    for name in (socket.gethostname(), "localhost", "127.0.0.1", "127.0.1.1", "::1"):
+        path.write_text(f"{name} slots=2\n")
+        assert place_ranks(RunnerConfig(hostfile=str(path))).is_local
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 2, 17, "", ("127.0.0.1", 0))])
+    path.write_text("login.example.org slots=2\n")  # a name that only a server knows
+    assert place_ranks(RunnerConfig(hostfile=str(path))).hosts == (Host("localhost", (0, 1)),)
 
 
 def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +122,8 @@ def test_addresses_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         master_address(here, RunnerConfig(master_addr="$(id)"))
     remote = Placement((Host("root@far", (0,)), Host("b", (0,))), ChosenBy.HOSTFILE, 0)
     assert master_address(remote, RunnerConfig()) == "far"
+    pair = Placement((Host("localhost", (0,)), Host("192.0.2.77", (0,))), ChosenBy.HOSTFILE, 0)
+    assert not is_loopback(master_address(pair, RunnerConfig()))  # the other host would call itself
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
