@@ -28,6 +28,7 @@ _FLAGS_OF_KEYS = (
     "master_addr",
     "master_port",
     "launcher",
+    "launcher_args",
     "max_restarts",
     "gpu_type",
     "sample_input_file",
@@ -38,6 +39,24 @@ _FLAGS_OF_KEYS = (
     "wandb_group",
     "wandb_team",
 )
+
+
+_DEEPSPEEDS_FLAGS = {
+    "no_ssh": "`--launcher none` prints the command for each host",
+    "node_rank": "`--launcher none` prints the command for each host, with its number",
+    "module": "ranks run a script of this project, or the path of another one",
+    "no_python": "ranks run Python scripts",
+    "no_local_rank": "ranks read LOCAL_RANK from their environment, and get no such flag",
+    "save_pid": "runs/NAME holds the state of a run, and `tools/cluster.py kill` ends it",
+    "enable_each_rank_log": "every rank's output is in RUN_DIRECTORY/ranks/HOST/rank_NNNN.log",
+    "autotuning": "`--suggest` searches the fastest layouts, and `--measure N` runs them",
+    "bind_cores_to_rank": "bind the agents by the scheduler (srun --cpu-bind); cores are divided by OMP_NUM_THREADS",
+    "bind_core_list": "bind the agents by the scheduler (srun --cpu-bind); cores are divided by OMP_NUM_THREADS",
+    "venv_script": "ranks run with the interpreter of this command, whose directory is the first on PATH",
+    "log_level": "plans and steps are always printed; the ranks' own logs are in the run's directory",
+    "quiet": "plans and steps are always printed; the ranks' own logs are in the run's directory",
+}
+"""Flags of DeepSpeed's launcher that are no keys here, and what does the same."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -125,10 +144,11 @@ def add_host_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--include", help="hosts and slots to use: worker-0:0,2@worker-1")
     parser.add_argument("--exclude", help="hosts and slots not to use")
     parser.add_argument("--num_nodes", type=_positive, help="use only this many hosts, the first ones")
-    parser.add_argument("--num_gpus", type=_positive, help="ranks on each host")
+    parser.add_argument("--num_gpus", "--num_accelerators", type=_positive, help="ranks on each host")
     parser.add_argument("--master_addr", help="address of the first host")
     parser.add_argument("--master_port", type=_positive, help="port of the rendezvous; a free one if left out")
     parser.add_argument("--launcher", help="local, pdsh, none, slurm or openmpi")
+    parser.add_argument("--launcher_args", metavar="WORDS", help="more arguments of srun or mpirun, as one argument")
 
 
 def _add_inference_flags(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +181,8 @@ def _unknown_flags(unknown: Sequence[str]) -> str:
     for word in unknown:
         if word.startswith("--"):
             key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            if key in _DEEPSPEEDS_FLAGS:
+                return f"{message}; {_DEEPSPEEDS_FLAGS[key]}"
             return f"{message}; a configuration's key is given as `--set {key}=VALUE`"
     return message
 

@@ -185,7 +185,12 @@ def pdsh_signal(spec: LaunchSpec, signum: int) -> list[str]:
 
 
 def slurm_command(
-    spec: LaunchSpec, comment: str | None = None, account: str | None = None, *, gpus: bool = True
+    spec: LaunchSpec,
+    comment: str | None = None,
+    account: str | None = None,
+    *,
+    gpus: bool = True,
+    more: Sequence[str] = (),
 ) -> list[str]:
     """Return the command that starts one agent per host with srun.
 
@@ -195,6 +200,7 @@ def slurm_command(
         account: Account of the job step.
         gpus: Whether to ask for a GPU for each slot. A cluster without GPUs, or one where slurm does not know of them,
             refuses that.
+        more: Further arguments of srun.
 
     Raises:
         LaunchError: The hosts differ in their number of slots; slurm gives every host the same number.
@@ -215,21 +221,22 @@ def slurm_command(
         command.append(f"--comment={comment}")
     if account:
         command.append(f"--account={account}")
-    command.append("--export=ALL")
+    command += [*more, "--export=ALL"]
     return command + agent_command(spec, "auto", lifeline=True)
 
 
-def openmpi_command(spec: LaunchSpec, inherited: Sequence[str] = ()) -> list[str]:
+def openmpi_command(spec: LaunchSpec, inherited: Sequence[str] = (), more: Sequence[str] = ()) -> list[str]:
     """Return the command that starts one agent per host with Open MPI's mpirun.
 
     Args:
         spec: The run.
         inherited: Names of variables that mpirun forwards, without their values on the command line.
+        more: Further arguments of mpirun.
     """
     command = ["mpirun", "-n", str(len(spec.hosts)), "--host", ",".join(spec.host_names), "--map-by", "ppr:1:node"]
     for name in inherited:
         command += ["-x", name]
-    return command + agent_command(spec, "auto", lifeline=False)
+    return command + list(more) + agent_command(spec, "auto", lifeline=False)
 
 
 def _slots_per_host(spec: LaunchSpec, launcher: str) -> int:

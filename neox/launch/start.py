@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from shlex import split
 from types import TracebackType
 from typing import Self
 
@@ -296,12 +297,13 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
     launcher = chosen_launcher(spec.hosts, runner)
     if launcher == "pdsh":
         return pdsh_launch(spec)
+    more = split(runner.launcher_args or "")
     if launcher == "slurm":
         in_allocation = "SLURM_JOB_ID" in os.environ
         asks_for_gpus = not in_allocation or slurm_gpus() > 0
-        return slurm_command(spec, runner.comment, runner.account, gpus=asks_for_gpus)
+        return slurm_command(spec, runner.comment, runner.account, gpus=asks_for_gpus, more=more)
     if launcher == "openmpi":
-        return openmpi_command(spec, secrets)
+        return openmpi_command(spec, secrets, more)
     if launcher == "local":
         return agent_command(spec, 0, lifeline=True)
     return None

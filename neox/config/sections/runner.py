@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import split
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -99,7 +100,11 @@ class RunnerConfig(Section):
 
     launcher: Literal["local", "pdsh", "none", "slurm", "openmpi"] = "pdsh"
     """How ranks are started on several hosts; on one host they are always started locally. `none` prints the commands.
-    gpt-neox's `mvapich` is refused: use openmpi, slurm or pdsh."""
+    gpt-neox's `mvapich` and DeepSpeed's `mpich` and `impi` are refused: use openmpi, slurm or pdsh."""
+
+    launcher_args: Annotated[str | None, OnlyWith("launcher", ("slurm", "openmpi"))] = None
+    """More arguments for srun or mpirun (DeepSpeed's --launcher_args), with a shell's quotes. For ssh there is the
+    environment variable PDSH_SSH_ARGS_APPEND."""
 
     no_ssh_check: Annotated[bool, OnlyWith("launcher", ("pdsh",))] = False
     """Do not try ssh to the hosts first."""
@@ -150,8 +155,22 @@ class RunnerConfig(Section):
 
     @field_validator("launcher", mode="before")
     @classmethod
-    def _no_mvapich(cls, value: Any) -> Any:
-        """Refuse by name the launcher that only gpt-neox has."""
-        if value == "mvapich":
-            raise PydanticCustomError("mvapich", "is not supported; use openmpi, slurm, pdsh or none")
+    def _known_launcher(cls, value: Any) -> Any:
+        """Refuse by name the launchers that only others have. As in DeepSpeed, case does not count."""
+        if not isinstance(value, str):
+            return value
+        if value.lower() in ("mvapich", "mpich", "impi"):
+            raise PydanticCustomError("launcher", "is not supported; use openmpi, slurm, pdsh or none")
+        return value.lower()
+
+    @field_validator("launcher_args")
+    @classmethod
+    def _closed_quotes(cls, value: str | None) -> str | None:
+        """Refuse arguments that cannot be divided into words."""
+        try:
+            split(value or "")
+        except ValueError as error:
+            raise PydanticCustomError(
+                "launcher_args", "cannot be divided into words: {why}", {"why": str(error)}
+            ) from None
         return value

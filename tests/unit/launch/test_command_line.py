@@ -53,3 +53,14 @@ def test_scripts_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     Path("reshard.py").touch()  # a script of one's own with that name
     assert find_lone_tool("reshard") is None
     assert find_script("reshard") == tmp_path / "reshard.py"
+
+
+def test_flags_of_deepspeeds_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train.py", "a", "--num_accelerators", "4", "--launcher_args", "--mca btl ^openib"]
+    assert overrides(parse_arguments(words)) == ["num_gpus=4", "launcher_args=--mca btl ^openib"]
+    with pytest.raises(SystemExit):
+        parse_arguments(["train.py", "a", "--enable_each_rank_log", "logs"])
+    assert "ranks/HOST" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_arguments(["train.py", "a", "--ssh_port", "22"])
+    assert "--set ssh_port=" in capsys.readouterr().err

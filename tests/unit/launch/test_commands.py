@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
+from neox.launch import commands
 from neox.launch.commands import (
     agent_command,
     deepspeed_command,
@@ -140,8 +142,27 @@ def test_slurm_and_openmpi() -> None:
     assert command[start:] == agent_command(spec(), "auto", lifeline=True)
     command = openmpi_command(spec())
     assert command[: command.index("env")] == ["mpirun", "-n", "2", "--host", "a,b", "--map-by", "ppr:1:node"]
+    words = launcher_command(spec(), RunnerConfig(launcher="slurm", launcher_args="--partition='a b' --mem=0"))
+    assert words is not None
+    assert words[words.index("--export=ALL") - 2 :][:2] == ["--partition=a b", "--mem=0"]
+    words = launcher_command(spec(), RunnerConfig(launcher="OpenMPI", launcher_args="--mca btl ^openib"))
+    assert words is not None
+    assert words[words.index("env") - 3 : words.index("env")] == ["--mca", "btl", "^openib"]
     with pytest.raises(LaunchError):
         slurm_command(spec(hosts=(Host("a", (0,)), Host("b", (0, 1)))))
+
+
+def test_launchers_and_arguments_that_are_refused() -> None:
+    for keys in ({"launcher": "MPICH"}, {"launcher": "impi"}, {"launcher": "slurm", "launcher_args": "'--mem"}):
+        with pytest.raises(ValidationError):
+            RunnerConfig(**keys)
+
+
+def test_deepspeeds_launcher_gets_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "visible_accelerators", lambda: (4, 5, 6))
+    command = deepspeed_command(spec(hosts=(Host("localhost", (0, 2)), Host("far.example.org", (0, 2)))))
+    (info,) = (word.partition("=")[2] for word in command if word.startswith("--world_info="))
+    assert json.loads(base64.urlsafe_b64decode(info)) == {"localhost": [4, 6], "far.example.org": [0, 2]}
 
 
 def test_slurm_is_asked_for_gpus_where_it_knows_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
