@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from neox.generation.request_fields import (
     stream_usage,
     token_limit,
 )
+from neox.generation.text_stream import is_text
 from neox.tokenizer.chat_messages import ChatError
 
 # Unsupported fields of the protocol, and the values at which they have no effect.
@@ -46,7 +48,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
     "metadata": (None, {}),
 }
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_NEWER_ROLES: Mapping[str, str] = {"developer": "system", "function": "tool"}
+"""OpenAI's names of roles that chat templates do not know, and what they are called there."""
 _WHOLE = "chat.completion"
 _PART = "chat.completion.chunk"
 
@@ -68,19 +72,17 @@ def parse_chat_request(body: Any, model: LanguageModel, chat: ChatFormat | None,
     fields = fields_of(body, _NEUTRAL)
     n = number(fields, "n", 1, int, 1, limits.sequences)
     messages = _messages(fields.pop("messages", None))
+    variables = fields.pop("chat_template_kwargs", None) or {}
+    if not isinstance(variables, dict):
+        raise BadRequest("`chat_template_kwargs` must be an object", field="chat_template_kwargs")
     stream = boolean(fields, "stream")
     with_usage = stream_usage(fields, stream)
     params = chat.ending(sampling_of(fields, limits, _longest(fields, limits)))
     refuse_unknown(fields)
     try:
-        prompt = chat.encode(messages)
+        prompt = chat.encode(messages, variables)
     except ChatError as error:
         raise BadRequest(f"`messages`: {error}", field="messages") from error
-    except UnicodeEncodeError as error:
-        raise BadRequest(
-            "`messages` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text",
-            field="messages",
-        ) from error
     check_prompt(prompt, params, model, "messages")
     prompts = (tuple(prompt),) * n
     return GenerationRequest(prompts, params, stream, with_usage, ChatAnswers(chat, n))
@@ -94,19 +96,51 @@ def _longest(fields: dict[str, Any], limits: Limits) -> int:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a conversation. Their texts are strings, also where the request has parts."""
+    """Return the messages of a conversation as chat templates take them.
+
+    Their texts are strings, also where the request has parts. A content that is null is absent, and older names of
+    roles and calls have the newer ones.
+    """
     if not isinstance(value, list) or not value:
         raise BadRequest("`messages` must be a list of messages, and not empty", field="messages")
-    messages = []
-    for index, message in enumerate(value):
-        place = f"messages[{index}]"
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise BadRequest(f"`{place}` must be an object with a `role`, one of {', '.join(_ROLES)}", field=place)
-        role = message["role"]
-        if role == "developer":  # OpenAI's newer name
-            role = "system"
-        messages.append({**message, "role": role, "content": _content(message.get("content"), place)})
-    return messages
+    if not is_text(json.dumps(value, ensure_ascii=False)):
+        raise BadRequest(
+            "`messages` contains a lone UTF-16 surrogate (\\ud800 to \\udfff), which is not valid text",
+            field="messages",
+        )
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    """Return a message as `_messages` does."""
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise BadRequest(f"`{place}` must be an object with a `role`, one of {', '.join(_ROLES)}", field=place)
+    result = {key: field for key, field in message.items() if field is not None}
+    result["role"] = _NEWER_ROLES.get(result["role"], result["role"])
+    if "audio" in result:
+        raise BadRequest(f"`{place}.audio` is not supported: this model reads text", field=f"{place}.audio")
+    if "function_call" in result:  # the name before `tool_calls`
+        result.setdefault("tool_calls", [{"type": "function", "function": result.pop("function_call")}])
+    if "refusal" in result:
+        result.setdefault("content", result.pop("refusal"))
+    if "tool_calls" in result:
+        _check_calls(result["tool_calls"], f"{place}.tool_calls")
+    may_lack_content = (result["role"] == "assistant" and result.get("tool_calls")) or message["role"] == "function"
+    if "content" in result or not may_lack_content:
+        result["content"] = _content(result.get("content"), place)
+    return result
+
+
+def _check_calls(calls: Any, place: str) -> None:
+    """Raise BadRequest for calls that have no name, or arguments that are neither text nor an object."""
+    if not isinstance(calls, list):
+        raise BadRequest(f"`{place}` must be a list", field=place)
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"`{place}` must contain objects with a `function` that has a `name`", field=place)
+        if not isinstance(function.get("arguments"), str | dict | None):
+            raise BadRequest(f"`{place}`: the `arguments` of a function must be JSON in a string", field=place)
 
 
 def _content(value: Any, place: str) -> str:
@@ -118,9 +152,10 @@ def _content(value: Any, place: str) -> str:
         raise BadRequest(f"`{place}` must be a string or a list of texts", field=place)
     texts = []
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             raise BadRequest(f"`{place}` must contain only parts of type text: this model reads text", field=place)
-        texts.append(part["text"])
+        texts.append(part[kind])
     return "".join(texts)
 
 

@@ -12,8 +12,10 @@ from neox.checkpoint import find_chat_template
 from neox.config import NeoXConfig
 from neox.errors import GenerationError
 from neox.generation.request import SamplingParams
+from neox.generation.text_stream import is_text
 from neox.tokenizer import Tokenizer
 from neox.tokenizer.chat import ChatRenderer, ChatTemplate, find_answer_form
+from neox.tokenizer.chat_messages import ChatError
 
 NO_TEMPLATE = (
     "this model has no chat template: neither the checkpoint nor the tokenizer's directory holds one; give one with "
@@ -34,13 +36,20 @@ class ChatFormat:
         self._renderer = ChatRenderer(template, _now)
         self._tokenizer = tokenizer
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> list[int]:
         """Return the ids of a conversation, with the beginning of an answer.
 
+        Args:
+            messages: The conversation.
+            variables: More variables of the template, such as `enable_thinking`.
+
         Raises:
-            ChatError: If the template refuses the conversation.
+            ChatError: If the template refuses the conversation, or its text is not valid Unicode.
         """
-        return self._tokenizer.encode_bare(self._renderer.render(messages, prompt=True))
+        text = self._renderer.render(messages, prompt=True, variables=variables)
+        if not is_text(text):
+            raise ChatError("its text contains a lone UTF-16 surrogate, half of a character")
+        return self._tokenizer.encode_bare(text)
 
     def ending(self, params: SamplingParams) -> SamplingParams:
         """Return sampling settings that also end at the end of an answer."""

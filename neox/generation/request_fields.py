@@ -18,6 +18,8 @@ from neox.generation.text_stream import is_text
 # `top_p: 0` of the protocol keeps only the most probable token; in `SamplingParams` it would keep all.
 _SMALLEST_TOP_P = 1e-9
 _MOST_STOPS = 16
+# One model is served; the others only tell OpenAI whose requests belong together.
+_WITHOUT_EFFECT = ("model", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
 
 class BadRequest(GenerationError):
@@ -76,8 +78,8 @@ def fields_of(body: Any, neutral: Mapping[str, tuple[Any, ...]]) -> dict[str, An
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     fields = dict(body)
-    fields.pop("model", None)  # one model is served
-    fields.pop("user", None)
+    for name in _WITHOUT_EFFECT:
+        fields.pop(name, None)
     for name, values in neutral.items():
         if fields.pop(name, None) not in values:
             raise BadRequest(f"`{name}` is not supported; leave it out", field=name)
@@ -137,6 +139,8 @@ def _stop_strings(fields: dict[str, Any]) -> tuple[str, ...]:
         stop = [stop]
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop) or len(stop) > _MOST_STOPS:
         raise BadRequest(f"`stop` must be a string or a list of up to {_MOST_STOPS} strings", field="stop")
+    if not all(map(is_text, stop)):
+        raise BadRequest("`stop` contains a lone UTF-16 surrogate (\\ud800 to \\udfff)", field="stop")
     return tuple(stop)
 
 
@@ -161,6 +165,8 @@ def stream_usage(fields: dict[str, Any], stream: bool) -> bool:
     options = fields.pop("stream_options", None)
     if options is None:
         return False
+    if isinstance(options, dict) and options.get("include_obfuscation") in (None, False):
+        options = {name: value for name, value in options.items() if name != "include_obfuscation"}
     if not stream or not isinstance(options, dict) or set(options) - {"include_usage"}:
         raise BadRequest(
             "`stream_options` requires `stream: true` and may contain only `include_usage`", field="stream_options"

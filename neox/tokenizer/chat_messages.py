@@ -23,7 +23,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names for the tho
 _CALLS = "tool_calls"
 _ARGUMENTS = "arguments"
 _END_OF_THOUGHTS = "</think>"
-_PROBE_ARGUMENTS = {"probe-key": "probe value", "number": 1}
+_PROBE_ARGUMENTS = {"probe-key": "probe value", "other-key": "other value"}
 _PROBE_TEXTS = (" probe-one ", " probe-two ")
 
 
@@ -54,15 +54,21 @@ class MessageForms:
     Attributes:
         contents: Form of contents.
         arguments: Form of the arguments of calls.
+        needs_content: Whether a message with calls needs a content, if only an empty one.
     """
 
     contents: Contents = Contents.AS_GIVEN
     arguments: Arguments = Arguments.AS_GIVEN
+    needs_content: bool = False
 
 
 def find_forms(render: Render) -> MessageForms:
     """Find the forms that a template takes. `render` gets messages in the forms to try."""
-    return MessageForms(_contents_form(render), _arguments_form(render))
+    arguments = _arguments_form(render)
+    question, call = _probe_call(json.dumps(_PROBE_ARGUMENTS) if arguments is Arguments.TEXTS else _PROBE_ARGUMENTS)
+    without_content = {key: value for key, value in call.items() if key != "content"}
+    needs_content = bool(_tried(render, [question, call])) and not _tried(render, [question, without_content])
+    return MessageForms(_contents_form(render), arguments, needs_content)
 
 
 def _contents_form(render: Render) -> Contents:
@@ -131,9 +137,11 @@ def _with_forms(message: Message, number: int, forms: MessageForms) -> Message:
         result["content"] = _content(result["content"], f"message {number}", forms.contents)
     if _CALLS in result:
         calls = from_json_text(result.pop(_CALLS), f"{_CALLS} of message {number}")
-        if not isinstance(calls, list):
+        if not isinstance(calls, list | None):
             raise ChatError(f"{_CALLS} of message {number} is no list")
         if calls:
+            if forms.needs_content:
+                result.setdefault("content", "")
             result[_CALLS] = [_call(call, f"message {number}", forms.arguments) for call in calls]
     return result
 
@@ -173,6 +181,8 @@ def _call(call: Any, place: str, form: Arguments) -> Any:
     arguments = call[_ARGUMENTS]
     if form is Arguments.OBJECTS and isinstance(arguments, str | None):
         parsed = from_json_text(arguments or "{}", f"arguments of a call of {place}")
+        if parsed is None:
+            parsed = {}
         if not isinstance(parsed, dict):
             raise ChatError(f"arguments of a call of {place} are no JSON object, which the chat template needs")
         arguments = parsed

@@ -13,9 +13,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from neox.corpus import BadInput, LineBlock, Position, read_blocks
-from neox.preprocess import ChatSettings, PreprocessSettings, TokenizerSpec
+from neox.preprocess import ChatSettings, PreferenceSettings, PreprocessSettings, TokenizerSpec
 from neox.preprocess.chat import ChatEncoder
 from neox.preprocess.encode import EncodedBlock, EncodeJob
+from neox.preprocess.preferences import PreferenceEncoder
 from neox.tokenizer.chat import ChatTemplate, own_chat_template
 
 IGNORED = -100
@@ -65,9 +66,8 @@ CALLING = [
 ]
 
 
-@pytest.fixture(scope="module")
-def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level tokenizer with ChatML's, Llama 3's and GLM's special tokens, and a first token."""
+def as_saved_tokenizer(directory: Path) -> Path:
+    """Save a byte-level tokenizer with ChatML's, Llama 3's and GLM's special tokens, and a first token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: number for number, token in enumerate([*SPECIALS, *alphabet, "Ġf", "Ġfo", "es", "ti"])}
     tokenizer = Tokenizer(models.BPE(ids, [("Ġ", "f"), ("Ġf", "o"), ("e", "s"), ("t", "i")]))
@@ -77,11 +77,16 @@ def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)]
     )
-    path = tmp_path_factory.mktemp("tok") / "tokenizer.json"
+    path = directory / "tokenizer.json"
     tokenizer.save(str(path))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
     path.with_name("tokenizer_config.json").write_text(json.dumps(config))
     return path
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_saved_tokenizer(tmp_path_factory.mktemp("tok"))
 
 
 def theirs(vocab: Path) -> Any:
@@ -243,3 +248,279 @@ def test_a_mark_without_the_end_of_the_answer(vocab: Path) -> None:
     source = MARKED.replace("<|im_end|>{%- endgeneration %}", "{%- endgeneration %}<|im_end|>")
     messages = [USER, {"role": "assistant", "content": "Two."}] * 2
     assert chat(vocab, {"messages": messages}, source)[1] == "Two.<|im_end|>" * 2
+
+
+HUMAN = {"from": "human", "value": "weather in Paris?"}
+GPT = {"from": "gpt", "value": "The sun."}
+TURNS = [USER, {"role": "assistant", "content": "The sun."}]
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"conversations": [HUMAN, GPT]}, TURNS),
+        ({"conversation": [HUMAN, GPT], "id": "x"}, TURNS),
+        ({"conversations": TURNS}, TURNS),
+        ({"conversations": json.dumps([HUMAN, GPT])}, TURNS),
+        ({"messages": json.dumps(TURNS)}, TURNS),
+        ({"messages": [{**HUMAN, "weight": None}, {**GPT, "weight": 1}]}, TURNS),
+        ({"messages": [{"role": "human", "content": USER["content"]}, {"role": "gpt", "value": "The sun."}]}, TURNS),
+        ({"conversations": [HUMAN, GPT], "system": "Be kind."}, [{"role": "system", "content": "Be kind."}, *TURNS]),
+        (
+            {
+                "conversations": [
+                    HUMAN,
+                    {"from": "function_call", "value": '{"name": "get_weather", "arguments": {"town": "Paris"}}'},
+                    {"from": "observation", "value": "sun"},
+                    GPT,
+                ]
+            },
+            CALLING,
+        ),
+        ({"instruction": USER["content"], "input": "", "output": "The sun."}, TURNS),
+        ({"instruction": USER["content"], "output": "The sun.", "text": "Below is ..."}, TURNS),
+        (
+            {"instruction": "Translate.", "input": "sun", "output": "soleil", "system": "Be kind.", "history": []},
+            [
+                {"role": "system", "content": "Be kind."},
+                {"role": "user", "content": "Translate.\nsun"},
+                {"role": "assistant", "content": "soleil"},
+            ],
+        ),
+        ({"instruction": "b", "output": "B", "history": [["a", "A"]]}, None),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, TURNS),
+    ],
+)
+def test_names_of_others(vocab: Path, record: Any, messages: Any) -> None:
+    """trl#2083, litgpt#308, torchtune#2618, GraphGen#43: ShareGPT's, LLaMA-Factory's and Alpaca's names."""
+    ids, trained = chat(vocab, record)
+    if messages is None:
+        messages = [
+            {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "aAbB", strict=True)
+        ]
+    assert ids == rendered(vocab, messages)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    assert trained.count("<|im_end|>") == len(answers)
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"conversations": [HUMAN, {"from": "narrator", "value": "x"}]}, "'narrator'"),
+        ({"conversations": [HUMAN, {"from": "function_call", "value": "get_weather()"}]}, "JSON"),
+        ({"conversations": []}, "'conversations'"),
+        ({"instruction": "a", "output": ""}, "'output'"),
+        ({"instruction": "", "output": "a"}, "'instruction'"),
+        ({"messages": [USER, {**TURNS[1], "weight": 0.5}]}, "weight"),
+        ({"messages": [USER, {**TURNS[1], "weight": 0}]}, "'assistant'"),
+        ({"messages": [USER, {**TURNS[1], "train": "yes"}]}, "'train'"),
+        ({"messages": [USER, {**TURNS[1], "train_detail": [{"begin_offset": 0}]}]}, "'train_detail'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "'image_url'",
+        ),
+        ({"messages": TURNS, "chat_template_kwargs": {"messages": []}}, "'messages'"),
+    ],
+)
+def test_what_is_refused_by_name(vocab: Path, record: Any, name: str) -> None:
+    assert name in refusal(vocab, record)
+
+
+def test_flags_of_messages(vocab: Path) -> None:
+    """OpenAI's `weight` and axolotl's `train` choose the messages that are trained."""
+    one, two = ({"role": "assistant", "content": text} for text in ("One.", "Two."))
+    assert chat(vocab, {"messages": [USER, {**one, "weight": 0}, USER, two]})[1] == "Two.<|im_end|>\n"
+    assert chat(vocab, {"messages": [USER, one, USER, {**two, "train": False}]})[1] == "One.<|im_end|>\n"
+    assert chat(vocab, {"messages": [USER, {**one, "weight": 0}, USER, two]}, MARKED)[1] == "Two.<|im_end|>"
+    asked = {"messages": [{**USER, "train": True}, {**one, "train": False}]}
+    assert chat(vocab, asked)[1] == "<|im_start|>user\nweather in Paris?<|im_end|>\n"
+
+
+def test_contents_in_parts(vocab: Path) -> None:
+    """transformers gives parts to templates that read them; others would write them as Python shows them."""
+    parts = [{"type": "text", "text": "weather in "}, {"type": "text", "text": "Paris?", "image_url": None}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "The sun."}]
+    by_parts = WITHOUT_TOOLS.replace(
+        "(message.content or '')",
+        "(message.content if message.content is string else '|'.join(message.content | map(attribute='text')))",
+    )
+    only_parts = WITHOUT_TOOLS.replace("(message.content or '')", "message.content | map(attribute='text') | join('|')")
+    plain = [USER, messages[1]]
+    assert chat(vocab, {"messages": messages})[0] == rendered(vocab, plain)
+    assert chat(vocab, {"messages": messages}, by_parts)[0] == rendered(vocab, messages, by_parts)
+    listed = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in plain]
+    assert chat(vocab, {"messages": plain}, only_parts)[0] == rendered(vocab, listed, only_parts)
+
+
+def test_arguments_in_json(vocab: Path) -> None:
+    """prime-rl#885, oumi#2605, transformers#45419: OpenAI's arguments are a text, which is not JSON once more."""
+    calling = json.loads(json.dumps(CALLING))
+    calling[1]["tool_calls"][0]["function"]["arguments"] = '{"town": "Paris"}'
+    assert chat(vocab, {"messages": calling})[0] == rendered(vocab, CALLING)
+    stored = [{**message, "tool_calls": json.dumps(message.get("tool_calls"))} for message in CALLING]
+    assert chat(vocab, {"messages": stored})[0] == rendered(vocab, CALLING)
+    tests_kind = CHATML.replace(
+        "(c.function | tojson)",
+        "(c.function.arguments if c.function.arguments is string else c.function.arguments | tojson)",
+    )
+    calling[1]["tool_calls"][0]["function"]["arguments"] = '{"town":"Paris"}'
+    assert chat(vocab, {"messages": calling}, tests_kind)[0] == rendered(vocab, calling, tests_kind)
+
+
+def test_variables_of_a_line(vocab: Path) -> None:
+    """TRL gives a line's `chat_template_kwargs` to the template."""
+    source = "{%- if enable_thinking is defined and enable_thinking %}{{ '<think>' }}{%- endif %}" + CHATML
+    ids, _ = chat(vocab, {"messages": TURNS, "chat_template_kwargs": {"enable_thinking": True}}, source)
+    assert ids == rendered(vocab, TURNS, source, enable_thinking=True)
+    assert ids != rendered(vocab, TURNS, source)
+
+
+THINKING = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}"
+    "{%- if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{%- endif %}"
+    "{{ m.content.split('</think>')[-1] }}{%- else %}{{ m.content }}{%- endif %}{{ '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{%- endif %}"
+)
+
+
+def test_what_a_template_leaves_out_is_counted(vocab: Path) -> None:
+    """Qwen 3's template leaves out the thoughts of earlier answers; older templates all of them, and tools."""
+    one = {"role": "assistant", "content": "One.", "reasoning_content": "Hm."}
+    inside = {"role": "assistant", "content": "<think>Hm.</think>One."}
+    plain = {"role": "assistant", "content": "One."}
+    cases: list[tuple[str, list[Any], set[str]]] = [
+        (THINKING, [USER, plain], set()),
+        (THINKING, [USER, one], set()),
+        (THINKING, [USER, inside], {"thoughts"}),
+        (THINKING, [USER, one, USER, plain], {"thoughts"}),
+        (WITHOUT_TOOLS, [USER, {**plain, "thinking": "Hm."}], {"thoughts"}),
+        (LLAMA3, CALLING, {"calls of tools", "descriptions of tools"}),
+    ]
+    for source, messages, losses in cases:
+        tools = TOOLS if messages is CALLING else None
+        encoder = ChatEncoder(job(vocab), ChatSettings(ChatTemplate(source, {}), only_last=True))
+        block = encoder.encode(as_block([{"messages": messages, "tools": tools}]))
+        assert not block.bad
+        assert set(block.losses) == losses
+    assert chat(vocab, {"messages": [USER, plain]}, THINKING)[1] == "One.<|im_end|>\n"
+
+
+def test_a_conversation_that_begins_with_the_assistant(vocab: Path) -> None:
+    """A template may need the first message: the prompt for the first answer is then nothing."""
+    strict = "{%- if messages[0]['role'] == 'system' %}{%- endif %}" + LLAMA3
+    messages = [{"role": "assistant", "content": "Hi"}, USER, {"role": "assistant", "content": "Two."}]
+    ids, trained = chat(vocab, {"messages": messages}, strict)
+    assert ids == rendered(vocab, messages, strict)
+    assert trained.endswith("Hi<|eot|>Two.<|eot|>")
+
+
+def pairs(vocab: Path, record: Any, template: str | None = CHATML) -> tuple[list[int], list[int], list[int]]:
+    """Prompt, chosen and rejected answer."""
+    chosen = ChatTemplate(template, {"bos_token": "<s>"}) if template else None
+    block = PreferenceEncoder(job(vocab), PreferenceSettings(chosen)).encode(as_block([record]))
+    both = []
+    for number in (0, 1):
+        ((ids, trained),) = documents(block, number)
+        begin = trained.index(True)
+        assert all(trained[begin:])
+        both.append((ids[:begin], ids[begin:]))
+    assert both[0][0] == both[1][0]
+    return both[0][0], both[0][1], both[1][1]
+
+
+def pairs_of_trl(vocab: Path, record: Any, template: str | None = CHATML) -> tuple[list[int], list[int], list[int]]:
+    """The same by TRL: what its DPOTrainer does with a line."""
+    from trl.data_utils import _tokenize, common_prefix_length, extract_prompt
+
+    tokenizer = theirs(vocab)
+    tokenizer.chat_template = template
+    if "prompt" not in record:
+        record = extract_prompt(record)
+    tools = record.get("tools")
+    more = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+    if isinstance(record["chosen"], str):
+        record = {**record, **{key: record[key] + "<|endoftext|>" for key in ("chosen", "rejected")}}
+        more = {}
+    prompted = {"add_generation_prompt": True} if more else {}
+    prompt = _tokenize(tokenizer, record["prompt"], **more, **prompted)["input_ids"]
+    both = [_tokenize(tokenizer, record["prompt"] + record[key], **more)["input_ids"] for key in ("chosen", "rejected")]
+    begin = min(common_prefix_length(prompt, ids) for ids in both)
+    return prompt[:begin], both[0][begin:], both[1][begin:]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("问：天空为什么是蓝色的？答：因为散射。", "问：天空为什么是蓝色的？答：不知道。"),
+        ("Question: why?\nAnswer:\nThe sun.", "Question: why?\nAnswer:\nNo idea."),
+        ("Human:\nhow many\n\nAssistant:\nmany", "Human:\nhow many\n\nAssistant:\nfew"),
+        ("How many? Two.", "How many? Few."),
+        ("How many? Yes and yes", "How many? Yes"),
+        ("Say it: estimate", "Say it: ester"),
+        ("Say it: for", "Say it: foe"),
+    ],
+)
+def test_a_prompt_that_both_answers_begin_with(vocab: Path, chosen: str, rejected: str) -> None:
+    """trl#6472, trl#6498: TRL's `extract_prompt` cuts where the texts differ, before a blank."""
+    record = {"chosen": chosen, "rejected": rejected}
+    first = slice(1, None)  # TRL's begin with the tokenizer's first token
+    prompt, *answers = pairs_of_trl(vocab, record, None)
+    found, *found_answers = pairs(vocab, record, None)
+    assert (found[-len(prompt[first]) :], found_answers) == (prompt[first], answers)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"chosen": TURNS, "rejected": [USER, {"role": "assistant", "content": "No."}]},
+        {"chosen": [*TURNS, USER, TURNS[1]], "rejected": [*TURNS, USER, {"role": "assistant", "content": "No."}]},
+        {"prompt": [USER], "chosen": TURNS[1:], "rejected": [{"role": "assistant", "content": "The moon."}]},
+        {"prompt": [USER], "chosen": CALLING[1:], "rejected": TURNS[1:], "tools": json.dumps(TOOLS)},
+    ],
+)
+@pytest.mark.parametrize("template", [CHATML, "{{ bos_token }}" + CHATML, THINKING + "{{ '' if tools else '' }}"])
+def test_pairs_of_conversations_are_those_of_trl(vocab: Path, record: Any, template: str) -> None:
+    """trl#5118 and trl#6472 for conversations; a template writes the first token itself, once."""
+    assert pairs(vocab, record, template) == pairs_of_trl(vocab, record, template)
+
+
+def test_pairs_as_others_write_them(vocab: Path) -> None:
+    """LLaMA-Factory's ranking data, and answers without the question or as texts beside messages."""
+    no = {"role": "assistant", "content": "No."}
+    expected = pairs_of_trl(vocab, {"prompt": [USER], "chosen": TURNS[1:], "rejected": [no]})
+    for record in (
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "No."}},
+        {"messages": [USER], "chosen": TURNS[1], "rejected": no},
+        {"instruction": USER["content"], "input": "", "chosen": [TURNS[1]], "rejected": [no]},
+        {"instruction": USER["content"], "chosen": "The sun.", "rejected": "No."},
+        {"prompt": USER["content"], "chosen": TURNS[1:], "rejected": [no]},
+        {"prompt": USER["content"], "chosen": TURNS, "rejected": [USER, no]},
+        {"prompt": [USER], "chosen": TURNS, "rejected": [USER, no]},
+        {"prompt": [USER], "chosen": "The sun.", "rejected": "No."},
+        {"chosen": [HUMAN, GPT], "rejected": [HUMAN, {"from": "gpt", "value": "No."}]},
+    ):
+        assert pairs(vocab, record) == expected, record
+
+
+def test_an_end_that_is_already_there(vocab: Path) -> None:
+    """TRL adds the end of a text only where it is missing."""
+    prompt, chosen, rejected = pairs(vocab, {"prompt": "Two?", "chosen": " Yes<|endoftext|>", "rejected": " No"}, None)
+    assert (chosen.count(0), rejected.count(0), prompt.count(0)) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [HUMAN, GPT], "label": True},
+        {"messages": TURNS, "label": True},
+        {"prompt": [USER], "completion": TURNS[1:], "label": True},
+        {"prompt": USER["content"], "completion": TURNS[1:], "label": True},
+        {"instruction": USER["content"], "output": "The sun.", "label": True},
+    ],
+)
+def test_judged_answers_as_others_write_them(vocab: Path, record: Any) -> None:
+    template = ChatTemplate(CHATML, {})
+    block = PreferenceEncoder(job(vocab), PreferenceSettings(template, labelled=True)).encode(as_block([record]))
+    ((ids, trained),) = documents(block)
+    assert ids == rendered(vocab, TURNS)
+    assert sum(trained) == len("The sun.") + 2
