@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log
+from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import Architecture
@@ -287,6 +288,11 @@ _SOURCES = {
     },
 }
 
+V3_NAMES: Mapping[str, str] = MappingProxyType(
+    {"num_local_experts": "n_routed_experts", "num_mtp_layers": FURTHER_LAYERS}
+)
+"""Further names that transformers reads in the `config.json` of DeepSeek-V3 and GLM-4.5 -> their own names."""
+
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     class_name="DeepseekV3ForCausalLM",
@@ -308,6 +314,7 @@ DEEPSEEK_V3 = Family(
     tensors=_SOURCES,
     base_prefix=BASE_PREFIX,
     buffers=BUFFERS,
+    other_names=V3_NAMES,
     further_layers_key=FURTHER_LAYERS,
 )
 
@@ -330,4 +337,5 @@ DEEPSEEK_V2 = Family(
     tensors=_SOURCES,
     base_prefix=BASE_PREFIX,
     buffers=BUFFERS,
+    other_names={"num_experts": "n_routed_experts"},
 )

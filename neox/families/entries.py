@@ -256,6 +256,8 @@ class ScoreDivisor(Size):
 
 def _unusual_scale(scale: float, known: Fields) -> float:
     """Return a factor of scores, or 0 if it is the usual one."""
+    if known["head_dim"] < 1:
+        return scale  # refused after all entries have been read
     usual: float = known["head_dim"] ** -0.5
     return 0.0 if scale == usual else scale
 

@@ -74,8 +74,11 @@ class SeveralExperts(ExpertSize):
         return is_whole_number(value) and value >= self.least
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a reason if the entry is missing or wrong."""
-        return super().problems(self._with_own_name(hf))
+        """Yield a reason if the entry is missing or wrong, or the two names contradict each other."""
+        yield from super().problems(self._with_own_name(hf))
+        number, other = hf.get("num_experts"), hf.get("num_local_experts")
+        if number is not None and other is not None and number != other:
+            yield f"num_experts: {number!r}: contradicts num_local_experts: {other!r}"
 
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
         """Return the number."""

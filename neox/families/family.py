@@ -141,6 +141,7 @@ class Family:
         base_prefix: Prefix of keys that is missing in files of the model without its head.
         key_aliases: Other end of a key -> its end, for keys that some versions of transformers write.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
+        other_names: Further name of an entry of `config.json` that transformers reads -> its name.
         further_layers_key: Key in `config.json` of the number of layers behind the last block that are left out, with
             a warning (DeepSeek-V3's, which predict further tokens). Empty if there are none.
         transformers: Lowest version of transformers that reads exports.
@@ -158,6 +159,7 @@ class Family:
     block_tensors: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
     score_class: str | None = None
     further_layers_key: str = ""
     transformers: str = "4.57"
@@ -191,7 +193,11 @@ class Family:
         Raises:
             ConversionError: For entries that are missing, wrong or not supported, with every reason.
         """
-        reasons = [*_problems_of_quantization(hf), *self._problems_of_scores(hf)]
+        reasons = [*_problems_of_all(hf), *self._problems_of_scores(hf)]
+        for name, key in self.other_names.items():
+            if key in hf and name in hf and hf[key] != hf[name]:
+                reasons.append(f"{name}: {hf[name]!r}: contradicts {key}: {hf[key]!r}")
+        hf = {self.other_names.get(key, key): value for key, value in hf.items()}
         for part in self.config:
             reasons.extend(part.problems(hf))
         if not reasons:
@@ -213,7 +219,10 @@ class Family:
             return
         labels = hf.get("num_labels", len(hf.get("id2label") or {}) or 2)
         if labels != 1:
-            yield f"num_labels: {labels!r}: only models with one label (reward models) are supported"
+            yield (
+                f"num_labels: {labels!r}: only models with one label (reward models) are supported for architectures: "
+                f"{hf['architectures']}"
+            )
 
     def _read(self, hf: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
         """Read a `config.json` without problems."""
@@ -273,11 +282,13 @@ class Family:
         return keys | aliases
 
 
-def _problems_of_quantization(hf: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reason why the weights of a quantized model (MXFP4, fp8, int8) cannot be read."""
+def _problems_of_all(hf: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a model of any family cannot be read: it is quantized (MXFP4, fp8, int8), or has an encoder, too."""
     given = hf.get("quantization_config")
     if given is not None and given is not False:
         yield f"quantization_config: {given!r}: is not supported; save the model with 16-bit or 32-bit weights first"
+    if hf.get("is_encoder_decoder"):
+        yield f"is_encoder_decoder: {hf['is_encoder_decoder']!r}: models of an encoder and a decoder are not supported"
 
 
 def _gives_scores(hf: Mapping[str, Any]) -> bool:

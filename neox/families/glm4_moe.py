@@ -8,6 +8,7 @@ from __future__ import annotations
 from neox.families.deepseek import (
     EXPERT_TENSORS,
     FURTHER_LAYERS,
+    V3_NAMES,
     ExpertGroups,
     FirstDenseBlocks,
     RoutedExperts,
@@ -50,5 +51,6 @@ GLM4_MOE = Family(
     tensors={**_TENSORS, "block": {**_TENSORS["block"], **EXPERT_TENSORS}},
     base_prefix=BASE_PREFIX,
     buffers=BUFFERS,
+    other_names=V3_NAMES,
     further_layers_key=FURTHER_LAYERS,
 )

@@ -5,6 +5,9 @@ Source: transformers, models/gpt2. Weights are those of Conv1D: [in, out].
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from neox.families.entries import (
     ALL_GLOBAL,
     EQUAL_HEADS,
@@ -44,6 +47,16 @@ def gpt2_entries(
     )
 
 
+GPT2_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+)
+"""Further names that transformers reads in the `config.json` of GPT-2 and GPT-J -> their own names."""
+
 GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
@@ -80,5 +93,6 @@ GPT2 = Family(
         "head": {"final_linear": TensorSource(("lm_head",))},
     },
     base_prefix="transformer.",
+    other_names=GPT2_NAMES,
     buffers=(".attn.bias", ".attn.masked_bias"),
 )

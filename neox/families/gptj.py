@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from neox.families.entries import Size
 from neox.families.family import Family, TensorSource, separate_projections
-from neox.families.gpt2 import gpt2_entries
+from neox.families.gpt2 import GPT2_NAMES, gpt2_entries
 from neox.families.shared_entries import ending_entries
 
 _BLOCK = "transformer.h.{i}."
@@ -44,5 +44,6 @@ GPTJ = Family(
         "head": {"final_linear": TensorSource(("lm_head",))},
     },
     base_prefix="transformer.",
+    other_names=GPT2_NAMES,
     buffers=(".attn.bias", ".attn.masked_bias", ".attn.embed_positions"),
 )

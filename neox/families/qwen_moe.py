@@ -5,6 +5,9 @@ Source: transformers, models/qwen2_moe and models/qwen3_moe. Qwen2-MoE has a sha
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, ConfigEntries, Fixed, Switch
 from neox.families.expert_entries import (
     QWEN_EXPERTS,
@@ -18,7 +21,7 @@ from neox.families.expert_entries import (
 from neox.families.family import Family
 from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
 from neox.families.qwen import QWEN2
-from neox.families.shared_entries import ending_entries
+from neox.families.shared_entries import LAYER_TYPES, ending_entries
 
 
 def _experts(*, number: int, per_token: int, width: int) -> tuple[ConfigEntries, ...]:
@@ -30,6 +33,17 @@ def _experts(*, number: int, per_token: int, width: int) -> tuple[ConfigEntries,
         ExpertSize("moe_intermediate_size", "expert_width", width),
         Switch("norm_topk_prob", "router_normalizes", False),
     )
+
+
+class _NoWindows(Fixed):
+    """`use_sliding_window`, which must be off, and `layer_types`, which may only name full attention."""
+
+    def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reason for each of the two entries that names a window."""
+        yield from super().problems(hf)
+        types = hf.get("layer_types")
+        if types is not None and types != [LAYER_TYPES["global"]] * len(types):
+            yield f"layer_types: {types!r}: only {LAYER_TYPES['global']} is supported"
 
 
 _TENSORS = llama_tensors()
@@ -44,7 +58,7 @@ QWEN2_MOE = Family(
     config=(
         *with_equal_heads(llama_entries(max_positions=32768)),
         ALL_GLOBAL,
-        Fixed("use_sliding_window", False),
+        _NoWindows("use_sliding_window", False),
         Switch("qkv_bias", "qkv_bias", True),
         *_experts(number=60, per_token=4, width=1408),
         ExpertSize("shared_expert_intermediate_size", "shared_expert_width", 5632),
@@ -65,7 +79,7 @@ QWEN3_MOE = Family(
     config=(
         *llama_entries(max_positions=32768, num_kv_heads=4),
         ALL_GLOBAL,
-        Fixed("use_sliding_window", False),
+        _NoWindows("use_sliding_window", False),
         Switch("attention_bias", "qkv_bias", False),
         ATTENTION_BIASES_EQUAL,
         *_experts(number=128, per_token=8, width=768),

@@ -174,7 +174,8 @@ SMALL = {
     ids=str,
 )
 def test_entries_of_config_json_that_cannot_be_read_are_named(family, entry):
-    assert keys_refused(family, {**SMALL, **entry}) == [*entry]
+    small = {key: value for key, value in SMALL.items() if key not in FAMILIES[family].other_names}
+    assert keys_refused(family, {**small, **entry}) == [*entry]
 
 
 @pytest.mark.parametrize("value", [True, 1, {}, None, "LlamaForCausalLM"], ids=str)
