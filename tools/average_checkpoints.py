@@ -69,7 +69,8 @@ def main() -> None:
     config = config_from_files(args.config_file) if args.config_file else None
     paths = chosen_checkpoints(args)
     last = open_checkpoint(paths[-1], config=config)
-    readers = [CheckpointReader(path, last.layers) for path in paths[:-1]]
+    date = config.checkpoint.gpt_neox_date if config is not None else None
+    readers = [CheckpointReader(path, last.layers, gpt_neox_date=date) for path in paths[:-1]]
     weights = checkpoint_weights(args.weights, len(paths), args.decay)
     for path, weight in zip(paths, weights, strict=True):
         print(f"{weight:8.5f}  {path}")

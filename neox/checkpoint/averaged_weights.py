@@ -81,6 +81,10 @@ class AveragedFiles:
                 weights[name] = self._joined(index, name, pieces, trained[name])
         return weights
 
+    def stored_names(self, index: int) -> tuple[str, ...]:
+        """Return the names of a layer's entries in the file of tensor rank 0, as they are."""
+        return self._trained.stored_names(index)
+
     def _joined(self, index: int, name: str, pieces: Mapping[int, Tensor], like: Tensor) -> Tensor:
         """Return a parameter from its pieces by first element, in the shape of the trained one."""
         in_order = []

@@ -116,7 +116,8 @@ def open_checkpoint(path: Path, *, config: NeoXConfig | None = None) -> Checkpoi
     Raises:
         CheckpointError: If it is no complete checkpoint.
     """
-    return CheckpointReader(path, find_layer_plan(CheckpointReader(path), config))
+    date = config.checkpoint.gpt_neox_date if config is not None else None
+    return CheckpointReader(path, find_layer_plan(CheckpointReader(path), config), gpt_neox_date=date)
 
 
 def find_layer_plan(reader: CheckpointReader, config: NeoXConfig | None = None) -> LayerPlan:

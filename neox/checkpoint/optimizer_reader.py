@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from neox.architecture import VOCABULARY, LayerPlan, ParameterSpec
 from neox.checkpoint.gpt_neox_optimizer import WRITER, divided_keys, gpt_neox_layout, group_counts, stage_order
+from neox.checkpoint.gpt_neox_rows import FUSED
 from neox.checkpoint.manifest import is_unfetched
 from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer_formats import FP32, Key, RankFiles, StageState, open_stage, parse_name, read_order
@@ -55,6 +57,7 @@ class OptimizerReader:
         path: The checkpoint.
         layers: Layers of the network that reads.
         near: Place of the reader among its data ranks, from 0 to below 1, which is asked for first.
+        gpt_neox_date: As of `CheckpointReader`.
 
     Attributes:
         optimizer: The optimizer that wrote it.
@@ -66,10 +69,12 @@ class OptimizerReader:
         CheckpointError: If there is no optimizer state, or a file is missing.
     """
 
-    def __init__(self, path: Path, layers: LayerPlan, near: float = 0.0) -> None:
+    def __init__(
+        self, path: Path, layers: LayerPlan, near: float = 0.0, *, gpt_neox_date: datetime.date | None = None
+    ) -> None:
         self.path = path
         self.layers = layers
-        self._weights = CheckpointReader(path, layers)
+        self._weights = CheckpointReader(path, layers, gpt_neox_date=gpt_neox_date)
         self.client_state = self._weights.client_state
         self.layout = saved_layout(path, self.client_state)
         self.optimizer = OPTIMIZERS[self.layout["optimizer"]]
@@ -174,7 +179,8 @@ class OptimizerReader:
         is_stored_so = tp_size == len(stages) and self._stored_shape(key, tp_size) == spec.shard_shape(tp_size)
         # gpt-neox's tensor ranks each own a summed bias: `shard` adds them up.
         is_sum = spec.summed_in_neox and self._by_gpt_neox
-        if is_stored_so and not is_sum:
+        is_reordered = name.startswith(FUSED) and self._weights.row_order != "blocks"
+        if is_stored_so and not is_sum and not is_reordered:
             found = stages[tp_rank].state.elements(key, state, first, length)
             if found is not None:
                 return found
@@ -200,7 +206,9 @@ class OptimizerReader:
             parts.append(part)
         if self._by_gpt_neox and state == FP32 and len(parts) > 1 and self._spec(*key).summed_in_neox:
             return [torch.stack(parts).sum(0)]  # each rank owns a bias; their gradients and moments are equal
-        return parts
+        if state != FP32 and self.optimizer.state(state).axis is not None:
+            return parts  # of this program, which has one order
+        return self._weights.in_this_order(key.name, parts)
 
     def _spec(self, index: int, name: str) -> ParameterSpec:
         return self._weights.spec(index, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from neox.architecture import (
     ADAPTER,
+    BLOCK_OFFSET,
     VOCABULARY,
     WORD_EMBEDDINGS,
     LayerEntry,
@@ -22,8 +24,10 @@ from neox.architecture import (
     adapter_parameters,
 )
 from neox.checkpoint.averaged_weights import AveragedFiles, LoadedWeights
+from neox.checkpoint.gpt_neox_rows import FUSED, Order, row_order, to_blocks
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.checkpoint.names import layer_file, mp_rank_file, parse_mp_rank_file, parse_step_directory
+from neox.checkpoint.manifest import read_manifest
+from neox.checkpoint.names import ROWS, layer_file, mp_rank_file, parse_mp_rank_file, parse_step_directory
 from neox.checkpoint.reshard import fit_vocabulary, join, joined_shape, merge, pieces_in_order, spread
 from neox.checkpoint.tensor_files import load_file
 from neox.checkpoint.weight_files import open_source
@@ -72,6 +76,8 @@ class CheckpointReader:
         finetune: Whether the network may differ from the checkpoint's as fine-tuning allows. An untied head that is not
             stored starts as the embedding. A stored head that the network lacks is left out. Adapters and a soft
             prompt may be missing.
+        gpt_neox_date: Date of the gpt-neox that wrote the checkpoint (`gpt_neox_version`), for files that do not tell
+            in which form they are.
 
     Attributes:
         path: The directory.
@@ -89,12 +95,14 @@ class CheckpointReader:
         *,
         weights: LoadedWeights = "trained",
         finetune: bool = False,
+        gpt_neox_date: datetime.date | None = None,
     ) -> None:
         self.path = Path(path)
         self.layers = layers
         self.new_layers: frozenset[int] = frozenset()
         self._averaged: dict[str, dict[int, float]] = {}
         self._finetune = finetune
+        self._gpt_neox_date = gpt_neox_date
         self._source = open_source(self.path)
         if weights == "ema":
             self._source = AveragedFiles(self.path, self._source)
@@ -138,11 +146,38 @@ class CheckpointReader:
     @cached_property
     def client_state(self) -> Mapping[str, Any]:
         """State of the run that model rank 0 stored (counters, `args`, random states); may be empty."""
+        return {key: value for key, value in self._stored_state.items() if key not in _DEEPSPEED_KEYS}
+
+    @cached_property
+    def _stored_state(self) -> Mapping[str, Any]:
+        """Content of model rank 0's `mp_rank` file but the weights; may be empty."""
         path = self._client_files.get(0)
         if path is None:
             return {}
-        state = load_file(path)
-        return {key: value for key, value in state.items() if key not in _DEEPSPEED_KEYS}
+        return {key: value for key, value in load_file(path).items() if key not in ("module", "optimizer")}
+
+    @cached_property
+    def row_order(self) -> Order:
+        """Order of the rows of fused queries, keys and values in the files.
+
+        Raises:
+            CheckpointError: If grouped heads may have two orders, and nothing tells which the files have.
+        """
+        architecture = self._network("in which order the rows of queries, keys and values are").architecture
+        if architecture.num_kv_heads == architecture.num_attention_heads or self.is_own:
+            return "blocks"
+        first_block = min(filter(lambda index: index >= BLOCK_OFFSET, self._source.indices), default=BLOCK_OFFSET)
+        names = self._source.stored_names(first_block)
+        found = row_order(self.path, architecture, names, self._stored_state, self._gpt_neox_date)
+        _log.info("%s: rows of queries, keys and values are read as %s: %s", self.path, found.order, found.reason)
+        return found.order
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this program wrote the checkpoint, in any version; else gpt-neox did."""
+        if read_manifest(self.path) is not None or ROWS in self.client_state:
+            return True
+        return MODEL in self.client_state  # older versions, copied without the manifest
 
     @property
     def args(self) -> Mapping[str, Any]:
@@ -184,7 +219,10 @@ class CheckpointReader:
         return stored
 
     def parts(self, index: int, name: str) -> tuple[Tensor, ...]:
-        """Return the stored tensors of one parameter, one per tensor rank, memory-mapped."""
+        """Return the stored tensors of one parameter, one per tensor rank, memory-mapped.
+
+        With the network, rows of grouped heads are in this program's order, whatever the files'.
+        """
         found = []
         for state in self._states(index):
             if name not in state:
@@ -192,7 +230,13 @@ class CheckpointReader:
                     f"{self.path}: layer {index} has no `{name}`; it holds {', '.join(state) or 'nothing'}"
                 )
             found.append(state[name])
-        return tuple(found)
+        return tuple(self.in_this_order(name, found))
+
+    def in_this_order(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensor ranks' parts of a parameter, or of a state of it, in this program's order of rows."""
+        if self.layers is None or not name.startswith(FUSED) or ADAPTER in name or self.row_order == "blocks":
+            return list(parts)
+        return [to_blocks(part, self.row_order, self.layers.architecture) for part in parts]
 
     def spec(self, index: int, name: str) -> ParameterSpec:
         """Return the plan's specification of a parameter."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from neox.architecture import LayerEntry
 from neox.checkpoint.manifest import is_unfetched
-from neox.checkpoint.names import CONFIG, layer_file, mp_rank_file
+from neox.checkpoint.names import CONFIG, ROWS, layer_file, mp_rank_file
 from neox.checkpoint.partial_copies import fetch_file
 from neox.checkpoint.reshard import neox_shard
 from neox.errors import CheckpointError, os_errors
@@ -201,7 +201,7 @@ def neox_state(layer: LayerEntry, state: Mapping[str, Tensor], tp_rank: int) -> 
 
 def write_client_state(directory: Path, mp_rank: int, state: Mapping[str, Any]) -> Path:
     """Write an `mp_rank` file without weights, for checkpoints made by tools. Raises CheckpointError."""
-    return save_file(directory / mp_rank_file(mp_rank), {"module": None, **state})
+    return save_file(directory / mp_rank_file(mp_rank), {"module": None, ROWS: "blocks", **state})
 
 
 def write_config(directory: Path, flat: Mapping[str, Any]) -> Path:

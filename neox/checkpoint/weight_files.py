@@ -11,14 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from neox.checkpoint.gpt_neox_experts import convert_experts, has_experts
-from neox.checkpoint.names import (
-    canonical_parameter,
-    is_buffer,
-    layer_file,
-    mp_rank_file,
-    parse_layer_file,
-    parse_mp_rank_file,
-)
+from neox.checkpoint.gpt_neox_layers import layer_weights
+from neox.checkpoint.names import layer_file, mp_rank_file, parse_layer_file, parse_mp_rank_file
 from neox.checkpoint.tensor_files import load_file
 from neox.errors import CheckpointError
 
@@ -38,6 +32,10 @@ class WeightSource(Protocol):
 
     def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
         """Return the weights of one layer on one tensor rank by canonical name, memory-mapped."""
+        ...
+
+    def stored_names(self, index: int) -> tuple[str, ...]:
+        """Return the names of a layer's entries in the file of tensor rank 0, as they are."""
         ...
 
 
@@ -61,11 +59,18 @@ class LayerFiles:
 
     def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
         """Return the weights of one layer on one tensor rank."""
+        return layer_weights(self._load(index, tp_rank))
+
+    def stored_names(self, index: int) -> tuple[str, ...]:
+        """Return the names of a layer's entries in the file of tensor rank 0, as they are."""
+        return tuple(self._load(index, 0))
+
+    def _load(self, index: int, tp_rank: int) -> Mapping[str, Any]:
         path = self._found[index][tp_rank]
         loaded = load_file(path)
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{path}: expected a state dict, found {type(loaded).__name__}")
-        return _weights(loaded)
+        return loaded
 
 
 class ExpertFiles:
@@ -90,6 +95,10 @@ class ExpertFiles:
         states = [self._source.state(index, rank) for rank in range(self.tp_size)]
         return convert_experts(states, tp_rank, str(self._directory / layer_file(index, 0)))
 
+    def stored_names(self, index: int) -> tuple[str, ...]:
+        """Return the names of a layer's entries in the file of tensor rank 0, as they are."""
+        return self._source.stored_names(index)
+
 
 class OneStageFiles:
     """`mp_rank_XX` files whose `module` holds all layers of a tensor rank under `sequential.N.key`."""
@@ -101,8 +110,15 @@ class OneStageFiles:
 
     def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
         """Return the weights of one layer on one tensor rank."""
+        return layer_weights(self._load(index, tp_rank))
+
+    def stored_names(self, index: int) -> tuple[str, ...]:
+        """Return the names of a layer's entries in the file of tensor rank 0, as they are."""
+        return tuple(self._load(index, 0))
+
+    def _load(self, index: int, tp_rank: int) -> Mapping[str, Any]:
         path = self._paths[tp_rank]
-        return _weights(_by_layer(path, load_file(path)).get(index, {}))
+        return _by_layer(path, load_file(path)).get(index, {})
 
 
 def open_source(directory: Path) -> WeightSource:
@@ -149,12 +165,3 @@ def _by_layer(path: Path, loaded: Any) -> dict[int, dict[str, Tensor]]:
     if not layers:
         raise CheckpointError(f"{path}: its module has no `sequential.N.` weights")
     return layers
-
-
-def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a layer's state dict by canonical name, without buffers."""
-    weights = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and not is_buffer(key):
-            weights[canonical_parameter(key)] = value
-    return weights

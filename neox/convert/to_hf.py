@@ -186,7 +186,9 @@ def _open(input_dir: Path, config: NeoXConfig, weights: LoadedWeights) -> tuple[
         reader = CheckpointReader(input_dir)
         plan = single_rank_plan(config, reader.vocabulary_rows)
         check_same_model(input_dir, reader.args, plan)
-        return CheckpointReader(input_dir, plan.layers, weights=weights), plan
+        return CheckpointReader(
+            input_dir, plan.layers, weights=weights, gpt_neox_date=config.checkpoint.gpt_neox_date
+        ), plan
 
 
 def _dtype(reader: CheckpointReader, precision: Precision | None, weights: LoadedWeights) -> torch.dtype | None:

@@ -154,12 +154,22 @@ def _prompt_ids(plan: RunPlan, text: str) -> list[int]:
 
 
 def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Start, path: Path) -> None:
+    date = plan.config.checkpoint.gpt_neox_date
+
     def read() -> None:
         if "precision" in start.changed:
             # Layer files hold weights rounded to the saved precision; the optimizer has them in fp32.
-            read_weights_fp32(model, plan.layers, grid, path)
+            read_weights_fp32(model, plan.layers, grid, path, gpt_neox_date=date)
         else:
-            read_weights(model, plan.layers, grid, path, weights=start.weights, finetune=start.finetune)
+            read_weights(
+                model,
+                plan.layers,
+                grid,
+                path,
+                weights=start.weights,
+                finetune=start.finetune,
+                gpt_neox_date=date,
+            )
 
     all_succeeded(read, f"loading {path}")
 
@@ -206,7 +216,12 @@ def load_optimizer(engine: Engine, path: Path) -> None:
     Raises:
         CheckpointError: If something is missing in the checkpoint, or the optimizer's wrapper is unknown.
     """
-    reader = OptimizerReader(path, engine.plan.layers, engine.grid.dp_rank / engine.grid.dp_size)
+    reader = OptimizerReader(
+        path,
+        engine.plan.layers,
+        engine.grid.dp_rank / engine.grid.dp_size,
+        gpt_neox_date=engine.plan.config.checkpoint.gpt_neox_date,
+    )
     model = engine.deepspeed_engine.module
     wrapper = engine.deepspeed_engine.optimizer
     targets = list(optimizer_tensors(engine.plan, engine.grid, model, wrapper, engine.optimizer))

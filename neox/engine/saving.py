@@ -22,6 +22,7 @@ from neox.checkpoint import (
     ORDER,
     REFERENCE,
     REFERENCE_FROM,
+    ROWS,
     SKIPPED,
     FileRecord,
     Parts,
@@ -278,6 +279,7 @@ def _stage_starts(stage: StagePlan) -> int | list[int]:
 def neox_client_state(plan: RunPlan, grid: ParallelGrid, iteration: int) -> dict[str, Any]:
     """Return what gpt-neox stores next to the weights, under its names, and the layout."""
     state: dict[str, Any] = {"iteration": iteration, "layout": layout_of(plan), **identity_state(plan)}
+    state[ROWS] = "blocks"
     if not plan.config.checkpoint.no_save_rng:
         state |= _random_states(grid)
     return state

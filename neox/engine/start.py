@@ -270,7 +270,8 @@ def _open_same_model(path: Path, plan: RunPlan, *, finetune: bool) -> Checkpoint
     Raises:
         CheckpointError: If it belongs to another model.
     """
-    reader = CheckpointReader(path, plan.layers, finetune=finetune)
+    date = plan.config.checkpoint.gpt_neox_date
+    reader = CheckpointReader(path, plan.layers, finetune=finetune, gpt_neox_date=date)
     for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=finetune).items():
         _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
     check_vocabulary(path, reader.args, plan.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -72,6 +73,7 @@ def read_weights(
     *,
     weights: LoadedWeights = "trained",
     finetune: bool = False,
+    gpt_neox_date: datetime.date | None = None,
 ) -> None:
     """Fill this rank's layers from a checkpoint of any parallel degrees. Raises CheckpointError if it does not fit.
 
@@ -82,8 +84,9 @@ def read_weights(
         path: The checkpoint.
         weights: Weights that are read: the trained ones, or their average.
         finetune: Whether the head may be tied on one side only, and copies of shared parameters may differ.
+        gpt_neox_date: As of `CheckpointReader`.
     """
-    reader = CheckpointReader(path, layers, weights=weights, finetune=finetune)
+    reader = CheckpointReader(path, layers, weights=weights, finetune=finetune, gpt_neox_date=gpt_neox_date)
     _fetch_layers(path, {index for index, _ in weight_layers(model)} - reader.new_layers)
     for index, layer in weight_layers(model):
         if index in reader.new_layers:
@@ -115,13 +118,20 @@ def _fetch_layers(path: Path, indices: Collection[int]) -> None:
     fetch_files(files)
 
 
-def read_weights_fp32(model: nn.Module, layers: LayerPlan, grid: ParallelGrid, path: Path) -> None:
+def read_weights_fp32(
+    model: nn.Module,
+    layers: LayerPlan,
+    grid: ParallelGrid,
+    path: Path,
+    *,
+    gpt_neox_date: datetime.date | None = None,
+) -> None:
     """Fill this rank's layers from the optimizer's fp32 weights: for a run in another precision than the saved one.
 
     Frozen weights, which the optimizer does not have, come from the layer files.
     """
-    trained = OptimizerReader(path, layers)
-    frozen = CheckpointReader(path, layers)
+    trained = OptimizerReader(path, layers, gpt_neox_date=gpt_neox_date)
+    frozen = CheckpointReader(path, layers, gpt_neox_date=gpt_neox_date)
     for index, layer in weight_layers(model):
         tensors = {}
         for name, parameter in layer.named_parameters():

@@ -60,7 +60,8 @@ def load_model(
     plan = plan_for_checkpoint(plan, checkpoint)
     precision = plan.config.generation.inference_precision or plan.precision
     dtype = DTYPES[precision]
-    reader = CheckpointReader(checkpoint, plan.layers, weights=plan.config.checkpoint.load_weights)
+    keys = plan.config.checkpoint
+    reader = CheckpointReader(checkpoint, plan.layers, weights=keys.load_weights, gpt_neox_date=keys.gpt_neox_date)
     stage_plan = plan.stages[grid.pp_rank]
     wanted = set(stage_plan.layers)
     head = plan.layers.head

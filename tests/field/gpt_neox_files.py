@@ -75,7 +75,7 @@ class Network:
                 "norm": "rmsnorm",
                 "rms_norm_epsilon": 1e-5,
                 "activation": "swiglu",
-                "intermediate_size": self.width,
+                "mlp_width": self.width,
                 "num_kv_heads": self.kv_heads,
                 "use_bias_in_attn_linear": False,
                 "use_bias_in_mlp": False,

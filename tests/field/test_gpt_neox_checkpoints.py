@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 from pathlib import Path
 
@@ -12,11 +13,22 @@ from torch import Tensor
 from neox.checkpoint import CheckpointReader, average_checkpoints, open_checkpoint, reshard
 from neox.checkpoint.inspection import tensor_stats
 from neox.config import NeoXConfig
+from neox.errors import CheckpointError
 from neox.generation.load import load_model
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan, resolve
 from tests.distributed.spawn import run_ranks
-from tests.field.gpt_neox_files import Layers, Network, logits, mean_files, random_files, write, write_tokenizer
+from tests.errors import raises_naming
+from tests.field.gpt_neox_files import (
+    Layers,
+    Network,
+    logits,
+    mean_files,
+    random_files,
+    rows_by_head,
+    write,
+    write_tokenizer,
+)
 
 IDS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(5))
 SUMMED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
@@ -147,12 +159,123 @@ def test_ranks_that_drifted_apart_are_trained(tmp_path, parallel, ranks):
 
 
 def test_files_of_two_models_are_refused(tmp_path):
-    from neox.errors import CheckpointError
-    from tests.errors import raises_naming
-
     network = Network()
     files = random_files(network, 2)
     files[1][2]["input_layernorm.weight"] = torch.ones(16)
     path = write(network, files, tmp_path)
     with raises_naming(CheckpointError, "input_layernorm.weight", "layer_02-model_00"):
         CheckpointReader(path, plan_of(network, tmp_path).layers).full(2, "input_layernorm.weight")
+
+
+GROUPED = Network(hidden=64, heads=8, kv_heads=2, width=96, llama=True, parallel=False)
+LATER_NAMES = {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linear2."}
+
+
+def by_head(files: list[Layers]) -> list[Layers]:
+    """Return files with grouped rows in the order before gpt-neox's pull request 1315."""
+    old = []
+    for rank in files:
+        layers = {}
+        for index, tensors in rank.items():
+            layers[index] = dict(tensors)
+            for name, value in tensors.items():
+                if name.startswith("attention.query_key_value"):
+                    layers[index][name] = rows_by_head(GROUPED, value, len(files))
+        old.append(layers)
+    return old
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("version", ["2024-11-13", "2024-11-14", None])
+def test_grouped_rows_of_both_orders(tmp_path, version, ranks):
+    """Rows of grouped heads changed their order in November 2024 (gpt-neox#1314, #1337, PR 1315, 1345)."""
+    files = random_files(GROUPED, ranks)
+    stored = by_head(files) if version == "2024-11-13" else files
+    path = write(GROUPED, stored, tmp_path, rename=LATER_NAMES)
+    plan = plan_of(GROUPED, tmp_path, gpt_neox_version=version)
+    reader = CheckpointReader(path, plan.layers, gpt_neox_date=plan.config.checkpoint.gpt_neox_date)
+    if version is None:
+        with raises_naming(CheckpointError, "gpt_neox_version: 2024-11-13", "gpt_neox_version: 2024-11-14", path):
+            reader.full(2, "attention.query_key_value.weight")
+        return
+    expected = logits(GROUPED, files, IDS)
+    for degree in (1, 2):
+        assert_same(logits(GROUPED, shards(GROUPED, reader, degree), IDS), expected)
+    blocks = list(reader.row_blocks(2, "attention.query_key_value.weight"))
+    assert torch.equal(torch.cat(blocks), reader.full(2, "attention.query_key_value.weight"))
+    written = reshard(reader, tmp_path / "ours", tp_size=2, pp_size=1)
+    ours = CheckpointReader(written, plan.layers)
+    assert_same(logits(GROUPED, shards(GROUPED, ours, 1), IDS), expected)
+    (written / "manifest.json").unlink()  # copied without it: the client state tells, too
+    assert CheckpointReader(written, plan.layers).row_order == "blocks"
+
+
+def llama_of_2023(files: list[Layers]) -> list[Layers]:
+    """Return files with the names of `mlp_type: llama`: the gate is `w1`, the value `w3`, the output `w2`."""
+    old = []
+    for rank in files:
+        layers = {}
+        for index, tensors in rank.items():
+            layers[index] = dict(tensors)
+            if "mlp.dense_h_to_4h.weight" in tensors:
+                value, gate = layers[index].pop("mlp.dense_h_to_4h.weight").chunk(2)
+                layers[index]["mlp.w1.weight"] = gate.clone()
+                layers[index]["mlp.w3.weight"] = value.clone()
+                layers[index]["mlp.w2.weight"] = layers[index].pop("mlp.dense_4h_to_h.weight")
+        old.append(layers)
+    return old
+
+
+@pytest.mark.parametrize("sign", ["llama names", "old names", "old key", "new key", "new DeepSpeed", "a date"])
+def test_files_that_tell_the_order_of_grouped_rows(tmp_path, sign):
+    """Names, keys of the stored configuration, and DeepSpeed's version date a file without a question."""
+    files = random_files(GROUPED, 2)
+    is_new = sign.startswith("new")
+    stored = files if is_new else by_head(files)
+    if sign == "llama names":
+        stored = llama_of_2023(stored)
+    client = {"ds_version": "0.16.2+91d1c55" if sign == "new DeepSpeed" else "0.14.4"}
+    path = write(GROUPED, stored, tmp_path, rename=None if "names" in sign else LATER_NAMES, client=client)
+    if sign.endswith("key"):
+        (path / "configs").mkdir()
+        key = '"mlp-type": "llama"' if sign == "old key" else '"te_mha": False'
+        (path / "configs" / "7B.yml").write_text(f'{{\n  # sizes\n  "num-layers": 2,\n  {key},\n}}\n')
+    date = datetime.date(2024, 6, 1) if sign == "a date" else None
+    reader = CheckpointReader(path, plan_of(GROUPED, tmp_path).layers, gpt_neox_date=date)
+    assert reader.row_order == ("blocks" if is_new else "heads")
+    for degree in (1, 2):
+        assert_same(logits(GROUPED, shards(GROUPED, reader, degree), IDS), logits(GROUPED, files, IDS))
+
+
+@pytest.mark.parametrize(
+    ("version", "order"), [("2024-10-01", "heads"), ("2024-12-01", "heads"), ("2025-05-09", "blocks")]
+)
+def test_converted_llama_changed_half_a_year_later(tmp_path, version, order):
+    """gpt-neox's converter of Llama wrote the older order until its pull request 1345."""
+    path = write(GROUPED, random_files(GROUPED), tmp_path, rename=LATER_NAMES)
+    converted = {"module": None, "optimizer": {}, "global_steps": 1, "skipped_steps": 1, "iteration": 1}
+    torch.save(converted, path / "mp_rank_00_model_states.pt")
+    date = datetime.date.fromisoformat(version)
+    assert CheckpointReader(path, plan_of(GROUPED, tmp_path).layers, gpt_neox_date=date).row_order == order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["2024-11-13", "2024-11-14"])
+def test_grouped_rows_of_both_orders_are_exported_and_trained(tmp_path, version):
+    from transformers import AutoModelForCausalLM
+
+    from neox.convert import to_hf
+
+    files = random_files(GROUPED, 2)
+    stored = by_head(files) if version == "2024-11-13" else files
+    path = write(GROUPED, stored, tmp_path / "ckpt", rename=LATER_NAMES)
+    expected = logits(GROUPED, files, IDS)
+    keys = GROUPED.config(write_tokenizer(tmp_path / "tokenizer.json"), gpt_neox_version=version)
+    to_hf(path, NeoXConfig.from_flat(keys), tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        assert_same(model(IDS).logits, expected)
+    for ranks in (1, 2):
+        load = {"load": str(tmp_path / "ckpt"), "finetune": True, "model_parallel_size": ranks}
+        config = NeoXConfig.from_flat({**keys, **load})
+        assert_same(run_ranks(ranks, trained_logits, resolve(config, ranks, 100), IDS)[0], expected)

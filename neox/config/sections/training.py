@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -26,6 +27,20 @@ RecomputedPart = Literal["none", "full", "full_attn", "core_attn"]
 
 
 _WHOLE_LAYERS = Requires("recompute_granularity", ("full",), advice="it is for layers that are recomputed as a whole")
+
+
+_GPT_NEOX_RELEASES = {"v1.0": datetime.date(2023, 3, 7), "v2.0": datetime.date(2023, 3, 9)}
+
+
+def _gpt_neox_date(version: str) -> datetime.date | None:
+    """Return the date of a version of gpt-neox; None if the text is neither a date nor a release."""
+    release = _GPT_NEOX_RELEASES.get(f"v{version.removeprefix('v')}")
+    if release is not None:
+        return release
+    try:
+        return datetime.date.fromisoformat(version)
+    except ValueError:
+        return None
 
 
 class LoraSettings(Section):
@@ -204,6 +219,11 @@ class CheckpointConfig(Section):
     finetune: Annotated[bool, Requires("load", advice="give the checkpoint to start from")] = False
     """Load weights only and start at iteration 0."""
 
+    gpt_neox_version: str | None = None
+    """Date of the gpt-neox that wrote the checkpoint to read, such as 2024-06-30, or its release (v1.0, v2.0). It is
+    asked for if files of several years differ in meaning and do not tell it, and changes nothing for other checkpoints
+    (docs/gpt-neox-files.md)."""
+
     allow_other_tokenizer: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
     """Allow loading a checkpoint that was trained with another tokenizer. By default this is refused, because the same
     ids mean other tokens to the model. It is not needed if the tokenizer only has additional tokens."""
@@ -273,6 +293,24 @@ class CheckpointConfig(Section):
         if reason is not None:
             raise PydanticCustomError("mirror", "{reason}", {"reason": reason})
         return value
+
+    @field_validator("gpt_neox_version", mode="before")
+    @classmethod
+    def _is_version(cls, value: Any) -> Any:
+        """Refuse what is neither a date nor a release; YAML reads 2.0 as a number."""
+        if value is None or isinstance(value, bool):
+            return value
+        text = str(value)
+        if _gpt_neox_date(text) is None:
+            raise PydanticCustomError("gpt_neox_version", "should be a date, such as 2024-06-30, or v1.0 or v2.0")
+        return text
+
+    @property
+    def gpt_neox_date(self) -> datetime.date | None:
+        """Date of the gpt-neox that wrote the checkpoint to read; None if it is not given."""
+        if self.gpt_neox_version is None:
+            return None
+        return _gpt_neox_date(self.gpt_neox_version)
 
     def save_iterations(self, train_iters: int | None) -> tuple[int, ...]:
         """Return the completed steps after which a checkpoint is written, in ascending order.

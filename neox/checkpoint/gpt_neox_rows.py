@@ -1,0 +1,149 @@
+"""Order of the rows of fused queries, keys and values with grouped heads in gpt-neox's files.
+
+With fewer key heads than query heads, one tensor rank's rows of `attention.query_key_value` are
+
+    blocks   all query rows, all key rows, all value rows        here, and gpt-neox from pull request 1315 on
+    heads    for each query head: D query rows, D K / N key rows, D K / N value rows         gpt-neox before
+    groups   for each key head: the query heads that use it, the key head, the value head    TransformerEngine
+
+Nothing in gpt-neox's files names the order. With as many key heads as query heads, it never changed.
+
+Legend: N query heads, K key heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from neox.architecture import Architecture
+from neox.config.yaml_file import read_file
+from neox.errors import CheckpointError, ConfigError
+
+Order = Literal["blocks", "heads", "groups"]
+
+FUSED = "attention.query_key_value."
+"""Beginning of the names of fused queries, keys and values."""
+
+_TRAINING_CHANGED = date(2024, 11, 14)  # pull request 1315
+_CONVERTER_CHANGED = date(2025, 5, 9)  # pull request 1345: what convert_hf_llama_to_neox.py writes
+
+_NAMES_OF_HEADS = ("mlp.w1.", "mlp.dense_h_to_4h.", "attention.rotary_emb.inv_freq")
+"""Names until pull request 1212 (2024-09-07). Its converter of Llama's own weights still writes `mlp.w1`, and this
+order."""
+_NAMES_OF_GROUPS = ("attention.qkv.",)
+
+_OLDER_KEYS = frozenset({"mlp_type"})  # removed by pull request 1212
+_LATER_KEYS = frozenset(
+    {"te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "wandb_run_name", "peak_theoretical_tflops"}
+    | {"kl_impl", "kl_div_beta", "reinforce_leave_one_out", "serve_model_weights", "fused_kernels_build_path"}
+    | {"moe_expert_interval", "moe_router_type"}
+)
+"""Keys of gpt-neox's configurations that are younger than pull request 1315."""
+
+_LATER_DEEPSPEED = (0, 16)  # released on 2024-11-25
+
+
+class RowOrder(NamedTuple):
+    """How a checkpoint's fused rows are ordered, and how this is known."""
+
+    order: Order
+    reason: str
+
+
+def row_order(
+    path: Path,
+    architecture: Architecture,
+    stored_names: Iterable[str],
+    state: Mapping[str, Any],
+    declared: date | None,
+) -> RowOrder:
+    """Return the order of the fused rows of grouped heads in a checkpoint of gpt-neox.
+
+    Args:
+        path: The checkpoint.
+        architecture: The network that reads.
+        stored_names: Names of a block's tensors as they are in its file.
+        state: Content of model rank 0's `mp_rank` file, with DeepSpeed's entries.
+        declared: Date of the gpt-neox that wrote the files, as the user gives it; None if it is not given.
+
+    Raises:
+        CheckpointError: If nothing tells the order.
+    """
+    names = tuple(stored_names)
+    if any(name.startswith(_NAMES_OF_GROUPS) for name in names):
+        return RowOrder("groups", "its names are TransformerEngine's")
+    if declared is not None:
+        changed = _CONVERTER_CHANGED if _is_converted(state) else _TRAINING_CHANGED
+        return RowOrder("heads" if declared < changed else "blocks", f"gpt_neox_version is {declared}")
+    for told in _told_by_files(path, names, state):
+        return told
+    raise CheckpointError(_question(path, architecture))
+
+
+def _told_by_files(path: Path, names: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[RowOrder]:
+    """Yield what a checkpoint of gpt-neox tells about the date of its code, the surest sign first."""
+    for name in names:
+        if name.startswith(_NAMES_OF_HEADS):
+            yield RowOrder("heads", f"its name {name} is older than the change")
+    keys = _saved_keys(path)
+    for key in sorted(keys & _OLDER_KEYS):
+        yield RowOrder("heads", f"its configuration has {key}, which is older than the change")
+    for key in sorted(keys & _LATER_KEYS):
+        yield RowOrder("blocks", f"its configuration has {key}, which is younger than the change")
+    version = str(state.get("ds_version", ""))
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
+    if tuple(numbers) >= _LATER_DEEPSPEED:
+        yield RowOrder("blocks", f"it was written with DeepSpeed {version}, which is younger than the change")
+
+
+def _is_converted(state: Mapping[str, Any]) -> bool:
+    """Return whether gpt-neox's converters of Llama wrote a client state: it has made-up counters and no arguments."""
+    return "args" not in state and state.get("skipped_steps") == state.get("global_steps") == 1
+
+
+def _saved_keys(path: Path) -> set[str]:
+    """Return the keys of the configurations that gpt-neox stores in a checkpoint."""
+    keys: set[str] = set()
+    for file in sorted(path.glob("configs/*")):
+        try:
+            keys.update(key.replace("-", "_") for key in read_file(file).values)
+        except ConfigError:
+            continue  # a file of another kind
+    return keys
+
+
+def _question(path: Path, architecture: Architecture) -> str:
+    return (
+        f"{path}: the rows of {FUSED}* are of {architecture.num_attention_heads} query heads and "
+        f"{architecture.num_kv_heads} key heads, and no file says in which order. gpt-neox before "
+        f"{_TRAINING_CHANGED} (its pull request 1315) wrote the queries, keys and values of each head next to each "
+        "other; since then it writes all queries, then all keys, then all values. Give the date of the gpt-neox that "
+        f"wrote the checkpoint: `gpt_neox_version: 2024-11-13` or earlier for the former, `gpt_neox_version: "
+        f"{_TRAINING_CHANGED}` or later for the latter (gpt-neox's convert_hf_llama_to_neox.py changed on "
+        f"{_CONVERTER_CHANGED}). A wrong date gives a model that computes nonsense"
+    )
+
+
+def to_blocks(rows: Tensor, order: Order, architecture: Architecture) -> Tensor:
+    """Return one tensor rank's fused rows [R, ...], or their states, as blocks of queries, keys and values."""
+    if order == "blocks":
+        return rows
+    dim = architecture.head_dim
+    heads = architecture.num_attention_heads
+    kv_heads = architecture.num_kv_heads
+    ranks = (heads + 2 * kv_heads) * dim // rows.shape[0]
+    if not ranks or (heads + 2 * kv_heads) * dim != ranks * rows.shape[0] or kv_heads % ranks:
+        return rows  # of another model, which the shape tells
+    if order == "groups":
+        by_group = rows.unflatten(0, (kv_heads // ranks, heads // kv_heads + 2, dim))
+        parts = by_group.split((heads // kv_heads, 1, 1), dim=1)  # each [K, heads, D, ...]
+        return torch.cat([part.flatten(0, 2) for part in parts])
+    share = dim * kv_heads // heads
+    by_head = rows.unflatten(0, (heads // ranks, dim + 2 * share))
+    return torch.cat([part.flatten(0, 1) for part in by_head.split((dim, share, share), dim=1)])
