@@ -29,7 +29,7 @@ class CleanSettings(Settings):
     """
 
     ftfy: bool = True
-    """Whether to repair broken Unicode with ftfy."""
+    """Whether to repair broken Unicode with ftfy. Punctuation, quotes, ligatures and entities stay as they are."""
 
     language: str = "en"
     """ISO 639-1 code of the language to keep; `any` keeps all."""
@@ -49,6 +49,10 @@ class CleanSettings(Settings):
     rules: tuple[Rules, ...] = ()
     """Rules of quality: Gopher's two sets, or C4's, which also removes lines."""
 
+    stop_words: Path | None = None
+    """File with stop words, one on each line, of which `gopher-quality` wants two in a text. The default is Gopher's
+    list, which is English; with another `language` the rule needs a list."""
+
     bad_words: Path | None = None
     """File with a word or phrase on each line; a text that contains one is dropped, as in C4."""
 
@@ -57,12 +61,24 @@ class CleanSettings(Settings):
 
     tokenizer: Path | None = None
     """`tokenizer.json` to count tokens with. The default counts the pieces into which GPT-2 cuts a text before merging
-    bytes. A piece is at least one token, so no text is kept that has fewer of GPT-2's tokens."""
+    bytes. A piece is at least one token, and three characters of Chinese or Japanese count as one, so no text is
+    kept that has fewer of GPT-2's tokens."""
 
     @model_validator(mode="after")
     def _detector_has_model(self) -> CleanSettings:
         if (self.detector == "fasttext") != (self.fasttext_model is not None):
             raise ValueError("detector fasttext and fasttext_model (a file) must be given together")
+        return self
+
+    @model_validator(mode="after")
+    def _stop_words_are_of_the_language(self) -> CleanSettings:
+        if "gopher-quality" in self.rules and self.language != "en" and self.stop_words is None:
+            raise ValueError(
+                f"rules gopher-quality looks for English stop words, and no text in {self.language!r} would be kept: "
+                "give stop_words, a file with words of the language"
+            )
+        if self.stop_words is not None and "gopher-quality" not in self.rules:
+            raise ValueError("stop_words is for rules gopher-quality")
         return self
 
 
@@ -85,8 +101,13 @@ class _Cleaner:
     def __init__(self, settings: CleanSettings) -> None:
         self._settings = settings
         self._detect = language_detector(settings)
-        self._fix = _ftfy() if settings.ftfy or "ftfy_fix_text" in settings.fixes else str
+        self._repair = _repair() if settings.ftfy else str
+        self._fix = _old_ftfy() if "ftfy_fix_text" in settings.fixes else str
         self._has_bad_word = _bad_words(settings.bad_words)
+        self._rules: dict[Rules, Callable[[str], tuple[str, str | None]]] = dict(_RULES)
+        if settings.stop_words is not None:
+            quality = partial(gopher_quality, stop_words=frozenset(_lines_of(settings.stop_words)))
+            self._rules["gopher-quality"] = lambda text: (text, quality(text))
         self._count = token_counter(settings)
 
     def clean(self, text: str, changed: list[str]) -> tuple[str, str | None]:
@@ -101,7 +122,7 @@ class _Cleaner:
         """
         settings = self._settings
         if settings.ftfy:
-            text = _noted(text, self._fix(text), "ftfy", changed)
+            text = _noted(text, self._repair(text), "ftfy", changed)
         if self._count(text) < settings.min_tokens:
             return text, _TOO_FEW
         counted = text
@@ -113,7 +134,7 @@ class _Cleaner:
                 return text, name
             text = _noted(text, new, name, changed)
         for rule in settings.rules:
-            new, reason = _RULES[rule](text)
+            new, reason = self._rules[rule](text)
             text = _noted(text, new, "c4: lines removed", changed)
             if reason is not None:
                 return text, reason
@@ -150,7 +171,22 @@ def _noted(old: str, new: str, name: str, changed: list[str]) -> str:
     return new
 
 
-def _ftfy() -> Callable[[str], str]:
+def _repair() -> Callable[[str], str]:
+    """Return ftfy's repair of what was decoded wrongly.
+
+    As in FineWeb, what the author wrote stays: punctuation of full width, curly quotes, ligatures. Entities stay, too,
+    because extraction has already read those of the page: `&lt;b&gt;` is what its readers saw.
+    """
+    import ftfy
+
+    config = ftfy.TextFixerConfig(
+        unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False, explain=False
+    )
+    return partial(ftfy.fix_text, config=config)
+
+
+def _old_ftfy() -> Callable[[str], str]:
+    """Return ftfy with its defaults, as the old recipe has it."""
     import ftfy
 
     return ftfy.fix_text
@@ -210,12 +246,16 @@ def _fasttext(settings: CleanSettings) -> Callable[[str], tuple[str, float]]:
 def _bad_words(path: Path | None) -> Callable[[str], bool]:
     if path is None:
         return lambda text: False
+    pattern = word_pattern(_lines_of(path))
+    return lambda text: pattern is not None and pattern.search(text) is not None
+
+
+def _lines_of(path: Path) -> list[str]:
     try:
-        words = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    pattern = word_pattern(words)
-    return lambda text: pattern is not None and pattern.search(text) is not None
+    return list(filter(None, map(str.strip, text.splitlines())))
 
 
 def token_counter(settings: CleanSettings) -> Callable[[str], int]:
@@ -224,12 +264,24 @@ def token_counter(settings: CleanSettings) -> Callable[[str], int]:
 
     if settings.tokenizer is None:
         split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-        return partial(_count, settings.min_tokens, lambda text: len(split(text)))
+        return partial(_count, settings.min_tokens, lambda text: sum(map(_least_tokens, split(text))))
     try:
         tokenizer = Tokenizer.from_file(str(settings.tokenizer))
     except Exception as error:  # the library raises no class of its own
         raise DataError(f"{settings.tokenizer} is no tokenizer.json: {error}") from None
     return partial(_count, settings.min_tokens, lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids))
+
+
+def _least_tokens(piece: tuple[str, tuple[int, int]]) -> int:
+    """Return the fewest tokens of a piece: one, or one for three characters of scripts without blanks.
+
+    Such a script has no ends of words at which GPT-2 cuts. In a few names of a game GPT-2 has longer tokens.
+    """
+    bytes_of_piece = len(piece[0])
+    start, stop = piece[1]
+    if bytes_of_piece < 3 * (stop - start):  # characters of two bytes or fewer
+        return 1
+    return max(1, (stop - start) // 3)
 
 
 def _count(enough: int, count: Callable[[str], int], text: str) -> int:
@@ -240,4 +292,6 @@ def _count(enough: int, count: Callable[[str], int], text: str) -> int:
     return count(text)
 
 
-CLEAN = document_step("clean", CleanSettings, build_clean, packages=("ftfy", "lingua-language-detector", "tokenizers"))
+CLEAN = document_step(
+    "clean", CleanSettings, build_clean, packages=("ftfy", "lingua-language-detector", "regex", "tokenizers")
+)

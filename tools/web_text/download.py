@@ -166,5 +166,5 @@ DOWNLOAD = Step(
     download,
     suffixes=(".jsonl.zst", ".jsonl", ".warc.gz"),
     expand=partial(expand_suffixes, suffixes=(".txt",)),
-    packages=("aiohttp", "protego"),
+    packages=("aiohttp", "protego", "webencodings", "brotli", "zstandard"),
 )

@@ -185,6 +185,6 @@ EXTRACT = Step(
     extract,
     build=build_extract,
     expand=expand_pages,
-    packages=("trafilatura", "beautifulsoup4", "lxml"),
+    packages=("trafilatura", "beautifulsoup4", "lxml", "webencodings", "brotli", "zstandard"),
     sharded=True,
 )

@@ -10,6 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import regex
+
+from tools.web_text.words import SENTENCE_END, has_blanks, text_words
+
 _STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 _BULLETS = ("\u2022", "\u2023", "\u25cf", "\u25aa", "\u25e6", "-", "*")
 _ELLIPSES = ("...", "\u2026")
@@ -17,7 +21,7 @@ _TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
 _REPEATED_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
 _LONGEST_WORDS = 100_000
 
-_C4_ENDS = (".", "!", "?", '"', "\u201d")
+_C4_QUOTES = ('"', "\u201d", "\u300d", "\u300f", "\u00bb")
 _C4_POLICY = (
     "terms of use",
     "privacy policy",
@@ -30,20 +34,28 @@ _C4_WORDS_OF_LINE = 5
 _C4_SENTENCES = 3
 _CITATION = re.compile(r"\[(?:\d+|edit|citation needed)\]", re.IGNORECASE)
 _SENTENCE = re.compile(r"[.!?]+[\"'\u201d\u2019)]*(?=\s|$)")
+_OTHER_SENTENCE = regex.compile(r"(?V1)[\p{Sentence_Terminal}--[\x00-\x7f]]+")  # no blank follows in Chinese
 _SPACES = re.compile(r"  +|\b\n+ |\b\n+")
 
 
-def gopher_quality(text: str) -> str | None:
-    """Return the name of the first of Gopher's quality rules that a text breaks; None if it keeps all."""
-    words = text.split()
+def gopher_quality(text: str, stop_words: frozenset[str] = _STOP_WORDS) -> str | None:
+    """Return the name of the first of Gopher's quality rules that a text breaks; None if it keeps all.
+
+    Args:
+        text: The text. In scripts without blanks two characters are a word.
+        stop_words: Words of its language, in lower case, of which it must have two.
+    """
+    words = text_words(text)
     if not 50 <= len(words) <= _LONGEST_WORDS:
         return "gopher: number of words"
-    if not 3 <= sum(map(len, words)) / len(words) <= 10:
+    with_blanks = list(filter(has_blanks, words))
+    mean = sum(map(len, with_blanks)) / max(len(with_blanks), 1)
+    if 2 * len(with_blanks) > len(words) and not 3 <= mean <= 10:
         return "gopher: mean length of words"
     ellipses = sum(map(text.count, _ELLIPSES))
     if max(text.count("#"), ellipses) / len(words) > 0.1:
         return "gopher: symbols for words"
-    return _gopher_lines(text) or _gopher_words(words)
+    return _gopher_lines(text) or _gopher_words(text, words, stop_words)
 
 
 def _gopher_lines(text: str) -> str | None:
@@ -57,12 +69,16 @@ def _gopher_lines(text: str) -> str | None:
     return None
 
 
-def _gopher_words(words: Sequence[str]) -> str | None:
+def _gopher_words(text: str, words: Sequence[str], stop_words: frozenset[str]) -> str | None:
     with_letters = sum(any(map(str.isalpha, word)) for word in words)
     if with_letters < 0.8 * len(words):
         return "gopher: words without a letter"
     distinct = {word.strip(".,;:!?\"'()").lower() for word in words}
-    if len(_STOP_WORDS & distinct) < 2:
+    found = stop_words & distinct
+    for word in stop_words - distinct:
+        if not has_blanks(word) and word in text:
+            found |= {word}
+    if len(found) < 2:
         return "gopher: stop words"
     return None
 
@@ -76,7 +92,7 @@ def gopher_repetition(text: str) -> str | None:
             return f"gopher: repeated {name}"
         if sum(map(len, repeated)) > 0.2 * len(text):
             return f"gopher: characters in repeated {name}"
-    words = text.split()[:_LONGEST_WORDS]
+    words = text_words(text)[:_LONGEST_WORDS]
     size = sum(map(len, words))
     for n, share in _TOP_NGRAMS.items():
         if _characters_of_the_most_frequent(words, n) > share * size:
@@ -140,21 +156,32 @@ def c4_lines(text: str) -> tuple[str, str | None]:
     kept = []
     for line in text.splitlines():
         line = _CITATION.sub("", line).strip()
-        if not line.endswith(_C4_ENDS) or line.endswith("...") or len(line.split()) < _C4_WORDS_OF_LINE:
+        ends = line.endswith(_C4_QUOTES) or SENTENCE_END.fullmatch(line[-1:])
+        if not ends or line.endswith(_ELLIPSES) or len(text_words(line)) < _C4_WORDS_OF_LINE:
             continue
         lowered = line.lower()
         if "javascript" not in lowered and not any(phrase in lowered for phrase in _C4_POLICY):
             kept.append(line)
     result = "\n".join(kept)
-    if len(_SENTENCE.findall(result)) < _C4_SENTENCES:
+    if len(_SENTENCE.findall(result)) + len(_OTHER_SENTENCE.findall(result)) < _C4_SENTENCES:
         return text, "c4: number of sentences"
     return result, None
 
 
 def word_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
-    """Return the pattern that finds any of some words or phrases; None without any."""
-    parts = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    return re.compile(rf"(?<!\w)(?:{parts})(?!\w)", re.IGNORECASE) if words else None
+    """Return the pattern that finds any of some words or phrases; None without any.
+
+    As in C4, a word of a script without blanks is also found inside of others.
+    """
+    parts = []
+    for word in sorted(words, key=len, reverse=True):
+        if has_blanks(word):
+            parts.append(rf"(?<!\w){re.escape(word)}(?!\w)")
+        else:
+            parts.append(re.escape(word))
+    if not parts:
+        return None
+    return re.compile("|".join(parts), re.IGNORECASE)
 
 
 def old_fix(name: str, text: str, language_of: Callable[[str], str], fix: Callable[[str], str]) -> tuple[str, bool]:
