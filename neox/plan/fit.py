@@ -14,10 +14,11 @@ import yaml
 
 from neox.architecture import POSITIONS, LayerPlan
 from neox.config.neox_config import NeoXConfig
+from neox.config.sections.deepspeed import DeepSpeedConfig
 from neox.plan.architecture import layer_plan
 from neox.plan.device import Device, gib, memory_on
 from neox.plan.inference import inference_bytes
-from neox.plan.memory import MemoryPlan, MemorySetting, fullest_stage
+from neox.plan.memory import MemoryPlan, MemorySetting, at_zero_stage, fullest_stage
 from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import Division, StagePlan, plan_stages
@@ -40,12 +41,14 @@ class Limits:
         num_layers: Blocks, which limit pipeline stages.
         num_kv_heads: Heads of keys, which tensor ranks divide.
         may_divide_tokens: Whether no other key forbids `sequence_parallel`.
+        deepspeed: DeepSpeed's keys, whose meaning depends on the ZeRO stage.
         may_offload: Whether states may move to main memory, which is slow.
     """
 
     num_layers: int
     num_kv_heads: int
     may_divide_tokens: bool
+    deepspeed: DeepSpeedConfig
     may_offload: bool = True
 
 
@@ -129,7 +132,7 @@ def limits_of(plan: RunPlan) -> Limits:
     changes_lengths = curriculum is not None and curriculum.enabled
     divides_inputs = plan.config.training.partition_activations
     may_divide = not changes_lengths and not divides_inputs and not network.soft_prompt_tokens
-    return Limits(network.num_layers, network.num_kv_heads, may_divide)
+    return Limits(network.num_layers, network.num_kv_heads, may_divide, plan.config.deepspeed)
 
 
 def nearest_setting(
@@ -164,7 +167,7 @@ def nearest_setting(
 def moves(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
     """Yield settings one step away that need less memory, cheapest in speed first; the batch stays the same."""
     if setting.zero_stage == 0:
-        yield replace(setting, zero_stage=1, fp32_gradients=setting.precision == "bf16")
+        yield at_zero_stage(setting, 1, limits.deepspeed)
     if setting.attention != "flash":
         yield replace(setting, attention="flash")
     if setting.micro_batch_size % 2 == 0:
@@ -178,13 +181,13 @@ def moves(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
     elif setting.recomputed_part != "full" or setting.no_recompute_blocks:
         yield replace(setting, recomputed_part="full", no_recompute_blocks=())
     if setting.pp_size == 1 and setting.zero_stage in (1, 2) and setting.dp_size > 1:
-        yield replace(setting, zero_stage=setting.zero_stage + 1)
+        yield at_zero_stage(setting, setting.zero_stage + 1, limits.deepspeed)
     if setting.dp_size % (2 * math.lcm(setting.hpz_size, setting.cp_size)) == 0:
         yield from _more_model_parallel(setting, limits)
     if setting.tp_size > 1 and _can_divide_tokens(setting, setting.tp_size, limits):
         yield replace(setting, sequence_parallel=True)
     if limits.may_offload:
-        yield from _offload_moves(setting)
+        yield from _offload_moves(setting, limits)
 
 
 def _more_model_parallel(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
@@ -210,7 +213,7 @@ def _can_divide_tokens(setting: MemorySetting, tensor_ranks: int, limits: Limits
     return is_free and setting.sequence_length % tensor_ranks == 0
 
 
-def _offload_moves(setting: MemorySetting) -> Iterator[MemorySetting]:
+def _offload_moves(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
     """Yield settings that offload more. They are slow, because states cross the bus at each step."""
     if setting.zero_stage == 0:
         return
@@ -219,7 +222,7 @@ def _offload_moves(setting: MemorySetting) -> Iterator[MemorySetting]:
             yield replace(setting, offloads_states=True)
         return
     if setting.zero_stage in (1, 2) and setting.pp_size == 1:
-        yield replace(setting, zero_stage=setting.zero_stage + 1)
+        yield at_zero_stage(setting, setting.zero_stage + 1, limits.deepspeed)
     if setting.zero_stage == 3 and not setting.offloads_weights:
         yield replace(setting, offloads_weights=True)
 

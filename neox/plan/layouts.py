@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from neox.architecture import LayerPlan
 from neox.plan.architecture import layer_plan
-from neox.plan.memory import MemorySetting
+from neox.plan.memory import MemorySetting, at_zero_stage
 from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 from neox.plan.rules.context import context_problems
 from neox.plan.run_plan import RunPlan
@@ -65,7 +65,7 @@ def _layouts_of(degrees: _Degrees, plan: RunPlan, start: MemorySetting) -> Itera
     )
     for batched in _micro_batches(layout, samples):
         for scheduled in _schedules(batched, plan):
-            yield from _memory_choices(scheduled)
+            yield from _memory_choices(scheduled, plan)
 
 
 def _context_degrees(plan: RunPlan, start: MemorySetting, tp_size: int) -> Iterator[int]:
@@ -124,7 +124,7 @@ def _divides_blocks(plan: RunPlan) -> bool:
     return plan.config.parallelism.pipe_partition_method.startswith("type:transformer")
 
 
-def _memory_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
+def _memory_choices(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
     """Yield ZeRO stages, offload, recomputation and sequence parallelism of a layout."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     if layout.pp_size > 1:
@@ -135,9 +135,7 @@ def _memory_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
         for chunk in (0, 1):
             for divides in _sequence_parallel_choices(layout):
                 chosen = replace(
-                    layout,
-                    zero_stage=stage,
-                    fp32_gradients=layout.precision == "bf16" and stage > 0,
+                    at_zero_stage(layout, stage, plan.config.deepspeed),
                     recompute_chunk=chunk,
                     recomputed_part="full",
                     no_recompute_blocks=(),

@@ -1,12 +1,13 @@
 """Search for the fastest layouts of a run on its GPUs.
 
 Every layout keeps the batch, so that it trains the same. Layouts are ordered by a quick estimate of their time. The
-first ones that fit in memory are simulated and ordered again.
+first ones that fit in memory are simulated and ordered again. A layout that adds gradients in another precision than
+the configured one trains something else: those are apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -53,13 +54,15 @@ class Suggestions:
     Attributes:
         given: The configuration's own layout, whether or not it fits.
         given_fits: Whether it fits.
-        best: The fastest layouts that fit, the fastest first.
+        best: The fastest layouts that fit, the fastest first. They add gradients in the configured layout's precision.
+        other_numerics: The same of layouts that add them in another precision.
         tried: Number of layouts that were estimated.
     """
 
     given: Suggestion
     given_fits: bool
     best: tuple[Suggestion, ...]
+    other_numerics: tuple[Suggestion, ...]
     tried: int
 
 
@@ -95,17 +98,22 @@ def suggest_layouts(
     def fits(setting: MemorySetting) -> bool:
         return memory(setting).needed(on_cpu=device.shared) <= device.usable
 
+    def fastest(settings: Iterable[MemorySetting]) -> tuple[Suggestion, ...]:
+        """Return the fastest of settings that are sorted by the quick estimate."""
+        found: list[Suggestion] = []
+        for setting in settings:
+            if len(found) == _MARGIN * count:
+                break
+            if fits(setting):
+                found.append(suggestion(setting))
+        found.sort(key=lambda layout: layout.time.seconds)
+        return tuple(islice((layout for layout in found if _is_accepted(plan, layout)), count))
+
     candidates = [setting for setting in layouts(plan, start) if _may_fit(shape, setting, device)]
     candidates.sort(key=timer.quick)
-    found: list[Suggestion] = []
-    for setting in candidates:
-        if len(found) == _MARGIN * count:
-            break
-        if fits(setting):
-            found.append(suggestion(setting))
-    found.sort(key=lambda layout: layout.time.seconds)
-    accepted = islice((layout for layout in found if _is_accepted(plan, layout)), count)
-    return Suggestions(suggestion(start), fits(start), tuple(accepted), len(candidates))
+    best = fastest(setting for setting in candidates if setting.sums_in_bf16 == start.sums_in_bf16)
+    others = fastest(setting for setting in candidates if setting.sums_in_bf16 != start.sums_in_bf16)
+    return Suggestions(suggestion(start), fits(start), best, others, len(candidates))
 
 
 def _is_accepted(plan: RunPlan, layout: Suggestion) -> bool:

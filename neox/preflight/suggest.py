@@ -64,10 +64,10 @@ def find_layouts(
             kind = f"{gpu.name} ({gpu_name}, which is assumed: --gpu-type names yours)"
     found = suggest_layouts(plan, device, gpu, count, changed)
     if not found.best:
-        raise ConfigError(
-            f"none of {found.tried} layouts fits on {plan.grid.world_size} {gpu.name}; the plan (--dry-run) says what "
-            "offloading or more GPUs would need"
-        )
+        message = f"none of {found.tried} layouts fits on {plan.grid.world_size} {gpu.name}"
+        if found.other_numerics:
+            message += f" as configured; this one fits, but {_numerics(found)}: {_flags(found.other_numerics[0])}"
+        raise ConfigError(f"{message}; the plan (--dry-run) says what offloading or more GPUs would need")
     return found, f"{found.tried} layouts of {plan.grid.world_size} {kind}; times are estimated"
 
 
@@ -81,12 +81,18 @@ def format_estimates(found: Suggestions, title: str, plan: RunPlan, *, is_change
         is_changed: Whether the plan differs from the configuration, because these GPUs cannot run the configuration.
     """
     if not is_changed:
-        return "\n".join([title, *_table(found), _given_row(found), *_explanation(found)])
+        return "\n".join([title, *_table(found), _given_row(found), *_explanation(found), *_other_numerics(found)])
     samples = plan.batch.train_batch_size
     reason = f"the configured degrees and batch cannot be divided over them; a step has {samples} samples here"
     ranks = plan.grid.world_size
     return "\n".join(
-        [title, reason, *_table(found), f"    the configured layout runs on other numbers of GPUs than {ranks}"]
+        [
+            title,
+            reason,
+            *_table(found),
+            f"    the configured layout runs on other numbers of GPUs than {ranks}",
+            *_other_numerics(found),
+        ]
     )
 
 
@@ -145,6 +151,25 @@ def _table(found: Suggestions) -> Iterator[str]:
     for number, layout in enumerate(found.best[:SHOWN], start=1):
         yield f"{number:>2}  {_row(layout)}"
         yield f"      {_flags(layout)}"
+
+
+def _other_numerics(found: Suggestions) -> Iterator[str]:
+    """Yield the fastest layout that adds gradients in another precision, if it is faster than the best of the table."""
+    if not found.other_numerics:
+        return
+    other = found.other_numerics[0]
+    if other.time.seconds < found.best[0].time.seconds:
+        yield f"other numerics: {_numerics(found)} (not a layout of the same training):"
+        yield f"    {_row(other)}"
+        yield f"      {_flags(other)}"
+
+
+def _numerics(found: Suggestions) -> str:
+    """Return how layouts of other numerics add gradients."""
+    steps = found.other_numerics[0].setting.accumulation_steps
+    if found.given.setting.sums_in_bf16:
+        return "it adds the gradients of micro batches in fp32, where the configured layout adds them in bf16"
+    return f"it adds the gradients of {steps} micro batches in bf16, where the configured layout adds them in fp32"
 
 
 def _given_row(found: Suggestions) -> str:

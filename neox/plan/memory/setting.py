@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neox.architecture import AttentionImpl
 from neox.config.neox_config import NeoXConfig
@@ -170,6 +170,11 @@ class MemorySetting:
         return BYTES[self.precision]
 
     @property
+    def sums_in_bf16(self) -> bool:
+        """Whether gradients of several micro batches are added in bf16, which rounds each sum."""
+        return self.precision == "bf16" and not self.fp32_gradients and self.accumulation_steps > 1
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of an accumulated gradient."""
         if self.fp32_gradients:
@@ -224,13 +229,13 @@ def memory_setting(
         tile_tokens=training.mlp_tile_size or 0,
         activation_budget=activation_budget,
         zero_stage=zero.stage,
-        fp32_gradients=_accumulates_in_fp32(config.deepspeed, precision),
+        fp32_gradients=_accumulates_in_fp32(config.deepspeed, precision, zero.stage),
         immediate_gradients=config.deepspeed.bf16 is None or config.deepspeed.bf16.immediate_grad_update,
         sums_gradients=logging.log_gradient_noise_scale and not logging.gradient_noise_scale_cpu_offload,
         copies_before_update=logging.log_stability_every is not None,
         communicated_bytes=_communicated_bytes(config.deepspeed, precision),
         reduce_bucket=zero.reduce_bucket_size or _REDUCE_BUCKET,
-        reduce_buffers=1 + _overlaps_reduction(zero),
+        reduce_buffers=1 + _overlaps_reduction(zero, zero.stage),
         hpz_size=zero.zero_hpz_partition_size or 1,
         gathered=_gathered_at_once(zero),
         sub_group=zero.updated_at_once,
@@ -259,19 +264,29 @@ def _may_compile(config: NeoXConfig) -> bool:
     return not config.training.deterministic and not config.model.apply_query_key_layer_scaling
 
 
-def _accumulates_in_fp32(deepspeed: DeepSpeedConfig, precision: Precision) -> bool:
+def at_zero_stage(setting: MemorySetting, stage: int, deepspeed: DeepSpeedConfig) -> MemorySetting:
+    """Return a run's setting at another ZeRO stage, with what the run's keys, or their defaults, mean at that stage."""
+    return replace(
+        setting,
+        zero_stage=stage,
+        fp32_gradients=_accumulates_in_fp32(deepspeed, setting.precision, stage),
+        reduce_buffers=1 + _overlaps_reduction(deepspeed.zero_optimization, stage),
+    )
+
+
+def _accumulates_in_fp32(deepspeed: DeepSpeedConfig, precision: Precision, stage: int) -> bool:
     """Return whether bf16 gradients are accumulated in fp32, which is the default with ZeRO 1 to 3."""
-    if precision != "bf16" or deepspeed.zero_optimization.stage == 0:
+    if precision != "bf16" or stage == 0:
         return False
     if deepspeed.data_types is None:
         return True
     return deepspeed.data_types.grad_accum_dtype in (None, "fp32")
 
 
-def _overlaps_reduction(zero: ZeroSettings) -> bool:
-    """Return whether gradients are reduced while the backward pass goes on, which is DeepSpeed's default of ZeRO 3."""
+def _overlaps_reduction(zero: ZeroSettings, stage: int) -> bool:
+    """Return whether gradients are reduced during the backward pass, which is DeepSpeed's default of ZeRO 3."""
     if zero.overlap_comm is None:
-        return zero.stage == 3
+        return stage == 3
     return zero.overlap_comm
 
 

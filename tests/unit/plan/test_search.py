@@ -13,6 +13,7 @@ from neox.errors import ConfigError
 from neox.plan import RunPlan, gpu_device, resolve
 from neox.plan.fit import memory_of_settings, nested_keys, setting_changes
 from neox.plan.layouts import layouts
+from neox.plan.memory import at_zero_stage
 from neox.plan.search import Suggestions, suggest_layouts
 from neox.plan.time import GPUS, estimate_step
 from neox.plan.time.of_plan import likely_gpu, network_shape, step_setting
@@ -48,7 +49,8 @@ def test_the_best_is_that_of_trying_everything(world: int, gpu: str, keys: dict[
     memory = memory_of_settings(plan)
     times = []
     for setting in layouts(plan, plan.memory_setting):
-        if memory(setting).needed(on_cpu=False) <= device.usable:
+        alike = setting.sums_in_bf16 == plan.memory_setting.sums_in_bf16
+        if alike and memory(setting).needed(on_cpu=False) <= device.usable:
             times.append(estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]))
     assert found.best[0].time.seconds <= 1.02 * min(time.seconds for time in times)
     seconds = [layout.time.seconds for layout in found.best]
@@ -82,8 +84,31 @@ def test_every_layout_fits_and_its_keys_give_it() -> None:
                 flat[dotted] = value
         again = resolve(NeoXConfig.from_flat(flat), 8, 50_000)
         assert again.batch.train_batch_size == plan.batch.train_batch_size
-        same = {"no_recompute_blocks": (), "communicated_bytes": 0, "reduce_buffers": 0, "gathered": 0, "sub_group": 0}
+        same = {"no_recompute_blocks": ()}
         assert replace(again.memory_setting, **same) == replace(layout.setting, **same)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 1, "overlap_comm": False}, {"stage": 0}])
+@pytest.mark.parametrize("types", [{}, {"data_types": {"grad_accum_dtype": "bf16"}}])
+def test_stages_that_are_proposed_are_those_of_the_plan_with_them(zero: dict[str, Any], types: dict[str, Any]) -> None:
+    """A ZeRO stage changes the defaults of its buffers and of the precision of sums; keys that are given stay."""
+    if zero["stage"] == 0:
+        types = {}
+    plan = make_plan(8, zero_optimization=zero, **types)
+    for stage in (1, 2, 3):
+        keys = nested_keys(plan.config, [("zero_optimization.stage", str(stage))])
+        again = resolve(plan.config.updated(keys), 8, plan.vocab_size).memory_setting
+        assert at_zero_stage(plan.memory_setting, stage, plan.config.deepspeed) == again
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_layouts_that_add_gradients_in_another_precision_are_apart(stage: int) -> None:
+    """ZeRO 0 in bf16 adds micro batches in bf16, the others in fp32: that trains something else, faster or not."""
+    plan = make_plan(8, zero_optimization={"stage": stage}, train_micro_batch_size_per_gpu=1)
+    found = suggest_layouts(plan, gpu_device(plan, 79.1 * GIB), GPUS["h100"])
+    assert plan.memory_setting.sums_in_bf16 == (stage == 0)
+    assert {layout.setting.sums_in_bf16 for layout in found.best} == {stage == 0}
+    assert {layout.setting.sums_in_bf16 for layout in found.other_numerics} == {stage != 0}
 
 
 def test_networks_without_an_estimate_are_refused() -> None:
@@ -117,7 +142,8 @@ def assert_best_of_all(plan: RunPlan, gpu: str, memory_gib: float) -> Suggestion
     start = plan.memory_setting
     times = []
     for setting in layouts(plan, start):
-        if memory(setting).needed(on_cpu=False) <= device.usable:
+        alike = setting.sums_in_bf16 == start.sums_in_bf16
+        if alike and memory(setting).needed(on_cpu=False) <= device.usable:
             times.append((estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]).seconds, setting))
     for _, setting in sorted(times, key=itemgetter(0)):
         try:
