@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import _checkout  # noqa: F401
-from preprocess_data import add_choice, chosen_documents, text_key
+from preprocess_data import add_choice, chosen_documents, input_paths, text_key
 
 from neox.arguments import ScriptParser
 from neox.corpus import Document
@@ -41,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser; second names are gpt-neox's."""
     p = ScriptParser(description=__doc__)
     p.add_argument(
-        "--input", "--json_input_dir", required=True, help="files, directories or addresses, separated by commas"
+        "--input",
+        "--json_input_dir",
+        required=True,
+        nargs="+",
+        help="files, directories or addresses, separated by commas or blanks",
     )
     p.add_argument(
         "--jsonl-key",
@@ -78,7 +82,7 @@ def main() -> int:
         parser().error(f"--tokenizer_type BPE and --kind {args.kind} contradict each other: leave one out")
     if not args.overwrite:
         refuse_existing(Path(args.output), args.kind)
-    documents = chosen_documents(list(filter(None, args.input.split(","))), args.jsonl_key, args)
+    documents = chosen_documents(list(input_paths(args.input)), args.jsonl_key, args)
     texts = chosen_texts(documents, args.sample, args.max_mb, args.seed)
     files = train_tokenizer(texts, args.vocab_size, args.output, args.kind)
     print(*files, sep="\n", flush=True)
@@ -86,10 +90,10 @@ def main() -> int:
     return 0
 
 
-def next_step(inputs: str, kind: TokenizerKind, files: Sequence[Path]) -> str:
+def next_step(inputs: Sequence[str], kind: TokenizerKind, files: Sequence[Path]) -> str:
     """Return the size of a new tokenizer, and the command that makes token files with it."""
     size = build_tokenizer(TOKENIZER_TYPE_OF_KIND[kind], *files).vocab_size
-    words = ["python", "tools/preprocess_data.py", "--input", inputs, "--output-prefix", "data/mydata", "--append-eod"]
+    words = ["python", "tools/preprocess_data.py", "--input", *inputs, "--output-prefix", "data/mydata", "--append-eod"]
     words += ["--tokenizer-type", TOKENIZER_TYPE_OF_KIND[kind], "--vocab-file", str(files[0])]
     if len(files) > 1:
         words += ["--merge-file", str(files[1])]

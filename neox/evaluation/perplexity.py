@@ -54,12 +54,12 @@ _TITLE = re.compile(r"^ ?= [^=\n]+ = ?$", re.MULTILINE)
 
 
 def token_perplexity(loss: float, tokens: int) -> float:
-    """Return exp(min(20, L / (T - 1)))."""
+    """Return exp(L / (T - 1))."""
     return perplexity_of(loss / (tokens - 1))
 
 
 def word_perplexity(loss: float, tokens: int, words: int) -> float:
-    """Return exp(min(20, L / (T - 1) * (T - 1) / (O - 1))), which does not depend on the tokenizer."""
+    """Return exp(L / (T - 1) * (T - 1) / (O - 1)), which does not depend on the tokenizer."""
     tokens_per_word = (tokens - 1) / (words - 1)
     return perplexity_of(loss / (tokens - 1) * tokens_per_word)
 

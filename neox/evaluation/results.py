@@ -36,8 +36,14 @@ class TaskResult:
 
 
 def perplexity_of(loss: float) -> float:
-    """Return e^loss of a mean loss in nats. It is at most e^20, so that an untrained network's does not overflow."""
-    return math.exp(min(20.0, loss))
+    """Return e^loss of a mean loss in nats; infinity where that is no number.
+
+    gpt-neox and Megatron stop at e^20. Losses per word are often above 20, and would all show the same perplexity.
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:

@@ -11,6 +11,9 @@ from neox.plan import RunPlan
 from neox.plan.export_form import export_note
 from neox.preflight.chat_checks import carries_chat_template
 
+_STARTED_FROM = ("load", "iteration", "load_weights")
+"""Keys of the weights that a run began with. The commands after it take those that it has saved."""
+
 
 def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
     """Yield commands that use the checkpoint of a training; none if it saves no checkpoints.
@@ -27,8 +30,13 @@ def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
         files = ["-d", arguments.conf_dir, *files]
     settings: list[str] = []
     for text in overrides(arguments):
-        if text != "overwrite=true":
+        if text.partition("=")[0] not in (*_STARTED_FROM, "overwrite"):
             settings += ["--set", text]
+    if plan.config.given("load"):  # what the run began with, or what the command line leaves of it
+        settings += ["--set", f"load={save}"]
+    for key in _STARTED_FROM[1:]:
+        if plan.config.given(key):
+            settings += ["--set", f"{key}=null"]
     if plan.config.model.objective == "causal_lm":
         generate = join(["python", "tools/generate.py", *files, *settings])
         if carries_chat_template(save):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -413,6 +414,20 @@ def test_the_commands_after_a_training_name_its_files_and_settings() -> None:
     assert "tools/generate.py -d configs a.yml b.yml --set 'save=runs/x y' --set text_gen_type=interactive" in text
     assert "tools/convert_to_hf.py --input_dir 'runs/x y' --output_dir 'runs/x y-hf'" in export
     assert list(next_steps(arguments, resolve(config(**keys), 1, 100))) == []
+
+
+def test_the_commands_after_a_training_take_what_it_has_saved() -> None:
+    """Not the weights that it began with, whether a file or the command line names them."""
+    keys = {"seq_length": 8, "train_micro_batch_size_per_gpu": 1, "train_iters": 1}
+    words = ["train.py", "a.yml", "--set", "load=runs/base", "--set", "save=runs/new", "--set", "iteration=7"]
+    plan = resolve(config(save="runs/new", load="runs/base", iteration=7, load_weights="ema", **keys), 1, 100)
+    text, _ = next_steps(parse_arguments(words), plan)
+    assert re.findall(r"--set (\S+)", text)[:4] == [
+        "save=runs/new",
+        "load=runs/new",
+        "iteration=null",
+        "load_weights=null",
+    ]
 
 
 def test_after_a_training_on_conversations_the_first_command_keeps_one(tmp_path: Path) -> None:
