@@ -36,14 +36,11 @@ class TaskResult:
 
 
 def perplexity_of(loss: float) -> float:
-    """Return e^loss of a mean loss in nats; infinity where that is no number.
+    """Return e^loss of a mean loss in nats, at most e^700, which is finite.
 
     gpt-neox and Megatron stop at e^20. Losses per word are often above 20, and would all show the same perplexity.
     """
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return math.exp(min(700.0, loss))
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
