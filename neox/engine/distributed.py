@@ -102,6 +102,8 @@ def choose_device(local_rank: int) -> torch.device:
     Raises:
         LaunchError: This host has too few GPUs, or accelerators that torch does not use.
     """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         problem = unused_devices(os.environ)
         if problem is not None:

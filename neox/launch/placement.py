@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -102,6 +103,8 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
         ConfigError: Ranks cannot be placed; with the configuration's other problems.
         LaunchError: Slurm does not answer.
     """
+    if not arguments.dry_run:
+        _refuse_copies(os.environ)
     if arguments.hosts or arguments.gpus:
         gpus = arguments.gpus or config.runner.num_gpus or _GPUS_OF_IMAGINED_HOST
         return _imagine_hosts(arguments.hosts or 1, gpus), []
@@ -120,6 +123,19 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
     if arguments.dry_run and nothing_given and _model_copy_size(config) > 1:
         return _assume_ranks(config, "hosts, num_gpus and global_num_gpus are not given, and there is no GPU here")
     return placement, _overruled_counts(config, placement)
+
+
+def _refuse_copies(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if a launcher of ranks has started this command, which starts the ranks itself."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        starter = "torchrun"
+    elif environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" and environment.get("SLURM_PROCID", "0") != "0":
+        starter = "srun, as one of several tasks"  # the first may also be the shell of `srun --pty`
+    elif environment.get("OMPI_COMM_WORLD_RANK", "0") != "0":
+        starter = "mpirun, as one of several"
+    else:
+        return
+    raise LaunchError(f"deepy.py was started by {starter}: start it once, without that; it starts all ranks itself")
 
 
 def _imagine_hosts(count: int, gpus: int) -> Placement:

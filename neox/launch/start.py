@@ -150,10 +150,23 @@ def launcher_problem(hosts: Sequence[Host], runner: RunnerConfig, path: str | No
     counts = {len(host.slots) for host in hosts}
     if launcher == "slurm" and len(counts) > 1:
         return f"launcher: slurm needs the same number of slots on every host, not {sorted(counts)}: set num_gpus"
+    if launcher == "slurm" and _asks_slurm_for_gpus():
+        for host in hosts:
+            if host.slots != tuple(range(len(host.slots))):
+                slots = ",".join(map(str, host.slots))
+                return (
+                    f"launcher: slurm gives a number of devices, and cannot give {host.name} its devices {slots}: "
+                    "choose whole hosts, or num_gpus"
+                )
     program = _PROGRAMS.get(launcher)
     if program and path is not None and shutil.which(program, path=path) is None:
         return f"launcher: {launcher} needs the program {program}, which is not on PATH; or use another launcher"
     return None
+
+
+def _asks_slurm_for_gpus() -> bool:
+    """Return whether srun is asked for GPUs: not in an allocation without any that slurm knows of."""
+    return "SLURM_JOB_ID" not in os.environ or slurm_gpus() > 0
 
 
 def launch(
@@ -299,9 +312,7 @@ def launcher_command(spec: LaunchSpec, runner: RunnerConfig, secrets: Sequence[s
         return pdsh_launch(spec)
     more = split(runner.launcher_args or "")
     if launcher == "slurm":
-        in_allocation = "SLURM_JOB_ID" in os.environ
-        asks_for_gpus = not in_allocation or slurm_gpus() > 0
-        return slurm_command(spec, runner.comment, runner.account, gpus=asks_for_gpus, more=more)
+        return slurm_command(spec, runner.comment, runner.account, gpus=_asks_slurm_for_gpus(), more=more)
     if launcher == "openmpi":
         return openmpi_command(spec, secrets, more)
     if launcher == "local":

@@ -18,9 +18,9 @@ _AMD = "0x1002"
 _INTEL = "0x8086"
 _INTEGRATED_INTEL = "0000:00:02.0"  # where the graphics of Intel's own processors are, on every machine that has them
 _LEAST_AMD_MEMORY = 2 * 2**30  # bytes; processors with graphics reserve less for them
-# Accelerators that a machine may have beside those that are counted here: Windows' GPUs under WSL2, Jetson, Gaudi,
-# Cambricon, Kunlun. torch may know them.
-_OTHER_DEVICES = ("dxg", "nvhost-*", "nvgpu/*", "accel/accel*", "hl[0-9]*", "cambricon_dev*", "xpu[0-9]*")
+# Accelerators that a machine may have beside those that are counted here: NVIDIA's without files of their own and
+# without nvidia-smi, Windows' GPUs under WSL2, Jetson, Gaudi, Cambricon, Kunlun. torch may know them.
+_OTHER_DEVICES = ("nvidiactl", "dxg", "nvhost-*", "nvgpu/*", "accel/accel*", "hl[0-9]*", "cambricon_dev*", "xpu[0-9]*")
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.engine.distributed import choose_device
 from neox.errors import ConfigError, LaunchError
 from neox.launch import hosts, node, vendors
 from neox.launch.environment import environment_file, forwarded_environment
 from neox.launch.hosts import is_this_machine, read_hostfile, select_hosts
-from neox.launch.placement import place_ranks
+from neox.launch.placement import choose_hosts, place_ranks
 from neox.launch.rendezvous import master_address
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.start import chosen_launcher, launcher_problem
@@ -176,6 +178,36 @@ def test_slots_that_the_hostfile_does_not_have(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError) as error:
         select_hosts(read, include="work1:2,3")
     assert "work1 has 2 slots" in str(error.value)
+
+
+def test_slurm_cannot_give_single_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed PR 8304: srun takes a number of devices."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    runner = RunnerConfig(launcher="slurm")
+    assert launcher_problem([Host("a", (0, 1)), Host("b", (0, 1))], runner) is None
+    assert "2,3" in str(launcher_problem([Host("a", (2, 3)), Host("b", (0, 1))], runner))
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # and no GPUs: the hosts show their own
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    monkeypatch.delenv("SLURM_GPUS_PER_NODE", raising=False)
+    assert launcher_problem([Host("a", (2, 3)), Host("b", (0, 1))], runner) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"},
+        {"OMPI_COMM_WORLD_RANK": "1"},
+        {"TORCHELASTIC_RUN_ID": "x", "RANK": "0"},
+    ],
+)
+def test_the_command_itself_under_a_launcher_of_ranks(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    """gpt-neox#784: one command for each task."""
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = NeoXConfig.from_flat({"num_gpus": 1})
+    with pytest.raises(LaunchError):
+        choose_hosts(config, Namespace(dry_run=False, hosts=None, gpus=None))
+    choose_hosts(config, Namespace(dry_run=True, hosts=None, gpus=None))
 
 
 def test_devices_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
