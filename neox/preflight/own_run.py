@@ -17,9 +17,10 @@ from neox.plan.run_identity import (
     saved_config,
 )
 from neox.plan.schedule import schedule_of
+from neox.preflight.checkpoint_checks import chosen_checkpoint
 from neox.preflight.checks import is_complete
 from neox.preflight.data_decisions import DecidedConfig
-from neox.preflight.saved_schedule import with_saved_schedule
+from neox.preflight.saved_schedule import with_saved_schedule, with_saved_warmup
 from neox.run_events import read_events
 
 _MOST_CHANGES = 8
@@ -39,13 +40,30 @@ def with_own_run(config: NeoXConfig) -> DecidedConfig:
     if keys.save is not None and not keys.overwrite:
         found = find_run(Path(keys.save))
     if found is None:
-        return with_saved_schedule(config)
+        return _with_schedule(config)
     own = _loading(config, found)
     if own.problems:
         return own
-    scheduled = with_saved_schedule(own.config)
-    notes = (*own.notes, *scheduled.notes, *_changes(scheduled.config, found))
+    scheduled = _with_schedule(own.config)
+    notes = (*own.notes, *scheduled.notes, *_changes(scheduled.config, _loaded(own.config, found)))
     return DecidedConfig(scheduled.config, notes, scheduled.problems)
+
+
+def _with_schedule(config: NeoXConfig) -> DecidedConfig:
+    """Let a run go on with the schedule of the checkpoint that it loads, or at least with its warm-up."""
+    scheduled = with_saved_schedule(config)
+    if scheduled.problems or config.schedule.use_checkpoint_lr_scheduler or static_problems(scheduled.config):
+        return scheduled
+    kept = with_saved_warmup(scheduled.config)
+    return DecidedConfig(kept.config, (*scheduled.notes, *kept.notes))
+
+
+def _loaded(config: NeoXConfig, found: FoundRun) -> FoundRun:
+    """Return the run at the checkpoint that is loaded, which `iteration` may choose among those that were found."""
+    step = config.checkpoint.iteration
+    if step is None or step == found.iteration:
+        return found
+    return FoundRun(chosen_checkpoint(Path(config.checkpoint.load or ""), step), step, found.identity)
 
 
 def _loading(config: NeoXConfig, found: FoundRun) -> DecidedConfig:

@@ -18,6 +18,7 @@ _SHAPE = (
     "lr_decay_style",
     "min_lr",
     "warmup",
+    "lr_warmup_iters",
     "lr_schedule_version",
     "lr_wsd_decay_style",
     "lr_wsd_decay_iters",
@@ -62,6 +63,29 @@ def with_saved_schedule(config: NeoXConfig) -> DecidedConfig:
     if replaced:
         note += f", with {'; '.join(replaced)}"
     return DecidedConfig(scheduled, (note,))
+
+
+def with_saved_warmup(config: NeoXConfig) -> DecidedConfig:
+    """Keep the steps of the warm-up if a run goes on with another length.
+
+    `warmup` is a fraction of the length. Without this, a run that is extended while it holds or leaves its peak would
+    fall back into the warm-up of a longer run.
+    """
+    keys = config.checkpoint
+    follows_keys = bool(config.value("override_lr_scheduler")) or config.schedule.lr_warmup_iters is not None
+    if keys.load is None or keys.finetune or is_remote(keys.load) or follows_keys:
+        return DecidedConfig(config)
+    saved = saved_config(chosen_checkpoint(Path(keys.load), keys.iteration))
+    if saved is None or config.schedule.scheduler is not None or saved.schedule.scheduler is not None:
+        return DecidedConfig(config)
+    before = saved.schedule.warmup_iterations(saved.training.train_iters)
+    now = config.schedule.warmup_iterations(config.training.train_iters)
+    if saved.schedule.warmup != config.schedule.warmup or before == now or not before:
+        return DecidedConfig(config)
+    source = config.source("warmup").derived("lr_warmup_iters")
+    kept = config.updated({"lr_warmup_iters": before}, source=source)
+    note = f"the warm-up keeps its {before:,.10g} steps; `warmup` of the new length would be {now:,.10g}"
+    return DecidedConfig(kept, (note,))
 
 
 def _keys_of(saved: NeoXConfig) -> dict[str, Any]:

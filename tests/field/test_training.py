@@ -1,5 +1,6 @@
 """Reports about training's own meanings: experts, padding, validation, schedules, mismatched answers."""
 
+import json
 import math
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from neox.config import NeoXConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator
 from neox.data.packing import Packing
@@ -16,7 +18,11 @@ from neox.model import BlockContext, ExpertMLP
 from neox.ops import balance_loss, route, sinkhorn
 from neox.ops.routing import log_sinkhorn
 from neox.parallel import ParallelGrid
-from tests.plans import small_plan
+from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
+from neox.plan.schedule import schedule_of
+from neox.preflight.data_decisions import DecidedConfig
+from neox.preflight.own_run import with_own_run
+from tests.plans import SMALL, small_plan
 
 
 def equal_shares(logits: Tensor) -> Tensor:
@@ -156,3 +162,74 @@ def test_batches_say_where_padding_begins(impl, tmp_path):
     wanted = (visible.read(range(12))[:, :-1] == 5).sum(1)
     assert batch["lengths"].tolist() == wanted.tolist()
     assert min(wanted) < 7
+
+
+BASE = {key: value for key, value in SMALL.items() if key != "lr_decay_iters"}
+WSD = {
+    "train_iters": 20,
+    "lr_decay_style": "WSD",
+    "lr_wsd_decay_iters": 5,
+    "lr_wsd_decay_style": "linear",
+    "warmup": 0.2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+}
+
+
+def resumed(folder: Path, saved: dict, now: dict, steps: tuple[int, ...] = (15,), **keys) -> DecidedConfig:
+    """Return the configuration of a run that goes on after checkpoints of `saved` at some steps."""
+    before = NeoXConfig.from_flat({**BASE, **saved})
+    for step in steps:
+        configs = folder / f"global_step{step}" / "configs"
+        configs.mkdir(parents=True)
+        (configs / "config.yml").write_text(json.dumps(before.to_flat()))
+        (configs.parent / RUN_FILE).write_text(identity_text(run_identity(before)))
+    (folder / "latest").write_text(f"global_step{steps[-1]}")
+    flat = {**BASE, **saved, **now, "load": str(folder), "save": str(folder), **keys}
+    return with_own_run(NeoXConfig.from_flat(flat))
+
+
+@pytest.mark.parametrize("style", ["WSD", "constant"])
+def test_a_run_that_is_extended_on_its_plateau_stays_there(style, tmp_path):
+    """gpt-neox PR 1375: `warmup` is a fraction, so a longer run would begin to warm up again."""
+    saved = {**WSD, "lr_decay_style": style}
+    if style == "constant":
+        saved = {key: value for key, value in saved.items() if not key.startswith("lr_wsd")}
+    decided = resumed(tmp_path, saved, {"train_iters": 200})
+    schedule = schedule_of(decided.config)
+    assert [schedule.lr(step) for step in (4, 15, 40, 100, 194)] == pytest.approx([1e-3] * 5)
+    assert not any("next step" in note for note in decided.notes)
+    again = tmp_path / "again"
+    before = schedule.lr(2)
+    kept = {**saved, "train_iters": 200, "lr_warmup_iters": decided.config.schedule.lr_warmup_iters}
+    chained = resumed(again, kept, {"train_iters": 400, "lr_warmup_iters": None})
+    assert schedule_of(chained.config).lr(2) == pytest.approx(before)
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential"])
+def test_an_extended_decay_keeps_its_warmup_and_says_where_it_jumps(style, tmp_path):
+    """gpt-neox PR 1375: the longer decay is followed, and the note has the numbers of the checkpoint that is loaded."""
+    saved = {"train_iters": 20, "lr_decay_style": style, "warmup": 0.2, "optimizer": WSD["optimizer"]}
+    decided = resumed(tmp_path, saved, {"train_iters": 200}, (10, 15), iteration=10)
+    now = schedule_of(decided.config)
+    assert now.lr(1) == pytest.approx(2.5e-4)
+    (note,) = [note for note in decided.notes if "next step" in note]
+    before = schedule_of(NeoXConfig.from_flat({**BASE, **saved}))
+    assert f"{now.lr(10):.3g}" in note
+    assert f"{before.lr(10):.3g}" in note
+
+
+@pytest.mark.parametrize("change", [{"warmup": 0.1}, {"lr_warmup_iters": 30}, {"override_lr_scheduler": True}])
+def test_a_warmup_that_is_asked_for_is_followed(change, tmp_path):
+    """gpt-neox PR 1375: keys that were changed on purpose win."""
+    decided = resumed(tmp_path, WSD, {"train_iters": 200, **change})
+    wanted = {"warmup": 20, "lr_warmup_iters": 30, "override_lr_scheduler": 40}[next(iter(change))]
+    assert decided.config.schedule.warmup_iterations(200) == pytest.approx(wanted)
+
+
+def test_more_steps_with_a_fixed_decay_change_nothing(tmp_path):
+    """gpt-neox PR 1375: `lr_decay_iters` sets the schedule, whatever `train_iters` is."""
+    saved = {**WSD, "lr_decay_style": "cosine", "lr_decay_iters": 40, "lr_wsd_decay_iters": None}
+    saved = {key: value for key, value in saved.items() if not key.startswith("lr_wsd")}
+    decided = resumed(tmp_path, saved, {"train_iters": 200})
+    before = schedule_of(NeoXConfig.from_flat({**BASE, **saved}))
+    assert [schedule_of(decided.config).lr(step) for step in range(60)] == [before.lr(step) for step in range(60)]

@@ -194,7 +194,11 @@ class ScheduleConfig(Section):
     """Smallest learning rate after warm-up."""
 
     warmup: Fraction = 0.01
-    """Fraction of lr_decay_iters in which the learning rate rises linearly from 0."""
+    """Fraction of lr_decay_iters in which the learning rate rises linearly from 0. A run that is resumed with another
+    length keeps the steps of its warm-up, unless warmup has changed or override_lr_scheduler is set."""
+
+    lr_warmup_iters: NonNegativeFloat | None = None
+    """Number of iterations of the warm-up, in place of warmup (Megatron-LM's name)."""
 
     lr_schedule_version: Literal["v2.0", "later"] = "later"
     """Which of gpt-neox's two formulas is used. `v2.0` starts at 0 and is constant for the last warm-up length. `later`
@@ -232,3 +236,9 @@ class ScheduleConfig(Section):
             return self.lr_decay_iters
         fraction = self.lr_decay_fraction or 1.0
         return max(1, round(fraction * (train_iters or 0)))
+
+    def warmup_iterations(self, train_iters: int | None) -> float:
+        """Return the number of iterations of the warm-up, which may be a fraction, as in gpt-neox."""
+        if self.lr_warmup_iters is not None:
+            return self.lr_warmup_iters
+        return self.warmup * self.decay_iterations(train_iters)

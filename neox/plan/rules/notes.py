@@ -20,6 +20,7 @@ _REPLACED_BY_SCHEDULER = (
     "lr_decay_fraction",
     "min_lr",
     "warmup",
+    "lr_warmup_iters",
     "lr_schedule_version",
     "lr_wsd_decay_style",
     "lr_wsd_decay_iters",

@@ -38,10 +38,24 @@ def _annealing(config: NeoXConfig) -> Iterator[Problem]:
         return
     others = ("lr_schedule_version", "lr_decay_style")
     nothing_left = "leaves no iterations to decay; it is a part of lr_decay_iters and must be"
-    if schedule.lr_schedule_version == "v2.0" and schedule.warmup > 0.5:
+    if schedule.lr_warmup_iters is not None:
+        yield from _warmup_steps(config, schedule.lr_warmup_iters)
+    elif schedule.lr_schedule_version == "v2.0" and schedule.warmup > 0.5:
         yield config.problem("warmup", f"{nothing_left} at most 0.5 with the v2.0 form", *others)
     elif schedule.warmup == 1.0:
         yield config.problem("warmup", f"{nothing_left} below 1", *others)
+
+
+def _warmup_steps(config: NeoXConfig, steps: float) -> Iterator[Problem]:
+    """Yield a number of warm-up steps that leaves nothing of a decay whose end is known."""
+    schedule = config.schedule
+    if not schedule.lr_decay_iters and not config.training.train_iters:
+        return
+    total = schedule.decay_iterations(config.training.train_iters)
+    most = total / 2 if schedule.lr_schedule_version == "v2.0" else total
+    if steps > most or steps == total:
+        rule = f"leaves no iterations to decay: it must be below {most:g}, of the {total} steps of the schedule"
+        yield config.problem("lr_warmup_iters", rule, "lr_schedule_version", "lr_decay_style", *_LENGTHS)
 
 
 def _wsd(config: NeoXConfig) -> Iterator[Problem]:
@@ -56,10 +70,11 @@ def _wsd(config: NeoXConfig) -> Iterator[Problem]:
         return
     if not schedule.lr_decay_iters and not config.training.train_iters:
         return  # the end is not known
-    most = total - round(schedule.warmup * total)
+    most = total - round(schedule.warmup_iterations(config.training.train_iters))
     if final > most:
         rule = f"does not fit between warm-up and the end, step {total}; use at most {most}"
-        yield config.problem("lr_wsd_decay_iters", rule, "warmup", "lr_decay_style", *_LENGTHS)
+        warmup = "warmup" if schedule.lr_warmup_iters is None else "lr_warmup_iters"
+        yield config.problem("lr_wsd_decay_iters", rule, warmup, "lr_decay_style", *_LENGTHS)
 
 
 def _deepspeed_schedule(config: NeoXConfig, scheduler: SchedulerSettings) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ def schedule_of(config: NeoXConfig) -> Schedule:
         total = params.total_num_steps or train_iters or 0
         return _DEEPSPEED_SCHEDULES[schedule.scheduler.type](params, peak, total)
     decay_iterations = schedule.decay_iterations(train_iters)
-    warmup_iterations = schedule.warmup * decay_iterations
+    warmup_iterations = schedule.warmup_iterations(train_iters)
     if schedule.lr_decay_style == "WSD":
         return WarmupStableDecay(
             style="WSD",
