@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
@@ -146,7 +145,7 @@ def _report_unknown_key_of_block(flat: FlatKeys, section: type[BaseModel], path:
     *around, name = path
     block = _block_class(section, around, flat)
     there = [] if block is None else list(block.model_fields)
-    near = get_close_matches(name, there, n=1, cutoff=0.6)
+    near = [known for known in there if means_the_same(name, known)][:1]
     key = ".".join(path)
     if near:
         hint = f"; did you mean `{near[0]}`?"
@@ -166,7 +165,7 @@ def _nearest_choice(section: type[BaseModel], path: tuple[str, ...], value: Any,
     if not near and len(value) > 1:
         near = [choice for choice in choices if choice.lower().startswith(value.lower())]
     if not near:
-        near = get_close_matches(value, choices, n=1, cutoff=0.6)
+        near = [choice for choice in choices if means_the_same(value, choice)][:1]
     return f"; did you mean `{'` or `'.join(near)}`?" if near else ""
 
 

@@ -1,4 +1,4 @@
-"""Whether two keys are spellings of one name, word by word: looking alike is not enough."""
+"""Whether two keys (or two words that a key takes) are spellings of one name, word by word: looking alike is not enough."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _NO_TYPO = 3  # letters; a word of at most so many letters is another word if on
 
 
 def means_the_same(unknown: str, known: str) -> bool:
-    """Return whether an unknown key is a misspelling of a known one.
+    """Return whether an unknown key, or value, is a misspelling of a known one.
 
     Each word must be the same word, in the plural, or a word that no key has and that differs by a slip of the
     keyboard. So `rotary_interleaved` is not `rotary_emb_base`, and `moe_type` is not `mlp_type`.
     """
+    known = known.lower()
     if unknown.replace("_", "").lower() == known.replace("_", ""):
         return True
     words = unknown.lower().split("_")
@@ -41,6 +42,8 @@ def _is_same_word(word: str, other: str) -> bool:
         return False
     if max(len(word), len(other)) <= _NO_TYPO:
         return sorted(word) == sorted(other)
+    if [letter for letter in word if letter.isdigit()] != [letter for letter in other if letter.isdigit()]:
+        return False
     allowed = 1 if len(other) <= 6 else 2
     return _edits(word, other) <= allowed
 

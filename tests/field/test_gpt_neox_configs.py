@@ -139,7 +139,7 @@ def test_keys_that_gpt_neox_has_removed_are_refused_by_name(key: str, value: Any
         ("use_slow_heads", None),
     ],
 )
-def test_hints_are_of_meaning_and_not_of_spelling(key: str, hint: str | None) -> None:
+def test_hints_at_keys_are_of_meaning_and_not_of_spelling(key: str, hint: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
         NeoXConfig.from_flat({**SMALL, key: 1})
     message = str(caught.value)
@@ -148,3 +148,21 @@ def test_hints_are_of_meaning_and_not_of_spelling(key: str, hint: str | None) ->
         assert "mean" not in message
     else:
         assert f"`{hint}" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("pos_emb", "rotray", "rotary"),
+        ("output_layer_init_method", "single_residual_scaled_normal", None),
+        ("tokenizer_type", "HFT5Tokenizer", None),
+        ("tokenizer_type", "hftokenizer", "HFTokenizer"),
+    ],
+)
+def test_hints_at_values_are_of_meaning_too(key: str, value: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        NeoXConfig.from_flat({**SMALL, key: value})
+    message = str(caught.value)
+    assert value in message
+    assert ("mean" in message) == (hint is not None)
+    assert hint is None or f"mean `{hint}`" in message
