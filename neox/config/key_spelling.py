@@ -1,4 +1,4 @@
-"""Whether two keys (or two words that a key takes) are spellings of one name, word by word: looking alike is not enough."""
+"""Whether two keys, or two words that a key takes, are spellings of one name: looking alike is not enough."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from neox.config.bucket_keys import convert_save_address
 from neox.config.flat import FlatKeys, look_up, without
+from neox.config.gpt_neox_dates import apply_date
 from neox.config.key_errors import report_type_errors, report_unknown_key
 from neox.config.keys import ALIASES, UNSUPPORTED, UNSUPPORTED_IN_BLOCKS, NeoXKey, alias_target
 from neox.config.older_keys import convert_older_keys
@@ -84,6 +85,7 @@ class NeoXConfig(Section):
         keys.spread_extra_args()
         keys.spread_activation_checkpointing()
         keys.convert_virtual_stages()
+        apply_date(keys)
         convert_older_keys(keys)
         convert_save_address(keys)
         given = dict(keys.values)

@@ -1,4 +1,4 @@
-"""Published configurations of gpt-neox and its forks: each has a plan, or is refused with the keys that are named here."""
+"""Published configurations of gpt-neox and its forks: a plan, or a refusal with the keys that are named here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan import resolve
 
-STORED: dict[str, Any] = yaml.load(
-    Path(__file__).with_name("published_files.yml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-)
+STORED: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published_files.yml").read_text())
 FILES: dict[str, dict[str, Any]] = STORED["files"]
 PAGE = Path(__file__).parents[2] / "docs" / "gpt-neox-files.md"
 ORGANISATIONS = sorted({file["organisation"] for file in FILES.values()})

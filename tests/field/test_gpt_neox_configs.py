@@ -9,6 +9,7 @@ import pytest
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan import resolve
+from neox.plan.rules.notes import notes_without_effect
 from tests.plans import problem_keys
 
 SMALL: dict[str, Any] = {
@@ -166,3 +167,67 @@ def test_hints_at_values_are_of_meaning_too(key: str, value: str, hint: str | No
     assert value in message
     assert ("mean" in message) == (hint is not None)
     assert hint is None or f"mean `{hint}`" in message
+
+
+def dated(day: str | None, **keys: Any) -> NeoXConfig:
+    return NeoXConfig.from_flat({**SMALL, "gpt_neox_version": day, **keys})
+
+
+@pytest.mark.parametrize(
+    ("day", "keys", "norm"),
+    [
+        (None, {}, "rmsnorm"),
+        ("2025-05-09", {}, "rmsnorm"),
+        ("2025-05-08", {}, "rmsnorm_v2.0"),
+        ("v2.0", {}, "rmsnorm_v2.0"),
+        (None, {"mlp_type": "llama"}, "rmsnorm_v2.0"),
+        (None, {"label_data_paths": ["b"], "train_data_paths": ["a"]}, "rmsnorm_v2.0"),
+    ],
+)
+def test_where_rmsnorm_adds_its_epsilon(day: str | None, keys: dict[str, Any], norm: str) -> None:
+    """gpt-neox PR 1345."""
+    config = dated(day, norm="rmsnorm", **keys)
+    assert config.model.norm == norm
+    assert NeoXConfig.from_flat(config.to_flat()).model == config.model
+    notes = [note for note in notes_without_effect(config) if "norm" in note.keys]
+    assert bool(notes) == (day is None and bool(keys))
+    loads = notes_without_effect(dated(day, norm="rmsnorm", load="a", **keys))
+    assert any("norm" in note.keys for note in loads) == (day is None)
+
+
+@pytest.mark.parametrize(
+    ("day", "width"),
+    [(None, 170), ("v2.0", 170), ("2023-04-02", 170), ("2023-04-03", 128), ("2024-09-08", 256), ("2024-09-10", 85)],
+)
+def test_the_width_of_geglu(day: str | None, width: int) -> None:
+    """gpt-neox PR 868 and 1212."""
+    plan = resolve(dated(day, activation="geglu"), 1, 100)
+    (projection,) = [part for part in plan.layers.layers[2].parameters if part.name == "mlp.dense_4h_to_h.weight"]
+    assert projection.shape[1] == width
+    notes = [note for note in notes_without_effect(dated(day, activation="geglu")) if "activation" in note.keys]
+    assert bool(notes) == (day is None)
+
+
+def test_defaults_are_those_of_the_date() -> None:
+    """gpt-neox PR 1107 and 1008."""
+    old, new = dated("2023-12-25"), dated("2023-12-26")
+    keys = ("hidden_dropout", "attention_dropout", "weight_decay", "weighted_sampler_alpha")
+    assert [old.value(key) for key in keys] == [0.1, 0.1, 0.01, 0.3]
+    assert [new.value(key) for key in keys] == [0.0, 0.0, 0.1, 1.0]
+    assert dated("2024-01-01", hidden_dropout=0.2).training.hidden_dropout == 0.2
+    in_block = {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.3}}}
+    assert not dated("2024-01-01", **in_block).given("weight_decay")
+    assert dated("2023-08-06").schedule.lr_schedule_version == "v2.0"
+    assert dated("2023-08-07").schedule.lr_schedule_version == "later"
+    assert new.deepspeed.gradient_clipping == 0.0
+
+
+def test_a_file_with_younger_keys_is_told_about_older_defaults() -> None:
+    said = [note.message for note in notes_without_effect(dated(None, num_kv_heads=2))]
+    assert any("num_kv_heads" in message and "hidden_dropout" in message for message in said)
+    for keys in (
+        {"gpt_neox_version": "2024-03-01"},
+        {"hidden_dropout": 0.0, "attention_dropout": 0, "weight_decay": 0},
+    ):
+        config = NeoXConfig.from_flat({**SMALL, "num_kv_heads": 2, **keys})
+        assert not [note for note in notes_without_effect(config) if "num_kv_heads" in note.message]

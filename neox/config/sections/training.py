@@ -32,7 +32,7 @@ _WHOLE_LAYERS = Requires("recompute_granularity", ("full",), advice="it is for l
 _GPT_NEOX_RELEASES = {"v1.0": datetime.date(2023, 3, 7), "v2.0": datetime.date(2023, 3, 9)}
 
 
-def _gpt_neox_date(version: str) -> datetime.date | None:
+def date_of_gpt_neox(version: str) -> datetime.date | None:
     """Return the date of a version of gpt-neox; None if the text is neither a date nor a release."""
     release = _GPT_NEOX_RELEASES.get(f"v{version.removeprefix('v')}")
     if release is not None:
@@ -220,9 +220,9 @@ class CheckpointConfig(Section):
     """Load weights only and start at iteration 0."""
 
     gpt_neox_version: str | None = None
-    """Date of the gpt-neox that wrote the checkpoint to read, such as 2024-06-30, or its release (v1.0, v2.0). It is
-    asked for if files of several years differ in meaning and do not tell it, and changes nothing for other checkpoints
-    (docs/gpt-neox-files.md)."""
+    """Date of the gpt-neox that this configuration and the checkpoint to read are of, such as 2024-06-30, or its
+    release (v1.0, v2.0). Keys whose meaning or default has changed are read as they were then. It is asked for if files
+    of several years differ in meaning and do not tell it (docs/gpt-neox-files.md)."""
 
     allow_other_tokenizer: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
     """Allow loading a checkpoint that was trained with another tokenizer. By default this is refused, because the same
@@ -301,7 +301,7 @@ class CheckpointConfig(Section):
         if value is None or isinstance(value, bool):
             return value
         text = str(value)
-        if _gpt_neox_date(text) is None:
+        if date_of_gpt_neox(text) is None:
             raise PydanticCustomError("gpt_neox_version", "should be a date, such as 2024-06-30, or v1.0 or v2.0")
         return text
 
@@ -310,7 +310,7 @@ class CheckpointConfig(Section):
         """Date of the gpt-neox that wrote the checkpoint to read; None if it is not given."""
         if self.gpt_neox_version is None:
             return None
-        return _gpt_neox_date(self.gpt_neox_version)
+        return date_of_gpt_neox(self.gpt_neox_version)
 
     def save_iterations(self, train_iters: int | None) -> tuple[int, ...]:
         """Return the completed steps after which a checkpoint is written, in ascending order.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from neox.architecture import ACTIVATIONS
+from neox.config.gpt_neox_dates import CHANGED_DEFAULTS, VERSION, date_before, keys_since
+from neox.config.keys import NEOX_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.plan.attention_config import attention_impls, described_kinds
-from neox.plan.mlp_width import mlp_width
+from neox.plan.mlp_width import MLP_SIZES, mlp_width
 from neox.plan.rules.fields import idle_notes
 from neox.plan.rules.preferences import dropout_notes
 from neox.problems import Note
@@ -38,6 +41,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_recovery_notes(config),
         *_attention_notes(config),
         *_width_notes(config),
+        *_date_notes(config),
         *_parallel_notes(config),
         *_evaluation_notes(config),
         *dropout_notes(config),
@@ -169,6 +173,53 @@ def _width_notes(config: NeoXConfig) -> Iterator[Note]:
     meaning = f"is gpt-neox's width, of which each half of a gated MLP has a third: {width}"
     way_out = f"`mlp_width: {size}` means what Hugging Face and litgpt call intermediate_size"
     yield Note((key, "activation"), f"{config.describe_setting(key)} {meaning}; {way_out}")
+
+
+def _date_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield what is read in one of several ways because nothing tells which gpt-neox the file is of."""
+    given = config.to_flat()
+    model = config.model
+    if VERSION in given:
+        return
+    before = date_before(given)
+    if model.norm == "rmsnorm_v2.0" and before is not None:
+        message = (
+            f"`norm: rmsnorm` adds its epsilon outside of the root, as gpt-neox did on {before}; a key of then is given"
+        )
+        yield Note(("norm", VERSION), message)
+    is_gpt_neox = all(key in NEOX_KEYS for key in given)
+    if model.norm == "rmsnorm" and config.checkpoint.load is not None and is_gpt_neox and before is None:
+        message = (
+            f"{config.describe_setting('norm')} adds its epsilon inside the root, as gpt-neox since 9 May 2025; for a "
+            f"checkpoint of an older gpt-neox give its date ({VERSION}), or norm: rmsnorm_v2.0"
+        )
+        yield Note(("norm", VERSION), message)
+    if model.activation == "geglu" and model.hidden_size and not any(map(config.given, MLP_SIZES)):
+        message = (
+            f"the MLP is 8/3 x hidden_size wide, as `activation: geglu` in gpt-neox v2.0; it was 2 x hidden_size from "
+            f"April 2023 and 4/3 x hidden_size from September 2024: give {VERSION} or mlp_width"
+        )
+        yield Note(("activation", VERSION), message)
+    if is_gpt_neox:
+        yield from _default_notes(config, given)
+
+
+def _default_notes(config: NeoXConfig, given: Mapping[str, Any]) -> Iterator[Note]:
+    """Yield defaults of v2.0 in a file whose keys came after the default was changed."""
+    changed = []
+    younger = ""
+    for key, default in CHANGED_DEFAULTS.items():
+        is_used = key != "weighted_sampler_alpha" or config.data.weight_by_num_documents
+        later = next(keys_since(given, default.since), None)
+        if is_used and later is not None and not any(map(config.given, default.names)):
+            younger = later
+            changed.append(f"{key} ({config.value(key)}; then {default.value})")
+    if changed:
+        message = (
+            f"`{younger}` is younger than gpt-neox's change of the defaults of {', '.join(changed)}; absent keys have "
+            f"v2.0's: give them, or {VERSION}"
+        )
+        yield Note((*CHANGED_DEFAULTS, VERSION), message)
 
 
 def _parallel_notes(config: NeoXConfig) -> Iterator[Note]:

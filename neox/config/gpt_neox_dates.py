@@ -1,0 +1,118 @@
+"""What keys meant in the gpt-neox of a date, and what their defaults were (docs/gpt-neox-files.md)."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from types import MappingProxyType
+from typing import Any
+
+from neox.config.flat import FlatKeys, look_up
+from neox.config.keys import NEOX_KEYS
+from neox.config.sections.training import date_of_gpt_neox
+
+VERSION = "gpt_neox_version"
+_EPSILON_INSIDE = date(2025, 5, 9)  # pull request 1345
+_LATER_SCHEDULE = date(2023, 8, 7)  # pull request 1008
+_GEGLU_OF_TWO = date(2023, 4, 3)  # pull request 868
+_GEGLU_OF_A_THIRD = date(2024, 9, 7)  # pull request 1212
+_MULTIPLES_ARE_A_KEY = date(2024, 9, 10)  # pull request 1276
+_WIDTHS = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
+
+
+@dataclass(frozen=True)
+class ChangedDefault:
+    """A default that gpt-neox has changed after v2.0.
+
+    Attributes:
+        since: Date of the change.
+        value: Default from then on.
+        names: The key, and dotted paths that give the same setting.
+    """
+
+    since: date
+    value: Any
+    names: tuple[str, ...]
+
+
+CHANGED_DEFAULTS: Mapping[str, ChangedDefault] = MappingProxyType(
+    {
+        "hidden_dropout": ChangedDefault(date(2023, 12, 26), 0.0, ("hidden_dropout",)),
+        "attention_dropout": ChangedDefault(date(2023, 12, 26), 0.0, ("attention_dropout",)),
+        "weight_decay": ChangedDefault(date(2023, 12, 26), 0.1, ("weight_decay", "optimizer.params.weight_decay")),
+        "weighted_sampler_alpha": ChangedDefault(date(2023, 12, 26), 1.0, ("weighted_sampler_alpha",)),
+    }
+)
+"""Pull request 1107. (`gradient_clipping: 1.0` of pull request 819 never reached DeepSpeed, see #1432.)"""
+
+
+def apply_date(keys: FlatKeys) -> None:
+    """Give keys the meaning, and absent keys the default, that they had in the gpt-neox that the file is of.
+
+    Its date is `gpt_neox_version`. Without it, a key that gpt-neox has removed later tells that the file is older.
+    """
+    given = keys.values.get(VERSION)
+    known = None if given is None else date_of_gpt_neox(str(given))
+    removed = date_before(keys.values)
+    if known is not None:
+        _set_defaults(keys, known)
+        _set_geglu_width(keys, known)
+        if known < _LATER_SCHEDULE:
+            _set_absent(keys, "lr_schedule_version", "v2.0")
+    latest = known or removed
+    if latest is not None and latest < _EPSILON_INSIDE and keys.values.get("norm") == "rmsnorm":
+        keys.values["norm"] = "rmsnorm_v2.0"
+
+
+def date_before(values: Mapping[str, Any]) -> date | None:
+    """Return the last day on which gpt-neox knew all of the given keys; None if it still knows them."""
+    days = []
+    for key in values:
+        _, _, until = NEOX_KEYS[key].since.partition(" to ") if key in NEOX_KEYS else ("", "", "")
+        if until:
+            days.append(date.fromisoformat(until) - datetime.timedelta(days=1))
+    if values.get("mlp_type") == "llama":
+        days.append(_MULTIPLES_ARE_A_KEY - datetime.timedelta(days=1))
+    return min(days, default=None)
+
+
+def keys_since(values: Mapping[str, Any], day: date) -> Iterator[str]:
+    """Yield the given keys of the network that gpt-neox got on a day or later, and that ask for something."""
+    for key, value in values.items():
+        row = NEOX_KEYS.get(key)
+        if row is None or row.section not in ("model", "experts") or row.is_off(value):
+            continue
+        if row.since[:2] == "20" and date.fromisoformat(row.since[:10]) >= day:
+            yield key
+
+
+def geglu_width(hidden: int, day: date) -> int:
+    """Return the width of a `geglu` MLP for which no key gives a width, in the gpt-neox of a day."""
+    if day < _GEGLU_OF_TWO:
+        return int(4 * 2 / 3 * hidden)
+    if day < _GEGLU_OF_A_THIRD:
+        return 2 * hidden
+    half = -(-int(4 * hidden * 2 / 3) // 2)
+    if day < _MULTIPLES_ARE_A_KEY:
+        return -(-half // 256) * 256
+    return half
+
+
+def _set_geglu_width(keys: FlatKeys, day: date) -> None:
+    values = keys.values
+    hidden = values.get("hidden_size")
+    if values.get("activation") == "geglu" and isinstance(hidden, int) and values.keys().isdisjoint(_WIDTHS):
+        _set_absent(keys, "mlp_width", geglu_width(hidden, day))
+
+
+def _set_defaults(keys: FlatKeys, day: date) -> None:
+    for key, changed in CHANGED_DEFAULTS.items():
+        if day >= changed.since and not any(look_up(keys.values, name)[0] for name in changed.names):
+            _set_absent(keys, key, changed.value)
+
+
+def _set_absent(keys: FlatKeys, key: str, value: Any) -> None:
+    keys.values.setdefault(key, value)
+    keys.sources.setdefault(key, keys.source(VERSION))
