@@ -338,7 +338,7 @@ def accepted_name(name: str) -> str:
     Servers accept letters, digits, `_`, `-`, `.`, `/` and blanks, in what is a path in its shortest form. In other
     names the characters become `_`, and four digits of a hash of the name are added. Names end after 250 characters.
     """
-    accepted = re.sub(r"[^/0-9A-Za-z_.\- ]", "_", name)
+    accepted = re.sub(r"[^/\w.\- ]", "_", name)
     parts = [part for part in accepted.split("/") if part.strip(". ")]
     accepted = "/".join(parts)
     if accepted == name and len(name) <= _LONGEST_NAME:

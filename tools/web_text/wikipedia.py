@@ -6,6 +6,7 @@ import bz2
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import IO, Any
@@ -18,10 +19,16 @@ from tools.web_text.chunks import Chunk, Place
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
 from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step, without
+from tools.web_text.wiki_templates import template_text
 
 _CHUNK_BYTES = 1 << 20
-_REDIRECT = re.compile(r"\s*#\w+[^\n\[]*\[\[")
-_SPECIAL_LINK = re.compile(r"^\s*:?\s*[^:\[\]|]+:", re.IGNORECASE)
+# Dumps mark redirects; these words are for old ones that do not.
+_REDIRECT = re.compile(
+    r"\s*#\s*(?:redirect(?:ion)?|weiterleitung|redirección|redirecionamento|rinvia|doorverwijzing|patrz|przekieruj"
+    r"|перенаправление|перенаправлення|転送|リダイレクト|重定向|넘겨주기|تحويل|הפניה|yönlendi̇?r|omdirigering|ohjaus"
+    r"|uudelleenohjaus|přesměruj|đổi|alih|átirányítás)\s*:?\s*\[\[",
+    re.IGNORECASE,
+)
 _BLANK_LINES = re.compile(r"\n\s*\n+")
 _STYLE = re.compile("'{2,5}")
 _EMPTY_BRACKETS = re.compile(r"\s*\((?:[\s,;:]|&nbsp;)*\)")
@@ -30,15 +37,35 @@ _TAGS = frozenset(
     {"ref", "references", "gallery", "table", "math", "chem", "ce", "timeline", "syntaxhighlight", "source", "score"}
     | {"graph", "mapframe", "imagemap", "templatestyles", "hiero", "categorytree", "inputbox", "section"}
 )
-# Templates that are part of a sentence -> number of the parameter that holds the text.
-_INLINE = {
-    **dict.fromkeys(("nowrap", "nobr", "small", "big", "abbr", "tooltip", "ill", "interlanguage link", "sic", "em"), 1),
-    **dict.fromkeys(("strong", "smallcaps", "sc", "sup", "sub", "mvar", "math", "linktext", "quote", "blockquote"), 1),
-    **dict.fromkeys(("lang", "transl", "transliteration", "color", "script"), 2),
-    **dict.fromkeys(("as of", "circa", "c.", "formatnum", "num"), 1),
-}
-_PREFIXES = {"as of": "as of ", "circa": "c. ", "c.": "c. "}
-_UNITS = ("convert", "cvt")
+# Names of namespaces of images and categories, whose links are no text; dumps name those of their own language.
+_FILES = (
+    "file image bild datei fichier archivo imagen immagine ficheiro imagem bestand afbeelding plik grafika файл "
+    "изображение зображення ファイル 画像 文件 档案 檔案 图像 圖像 파일 "
+    "그림 tiedosto kuva fil billede soubor obrázek fájl kép dosya "
+    "resim berkas gambar ملف صورة קובץ תמונה चित्र ไฟล์ ภาพ پرونده تصویر"
+)
+_CATEGORIES = (
+    "category kategorie catégorie categoría categoria categorie kategoria kategori kategória kategorija категория "
+    "категорія 分类 分類 カテゴリ 분류 تصنيف קטגוריה श्रेणी หมวดหมู่ رده luokka thể_loại κατηγορία"
+)
+_HIDDEN = frozenset(name.replace("_", " ") for name in (*_FILES.split(), *_CATEGORIES.split()))
+_HIDDEN_KEYS = ("6", "14")
+# Codes of Wikipedias: a link with one of them is a link in the margin to the same page in another language.
+_CODES = (
+    "aa ab ace af ak als alt am an ang ar arc ary arz as ast atj av avk awa ay az azb ba ban bar bcl be be-tarask "
+    "be-x-old bg bh bi bm bn bo bpy br bs bug bxr ca cbk-zam cdo ce ceb ch chr chy ckb co cr crh cs csb cu cv cy da "
+    "de din diq dsb dty dv dz ee el eml en eo es et eu ext fa ff fi fj fo fr frp frr fur fy ga gag gan gcr gd gl glk "
+    "gn gom gor got gu gv ha hak haw he hi hif hr hsb ht hu hy hyw ia id ie ig ik ilo inh io is it iu ja jam jbo jv "
+    "ka kaa kab kbd kbp kg ki kk kl km kn ko koi krc ks ksh ku kv kw ky la lad lb lbe lez lfn lg li lij lld lmo ln lo "
+    "lrc lt ltg lv mai map-bms mdf mg mhr mi min mk ml mn mnw mr mrj ms mt mwl my myv mzn na nah nap nb nds nds-nl ne "
+    "new nl nn no nov nqo nrm nso nv ny oc olo om or os pa pag pam pap pcd pdc pfl pi pih pl pms pnb pnt ps pt qu rm "
+    "rmy rn ro roa-rup roa-tara ru rue rw sa sah sat sc scn sco sd se sg sh shn si simple sk sl sm smn sn so sq sr "
+    "srn ss st stq su sv sw szl szy ta tcy te tet tg th ti tk tl tn to tpi tr ts tt tum tw ty tyv udm ug uk ur uz ve "
+    "vec vep vi vls vo wa war wo wuu xal xh xmf yi yo za zea zh zh-classical zh-min-nan zh-yue zu"
+)
+_LANGUAGES = frozenset(_CODES.split())
+_MAGIC_WORD = re.compile(r"__[^\W\d_]+__")
+_VARIANTS = re.compile(r"-\{([^{}]*)\}-")
 
 
 class WikipediaSettings(Settings):
@@ -66,18 +93,45 @@ class WikipediaSettings(Settings):
     """Whether headings of sections are kept."""
 
 
+@dataclass(frozen=True)
+class Site:
+    """Wiki of a dump.
+
+    Attributes:
+        language: Code of its language.
+        hidden: Names, in lower case, of its namespaces of files and categories.
+    """
+
+    language: str = "en"
+    hidden: frozenset[str] = _HIDDEN
+
+    def link_text(self, link: Any) -> str | None:
+        """Return the text of a link, or None if it has none: an image, a category, a page in another language."""
+        target = str(link.title).replace("_", " ").strip()
+        shown = target.removeprefix(":")
+        if target == shown:
+            prefix, colon, _ = target.partition(":")
+            prefix = prefix.strip().lower()
+            if colon and (prefix in self.hidden or prefix in _LANGUAGES):
+                return None
+        if link.text is None or not str(link.text).strip():
+            return shown.strip()
+        return str(link.text)
+
+
 def build_wikipedia(settings: WikipediaSettings) -> DocumentFunction:
     """Return the function from a page of a dump to a document."""
     titles = frozenset(title.strip().lower() for title in settings.drop_sections)
 
     def convert(record: Record) -> list[Outcome]:
-        kept = without(record, "ns", "redirect")
+        kept = without(record, "ns", "redirect", "site")
         if record["ns"] != "0":
             return [Outcome(kept, "no article")]
         if record["redirect"] or _REDIRECT.match(record["text"]):
             return [Outcome(kept, "redirect")]
+        site = record.get("site") or Site()
         try:
-            text = plain_text(record["text"], titles, headings=settings.headings)
+            text = plain_text(record["text"], titles, headings=settings.headings, site=site, title=record["title"])
         except RecursionError:
             return [Outcome(kept, "markup nested too deeply")]
         dropped = None if text else "no text"
@@ -86,33 +140,54 @@ def build_wikipedia(settings: WikipediaSettings) -> DocumentFunction:
     return convert
 
 
-def plain_text(markup: str, titles: frozenset[str], *, headings: bool) -> str:
+def plain_text(
+    markup: str, titles: frozenset[str], *, headings: bool, site: Site | None = None, title: str = ""
+) -> str:
     """Return the running text of wiki markup.
 
     Args:
         markup: Text of a page.
         titles: Titles, in lower case, of sections to leave out.
         headings: Whether to keep headings.
+        site: Wiki of the page; None for the English Wikipedia.
+        title: Title of the page.
     """
     import mwparserfromhell
 
-    code = mwparserfromhell.parse(markup, skip_style_tags=True)
+    site = site or Site()
+    code = mwparserfromhell.parse(_VARIANTS.sub(_first_variant, markup), skip_style_tags=True)
     for section in code.get_sections(include_lead=False, include_headings=True):
         found = section.filter_headings(recursive=False)
         if found and str(found[0].title).strip().lower() in titles:
             _remove(code, section)
     for tag in code.filter_tags(recursive=True, matches=lambda node: str(node.tag).strip().lower() in _TAGS):
         _remove(code, tag)
-    for link in code.filter_wikilinks(recursive=True, matches=lambda node: bool(_SPECIAL_LINK.match(str(node.title)))):
-        _remove(code, link)
-    for template in code.filter_templates(recursive=True):
-        _replace(code, template, _template_text(template))
+    for link in code.filter_wikilinks(recursive=True):
+        text = site.link_text(link)
+        if text is None:
+            _remove(code, link)
+        elif link.text is None and text != str(link.title):
+            link.text = text
+    for template in reversed(code.filter_templates(recursive=True)):  # inner ones first
+        _replace(code, template, template_text(template, site.language, title))
     for heading in code.filter_headings(recursive=False):
-        title = heading.title.strip_code().strip()
-        _replace(code, heading, f"\n\n{title}\n\n" if headings else "\n\n")
-    text = _STYLE.sub("", code.strip_code(normalize=True, collapse=True))
+        words = heading.title.strip_code().strip()
+        _replace(code, heading, f"\n\n{words}\n\n" if headings else "\n\n")
+    text = _MAGIC_WORD.sub("", _STYLE.sub("", code.strip_code(normalize=True, collapse=True)))
     lines = [line.strip().lstrip("*#:;").strip() for line in _EMPTY_BRACKETS.sub("", text).splitlines()]
     return _BLANK_LINES.sub("\n\n", "\n".join(lines)).strip()
+
+
+def _first_variant(found: re.Match[str]) -> str:
+    """Return the text of a mark of language conversion, as `-{zh-hans:计算机; zh-hant:電腦}-`: the first variant."""
+    flags, bar, text = found[1].rpartition("|")
+    if bar and set(flags) & set("HT-"):  # rules and titles, which are not shown
+        return ""
+    first = text.partition(";")[0]
+    name, colon, variant = first.partition(":")
+    if colon and re.fullmatch(r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*", name):
+        return variant.strip()
+    return text
 
 
 def _remove(code: Any, node: Any) -> None:
@@ -127,24 +202,6 @@ def _replace(code: Any, node: Any, text: str) -> None:
         code.replace(node, text)
     except ValueError:  # as above
         return
-
-
-def _template_text(template: Any) -> str:
-    """Return the text that a template stands for; empty for boxes, notes and unknown templates."""
-    name = str(template.name).strip().lower().replace("_", " ")
-
-    def parameter(number: int) -> str:
-        if not template.has(number):
-            return ""
-        return str(template.get(number).value).strip()
-
-    if name in _UNITS:
-        return f"{parameter(1)} {parameter(2)}"
-    if name.startswith("lang-"):
-        return parameter(1)
-    if name in _INLINE:
-        return _PREFIXES.get(name, "") + parameter(_INLINE[name])
-    return ""
 
 
 def read_dump(files: tuple[str, ...], start: Place, max_bytes: int, consumed: Callable[[int], Any]) -> Iterator[Chunk]:
@@ -207,11 +264,19 @@ def _pages(file: Any) -> Iterator[Record]:
     from lxml import etree
 
     base = ""
-    events = etree.iterparse(file, tag=("{*}base", "{*}page"), resolve_entities=False, huge_tree=True, no_network=True)
+    site = Site()
+    tags = ("{*}base", "{*}namespaces", "{*}page")
+    events = etree.iterparse(file, tag=tags, resolve_entities=False, huge_tree=True, no_network=True)
     for _, element in events:
-        if etree.QName(element).localname == "base":
+        kind = etree.QName(element).localname
+        if kind == "base":
             parts = urlsplit(element.text or "")
             base = f"{parts.scheme}://{parts.netloc}{os.path.dirname(parts.path)}/"
+            site = replace(site, language=parts.netloc.partition(".")[0])
+            continue
+        if kind == "namespaces":
+            names = [entry.text for entry in element if entry.get("key") in _HIDDEN_KEYS and entry.text]
+            site = replace(site, hidden=site.hidden | {name.lower().replace("_", " ") for name in names})
             continue
         title = element.findtext("{*}title") or ""
         yield {
@@ -221,6 +286,7 @@ def _pages(file: Any) -> Iterator[Record]:
             "id": element.findtext("{*}id"),
             "ns": element.findtext("{*}ns") or "0",
             "redirect": element.find("{*}redirect") is not None,
+            "site": site,
         }
         element.clear()
         while element.getprevious() is not None:
