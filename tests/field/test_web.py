@@ -281,6 +281,9 @@ def test_labels_mean_what_browsers_read(label: str, codec: str, text: str) -> No
     ("data", "charset", "text"),
     [
         (b"\xad\xa1\xfc\xe2", "euc-jp", "①髙"),  # NEC's and IBM's characters: rows 13 and 92
+        (b"58\xad\xd1 \xa1\xc1 \x8f\xa2\xb7", "euc-jp", "58㎝ ～ ～"),  # cpython#95734, iconv-lite#234
+        ("<?xml version='1.0'?>é".encode("utf-16-le"), None, "<?xml version='1.0'?>é"),  # whatwg/html PR 1752
+        (b"\xef\xbb\xbf" + "Привет".encode(), "cp1251", "Привет"),  # w3lib#189
         (b"\x1b$B-!\x1b(J abc \x1b(I1\x1b(B", "iso-2022-jp", "① abc ｱ"),
         (b"\x80 \xd6\xd0", "gbk", "€ 中"),
         (b"\x93a\x94 \x81", "iso-8859-1", "\u201ca\u201d \x81"),

@@ -19,6 +19,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
+_XML_IN_UTF16 = ((b"<\0?\0", "utf-16-le"), (b"\0<\0?", "utf-16-be"))  # the mark may be left out before `<?xml`
 # Encodings of the standard whose codec has another name in Python, or lacks characters that browsers know.
 _CODECS = {
     "gbk": "gb18030",
@@ -59,6 +60,9 @@ def byte_order_mark(data: bytes) -> tuple[bytes, str] | None:
     for mark, codec in _MARKS:
         if data.startswith(mark):
             return mark, codec
+    for start, codec in _XML_IN_UTF16:
+        if data.startswith(start):
+            return b"", codec
     return None
 
 
@@ -172,6 +176,8 @@ def _euc_jp(data: bytes) -> str:
         pair = found[0]
         if pair[0] == 0x8E:  # half-width katakana
             return pair[1:].decode("cp932")
+        if pair == b"\x8f\xa2\xb7":  # the wave of JIS X 0212, which Python's codec takes for a tilde
+            return "\uff5e"
         if pair[0] == 0x8F:  # JIS X 0212
             return pair.decode("euc_jp", "replace")
         return _of_place(pair[0] - 0xA1, pair[1] - 0xA1)

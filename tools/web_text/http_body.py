@@ -18,7 +18,7 @@ _MARKUP = re.compile(
 )
 _XML = re.compile(rb"[\t\n\f\r ]*<\?xml", re.IGNORECASE)
 _BINARY = re.compile(rb"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f]")
-_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")
+_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf", b"<\0?\0", b"\0<\0?")
 _MAGIC = (b"%PDF-", b"%!PS-Adobe-", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\xff\xd8\xff", b"\x89PNG", b"PK\x03\x04")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n]*)?\r?\n")
 _COMPRESSED = ("gzip", "x-gzip", "deflate", "br", "zstd")
