@@ -460,6 +460,12 @@ class _Run:
             builder.finalize()
             write_sidecar(self.settings.prefix(key), sidecars[key])
         self.log.remove()
+        plain_texts = self.settings.chat is None and self.settings.preferences is None
+        if plain_texts and self.settings.append_eod and self.tokenizer.after_text[-1:] == (self.tokenizer.eod,):
+            _log.warning(
+                "each document ends twice, as in gpt-neox: the tokenizer writes its end after a text, and --append-eod "
+                "another one; leave --append-eod out and use --restart for one end"
+            )
         for loss, lines in self.losses.items():
             _log.warning("the chat template leaves out %s of %s lines: they are not trained on", loss, f"{lines:,}")
         accelerator = self.accelerator or "off"

@@ -17,6 +17,7 @@ from neox.generation.completion import generate
 from neox.generation.request import SamplingParams
 from neox.parallel import ParallelGrid
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
+from neox.tokenizer import build_tokenizer, positions
 from tests.field.hf_models import write_llama
 from tests.field.test_hf_directories import run_of
 from tests.field.text_tokenizers import FORMS, save
@@ -121,6 +122,23 @@ def test_whole_texts_begin_once(pair):
         else:
             first = by_torch(pair, ids[:65], 1)
             assert found < first
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("flag", [None, True, False])
+def test_prompts_are_encoded_as_by_transformers(form, flag, tmp_path):
+    """transformers#30947, #22794, vllm#7491: the file decides, whatever the flags say; no end after a prompt."""
+    from transformers import PreTrainedTokenizerFast
+
+    flags = {} if flag is None else {"add_bos_token": flag, "add_eos_token": flag}
+    tokenizer = build_tokenizer("HFTokenizer", save(FORMS[form](), tmp_path, **flags))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ("how many people", " talk about\nmusic ", "漢 river"):
+        ids = theirs(text).input_ids
+        while ids and ids[-1] == theirs.eos_token_id:
+            ids.pop()
+        assert positions.prompt(tokenizer, text) == ids
+        assert tokenizer.decode_shown(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("form", ["llama2", "llama3", "gemma", "neox", "prefix_space"])

@@ -21,6 +21,7 @@ from neox.evaluation.lambada import lambada
 from neox.evaluation.needle import Cell, hidden_key
 from neox.evaluation.perplexity import corpus_perplexity, wikitext
 from neox.evaluation.scoring import Scorer
+from neox.generation.chat_format import ChatFormat
 from neox.generation.completion import generate
 from neox.generation.completions_api import parse_request
 from neox.generation.request import SamplingParams
@@ -29,6 +30,7 @@ from neox.generation.text_stream import TextStream
 from neox.parallel import ParallelGrid
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer, positions
+from neox.tokenizer.chat import ChatTemplate
 from tests.field.text_tokenizers import FORMS, llama2, neox, save
 from tests.unit.evaluation.table_model import TableModel
 from tests.unit.generation.toy import ToyModel
@@ -306,6 +308,17 @@ def test_an_echo_and_its_continuation_are_one_text(tokenizers_, form):
     assert echoes("") == ("",)
     ids = positions.prompt(tokenizer, "how many")
     assert echoes([ids]) == (tokenizer.backend.decode(ids),)
+
+
+def test_a_conversation_begins_as_its_template_says(tokenizers_):
+    """vllm#9519, #16853, llama-cpp-python#1501: no second beginning for a template that writes one."""
+    tokenizer = tokenizers_["llama3"]
+    source = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    chat = ChatFormat(ChatTemplate(source, {"bos_token": "<s>"}), tokenizer)
+    written = "<s>user: how many\n"
+    ids = chat.encode([{"role": "user", "content": "how many"}])
+    assert ids == tokenizer.backend.encode(written, add_special_tokens=False).ids
+    assert positions.prompt(tokenizer, written) == ids
 
 
 def test_sentencepiece_itself(tmp_path):
