@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,15 +152,20 @@ def complete_on_host(of_hosts: Mapping[str, str], environment: Mapping[str, str]
     """
     completed: dict[str, str] = {}
     for name, source in of_hosts.items():
-        completed[name] = expand(read_value(source), {**environment, **completed})
+        completed[name] = expand(read_value(source), {**environment, **_shell_variables(), **completed})
     return completed
+
+
+def _shell_variables() -> dict[str, str]:
+    """Return what a shell on this host knows without being told."""
+    return {"HOSTNAME": socket.gethostname(), "UID": str(os.getuid())}
 
 
 def _expand_in_order(assignments: Sequence[Assignment], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the values of assignments; each sees those before it."""
     values: dict[str, str] = {}
     for assignment in assignments:
-        values[assignment.name] = expand(assignment.parts, {**environment, **values})
+        values[assignment.name] = expand(assignment.parts, {**environment, **_shell_variables(), **values})
     return values
 
 

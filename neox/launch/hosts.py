@@ -7,8 +7,9 @@ import os
 import pwd
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from neox.errors import ConfigError
@@ -89,16 +90,25 @@ def _is_address(text: str) -> bool:
     return "%" not in text
 
 
-def _addresses_in_hosts_file(name: str) -> Iterator[str]:
-    """Yield the addresses that the system's file of hosts gives a name. No server is asked."""
+def _addresses_in_hosts_file(name: str) -> Sequence[str]:
+    """Return the addresses that the system's file of hosts gives a name. No server is asked."""
     try:
-        lines = _HOSTS_FILE.read_text().splitlines()
+        changed = _HOSTS_FILE.stat().st_mtime_ns
+        return _read_hosts_file(_HOSTS_FILE, changed).get(name, ())
     except (OSError, UnicodeDecodeError):
-        return
-    for line in lines:
+        return ()
+
+
+@lru_cache(maxsize=1)
+def _read_hosts_file(path: Path, _changed: int) -> dict[str, list[str]]:
+    """Return the addresses of each name in a file of hosts. Large clusters ask for every host, several times."""
+    addresses: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
         address, *names = line.partition("#")[0].lower().split() or [""]
-        if name in names and _is_address(address):
-            yield address
+        for name in names:
+            if _is_address(address):
+                addresses.setdefault(name, []).append(address)
+    return addresses
 
 
 def resolves_to_this_machine(name: str) -> bool:

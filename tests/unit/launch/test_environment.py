@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_what_only_a_host_knows_is_filled_in_there(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NCCL_A", "a")
-    monkeypatch.setenv("HOSTNAME", "launcher")
+    monkeypatch.setattr(socket, "gethostname", lambda: "launcher")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/ld")
     write_environment(
         tmp_path,
@@ -129,7 +130,8 @@ def test_what_only_a_host_knows_is_filled_in_there(tmp_path: Path, monkeypatch: 
     assert found.variables["CACHE"] == "/scratch/launcher/a"
     assert found.of_hosts == {"DIR": "/scratch/$HOSTNAME", "CACHE": "$DIR/$NCCL_A"}
     assert set(found.forwarded) > {"LD_LIBRARY_PATH", "DIR", "CACHE"}
-    on_host = {"HOSTNAME": "worker-1", "NCCL_A": "a", "DIR": "/scratch/launcher"}
+    monkeypatch.setattr(socket, "gethostname", lambda: "worker-1")
+    on_host = {"NCCL_A": "a", "DIR": "/scratch/launcher"}
     assert complete_on_host(found.of_hosts, on_host) == {"DIR": "/scratch/worker-1", "CACHE": "/scratch/worker-1/a"}
 
 
