@@ -45,7 +45,7 @@ def _is_same_word(word: str, other: str) -> bool:
     if [letter for letter in word if letter.isdigit()] != [letter for letter in other if letter.isdigit()]:
         return False
     allowed = 1 if len(other) <= 6 else 2
-    return _edits(word, other) <= allowed
+    return abs(len(word) - len(other)) <= allowed and _edits(word, other) <= allowed
 
 
 @cache

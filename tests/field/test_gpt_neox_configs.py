@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from neox.config import NeoXConfig
+from neox.config import NeoXConfig, load_config
 from neox.errors import ConfigError
 from neox.plan import resolve
 from neox.plan.rules.notes import notes_without_effect
@@ -231,3 +232,81 @@ def test_a_file_with_younger_keys_is_told_about_older_defaults() -> None:
     ):
         config = NeoXConfig.from_flat({**SMALL, "num_kv_heads": 2, **keys})
         assert not [note for note in notes_without_effect(config) if "num_kv_heads" in note.message]
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision"),
+    [
+        (
+            {"bf16": {"bf16": True, "enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 2}},
+            "bf16",
+        ),
+        ({"fp16": {"enabled": True, "type": "bfloat16", "loss_scale": 0}, "fp32_allreduce": True}, "bf16"),
+        (
+            {
+                "fp16": {"fp16": False, "enabled": False, "loss_scale": 0},
+                "precision": "bfloat16",
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 1},
+            },
+            "bf16",
+        ),
+        ({"fp16": {"enabled": True}, "hysteresis": 4, "min_scale": 2, "loss_scale_window": 500}, "fp16"),
+    ],
+    ids=["gpt-neox#1305", "gpt-neox#939", "gpt-neox#991", "gpt-neox#1420"],
+)
+def test_forms_of_precision(keys: dict[str, Any], precision: str) -> None:
+    plan = resolve(NeoXConfig.from_flat({**SMALL, **keys}), 1, 100)
+    assert plan.precision == precision
+    if precision == "fp16":
+        block = plan.deepspeed["fp16"]
+        assert (block["hysteresis"], block["min_loss_scale"], block["loss_scale_window"]) == (4, 2, 500)
+    else:
+        assert plan.deepspeed["bf16"]["enabled"]
+        assert "fp16" not in plan.deepspeed
+
+
+def test_a_clipping_that_is_given_reaches_deepspeed() -> None:
+    """gpt-neox#1432: 1.0 was not handed on, and `clip_grad` was overwritten."""
+    for key, value in (("gradient_clipping", 1.0), ("clip_grad", 0.5)):
+        assert resolve(NeoXConfig.from_flat({**SMALL, key: value}), 1, 100).deepspeed["gradient_clipping"] == value
+    assert resolve(NeoXConfig.from_flat(SMALL), 1, 100).deepspeed["gradient_clipping"] == 0.0
+
+
+def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
+    """accelerate#1828, LlamaFactory#4014, yacs#46: YAML 1.1 reads 1e-5 as text."""
+    file = tmp_path / "a.yml"
+    file.write_text(
+        'optimizer: {type: Adam, params: {lr: 2e-5, eps: "1e-8"}}\nmin_lr: 1E-6\nzero_optimization: {stage: 1, '
+        "reduce_bucket_size: 5e8}\nuse_wandb: False\nlr_decay_iters: None\n"
+    )
+    loaded = load_config([file])
+    assert not loaded.problems
+    params = loaded.config.optimizer.optimizer.params
+    assert (params.lr, params.eps, loaded.config.schedule.min_lr) == (2e-5, 1e-8, 1e-6)
+    assert loaded.config.deepspeed.zero_optimization.reduce_bucket_size == 500_000_000
+    assert loaded.config.schedule.lr_decay_iters is None
+
+
+def test_the_block_of_activation_checkpointing_is_read() -> None:
+    """Megatron-DeepSpeed PR 452: the block was ignored in silence."""
+    block = {"partition_activations": True, "cpu_checkpointing": True}
+    config = NeoXConfig.from_flat({**SMALL, "checkpoint_activations": True, "activation_checkpointing": block})
+    assert (config.value("partition_activations"), config.value("checkpoint_in_cpu")) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"zero_optimization": {"stge": 1}}, "stage"),
+        ({"gradient_cliping": 1.0}, "gradient_clipping"),
+        ({"zero_optimisation": {"stage": 1}}, "zero_optimization"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "Hugging Face Trainer"),
+    ],
+    ids=["DeepSpeed#774", "DeepSpeed#1809", "DeepSpeed#1809 British", "accelerate#1644"],
+)
+def test_misspelled_and_foreign_settings_are_never_ignored(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        NeoXConfig.from_flat({**SMALL, **keys})
+    assert named in str(caught.value)
