@@ -192,13 +192,17 @@ def _without_marker(document: Document) -> Document:
 class JudgedAnswers(Pairs):
     """Judged answers, each with its prompt followed by the answer to another prompt.
 
-    KTO estimates with the second document how far the model is from the reference. As in TRL it has the answer of the
-    document before. It is cut to what a row has left.
+    KTO estimates with the second document how far the model is from the reference. It has the answer of the last
+    document before that has another prompt: TRL takes the one before in the batch, whatever its prompt. It is cut to
+    what a row has left.
 
     Args:
         answers: The answers.
         desirable: Whether each answer is good, bool [documents].
         seq_length: Number of positions of a row.
+
+    Raises:
+        DataError: If all answers are to one prompt.
     """
 
     def __init__(self, answers: AnswerFiles, desirable: np.ndarray, seq_length: int) -> None:
@@ -206,19 +210,37 @@ class JudgedAnswers(Pairs):
         self.desirable = desirable
         prompts = np.array([_prompt_length(answers.document(number)) for number in range(len(answers))])
         self._prompts = prompts
-        mismatched = prompts + np.roll(answers.sizes - prompts, 1) - 1
+        self._others = self._with_other_prompts()
+        mismatched = prompts + (answers.sizes - prompts)[self._others] - 1
         own = answers.sizes - 1
         room = np.maximum(seq_length - own, prompts)  # at least one token of the answer
         self.sizes = np.stack([own, np.minimum(mismatched, room)], axis=1)
 
     def documents(self, number: int) -> tuple[Document, Document]:
-        """Return an answer, and its prompt with the answer of the document before."""
+        """Return an answer, and its prompt with the answer to another prompt."""
         own = self._answers.document(number)
-        before = (number - 1) % len(self._answers)
+        before = int(self._others[number])
         prompt = int(self._prompts[number])
         other = self._answers.document(before).ids[int(self._prompts[before]) :]
         ids = np.concatenate([own.ids[:prompt], other])[: int(self.sizes[number, 1]) + 1]
         return own, Document(ids, np.arange(len(ids)) >= max(1, prompt))
+
+    def _with_other_prompts(self) -> np.ndarray:
+        """Return the last document before each one that has another prompt; before the first one come the last ones."""
+        texts = []
+        for number, length in enumerate(self._prompts.tolist()):
+            texts.append(self._answers.ids(number)[:length].astype(np.int64).tobytes())
+        number_of = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        if len(number_of) < 2:
+            raise DataError(
+                f"{self._answers.name(0)}: all {len(texts):,} judged answers are to one prompt, and KTO compares each "
+                "prompt with an answer to another one; give answers to several prompts, or another train_impl"
+            )
+        prompts = np.array([number_of[text] for text in texts])
+        places = np.arange(len(prompts))
+        begins = np.where(prompts != np.roll(prompts, 1), places, -1)  # of runs of one prompt
+        begins[0 : int(np.argmax(begins >= 0))] = begins.max() - len(prompts)  # a run that goes on from the end
+        return (np.maximum.accumulate(begins) - 1) % len(prompts)
 
     def name(self, number: int) -> str:
         """Return the name of an answer in messages."""

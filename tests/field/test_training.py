@@ -12,8 +12,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from neox.config import NeoXConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
+from neox.data.answers import Document, JudgedAnswers
 from neox.data.batches import BatchIterator
 from neox.data.packing import Packing
+from neox.errors import DataError
 from neox.model import BlockContext, ExpertMLP
 from neox.ops import balance_loss, route, sinkhorn
 from neox.ops.routing import log_sinkhorn
@@ -233,3 +235,40 @@ def test_more_steps_with_a_fixed_decay_change_nothing(tmp_path):
     decided = resumed(tmp_path, saved, {"train_iters": 200})
     before = schedule_of(NeoXConfig.from_flat({**BASE, **saved}))
     assert [schedule_of(decided.config).lr(step) for step in range(60)] == [before.lr(step) for step in range(60)]
+
+
+class Answers:
+    """Judged answers in memory: prompts and answers of ids."""
+
+    def __init__(self, documents: list[tuple[list[int], list[int]]]) -> None:
+        self.documents = documents
+        self.sizes = np.array([len(prompt) + len(answer) for prompt, answer in documents])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def name(self, number: int) -> str:
+        return f"answers, document {number}"
+
+    def ids(self, number: int) -> np.ndarray:
+        prompt, answer = self.documents[number]
+        return np.array(prompt + answer)
+
+    def document(self, number: int) -> Document:
+        prompt, _ = self.documents[number]
+        ids = self.ids(number)
+        return Document(ids, np.arange(len(ids)) >= len(prompt))
+
+
+def test_a_mismatched_answer_is_to_another_prompt():
+    """trl#1911: lines of one prompt follow each other, and the first line's run may go on from the end."""
+    prompts = [[1], [1], [2, 2], [2, 2], [2, 2], [3], [1]]
+    documents = [(prompt, [10 + number] * (number + 1)) for number, prompt in enumerate(prompts)]
+    pairs = JudgedAnswers(Answers(documents), np.ones(len(prompts), dtype=bool), 64)
+    for number, other in enumerate([5, 5, 1, 1, 1, 4, 5]):
+        own, mismatched = pairs.documents(number)
+        assert own.ids.tolist() == [*documents[number][0], *documents[number][1]]
+        assert mismatched.ids.tolist() == prompts[number] + documents[other][1]
+        assert pairs.sizes[number].tolist() == [len(own.ids) - 1, len(mismatched.ids) - 1]
+    with pytest.raises(DataError, match="one prompt"):
+        JudgedAnswers(Answers(documents[:2]), np.ones(2, dtype=bool), 64)
