@@ -21,7 +21,6 @@ import orjson
 from neox.corpus.document import CorruptInput
 
 _PIECE_BYTES = 1 << 18
-_MAX_ARRAY_BYTES = 1 << 28
 _LENGTH_DIGITS = 16
 _TAR_BLOCK = 512
 _DAMAGE_ERRORS = (
@@ -128,37 +127,13 @@ def length_prefixed(chunks: Iterable[bytes]) -> Iterator[bytes]:
                 raise CorruptInput("the data is truncated: it ends inside a document")
 
 
-def array_elements(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the elements of one JSON array as lines.
-
-    Args:
-        chunks: Bytes of the array. They are held in memory as a whole, so their size is limited.
-    """
-    data = bytearray()
-    for chunk in chunks:
-        data += chunk
-        if len(data) > _MAX_ARRAY_BYTES:
-            raise CorruptInput(
-                f"it is one JSON array of more than {_MAX_ARRAY_BYTES:,} bytes, which would have to be held in memory; "
-                "write its elements as lines (.jsonl.zst)"
-            )
-    try:
-        elements = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise CorruptInput(f"not JSON ({error})") from error
-    if not isinstance(elements, list):
-        raise CorruptInput("it should be one JSON array of documents")
-    for element in elements:
-        yield orjson.dumps(element) + b"\n"
-
-
 def text_line(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield a text as one line that holds one JSON string; nothing for an empty text.
 
     Args:
         pieces: UTF-8 of the text. A character may be split between two pieces.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     started = False
     for piece in pieces:
         text = decoder.decode(piece)

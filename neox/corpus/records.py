@@ -11,6 +11,7 @@ import ujson
 import zstandard
 
 from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, read_blocks
+from neox.corpus.contents import BYTE_ORDER_MARK, OTHER_ENCODING
 from neox.corpus.document import BAD_ROW, NOT_UTF_8, BadInput, Document, SkipBudget, TextRows
 from neox.corpus.fields import FieldError, Filter, look_up
 from neox.corpus.inputs import expand_inputs
@@ -20,7 +21,6 @@ from neox.log import get_logger
 
 _log = get_logger(__name__)
 _BLOCK_BYTES = 1 << 18
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PARAGRAPH = "\n\n"
 _ARCHIVE_CHARS = 1 << 30
 T = TypeVar("T")
@@ -262,7 +262,7 @@ def convert_lines(
     for row in _rows_of(block):
         if not _is_blank(row):
             try:
-                record, strict = _load_row(block, row, first=line == 1)
+                record, strict = _load_row(block, row)
                 if not block.filters or _passes(record, block.filters):
                     yield convert(record, strict)
                 elif filtered is not None:
@@ -288,10 +288,10 @@ def _is_blank(row: Row) -> bool:
     return isinstance(row, bytes) and (not row or row.isspace())
 
 
-def _load_row(block: LineBlock, row: Row, *, first: bool) -> tuple[Any, bool]:
+def _load_row(block: LineBlock, row: Row) -> tuple[Any, bool]:
     """Return the value of a line or row, and whether it is strict JSON. Raises BadRecord."""
     if isinstance(row, bytes):
-        return _load(row, first=first)
+        return _load(row)
     if row is None:
         return {block.column: None}, True
     try:
@@ -401,28 +401,30 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _load(data: bytes, *, first: bool) -> tuple[Any, bool]:
+def _load(data: bytes) -> tuple[Any, bool]:
     """Return the JSON value of a line, and whether it is strict JSON. Raises BadRecord."""
+    data = data.removeprefix(BYTE_ORDER_MARK)  # of the file, or of one that was joined to it
     try:
         return orjson.loads(data), True
     except orjson.JSONDecodeError as error:
-        return _load_slowly(data, error, first=first), False
+        return _load_slowly(data, error), False
 
 
-def _load_slowly(data: bytes, error: orjson.JSONDecodeError, *, first: bool) -> Any:
-    """Parse a line that is not strict JSON with ujson, as gpt-neox does; skip a byte order mark in the first line."""
+def _load_slowly(data: bytes, error: orjson.JSONDecodeError) -> Any:
+    """Parse a line that is not strict JSON with ujson, as gpt-neox does. Raises BadRecord."""
     if data.startswith(BAD_ROW):
         raise BadRecord(data.removeprefix(BAD_ROW).decode("utf-8", "replace")) from None
     if b"\0" in data:
         raise BadRecord(f"NUL byte at position {data.index(0)} of the line") from None
-    if first:
-        data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         return ujson.loads(data.decode("utf-8"))
     except UnicodeDecodeError as problem:
-        raise BadRecord(f"not UTF-8 at position {problem.start} of the line") from None
+        raise BadRecord(f"not UTF-8 at position {problem.start} of the line; {OTHER_ENCODING}") from None
     except (ValueError, RecursionError):
-        raise BadRecord(f"not JSON ({error})") from None
+        hint = ""
+        if b"}\r{" in data:
+            hint = "; its lines end with CR only: tr '\\r' '\\n' < FILE > NEW_FILE"
+        raise BadRecord(f"not JSON ({error}){hint}") from None
 
 
 def _check_writable(value: Any) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
+import orjson
 import zstandard
 
 from neox.corpus.archives import (
-    array_elements,
     each_line,
     json_string_piece,
     length_prefixed,
@@ -28,6 +28,16 @@ from neox.corpus.archives import (
     tar_texts,
     zip_texts,
 )
+from neox.corpus.contents import (
+    HEAD_BYTES,
+    OTHER_ENCODING,
+    as_utf_8,
+    check_is_data,
+    holds_whole_values,
+    json_lines,
+    looks_like_text,
+    packing_of,
+)
 from neox.corpus.document import CorruptInput
 from neox.corpus.tables import Chunk, TableReader, arrow_rows, csv_lines, parquet_rows
 from neox.errors import DataError, os_errors
@@ -35,6 +45,7 @@ from neox.storage import name_of, open_file, shown
 
 _CHUNK_BYTES = 1 << 18
 _NEWLINE = b"\n"
+_TEXT_COLUMNS = frozenset({"text", "content", "prompt", "response", "instruction", "output", "messages"})
 PLAIN_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _OUTPUTS = ("_document.json", ".columns.jsonl", ".progress.json", ".step.json")
 
@@ -70,25 +81,43 @@ def read_chunks(
     path = str(path)
     name = name_of(path)
     with os_errors(DataError, f"{shown(path)} cannot be read"), open_file(path) as opened:
-        if name.endswith(PLAIN_SUFFIXES):
-            opened.seek(skip)
-            yield from _pieces(_Counting(opened, consumed))
+        file = _Counting(opened, consumed)
+        if name.endswith(PLAIN_SUFFIXES) and _is_plain(file.head):
+            file.seek(skip)
+            yield from _pieces(file)
         elif (table := table_reader(name)) is not None:
-            counting = _Counting(opened, consumed)
-            yield from table(path, cast(IO[bytes], counting), skip_lines, columns)
+            yield from table(path, cast(IO[bytes], file), skip_lines, columns)
         else:
-            yield from _after(_reader_of(name)(_Counting(opened, consumed)), skip)
+            yield from _after(_reader_of(name)(file), skip)
+
+
+def _is_plain(head: bytes) -> bool:
+    """Return whether JSON with these first bytes is lines of UTF-8, so that a part of it can be skipped unread."""
+    check_is_data(head)
+    return packing_of(head) is None and not holds_whole_values(head) and not head.startswith((b"\xff\xfe", b"\xfe\xff"))
 
 
 class _Counting(io.RawIOBase):
-    """File that reports how many bytes are read from it."""
+    """File that reports how many bytes are read from it.
+
+    Attributes:
+        head: First bytes of the file, which tell what it holds.
+    """
 
     def __init__(self, file: IO[bytes], consumed: Callable[[int], None] | None) -> None:
         self._file = file
         self._consumed = consumed
+        self.head = file.read(HEAD_BYTES)
+        self._ahead = self.head  # what has been read from the file, but not yet from this one
 
     def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
+        data = self._ahead
+        if 0 <= size <= len(data):
+            self._ahead = data[size:]
+            data = data[:size]
+        else:
+            self._ahead = b""
+            data += self._file.read(size if size < 0 else size - len(data))
         if self._consumed is not None:
             self._consumed(len(data))
         return data
@@ -105,10 +134,15 @@ class _Counting(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_SET and offset == 0 and self.tell() == 0:
+            return 0
+        if whence == io.SEEK_CUR:
+            offset -= len(self._ahead)
+        self._ahead = b""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self._file.tell() - len(self._ahead)
 
 
 class _Joined(io.RawIOBase):
@@ -229,18 +263,69 @@ def _tar_of_zstd(file: Any) -> Iterator[bytes]:
             yield _NEWLINE
 
 
+def _content(file: _Counting, named: str | None = None) -> Iterator[bytes]:
+    """Yield the content of a file that may be compressed, whatever its name says.
+
+    Args:
+        file: The file.
+        named: Suffix of the compression that its name says; None for none. It counts if the first bytes are neither
+            text nor of another compression.
+    """
+    packing = packing_of(file.head)
+    if packing is None and not looks_like_text(file.head):
+        packing = named
+    if packing is None:
+        return _pieces(file)
+    return _PACKED[packing](file)
+
+
+def _json(named: str | None = None) -> Callable[[Any], Iterator[bytes]]:
+    """Return the reader of JSON lines or an array, for the compression that a name says."""
+    return lambda file: json_lines(as_utf_8(_content(file, named)))
+
+
 def _text_file(file: Any) -> Iterator[bytes]:
     """Yield a text file as one line, in pieces. All kinds of line ends become newlines, as in lm-dataformat."""
-    text = io.TextIOWrapper(io.BufferedReader(file, _CHUNK_BYTES), encoding="utf-8")
+    content = _Joined(_text_content(file))
+    text = io.TextIOWrapper(io.BufferedReader(content, _CHUNK_BYTES), encoding="utf-8-sig")
     try:
         started = False
         while piece := text.read(_CHUNK_BYTES):
+            if not started:
+                _check_is_one_text(piece)
+            if "\0" in piece:
+                raise CorruptInput("the text has NUL bytes: the file is binary, or was not written to its end")
             yield json_string_piece(piece, is_first=not started)
             started = True
         if started:
             yield b'"\n'
     except UnicodeDecodeError as error:
-        raise CorruptInput(f"the text is not UTF-8 ({error.reason})") from error
+        raise CorruptInput(f"the text is not UTF-8 ({error.reason}); {OTHER_ENCODING}") from error
+
+
+def _text_content(file: _Counting) -> Iterator[bytes]:
+    """Yield the content of a text file. It may be HTML, which is text too."""
+    if packing_of(file.head) is None and file.head.lstrip().startswith(b"<"):
+        return _pieces(file)
+    return as_utf_8(_content(file))
+
+
+def _check_is_one_text(piece: str) -> None:
+    """Raise CorruptInput if a text begins as JSON lines or a table do, which are other kinds of inputs.
+
+    A table is told by a first line that holds nothing but names of columns, of which one is usual for texts.
+    """
+    first = piece.partition("\n")[0].strip()
+    if first.startswith("{") and len(first) > 2:
+        try:
+            orjson.loads(first)
+        except orjson.JSONDecodeError:
+            return
+        raise CorruptInput("it holds JSON lines, not one text: give it a name that ends with .jsonl")
+    for delimiter, suffix in ((",", ".csv"), ("\t", ".tsv")):
+        names = first.split(delimiter)
+        if len(names) > 1 and all(map(str.isidentifier, names)) and not _TEXT_COLUMNS.isdisjoint(names):
+            raise CorruptInput(f"it holds a table, not one text: give it a name that ends with {suffix}")
 
 
 def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:
@@ -255,17 +340,17 @@ def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:
 
 # If several suffixes match, the first one decides.
 _READERS: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
-    ".jsonl.zst": decompress_zstd,
-    ".jsonl.gz": _gzip,
-    ".jsonl.bz2": _bz2,
-    ".jsonl.xz": _xz,
+    ".jsonl.zst": _json(".zst"),
+    ".jsonl.gz": _json(".gz"),
+    ".jsonl.bz2": _json(".bz2"),
+    ".jsonl.xz": _json(".xz"),
     ".jsonl.zst.tar": _tar_of_zstd,
     ".txt": _text_file,
     ".zip": zip_texts,
     ".tar.gz": lambda file: tar_texts(_unzipped(file)),
     ".tar": tar_texts,
-    ".json.gz": _gzip,
-    ".json.zst": lambda file: array_elements(decompress_zstd(file)),
+    ".json.gz": _json(".gz"),
+    ".json.zst": _json(".zst"),
     ".dat.zst": lambda file: length_prefixed(decompress_zstd(file)),
     ".gz": lambda file: each_line(_unzipped(file)),
     "_data.xz": lambda file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_chunks`)
@@ -288,22 +373,38 @@ _PACKED_TABLES = tuple(f"{table}{packed}" for table in (".csv", ".tsv") for pack
 
 def table_reader(name: str) -> TableReader | None:
     """Return the reader of a table with this file name; None if it is no table."""
+    if name.endswith((".csv", ".tsv", *_PACKED_TABLES)):
+        return _csv
     for suffix, reader in _TABLES.items():
         if name.endswith(suffix):
-            return reader
-    if name.endswith(_PACKED_TABLES):
-        return _packed_csv
+            return _checked(reader)
     return None
 
 
-def _packed_csv(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
-    """Yield the rows of a compressed CSV file as JSON lines."""
-    plain, _, packed = name_of(path).rpartition(".")
-    content = io.BufferedReader(_Joined(_PACKED[f".{packed}"](file)), _CHUNK_BYTES)
+def _checked(reader: TableReader) -> TableReader:
+    """Return a reader of a binary table that names files which hold something else by its name."""
+
+    def read(path: str, file: Any, skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
+        check_is_data(file.head, is_text=False)
+        return reader(path, file, skip, columns)
+
+    return read
+
+
+def _csv(path: str, file: Any, skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
+    """Yield the rows of a CSV file, compressed or not, as JSON lines."""
+    plain = name_of(path)
+    named = None
+    if plain.endswith(_PACKED_TABLES):
+        plain, _, packed = plain.rpartition(".")
+        named = f".{packed}"
+    content = io.BufferedReader(_Joined(as_utf_8(_content(file, named))), _CHUNK_BYTES)
     return csv_lines(plain, content, skip, columns)
 
 
 def _reader_of(name: str) -> Callable[[Any], Iterator[bytes]]:
+    if name.endswith(PLAIN_SUFFIXES):
+        return _json()
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))
 
 

@@ -19,6 +19,7 @@ from typing import IO, Any, Literal
 
 import orjson
 
+from neox.corpus.contents import OTHER_ENCODING
 from neox.corpus.document import BAD_ROW, NOT_UTF_8, CorruptInput, TextRows
 from neox.errors import DataError, needs_package
 from neox.storage import is_remote
@@ -227,6 +228,7 @@ def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | No
     try:
         names = next(rows, [])
         _chosen(names, None)
+        _check_delimiter(names, delimiter)
         for row in rows:
             if skip:
                 skip -= 1
@@ -238,13 +240,25 @@ def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | No
                 lines = []
                 size = 0
     except UnicodeDecodeError as error:
-        problem = f"the text is not UTF-8 ({error.reason}), after line {rows.line_num:,} of the file"
+        problem = f"the text is not UTF-8 ({error.reason}), after line {rows.line_num:,} of the file; {OTHER_ENCODING}"
     except csv.Error as error:
         problem = f"it is not CSV ({error}), in line {rows.line_num:,} of the file"
     if lines:
         yield b"\n".join([*lines, b""])
     if problem:
         raise CorruptInput(problem)
+
+
+def _check_delimiter(names: Sequence[str], delimiter: str) -> None:
+    """Raise CorruptInput if the only name of a column holds other delimiters."""
+    for other, what in (("\t", "tabs"), (";", "semicolons"), (",", "commas")):
+        if len(names) == 1 and other in names[0] and other != delimiter:
+            way = "write it with commas"
+            if other == "\t":
+                way = "give it a name that ends with .tsv"
+            elif other == ",":
+                way = "give it a name that ends with .csv"
+            raise CorruptInput(f"{what} separate its columns: {way}")
 
 
 def _csv_line(names: Sequence[str], row: Sequence[str]) -> bytes:

@@ -46,7 +46,7 @@ def read_squad(path: str | Path) -> list[Question]:
     """
     questions = []
     try:
-        for article in json.loads(Path(path).read_text(encoding="utf-8"))["data"]:
+        for article in json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"]:
             for paragraph in article["paragraphs"]:
                 for entry in paragraph["qas"]:
                     questions.append(_question_of(entry, paragraph["context"]))

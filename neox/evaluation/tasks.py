@@ -16,6 +16,8 @@ import numpy as np
 
 from neox.config import NeoXConfig
 from neox.corpus import read_documents
+from neox.corpus.contents import whole_text
+from neox.corpus.document import CorruptInput
 from neox.data import IndexedDataset, check_fits
 from neox.errors import DataError, EvaluationError
 from neox.evaluation.results import results_path
@@ -160,8 +162,8 @@ def _check_readable(task: FileTask, tokenizer: Tokenizer | None) -> None:
 def read_text(path: str | Path) -> str:
     """Return a whole file as one text. Raises EvaluationError if it is not UTF-8 text or empty."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = whole_text(Path(path).read_bytes())
+    except (OSError, CorruptInput) as error:
         raise EvaluationError(f"{path}: cannot be read as UTF-8 text ({error})") from error
     if not text.strip():
         raise EvaluationError(f"{path}: contains no text")

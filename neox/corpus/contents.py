@@ -1,0 +1,216 @@
+"""What a file holds, told by its bytes: compression, encoding, whole JSON values, and what is no data at all."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import orjson
+
+from neox.corpus.document import CorruptInput
+
+HEAD_BYTES = 1 << 10
+"""Number of first bytes that tell what a file holds."""
+BYTE_ORDER_MARK = codecs.BOM_UTF8
+OTHER_ENCODING = "if it is in an older encoding, convert it: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW_FILE"
+_MOST_BYTES_OF_VALUES = 1 << 28
+_PACKINGS: Mapping[bytes, str] = {
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"\x2a\x4d\x18": ".zst",  # a frame that readers skip, after its first byte; pzstd writes them
+    b"\x1f\x8b": ".gz",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ\0": ".xz",
+}
+# The marks of UTF-32 come first, because UTF-16's are the beginning of one of them.
+_ENCODINGS: Mapping[bytes, str] = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_POINTERS: Mapping[bytes, str] = {
+    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS instead of the data: run `git lfs pull`",
+    b"/annex/objects/": "a pointer of git-annex instead of the data: run `git annex get`",
+}
+_OTHER_FORMATS: Mapping[bytes, str] = {
+    b"PAR1": "a Parquet file: give it a name that ends with .parquet",
+    b"ARROW1": "an Arrow file: give it a name that ends with .arrow",
+    b"PK\x03\x04": "a zip archive (perhaps a spreadsheet): unpack it, or give it a name that ends with .zip",
+    b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"Rar!": "a RAR archive: unpack it",
+    b"\x04\x22\x4d\x18": "compressed with LZ4: unpack it with lz4 -d",
+    b"%PDF": "a PDF file: extract its text",
+}
+_PAGES = (b"<!doctype html", b"<html", b"<head")
+
+
+def packing_of(head: bytes) -> str | None:
+    """Return the suffix of the compression of a file with these first bytes; None if it has none that is known."""
+    for mark, suffix in _PACKINGS.items():
+        if head.startswith(mark) or (len(mark) == 3 and head[1:4] == mark and head[0] >> 4 == 5):
+            return suffix
+    return None
+
+
+def looks_like_text(head: bytes) -> bool:
+    """Return whether the first bytes of a file may be text: UTF-8 without control characters, or a mark of UTF-16."""
+    if head.startswith(tuple(_ENCODINGS)):
+        return True
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return bool(text) and min(text) >= "\t" and not any("\x0e" <= character < " " for character in text)
+
+
+def check_is_data(head: bytes, *, is_text: bool = True) -> None:
+    """Check that a file holds data, and not what a server or another tool puts in its place.
+
+    Args:
+        head: First bytes of the file.
+        is_text: Whether the file should be text.
+
+    Raises:
+        CorruptInput: Naming what it is, and what to do.
+    """
+    for mark, what in _POINTERS.items():
+        if head.startswith(mark):
+            raise CorruptInput(f"it is {what}")
+    start = head.removeprefix(BYTE_ORDER_MARK).lstrip()[:20].lower()
+    if start.startswith(_PAGES):
+        raise CorruptInput("it is an HTML page, perhaps a server's answer instead of the data: fetch it again")
+    if start.startswith(b"<?xml"):
+        raise CorruptInput("it is XML, perhaps a server's answer instead of the data: fetch it again")
+    if not is_text:
+        return
+    for mark, what in _OTHER_FORMATS.items():
+        if head.startswith(mark):
+            raise CorruptInput(f"it is {what}")
+    if head[257:262] == b"ustar":
+        raise CorruptInput("it is a tar archive: unpack it, or give it a name that ends with .tar")
+    _check_is_not_unmarked(head)
+
+
+def _check_is_not_unmarked(head: bytes) -> None:
+    """Raise CorruptInput for UTF-16 without its mark: every other byte of English or JSON is then 0."""
+    if head.startswith(tuple(_ENCODINGS)) or len(head) < 4:
+        return
+    for encoding, zeros, others in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
+        if zeros.count(0) * 4 > len(zeros) * 3 and others.count(0) * 4 < len(others):
+            raise CorruptInput(f"it is UTF-16 without a byte order mark: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
+
+
+def as_utf_8(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield text as UTF-8. Text in UTF-16 or UTF-32 is told by its byte order mark; UTF-8's mark stays.
+
+    Raises:
+        CorruptInput: If it is no text, or not in the encoding of its mark.
+    """
+    chunks = iter(chunks)
+    head = b""
+    for chunk in chunks:
+        head += chunk
+        if len(head) >= HEAD_BYTES:
+            break
+    check_is_data(head)
+    for mark, encoding in _ENCODINGS.items():
+        if head.startswith(mark):
+            yield from _converted(chain([head], chunks), encoding)
+            return
+    yield head
+    yield from chunks
+
+
+def _converted(chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder(encoding)()
+    try:
+        for chunk in chunks:
+            yield decoder.decode(chunk).encode()
+        yield decoder.decode(b"", final=True).encode()
+    except UnicodeError as error:
+        raise CorruptInput(f"the text begins as {encoding.upper()}, but is not ({error})") from error
+
+
+def holds_whole_values(head: bytes) -> bool:
+    """Return whether a JSON file holds an array, or values over several lines, instead of one value on each line."""
+    start = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+    first_line, newline, _ = start.partition(b"\n")
+    return start.startswith(b"[") or (bool(newline) and first_line.strip() == b"{")
+
+
+def json_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield JSON as lines: as they are, or the elements of an array, or values over several lines.
+
+    Raises:
+        CorruptInput: If an array, or a value over several lines, is not JSON, or too large to be held in memory.
+    """
+    chunks = iter(chunks)
+    head = next(chunks, b"")
+    if holds_whole_values(head):
+        yield from _values(chain([head], chunks))
+    else:
+        yield head
+        yield from chunks
+
+
+def _values(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the elements of one array, or each of several values, as lines."""
+    data = bytearray()
+    for chunk in chunks:
+        data += chunk
+        if len(data) > _MOST_BYTES_OF_VALUES:
+            raise CorruptInput(
+                f"it is JSON over several lines with more than {_MOST_BYTES_OF_VALUES:,} bytes, which would have to be "
+                "held in memory; write one object on each line: jq -c '.[]' FILE > NEW_FILE.jsonl"
+            )
+    dump: Callable[[Any], bytes] = orjson.dumps
+    content = bytes(data).removeprefix(BYTE_ORDER_MARK)
+    try:
+        values = [orjson.loads(content)]
+    except orjson.JSONDecodeError:
+        values = list(_several_values(content))
+        dump = _plain_json
+    if len(values) == 1 and isinstance(values[0], list):
+        values = values[0]
+    for value in values:
+        yield dump(value) + b"\n"
+
+
+def _several_values(content: bytes) -> Iterator[Any]:
+    """Yield JSON values that follow one another, in the JSON that Python reads. Raises CorruptInput."""
+    decoder = json.JSONDecoder()
+    try:
+        text = content.decode("utf-8")
+        position = _next_position(text, 0)
+        while position < len(text):
+            value, position = decoder.raw_decode(text, position)
+            yield value
+            position = _next_position(text, position)
+    except UnicodeDecodeError as error:
+        raise CorruptInput(f"the text is not UTF-8 ({error.reason}); {OTHER_ENCODING}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptInput(f"it is JSON over several lines, but not valid ({error})") from error
+
+
+def _next_position(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+def _plain_json(value: Any) -> bytes:
+    return json.dumps(value).encode()  # with NaN and lone surrogates, which the parser of lines judges
+
+
+def whole_text(data: bytes) -> str:
+    """Return the text of a file's bytes, without a byte order mark. Raises CorruptInput as `as_utf_8`."""
+    packing = packing_of(data)
+    if packing is not None:
+        raise CorruptInput(f"it is compressed ({packing}): unpack it")
+    try:
+        return b"".join(as_utf_8([data])).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorruptInput(f"the text is not UTF-8 ({error.reason} at byte {error.start}); {OTHER_ENCODING}") from error
