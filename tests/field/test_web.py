@@ -21,7 +21,7 @@ from tools.web_text import run_step
 from tools.web_text.chunks import START
 from tools.web_text.download import DOWNLOAD, DownloadSettings
 from tools.web_text.extract import ExtractSettings, build_extract
-from tools.web_text.filter_urls import normal_form
+from tools.web_text.filter_urls import normal_form, read_lines
 from tools.web_text.pages import decode_page, warc_reader
 from tools.web_text.step import Record
 
@@ -194,6 +194,21 @@ def test_an_archive_in_one_gzip_file(tmp_path: Path) -> None:
     assert ([page["url"] for page in pages], bad) == (["http://x/0", "http://x/2", "http://x/3"], [])
     path.write_bytes(gzip.compress(data)[:-12])
     assert len(read(path)[1]) == 1
+
+
+def test_blank_lines_between_records(tmp_path: Path) -> None:
+    """A member of blank lines holds nothing; records may follow it."""
+    data, starts = archive(RECORDS, compressed=True)
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(data[: starts[2]] + gzip.compress(b"\r\n\r\n") + data[starts[2] :])
+    pages, bad = read(path)
+    assert ([page["url"] for page in pages], bad) == (["http://x/0", "http://x/2", "http://x/3"], [])
+
+
+def test_lists_of_addresses_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "urls.txt"
+    path.write_bytes(b"\xef\xbb\xbfhttp://example.com/1\r\n\r\nhttp://example.com/2")
+    assert list(read_lines([str(path)], 99, lambda _: None)) == [b"http://example.com/1", b"http://example.com/2"]
 
 
 def test_lengths_that_are_missing_or_wrong(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_rules_of_quality_in_scripts_without_blanks(tmp_path: Path) -> None:
     assert clean(text, **settings, stop_words=tmp_path / "stop.txt") == (text, None)
     with pytest.raises(ValidationError):
         clean(text, **settings)
+    assert clean(text, rules=("gopher-quality",))[1] == "gopher: stop words"
     assert c4_lines("भारत एक बड़ा और सुंदर देश है। यहाँ बहुत लोग रहते हैं। वे मिलकर काम करते हैं।")[1] is None
 
 

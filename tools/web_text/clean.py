@@ -51,7 +51,7 @@ class CleanSettings(Settings):
 
     stop_words: Path | None = None
     """File with stop words, one on each line, of which `gopher-quality` wants two in a text. The default is Gopher's
-    list, which is English; with another `language` the rule needs a list."""
+    list, which is English; with another `language` than `en` or `any` the rule needs a list."""
 
     bad_words: Path | None = None
     """File with a word or phrase on each line; a text that contains one is dropped, as in C4."""
@@ -72,7 +72,7 @@ class CleanSettings(Settings):
 
     @model_validator(mode="after")
     def _stop_words_are_of_the_language(self) -> CleanSettings:
-        if "gopher-quality" in self.rules and self.language != "en" and self.stop_words is None:
+        if "gopher-quality" in self.rules and self.language not in ("en", "any") and self.stop_words is None:
             raise ValueError(
                 f"rules gopher-quality looks for English stop words, and no text in {self.language!r} would be kept: "
                 "give stop_words, a file with words of the language"

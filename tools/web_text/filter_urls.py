@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -120,7 +121,7 @@ def read_domains(paths: Sequence[Path], *, default: bool) -> DomainList:
         texts["default"] = (package_files("tools.web_text") / "default_domains.txt").read_text()
     for path in paths:
         try:
-            texts[str(path)] = path.read_text(encoding="utf-8")
+            texts[str(path)] = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"a list of domains cannot be read: {error}") from error
     domains: set[str] = set()
@@ -309,12 +310,16 @@ def read_lines(paths: Iterable[str], limit: int, consumed: Callable[[int], objec
     """
     for path in paths:
         with os_errors(DataError, f"{path} cannot be read"), open_file(path) as file:
+            position = 0
             while line := file.readline(limit + 2):
                 size = len(line)
                 rest = line
                 while len(rest) > limit and not rest.endswith(b"\n"):
                     rest = file.readline(limit + 2)
                     size += len(rest)
+                if not position:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                position += size
                 consumed(size)
                 if line := line.strip():
                     yield line

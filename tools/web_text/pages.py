@@ -204,6 +204,8 @@ class _Archive:
             except AttributeError:  # of warcio
                 raise ArchiveLoadFailed("a record without WARC-Target-URI") from None
             self._offset = iterator.offset
+            if not entry.rec_headers.headers and iterator.reader.decompressor is not None:
+                continue  # a member of blank lines
             if entry.length is None or entry.rec_headers.get_header("Content-Length") is None:
                 raise ArchiveLoadFailed("a record without Content-Length")
             found = read(entry)
