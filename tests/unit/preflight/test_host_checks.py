@@ -12,8 +12,9 @@ from neox.launch import Host
 from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.doctor import HostReport
 from neox.launch.placement import ChosenBy, Placement
+from neox.preflight import host_checks
 from neox.preflight.command import _Command
-from neox.preflight.host_checks import check_memory, hosts_without_room
+from neox.preflight.host_checks import check_compilers, check_memory, hosts_without_room
 from neox.preflight.planning import read_config
 from neox.preflight.restarts import Restarts
 from tests.plans import SMALL, plan_of
@@ -41,6 +42,20 @@ def test_hosts_without_memory_for_their_ranks() -> None:
     assert "host1" in reasons["host1"]
     with pytest.raises(LaunchError, match="host1"):
         check_memory(plan, reports, training=True)
+
+
+def test_hosts_without_a_compiler_for_a_kernel_that_deepspeed_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = {"stage": 3, "zero_quantized_weights": True}
+    plan = plan_of(world_size=4, **SMALL, zero_optimization=quantized, bf16={"enabled": True})
+    reports = reports_of(ENOUGH, ENOUGH)
+    check_compilers(plan, reports, {})
+    reports[1].answer["builds_kernels"] = False
+    with pytest.raises(LaunchError, match=r"zero_quantized_weights.*host1"):
+        check_compilers(plan, reports, {})
+    monkeypatch.setattr(host_checks, "can_build_kernels", lambda environment: False)
+    with pytest.raises(LaunchError, match="this machine"):
+        check_compilers(plan, [], {})
+    check_compilers(plan_of(world_size=4, **SMALL), reports, {})
 
 
 def test_a_spare_host_replaces_one_without_memory(tmp_path: Path) -> None:
