@@ -15,6 +15,7 @@ from neox.checkpoint.finding import (
     why_incomplete,
     with_steps,
 )
+from neox.checkpoint.fitting import why_unfit
 from neox.checkpoint.gpt_neox_optimizer import WRITER
 from neox.checkpoint.identity import (
     check_same_adapters,
@@ -130,6 +131,7 @@ __all__ = [
     "supersede_all",
     "tensor_stats",
     "why_incomplete",
+    "why_unfit",
     "with_steps",
     "write_chat_template",
     "write_client_state",

@@ -92,7 +92,7 @@ def checkpoint_at(given: str | Path, cache: str | Path | None = None, needed: Ch
         raise ConfigError(f"{path} is not a directory{_beside(path)}; give the global_stepN directory of a checkpoint")
     if is_checkpoint(path):
         return path
-    if checkpoint_directories(path):
+    if checkpoint_directories(path) or (path / LATEST).is_file():  # gpt-neox's converter of Llama names it `0`
         return find_checkpoint(path, verify=False, way_out="give another directory")
     inner = [child for child in sorted(path.iterdir()) if child.is_dir() and checkpoint_directories(child)]
     if len(inner) == 1:  # the directory of a run, which also holds its logs

@@ -255,7 +255,7 @@ class CheckpointReader:
 
         The result may be a view of the mapped file: clone it before writing into it.
         """
-        if self._is_embedding(index):
+        if self.starts_as_embedding(index):
             return self.full(0, WORD_EMBEDDINGS)
         spec = self.spec(index, name)
         full = self._joined(index, spec)
@@ -280,7 +280,7 @@ class CheckpointReader:
             own = self.parts(index, name)[tp_rank]
             self._refuse_other_shape(index, spec, own)
             return own
-        if spec.partition_dim is None or self._is_embedding(index) or self._adapters_of(index, spec):
+        if spec.partition_dim is None or self.starts_as_embedding(index) or self._adapters_of(index, spec):
             return shard(self.full(index, name), spec, tp_rank, tp_size)
         parts = self.parts(index, name)
         if joined_shape(spec, parts) != spec.shape:  # another padding, or another model
@@ -435,7 +435,7 @@ class CheckpointReader:
             self._open = (index, [self._source.state(index, rank) for rank in range(self.tp_size)])
         return self._open[1]
 
-    def _is_embedding(self, index: int) -> bool:
+    def starts_as_embedding(self, index: int) -> bool:
         """Return whether a layer is a head that the checkpoint does not hold and that starts as the embedding."""
         return self._head_from_embedding and self.layers is not None and index == self.layers.head.index
 
@@ -484,8 +484,8 @@ class CheckpointReader:
             )
         self._head_from_embedding = bool(head.parameters) and not has_own_head
 
-    def _refuse_unknown(self, layer: LayerEntry) -> None:
-        """Raise CheckpointError if the checkpoint holds parameters of a block that the network lacks."""
+    def unknown_names(self, layer: LayerEntry) -> list[str]:
+        """Return the names of the parameters that the checkpoint holds of a block and that the network lacks."""
         layers = self._network(f"what layer {layer.index} holds")
         unused = UNUSED_IN_NEOX if layers.architecture.residual == "parallel_one_norm" else ()
         known = {spec.name for spec in layer.parameters}
@@ -493,10 +493,15 @@ class CheckpointReader:
         for name in self.names(layer.index):
             if name not in known and ADAPTER not in name and not name.startswith(unused):
                 unknown.append(name)
+        return sorted(unknown)
+
+    def _refuse_unknown(self, layer: LayerEntry) -> None:
+        """Raise CheckpointError if the checkpoint holds parameters of a block that the network lacks."""
+        unknown = self.unknown_names(layer)
         if unknown:
             raise CheckpointError(
-                f"{self.path / layer_file(layer.index, 0)}: holds {', '.join(sorted(unknown))}, which this model does "
-                f"not have in layer {layer.index}; it is of another model"
+                f"{self.path / layer_file(layer.index, 0)}: holds {', '.join(unknown)}, which this model does not have "
+                f"in layer {layer.index}; it is of another model"
             )
 
     def _refuse_missing(self, missing: list[int], layers: LayerPlan, stored: set[int]) -> None:

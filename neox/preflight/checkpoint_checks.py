@@ -10,12 +10,13 @@ from neox.config import NeoXConfig
 from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_on, other_optimizer
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
-from neox.plan import architecture_settings, setting_differences
+from neox.plan import RunPlan, architecture_settings, setting_differences
 from neox.plan.precision import newest_checkpoint
 from neox.problems import Problem
 from neox.storage import is_remote
 
 _CONFIG_FILE = "configs/config.yml"  # written by `neox.checkpoint.write_config`
+_UNIVERSAL = "_universal"
 _SIGNS_OF_A_CHECKPOINT = ("*global_step*", "*.pt", _CONFIG_FILE)
 
 
@@ -46,7 +47,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
             return []
         return [config.problem(key, "is no directory: nothing to load")]
     if not may_be_first_start and not holds_checkpoint(load):
-        return [config.problem(key, "holds no checkpoint: no global_stepN directory")]
+        return [config.problem(key, f"holds no checkpoint: {_kind_of_files(load)}")]
     chosen = chosen_checkpoint(load, keys.iteration)
     if not chosen.is_dir() and keys.iteration is not None and load.name != chosen.name:
         names = sorted(path.name for path in load.glob("global_step*"))
@@ -56,6 +57,31 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
         *_averages_problems(config, chosen, training=training),
         *_contents_problems(config, key, chosen, training=training),
     ]
+
+
+def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
+    """Return why the network cannot be filled from the layer files of the checkpoint to load.
+
+    Names and shapes of all tensors are compared, and no weight is read.
+
+    Args:
+        plan: The plan.
+        training: Whether the model is trained, not only run.
+    """
+    config = plan.config
+    key = key_of_checkpoint(config, training=training)
+    directory = config.value(key)
+    if directory is None or is_remote(directory) or not Path(directory).is_dir():
+        return []
+    keys = config.checkpoint
+    checkpoint = chosen_checkpoint(Path(directory), keys.iteration)
+    if not any(checkpoint.glob("layer_*.pt")) and not any(checkpoint.glob("mp_rank_*.pt")):
+        return []
+    from neox.checkpoint import why_unfit  # torch, which a plan without a checkpoint does not need
+
+    finetune = training and keys.finetune
+    unfit = why_unfit(checkpoint, plan.layers, finetune=finetune, gpt_neox_date=keys.gpt_neox_date)
+    return [config.problem_about(reason, key) for reason in unfit]
 
 
 def key_of_checkpoint(config: NeoXConfig, *, training: bool) -> str:
@@ -94,8 +120,28 @@ def _saves_to(config: NeoXConfig, load: Path) -> bool:
 
 
 def holds_checkpoint(load: Path) -> bool:
-    """Return whether a directory is a checkpoint or holds one."""
-    return any(chain.from_iterable(map(load.glob, _SIGNS_OF_A_CHECKPOINT)))
+    """Return whether a directory is a checkpoint or holds one; `latest` may name one of any name."""
+    signs = chain.from_iterable(map(load.glob, _SIGNS_OF_A_CHECKPOINT))
+    if any(not sign.name.endswith(_UNIVERSAL) for sign in signs):
+        return True
+    return any(newest_checkpoint(load).glob("*.pt"))
+
+
+def _kind_of_files(directory: Path) -> str:
+    """Return what a directory without a checkpoint holds, and what to do with it."""
+    if (directory / "config.json").is_file():
+        convert = f"python tools/convert_from_hf.py --input_dir {directory} --output_dir NEW"
+        return f"it is a Hugging Face directory; `{convert}` makes a checkpoint of it"
+    if any(directory.glob("pytorch_model*.bin")):
+        return (
+            "it has no global_stepN directory, and pytorch_model.bin (as zero_to_fp32.py writes it) does not describe "
+            "its layers; give the directory of the run that it was made from"
+        )
+    if any(directory.glob(f"*{_UNIVERSAL}")):
+        return "it has only DeepSpeed's universal form; give the global_stepN directory that it was made from"
+    if any(directory.glob("iter_*")) or (directory / "latest_checkpointed_iteration.txt").is_file():
+        return "it is Megatron-LM's; convert it to Hugging Face's format there, then with tools/convert_from_hf.py"
+    return "no global_stepN directory"
 
 
 def _contents_problems(config: NeoXConfig, key: str, checkpoint: Path, *, training: bool) -> list[Problem]:

@@ -27,7 +27,7 @@ from neox.plan import (
 )
 from neox.plan.export_form import export_note
 from neox.preflight.chat_checks import chat_template_notes, chat_template_problems, label_notes
-from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
+from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes, layer_problems
 from neox.preflight.checks import (
     device_of_ranks,
     login_problems,
@@ -195,6 +195,8 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
     too_large: list[Problem] = []
     if job.runs_model:
         too_large = memory_problems(plan, device, training=job.trains)
+        if not problems:
+            problems += layer_problems(plan, training=job.trains)
     problems += [*too_large, *_disk_problems(plan, job)]
     if job.trains:
         notes = (*plan.notes, *own.notes, *decided.notes, *_notes_of_training(plan))

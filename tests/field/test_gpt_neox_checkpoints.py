@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import datetime
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from neox.checkpoint import CheckpointReader, average_checkpoints, open_checkpoint, reshard
+from neox.checkpoint import (
+    CheckpointReader,
+    average_checkpoints,
+    checkpoint_at,
+    find_checkpoint,
+    open_checkpoint,
+    reshard,
+)
 from neox.checkpoint.inspection import tensor_stats
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError
 from neox.generation.load import load_model
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan, resolve
+from neox.preflight.checkpoint_checks import checkpoint_problems, layer_problems
 from tests.distributed.spawn import run_ranks
 from tests.errors import raises_naming
 from tests.field.gpt_neox_files import (
@@ -279,3 +288,122 @@ def test_grouped_rows_of_both_orders_are_exported_and_trained(tmp_path, version)
         load = {"load": str(tmp_path / "ckpt"), "finetune": True, "model_parallel_size": ranks}
         config = NeoXConfig.from_flat({**keys, **load})
         assert_same(run_ranks(ranks, trained_logits, resolve(config, ranks, 100), IDS)[0], expected)
+
+
+def unfit(network: Network, path: Path, **changes: object) -> str:
+    """Return what the plan says of a checkpoint; nothing if it fits."""
+    plan = plan_of(network, path, load=str(path), finetune=True, **changes)
+    return "; ".join(problem.message for problem in layer_problems(plan, training=True))
+
+
+def test_the_plan_opens_the_layer_files(tmp_path):
+    """What does not fit is said before ranks start: shapes, names, missing layers, the order of grouped rows."""
+    network = Network()
+    whole = write(network, random_files(network, 2, drift=0.02), tmp_path / "fits").parent
+    assert unfit(network, whole) == ""
+    assert unfit(network, whole, model_parallel_size=1, make_vocab_size_divisible_by=64) == ""
+    assert "attention.query_key_value.weight" in unfit(replace(network, hidden=64), whole)
+    assert "layer_04-model_00-model_states.pt" in unfit(replace(network, blocks=3), whole)
+    assert "post_attention_layernorm" not in unfit(network, whole, gpt_j_tied=True)
+    assert "attention.dense.bias" in unfit(network, whole, use_bias_in_attn_linear=False)
+    other = random_files(network)
+    del other[0][3]["mlp.dense_4h_to_h.bias"]
+    assert "layer_03-model_00-model_states.pt has no mlp.dense_4h_to_h.bias" in unfit(
+        network, write(network, other, tmp_path / "lacks").parent
+    )
+    gone = write(network, random_files(network, 2), tmp_path / "gone")
+    (gone / "layer_03-model_01-model_states.pt").unlink()
+    assert "layer_03-model_01-model_states.pt" in unfit(network, gone.parent)
+    grouped = write(GROUPED, random_files(GROUPED), tmp_path / "grouped", rename=LATER_NAMES).parent
+    assert "gpt_neox_version: 2024-11-14" in unfit(GROUPED, grouped)
+    assert unfit(GROUPED, grouped, gpt_neox_version="2025-01-01") == ""
+
+
+def write_sequential(files: list[Layers], directory: Path, latest: str) -> Path:
+    """Write `mp_rank` files that hold all weights, as gpt-neox's converters do. Return the directory of checkpoints."""
+    directory.mkdir(parents=True)
+    (directory.parent / "latest").write_text(latest)
+    for rank, layers in enumerate(files):
+        module = {}
+        for index, tensors in layers.items():
+            module |= {f"sequential.{index}.{name}": value for name, value in tensors.items()}
+        counters = {"global_steps": 1, "skipped_steps": 1, "iteration": 1}
+        torch.save({"module": module, "optimizer": {}, **counters}, directory / f"mp_rank_{rank:02d}_model_states.pt")
+    return directory.parent
+
+
+def test_converted_llama_in_a_directory_of_another_name(tmp_path):
+    """gpt-neox's converter of Llama writes `0/` and a `latest` that names it (gpt-neox#1317, PR 1247)."""
+    network = Network()
+    files = random_files(network, 2)
+    load = write_sequential(files, tmp_path / "llama" / "0", "0")
+    assert find_checkpoint(load) == checkpoint_at(load) == load / "0"
+    plan = plan_of(network, tmp_path, load=str(load), finetune=True)
+    assert checkpoint_problems(plan.config, training=True) == layer_problems(plan, training=True) == []
+    reader = CheckpointReader(load / "0", plan.layers)
+    assert_same(logits(network, shards(network, reader, 1), IDS), logits(network, files, IDS))
+
+
+def test_llemma_of_one_stage(tmp_path):
+    """Older Llama names in one-stage files (math-lm#87)."""
+    network = replace(GROUPED, kv_heads=8)
+    files = random_files(network, 2)
+    load = write_sequential(llama_of_2023(files), tmp_path / "global_step5", "global_step5")
+    reader = CheckpointReader(load / "global_step5", plan_of(network, tmp_path).layers)
+    for degree in (1, 4):
+        assert_same(logits(network, shards(network, reader, degree), IDS), logits(network, files, IDS))
+
+
+def test_buffers_tied_heads_and_numbers_of_missing_layers(tmp_path):
+    """Buffers (gpt-neox#1013, #1161), gaps in layers' numbers (#545), tied heads (PR 1218), wrong numbers (#971)."""
+    network = Network()
+    files = random_files(network, 2)
+    head = 4 + network.blocks
+    masks = {"attention.bias": torch.ones(1, 1, 8, 8), "attention.masked_bias": torch.tensor(-1e9)}
+    tied, copied, misnumbered = [], [], []
+    for rank in files:
+        with_buffers = {index: {**tensors, **(masks if 2 <= index < 4 else {})} for index, tensors in rank.items()}
+        tied.append({index: tensors for index, tensors in with_buffers.items() if index != head})
+        copied.append({**with_buffers, head: rank[0]})
+        misnumbered.append({index + 2 * (2 <= index < 4): tensors for index, tensors in rank.items()})
+    for name, stored in (("tied", tied), ("copied", copied)):
+        load = write(network, stored, tmp_path / name).parent
+        assert unfit(network, load, no_weight_tying=False) == ""
+        plan = plan_of(network, tmp_path, no_weight_tying=False)
+        own_head = shards(network, CheckpointReader(load / "global_step10", plan.layers), 1)
+        own_head[0][head] = {"final_linear.weight": own_head[0][0]["word_embeddings.weight"]}
+        with_head = [{**rank, head: {"final_linear.weight": rank[0]["word_embeddings.weight"]}} for rank in files]
+        assert_same(logits(network, own_head, IDS), logits(network, with_head, IDS))
+    wrong = write(network, misnumbered, tmp_path / "wrong").parent
+    assert "layer_02-model_00-model_states.pt, layer_03-model_00-model_states.pt" in unfit(network, wrong)
+
+
+def test_padding_of_other_degrees(tmp_path):
+    """Pythia's embeddings have 50304, 50432 or 50688 rows, by the number of tensor ranks (pythia#65, #68)."""
+    network = Network(vocab=128)
+    files = random_files(network)
+    path = write(network, files, tmp_path)
+    plan = plan_of(network, tmp_path, padded_vocab_size=192)
+    reader = CheckpointReader(path, plan.layers)
+    found = logits(replace(network, vocab=192), shards(network, reader, 2), IDS)
+    assert_same(found[..., :128], logits(network, files, IDS))
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("config.json", "tools/convert_from_hf.py"),
+        ("pytorch_model.bin", "zero_to_fp32.py"),
+        ("iter_0300000/mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
+        ("global_step10_universal/zero/fp32.pt", "universal"),
+    ],
+)
+def test_other_directories_are_named_for_what_they_are(tmp_path, file, named):
+    """gpt-neox#777 (Hugging Face), #1254 (zero_to_fp32), PR 836 (universal); Megatron-LM#250."""
+    path = tmp_path / "load" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    config = NeoXConfig.from_flat(Network().config("none.json", load=str(tmp_path / "load"), finetune=True))
+    (problem,) = checkpoint_problems(config, training=True)
+    assert "load" in problem.keys
+    assert named in problem.message

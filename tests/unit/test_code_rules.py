@@ -28,6 +28,7 @@ USES_ENVIRONMENT = (
 # text needs torch.
 INNER_IMPORTS = {
     "neox/preflight/chat_checks.py",
+    "neox/preflight/checkpoint_checks.py",
     "neox/preflight/checks.py",
     "neox/preflight/data_amounts.py",
     "neox/preflight/data_checks.py",

@@ -1,0 +1,74 @@
+"""Whether a checkpoint's layer files fit a network, by the names and shapes of their tensors."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+
+from neox.architecture import ADAPTER, VOCABULARY, LayerEntry, LayerPlan
+from neox.checkpoint.finding import why_incomplete
+from neox.checkpoint.manifest import is_unfetched
+from neox.checkpoint.names import layer_file
+from neox.checkpoint.reader import CheckpointReader
+from neox.checkpoint.staging import checkpoint_directories
+from neox.errors import CheckpointError
+
+_SHOWN = 4  # misfits that are described; blocks of one network mostly have the same
+
+
+def why_unfit(
+    path: Path, layers: LayerPlan, *, finetune: bool = False, gpt_neox_date: datetime.date | None = None
+) -> list[str]:
+    """Return why a network cannot be filled from a checkpoint. No weight is read.
+
+    A checkpoint that is not complete next to others is not looked at, since an older one is loaded instead. Neither is
+    one whose files are still in object storage.
+
+    Args:
+        path: The checkpoint.
+        layers: Layers of the network.
+        finetune: As of `CheckpointReader`.
+        gpt_neox_date: As of `CheckpointReader`.
+    """
+    if any(map(is_unfetched, path.iterdir())):
+        return []
+    incomplete = why_incomplete(path, hashes=False)
+    if incomplete:
+        if len(checkpoint_directories(path.parent)) > 1:
+            return []
+        return [f"{path} is not complete: {'; '.join(incomplete)}"]
+    try:
+        reader = CheckpointReader(path, layers, finetune=finetune, gpt_neox_date=gpt_neox_date)
+        misfits: list[str] = []
+        for layer in layers.weight_layers:
+            if layer.index not in reader.new_layers and not reader.starts_as_embedding(layer.index):
+                misfits += _misfits(reader, layer, finetune=finetune)
+        reader.release()
+        if not misfits:
+            _ = reader.row_order  # asks if nothing tells it
+    except CheckpointError as error:
+        return [str(error)]
+    if not misfits:
+        return []
+    more = f"; and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
+    return [f"{path} does not fit this model: {'; '.join(misfits[:_SHOWN])}{more}"]
+
+
+def _misfits(reader: CheckpointReader, layer: LayerEntry, *, finetune: bool) -> Iterator[str]:
+    """Yield what a layer lacks, has besides, or has in another shape."""
+    stored = set(reader.names(layer.index))
+    where = layer_file(layer.index, 0)
+    if layer.kind == "block":
+        extra = reader.unknown_names(layer)
+        if extra:
+            yield f"{where} holds {', '.join(extra)}, which this model does not have"
+    for spec in layer.parameters:
+        if spec.name not in stored:
+            if not (finetune and ADAPTER in spec.name):
+                yield f"{where} has no {spec.name}"
+            continue
+        found = reader.shape(layer.index, spec.name)
+        dim = 1 if spec.name in VOCABULARY else 0  # rows that pad the vocabulary may differ
+        if found[dim:] != spec.shape[dim:]:
+            yield f"{spec.name} has shape {list(found)} in {where} and its like, here it has {list(spec.shape)}"
