@@ -188,7 +188,7 @@ OTHER_SYSTEMS: Mapping[str, str] = MappingProxyType(
             ("lr_warmup_fraction", "warmup_ratio", "warmup_rate"), "`warmup`, the same fraction of lr_decay_iters"
         ),
         **dict.fromkeys(
-            ("lr_warmup_iters", "warmup_steps", "warmup_iters"), "`warmup`, their fraction of lr_decay_iters"
+            ("warmup_steps", "warmup_iters"), "`lr_warmup_iters`, or `warmup`, their fraction of lr_decay_iters"
         ),
         **dict.fromkeys(("max_steps", "train_steps", "num_train_steps", "train_iter"), "`train_iters`"),
         **dict.fromkeys(("train_epoch", "num_epochs", "max_epochs", "epochs"), "`num_train_epochs`"),
