@@ -5,8 +5,9 @@ r"""Convert conversations to token datasets with labels, so that training counts
 
 It writes data/chats_messages_document and data/chats_messages_label_document, for `train_data_paths` and
 `train_label_data_paths`. A line is `{"messages": [{"role": "user", "content": ...}, ...]}`, or with --jsonl-keys prompt
-response `{"prompt": ..., "response": ...}`. The tokenizer's own chat template makes the text. Labels are the tokens of
-answers, and -100 elsewhere. Checkpoints of a training with these datasets carry the template, and so do their exports.
+response `{"prompt": ..., "response": ...}`; ShareGPT's and Alpaca's names are read, too. The tokenizer's own chat
+template makes the text. Labels are the tokens of answers, and -100 elsewhere. Checkpoints of a training with these
+datasets carry the template, and so do their exports.
 The same command resumes an interrupted run. On several machines: `python deepy.py preprocess_chat.py -H hostfile ...`.
 """
 

@@ -5,8 +5,8 @@ r"""Convert preferences to token datasets with labels, for training by DPO, KTO 
         --vocab-file model/tokenizer.json --seq-length 2048
 
 A line is `{"prompt": ..., "chosen": ..., "rejected": ...}`: texts, or lists of messages, for which the tokenizer's chat
-template makes the text. Without `prompt` it is what both answers begin with. --fields names fields that are called
-otherwise. It writes data/pairs_chosen_document and
+template makes the text. Without `prompt` it is what both answers begin with, as in TRL. --fields names fields that are
+called otherwise. It writes data/pairs_chosen_document and
 data/pairs_rejected_document with their labels, for `pos_train_data_paths`, `pos_train_label_data_paths` and the same
 keys with `neg`.
 

@@ -25,6 +25,7 @@ from neox.tokenizer.chat import ChatRenderer, ChatTemplate, find_answer_form
 from neox.tokenizer.chat_messages import ChatError, Message, names_of_calls, thoughts_of, tools_of
 
 Range = tuple[int, int]
+_LAST_END = "the token that ends the last answer (which --append-eod adds)"
 
 
 class RenderedConversation(NamedTuple):
@@ -108,12 +109,14 @@ class ChatEncoder:
             if not self.chat.count_all:
                 answers = self.ends.included(answers, conversation.text, encoding.ids, encoding.offsets)
             trained = is_trained(encoding.offsets, answers)
+            losses.update(conversation.losses)
+            if trained[-1:].any() and not self._has_end(conversation.text, encoding.ids):
+                losses.update((_LAST_END,))
             if self.job.settings.append_eod:
                 own_ids = np.append(own_ids, np.int32(self.tokenizer.eod))
                 trained = np.append(trained, trained[-1:])
             ids.append(own_ids)
             labels.append(np.where(trained, own_ids, np.int32(IGNORED)))
-            losses.update(conversation.losses)
         lengths = np.array([len(each) for each in ids], np.int32)
         nothing = np.empty(0, np.int32)  # numpy cannot join an empty list
         return EncodedBlock(
@@ -130,6 +133,13 @@ class ChatEncoder:
             filtered=len(filtered),
             losses=losses,
         )
+
+    def _has_end(self, text: str, ids: Sequence[int]) -> bool:
+        """Return whether a token that ends the last answer stands at the end of a text, perhaps before blanks."""
+        if self.job.settings.append_eod or ids[-1] in self.ends.special:
+            return True
+        blanks = len(self.tokenizer.encode_bare(text[len(text.rstrip()) :]))
+        return 0 < blanks < len(ids) and ids[-1 - blanks] in self.ends.special
 
     def _conversation(self, record: Any, strict: bool) -> RenderedConversation:
         """Render the conversation of a line. Raises BadRecord if the line is bad."""

@@ -219,6 +219,8 @@ def test_the_token_that_ends_an_answer_is_trained(vocab: Path) -> None:
         ids, trained = chat(vocab, {"messages": conversation}, GLM)
         assert ids == rendered(vocab, conversation, GLM)
         assert trained == f"\nTwo.{end}\nTwo."
+    encoder = ChatEncoder(job(vocab), ChatSettings(ChatTemplate(GLM, {})))
+    assert ["--append-eod" in loss for loss in encoder.encode(as_block([{"messages": messages}])).losses] == [True]
     assert chat(vocab, {"messages": asked}, LLAMA3)[1] == "Two.<|eot|>Two.<|eot|>"
     assert chat(vocab, {"messages": asked})[1] == "Two.<|im_end|>\nTwo.<|im_end|>\n"
 
@@ -449,6 +451,25 @@ def pairs_of_trl(vocab: Path, record: Any, template: str | None = CHATML) -> tup
 
 
 @pytest.mark.parametrize(
+    ("chosen", "rejected", "answers"),
+    [
+        ("问：为什么？答：散射。", "问：为什么？答：不知道。", ("散射。", "不知道。")),
+        ("Question: why?\nAnswer:\nThe sun.", "Question: why?\nAnswer:\nNo idea.", ("The sun.", "No idea.")),
+        ("How many? Two.", "How many? Few.", (" Two.", " Few.")),
+        ("Say it: for", "Say it: foe", ("r", "e")),
+    ],
+)
+def test_where_texts_without_a_prompt_are_cut(
+    vocab: Path, chosen: str, rejected: str, answers: tuple[str, str]
+) -> None:
+    """trl#6472, trl#6498: TRL's `extract_prompt` cuts where the texts differ, before a blank."""
+    tokenizer = Tokenizer.from_file(str(vocab))
+    _, *found = pairs(vocab, {"chosen": chosen, "rejected": rejected}, None)
+    assert tuple(tokenizer.decode(ids) for ids in found) == answers
+
+
+@pytest.mark.slow  # imports TRL
+@pytest.mark.parametrize(
     ("chosen", "rejected"),
     [
         ("问：天空为什么是蓝色的？答：因为散射。", "问：天空为什么是蓝色的？答：不知道。"),
@@ -469,6 +490,7 @@ def test_a_prompt_that_both_answers_begin_with(vocab: Path, chosen: str, rejecte
     assert (found[-len(prompt[first]) :], found_answers) == (prompt[first], answers)
 
 
+@pytest.mark.slow  # imports TRL
 @pytest.mark.parametrize(
     "record",
     [
@@ -484,6 +506,7 @@ def test_pairs_of_conversations_are_those_of_trl(vocab: Path, record: Any, templ
     assert pairs(vocab, record, template) == pairs_of_trl(vocab, record, template)
 
 
+@pytest.mark.slow  # imports TRL
 def test_pairs_as_others_write_them(vocab: Path) -> None:
     """LLaMA-Factory's ranking data, and answers without the question or as texts beside messages."""
     no = {"role": "assistant", "content": "No."}

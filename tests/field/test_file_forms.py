@@ -180,6 +180,12 @@ def test_positions_in_an_array(tmp_path: Path) -> None:
     assert (second.data, second.start.line) == (b'{"text":"b"}\n', 3)
 
 
+def test_arrays_of_other_values(tmp_path: Path) -> None:
+    """datasets#6695, LongCite#11: an array of strings holds texts; lines that are lists are named."""
+    assert texts(tmp_path / "x.json", json.dumps(TEXTS, indent=1).encode()) == TEXTS
+    assert "x.jsonl:1 " in refusal(tmp_path / "x.jsonl", b'[{"text": "a"}]\n[{"text": "b"}]\n')
+
+
 def test_texts_of_evaluations() -> None:
     assert whole_text("\ufeffé".encode()) == "é"
     assert whole_text("é".encode("utf-16")) == "é"
