@@ -13,6 +13,7 @@ from tools.web_text import run_step
 from tools.web_text.clean import CleanSettings, build_clean
 from tools.web_text.decontaminate import DECONTAMINATE, DecontaminateSettings, EvaluationGrams, cut_intervals
 from tools.web_text.rules import c4_lines, gopher_quality, gopher_repetition, word_pattern
+from tools.web_text.words import Words
 
 CHINESE = (
     "下列关于细胞呼吸作用的叙述中哪一项是正确的？"
@@ -66,6 +67,11 @@ def test_evaluation_texts_are_found_in_any_form(evaluation: str, variant: str) -
     start, stop = text.index(found[0]), text.rindex(found[-1]) + len(found[-1])
     assert core in text[start : stop + 1]
     assert spans(evaluation, PADDING * 9) == []
+
+
+def test_words_are_the_same_in_texts_of_one_and_of_several_scripts() -> None:
+    text = "Naïve Ünïcode — «слово» λόγος snake_case __dunder__ 1.5 l’été “quoted” don't 𝒳"
+    assert [*Words.of(text).words, "中"] == Words.of(f"{text} 中").words
 
 
 def test_a_short_run_of_characters_is_no_match() -> None:
