@@ -12,7 +12,10 @@ Gather = Callable[[tuple[int, int]], Sequence[tuple[int, int]]]
 
 
 class CharacterCounter:
-    """Counts the tokens that enter the loss on this rank, and the characters of their text."""
+    """Counts the tokens that enter the loss on this rank, and the characters of their text.
+
+    Special tokens have no characters, as with gpt-neox's HFTokenizer.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start with no tokens.
@@ -30,7 +33,7 @@ class CharacterCounter:
             for labels, mask in zip(batch["labels"], batch["loss_mask"], strict=True):
                 ids = labels[mask > 0].tolist()
                 self._tokens += len(ids)
-                self._characters += len(self._tokenizer.decode(ids))
+                self._characters += len(self._tokenizer.decode_shown(ids))
             yield batch
 
     def take_tokens_per_character(self, gather: Gather) -> float:

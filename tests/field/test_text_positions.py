@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.data.fill_in_middle import check_encodes_parts
@@ -31,7 +32,8 @@ from neox.parallel import ParallelGrid
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer, positions
 from neox.tokenizer.chat import ChatTemplate
-from tests.field.text_tokenizers import FORMS, llama2, neox, save
+from neox.train.characters import CharacterCounter
+from tests.field.text_tokenizers import FORMS, save
 from tests.unit.evaluation.table_model import TableModel
 from tests.unit.generation.toy import ToyModel
 
@@ -113,8 +115,9 @@ def test_a_document_begins_once_and_a_prompt_does_not_end(tokenizers_, form):
     assert positions.document(tokenizer, f"<s>{text}") == written, "not a second one"
 
 
-def test_without_a_beginning_the_end_of_a_document_stands_before_a_text(tmp_path):
-    tokenizer = build_tokenizer("HFTokenizer", save(neox(), tmp_path, bos_token=None))
+def test_without_a_beginning_the_end_of_a_document_stands_before_a_text(files, tmp_path):
+    made = Tokenizer.from_file(str(files["neox"]))
+    tokenizer = build_tokenizer("HFTokenizer", save(made, tmp_path, bos_token=None))
     assert positions.prompt(tokenizer, "") == [tokenizer.eod]
     assert positions.scored(tokenizer, "", "how").ids[0] == tokenizer.eod
 
@@ -232,7 +235,7 @@ def test_a_needle_stands_inside_one_text(tokenizers_, form):
     assert text.endswith(f" pass key is{tokenizer.decode_shown(list(span.tokens))[-6:]}")
 
 
-@pytest.mark.parametrize("form", ["llama2", "llama3", "both_ends", "neox"])
+@pytest.mark.parametrize("form", ["llama2", "both_ends", "neox"])
 def test_preferences_begin_and_end_as_documents(tokenizers_, files, tmp_path, form):
     """trl#907, #1073, axolotl#1616."""
     tokenizer = tokenizers_[form]
@@ -310,6 +313,16 @@ def test_an_echo_and_its_continuation_are_one_text(tokenizers_, form):
     assert echoes([ids]) == (tokenizer.backend.decode(ids),)
 
 
+def test_characters_are_those_of_the_text(tokenizers_):
+    """gpt-neox's `char_level_ppl` with HFTokenizer: special tokens have no characters."""
+    tokenizer = tokenizers_["llama2"]
+    ids = [*positions.document(tokenizer, "how many"), tokenizer.eod]
+    counter = CharacterCounter(tokenizer)
+    batch = {"labels": torch.tensor([ids]), "loss_mask": torch.ones(1, len(ids))}
+    assert list(counter.counted(iter([batch]))) == [batch]
+    assert counter.take_tokens_per_character(lambda counts: [counts]) == len(ids) / len("how many")
+
+
 def test_a_conversation_begins_as_its_template_says(tokenizers_):
     """vllm#9519, #16853, llama-cpp-python#1501: no second beginning for a template that writes one."""
     tokenizer = tokenizers_["llama3"]
@@ -346,4 +359,4 @@ def test_rows_of_a_new_token_are_means_of_pieces_without_a_beginning(tokenizers_
     tokenizer = tokenizers_["llama2"]
     assert tokenizer.before_text[0] not in positions.continuation(tokenizer, "music")
     assert tokenizer.decode_shown(positions.continuation(tokenizer, "music")) == "music"
-    assert llama2().encode("music").ids[0] == tokenizer.before_text[0]
+    assert tokenizer.encode("music")[0] == tokenizer.before_text[0]
