@@ -202,6 +202,8 @@ class ChatEncoder:
     def _answer(self, conversation: Conversation, number: int, text: str) -> Range:
         """Return the range of characters of a message in the text of all messages. Raises BadRecord or ChatError."""
         up_to_answer = self._up_to(conversation, number + 1)
+        if not text.startswith(up_to_answer):  # some templates end each text, and not each answer, with this token
+            up_to_answer = up_to_answer.removesuffix(self.tokenizer.eod_token)
         begin = self._begin(conversation, number, up_to_answer)
         if begin is None or not text.startswith(up_to_answer):
             raise BadRecord(

@@ -225,6 +225,18 @@ def test_the_token_that_ends_an_answer_is_trained(vocab: Path) -> None:
     assert chat(vocab, {"messages": asked})[1] == "Two.<|im_end|>\nTwo.<|im_end|>\n"
 
 
+def test_a_template_that_ends_the_text_once(vocab: Path) -> None:
+    """Phi 3's template writes the end of the text after the last answer, and after each prefix of a conversation."""
+    phi = (
+        "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{%- else %}{{ eos_token }}{%- endif %}"
+    )
+    messages = [USER, {"role": "assistant", "content": "Two."}] * 2
+    ids, trained = chat(vocab, {"messages": messages}, phi)
+    assert ids == rendered(vocab, messages, phi)
+    assert trained == "Two.<|im_end|>\nTwo.<|im_end|>\n<|endoftext|>"
+
+
 MARKED = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}"
     "{%- generation %}{{ m.content }}<|im_end|>{%- endgeneration %}{%- else %}{{ m.content + '<|im_end|>' }}"
