@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neox.engine import from_first_rank
-from neox.errors import EvaluationError, NeoXError, install_command
+from neox.errors import ConfigError, EvaluationError, NeoXError, install_command
 from neox.evaluation.lambada import truncate
 from neox.evaluation.results import TaskResult
 from neox.evaluation.scoring import Scorer, Span, TokenIds, windows
@@ -54,10 +54,10 @@ def open_tasks(names: Sequence[str]) -> TaskManager:
         names: Names of tasks, or YAML files of tasks.
 
     Raises:
-        EvaluationError: If the package is missing or a task is unknown.
+        ConfigError: If the package is missing or a task is unknown. A run that ends so is not started again.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise EvaluationError(
+        raise ConfigError(
             f"eval_tasks names tasks of lm-evaluation-harness ({', '.join(names)}), which is not installed: "
             f"{install_command('requirements-eval.txt')}"
         )
@@ -71,7 +71,7 @@ def open_tasks(names: Sequence[str]) -> TaskManager:
 
 
 def check_names(names: Sequence[str], manager: TaskManager) -> None:
-    """Raise EvaluationError naming every task that the harness does not know and every missing task file."""
+    """Raise ConfigError naming every task that the harness does not know and every missing task file."""
     problems = []
     for name in names:
         if _is_file(name):
@@ -80,7 +80,7 @@ def check_names(names: Sequence[str], manager: TaskManager) -> None:
         elif not manager.match_tasks([name]):
             problems.append(f"task {name!r} is unknown to lm-evaluation-harness")
     if problems:
-        raise EvaluationError(
+        raise ConfigError(
             f"eval_tasks: {'; '.join(problems)} (`lm-eval ls tasks` lists all names; text files are given as "
             "wikitext=FILE, lambada=FILE, perplexity=FILE)"
         )

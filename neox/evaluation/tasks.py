@@ -5,6 +5,7 @@ No torch here: the launcher checks tasks before ranks start, and so does a dry r
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from neox.files import unwritable_parent
 from neox.tokenizer import Tokenizer
 
 KINDS = ("wikitext", "lambada", "perplexity", "needle")
+_LARGEST_TASK_FILE = 200_000
+"""Bytes; larger files of the harness's tasks hold data."""
 _NEEDLE = "needle"
 """The kind whose file is the picture that it draws."""
 
@@ -115,7 +118,7 @@ def _unique_names(files: Sequence[tuple[str, str]], harness: Sequence[str]) -> l
 
 
 def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
-    """Check everything about `eval_tasks` that needs neither a model nor the harness.
+    """Check everything about `eval_tasks` that needs no model, and of the harness only its files.
 
     Args:
         config: Configuration with `eval_tasks`.
@@ -127,8 +130,13 @@ def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
     """
     keys = config.generation
     window = config.model.seq_length
-    tasks, _ = parse_tasks(keys.eval_tasks or ())
+    tasks, names = parse_tasks(keys.eval_tasks or ())
     problems = []
+    for name in unknown_harness_tasks(names):
+        problems.append(
+            f"eval_tasks: task {name!r} is unknown to lm-evaluation-harness (`lm-eval ls tasks` lists all names; text "
+            "files are given as wikitext=FILE, lambada=FILE, perplexity=FILE)"
+        )
     if keys.eval_stride is not None and window is not None and keys.eval_stride > window:
         problems.append(f"eval_stride is {keys.eval_stride}: it must be between 1 and the window, {window} tokens")
     parent = unwritable_parent(results_path(keys.eval_results_prefix, datetime.now()))
@@ -141,6 +149,25 @@ def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
             problems.append(f"eval_tasks: {task.kind}: {error}")
     if problems:
         raise EvaluationError("\n".join(problems))
+
+
+def unknown_harness_tasks(names: Sequence[str]) -> list[str]:
+    """Return the names that no file of the installed lm-evaluation-harness contains; none if it is not installed.
+
+    Importing the harness and indexing its tasks takes many seconds. So a start only looks for misspelt names, and the
+    ranks check the rest.
+    """
+    package = importlib.util.find_spec("lm_eval")
+    unknown = {name for name in names if not set("*?[") & set(name) and not name.endswith((".yaml", ".yml"))}
+    if package is None or package.origin is None or not unknown:
+        return []
+    for path in (Path(package.origin).parent / "tasks").rglob("*"):
+        if path.is_file() and path.stat().st_size < _LARGEST_TASK_FILE:  # names also stand in files without an ending
+            text = path.read_text(encoding="utf-8", errors="replace")
+            unknown = {name for name in unknown if name not in text}
+            if not unknown:
+                break
+    return [name for name in names if name in unknown]
 
 
 def _check_readable(task: FileTask, tokenizer: Tokenizer | None) -> None:

@@ -20,7 +20,7 @@ from neox.evaluation.perplexity import (
 )
 from neox.evaluation.run import evaluate_tasks
 from neox.evaluation.scoring import Scorer
-from neox.evaluation.tasks import token_documents
+from neox.evaluation.tasks import token_documents, unknown_harness_tasks
 from neox.parallel import ParallelGrid
 from tests.errors import raises_naming
 from tests.unit.evaluation.table_model import ByteTokenizer, TableModel
@@ -193,3 +193,9 @@ def test_words_are_split_at_single_spaces_of_the_stripped_text():
 )  # fmt: skip
 def test_wikitext_reads_like_text_again(spaced, joined):
     assert detokenize_wikitext(spaced) == joined
+
+
+def test_misspelt_names_of_the_harness_are_known_without_importing_it():
+    pytest.importorskip("lm_eval")
+    names = ["lambada_openai", "lambada_opnai", "mmlu*", "own.yaml"]
+    assert unknown_harness_tasks(names) == ["lambada_opnai"]
