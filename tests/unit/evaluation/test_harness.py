@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from neox.convert import to_hf
-from neox.errors import EvaluationError
+from neox.errors import ConfigError, EvaluationError
 from neox.evaluation.harness import (
     check_loading,
     check_names,
@@ -88,9 +88,9 @@ class Manager:
 
 
 def test_unknown_tasks_are_named():
-    with raises_naming(EvaluationError, "eval_tasks", "no_such_task", "nor_this"):
+    with raises_naming(ConfigError, "eval_tasks", "no_such_task", "nor_this"):
         check_names(["no_such_task", "nor_this", "arc_easy"], Manager())
-    with raises_naming(EvaluationError, "eval_tasks", "none.yaml"):
+    with raises_naming(ConfigError, "eval_tasks", "none.yaml"):
         open_tasks(["none.yaml"])
 
 
@@ -118,7 +118,7 @@ def test_tasks_that_cannot_be_loaded_are_named_with_the_reason(tasks, tmp_path):
 def test_an_unknown_task_is_said_before_another_is_scored(scoring, tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n')
     config = one_process(config_from_files([GOLDEN / NAME / f"{NAME}.yml"]))
-    with raises_naming(EvaluationError, "none.yaml"):
+    with raises_naming(ConfigError, "none.yaml"):
         evaluate_tasks(
             [f"perplexity={tmp_path / 'text.jsonl'}", "none.yaml"],
             None,  # no model is asked
