@@ -157,17 +157,23 @@ def unknown_harness_tasks(names: Sequence[str]) -> list[str]:
     Importing the harness and indexing its tasks takes many seconds. So a start only looks for misspelt names, and the
     ranks check the rest.
     """
+    unknown = []
+    for name in names:
+        is_pattern = bool(set("*?[") & set(name))
+        if not is_pattern and not name.endswith((".yaml", ".yml")):
+            unknown.append(name)
     package = importlib.util.find_spec("lm_eval")
-    unknown = {name for name in names if not set("*?[") & set(name) and not name.endswith((".yaml", ".yml"))}
     if package is None or package.origin is None or not unknown:
         return []
     for path in (Path(package.origin).parent / "tasks").rglob("*"):
         if path.is_file() and path.stat().st_size < _LARGEST_TASK_FILE:  # names also stand in files without an ending
             text = path.read_text(encoding="utf-8", errors="replace")
-            unknown = {name for name in unknown if name not in text}
+            for name in list(unknown):
+                if name in text:
+                    unknown.remove(name)
             if not unknown:
                 break
-    return [name for name in names if name in unknown]
+    return unknown
 
 
 def _check_readable(task: FileTask, tokenizer: Tokenizer | None) -> None:
