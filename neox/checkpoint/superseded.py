@@ -56,7 +56,7 @@ def supersede_all(save: Path, further_files: Sequence[str] = ()) -> list[Path]:
         return []
     with os_errors(CheckpointError, f"{save}: `latest` cannot be removed"):
         (save / LATEST).unlink(missing_ok=True)
-    files = [save / name for name in further_files if (save / name).is_file()]
+    files = [save / name for name in further_files if (save / name).exists()]
     return _move(save, [*checkpoint_directories(save), *files], "the new ones take their place")
 
 

@@ -38,6 +38,7 @@ from neox.log import get_logger, progress
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_of, yaml_keys
 from neox.tokenizer import GENERATION_CONFIG, Tokenizer, build_tokenizer, identify, write_tokenizer_identity
+from neox.tokenizer.chat import TEMPLATE_DIRECTORY
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,12 @@ def _commit(
         for rank in range(ranks):
             write_client_state(staged, rank, client_state)
         if overwrite:
-            supersede_all(output, further_files=(*TOKENIZER_FILES, GENERATION_CONFIG))
+            supersede_all(output, further_files=(*TOKENIZER_FILES, TEMPLATE_DIRECTORY, GENERATION_CONFIG))
         with os_errors(CheckpointError, f"{output}: files of the import cannot be moved there"):
             for path in beside.iterdir():
                 fsync_path(path)
+                if path.is_dir():
+                    shutil.rmtree(output / path.name, ignore_errors=True)  # a directory only takes an empty one's place
                 replace_file(path, output / path.name)
         return commit(staged), tokenizer
     except BaseException:
@@ -188,7 +191,10 @@ def _import_generation_config(source: Path, output: Path) -> None:
         _note_sampling(path, settings)
     else:
         config = read_json(source / CONFIG)
-        settings = {key: config[key] for key in _SPECIAL_IDS if config.get(key) is not None}
+        settings = {}
+        for key in _SPECIAL_IDS:
+            if config.get(key) is not None:
+                settings[key] = config[key]
         if not settings:
             return
         settings["_from_model_config"] = True

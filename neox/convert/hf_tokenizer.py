@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.config import NeoXConfig
+from neox.convert.added_tokens import ADDED_TOKENS, SPECIAL_TOKENS_MAP, complete_tokenizer
 from neox.convert.hf_directory import read_json, write_json
 from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import Family
@@ -23,6 +24,7 @@ from neox.tokenizer import (
     Tokenizer,
     build_tokenizer,
     special_token,
+    tokenizer_backend,
 )
 from neox.tokenizer.chat import TEMPLATE_DIRECTORY, TEMPLATE_FILE, TOOL_USE, ChatTemplate, own_chat_template
 
@@ -37,8 +39,7 @@ _CLASSES = MappingProxyType(
     }
 )
 """`tokenizer_type` -> transformers' class of its exports."""
-_SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-_COMPANIONS = (TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP, "added_tokens.json", TEMPLATE_FILE)
+_COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, TEMPLATE_FILE)
 """Files next to a `tokenizer.json` that travel with it: special tokens and the chat template."""
 TOKENIZER_FILES = (TOKENIZER_FILE, *_COMPANIONS)
 """Files of a tokenizer that an import writes."""
@@ -214,7 +215,7 @@ def _write_configuration(source: TokenizerSource, output: Path, max_length: int)
         **special,
     }
     write_json(output / TOKENIZER_CONFIG, config)
-    write_json(output / _SPECIAL_TOKENS_MAP, special)
+    write_json(output / SPECIAL_TOKENS_MAP, special)
 
 
 def _warn_of_other_ids(source: TokenizerSource, family: Family) -> None:
@@ -268,6 +269,7 @@ def import_tokenizer(source: Path, output: Path) -> Path | None:
     if (source / TOKENIZER_FILE).is_file():
         _copy(source / TOKENIZER_FILE, copied)
         copy_companions(source, output)
+        _add_named_tokens(source, copied)
         return copied
     if any((source / name).is_file() for name in _OTHER_VOCABULARIES):
         from transformers import AutoTokenizer
@@ -280,6 +282,30 @@ def import_tokenizer(source: Path, output: Path) -> Path | None:
             return copied
     _log.warning("%s has no tokenizer: set tokenizer_type and vocab_file in the configuration", source)
     return None
+
+
+def _add_named_tokens(source: Path, copied: Path) -> None:
+    """Complete the copy of a `tokenizer.json` with tokens that only the files next to it name.
+
+    Args:
+        source: Directory of the files.
+        copied: The copy, next to copies of the files.
+
+    Raises:
+        ConversionError: If they contradict each other.
+    """
+    backend = tokenizer_backend(copied)
+    before = backend.to_str()
+    complete = complete_tokenizer(source, backend)
+    if complete.backend.to_str() != before:
+        write_text(copied, complete.backend.to_str(pretty=True))
+        shown = ", ".join(complete.added)
+        _log.info(
+            "%s: as in transformers, tokens of the files next to it are added to it: %s", source / TOKENIZER_FILE, shown
+        )
+    if complete.named:
+        path = copied.with_name(TOKENIZER_CONFIG)
+        write_json(path, (read_json(path) if path.is_file() else {}) | dict(complete.named))
 
 
 def _copy(source: Path, target: Path) -> None:

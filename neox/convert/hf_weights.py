@@ -119,13 +119,15 @@ def with_own_head(architecture: Architecture, weights: HFWeights) -> Architectur
 
 def _find_files(directory: Path) -> dict[str, Path]:
     """Return the file of each key. Raises ConversionError if there are none or one is missing."""
-    for name in (SAFETENSORS, BIN):
+    for name in (SAFETENSORS, BIN):  # in transformers' order
         single = directory / name
         index = directory / f"{name}{INDEX_ENDING}"
+        if single.is_file():
+            if index.is_file():
+                _log.warning("%s is read, as by transformers, and not the shards that %s names", single, index)
+            return dict.fromkeys(_keys_of(single), single)
         if index.is_file():
             return _files_of_index(index)
-        if single.is_file():
-            return dict.fromkeys(_keys_of(single), single)
     raise ConversionError(
         f"{directory}: contains no {SAFETENSORS}, {BIN} or index of shards, so it is no Hugging Face model"
     )

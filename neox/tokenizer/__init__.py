@@ -9,6 +9,7 @@ from neox.tokenizer.huggingface import (
     TOKENIZER_FILE,
     HFTokenizer,
     special_token,
+    tokenizer_backend,
 )
 from neox.tokenizer.identity import (
     TokenizerIdentity,
@@ -41,6 +42,7 @@ __all__ = [
     "other_tokenizer",
     "saved_tokenizer_identity",
     "special_token",
+    "tokenizer_backend",
     "tokenizer_files",
     "tokenizer_of",
     "train_tokenizer",

@@ -61,7 +61,7 @@ class HFTokenizer(Tokenizer):
         configured = special_token(path, "eos_token")
         if configured:
             end_tokens = [configured]
-        self._setup(_from_file(path), str(path), end_tokens, special_in_text)
+        self._setup(tokenizer_backend(path), str(path), end_tokens, special_in_text)
         self.further_end_ids = _generation_ends(path)
         first = special_token(path, "bos_token")
         if first:
@@ -292,7 +292,7 @@ class WordPieceTokenizer(HFTokenizer):
     def __init__(self, path: str | Path, *, special_in_text: bool = False) -> None:
         path = Path(path)
         if path.suffix == ".json":
-            backend = _from_file(path)
+            backend = tokenizer_backend(path)
         else:
             backend = _word_piece(path, lowercase=self.lowercase)
         self._setup(backend, str(path), [_BERT_END], special_in_text)
@@ -335,7 +335,8 @@ def _word_piece(path: Path, *, lowercase: bool) -> tokenizers.Tokenizer:
     return backend
 
 
-def _from_file(path: Path) -> tokenizers.Tokenizer:
+def tokenizer_backend(path: Path) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a `tokenizer.json`. Raises TokenizerError if it cannot be read."""
     _check_file(path, "tokenizer file")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -368,14 +369,14 @@ def _gpt2_like(path: Path, merge_file: str | Path | None) -> tokenizers.Tokenize
     """Read a `tokenizer.json`, or a `vocab.json` with its merges; `path` as in `HFGPT2Tokenizer`."""
     if path.is_dir():
         if (path / TOKENIZER_FILE).is_file():
-            return _from_file(path / TOKENIZER_FILE)
+            return tokenizer_backend(path / TOKENIZER_FILE)
         return _byte_level_bpe(path / "vocab.json", path / "merges.txt")
     if merge_file is not None:
         return _byte_level_bpe(path, Path(merge_file))
     own_merges = path.with_name("merges.txt")
     if path.name == "vocab.json" and own_merges.is_file():
         return _byte_level_bpe(path, own_merges)
-    return _from_file(path)
+    return tokenizer_backend(path)
 
 
 def _check_file(path: Path, what: str) -> None:

@@ -6,31 +6,20 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from neox.checkpoint import CheckpointReader
 from neox.convert import from_hf, to_hf
 from neox.data.sidecar import Sidecar, check_tokenizer
 from neox.errors import ConfigError, ConversionError, DataError, GenerationError, TokenizerError
+from neox.families import FAMILIES
 from neox.generation.completion import generate
-from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
-from neox.generation.startup import choose_checkpoint, one_process
-from neox.parallel import ParallelGrid
-from neox.plan import config_from_files, resolve, with_trained_model
+from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer, tokenizer_of
 from tests.errors import raises_naming
 from tests.field.hf_models import llama_tensors, write_adapter, write_json, write_llama, write_tokenizer
 from tests.unit.generation.toy import ToyCodec, ToyModel, next_letter
-
-
-def run_of(config_file, **keys):
-    """Return the plan, the tokenizer and the model of a generation with an imported model."""
-    config = one_process(with_trained_model(config_from_files([config_file]).updated(keys)))
-    tokenizer = tokenizer_of(config)
-    plan = resolve(config, 1, tokenizer.vocab_size)
-    checkpoint = choose_checkpoint(plan, tokenizer)
-    return plan, tokenizer, load_model(plan, checkpoint, ParallelGrid.single(), torch.device("cpu"))
 
 
 @pytest.fixture
@@ -41,21 +30,14 @@ def with_padding_token(tmp_path):
     return write_llama(directory, 257)
 
 
-def test_a_token_without_a_row(with_padding_token, tmp_path):
-    """EuroEval#52, tokenizers#1609: text without the token works, as in transformers; text with it is refused."""
+def test_export_of_a_tokenizer_with_more_ids_than_rows(with_padding_token, tmp_path):
+    """EuroEval#52, tokenizers#1609: what came in goes out, and prompts with the token are refused."""
     result = from_hf(with_padding_token, tmp_path / "ck")
-    plan, tokenizer, model = run_of(result.config_file)
-    assert (tokenizer.vocab_size, plan.vocab_size, plan.padded_vocab_size) == (258, 257, 257)
-    assert any("258" in note and "257" in note for note in plan.notes)
-    params = SamplingParams(max_new_tokens=2, min_new_tokens=1)
-    assert generate(model, ["how", "many people"], params, tokenizer)[0].length >= 1
-    with raises_naming(GenerationError, "257"):
-        generate(model, ["answer [PAD]"], params, tokenizer)
-    with raises_naming(GenerationError, "257"):
-        model.score(torch.tensor([[1, 257]]), torch.tensor([[2, 3]]))
     back = to_hf(tmp_path / "ck", config_from_files([result.config_file]), tmp_path / "back", verify=False)
     assert json.loads((back.output / "config.json").read_text())["vocab_size"] == 257
     assert build_tokenizer("HFTokenizer", back.output / "tokenizer.json").vocab_size == 258
+    with raises_naming(GenerationError, "26"):
+        generate(ToyModel(next_letter, vocab_size=25), ["z"], SamplingParams(), ToyCodec())
 
 
 def test_data_with_a_token_without_a_row(with_padding_token, tmp_path):
@@ -206,3 +188,98 @@ def test_adapters_that_are_plain(tmp_path, changes):
     write_adapter(tmp_path / "adapter", **changes)
     result = from_hf(tmp_path / "hf", tmp_path / "ck", adapter_dir=tmp_path / "adapter")
     assert config_from_files([result.config_file]).training.lora.r == 2
+
+
+def test_tokens_that_only_other_files_name(tmp_path):
+    """transformers adds tokens of added_tokens.json and named special tokens, here behind the ids of tokenizer.json."""
+    write_tokenizer(tmp_path / "hf", pad_token="[PAD]")
+    write_json(tmp_path / "hf" / "added_tokens.json", {"<|new|>": 257})
+    write_json(tmp_path / "hf" / "special_tokens_map.json", {"eos_token": "<|new|>"})
+    write_llama(tmp_path / "hf", 259)
+    config = config_from_files([from_hf(tmp_path / "hf", tmp_path / "ck").config_file])
+    tokenizer = tokenizer_of(config)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (259, 257)
+    assert tokenizer.encode("<|new|>[PAD]") == [257, 258]
+
+
+def test_named_templates_come_along(tmp_path):
+    """chat_template.jinja and additional_chat_templates/ of transformers, through an import over an older one."""
+    write_tokenizer(tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "hf" / "additional_chat_templates").mkdir()
+    (tmp_path / "hf" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    write_llama(tmp_path / "hf", 257)
+    for overwrite in (False, True):
+        result = from_hf(tmp_path / "hf", tmp_path / "ck", overwrite=overwrite)
+    back = to_hf(tmp_path / "ck", config_from_files([result.config_file]), tmp_path / "back", verify=False)
+    assert (back.output / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+
+
+def test_the_eos_token_ends_a_text_that_the_settings_do_not_name(tmp_path):
+    """mlx-vlm PR 2112: generation_config.json names one end, the tokenizer another one; both end a text."""
+    write_tokenizer(tmp_path / "hf", ("<|im_end|>", "<|endoftext|>"))
+    write_llama(tmp_path / "hf", 258)
+    write_json(tmp_path / "hf" / "generation_config.json", {"eos_token_id": [257]})
+    tokenizer = tokenizer_of(config_from_files([from_hf(tmp_path / "hf", tmp_path / "ck").config_file]))
+    assert tokenizer.end_ids == (256, 257)
+
+
+def test_added_tokens_beside_those_of_the_vocabulary(tmp_path):
+    """llama.cpp PR 3633: added_tokens.json repeats first ids of the vocabulary, and adds two (FastChat#153: one)."""
+    write_tokenizer(tmp_path / "hf")
+    first = build_tokenizer("HFTokenizer", tmp_path / "hf" / "tokenizer.json").backend.id_to_token(0)
+    added = {first: 0, "<|end|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+    write_json(tmp_path / "hf" / "added_tokens.json", added)
+    write_llama(tmp_path / "hf", 259)
+    tokenizer = tokenizer_of(config_from_files([from_hf(tmp_path / "hf", tmp_path / "ck").config_file]))
+    assert tokenizer.encode("<|im_start|><|im_end|>") == [257, 258]
+
+
+def test_added_tokens_with_ids_of_others(tmp_path):
+    """tokenizers PR 1444 (Yi): the configuration gives its own end an id that another token has."""
+    token = {"content": "<|im_end|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    write_tokenizer(tmp_path / "hf", added_tokens_decoder={"2": {**token, "special": True}})
+    write_llama(tmp_path / "hf", 257)
+    with raises_naming(ConversionError, "<|im_end|>", tmp_path / "hf" / "tokenizer_config.json"):
+        from_hf(tmp_path / "hf", tmp_path / "ck")
+
+
+def test_a_padding_token_that_no_row_has(tmp_path):
+    """transformers#24899: a tokenizer with a padding token of its own is one longer than the model's vocabulary."""
+    write_tokenizer(tmp_path / "hf", pad_token="<pad>")
+    write_llama(tmp_path / "hf", 257)
+    config = config_from_files([from_hf(tmp_path / "hf", tmp_path / "ck").config_file])
+    plan = resolve(config.updated({"train_micro_batch_size_per_gpu": 1}), 1, tokenizer_of(config).vocab_size)
+    assert (plan.vocab_size, plan.padded_vocab_size, tokenizer_of(config).vocab_size) == (257, 257, 258)
+
+
+def test_one_file_beside_an_index_of_others(tmp_path):
+    """mlx-vlm PR 1464: transformers reads model.safetensors, whatever an index next to it names."""
+    directory = write_llama(tmp_path / "hf", 257)
+    write_json(directory / "model.safetensors.index.json", {"weight_map": {"model.norm.weight": "gone.safetensors"}})
+    assert from_hf(directory, tmp_path / "ck").parameters == sum(part.numel() for part in llama_tensors(257).values())
+    (directory / "model.safetensors").unlink()
+    with raises_naming(ConversionError, "gone.safetensors"):  # sglang PR 32279
+        from_hf(directory, tmp_path / "ck2")
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "n_embd"])
+def test_sizes_of_gpt2_under_either_name(name):
+    """transformers' `attribute_map`: GPT-2's sizes have the usual names, too."""
+    sizes = {"n_layer": 2, "n_head": 4, name: 32, "vocab_size": 64}
+    architecture, _ = FAMILIES["gpt2"].read_config(sizes)
+    assert (architecture.hidden_size, architecture.mlp_width) == (32, 128)
+
+
+def test_adapters_of_a_head(tmp_path):
+    """peft#2018: an adapter of the head of a tied model would change the embedding."""
+    write_llama(tmp_path / "hf", 257, tensors=llama_tensors(257, head=False), tie_word_embeddings=True)
+    write_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for key in list(tensors):
+        if ".layers.0." in key:
+            tensors[f"base_model.model.lm_head.{key.split('.', 7)[7]}"] = tensors[key].clone()
+    save_file(tensors, path)
+    with raises_naming(ConversionError, "lm_head"):
+        from_hf(tmp_path / "hf", tmp_path / "ck", adapter_dir=tmp_path / "adapter")

@@ -1,0 +1,151 @@
+"""Tokens that stand in the files next to a `tokenizer.json`, and not in it: transformers adds them when it loads.
+
+Order and precedence are those of transformers 5 (`tokenization_utils_base.py`, `tokenization_utils_tokenizers.py`):
+`added_tokens_decoder` of `tokenizer_config.json`, or else `special_tokens_map.json` and `added_tokens.json`; then the
+special tokens that are named and not yet added, which get the next ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from neox.convert.hf_directory import read_json
+from neox.errors import ConversionError
+from neox.tokenizer import TOKENIZER_CONFIG
+
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DECODER = "added_tokens_decoder"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class CompleteTokenizer:
+    """A tokenizer with all tokens that its directory names.
+
+    Attributes:
+        backend: The tokenizer.
+        added: Tokens that `tokenizer.json` lacks, or describes in another way.
+        named: Name, such as `pad_token` -> token, of those that `tokenizer_config.json` does not name.
+    """
+
+    backend: Tokenizer
+    added: tuple[str, ...]
+    named: Mapping[str, str]
+
+
+def complete_tokenizer(directory: Path, backend: Tokenizer) -> CompleteTokenizer:
+    """Add the tokens of the files next to a `tokenizer.json`, as transformers does.
+
+    Args:
+        directory: Directory of the files.
+        backend: The tokenizer, which is changed.
+
+    Raises:
+        ConversionError: If a file cannot be read, or gives a token another id than it gets.
+    """
+    config = _read(directory / TOKENIZER_CONFIG)
+    named = _named_tokens(config)
+    further = _further_tokens(config)
+    by_id: dict[int, AddedToken] = {}
+    if _DECODER in config:
+        origin = directory / TOKENIZER_CONFIG
+        for number, value in config[_DECODER].items():
+            by_id[int(number)] = _token(value)
+    else:
+        origin = directory / ADDED_TOKENS
+        special_map = _read(directory / SPECIAL_TOKENS_MAP)
+        named |= _named_tokens(special_map)
+        further += _further_tokens(special_map)
+        special = set(map(_text, (*named.values(), *further)))
+        for text, number in _read(origin).items():
+            by_id[number] = AddedToken(text, special=text in special, normalized=text not in special)
+        by_id |= backend.get_added_tokens_decoder()
+    added = _add_missing(backend, by_id, [*named.values(), *further])
+    for number, token in by_id.items():
+        found = backend.token_to_id(token.content)
+        if found != number:
+            raise ConversionError(
+                f"{origin}: gives {token.content!r} id {number}, but tokenizer.json and the files next to it give it "
+                f"{found}: they belong to different tokenizers, or ids have gaps; save the tokenizer again with the "
+                "program that trained the model"
+            )
+    configured = _named_tokens(config)
+    names: dict[str, str] = {}
+    for key, value in named.items():
+        if key not in configured or _text(configured[key]) != _text(value):
+            names[key] = _text(value)
+    return CompleteTokenizer(backend, added, names)
+
+
+def _add_missing(backend: Tokenizer, by_id: Mapping[int, AddedToken], special: Sequence[Any]) -> tuple[str, ...]:
+    """Add the tokens that a tokenizer lacks, or describes in another way, and return their texts.
+
+    Args:
+        backend: The tokenizer, which is changed.
+        by_id: Added tokens of the files.
+        special: Special tokens of the files, as JSON values.
+    """
+    known: set[str] = set()
+    texts: set[str] = set()
+    for token in backend.get_added_tokens_decoder().values():
+        known.add(repr(token))
+        texts.add(token.content)
+    of_files: dict[str, AddedToken] = {}
+    to_add: list[AddedToken] = []
+    for _, token in sorted(by_id.items()):
+        of_files[token.content] = token
+        if repr(token) not in known:
+            to_add.append(token)
+            texts.add(token.content)
+    for value in special:
+        token = of_files.get(_text(value), _token(value, special=True))
+        if token.content not in texts:
+            texts.add(token.content)
+            to_add.append(token)
+    backend.add_tokens(to_add)
+    return tuple(token.content for token in to_add)
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens with one of the usual names, as JSON values."""
+    found: dict[str, Any] = {}
+    for key in _NAMES:
+        if settings.get(key):
+            found[key] = settings[key]
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; nothing if there is none. Raises ConversionError."""
+    return read_json(path) if path.is_file() else {}
+
+
+def _further_tokens(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the special tokens without one of the usual names."""
+    found: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        given = settings.get(key) or []
+        found += given.values() if isinstance(given, Mapping) else given
+    return found
+
+
+def _text(token: Any) -> str:
+    """Return the text of a token of a JSON file, which is a string or an object."""
+    return str(token["content"] if isinstance(token, Mapping) else token)
+
+
+def _token(value: Any, *, special: bool = False) -> AddedToken:
+    """Return a token of a JSON file; `special` is what it is if the file does not say it."""
+    flags: dict[str, bool] = {"special": special}
+    if isinstance(value, Mapping):
+        for key in _FLAGS:
+            if key in value:
+                flags[key] = value[key]
+    return AddedToken(_text(value), **flags)
