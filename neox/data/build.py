@@ -55,11 +55,13 @@ class EvaluationSet(NamedTuple):
         batches: The batches.
         name: Name in metrics; None for the only set.
         weight: Weight of the set's scores in the mean over all sets.
+        start: Number of the micro batch that each evaluation begins with; None to go on after the one before.
     """
 
     batches: BatchIterator
     name: str | None = None
     weight: float = 1.0
+    start: int | None = None
 
 
 class DataIterators(NamedTuple):
@@ -87,7 +89,9 @@ def sample_counts(training: TrainingConfig, train_batch_size: int) -> SampleCoun
         train_batch_size: Number of samples of a step.
     """
     assert training.train_iters is not None
-    evaluations = evaluations_until(training, training.train_iters) + 1  # one more at the end
+    evaluations = 1
+    if training.eval_order == "gpt-neox":
+        evaluations = evaluations_until(training, training.train_iters) + 1  # one more at the end
     samples_of_evaluation = training.eval_iters * train_batch_size
     return SampleCounts(
         train=training.train_iters * train_batch_size,
@@ -171,7 +175,7 @@ def build_data_iterators(
 
     Their positions are those of an uninterrupted run after `consumed_iterations`. A training iteration reads the number
     of samples in the plan's batch schedule. An evaluation reads `eval_iters` times `gradient_accumulation_steps` micro
-    batches, and the next one continues after it.
+    batches. The next one reads them again, or continues after them (`eval_order`).
 
     Args:
         plan: Plan of the run.
@@ -202,15 +206,19 @@ def build_data_iterators(
     train_start = plan.batch_schedule.samples(consumed_iterations) // batch.samples_at_once
     evaluations = _evaluations_done(training, consumed_iterations)
     valid_start = evaluations * training.eval_iters * batch.gradient_accumulation_steps
+    fixed_start = None
+    if training.eval_order == "fixed":
+        valid_start = 0
+        fixed_start = 0
     valid = []
     if evaluation.valid is not None:
-        valid.append(EvaluationSet(iterator(evaluation.valid, valid_start, "valid")))
+        valid.append(EvaluationSet(iterator(evaluation.valid, valid_start, "valid"), start=fixed_start))
     for name, dataset in evaluation.validation_sets.items():
         weight = plan.config.data.validation_sets[name].weight
-        valid.append(EvaluationSet(iterator(dataset, valid_start, f"valid-{name}"), name, weight))
+        valid.append(EvaluationSet(iterator(dataset, valid_start, f"valid-{name}"), name, weight, fixed_start))
     test = []
     if evaluation.test is not None:
-        test.append(EvaluationSet(iterator(evaluation.test, 0, "test")))
+        test.append(EvaluationSet(iterator(evaluation.test, 0, "test"), start=fixed_start))
     return DataIterators(iterator(data.dataset, train_start, "train"), tuple(valid), tuple(test), data.ledger_at)
 
 

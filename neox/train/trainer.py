@@ -195,6 +195,9 @@ class Trainer:
         is_repeated = name == "validation" and self._evaluated == self.state.iteration
         if not sets or self.plan.config.training.eval_iters == 0 or is_repeated:
             return
+        for item in sets:
+            if item.start is not None:
+                item.batches.seek(item.start)
         evaluates_average = self.plan.config.optimizer.eval_ema
         starts = [item.batches.position for item in sets] if evaluates_average else []
         is_complete = self._evaluate_weights(name, sets)

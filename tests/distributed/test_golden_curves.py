@@ -40,6 +40,7 @@ def golden_plan(name, directory):
         "lr_schedule_version": "v2.0" if name.startswith("v2") else "later",
         "log_dir": str(directory / "logs"),
         "num_workers": 0,
+        "eval_order": "gpt-neox",
     }
     for key in ("save", "extra_save_iters", "checkpoint_factor"):
         flat.pop(key)

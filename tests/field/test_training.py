@@ -14,12 +14,14 @@ from neox.config import NeoXConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.answers import Document, JudgedAnswers
 from neox.data.batches import BatchIterator
+from neox.data.build import build_data_iterators
 from neox.data.packing import Packing
 from neox.errors import DataError
 from neox.model import BlockContext, ExpertMLP
 from neox.ops import balance_loss, route, sinkhorn
 from neox.ops.routing import log_sinkhorn
 from neox.parallel import ParallelGrid
+from neox.plan import config_from_files, resolve
 from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
 from neox.plan.schedule import schedule_of
 from neox.preflight.data_decisions import DecidedConfig
@@ -272,3 +274,19 @@ def test_a_mismatched_answer_is_to_another_prompt():
         assert pairs.sizes[number].tolist() == [len(own.ids) - 1, len(mismatched.ids) - 1]
     with pytest.raises(DataError, match="one prompt"):
         JudgedAnswers(Answers(documents[:2]), np.ones(2, dtype=bool), 64)
+
+
+@pytest.mark.parametrize("order", ["fixed", "gpt-neox"])
+def test_each_evaluation_reads_the_same_samples(order, tmp_path):
+    """Megatron-Bridge PR 5076: before the first step, later, and in a resumed run."""
+    golden = Path(__file__).parents[1] / "golden"
+    run = golden / "v2_pp1_mp1_dp1_fp32" / "v2_pp1_mp1_dp1_fp32.yml"
+    keys = [f"data_path={golden}/data/small_text_document", f"vocab_file={golden}/data/tokenizer.json"]
+    keys += ["eval_interval=3", "eval_iters=1", "train_iters=9", "num_workers=0", f"eval_order={order}"]
+    plan = resolve(config_from_files([run], overrides=keys), 1, 1000)
+    first, later = (
+        build_data_iterators(plan, consumed_iterations=done, cache_dir=tmp_path).valid[0] for done in (0, 7)
+    )
+    assert first.start == later.start == (0 if order == "fixed" else None)
+    tokens = [next(item.batches)["tokens"] for item in (first, later)]
+    assert torch.equal(*tokens) == (order == "fixed")

@@ -83,6 +83,10 @@ class TrainingConfig(Section):
     eval_iters: NonNegativeInt = 100
     """Number of batches in one evaluation."""
 
+    eval_order: Literal["fixed", "gpt-neox"] = "fixed"
+    """Which samples an evaluation reads. `fixed`: the same ones each time, so that curves of one run can be compared,
+    and runs with each other. `gpt-neox`: each evaluation goes on after the one before."""
+
     char_level_ppl: Annotated[
         bool, Excludes("objective", ("masked_lm",), reason="its loss is that of masked tokens only")
     ] = False

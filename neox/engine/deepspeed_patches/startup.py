@@ -11,9 +11,11 @@ from deepspeed.runtime import compiler
 
 from neox.errors import LaunchError, install_command
 
-OLDEST_DEEPSPEED = (0, 19, 3)
-"""Older pipeline stages accumulate wrong gradients: summed (0.16.9 to 0.18.2), or with a further factor 1/steps at each
-stage boundary (0.18.3 to 0.19.2)."""
+OLDEST_DEEPSPEED = (0, 19, 8)
+"""From 0.18.3 to 0.19.3 at least, ZeRO 2 gives wrong gradients in bf16 on several ranks if a module is used more than
+once in a step (DeepSpeed#8224, mended by PR 8245, which was opened after 0.19.5). 0.19.8 is what is tested here. Older
+pipeline stages accumulate wrong gradients: summed (0.16.9 to 0.18.2), or with a further factor 1/steps at each stage
+boundary (0.18.3 to 0.19.2)."""
 
 
 def check_deepspeed(version: str) -> None:
@@ -22,8 +24,8 @@ def check_deepspeed(version: str) -> None:
     if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST_DEEPSPEED:
         oldest = ".".join(map(str, OLDEST_DEEPSPEED))
         raise LaunchError(
-            f"deepspeed {version} is installed, whose pipeline accumulates wrong gradients; install {oldest} or newer: "
-            f"{install_command('requirements.txt')}"
+            f"deepspeed {version} is installed; versions before {oldest} train with wrong gradients in pipelines, or "
+            f"with ZeRO 2; install {oldest} or newer: {install_command('requirements.txt')}"
         )
 
 

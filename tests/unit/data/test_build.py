@@ -38,16 +38,18 @@ def prefix(tmp_path):
 
 def test_counts_are_neoxs():
     def counts(train_batch_size, **keys):
-        return sample_counts(TrainingConfig(**keys), train_batch_size)
+        return sample_counts(TrainingConfig(**{"eval_order": "gpt-neox", **keys}), train_batch_size)
 
     assert counts(8, train_iters=30, eval_interval=1000, eval_iters=2) == SampleCounts(240, 16, 16)
     assert counts(4, train_iters=100, eval_interval=50, eval_iters=10) == SampleCounts(400, 120, 40)
     assert counts(4, train_iters=100, eval_interval=50, eval_iters=10, eval_at_start=True).valid == 160
+    assert counts(4, train_iters=100, eval_interval=50, eval_iters=10, eval_order="fixed").valid == 40
 
 
 @pytest.mark.parametrize("at_start", [False, True])
 def test_iterators_resume_where_they_were(tmp_path, at_start):
-    plan = golden_plan("eval_interval=3", "eval_iters=2", "train_iters=9", "num_workers=0", f"eval_at_start={at_start}")
+    keys = ("eval_interval=3", "eval_iters=2", "train_iters=9", "num_workers=0", "eval_order=gpt-neox")
+    plan = golden_plan(*keys, f"eval_at_start={at_start}")
     undisturbed = build_data_iterators(plan, cache_dir=tmp_path)
     train = [next(undisturbed.train) for _ in range(18)]  # two micro batches an iteration
     valid = [next(undisturbed.valid[0].batches) for _ in range(16)]  # four an evaluation
