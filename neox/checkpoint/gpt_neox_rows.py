@@ -4,7 +4,6 @@ With fewer key heads than query heads, one tensor rank's rows of `attention.quer
 
     blocks   all query rows, all key rows, all value rows        here, and gpt-neox from pull request 1315 on
     heads    for each query head: D query rows, D K / N key rows, D K / N value rows         gpt-neox before
-    groups   for each key head: the query heads that use it, the key head, the value head    TransformerEngine
 
 Nothing in gpt-neox's files names the order. With as many key heads as query heads, it never changed.
 
@@ -25,7 +24,7 @@ from neox.architecture import Architecture
 from neox.config.yaml_file import read_file
 from neox.errors import CheckpointError, ConfigError
 
-Order = Literal["blocks", "heads", "groups"]
+Order = Literal["blocks", "heads"]
 
 FUSED = "attention.query_key_value."
 """Beginning of the names of fused queries, keys and values."""
@@ -36,7 +35,6 @@ _CONVERTER_CHANGED = date(2025, 5, 9)  # pull request 1345: what convert_hf_llam
 _NAMES_OF_HEADS = ("mlp.w1.", "mlp.dense_h_to_4h.", "attention.rotary_emb.inv_freq")
 """Names until pull request 1212 (2024-09-07). Its converter of Llama's own weights still writes `mlp.w1`, and this
 order."""
-_NAMES_OF_GROUPS = ("attention.qkv.",)
 
 _OLDER_KEYS = frozenset({"mlp_type"})  # removed by pull request 1212
 _LATER_KEYS = frozenset(
@@ -76,8 +74,6 @@ def row_order(
         CheckpointError: If nothing tells the order.
     """
     names = tuple(stored_names)
-    if any(name.startswith(_NAMES_OF_GROUPS) for name in names):
-        return RowOrder("groups", "its names are TransformerEngine's")
     if declared is not None:
         changed = _CONVERTER_CHANGED if _is_converted(state) else _TRAINING_CHANGED
         return RowOrder("heads" if declared < changed else "blocks", f"gpt_neox_version is {declared}")
@@ -140,10 +136,6 @@ def to_blocks(rows: Tensor, order: Order, architecture: Architecture) -> Tensor:
     ranks = (heads + 2 * kv_heads) * dim // rows.shape[0]
     if not ranks or (heads + 2 * kv_heads) * dim != ranks * rows.shape[0] or kv_heads % ranks:
         return rows  # of another model, which the shape tells
-    if order == "groups":
-        by_group = rows.unflatten(0, (kv_heads // ranks, heads // kv_heads + 2, dim))
-        parts = by_group.split((heads // kv_heads, 1, 1), dim=1)  # each [K, heads, D, ...]
-        return torch.cat([part.flatten(0, 2) for part in parts])
     share = dim * kv_heads // heads
     by_head = rows.unflatten(0, (heads // ranks, dim + 2 * share))
     return torch.cat([part.flatten(0, 1) for part in by_head.split((dim, share, share), dim=1)])
