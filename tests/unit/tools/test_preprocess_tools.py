@@ -75,7 +75,7 @@ def test_the_tokenizer_flags_of_gpt_neox_are_understood() -> None:
     args = parse(
         ["--json_input_dir", "data", "--tokenizer_output_path", "t.json", "--tokenizer_type", "BPE", "-v", "5000"]
     )
-    assert (args.input, args.output, args.vocab_size, args.kind) == ("data", "t.json", 5000, "byte-level-bpe")
+    assert (args.input, args.output, args.vocab_size, args.kind) == (["data"], "t.json", 5000, "byte-level-bpe")
 
 
 def test_errors_are_one_line_with_an_exit_code(tmp_path: Path) -> None:
