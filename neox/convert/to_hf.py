@@ -31,15 +31,22 @@ from neox.convert.hf_directory import (
 )
 from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, write_tokenizer
 from neox.convert.model_card import model_card
-from neox.convert.verification import Verification, compare_logits, single_rank_plan, verification_tokens
+from neox.convert.verification import (
+    Verification,
+    compare_logits,
+    single_rank_plan,
+    verification_tokens,
+)
 from neox.errors import ConfigError, ConversionError, os_errors, refusals
 from neox.families import FAMILIES, Family, ModelSettings
+from neox.log import get_logger
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, used_vocabulary
-from neox.plan.export_form import family_refusals
+from neox.plan.export_form import exported_norm, family_refusals
 from neox.tokenizer import GENERATION_CONFIG, HFTokenizer, identify, saved_tokenizer_identity, special_token
 from neox.tokenizer.chat import ChatTemplate, find_answer_form
 
+_log = get_logger(__name__)
 VERIFY_UP_TO_PARAMETERS = 300_000_000
 """Largest model that is compared by default: both sides fit in a few GiB together and take seconds."""
 _VERIFY_TOKENS = 256
@@ -104,6 +111,12 @@ def to_hf(
         CheckpointError: If the checkpoint cannot be read or belongs to another model.
     """
     family = choose_family(config, hf_architecture)
+    if config.model.norm != exported_norm(config.model.norm):
+        _log.warning(
+            "%s: gpt-neox added the norms' epsilon outside of the root until May 2025; no Hugging Face norm does, so "
+            "the export adds it inside, as gpt-neox's converter assumes: logits differ slightly from the trained ones",
+            config.describe_setting("norm"),
+        )
     output = Path(output_dir)
     refuse_used_directory(output, overwrite=overwrite)
     reader, plan = _open(checkpoint_at(Path(input_dir)), config, weights)
@@ -160,7 +173,7 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
         ConfigError: For settings of the network that are not supported. If no family can express the network, with
             every family's reasons.
     """
-    architecture = single_rank_plan(config, 1).architecture
+    architecture = single_rank_plan(config, 1, exported=True).architecture
     remembered = config.model.hf_architecture
     wanted = name or remembered
     candidates = list(FAMILIES.values())
@@ -186,6 +199,7 @@ def _open(input_dir: Path, config: NeoXConfig, weights: LoadedWeights) -> tuple[
         reader = CheckpointReader(input_dir)
         plan = single_rank_plan(config, reader.vocabulary_rows)
         check_same_model(input_dir, reader.args, plan)
+        plan = single_rank_plan(config, reader.vocabulary_rows, exported=True)
         return CheckpointReader(
             input_dir, plan.layers, weights=weights, gpt_neox_date=config.checkpoint.gpt_neox_date
         ), plan

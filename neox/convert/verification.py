@@ -19,6 +19,7 @@ from neox.model import GPT
 from neox.parallel import ParallelGrid
 from neox.plan import AttentionImpl, RunPlan, resolve
 from neox.plan.architecture_keys import ARCHITECTURE_KEYS
+from neox.plan.export_form import exported_norm
 from neox.tokenizer import Tokenizer
 
 _KERNEL_KEYS = frozenset({"scaled_upper_triang_masked_softmax_fusion", "precision"})
@@ -32,12 +33,13 @@ SAMPLE_TEXT = (
 """Everyday text of different kinds: prose, code, numbers, accents and another script."""
 
 
-def single_rank_plan(config: NeoXConfig, padded_vocab_size: int) -> RunPlan:
+def single_rank_plan(config: NeoXConfig, padded_vocab_size: int, *, exported: bool = False) -> RunPlan:
     """Return the plan of a configuration's network in fp32 on one rank. Its degrees, batch and data are left out.
 
     Args:
         config: The configuration.
         padded_vocab_size: Number of rows of the embedding.
+        exported: Whether the network is that of an export (`exported_norm`).
 
     Raises:
         ConfigError: For settings of the network that are not supported, all of them in one message.
@@ -57,6 +59,8 @@ def single_rank_plan(config: NeoXConfig, padded_vocab_size: int) -> RunPlan:
         "pipe_parallel_size": 1,
         "model_parallel_size": 1,
     }
+    if exported:
+        flat["norm"] = exported_norm(config.model.norm)
     sources = {key: source for key, source in config.sources().items() if key.partition(".")[0] in kept}
     plan = resolve(NeoXConfig.from_flat(flat, sources), 1, padded_vocab_size)
     eager: AttentionImpl = "eager"  # runs on every device
@@ -71,7 +75,7 @@ def load_reference_model(reader: CheckpointReader, config: NeoXConfig) -> GPT:
         config: The checkpoint's configuration.
     """
     assert reader.layers is not None
-    plan = single_rank_plan(config, reader.layers.padded_vocab_size)
+    plan = single_rank_plan(config, reader.layers.padded_vocab_size, exported=True)
     model = GPT(plan, ParallelGrid.single(), dtype=torch.float32)
     missing = dict(model.named_parameters())
     with torch.no_grad():

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neox.architecture import Architecture
 from neox.config import NeoXConfig
 from neox.families import FAMILIES, Family
 from neox.plan.architecture import architecture_keys
+
+
+def exported_norm(norm: str) -> str:
+    """Return the norm of an export for a value of `norm`.
+
+    gpt-neox's RMS norm had its epsilon outside of the root until May 2025. No Hugging Face norm has that, and
+    gpt-neox's own converter writes such models as if it was inside.
+    """
+    return "rmsnorm" if norm == "rmsnorm_v2.0" else norm
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ def family_refusals(architecture: Architecture, families: Iterable[Family]) -> l
 
 def export_note(config: NeoXConfig, architecture: Architecture) -> str | None:
     """Return a note if no Hugging Face family can express a network, so that an export would be refused."""
-    refusals = family_refusals(architecture, FAMILIES.values())
+    exported = replace(architecture, norm=exported_norm(architecture.norm))
+    refusals = family_refusals(exported, FAMILIES.values())
     if not refusals:
         return None
     closest = refusals[0].describe(config)

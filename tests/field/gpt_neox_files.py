@@ -38,6 +38,7 @@ class Network:
     rotary: int = 2
     llama: bool = False
     parallel: bool = True
+    outer_epsilon: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -213,6 +214,8 @@ def logits(network: Network, files: Sequence[Layers], ids: Tensor) -> Tensor:
 
 
 def _norm(network: Network, tensors: Mapping[str, Tensor], module: str, x: Tensor) -> Tensor:
+    if network.llama and network.outer_epsilon:
+        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-5) * tensors[f"{module}.scale"]
     if network.llama:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * tensors[f"{module}.scale"]
     return F.layer_norm(x, (network.hidden,), tensors[f"{module}.weight"], tensors[f"{module}.bias"], 1e-5)

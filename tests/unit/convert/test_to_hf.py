@@ -18,6 +18,7 @@ from neox.convert.hf_directory import new_directory
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError
 from neox.parallel import shard
+from neox.plan.export_form import export_note
 from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
@@ -289,3 +290,13 @@ def test_the_average_of_the_weights_is_exported_in_their_precision(tmp_path):
         file.unlink()
     with raises_naming(CheckpointError, "ema_decay"):
         to_hf(directory, config, tmp_path / "none", verify=False, weights="ema")
+
+
+def test_norms_with_their_epsilon_outside_are_exported_as_gpt_neox_does(tmp_path, caplog):
+    """gpt-neox's RMS norm until May 2025; its converter writes such models, and no Hugging Face norm is like it."""
+    keys = {**GLM4_MOE, "norm": "rmsnorm_v2.0"}
+    directory, config, _ = checkpoint(tmp_path, **keys)
+    assert export_note(config, single_rank_plan(config, 96).architecture) is None
+    result = to_hf(directory, config, tmp_path / "hf")
+    assert result.check is not None
+    assert "rmsnorm_v2.0" in caplog.text
