@@ -19,7 +19,7 @@ from neox.parallel import ParallelGrid
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer, positions
 from tests.field.hf_models import write_llama
-from tests.field.test_hf_directories import run_of
+from tests.field.test_hf_generation import run_of
 from tests.field.text_tokenizers import FORMS, save
 
 pytestmark = pytest.mark.slow
