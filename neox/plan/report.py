@@ -19,6 +19,7 @@ from neox.plan.inference import inference_bytes
 from neox.plan.longest import length_notes
 from neox.plan.parameter_groups import group_lines
 from neox.plan.report_json import count, plain, stage_contents
+from neox.plan.run_identity import resumes_own_directory, starting_weights
 from neox.plan.run_plan import RunPlan
 from neox.plan.schedule import schedule_of
 from neox.plan.stages import StagePlan
@@ -54,6 +55,8 @@ def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool =
         lines.append(_balance_line(plan))
     notes = list(plan.notes)
     if training:
+        if plan.config.checkpoint.load is not None and not resumes_own_directory(plan.config):
+            lines.append(f"start     {starting_weights(plan.config)}")
         lines += _memory_lines(plan, device, verbose=verbose)
         lines += _figure_lines(plan, device)
         notes += flash_advice(plan, device)

@@ -16,6 +16,7 @@ from neox.plan.fit import check_fit, flash_advice
 from neox.plan.longest import length_notes, longest_sample
 from neox.plan.memory import MemoryPlan, stage_memory
 from neox.plan.parameter_groups import group_lines
+from neox.plan.run_identity import starting_weights
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import StagePlan
 from neox.plan.value_sources import all_values, deepspeed_sources, derived_values
@@ -41,6 +42,7 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
             "world": grid.world_size,
         },
         "batch": asdict(plan.batch),
+        "start": starting_weights(plan.config),
         "precision": plan.precision,
         "vocab_size": plan.vocab_size,
         "padded_vocab_size": plan.padded_vocab_size,

@@ -133,6 +133,24 @@ def _start_of(config: NeoXConfig, *, by_copy: bool = False) -> str:
     return f"a continuation of {source}"
 
 
+def starting_weights(config: NeoXConfig) -> str:
+    """Return the weights that a training starts from, in words: the checkpoint itself if it is on this machine."""
+    keys = config.checkpoint
+    if keys.load is None:
+        return f"initial weights of seed {config.training.seed}"
+    step = None if keys.iteration is None else f"{_STEP}{keys.iteration}"
+    if is_remote(keys.load):
+        chosen = keys.load if step is None else f"{keys.load}, {step}"
+    else:
+        load = Path(keys.load)
+        chosen = str(newest_checkpoint(load) if step is None else load / step)
+    if resumes_own_directory(config):
+        return f"goes on from {chosen}, or initial weights if it holds no checkpoint"
+    if keys.finetune:
+        return f"weights of {chosen}, at step 0 (finetune)"
+    return f"goes on from {chosen}"
+
+
 def resumes_own_directory(config: NeoXConfig) -> bool:
     """Return whether a run asks to go on from its `save` directory: `load` is the same, and it is no fine-tuning."""
     keys = config.checkpoint

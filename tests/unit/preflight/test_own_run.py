@@ -11,10 +11,19 @@ import pytest
 
 from neox.checkpoint.manifest import write_manifest
 from neox.config import NeoXConfig
-from neox.plan.run_identity import RUN_FILE, changed_keys, find_run, identity_text, other_run_message, run_identity
+from neox.plan import format_plan, plan_as_dict
+from neox.plan.run_identity import (
+    RUN_FILE,
+    changed_keys,
+    find_run,
+    identity_text,
+    other_run_message,
+    run_identity,
+    starting_weights,
+)
 from neox.preflight.own_run import finished_note, unfinished_note, with_own_run
 from neox.run_events import append_event
-from tests.plans import SMALL
+from tests.plans import SMALL, small_plan
 
 
 def make_config(**keys: Any) -> NeoXConfig:
@@ -52,6 +61,18 @@ def put_config(save: Path, step: int, config: NeoXConfig) -> None:
 )
 def test_what_makes_another_run(keys: dict[str, Any], same: bool) -> None:
     assert (run_identity(make_config()).run_id == run_identity(make_config(**keys)).run_id) is same
+
+
+def test_the_plan_names_the_weights_that_a_run_starts_from(tmp_path: Path) -> None:
+    base = make_config(save=str(tmp_path / "base"))
+    put_checkpoint(tmp_path / "base", 4, base)
+    keys = {"load": str(tmp_path / "base"), "save": str(tmp_path / "own")}
+    assert "seed" in starting_weights(base)
+    assert f"{tmp_path / 'base' / 'global_step4'}, at step 0" in starting_weights(make_config(**keys, finetune=True))
+    assert str(tmp_path / "base" / "global_step2") in starting_weights(make_config(**keys, iteration=2))
+    assert "s3://bucket/base" in starting_weights(make_config(load="s3://bucket/base", finetune=True))
+    assert "at step 0 (finetune)" in format_plan(small_plan(**keys, finetune=True))
+    assert plan_as_dict(small_plan(**keys, finetune=True))["start"].endswith("(finetune)")
 
 
 def test_a_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
