@@ -201,12 +201,12 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
-        ctx.save_for_backward(rows, weight, ends)
+        ctx.save_for_backward(rows, weight, ends, counts)
         return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weight, ends = ctx.saved_tensors
+        rows, weight, ends, counts = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = None
         grad_weight = None
@@ -214,4 +214,6 @@ class _GroupedProduct(torch.autograd.Function):
             grad_rows = torch._grouped_mm(grad, weight, offs=ends)
         if ctx.needs_input_grad[1]:
             grad_weight = torch._grouped_mm(grad.t(), rows, offs=ends)  # [E, O, I]
+            # On Blackwell the kernel leaves what was in memory for an expert without rows (pytorch#172439).
+            grad_weight.masked_fill_((counts == 0).view(-1, 1, 1), 0.0)
         return grad_rows, grad_weight, None

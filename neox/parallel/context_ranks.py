@@ -35,7 +35,8 @@ def context_ranges(length: int, grid: ParallelGrid) -> tuple[range, range]:
 def context_indices(length: int, grid: ParallelGrid, device: torch.device | None = None) -> Tensor:
     """Return the indices of this rank's tokens in a sample of `length` tokens, [S/C]."""
     early, late = context_ranges(length, grid)
-    return torch.tensor([*early, *late], device=device)
+    parts = [torch.arange(part.start, part.stop, device=device) for part in (early, late)]
+    return torch.cat(parts)  # a tensor of Python numbers would be copied from the host, which waits
 
 
 def gather_context(x: Tensor, grid: ParallelGrid) -> Tensor:

@@ -35,6 +35,24 @@ def test_one_kernel_and_a_loop_give_the_same(shares: str):
     assert not results[1][2][idle].any()
 
 
+def test_experts_without_rows_have_no_gradient_where_the_kernel_leaves_memory_as_it_was(monkeypatch):
+    """As on Blackwell (pytorch#172439)."""
+    rows, weight, gradient = operands()
+    counts = torch.tensor(SHARES["with empty experts"])
+    kernel = torch._grouped_mm
+
+    def careless(*operands: Tensor, offs: Tensor) -> Tensor:
+        product = kernel(*operands, offs=offs)
+        if product.dim() == 3:
+            product[counts == 0] = torch.nan
+        return product
+
+    monkeypatch.setattr(torch, "_grouped_mm", careless)
+    product = _GroupedProduct.apply(rows, weight, counts)
+    of_weight = torch.autograd.grad(product, weight, gradient)[0]
+    assert not of_weight[counts == 0].any()
+
+
 def test_shapes_and_strides_are_those_that_the_kernel_of_gpus_takes():
     rows, weight, gradient = operands("meta")
     product = _GroupedProduct.apply(rows, weight, torch.empty(4, dtype=torch.int64, device="meta"))
