@@ -92,7 +92,7 @@ def checkpoint_at(given: str | Path, cache: str | Path | None = None, needed: Ch
         raise ConfigError(f"{path} is not a directory{_beside(path)}; give the global_stepN directory of a checkpoint")
     if is_checkpoint(path):
         return path
-    if checkpoint_directories(path) or (path / LATEST).is_file():  # gpt-neox's converter of Llama names it `0`
+    if checkpoint_directories(path) or names_checkpoint(path):  # gpt-neox's converter of Llama names it `0`
         return find_checkpoint(path, verify=False, way_out="give another directory")
     inner = [child for child in sorted(path.iterdir()) if child.is_dir() and checkpoint_directories(child)]
     if len(inner) == 1:  # the directory of a run, which also holds its logs
@@ -237,22 +237,32 @@ def _candidates(load: Path) -> list[Path]:
     return order
 
 
+def names_checkpoint(load: Path) -> bool:
+    """Return whether `latest` names a checkpoint, which may have any name; not if what it names has been moved away."""
+    return isinstance(_read_latest(load), Path)
+
+
 def _named_by_latest(load: Path) -> Path | None:
     """Return the checkpoint that `latest` names. If it names none, warn and return None."""
-    latest = load / LATEST
-    try:
-        tag = latest.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        problem = "is missing"
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"cannot be read ({error})"
-    else:
-        path = load / tag
-        if tag and Path(tag).name == tag and path.is_dir():
-            return path
-        problem = f"names {tag!r}, which does not exist" if tag else "is empty"
-    _log.warning("%s %s; taking the newest complete checkpoint", latest, problem)
+    found = _read_latest(load)
+    if isinstance(found, Path):
+        return found
+    _log.warning("%s %s; taking the newest complete checkpoint", load / LATEST, found)
     return None
+
+
+def _read_latest(load: Path) -> Path | str:
+    """Return the checkpoint that `latest` names, or why it names none."""
+    try:
+        tag = (load / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"cannot be read ({error})"
+    path = load / tag
+    if tag and Path(tag).name == tag and path.is_dir():
+        return path
+    return f"names {tag!r}, which does not exist" if tag else "is empty"
 
 
 def _sequence(path: Path) -> int:

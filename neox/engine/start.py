@@ -33,8 +33,8 @@ from neox.checkpoint import (
     why_incomplete,
 )
 from neox.checkpoint.fetching import find_remote, partial_copy
-from neox.checkpoint.finding import WITHOUT_LOAD
-from neox.checkpoint.names import LATEST, parse_step_directory
+from neox.checkpoint.finding import WITHOUT_LOAD, names_checkpoint
+from neox.checkpoint.names import parse_step_directory
 from neox.checkpoint.partial_copies import origin_of
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
 from neox.engine.distributed import all_succeeded, from_first_rank
@@ -258,7 +258,7 @@ def _run_in_save(plan: RunPlan) -> Path | None:
 
 def _is_empty(load: Path) -> bool:
     """Return whether a directory has no checkpoint, complete or broken. A first start is meant then, and logged."""
-    if load.is_dir() and (checkpoint_directories(load) or any(load.glob("*.pt")) or (load / LATEST).is_file()):
+    if load.is_dir() and (checkpoint_directories(load) or any(load.glob("*.pt")) or names_checkpoint(load)):
         return False
     _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
     return True

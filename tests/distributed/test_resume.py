@@ -205,6 +205,10 @@ def test_where_nothing_is_to_load(tmp_path):
 
     new = str(tmp_path / "new")
     assert choose_start(tiny_plan(1, save=new, load=new)).checkpoint is None
+    emptied = tmp_path / "emptied"  # its checkpoints were moved away, but not `latest`
+    emptied.mkdir()
+    (emptied / "latest").write_text("global_step10")
+    assert choose_start(tiny_plan(1, save=str(emptied), load=str(emptied))).checkpoint is None
     with pytest.raises(CheckpointError) as nothing:
         choose_start(tiny_plan(1, load=new))
     assert new in str(nothing.value)
