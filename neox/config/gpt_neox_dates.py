@@ -48,6 +48,12 @@ CHANGED_DEFAULTS: Mapping[str, ChangedDefault] = MappingProxyType(
 """Pull request 1107. (`gradient_clipping: 1.0` of pull request 819 never reached DeepSpeed, see #1432.)"""
 
 
+def used_defaults(values: Mapping[str, Any]) -> Mapping[str, ChangedDefault]:
+    """Return the changed defaults of the keys that have an effect next to given values."""
+    unused = () if values.get("weight_by_num_documents") else ("weighted_sampler_alpha",)
+    return {key: changed for key, changed in CHANGED_DEFAULTS.items() if key not in unused}
+
+
 def apply_date(keys: FlatKeys) -> None:
     """Give keys the meaning, and absent keys the default, that they had in the gpt-neox that the file is of.
 
@@ -59,7 +65,7 @@ def apply_date(keys: FlatKeys) -> None:
     if known is not None:
         _set_defaults(keys, known)
         _set_geglu_width(keys, known)
-        if known < _LATER_SCHEDULE:
+        if known < _LATER_SCHEDULE and not keys.values.get("scheduler"):
             _set_absent(keys, "lr_schedule_version", "v2.0")
     latest = known or removed
     if latest is not None and latest < _EPSILON_INSIDE and keys.values.get("norm") == "rmsnorm":
@@ -108,7 +114,7 @@ def _set_geglu_width(keys: FlatKeys, day: date) -> None:
 
 
 def _set_defaults(keys: FlatKeys, day: date) -> None:
-    for key, changed in CHANGED_DEFAULTS.items():
+    for key, changed in used_defaults(keys.values).items():
         if day >= changed.since and not any(look_up(keys.values, name)[0] for name in changed.names):
             _set_absent(keys, key, changed.value)
 

@@ -212,15 +212,23 @@ def test_the_width_of_geglu(day: str | None, width: int) -> None:
 def test_defaults_are_those_of_the_date() -> None:
     """gpt-neox PR 1107 and 1008."""
     old, new = dated("2023-12-25"), dated("2023-12-26")
-    keys = ("hidden_dropout", "attention_dropout", "weight_decay", "weighted_sampler_alpha")
-    assert [old.value(key) for key in keys] == [0.1, 0.1, 0.01, 0.3]
-    assert [new.value(key) for key in keys] == [0.0, 0.0, 0.1, 1.0]
+    keys = ("hidden_dropout", "attention_dropout", "weight_decay")
+    assert [old.value(key) for key in keys] == [0.1, 0.1, 0.01]
+    assert [new.value(key) for key in keys] == [0.0, 0.0, 0.1]
+    for day, alpha in (("2023-12-25", 0.3), ("2023-12-26", 1.0)):
+        assert dated(day, weight_by_num_documents=True).data.weighted_sampler_alpha == alpha
     assert dated("2024-01-01", hidden_dropout=0.2).training.hidden_dropout == 0.2
     in_block = {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.3}}}
     assert not dated("2024-01-01", **in_block).given("weight_decay")
     assert dated("2023-08-06").schedule.lr_schedule_version == "v2.0"
     assert dated("2023-08-07").schedule.lr_schedule_version == "later"
     assert new.deepspeed.gradient_clipping == 0.0
+
+
+def test_no_note_is_about_a_default_of_the_date() -> None:
+    for keys in ({}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}):
+        for day in ("2023-08-06", "2024-01-01"):
+            assert not notes_without_effect(dated(day, **keys)), (day, keys)
 
 
 def test_a_file_with_younger_keys_is_told_about_older_defaults() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from neox.architecture import ACTIVATIONS
-from neox.config.gpt_neox_dates import CHANGED_DEFAULTS, VERSION, date_before, keys_since
+from neox.config.gpt_neox_dates import CHANGED_DEFAULTS, VERSION, date_before, keys_since, used_defaults
 from neox.config.keys import NEOX_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
@@ -89,9 +89,15 @@ def _optimizer_notes(config: NeoXConfig) -> Iterator[Note]:
 
 
 def _schedule_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield the keys of the learning rate that `scheduler` replaces."""
+    """Yield the keys of the learning rate that `scheduler` or lr_warmup_iters replaces."""
     given = [key for key in _REPLACED_BY_SCHEDULER if config.given(key)]
-    if config.schedule.scheduler is None or not given:
+    if config.schedule.scheduler is None:
+        if config.schedule.lr_warmup_iters is not None and config.given("warmup"):
+            steps = config.describe_setting("lr_warmup_iters")
+            message = f"{config.describe_setting('warmup')} changes nothing: {steps} gives the warm-up"
+            yield Note(("warmup", "lr_warmup_iters"), message)
+        return
+    if not given:
         return
     keys = ", ".join(map(config.describe_setting, given))
     verb = "changes" if len(given) == 1 else "change"
@@ -208,10 +214,9 @@ def _default_notes(config: NeoXConfig, given: Mapping[str, Any]) -> Iterator[Not
     """Yield defaults of v2.0 in a file whose keys came after the default was changed."""
     changed = []
     younger = ""
-    for key, default in CHANGED_DEFAULTS.items():
-        is_used = key != "weighted_sampler_alpha" or config.data.weight_by_num_documents
+    for key, default in used_defaults(given).items():
         later = next(keys_since(given, default.since), None)
-        if is_used and later is not None and not any(map(config.given, default.names)):
+        if later is not None and not any(map(config.given, default.names)):
             younger = later
             changed.append(f"{key} ({config.value(key)}; then {default.value})")
     if changed:

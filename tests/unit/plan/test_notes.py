@@ -43,6 +43,11 @@ def test_a_condition_that_is_off_is_noted(path: str, keys: dict[str, Any]) -> No
     assert noted(**keys) == [(path,)]
 
 
+def test_warmup_next_to_its_steps_is_noted() -> None:
+    assert noted(warmup=0.1, lr_warmup_iters=5) == [("warmup", "lr_warmup_iters")]
+    assert noted(warmup=0.1) == noted(lr_warmup_iters=5) == []
+
+
 @pytest.mark.parametrize(
     ("schedule", "is_noted"),
     [
