@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from neox.config.sections.data import Blend, DataConfig, ValidationSet
+from neox.config.sections.data import Blend, DataConfig, ValidationSet, split_shares
 from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
 from neox.data.fill_in_middle import FillInMiddle
 from neox.data.gpt_dataset import GPTDataset, split_documents
@@ -149,14 +149,14 @@ class DatasetFactory:
         indexed = self.open(prefix)
         total = self.num_documents(indexed)
         result: list[Samples | BlendedDataset | None] = []
-        parts = split_documents(split, total)
-        for name, documents, num_samples in zip(SampleCounts._fields, parts, counts, strict=True):
+        parts = zip(split_shares(split), split_documents(split, total), strict=True)
+        for name, (share, documents), num_samples in zip(SampleCounts._fields, parts, counts, strict=True):
             if num_samples and documents:
                 (fill_in_middle,) = self.rearrangements(name, 1)
                 result.append(self.samples(indexed, documents, num_samples, fill_in_middle=fill_in_middle))
                 continue
             result.append(None)
-            if num_samples:
+            if num_samples and share:  # a share of 0 asks for none
                 # gpt-neox's default reserves a thousandth for the test, which is less than a sample of small data.
                 is_default = split == DataConfig.model_fields["split"].default
                 level = logging.DEBUG if name == "test" and is_default else logging.WARNING

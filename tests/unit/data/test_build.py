@@ -94,6 +94,13 @@ def test_exactly_enough_data_is_read_without_beginning_again(prefix, caplog):
     assert iterator.position == len(sets.train) + 1 == 37
 
 
+@pytest.mark.parametrize(("split", "said"), [("95,5,0", False), ("100", False), ("98,1,1", True)])
+def test_a_part_without_documents_is_said_if_it_was_asked_for(prefix, caplog, split, said):
+    sets = build_datasets(DataConfig(data_path=prefix, split=split), SampleCounts(8, 0, 8), **RUN_SIZES)
+    assert sets.test is None
+    assert ("leaves none for test" in caplog.text) is said
+
+
 def test_no_evaluation_reads_no_data(tmp_path):
     iterators = build_data_iterators(golden_plan("eval_iters=0"), cache_dir=tmp_path)
     assert iterators.valid == iterators.test == ()
