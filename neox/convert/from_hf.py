@@ -203,11 +203,12 @@ def _import_generation_config(source: Path, output: Path) -> None:
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _WITHOUT_EFFECT = frozenset({*_SPECIAL_IDS, "_from_model_config", "transformers_version", "use_cache", "max_length"})
+_OFF = (None, False)  # transformers writes some of these for every model
 
 
 def _note_sampling(path: Path, settings: Mapping[str, Any]) -> None:
     """Say which settings of generation are carried to exports without an effect here."""
-    carried = sorted(key for key, value in settings.items() if key not in _WITHOUT_EFFECT and value is not None)
+    carried = sorted(key for key, value in settings.items() if key not in _WITHOUT_EFFECT and value not in _OFF)
     if carried:
         get_logger(__name__).info(
             "%s: exports get %s back; generation here follows the YAML's keys (temperature, top_p, top_k, ...) instead",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 
 import pytest
@@ -156,14 +157,16 @@ def test_formats_of_others_name_their_converter(tmp_path, name, converter):
         from_hf(tmp_path / "in", tmp_path / "out")
 
 
-def test_settings_of_generation_come_along(exported, tmp_path):
+def test_settings_of_generation_come_along(exported, tmp_path, caplog):
     directory, _, _ = exported
     vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2, "<|end|>": 3}
     Tokenizer(models.WordLevel(vocabulary, unk_token="a")).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    given = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 3], "bos_token_id": 1}
+    given = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 3], "bos_token_id": 1, "output_attentions": False}
     (directory / "generation_config.json").write_text(json.dumps(given))
-    imported = from_hf(directory, tmp_path / "back")
+    with caplog.at_level(logging.INFO):
+        imported = from_hf(directory, tmp_path / "back")
+    assert "exports get temperature, top_p back" in caplog.text
     to_hf(imported.checkpoint, config_from_files([imported.config_file]), tmp_path / "out", verify=False)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert {key: written[key] for key in ("temperature", "top_p", "eos_token_id")} == {
