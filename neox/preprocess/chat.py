@@ -25,7 +25,7 @@ from neox.tokenizer.chat import ChatRenderer, ChatTemplate, find_answer_form
 from neox.tokenizer.chat_messages import ChatError, Message, names_of_calls, thoughts_of, tools_of
 
 Range = tuple[int, int]
-_LAST_END = "the token that ends the last answer (which --append-eod adds)"
+_LAST_END = "the end of the last answer (--append-eod adds a token for it)"
 
 
 class RenderedConversation(NamedTuple):
@@ -135,8 +135,10 @@ class ChatEncoder:
         )
 
     def _has_end(self, text: str, ids: Sequence[int]) -> bool:
-        """Return whether a token that ends the last answer stands at the end of a text, perhaps before blanks."""
+        """Return whether what ends the last answer stands at the end of a text, perhaps before blanks."""
         if self.job.settings.append_eod or ids[-1] in self.ends.special:
+            return True
+        if text.rstrip().endswith(self.ends.strings):
             return True
         blanks = len(self.tokenizer.encode_bare(text[len(text.rstrip()) :]))
         return 0 < blanks < len(ids) and ids[-1 - blanks] in self.ends.special
@@ -245,17 +247,21 @@ class AnswerEnds(NamedTuple):
     Attributes:
         ends: Ids that end a generation.
         special: Ids of all special tokens.
+        strings: Texts that end answers, if the template has no token for it.
     """
 
     ends: frozenset[int]
     special: frozenset[int]
+    strings: tuple[str, ...]
 
     @staticmethod
     def of(template: ChatTemplate, tokenizer: HFTokenizer) -> AnswerEnds:
         """Return the tokens of a template. Raises TokenizerError if it is not valid."""
-        ends = frozenset({tokenizer.eod, *find_answer_form(template, tokenizer).end_ids})
+        form = find_answer_form(template, tokenizer)
+        ends = frozenset({tokenizer.eod, *form.end_ids})
         added = tokenizer.backend.get_added_tokens_decoder()
-        return AnswerEnds(ends, ends | {number for number, token in added.items() if token.special})
+        special = ends | {number for number, token in added.items() if token.special}
+        return AnswerEnds(ends, special, form.end_strings)
 
     def included(
         self, answers: Sequence[Range], text: str, ids: Sequence[int], offsets: Sequence[Range]

@@ -467,7 +467,9 @@ class _Run:
                 "another one; leave --append-eod out and use --restart for one end"
             )
         for loss, lines in self.losses.items():
-            _log.warning("the chat template leaves out %s of %s lines: they are not trained on", loss, f"{lines:,}")
+            _log.warning(
+                "%s lines: the chat template leaves out %s; what is left out is not trained", f"{lines:,}", loss
+            )
         accelerator = self.accelerator or "off"
         return PreprocessReport.of(sidecars, seconds=seconds, accelerator=accelerator, not_strict=self.not_strict)
 

@@ -225,6 +225,15 @@ def test_the_token_that_ends_an_answer_is_trained(vocab: Path) -> None:
     assert chat(vocab, {"messages": asked})[1] == "Two.<|im_end|>\nTwo.<|im_end|>\n"
 
 
+def test_an_end_that_is_no_token_of_the_vocabulary(vocab: Path) -> None:
+    """ChatML on a base model, whose tokenizer has no `<|im_end|>`: its characters are trained."""
+    chatml = CHATML.replace("<|im_end|>", "<|fin|>")
+    conversation = {"messages": [USER, {"role": "assistant", "content": "Two."}]}
+    assert chat(vocab, conversation, chatml)[1].startswith("Two.<|fin|>")
+    encoder = ChatEncoder(job(vocab), ChatSettings(ChatTemplate(chatml, {})))
+    assert not encoder.encode(as_block([conversation])).losses
+
+
 def test_a_template_that_ends_the_text_once(vocab: Path) -> None:
     """Phi 3's template writes the end of the text after the last answer, and after each prefix of a conversation."""
     phi = (
