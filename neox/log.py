@@ -97,7 +97,7 @@ class _LineProgress:
         rate = self.done / seconds
         text = f"{self.description}: "
         if self.total:
-            percent = 100 * self.done / self.total
+            percent = min(100, 100 * self.done / self.total)  # a small table is read by its parts, some of them twice
             text += f"{self._number(self.done)} of {self._amount(self.total)} ({percent:.0f} %)"
         else:
             text += self._amount(self.done)

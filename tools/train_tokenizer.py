@@ -86,17 +86,26 @@ def main() -> int:
     texts = chosen_texts(documents, args.sample, args.max_mb, args.seed)
     files = train_tokenizer(texts, args.vocab_size, args.output, args.kind)
     print(*files, sep="\n", flush=True)
-    print(next_step(args.input, args.kind, files), file=sys.stderr)
+    print(next_step(args, files), file=sys.stderr)
     return 0
 
 
-def next_step(inputs: Sequence[str], kind: TokenizerKind, files: Sequence[Path]) -> str:
-    """Return the size of a new tokenizer, and the command that makes token files with it."""
-    size = build_tokenizer(TOKENIZER_TYPE_OF_KIND[kind], *files).vocab_size
-    words = ["python", "tools/preprocess_data.py", "--input", *inputs, "--output-prefix", "data/mydata", "--append-eod"]
-    words += ["--tokenizer-type", TOKENIZER_TYPE_OF_KIND[kind], "--vocab-file", str(files[0])]
+def next_step(args: argparse.Namespace, files: Sequence[Path]) -> str:
+    """Return the size of a new tokenizer, and the command that makes token files of the same texts with it."""
+    size = build_tokenizer(TOKENIZER_TYPE_OF_KIND[args.kind], *files).vocab_size
+    words = ["python", "tools/preprocess_data.py", "--input", *args.input, "--output-prefix", "data/mydata"]
+    words += ["--append-eod", "--tokenizer-type", TOKENIZER_TYPE_OF_KIND[args.kind], "--vocab-file", str(files[0])]
     if len(files) > 1:
         words += ["--merge-file", str(files[1])]
+    if "{" in args.jsonl_key or "." in args.jsonl_key:
+        words += ["--text-key", args.jsonl_key]
+    elif args.jsonl_key != "text":
+        words += ["--jsonl-keys", args.jsonl_key]
+    for flag in ("split", "config"):
+        if getattr(args, flag):
+            words += [f"--{flag}", getattr(args, flag)]
+    if args.filter:
+        words += ["--filter", *args.filter]
     return f"{size:,} ids; to make token files with it: {shlex.join(words)}"
 
 

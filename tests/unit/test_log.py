@@ -24,3 +24,7 @@ def test_other_units_are_counted_whole(capsys: pytest.CaptureFixture[str]) -> No
     assert line_of("documents", 1000, 250, capsys).startswith("reading: 250 of 1,000 documents")
     assert line_of("documents", 1000, 0, capsys).endswith(", 0.0 documents/s")  # no time is left to name
     assert line_of("s", None, 5, capsys) == "reading: 5 s"
+
+
+def test_more_than_was_expected_is_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "(100 %)" in line_of("B", 1000, 1460, capsys)  # a small Parquet file, whose footer is read twice

@@ -94,6 +94,23 @@ def test_errors_are_one_line_with_an_exit_code(tmp_path: Path) -> None:
     assert "already complete" in tool("preprocess_data", "--input", bad, *base, "--skip-bad", "1").stdout
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--jsonl-key", "prompt"], "--jsonl-keys prompt"),
+        (["--jsonl-key", "data.text", "--filter", "lang=en"], "--text-key data.text --filter lang=en"),
+        (["--split", "train", "--config", "sample"], "--split train --config sample"),
+    ],
+)
+def test_the_next_step_after_a_tokenizer_reads_the_same_texts(flags: list[str], words: str) -> None:
+    namespace = runpy.run_path(str(ROOT / "tools" / "train_tokenizer.py"))
+    args = namespace["parser"]().parse_args(["--input", "a.jsonl", "-v", "300", "--output", str(VOCAB), *flags])
+    line = namespace["next_step"](args, [VOCAB])
+    assert line.endswith(words)
+    parse = runpy.run_path(str(ROOT / "tools" / "preprocess_data.py"))["parser"]().parse_args
+    assert parse(line.partition("preprocess_data.py ")[2].split()).input == ["a.jsonl"]
+
+
 @pytest.mark.parametrize("kind", ["byte-level-bpe", "gpt2"])
 def test_from_documents_to_a_tokenizer_to_ids(tmp_path: Path, kind: str) -> None:
     texts = [f"the cat number {i} sat on the mat, didn't it? naïve 😀" for i in range(200)]
