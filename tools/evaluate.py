@@ -30,6 +30,7 @@ from neox.generation.startup import (
     end_ranks,
     plan_from_arguments,
     start_ranks,
+    use_end_ids,
 )
 from neox.log import setup_logging
 from neox.plan import RunPlan
@@ -59,6 +60,7 @@ def main() -> None:
     plan, tokenizer = plan_from_arguments(args)
     keys = plan.config.generation
     grid, device, checkpoint = start_ranks(plan, lambda: prepare(plan, tokenizer))
+    use_end_ids(plan, checkpoint, tokenizer)
     model = load_model(plan, checkpoint, grid, device)
     results = evaluate_tasks(keys.eval_tasks or (), model, tokenizer, grid, plan.config)
     if grid.rank == 0:

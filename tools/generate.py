@@ -31,6 +31,7 @@ from neox.generation.startup import (
     end_ranks,
     plan_from_arguments,
     start_ranks,
+    use_end_ids,
 )
 from neox.log import setup_logging
 from neox.plan import RunPlan
@@ -63,6 +64,7 @@ def main() -> None:
     setup_logging()
     plan, tokenizer = plan_from_arguments(args)
     grid, device, checkpoint = start_ranks(plan, lambda: prepare(plan, tokenizer))
+    use_end_ids(plan, checkpoint, tokenizer)
     if os.isatty(0) and not os.isatty(1):
         # The launcher connects rank 0 to the terminal's input; line editing and history need its output too.
         os.dup2(os.open(os.ttyname(0), os.O_WRONLY), 1)

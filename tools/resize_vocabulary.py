@@ -33,12 +33,11 @@ from neox.checkpoint import (
 from neox.checkpoint.fetching import add_checkpoint_cache
 from neox.checkpoint.resizing import NewRows
 from neox.config import NeoXConfig
+from neox.convert.hf_tokenizer import write_grown_tokenizer
 from neox.errors import ConfigError, run_script
-from neox.files import write_text
 from neox.log import setup_logging
 from neox.plan import config_from_files, padded_vocabulary
 from neox.tokenizer import (
-    TOKENIZER_FILE,
     HFTokenizer,
     Tokenizer,
     identify_configured,
@@ -54,7 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ScriptParser(description=__doc__)
     add = parser.add_argument
     add("--input_dir", required=True, help="a global_stepN directory, or one that holds some, or its address")
-    add("--output_dir", required=True, type=Path, help="global_stepN, `latest` and tokenizer.json are written into it")
+    add(
+        "--output_dir",
+        required=True,
+        type=Path,
+        help="global_stepN, `latest` and the files of the tokenizer are written into it",
+    )
     add("--config_file", nargs="+", help="the run's YAML (default: that in the checkpoint)")
     add("--added-tokens", nargs="+", default=[], metavar="TOKEN", help="tokens after those of the YAML's added_tokens")
     add_overrides(parser)
@@ -86,7 +90,8 @@ def main() -> None:
     stored = config.updated({}, without=["allow_other_tokenizer"])  # the result has this tokenizer's identity
     result = resize_vocabulary(reader, args.output_dir, size, rows, config=stored.to_flat(), tokenizer=identity)
     if isinstance(tokenizer, HFTokenizer):
-        write_text(args.output_dir / TOKENIZER_FILE, tokenizer.to_json())
+        assert config.tokenizer.vocab_file is not None, "such tokenizers have a file"
+        write_grown_tokenizer(tokenizer, Path(config.tokenizer.vocab_file), args.output_dir)
     print(f"{result}: {size.after - size.before} new tokens, {size.after} in all, padded to {size.padded}")
     if config.tokenizer.added_tokens:
         print(f"added_tokens: {list(config.tokenizer.added_tokens)}")

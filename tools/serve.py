@@ -28,7 +28,7 @@ from neox.generation.chat_format import find_chat_format
 from neox.generation.load import load_model
 from neox.generation.request_fields import Limits
 from neox.generation.server import make_app
-from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments
+from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments, use_end_ids
 from neox.log import get_logger, setup_logging
 from neox.parallel import ParallelGrid
 
@@ -77,6 +77,7 @@ def main() -> None:
     address = open_socket(args.host, args.port)
     with refusals():
         checkpoint = choose_checkpoint(plan, tokenizer)
+    use_end_ids(plan, checkpoint, tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chat = find_chat_format(plan.config, checkpoint, tokenizer)
     model = load_model(plan, checkpoint, ParallelGrid.single(), device)

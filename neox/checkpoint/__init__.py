@@ -16,6 +16,12 @@ from neox.checkpoint.finding import (
     with_steps,
 )
 from neox.checkpoint.fitting import why_unfit
+from neox.checkpoint.generation_settings import (
+    add_end_ids,
+    find_generation_settings,
+    saved_generation_settings,
+    write_generation_settings,
+)
 from neox.checkpoint.gpt_neox_optimizer import WRITER
 from neox.checkpoint.identity import (
     check_same_adapters,
@@ -93,6 +99,7 @@ __all__ = [
     "Manifest",
     "OptimizerReader",
     "Parts",
+    "add_end_ids",
     "average_checkpoints",
     "averaged_file",
     "check_manifest",
@@ -108,6 +115,7 @@ __all__ = [
     "discard",
     "find_chat_template",
     "find_checkpoint",
+    "find_generation_settings",
     "identity_state",
     "keep_last",
     "last_checkpoints",
@@ -123,6 +131,7 @@ __all__ = [
     "reshard",
     "save_file",
     "saved_chat_template",
+    "saved_generation_settings",
     "saved_layout",
     "stage_directory",
     "staging_path",
@@ -136,6 +145,7 @@ __all__ = [
     "write_chat_template",
     "write_client_state",
     "write_config",
+    "write_generation_settings",
     "write_full_layer",
     "write_layer",
     "write_run",

@@ -11,6 +11,7 @@ from torch import Tensor
 from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.chat_template import saved_chat_template, write_chat_template
 from neox.checkpoint.finding import damaged_weights
+from neox.checkpoint.generation_settings import saved_generation_settings, write_generation_settings
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.names import LEDGER, REFERENCE, REFERENCE_FROM
 from neox.checkpoint.reader import CheckpointReader
@@ -106,6 +107,7 @@ def rewrite(
         if config is not None:
             write_config(staged, config)
         write_chat_template(staged, saved_chat_template(reader.path))
+        write_generation_settings(staged, saved_generation_settings(reader.path))
         write_tokenizer_identity(staged, tokenizer or saved_tokenizer_identity(reader.path))
         return commit(staged)
     except BaseException:

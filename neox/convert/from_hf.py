@@ -21,6 +21,7 @@ from neox.checkpoint import (
     supersede_all,
     write_client_state,
     write_full_layer,
+    write_generation_settings,
 )
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.config import NeoXConfig
@@ -153,7 +154,8 @@ def _commit(
         partial.move_to(staged)
         beside.mkdir()
         copied = import_tokenizer(source, beside)
-        _import_generation_config(source, beside)
+        settings = _import_generation_config(source, beside)
+        write_generation_settings(staged, settings)
         if copied is not None:
             tokenizer = output / copied.name
             built = build_tokenizer("HFTokenizer", copied)
@@ -177,8 +179,8 @@ def _commit(
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _import_generation_config(source: Path, output: Path) -> None:
-    """Copy the settings of generation, which generation and exports take from there.
+def _import_generation_config(source: Path, output: Path) -> dict[str, Any]:
+    """Copy the settings of generation, which generation and exports take from there, and return them.
 
     Without them transformers takes the ids of special tokens from `config.json`, where they may be several, too.
 
@@ -196,9 +198,10 @@ def _import_generation_config(source: Path, output: Path) -> None:
             if config.get(key) is not None:
                 settings[key] = config[key]
         if not settings:
-            return
+            return {}
         settings["_from_model_config"] = True
     write_json(output / GENERATION_CONFIG, settings)
+    return settings
 
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

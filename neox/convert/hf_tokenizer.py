@@ -18,6 +18,7 @@ from neox.files import write_text
 from neox.log import get_logger
 from neox.tokenizer import (
     BERT_SPECIALS,
+    GENERATION_CONFIG,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
     HFTokenizer,
@@ -147,9 +148,7 @@ def write_tokenizer(
         _write_vocabulary(source, output)
         _warn_of_other_ids(source, family)
         copy_companions(source.vocab_file.parent, output)
-        # transformers 5 builds the tokenizer of a class of its own anew, which may give other ids than the file
-        config = read_json(output / TOKENIZER_CONFIG) | {"tokenizer_class": _CLASSES[source.type]}
-        write_json(output / TOKENIZER_CONFIG, config)
+        _name_fast_class(output)
     else:
         if source.type == "HFTokenizer" or source.has_added_tokens:
             _write_vocabulary(source, output)
@@ -162,6 +161,40 @@ def write_tokenizer(
     is_own = template == own_chat_template(source.vocab_file, tokenizer)  # then its files are copied
     if template is not None and source.type in _CLASSES and not is_own:
         _write_chat_template(template, output)
+
+
+def write_grown_tokenizer(tokenizer: HFTokenizer, vocab_file: Path, output: Path) -> None:
+    """Write a tokenizer with added tokens, and what stands next to its `tokenizer.json`, into another directory.
+
+    These files name its end of a document, its other special tokens, the ids that end a generation, and the template.
+
+    Args:
+        tokenizer: The tokenizer.
+        vocab_file: File that it was built from.
+        output: The directory.
+
+    Raises:
+        ConversionError: If a file cannot be read or written.
+    """
+    target = output / TOKENIZER_FILE
+    same = vocab_file.parent.resolve() == output.resolve()
+    if vocab_file.name == TOKENIZER_FILE and not same:  # those of another name are read alone
+        copy_companions(vocab_file.parent, output)
+        if (vocab_file.parent / GENERATION_CONFIG).is_file():
+            _copy(vocab_file.parent / GENERATION_CONFIG, output / GENERATION_CONFIG)
+        if (output / TOKENIZER_CONFIG).is_file():
+            _name_fast_class(output)
+    with os_errors(ConversionError, f"{target}: cannot be written"):
+        write_text(target, tokenizer.to_json())
+
+
+def _name_fast_class(output: Path) -> None:
+    """Name the class that takes a `tokenizer.json` as it is.
+
+    transformers 5 builds the tokenizer of a class of its own anew, which may give other ids than the file.
+    """
+    config = read_json(output / TOKENIZER_CONFIG) | {"tokenizer_class": _FAST}
+    write_json(output / TOKENIZER_CONFIG, config)
 
 
 def _write_chat_template(template: ChatTemplate, output: Path) -> None:

@@ -19,13 +19,13 @@ from neox.checkpoint import (
     checkpoint_at,
     damaged_weights,
     find_chat_template,
+    find_generation_settings,
 )
 from neox.config import NeoXConfig
 from neox.convert.exported_weights import Export, PlannedTensor, plan_tensors, write_weights
 from neox.convert.hf_directory import (
     CONFIG,
     new_directory,
-    read_json,
     refuse_used_directory,
     write_json,
 )
@@ -132,7 +132,8 @@ def to_hf(
         hf = family.config_json(plan.architecture, settings) | _padding_entry(plan, source)
         write_json(partial / CONFIG, hf)
         if not family.is_encoder and not plan.architecture.score_head:
-            _write_generation_config(partial, settings, template, source)
+            came = _generation_settings(config, reader, source)
+            _write_generation_config(partial, came, settings, template, source)
         if source is not None:
             write_tokenizer(source, partial, family, plan.architecture.max_positions, template)
         check = None
@@ -294,14 +295,28 @@ def _chat_template(config: NeoXConfig, reader: CheckpointReader, source: Tokeniz
     return find_chat_template(given, reader.path, source.vocab_file, source.tokenizer)
 
 
+def _generation_settings(
+    config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None
+) -> dict[str, Any]:
+    """Return the settings of generation of the model."""
+    if source is None:
+        found = find_generation_settings(config, reader.path, None, None)
+    else:
+        found = find_generation_settings(config, reader.path, source.vocab_file, source.tokenizer)
+    return found or {"_from_model_config": True}
+
+
 def _write_generation_config(
-    output: Path, settings: ModelSettings, template: ChatTemplate | None, source: TokenizerSource | None
+    output: Path,
+    generation: dict[str, Any],
+    settings: ModelSettings,
+    template: ChatTemplate | None,
+    source: TokenizerSource | None,
 ) -> None:
     """Write what an import brought along, such as settings of sampling, and the ids that begin and end a text.
 
     What came stays as it was. The end of a document ends a text, and with a chat template the end of an answer does.
     """
-    generation = _imported_generation_config(source)
     imported = generation.get("eos_token_id")
     ends = dict.fromkeys(imported if isinstance(imported, list) else [imported])
     ends[settings.eod] = None
@@ -329,15 +344,6 @@ def _padding_entry(plan: RunPlan, source: TokenizerSource | None) -> dict[str, i
         if padding == source.tokenizer.eod:
             padding = None
     return {"pad_token_id": padding}
-
-
-def _imported_generation_config(source: TokenizerSource | None) -> dict[str, Any]:
-    """Return the settings of generation that lie next to the tokenizer of an imported model."""
-    if source is not None:
-        path = source.vocab_file.with_name(GENERATION_CONFIG)
-        if path.is_file():
-            return read_json(path)
-    return {"_from_model_config": True}
 
 
 def _refuse_other_logits(check: Verification, export: Export) -> None:

@@ -1,11 +1,13 @@
-"""Chat template that the checkpoints of a run carry."""
+"""Chat template and settings of generation that the checkpoints of a run carry."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from neox.checkpoint import saved_chat_template
+from neox.checkpoint import find_generation_settings, saved_chat_template
 from neox.data.sidecar import chat_templates
+from neox.errors import TokenizerError
 from neox.plan import RunPlan
 from neox.tokenizer import tokenizer_of
 from neox.tokenizer.chat import ChatTemplate, read_chat_template
@@ -31,3 +33,20 @@ def template_to_save(plan: RunPlan, checkpoint: Path | None) -> ChatTemplate | N
     if checkpoint is None:
         return None
     return saved_chat_template(checkpoint)
+
+
+def settings_to_save(plan: RunPlan, checkpoint: Path | None) -> dict[str, Any]:
+    """Return the settings of generation of a run: those next to its tokenizer, and the loaded checkpoint's.
+
+    Args:
+        plan: The run.
+        checkpoint: Checkpoint that the run loads, if any.
+
+    Raises:
+        NeoXError: If a file cannot be read.
+    """
+    try:
+        tokenizer = tokenizer_of(plan.config)
+    except TokenizerError:  # a model that is trained on ids alone
+        tokenizer = None
+    return find_generation_settings(plan.config, checkpoint, plan.config.tokenizer.vocab_file, tokenizer)

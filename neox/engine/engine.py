@@ -87,6 +87,7 @@ class Engine:
         iteration: Number of completed steps, skipped ones included.
         run: Identity of the run, which its checkpoints carry.
         chat_template: Template of conversations with the model, which its checkpoints carry; None if there is none.
+        generation_settings: Settings of generation, such as end ids, which its checkpoints carry.
         tokenizer: Identity of the run's tokenizer, saved in its checkpoints; None if the tokenizer cannot be built.
         ledger: Record in the loaded checkpoint of what was read of each dataset; None if there is none.
         averages: Average of the trained weights; None without `ema_decay`.
@@ -126,6 +127,7 @@ class Engine:
         self.iteration = 0
         self.run = run_identity(plan.config)
         self.chat_template: ChatTemplate | None = None
+        self.generation_settings: Mapping[str, Any] = {}
         self.tokenizer: TokenizerIdentity | None = None
         self.ledger: Mapping[str, Any] | None = None
         self.ledger_at: Callable[[int], Mapping[str, Any]] | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from neox.checkpoint import OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
 from neox.engine.build import build_engine, build_model
-from neox.engine.chat_template import template_to_save
+from neox.engine.chat_template import settings_to_save, template_to_save
 from neox.engine.deepspeed_patches import SwappedStage3
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
@@ -59,6 +59,7 @@ def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engi
     engine.run = start.run
     engine.chat_template = from_first_rank(lambda: template_to_save(plan, start.checkpoint))
     engine.tokenizer = from_first_rank(lambda: _tokenizer_identity(plan))
+    engine.generation_settings = from_first_rank(lambda: settings_to_save(plan, start.checkpoint))
     if copied is not None:
         engine.with_reference = CopiedReference(engine, copied).complete
         engine.reference_from = first.source

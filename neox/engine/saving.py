@@ -38,6 +38,7 @@ from neox.checkpoint import (
     staging_path,
     write_chat_template,
     write_config,
+    write_generation_settings,
     write_layer,
     write_run,
 )
@@ -162,6 +163,7 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
                 write_config(staged, plan.config.to_flat())
                 write_run(staged, engine.run)
                 write_chat_template(staged, engine.chat_template)
+                write_generation_settings(staged, engine.generation_settings)
                 write_tokenizer_identity(staged, engine.tokenizer)
         except CheckpointError as error:
             problem = error

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from neox.arguments import add_overrides
-from neox.checkpoint import CheckpointReader, check_same_model, find_checkpoint
+from neox.checkpoint import (
+    CheckpointReader,
+    add_end_ids,
+    check_same_model,
+    find_checkpoint,
+    find_generation_settings,
+)
 from neox.checkpoint.fetching import with_local_load
 from neox.config import NeoXConfig, for_inference
 from neox.engine import from_first_rank, initialize_distributed, shutdown
@@ -159,6 +165,26 @@ def choose_checkpoint(plan: RunPlan, tokenizer: Tokenizer) -> Path:
         raise CheckpointError(difference)
     check_vocabulary(checkpoint, args, plan.vocab_size)
     return checkpoint
+
+
+def use_end_ids(plan: RunPlan, checkpoint: Path, tokenizer: Tokenizer) -> None:
+    """Let generation end at the end ids that a checkpoint carries, too; all ranks call it together.
+
+    Args:
+        plan: Plan of the run.
+        checkpoint: Result of `choose_checkpoint`.
+        tokenizer: The tokenizer, which is changed.
+
+    Raises:
+        NeoXError: If the settings cannot be read; then on all ranks.
+    """
+
+    def find() -> dict[str, Any]:
+        return find_generation_settings(plan.config, checkpoint, plan.config.tokenizer.vocab_file, tokenizer)
+
+    with refusals():
+        settings = find() if plan.grid.world_size == 1 else from_first_rank(find)
+        add_end_ids(tokenizer, settings, str(checkpoint))
 
 
 def check_vocabulary(checkpoint: Path, args: Mapping[str, Any], vocab_size: int) -> None:

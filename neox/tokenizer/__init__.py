@@ -8,6 +8,8 @@ from neox.tokenizer.huggingface import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
     HFTokenizer,
+    end_ids_of,
+    generation_config,
     special_token,
     tokenizer_backend,
 )
@@ -36,6 +38,8 @@ __all__ = [
     "TokenizerIdentity",
     "TokenizerKind",
     "build_tokenizer",
+    "end_ids_of",
+    "generation_config",
     "identify",
     "identify_configured",
     "is_larger",

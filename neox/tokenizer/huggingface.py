@@ -62,7 +62,7 @@ class HFTokenizer(Tokenizer):
         if configured:
             end_tokens = [configured]
         self._setup(tokenizer_backend(path), str(path), end_tokens, special_in_text)
-        self.further_end_ids = _generation_ends(path)
+        self.further_end_ids = end_ids_of(generation_config(path), str(path.with_name(GENERATION_CONFIG)))
         first = special_token(path, "bos_token")
         if first:
             self.bos = self.backend.token_to_id(first)
@@ -402,19 +402,27 @@ def tokenizer_config(vocab_file: Path) -> Mapping[str, Any]:
     return _companion(vocab_file, TOKENIZER_CONFIG)
 
 
-def _generation_ends(vocab_file: Path) -> tuple[int, ...]:
-    """Return the ids that end a generation by the `generation_config.json` next to a `tokenizer.json`.
+def generation_config(vocab_file: str | Path) -> Mapping[str, Any]:
+    """Return the `generation_config.json` next to a `tokenizer.json`, as `tokenizer_config` does."""
+    return _companion(Path(vocab_file), GENERATION_CONFIG)
+
+
+def end_ids_of(settings: Mapping[str, Any], origin: str) -> tuple[int, ...]:
+    """Return the ids that end a generation by the settings of a `generation_config.json`.
+
+    Args:
+        settings: Content of the file.
+        origin: Its path, for the message.
 
     Raises:
-        TokenizerError: If that file cannot be read, or names something else than ids.
+        TokenizerError: If they name something else than ids.
     """
-    found = _companion(vocab_file, GENERATION_CONFIG).get("eos_token_id")
+    found = settings.get("eos_token_id")
     if found is None:
         return ()
     ids = found if isinstance(found, list) else [found]
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in ids):
-        path = vocab_file.parent / GENERATION_CONFIG
-        raise TokenizerError(f"{path}: eos_token_id: {found!r}: should be a token id, or a list of some")
+        raise TokenizerError(f"{origin}: eos_token_id: {found!r}: should be a token id, or a list of some")
     return tuple(number for number in dict.fromkeys(ids) if number >= 0)  # -1 stands for no token
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from neox.checkpoint import add_end_ids
 from neox.data.build import DataIterators, build_data_iterators
 from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
@@ -115,6 +116,7 @@ def build_tasks(
     if not plan.config.generation.eval_tasks:
         return None
     tokenizer = tokenizer_of(plan.config)
+    add_end_ids(tokenizer, engine.generation_settings, str(plan.config.checkpoint.load))
     from_first_rank(lambda: check_tasks(plan.config, tokenizer))
     return partial(evaluate_in_training, plan, engine.deepspeed_engine, grid, device, tokenizer)
 

@@ -1,4 +1,4 @@
-"""Which chat template the checkpoints of a run carry."""
+"""Which chat template and which settings of generation the checkpoints of a run carry."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from neox.checkpoint import write_chat_template
+from neox.checkpoint import write_chat_template, write_generation_settings
 from neox.data import IndexedDatasetBuilder, Sidecar, write_sidecar
-from neox.engine.chat_template import template_to_save
+from neox.engine.chat_template import settings_to_save, template_to_save
 from neox.tokenizer.chat import ChatTemplate
 from tests.plans import small_plan
 
@@ -41,3 +41,14 @@ def test_the_key_wins_then_the_data_then_the_loaded_checkpoint(tmp_path: Path) -
     file.write_text("given")
     keys = {"tokenizer_type": "CharLevelTokenizer", "chat_template": str(file)}
     assert template_to_save(small_plan(train_data_paths=[chats], **keys), loaded) == ChatTemplate("given", {})
+
+
+def test_a_run_keeps_the_end_ids_of_the_loaded_checkpoint(tmp_path: Path) -> None:
+    loaded = tmp_path / "global_step0"
+    loaded.mkdir()
+    plan = small_plan(tokenizer_type="CharLevelTokenizer")
+    assert settings_to_save(plan, None) == settings_to_save(plan, loaded) == {}
+    settings = {"eos_token_id": [7, 8], "temperature": 0.5}
+    write_generation_settings(loaded, settings)
+    assert settings_to_save(plan, loaded) == settings
+    assert settings_to_save(small_plan(tokenizer_type="HFTokenizer", vocab_file="missing.json"), loaded) == settings

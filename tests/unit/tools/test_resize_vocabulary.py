@@ -10,10 +10,13 @@ import torch
 import yaml
 from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
+from neox.checkpoint import saved_generation_settings
 from neox.convert import from_hf, to_hf
 from neox.convert.verification import hf_logits
 from neox.plan import config_from_files
 from neox.tokenizer import build_tokenizer, train_tokenizer
+from neox.tokenizer.chat import own_chat_template
+from tests.field.hf_models import write_json, write_llama, write_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json"
 TOKENS = ["<|user|>", "<|assistant|>", "unheard"]
@@ -89,3 +92,35 @@ def test_there_and_back_equals_resizing_in_transformers(tmp_path, run):
     )
     assert twice.returncode == 1, twice.stderr
     assert json.loads((resized / "config.json").read_text())["vocab_size"] == old.vocab_size + 3
+
+
+def test_files_next_to_the_tokenizer_follow(tmp_path, run):
+    """The result's directory has the same end of a document, end ids and template, with ids that stay right."""
+    tokens = ("<|end|>", "<|eot|>", "<|pad|>")
+    backend = write_tokenizer(
+        tmp_path / "hf", tokens, pad_token="<|pad|>", chat_template="{{ messages[0]['content'] }}"
+    )
+    decoder = {}
+    for number, token in backend.get_added_tokens_decoder().items():
+        decoder[str(number)] = {"content": token.content, "special": True}
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    write_json(tmp_path / "hf" / "tokenizer_config.json", {**settings, "added_tokens_decoder": decoder})
+    write_json(tmp_path / "hf" / "special_tokens_map.json", {"eos_token": "<|end|>"})
+    write_json(tmp_path / "hf" / "generation_config.json", {"eos_token_id": [256, 257], "temperature": 0.5})
+    write_llama(tmp_path / "hf", 259)
+    imported = from_hf(tmp_path / "hf", tmp_path / "base")
+    done = run(
+        "resize_vocabulary.py",
+        *("--input_dir", tmp_path / "base", "--output_dir", tmp_path / "grown"),
+        *("--config_file", imported.config_file, "--added-tokens", "<|new|>"),
+    )
+    assert done.returncode == 0, done.stderr
+
+    vocab_file = tmp_path / "grown" / "tokenizer.json"
+    grown = build_tokenizer("HFTokenizer", vocab_file)
+    assert (grown.vocab_size, grown.eod, grown.end_ids) == (260, 256, (256, 257))
+    assert own_chat_template(vocab_file) == own_chat_template(tmp_path / "hf" / "tokenizer.json")
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "grown"))
+    assert theirs("a<|new|><|pad|>")["input_ids"] == grown.encode("a<|new|><|pad|>")
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (256, 258, 260)
+    assert saved_generation_settings(tmp_path / "grown" / "global_step0")["eos_token_id"] == [256, 257]
