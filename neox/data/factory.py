@@ -204,7 +204,10 @@ class DatasetFactory:
             return weights_by_documents(documents, self.data.weighted_sampler_alpha)
         if blend.split == "train" and self.training_shares is not None:
             sizes = [part.num_tokens for part in parts]
-            pass_tokens = [tokens_of_pass(part.sizes, self.data, self.seq_length) for part in parts]
+            pass_tokens = []
+            for part, labels in zip(parts, blend.labels or [None] * len(parts), strict=True):
+                opened = None if labels is None or self.data.pack_impl == "packed" else self.open(labels)
+                pass_tokens.append(tokens_of_pass(part, opened, self.data, self.seq_length))
             return list(self.training_shares(sizes, pass_tokens))
         if blend.weights is None:
             return normalized([1.0] * len(parts))

@@ -80,36 +80,95 @@ def usable_documents(
 
 
 def _has_predicted_token(labels: IndexedDataset, seq_length: int) -> np.ndarray:
-    """Return, for each document, whether a sample of it has a token to predict, bool [documents].
+    """Return, for each document, whether a sample of it has a token to predict, bool [documents]."""
+    return _predicted_tokens(labels, seq_length) > 0
 
-    These are the tokens after the first one and up to the end of the sample.
+
+def _predicted_tokens(labels: IndexedDataset, seq_length: int) -> np.ndarray:
+    """Return the number of tokens to predict in a sample of each document, int64 [documents].
+
+    These are among the tokens after the first one and up to the end of the sample.
     """
-    result = np.empty(len(labels), dtype=bool)
+    result = np.empty(len(labels), dtype=np.int64)
     for first, sizes, ids in labels.pieces():
         predicted_before = np.concatenate([[0], np.cumsum(ids >= 0, dtype=np.int64)])  # before each token
         ends = np.cumsum(sizes, dtype=np.int64)
         begins = ends - sizes
         second_tokens = np.minimum(begins + 1, ends)
         sample_ends = np.minimum(begins + seq_length + 1, ends)
-        result[first : first + len(sizes)] = predicted_before[sample_ends] > predicted_before[second_tokens]
+        result[first : first + len(sizes)] = predicted_before[sample_ends] - predicted_before[second_tokens]
     return result
 
 
-def tokens_of_pass(sizes: np.ndarray, data: DataConfig, seq_length: int) -> int:
-    """Return the number of tokens in the samples of one pass over documents, including padding.
+@dataclass(frozen=True)
+class Truncation:
+    """What samples leave out of a dataset's documents.
 
-    For many documents it is extrapolated from the first ones. Labels are ignored.
+    Attributes:
+        documents: Number of documents.
+        cut: Number of documents that lose their end.
+        dropped: Number of documents that are in no sample.
+        trained: Number of tokens that would be predicted if all documents were whole.
+        lost: Number of those that no sample predicts.
+    """
+
+    documents: int
+    cut: int
+    dropped: int
+    trained: int
+    lost: int
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the predicted tokens that is lost."""
+        return self.lost / self.trained if self.trained else 0.0
+
+
+def truncation(
+    indexed: IndexedDataset, labels: IndexedDataset | None, seq_length: int, *, allow_chopped: bool
+) -> Truncation:
+    """Return what `pack_until_overflow` and `unpacked` leave out of a dataset. Raises DataError if no document is left.
 
     Args:
-        sizes: Number of tokens of each document.
+        indexed: Token dataset.
+        labels: Labels of its tokens. By default every token is predicted.
+        seq_length: Number of tokens of a sample's input.
+        allow_chopped: Whether longer documents are cut.
+    """
+    documents = range(len(indexed))
+    usable = usable_documents(indexed, labels, documents, seq_length, allow_chopped=allow_chopped)
+    sizes = np.asarray(indexed.sizes, dtype=np.int64)
+    if labels is None:
+        in_all = np.maximum(sizes - 1, 0)
+        in_samples = np.minimum(in_all, seq_length)
+    else:
+        in_all = _predicted_tokens(labels, int(sizes.max()))
+        in_samples = _predicted_tokens(labels, seq_length)
+    trained = int(in_all.sum())
+    cut = int((usable & (sizes > seq_length + 1)).sum())
+    return Truncation(len(sizes), cut, int((~usable).sum()), trained, trained - int(in_samples[usable].sum()))
+
+
+def tokens_of_pass(indexed: IndexedDataset, labels: IndexedDataset | None, data: DataConfig, seq_length: int) -> int:
+    """Return the number of tokens in the samples of one pass over a dataset, including padding.
+
+    For many documents it is extrapolated from the first ones.
+
+    Args:
+        indexed: Token dataset.
+        labels: Labels of its tokens, if any. Documents without one in their sample are left out.
         data: Data section of the configuration.
         seq_length: Number of tokens of a sample's input.
     """
+    sizes = np.asarray(indexed.sizes)
     if data.pack_impl == "packed":
         return int(sizes.sum(dtype=np.int64))
     usable = sizes > 1
+    read = int(sizes.max(initial=0)) if data.pack_impl == "best_fit" else seq_length
     if not data.allow_chopped:
         usable &= sizes <= seq_length + 1
+    if labels is not None:
+        usable &= _has_predicted_token(labels, read)
     used = sizes[usable]
     counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
     if not len(counted):

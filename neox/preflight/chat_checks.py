@@ -87,3 +87,16 @@ def label_notes(config: NeoXConfig) -> list[str]:
         f"every token of {', '.join(labels)} enters the loss, including the users' turns; `{keys}` restricts the loss "
         "to the labels"
     ]
+
+
+def packed_conversation_notes(config: NeoXConfig) -> list[str]:
+    """Return a note on whether conversations in one sample attend to each other; none if a sample holds one."""
+    data = config.data
+    if data.train_label_data_paths is None or data.pack_impl == "unpacked" or config.preferences.on_preferences:
+        return []
+    if data.reset_attention_mask:
+        return ["conversations in one sample do not attend to each other (reset_attention_mask)"]
+    return [
+        "conversations in one sample attend to those before them; `reset_attention_mask: true` keeps them apart, and "
+        "`pack_impl: unpacked` puts one into a sample"
+    ]

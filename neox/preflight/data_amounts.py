@@ -16,6 +16,9 @@ from neox.problems import Problem
 if TYPE_CHECKING:
     import numpy as np
 
+    from neox.data.indexed_dataset import IndexedDataset
+
+_LIMIT = "max_lost_labels"
 _PACKED_DOCUMENTS = 1 << 17
 """Documents that are packed to say what packing wastes: a fraction of a second."""
 
@@ -26,11 +29,12 @@ def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     if data.weight_by_num_documents or plan.config.training.train_iters is None:
         return plan, ()
     plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=tokens_of_passes(plan.config))
-    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config)))
+    cuts, problems = _truncation(plan.config)
+    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config), *cuts))
     try:
-        return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), ()
+        return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), tuple(problems)
     except ConfigError as error:
-        return replace(plan, dataset_tokens=(), pass_tokens=()), error.problems
+        return replace(plan, dataset_tokens=(), pass_tokens=()), (*problems, *error.problems)
 
 
 def training_tokens(config: NeoXConfig) -> tuple[int, ...]:
@@ -55,15 +59,70 @@ def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
     length = config.model.seq_length
     if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
         return ()
-    prefixes = data.train_data_paths or (data.data_path,)
     share = split_shares(data.split)[0] if data.train_data_paths is None else 1.0
     try:
-        from neox.data.indexed_dataset import IndexedDataset  # numpy, which a dry run without data does not need
-        from neox.data.packing import tokens_of_pass
+        from neox.data.packing import tokens_of_pass  # numpy, which a dry run without data does not need
 
-        return tuple(round(share * tokens_of_pass(IndexedDataset(str(p)).sizes, data, length)) for p in prefixes)
+        tokens = []
+        for prefix, labels in _training_sets(config):
+            tokens.append(round(share * tokens_of_pass(*_opened(prefix, labels), data, length)))
+        return tuple(tokens)
     except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
         return ()
+
+
+def _training_sets(config: NeoXConfig) -> Iterator[tuple[str, str | None]]:
+    """Yield the prefix of each training dataset with that of its labels, if it has any."""
+    data = config.data
+    prefixes = data.train_data_paths or (str(data.data_path),)
+    yield from zip(prefixes, data.train_label_data_paths or [None] * len(prefixes), strict=False)
+
+
+def _opened(prefix: str, labels: str | None) -> tuple[IndexedDataset, IndexedDataset | None]:
+    """Return a dataset and its labels. Raises DataError if they do not belong together."""
+    from neox.data.indexed_dataset import IndexedDataset
+    from neox.data.sidecar import check_labels
+
+    texts = IndexedDataset(prefix)
+    if labels is None:
+        return texts, None
+    opened = IndexedDataset(labels)
+    check_labels(texts, opened)
+    return texts, opened
+
+
+def _truncation(config: NeoXConfig) -> tuple[list[str], list[Problem]]:
+    """Return notes on documents that samples cut or leave out, and the problem that labels lose too many tokens.
+
+    Texts that lose their end are still texts, so only labels, whose answers end at their last token, have a limit.
+    """
+    data = config.data
+    length = config.model.seq_length
+    notes: list[str] = []
+    problems: list[Problem] = []
+    if data.pack_impl not in ("pack_until_overflow", "unpacked") or length is None or config.preferences.on_preferences:
+        return notes, problems
+    for prefix, labels in _training_sets(config):
+        try:
+            from neox.data.packing import truncation  # numpy, which a dry run without data does not need
+
+            found = truncation(*_opened(prefix, labels), length, allow_chopped=data.allow_chopped)
+        except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
+            continue
+        if not found.cut and not found.dropped:
+            continue
+        counted = (
+            f"{prefix}: with seq_length {length:,} {found.cut:,} of {found.documents:,} documents are cut and "
+            f"{found.dropped:,} left out, which loses {found.lost_share:.1%} of the trained tokens"
+        )
+        notes.append(counted)
+        if labels is not None and found.lost_share > data.max_lost_labels:
+            message = (
+                f"{counted}, more than `{_LIMIT}: {data.max_lost_labels:g}` allows; use a longer seq_length, shorter "
+                f"conversations, `pack_impl: best_fit`, or a larger `{_LIMIT}`"
+            )
+            problems.append(config.problem_about(message, _LIMIT, "seq_length"))
+    return notes, problems
 
 
 def _packing_notes(config: NeoXConfig) -> Iterator[str]:

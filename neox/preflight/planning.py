@@ -26,7 +26,12 @@ from neox.plan import (
     with_trained_model,
 )
 from neox.plan.export_form import export_note
-from neox.preflight.chat_checks import chat_template_notes, chat_template_problems, label_notes
+from neox.preflight.chat_checks import (
+    chat_template_notes,
+    chat_template_problems,
+    label_notes,
+    packed_conversation_notes,
+)
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes, layer_problems
 from neox.preflight.checks import (
     device_of_ranks,
@@ -209,6 +214,7 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
 def _notes_of_training(plan: RunPlan) -> list[str]:
     """Return notes on what becomes of a training: its start, the chat template it carries, its export."""
     notes = [*finetune_notes(plan.config), *chat_template_notes(plan.config), *label_notes(plan.config)]
+    notes += packed_conversation_notes(plan.config)
     note = export_note(plan.config, plan.architecture)
     if note is not None:
         notes.append(note)

@@ -202,6 +202,10 @@ class DataConfig(Section):
     allow_chopped: Annotated[bool, OnlyWith("pack_impl", ("pack_until_overflow", "unpacked"))] = True
     """Cut a document that is longer than a sample at its end; otherwise it is left out."""
 
+    max_lost_labels: Annotated[Fraction, OnlyWith("pack_impl", ("pack_until_overflow", "unpacked"))] = 0.1
+    """Share of the labels of a training dataset (train_label_data_paths) that documents longer than a sample may lose.
+    A run that would lose more does not start; 1 starts any."""
+
     fim_rate: Annotated[
         Fraction | tuple[Fraction, ...],
         _PAIRS,

@@ -22,7 +22,7 @@ from neox.plan import resolve
 from neox.plan.data_lines import data_lines
 from neox.plan.rules import notes_without_effect
 from neox.preflight import checks
-from neox.preflight.chat_checks import label_notes
+from neox.preflight.chat_checks import label_notes, packed_conversation_notes
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
     login_problems,
@@ -372,6 +372,47 @@ def test_the_start_of_a_prefix_is_completed(tmp_path: Path) -> None:
     (tmp_path / "own_text_document.idx").touch()
     (problem,) = missing_data(config(data_path=str(tmp_path / "own")))
     assert str(tmp_path / "own_text_document") in problem.message
+
+
+def test_conversations_that_lose_their_answers(tmp_path: Path) -> None:
+    """30 conversations of 8 tokens, the last three of which are trained; three of them are one token shorter."""
+    sizes = [8] * 27 + [7] * 3
+    for name in ("text", "label"):
+        with IndexedDatasetBuilder(tmp_path / name, np.int32) as builder:
+            for size in sizes:
+                ids = np.full(size, 5, dtype=np.int32)
+                if name == "label":
+                    ids[:-3] = -100
+                builder.add_document(ids)
+    keys: dict[str, Any] = {
+        "train_data_paths": [str(tmp_path / "text")],
+        "train_label_data_paths": [str(tmp_path / "label")],
+        "pack_impl": "unpacked",
+        "train_iters": 10,
+        "train_micro_batch_size_per_gpu": 1,
+    }
+
+    plan, problems = with_amounts(resolve(config(**keys, seq_length=7), 1, 100))
+    assert problems == ()
+    assert not any("are cut" in note for note in plan.notes)
+
+    plan, (problem,) = with_amounts(resolve(config(**keys, seq_length=6), 1, 100))
+    assert problem.keys == ("max_lost_labels", "seq_length")
+    assert any("27 of 30 documents are cut and 0 left out, which loses 30.0%" in note for note in plan.notes)
+    _, problems = with_amounts(resolve(config(**keys, seq_length=6, max_lost_labels=0.3), 1, 100))
+    assert problems == ()
+
+    plan, _ = with_amounts(resolve(config(**keys, seq_length=4, max_lost_labels=1), 1, 100))
+    assert plan.pass_tokens == (3 * 4,)  # one token of the three shorter ones is left
+    assert any("3 of 30 documents are cut and 27 left out" in note for note in plan.notes)
+    assert any("read 3.3 times" in line or "3.33 passes" in line for line in data_lines(plan))
+
+
+def test_conversations_in_one_sample() -> None:
+    keys = {"train_data_paths": ["x"], "train_label_data_paths": ["y"], "pack_impl": "pack_until_overflow"}
+    assert "attend to those before" in packed_conversation_notes(config(**keys))[0]
+    assert "do not attend" in packed_conversation_notes(config(**keys, reset_attention_mask=True))[0]
+    assert packed_conversation_notes(config(**{**keys, "pack_impl": "unpacked"})) == []
 
 
 def test_conversations_without_labels_have_a_note(tmp_path: Path) -> None:
