@@ -62,7 +62,7 @@ from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import draw_schedules
 from neox.preflight.recovery import recovery_lines
 from neox.preflight.restarts import Restarts
-from neox.preflight.run_directory import run_directory, write_run_directory
+from neox.preflight.run_directory import claim_curves, run_directory, write_run_directory
 from neox.preflight.suggest import (
     SHOWN,
     find_layouts,
@@ -248,6 +248,8 @@ class _Command:
             directory = reserve(self._run_directory(), self.save, script.name, held)
             if prepared.job.trains and self._has_finished(prepared.planned.plan, directory):
                 return 0
+            if prepared.job.trains and (note := claim_curves(directory, self.config)) is not None:
+                _print_to_stderr("note", [note])
             with restarts.recording_refusals(directory):
                 end = self._launch(prepared, directory, restarts, agents)
             while restarts.follow(end, directory):

@@ -11,9 +11,12 @@ from typing import Any
 
 import yaml
 
+from neox.config import NeoXConfig
 from neox.errors import LaunchError
 from neox.files import write_text
+from neox.metrics import METRICS_FILE
 from neox.plan import Device, RunPlan, plan_as_dict
+from neox.plan.run_identity import RUN_FILE, find_run, run_identity
 
 
 def run_directory(log_dir: str | None, first_config: str | Path) -> Path:
@@ -49,3 +52,54 @@ def write_run_directory(directory: Path, plan: RunPlan, device: Device, commands
         write_text(directory / "command.txt", "".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise LaunchError(f"the run directory {directory} cannot be written: {error}; choose another log_dir") from None
+
+
+def claim_curves(directory: Path, config: NeoXConfig) -> str | None:
+    """Record which training writes its curves into a run directory, and return a note if it was another one before.
+
+    A training that begins at step 0 moves earlier curves aside. One that goes on appends to those that are there.
+
+    Args:
+        directory: The run directory, which is locked.
+        config: Configuration of the training as it was given.
+
+    Raises:
+        LaunchError: The training would append to the curves of another one, or the directory cannot be written.
+    """
+    keys = config.checkpoint
+    save = None if keys.save is None else str(Path(keys.save).resolve())
+    ours = {"run_id": run_identity(config).run_id, "save": save}
+    note = None
+    if (directory / METRICS_FILE).exists() and (other := _other_run(directory, ours)) is not None:
+        begins = keys.load is None or keys.finetune
+        if keys.save is not None and not keys.overwrite and find_run(Path(keys.save)) is not None:
+            begins = False
+        if not begins:
+            raise LaunchError(
+                f"log_dir: {directory} has the curves of {other}, and this run, which goes on from a checkpoint, would "
+                f"continue them; set another log_dir, or remove {directory / RUN_FILE} if they are of the same run"
+            )
+        note = f"log_dir: {directory} has the curves of {other}; they are kept in files with a number"
+    try:
+        write_text(directory / RUN_FILE, json.dumps(ours, indent=2) + "\n")
+    except OSError as error:
+        raise LaunchError(f"log_dir: {directory} cannot be written: {error}; choose another log_dir") from None
+    return note
+
+
+def _other_run(directory: Path, ours: Mapping[str, Any]) -> str | None:
+    """Return the run that has claimed a directory, in words; None if it is ours, or none is recorded.
+
+    A run is ours if it saves to the same directory, or if it is the same and its checkpoints are no longer where they
+    were: they have been moved.
+    """
+    try:
+        claim = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+        run_id, save = str(claim["run_id"]), claim["save"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if save is not None and save == ours["save"]:
+        return None
+    if run_id == ours["run_id"] and (save is None or find_run(Path(save)) is None):
+        return None
+    return "another run" if save is None else f"the run that saves to {save}"

@@ -351,7 +351,8 @@ class LoggingConfig(Section):
     """Logging: terminal, metrics file, and experiment trackers."""
 
     log_dir: str | None = None
-    """Directory of metrics.jsonl and of per-rank logs."""
+    """Directory of metrics.jsonl and of per-rank logs. A run that goes on from a checkpoint does not start if the
+    curves there are of a run with another `save`."""
 
     log_interval: PositiveInt = 100
     """Number of iterations between lines on the terminal (the default is that of newer gpt-neox; v2.0 had none). If
