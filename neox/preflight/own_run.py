@@ -58,6 +58,14 @@ def _with_schedule(config: NeoXConfig) -> DecidedConfig:
     return DecidedConfig(kept.config, (*scheduled.notes, *kept.notes))
 
 
+def with_warmup_of_counted(config: NeoXConfig) -> DecidedConfig:
+    """Let a run whose length was counted in its data go on with its warm-up (`with_own_run` knew no length)."""
+    is_counted = config.source("train_iters").rule == _EPOCHS
+    if not is_counted or config.schedule.use_checkpoint_lr_scheduler or static_problems(config):
+        return DecidedConfig(config)
+    return with_saved_warmup(config)
+
+
 def _loaded(config: NeoXConfig, found: FoundRun) -> FoundRun:
     """Return the run at the checkpoint that is loaded, which `iteration` may choose among those that were found."""
     step = config.checkpoint.iteration

@@ -46,7 +46,7 @@ from neox.preflight.checks import (
 from neox.preflight.data_amounts import with_amounts
 from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
-from neox.preflight.own_run import with_own_run
+from neox.preflight.own_run import with_own_run, with_warmup_of_counted
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
 from neox.preflight.remote_data import planned_data, with_local_data
 from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
@@ -188,6 +188,8 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
     if job.trains:
         decided = decide_by_data(config, job.placement.world_size)
         problems += decided.problems
+        counted = with_warmup_of_counted(decided.config)
+        decided = replace(decided, config=counted.config, notes=(*decided.notes, *counted.notes))
     try:
         plan = resolve(decided.config, job.placement.world_size, vocabulary.size, capabilities)
     except ConfigError as error:

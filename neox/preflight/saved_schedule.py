@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.config import NeoXConfig
+from neox.plan import static_problems
 from neox.plan.run_identity import saved_config
 from neox.preflight.checkpoint_checks import chosen_checkpoint, holds_checkpoint
 from neox.preflight.data_decisions import DecidedConfig
@@ -69,11 +70,13 @@ def with_saved_warmup(config: NeoXConfig) -> DecidedConfig:
     """Keep the steps of the warm-up if a run goes on with another length.
 
     `warmup` is a fraction of the length. Without this, a run that is extended while it holds or leaves its peak would
-    fall back into the warm-up of a longer run.
+    fall back into the warm-up of a longer run. A shorter run that has no room for the steps has the warm-up of its
+    length, and nothing is kept before the length is known.
     """
     keys = config.checkpoint
     follows_keys = bool(config.value("override_lr_scheduler")) or config.schedule.lr_warmup_iters is not None
-    if keys.load is None or keys.finetune or is_remote(keys.load) or follows_keys:
+    has_length = config.training.train_iters is not None or config.schedule.lr_decay_iters is not None
+    if keys.load is None or keys.finetune or is_remote(keys.load) or follows_keys or not has_length:
         return DecidedConfig(config)
     saved = saved_config(chosen_checkpoint(Path(keys.load), keys.iteration))
     if saved is None or config.schedule.scheduler is not None or saved.schedule.scheduler is not None:
@@ -84,6 +87,8 @@ def with_saved_warmup(config: NeoXConfig) -> DecidedConfig:
         return DecidedConfig(config)
     source = config.source("warmup").derived("lr_warmup_iters")
     kept = config.updated({"lr_warmup_iters": before}, source=source)
+    if static_problems(kept):
+        return DecidedConfig(config)
     note = f"the warm-up keeps its {before:,.10g} steps; `warmup` of the new length would be {now:,.10g}"
     return DecidedConfig(kept, (note,))
 

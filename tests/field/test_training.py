@@ -21,11 +21,11 @@ from neox.model import BlockContext, ExpertMLP
 from neox.ops import balance_loss, route, sinkhorn
 from neox.ops.routing import log_sinkhorn
 from neox.parallel import ParallelGrid
-from neox.plan import config_from_files, resolve
+from neox.plan import config_from_files, resolve, static_problems
 from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
 from neox.plan.schedule import schedule_of
 from neox.preflight.data_decisions import DecidedConfig
-from neox.preflight.own_run import with_own_run
+from neox.preflight.own_run import with_own_run, with_warmup_of_counted
 from tests.plans import SMALL, small_plan
 
 
@@ -207,6 +207,27 @@ def test_a_run_that_is_extended_on_its_plateau_stays_there(style, tmp_path):
     kept = {**saved, "train_iters": 200, "lr_warmup_iters": decided.config.schedule.lr_warmup_iters}
     chained = resumed(again, kept, {"train_iters": 400, "lr_warmup_iters": None})
     assert schedule_of(chained.config).lr(2) == pytest.approx(before)
+
+
+def test_a_run_that_is_shortened_within_its_warmup_warms_up_faster(tmp_path):
+    """Twenty steps of warm-up leave nothing of a run of ten steps."""
+    saved = {"train_iters": 100, "warmup": 0.2, "optimizer": WSD["optimizer"]}
+    decided = resumed(tmp_path, saved, {"train_iters": 10}, (5,))
+    assert not static_problems(decided.config)
+    assert decided.config.schedule.warmup_iterations(10) == 2
+
+
+@pytest.mark.parametrize(("length", "noted"), [(100, False), (200, True)])
+def test_the_warmup_of_a_length_that_is_counted(length, noted, tmp_path):
+    """Epochs become steps only after the checkpoint has been found."""
+    saved = {"train_iters": 100, "warmup": 0.2, "optimizer": WSD["optimizer"]}
+    own = resumed(tmp_path, saved, {"train_iters": None, "num_train_epochs": 2})
+    assert not any("warm-up" in note for note in own.notes)
+    source = own.config.source("num_train_epochs").derived("num_train_epochs")
+    counted = own.config.updated({"train_iters": length}, without=("num_train_epochs",), source=source)
+    kept = with_warmup_of_counted(counted)
+    assert kept.config.schedule.warmup_iterations(length) == 20
+    assert any("warm-up" in note for note in kept.notes) == noted
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "exponential"])
