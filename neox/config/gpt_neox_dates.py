@@ -11,6 +11,7 @@ from typing import Any
 
 from neox.config.flat import FlatKeys, look_up
 from neox.config.keys import NEOX_KEYS
+from neox.config.older_keys import holds_converted_mlp
 from neox.config.sections.training import date_of_gpt_neox
 
 VERSION = "gpt_neox_version"
@@ -61,7 +62,7 @@ def apply_date(keys: FlatKeys) -> None:
     """
     given = keys.values.get(VERSION)
     known = None if given is None else date_of_gpt_neox(str(given))
-    removed = date_before(keys.values)
+    removed = None if holds_converted_mlp(keys.values) else date_before(keys.values)
     if known is not None:
         _set_defaults(keys, known)
         _set_geglu_width(keys, known)

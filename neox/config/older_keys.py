@@ -22,7 +22,7 @@ _GATED: Mapping[str, str] = MappingProxyType(
 def convert_older_keys(keys: FlatKeys) -> None:
     """Set what keys of older gpt-neox and DeepSpeed stand for. What contradicts them is a problem."""
     _convert_deepspeed_blocks(keys)
-    if keys.values.get("mlp_type") == "llama":
+    if keys.values.get("mlp_type") == "llama" and not holds_converted_mlp(keys.values):
         _convert_llama_mlp(keys)
     if _OLDER_EXPERTS & keys.values.keys() and not {"expert_interval", "moe_expert_interval"} & keys.values.keys():
         keys.values["moe_expert_interval"] = 2  # the default until May 2025
@@ -59,6 +59,15 @@ def _name_stage3_settings(keys: FlatKeys) -> None:
         if f"zero_optimization.{key}" in keys.sources:
             keys.sources.setdefault(f"zero_optimization.{name}", keys.sources[f"zero_optimization.{key}"])
     keys.values["zero_optimization"] = renamed
+
+
+def holds_converted_mlp(values: Mapping[str, Any]) -> bool:
+    """Return whether `mlp_type: llama` has been converted before, as in the config.yml of a checkpoint.
+
+    Then the other keys say all, and an absent one had its default: checkpoints until November 2026 may have biases.
+    """
+    is_llama = values.get("mlp_type") == "llama" and "mlp_width" in values
+    return is_llama and values.get("activation") in _GATED.values()
 
 
 def _convert_llama_mlp(keys: FlatKeys) -> None:

@@ -22,6 +22,14 @@ def test_the_llama_mlp_is_gated_and_wide(given: str | None, used: str) -> None:
     assert again.model == config.model
 
 
+def test_a_checkpoint_of_before_keeps_its_biases_and_norm() -> None:
+    """Until November 2026 `mlp_type: llama` was written to config.yml with its width, and left the rest as it was."""
+    stored = {**SIZES, "mlp_type": "llama", "activation": "swiglu", "mlp_width": 256, "norm": "rmsnorm"}
+    for keys, bias in (({}, True), ({"use_bias_in_mlp": False}, False)):
+        model = NeoXConfig.from_flat({**stored, **keys}).model
+        assert (model.norm, model.use_bias_in_mlp, model.mlp_width) == ("rmsnorm", bias, 256)
+
+
 def test_what_contradicts_the_llama_mlp_is_named() -> None:
     others = (("mlp_multiple_of", 128), ("activation", "softsign"), ("use_bias_in_mlp", True))
     for key, value in others:
