@@ -34,6 +34,9 @@ _LOSS_MEANS: Mapping[str, str] = MappingProxyType(
         "samples": "the samples of a step",
     }
 )
+# Model FLOPs utilisation that published runs in 16 bits reached, in per cent of the peak, by the rows of
+# benchmarks/published_runs.tsv: the lowest and the highest.
+PUBLISHED_MFU: Mapping[str, tuple[int, int]] = MappingProxyType({"a100": (28, 56), "h100": (33, 43)})
 # Derived values that only repeat a key's value.
 _REPEATED = ("pp", "mp", "padded_vocab_size", "lr_decay_iters")
 
@@ -207,13 +210,13 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     yield from labelled("data", data_lines(plan))
     yield from labelled("valid", validation_lines(plan))
     step = f"{found.tokens_per_step:,} tokens, {_flop(found.flops_per_token)} per token"
-    if plan.grid.pp_size > 1:
+    if plan.grid.pp_size > 1 and found.estimate is None:  # else the run's line says how long stages wait
         step += f", pipeline bubble {100 * found.bubble:.1f} %"
     yield f"step      {step}"
     yield from labelled("experts", _expert_lines(plan, found))
     train_iters = plan.config.training.train_iters
     if train_iters is not None:
-        yield f"run       {train_iters:,} steps, {found.tokens:,} tokens{_time_of_run(found, device)}"
+        yield f"run       {train_iters:,} steps, {found.tokens:,} tokens{_time_of_run(plan, found, device)}"
         yield f"schedule  {schedule_of(plan.config).describe()}"
         for label, line in plan.batch_schedule.describe(train_iters):
             yield from labelled(label, [line])
@@ -258,7 +261,7 @@ def _disk_size(size: int) -> str:
     return gib(size)
 
 
-def _time_of_run(found: Figures, device: Device) -> str:
+def _time_of_run(plan: RunPlan, found: Figures, device: Device) -> str:
     """Return the time that a run takes and what was assumed; nothing if the speed of its device is not known."""
     if found.days is None or found.peak_tflops is None:
         return ""
@@ -269,8 +272,18 @@ def _time_of_run(found: Figures, device: Device) -> str:
         parts = f"waiting for stages {estimate.bubble / estimate.seconds:.0%}, communication"
         parts += f" {exchanged / estimate.seconds:.0%}"
         duration = _duration(found.days * 86_400)
-        return f": {duration}, {_duration(estimate.seconds)} a step, {speed} (estimated, {device.peak_source}; {parts})"
+        basis = f"estimated for full power and fused kernels, not measured{_published_mfu(plan)}, {device.peak_source}"
+        return f": {duration}, {_duration(estimate.seconds)} a step, {speed} ({basis}; {parts})"
     return f": {_duration(found.days * 86_400)} at {speed} (expected_mfu, {device.peak_source})"
+
+
+def _published_mfu(plan: RunPlan) -> str:
+    """Return what published runs on the same kind of GPU reached; nothing if there are none."""
+    kind = (plan.config.runner.gpu_type or "").partition("-")[0]
+    if kind not in PUBLISHED_MFU or plan.config.training.fp8:
+        return ""
+    lowest, highest = PUBLISHED_MFU[kind]
+    return f" (published runs on {kind.upper()}: {lowest} to {highest} % MFU)"
 
 
 def _derived_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +12,11 @@ from neox.config import NeoXConfig
 from neox.plan import format_plan, host_device, plan_as_dict, resolve
 from neox.plan.device import GIB
 from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
+from neox.plan.report import PUBLISHED_MFU
 from tests.plans import SIZES, plan_of
 from tests.unit.plan.shipped import shipped
 
+PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published_runs.tsv"
 LABELS = {
     "defaults",
     "grid",
@@ -146,6 +150,32 @@ class TestFigures:
             assert figures(shipped("20B", 96, given)).estimate is None
         slower = figures(shipped("20B", 96, "gradient_accumulation_steps=8", "train_batch_size=null"))
         assert slower.mfu < found.mfu, "a stage waits longer with fewer micro batches"
+
+    def test_an_estimate_names_what_published_runs_reached(self):
+        reached = {"a100": [], "h100": []}
+        flops_8b = figures(shipped("llama/3-8B", 128)).flops_per_token
+        with open(PUBLISHED, encoding="utf-8") as stream:
+            for row in csv.DictReader(stream, delimiter="\t"):
+                kind = row["gpu"][:4].lower()
+                if kind not in reached or "fp8" in row["precision"]:
+                    continue
+                peak = {"a100": 312, "h100": 989}[kind]
+                if row["tflops_per_gpu"]:  # those of the A100 count full recomputation: 4 passes for 3
+                    share = 0.75 if kind == "a100" else 1.0
+                    reached[kind].append(share * float(row["tflops_per_gpu"]) / peak)
+                elif row["tokens_per_s_per_gpu"] and row["id"].startswith("titan-8b"):
+                    reached[kind].append(float(row["tokens_per_s_per_gpu"]) * flops_8b / peak / 1e12)
+                elif row["step_seconds"]:
+                    tokens = int(row["global_batch"]) * int(row["seq_length"])
+                    layers, hidden, length = int(row["layers"]), int(row["hidden"]), int(row["seq_length"])
+                    terms = 1 + length / (6 * hidden) + int(row["vocab"]) / (12 * layers * hidden)
+                    operations = 72 * tokens * layers * hidden**2 * terms
+                    reached[kind].append(operations / float(row["step_seconds"]) / int(row["gpus"]) / peak / 1e12)
+        for kind, shares in reached.items():
+            assert PUBLISHED_MFU[kind] == (round(100 * min(shares)), round(100 * max(shares)))
+        text = format_plan(shipped("20B", 96))
+        assert "28 to 56 % MFU" in text
+        assert "pipeline bubble" not in text, "the run's line says how long stages wait"
 
     def test_ranks_of_stages(self):
         plan = shipped("20B", 96)
