@@ -17,6 +17,7 @@ class GenerationRequest:
 
     Attributes:
         prompts: Token ids, each prompt repeated once per continuation.
+        n: Number of continuations of each prompt.
         params: Sampling settings.
         stream: Whether the answer is a stream of server-sent events.
         stream_usage: Whether a stream ends with token counts.
@@ -24,6 +25,7 @@ class GenerationRequest:
     """
 
     prompts: tuple[tuple[int, ...], ...]
+    n: int
     params: SamplingParams
     stream: bool
     stream_usage: bool
@@ -61,8 +63,8 @@ class Answers(Protocol):
 
 
 def usage_json(request: GenerationRequest, results: Sequence[Continuation]) -> dict[str, int]:
-    """Return the token counts of an answer."""
-    read = sum(len(prompt) for prompt in request.prompts)
+    """Return the token counts of an answer. Each prompt counts once, whatever its number of continuations."""
+    read = sum(len(prompt) for prompt in request.prompts[:: request.n])
     written = sum(len(result.tokens) for result in results)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 

@@ -85,7 +85,7 @@ def parse_chat_request(body: Any, model: LanguageModel, chat: ChatFormat | None,
         raise BadRequest(f"`messages`: {error}", field="messages") from error
     check_prompt(prompt, params, model, "messages")
     prompts = (tuple(prompt),) * n
-    return GenerationRequest(prompts, params, stream, with_usage, ChatAnswers(chat, n))
+    return GenerationRequest(prompts, n, params, stream, with_usage, ChatAnswers(chat, n))
 
 
 def _longest(fields: dict[str, Any], limits: Limits) -> int:

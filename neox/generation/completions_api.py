@@ -58,7 +58,7 @@ def parse_request(body: Any, model: LanguageModel, codec: Tokenizer, limits: Lim
     echoes = [""] * len(every)
     if echo:
         echoes = [text for text in texts for _ in range(n)]
-    return GenerationRequest(tuple(every), params, stream, with_usage, CompletionAnswers(echoes))
+    return GenerationRequest(tuple(every), n, params, stream, with_usage, CompletionAnswers(echoes))
 
 
 def _prompts(value: Any, codec: Tokenizer) -> tuple[list[tuple[int, ...]], list[str]]:

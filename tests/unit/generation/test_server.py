@@ -56,7 +56,9 @@ def test_top_p_0_leaves_the_most_probable_token_alone():
 
 def test_several_prompts_n_echo_and_stop():
     body = {"prompt": ["ab", [24]], "n": 2, "echo": True, "stop": "ef", "temperature": 0, "max_tokens": 9}
-    choices = post(body).json()["choices"]
+    answer = post(body).json()
+    choices = answer["choices"]
+    assert answer["usage"]["prompt_tokens"] == 3  # each prompt once, as with OpenAI's own server
     assert [(c["index"], c["text"], c["finish_reason"]) for c in choices] == [
         (0, "abcd", "stop"),
         (1, "abcd", "stop"),
