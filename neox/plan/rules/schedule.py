@@ -52,9 +52,10 @@ def _warmup_steps(config: NeoXConfig, steps: float) -> Iterator[Problem]:
     if not schedule.lr_decay_iters and not config.training.train_iters:
         return
     total = schedule.decay_iterations(config.training.train_iters)
-    most = total / 2 if schedule.lr_schedule_version == "v2.0" else total
-    if steps > most or steps == total:
-        rule = f"leaves no iterations to decay: it must be below {most:g}, of the {total} steps of the schedule"
+    is_older = schedule.lr_schedule_version == "v2.0"
+    if steps > total / 2 if is_older else steps >= total:
+        limit = f"at most {total / 2:g}" if is_older else f"below {total}"
+        rule = f"leaves no iterations to decay: it must be {limit}, of the {total} steps of the schedule"
         yield config.problem("lr_warmup_iters", rule, "lr_schedule_version", "lr_decay_style", *_LENGTHS)
 
 

@@ -178,3 +178,11 @@ def test_every_schedule_of_the_sections_is_computed():
         for style in get_args(ScheduleConfig.model_fields[key].annotation):
             keys = {key: style, "lr_wsd_decay_iters": 2, **({"lr_decay_style": "WSD"} if "wsd" in key else {})}
             assert schedule_of(NeoXConfig.from_flat({**SIZES, **keys})).lr(10) >= 0
+
+
+@pytest.mark.parametrize(("version", "most", "limit"), [("v2.0", 5, "at most 5"), ("later", 9, "below 10")])
+def test_the_limit_of_warmup_steps_is_told(version, most, limit):
+    keys = {**SIZES, "train_iters": 10, "lr_schedule_version": version}
+    assert not static_problems(NeoXConfig.from_flat({**keys, "lr_warmup_iters": most}))
+    (problem,) = static_problems(NeoXConfig.from_flat({**keys, "lr_warmup_iters": most + 1}))
+    assert limit in problem.message
