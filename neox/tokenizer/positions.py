@@ -7,8 +7,8 @@
 | after other text | the text alone, without a blank that belongs to the start of a text: `continuation` |
 | scored after a context | the ids of both together, if they begin with those of the context: `scored` |
 
-What a tokenizer writes after each text (such as `</s>`) belongs to whole documents of the data only: a prompt or a
-context goes on. The data themselves are encoded by `Tokenizer.encode_batch`, as in gpt-neox.
+What a tokenizer writes after each text (such as `</s>`) belongs to whole documents of the data only, because a prompt or
+a context is continued. The data themselves are encoded by `Tokenizer.encode_batch`, as in gpt-neox.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from neox.tokenizer.base import Tokenizer
 
 _INCOMPLETE = "\ufffd"  # result of decoding an incomplete UTF-8 character
 _LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, each of which may be a token
-_TAIL = 8  # tokens of a prompt that are decoded again with those that follow
+_TAIL = 8  # tokens of a prompt, or more, that are decoded again with those that follow
 
 
 class Scored(NamedTuple):
@@ -49,7 +49,7 @@ def before_first(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def with_beginning(beginning: tuple[int, ...], ids: Sequence[int]) -> list[int]:
-    """Return ids after a beginning. Ids that have it already, written in the text, do not get it twice."""
+    """Return ids with a beginning in front. Ids that begin with it already, because the text does, stay as they are."""
     if tuple(ids[: len(beginning)]) == beginning:
         return list(ids)
     return [*beginning, *ids]
@@ -83,33 +83,40 @@ def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
 def scored(tokenizer: Tokenizer, context: str, text: str) -> Scored:
     """Return the ids of a text after its context.
 
-    Blanks at the end of the context count to the text, as in lm-evaluation-harness. Both are encoded together. If a
-    token holds characters of both, the text would lose them: then it is encoded by itself, after the context's ids.
+    Blanks at the end of the context move to the text, as in lm-evaluation-harness. Both are encoded together. If a
+    token then holds characters of both, the text is encoded by itself and follows the ids of the context, because its
+    first characters would not be scored otherwise.
 
     Args:
-        tokenizer: Tokenizer.
-        context: Text before it; an empty one stands for the start of a text.
-        text: The text.
+        tokenizer: Tokenizer of both.
+        context: Text before it; an empty one, or one of blanks only, stands for the start of a text.
+        text: Text whose log-probability is wanted.
     """
     trimmed = context.rstrip()
-    text = context[len(trimmed) :] + text
+    blanks = context[len(trimmed) :]
+    text = blanks + text
     if not trimmed:
         beginning = before_first(tokenizer)
         return Scored(tuple(with_beginning(beginning, tokenizer.encode_bare(text))), len(beginning))
     before = document(tokenizer, trimmed) or list(before_first(tokenizer))
     both = document(tokenizer, trimmed + text)
-    if both[: len(before)] != before or (text and len(both) == len(before)):
+    has_own_ids = len(both) > len(before) or not text
+    if both[: len(before)] != before or not has_own_ids:
         both = [*before, *continuation(tokenizer, text)]
     return Scored(tuple(both), len(before))
 
 
 def tail(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
-    """Return the last of some ids: enough to decode those that follow as after all of them.
+    """Return as many of the last ids as are needed to decode others that follow them.
 
-    They have a text, and do not begin inside a character: one broken character breaks all that are written in bytes.
+    Their text is not empty and does not begin inside a character, because tokenizers with a token for each byte decode
+    all bytes in a row as replacement characters if one of them does not fit.
     """
     size = _TAIL
-    while size < len(before) and tokenizer.decode_shown(before[-size:])[:1] in ("", _INCOMPLETE):
+    while size < len(before):
+        text = tokenizer.decode_shown(before[-size:])
+        if text and not text.startswith(_INCOMPLETE):
+            break
         size *= 2
     return list(before[-size:])
 
@@ -117,23 +124,30 @@ def tail(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
 def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of ids that follow others, without special tokens.
 
-    It is what `before` and `ids` together have more than `before`. Decoded by themselves, the ids of many tokenizers
-    lose the blank in front of their first word.
+    `before` and `ids` are decoded together, and the text of `before` is taken off. Decoded by themselves, the ids of
+    many tokenizers lose the blank in front of their first word.
     """
     context = tail(tokenizer, before)
     known = tokenizer.decode_shown(context)
-    now = tokenizer.decode_shown([*context, *ids])
-    for cut in range(len(ids) - 1, max(0, len(ids) - _LONGEST_CHARACTER), -1):
-        if is_complete(now):
-            break
+    together = tokenizer.decode_shown([*context, *ids])
+    if is_complete(together):
+        return added_text(known, together)
+    # The ids end inside a character, which may have broken the whole characters of bytes in front of it. So the ids of
+    # this character, at most three, are decoded by themselves:
+    #
+    #     context | a  b  [c1 c2 c3] | [d1 d2
+    #               decoded after    | decoded
+    #               the context      | alone
+    for unfinished in range(1, min(_LONGEST_CHARACTER, len(ids))):
+        cut = len(ids) - unfinished
         whole = tokenizer.decode_shown([*context, *ids[:cut]])
-        if is_complete(whole):  # the rest of a character is broken by itself, and not the characters before it
+        if is_complete(whole):
             return added_text(known, whole) + tokenizer.decode_shown(ids[cut:])
-    return added_text(known, now)
+    return added_text(known, together)
 
 
 def added_text(before: str, now: str) -> str:
-    """Return what a decoded text has more than before; a character that was incomplete before is new as a whole."""
+    """Return what more ids added to a decoded text. A character that was incomplete before is new as a whole."""
     if not now.startswith(before):
         before = before.rstrip(_INCOMPLETE)
     return now[len(before) :]
