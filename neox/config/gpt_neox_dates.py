@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -15,12 +15,15 @@ from neox.config.older_keys import holds_converted_mlp
 from neox.config.sections.training import date_of_gpt_neox
 
 VERSION = "gpt_neox_version"
-_EPSILON_INSIDE = date(2025, 5, 9)  # pull request 1345
-_LATER_SCHEDULE = date(2023, 8, 7)  # pull request 1008
-_GEGLU_OF_TWO = date(2023, 4, 3)  # pull request 868
-_GEGLU_OF_A_THIRD = date(2024, 9, 7)  # pull request 1212
-_MULTIPLES_ARE_A_KEY = date(2024, 9, 10)  # pull request 1276
-_WIDTHS = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
+"""Key of the date, or of the release."""
+
+# Days on which a meaning changed, with gpt-neox's pull requests.
+_GEGLU_OF_TWO = date(2023, 4, 3)  # 868: a `geglu` MLP is 2 x hidden_size wide
+_LATER_SCHEDULE = date(2023, 8, 7)  # 1008: other formulas of the learning rate
+_GEGLU_OF_A_THIRD = date(2024, 9, 7)  # 1212: a `geglu` MLP is 4/3 x hidden_size wide, in multiples of 256
+_MULTIPLES_ARE_A_KEY = date(2024, 9, 10)  # 1276: `mlp_multiple_of` replaces 256; `mlp_type: llama` is gone
+_EPSILON_INSIDE = date(2025, 5, 9)  # 1345: RMSNorm adds its epsilon inside of the root
+_KEYS_OF_WIDTH = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class ChangedDefault:
     Attributes:
         since: Date of the change.
         value: Default from then on.
-        names: The key, and dotted paths that give the same setting.
+        names: Keys and dotted paths that give this setting; if one is there, the default does not count.
     """
 
     since: date
@@ -58,40 +61,44 @@ def used_defaults(values: Mapping[str, Any]) -> Mapping[str, ChangedDefault]:
 def apply_date(keys: FlatKeys) -> None:
     """Give keys the meaning, and absent keys the default, that they had in the gpt-neox that the file is of.
 
-    Its date is `gpt_neox_version`. Without it, a key that gpt-neox has removed later tells that the file is older.
+    Its date is `gpt_neox_version`. Without it, a key that gpt-neox has removed later tells that the file is older; only
+    `norm` follows from that.
     """
-    given = keys.values.get(VERSION)
-    known = None if given is None else date_of_gpt_neox(str(given))
-    removed = None if holds_converted_mlp(keys.values) else date_before(keys.values)
-    if known is not None:
-        _set_defaults(keys, known)
-        _set_geglu_width(keys, known)
-        if known < _LATER_SCHEDULE and not keys.values.get("scheduler"):
+    day = None
+    if VERSION in keys.values:
+        day = date_of_gpt_neox(str(keys.values[VERSION]))
+    if day is not None:
+        _set_defaults(keys, day)
+        _set_geglu_width(keys, day)
+        if day < _LATER_SCHEDULE and not keys.values.get("scheduler"):
             _set_absent(keys, "lr_schedule_version", "v2.0")
-    latest = known or removed
-    if latest is not None and latest < _EPSILON_INSIDE and keys.values.get("norm") == "rmsnorm":
+    elif not holds_converted_mlp(keys.values):
+        day = latest_date(keys.values)
+    if day is not None and day < _EPSILON_INSIDE and keys.values.get("norm") == "rmsnorm":
         keys.values["norm"] = "rmsnorm_v2.0"
 
 
-def date_before(values: Mapping[str, Any]) -> date | None:
+def latest_date(values: Mapping[str, Any]) -> date | None:
     """Return the last day on which gpt-neox knew all of the given keys; None if it still knows them."""
-    days = []
+    removals = []
     for key in values:
-        _, _, until = NEOX_KEYS[key].since.partition(" to ") if key in NEOX_KEYS else ("", "", "")
-        if until:
-            days.append(date.fromisoformat(until) - datetime.timedelta(days=1))
+        row = NEOX_KEYS.get(key)
+        if row is not None and row.removed is not None:
+            removals.append(row.removed)
     if values.get("mlp_type") == "llama":
-        days.append(_MULTIPLES_ARE_A_KEY - datetime.timedelta(days=1))
-    return min(days, default=None)
+        removals.append(_MULTIPLES_ARE_A_KEY)
+    if not removals:
+        return None
+    return min(removals) - timedelta(days=1)
 
 
 def keys_since(values: Mapping[str, Any], day: date) -> Iterator[str]:
-    """Yield the given keys of the network that gpt-neox got on a day or later, and that ask for something."""
+    """Yield the given keys of the network that came to gpt-neox on a day or later, and whose values are not off."""
     for key, value in values.items():
         row = NEOX_KEYS.get(key)
         if row is None or row.section not in ("model", "experts") or row.is_off(value):
             continue
-        if row.since[:2] == "20" and date.fromisoformat(row.since[:10]) >= day:
+        if row.added is not None and row.added >= day:
             yield key
 
 
@@ -101,16 +108,16 @@ def geglu_width(hidden: int, day: date) -> int:
         return int(4 * 2 / 3 * hidden)
     if day < _GEGLU_OF_A_THIRD:
         return 2 * hidden
-    half = -(-int(4 * hidden * 2 / 3) // 2)
+    width = math.ceil(int(4 * hidden * 2 / 3) / 2)  # of each half
     if day < _MULTIPLES_ARE_A_KEY:
-        return -(-half // 256) * 256
-    return half
+        return math.ceil(width / 256) * 256
+    return width
 
 
 def _set_geglu_width(keys: FlatKeys, day: date) -> None:
     values = keys.values
     hidden = values.get("hidden_size")
-    if values.get("activation") == "geglu" and isinstance(hidden, int) and values.keys().isdisjoint(_WIDTHS):
+    if values.get("activation") == "geglu" and isinstance(hidden, int) and values.keys().isdisjoint(_KEYS_OF_WIDTH):
         _set_absent(keys, "mlp_width", geglu_width(hidden, day))
 
 
@@ -121,5 +128,6 @@ def _set_defaults(keys: FlatKeys, day: date) -> None:
 
 
 def _set_absent(keys: FlatKeys, key: str, value: Any) -> None:
+    """Set a key that is not given; problems with it are shown at the date, from which it follows."""
     keys.values.setdefault(key, value)
     keys.sources.setdefault(key, keys.source(VERSION))

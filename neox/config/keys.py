@@ -17,6 +17,7 @@ A field of a section that is not in the table is this project's own key.
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +39,18 @@ class NeoXKey:
     since: str
     status: str
     reason: str
+
+    @property
+    def added(self) -> datetime.date | None:
+        """Date of the change that brought the key to gpt-neox; None for v2.0, earlier, and other owners."""
+        began = self.since.partition(" to ")[0]
+        return datetime.date.fromisoformat(began) if began.startswith("20") else None
+
+    @property
+    def removed(self) -> datetime.date | None:
+        """Date of the change that removed the key from gpt-neox; None if it is still there, and for other owners."""
+        end = self.since.partition(" to ")[2]
+        return datetime.date.fromisoformat(end) if end else None
 
     def is_off(self, value: Any) -> bool:
         """Whether a value asks for nothing: the owner's default, None, or a block that is empty or not enabled.

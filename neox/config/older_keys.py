@@ -12,7 +12,7 @@ from neox.config.sections.deepspeed import ZeroSettings
 
 _LATER_SIZES = ("expansion_factor", "mlp_multiple_of")  # keys that came when `mlp_type` went
 _LLAMA_MULTIPLE = 256
-_OLDER_EXPERTS = frozenset(key for key, row in NEOX_KEYS.items() if row.section == "experts" and " to " in row.since)
+_OLDER_EXPERTS = frozenset(key for key, row in NEOX_KEYS.items() if row.section == "experts" and row.removed)
 _GATED: Mapping[str, str] = MappingProxyType(
     {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 )

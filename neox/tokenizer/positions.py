@@ -7,8 +7,8 @@
 | after other text | the text alone, without a blank that belongs to the start of a text: `continuation` |
 | scored after a context | the ids of both together, if they begin with those of the context: `scored` |
 
-What a tokenizer writes after each text (such as `</s>`) belongs to whole documents of the data only, because a prompt or
-a context is continued. The data themselves are encoded by `Tokenizer.encode_batch`, as in gpt-neox.
+What a tokenizer writes after each text (such as `</s>`) belongs to whole documents of the data only, because a prompt
+or a context is continued. The data themselves are encoded by `Tokenizer.encode_batch`, as in gpt-neox.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from neox.architecture import ACTIVATIONS
-from neox.config.gpt_neox_dates import CHANGED_DEFAULTS, VERSION, date_before, keys_since, used_defaults
+from neox.config.gpt_neox_dates import CHANGED_DEFAULTS, VERSION, keys_since, latest_date, used_defaults
 from neox.config.keys import NEOX_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
@@ -187,14 +187,14 @@ def _date_notes(config: NeoXConfig) -> Iterator[Note]:
     model = config.model
     if VERSION in given:
         return
-    before = date_before(given)
-    if model.norm == "rmsnorm_v2.0" and before is not None:
+    latest = latest_date(given)
+    if model.norm == "rmsnorm_v2.0" and latest is not None:
         message = (
-            f"`norm: rmsnorm` adds its epsilon outside of the root, as gpt-neox did on {before}; a key of then is given"
+            f"`norm: rmsnorm` adds its epsilon outside of the root, as gpt-neox did on {latest}; a key of then is given"
         )
         yield Note(("norm", VERSION), message)
     is_gpt_neox = all(key in NEOX_KEYS for key in given)
-    if model.norm == "rmsnorm" and config.checkpoint.load is not None and is_gpt_neox and before is None:
+    if model.norm == "rmsnorm" and config.checkpoint.load is not None and is_gpt_neox and latest is None:
         message = (
             f"{config.describe_setting('norm')} adds its epsilon inside the root, as gpt-neox since 9 May 2025; for a "
             f"checkpoint of an older gpt-neox give its date ({VERSION}), or norm: rmsnorm_v2.0"
