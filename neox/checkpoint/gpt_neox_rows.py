@@ -1,13 +1,13 @@
 """Order of the rows of fused queries, keys and values with grouped heads in gpt-neox's files.
 
-With fewer key heads than query heads, one tensor rank's rows of `attention.query_key_value` are
+With fewer key heads than query heads, one tensor rank's rows of `attention.query_key_value` stand in one of two orders:
 
-    blocks   all query rows, all key rows, all value rows        here, and gpt-neox from pull request 1315 on
-    heads    for each query head: D query rows, D K / N key rows, D K / N value rows         gpt-neox before
+    blocks   q q q q q q q q | k k k k | v v v v               here, and gpt-neox since pull request 1315
+    heads    q q q q k k v v | q q q q k k v v                 gpt-neox before
 
-Nothing in gpt-neox's files names the order. With as many key heads as query heads, it never changed.
-
-Legend: N query heads, K key heads, D head dim.
+In the older one, each query head is followed by its share of the key rows and of the value rows. The picture has N = 2
+query heads of D = 4 rows and K = 1 key head, so that the share is D K / N = 2 rows. Nothing in gpt-neox's files names
+the order. With as many key heads as query heads, it never changed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from neox.architecture import Architecture
+from neox.config.keys import NEOX_KEYS
 from neox.config.yaml_file import read_file
 from neox.errors import CheckpointError, ConfigError
 
-Order = Literal["blocks", "heads"]
+RowOrder = Literal["blocks", "heads"]
 
 FUSED = "attention.query_key_value."
 """Beginning of the names of fused queries, keys and values."""
@@ -37,30 +38,24 @@ _NAMES_OF_HEADS = ("mlp.w1.", "mlp.dense_h_to_4h.", "attention.rotary_emb.inv_fr
 order."""
 
 _OLDER_KEYS = frozenset({"mlp_type"})  # removed by pull request 1212
-_LATER_KEYS = frozenset(
-    {"te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "wandb_run_name", "peak_theoretical_tflops"}
-    | {"kl_impl", "kl_div_beta", "reinforce_leave_one_out", "serve_model_weights", "fused_kernels_build_path"}
-    | {"moe_expert_interval", "moe_router_type"}
-)
-"""Keys of gpt-neox's configurations that are younger than pull request 1315."""
-
+_LATER_KEYS = frozenset(key for key, row in NEOX_KEYS.items() if row.added and row.added > _TRAINING_CHANGED)
 _LATER_DEEPSPEED = (0, 16)  # released on 2024-11-25
 
 
-class RowOrder(NamedTuple):
+class KnownOrder(NamedTuple):
     """How a checkpoint's fused rows are ordered, and how this is known."""
 
-    order: Order
+    order: RowOrder
     reason: str
 
 
-def row_order(
+def known_order(
     path: Path,
     architecture: Architecture,
     stored_names: Iterable[str],
     state: Mapping[str, Any],
     declared: date | None,
-) -> RowOrder:
+) -> KnownOrder:
     """Return the order of the fused rows of grouped heads in a checkpoint of gpt-neox.
 
     Args:
@@ -76,26 +71,27 @@ def row_order(
     names = tuple(stored_names)
     if declared is not None:
         changed = _CONVERTER_CHANGED if _is_converted(state) else _TRAINING_CHANGED
-        return RowOrder("heads" if declared < changed else "blocks", f"gpt_neox_version is {declared}")
-    for told in _told_by_files(path, names, state):
-        return told
-    raise CheckpointError(_question(path, architecture))
+        return KnownOrder("heads" if declared < changed else "blocks", f"gpt_neox_version is {declared}")
+    surest = next(_signs_in_files(path, names, state), None)
+    if surest is None:
+        raise CheckpointError(_question(path, architecture))
+    return surest
 
 
-def _told_by_files(path: Path, names: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[RowOrder]:
-    """Yield what a checkpoint of gpt-neox tells about the date of its code, the surest sign first."""
+def _signs_in_files(path: Path, names: tuple[str, ...], state: Mapping[str, Any]) -> Iterator[KnownOrder]:
+    """Yield the signs by which the files of a checkpoint tell the age of its gpt-neox, the surest one first."""
     for name in names:
         if name.startswith(_NAMES_OF_HEADS):
-            yield RowOrder("heads", f"its name {name} is older than the change")
+            yield KnownOrder("heads", f"its name {name} is older than the change")
     keys = _saved_keys(path)
     for key in sorted(keys & _OLDER_KEYS):
-        yield RowOrder("heads", f"its configuration has {key}, which is older than the change")
+        yield KnownOrder("heads", f"its configuration has {key}, which is older than the change")
     for key in sorted(keys & _LATER_KEYS):
-        yield RowOrder("blocks", f"its configuration has {key}, which is younger than the change")
+        yield KnownOrder("blocks", f"its configuration has {key}, which is younger than the change")
     version = str(state.get("ds_version", ""))
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    if tuple(numbers) >= _LATER_DEEPSPEED:
-        yield RowOrder("blocks", f"it was written with DeepSpeed {version}, which is younger than the change")
+    major_and_minor = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if major_and_minor >= _LATER_DEEPSPEED:
+        yield KnownOrder("blocks", f"it was written with DeepSpeed {version}, which is younger than the change")
 
 
 def _is_converted(state: Mapping[str, Any]) -> bool:
@@ -110,11 +106,12 @@ def _saved_keys(path: Path) -> set[str]:
         try:
             keys.update(key.replace("-", "_") for key in read_file(file).values)
         except ConfigError:
-            continue  # a file of another kind
+            continue  # not a configuration
     return keys
 
 
 def _question(path: Path, architecture: Architecture) -> str:
+    """Return the message that asks for the date of the gpt-neox that wrote a checkpoint."""
     return (
         f"{path}: the rows of {FUSED}* are of {architecture.num_attention_heads} query heads and "
         f"{architecture.num_kv_heads} key heads, and no file says in which order. gpt-neox before "
@@ -126,16 +123,23 @@ def _question(path: Path, architecture: Architecture) -> str:
     )
 
 
-def to_blocks(rows: Tensor, order: Order, architecture: Architecture) -> Tensor:
-    """Return one tensor rank's fused rows [R, ...], or their states, as blocks of queries, keys and values."""
+def to_blocks(rows: Tensor, order: RowOrder, architecture: Architecture) -> Tensor:
+    """Return one tensor rank's fused rows as blocks of queries, keys and values.
+
+    Args:
+        rows: Rows of a weight or bias, or the optimizer's states of them [(N + 2 K) D / ranks, ...].
+        order: Their order.
+        architecture: The network. Rows of another one are returned as they are: their shape is refused later.
+    """
     if order == "blocks":
         return rows
     dim = architecture.head_dim
     heads = architecture.num_attention_heads
     kv_heads = architecture.num_kv_heads
-    ranks = (heads + 2 * kv_heads) * dim // rows.shape[0]
-    if not ranks or (heads + 2 * kv_heads) * dim != ranks * rows.shape[0] or kv_heads % ranks:
-        return rows  # of another model, which the shape tells
-    share = dim * kv_heads // heads
-    by_head = rows.unflatten(0, (heads // ranks, dim + 2 * share))
-    return torch.cat([part.flatten(0, 1) for part in by_head.split((dim, share, share), dim=1)])
+    ranks, rest = divmod((heads + 2 * kv_heads) * dim, rows.shape[0])
+    if rest or kv_heads % ranks:
+        return rows
+    share = dim * kv_heads // heads  # key rows of one query head
+    by_head = rows.unflatten(0, (heads // ranks, dim + 2 * share))  # [query heads here, rows of one, ...]
+    queries, keys, values = by_head.split((dim, share, share), dim=1)
+    return torch.cat([queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)])

@@ -24,7 +24,7 @@ from neox.architecture import (
     adapter_parameters,
 )
 from neox.checkpoint.averaged_weights import AveragedFiles, LoadedWeights
-from neox.checkpoint.gpt_neox_rows import FUSED, Order, row_order, to_blocks
+from neox.checkpoint.gpt_neox_rows import FUSED, RowOrder, known_order, to_blocks
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.manifest import read_manifest
 from neox.checkpoint.names import ROWS, layer_file, mp_rank_file, parse_mp_rank_file, parse_step_directory
@@ -157,7 +157,7 @@ class CheckpointReader:
         return {key: value for key, value in load_file(path).items() if key not in ("module", "optimizer")}
 
     @cached_property
-    def row_order(self) -> Order:
+    def row_order(self) -> RowOrder:
         """Order of the rows of fused queries, keys and values in the files.
 
         Raises:
@@ -168,7 +168,7 @@ class CheckpointReader:
             return "blocks"
         first_block = min(filter(lambda index: index >= BLOCK_OFFSET, self._source.indices), default=BLOCK_OFFSET)
         names = self._source.stored_names(first_block)
-        found = row_order(self.path, architecture, names, self._stored_state, self._gpt_neox_date)
+        found = known_order(self.path, architecture, names, self._stored_state, self._gpt_neox_date)
         _log.info("%s: rows of queries, keys and values are read as %s: %s", self.path, found.order, found.reason)
         return found.order
 
