@@ -29,11 +29,13 @@ def run_status(directory: Path) -> Status:
     """Return the status of a run as JSON.
 
     Args:
-        directory: The run directory (`log_dir`).
+        directory: The run directory (`log_dir`), or the metrics file in it.
 
     Raises:
         DataError: The directory is not a run directory.
     """
+    if directory.name == METRICS_FILE:
+        directory = directory.parent
     events = of_newest_run(read_events(directory))
     metrics = directory / METRICS_FILE
     if not events and not metrics.exists() and not (directory / "plan.json").exists():

@@ -86,6 +86,13 @@ def test_states(last: dict[str, Any], state: str, tmp_path: Path) -> None:
     assert run_status(write_run(tmp_path, last))["state"] == state
 
 
+def test_the_metrics_file_names_its_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    found = run_status(run / "metrics.jsonl")
+    assert found["state"] == run_status(run)["state"]
+    assert [host["name"] for host in found["hosts"]] == [host["name"] for host in run_status(run)["hosts"]]
+
+
 def test_a_start_without_a_step_is_starting(tmp_path: Path) -> None:
     write_run(tmp_path)
     status = run_status(tmp_path)
