@@ -131,3 +131,18 @@ def test_a_dump_names_its_namespaces(tmp_path: Path) -> None:
     ]
     (outcome,) = convert(record)
     assert outcome.record == {"text": "a  d", "title": "T", "url": "https://is.wikipedia.org/wiki/T", "id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("markup", "shown"),
+    [
+        ("The ferry {{MV|Senopati Nusantara}} sinks", "The ferry MV Senopati Nusantara sinks"),
+        ("aboard {{ship|HMS|Victory}} in", "aboard HMS Victory in"),
+        ("the {{ship|German battleship|Bismarck||2}} was", "the Bismarck was"),
+        ("on {{ship||Lenin}} and {{MS|Estonia}}", "on Lenin and MS Estonia"),
+        ("an {{sclass|Iowa|battleship}} of", "an Iowa-class battleship of"),
+    ],
+)
+def test_ships(markup: str, shown: str) -> None:
+    """wtf_wikipedia#512: names of ships stand in templates."""
+    assert text(markup) == shown

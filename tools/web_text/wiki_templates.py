@@ -36,7 +36,24 @@ _SIGNS = {
     **dict.fromkeys(("br", "clear", "-"), "\n"),
     **{"'s": "'s", "=": "=", "co2": "CO2", "h2o": "H2O", "zwsp": "", "shy": "", "wbr": "", "minus": "\u2212", "–": "–"},
 }
-_SHIPS = ("uss", "hms", "rms", "ss", "mv", "hmas", "hmcs", "ins", "usns", "sms")
+_SHIPS = (
+    "uss",
+    "hms",
+    "rms",
+    "ss",
+    "mv",
+    "hmas",
+    "hmcs",
+    "ins",
+    "usns",
+    "sms",
+    "ms",
+    "mt",
+    "gts",
+    "usat",
+    "uscgc",
+    "hmnzs",
+)
 _MONEY = {
     "us$": "US$",
     "usd": "US$",
@@ -225,6 +242,19 @@ def _chinese(parameters: Parameters, language: str) -> str:
     return ", ".join(dict.fromkeys(filter(None, forms)))
 
 
+def _ship(parameters: Parameters, language: str) -> str:
+    """Return the text of `ship`: HMS Ark Royal (91); the form `2` shows the name alone."""
+    prefix, ship, number, form = (parameters.get(key) for key in "1234")
+    if form == "2":
+        return ship
+    shown = f" ({number})" if number and not form else ""
+    return f"{prefix} {ship}".strip() + shown
+
+
+def _ship_class(parameters: Parameters, language: str) -> str:
+    return f"{parameters.get('1')}-class {parameters.get('2')}".strip()
+
+
 _TEMPLATES: dict[str, Callable[[Parameters, str], str]] = {
     **dict.fromkeys(("convert", "cvt"), _convert),
     **dict.fromkeys(("nihongo", "japonais", "nihongo krt"), _nihongo),
@@ -234,6 +264,7 @@ _TEMPLATES: dict[str, Callable[[Parameters, str], str]] = {
     **dict.fromkeys(("chem", "chem2", "gaps", "lang-zh-hans"), _joined),
     **dict.fromkeys(("date", "date-", "date de naissance"), _with_blanks),
     **dict.fromkeys(("unité", "unit", "nombre", "formatnum", "ent"), _measured),
+    **{"ship": _ship, "sclass": _ship_class, "sclass2": _ship_class},
     **{"val": _value, "as of": _as_of, "reign": _reign, "r.": _reign, "zh": _chinese},
 }
 _FUNCTIONS: dict[str, Callable[[str, Parameters, str], str]] = {
