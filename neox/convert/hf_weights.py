@@ -19,6 +19,8 @@ from neox.log import get_logger
 
 _log = get_logger(__name__)
 
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class HFWeights:
     """Tensors of a Hugging Face directory by key: safetensors or bin, one file or shards with an index.
@@ -71,8 +73,21 @@ class HFWeights:
         return None
 
     def get(self, key: str) -> Tensor:
-        """Return a stored tensor, possibly a view of a mapped file. Raises ConversionError if it cannot be read."""
+        """Return a stored tensor, possibly a view of a mapped file.
+
+        Raises:
+            ConversionError: If it cannot be read, or is quantized: its numbers need scales that are other tensors.
+        """
         path = self._file_of[key]
+        tensor = self._stored(path, key)
+        if tensor.dtype not in _PLAIN_DTYPES:
+            raise ConversionError(
+                f"{path}: {key} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantized weights are not "
+                "supported; save the model with 16-bit or 32-bit weights first"
+            )
+        return tensor
+
+    def _stored(self, path: Path, key: str) -> Tensor:
         if path.suffix == ".safetensors":
             return _read_safetensor(path, key)
         if self._open_bin is None or self._open_bin[0] != path:

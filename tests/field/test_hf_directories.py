@@ -104,6 +104,16 @@ def test_a_tied_model_may_hold_either_tensor(tmp_path, kept):
     assert torch.equal(CheckpointReader(result.checkpoint).parts(0, "word_embeddings.weight")[0], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_that_need_scales(tmp_path, dtype):
+    """transformers PR 36828: files in fp8 or int8, without a `quantization_config`, are refused by name."""
+    tensors = llama_tensors(257)
+    key = "model.layers.0.mlp.up_proj.weight"
+    write_llama(tmp_path / "hf", 257, tensors={**tensors, key: tensors[key].to(dtype)})
+    with raises_naming(ConversionError, key):
+        from_hf(tmp_path / "hf", tmp_path / "ck")
+
+
 def test_equal_tensors_without_a_tie_flag_stay_two(tmp_path):
     """A head that equals the embedding by chance, or at the start, is trained by itself."""
     tensors = llama_tensors(257)
