@@ -16,12 +16,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from neox.convert.hf_directory import read_json
 from neox.errors import ConversionError
-from neox.tokenizer import TOKENIZER_CONFIG
+from neox.tokenizer import ADDED_TOKENS_DECODER, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 
-SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_DECODER = "added_tokens_decoder"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -54,9 +52,9 @@ def complete_tokenizer(directory: Path, backend: Tokenizer) -> CompleteTokenizer
     named = _named_tokens(config)
     further = _further_tokens(config)
     by_id: dict[int, AddedToken] = {}
-    if _DECODER in config:
+    if ADDED_TOKENS_DECODER in config:
         origin = directory / TOKENIZER_CONFIG
-        for number, value in config[_DECODER].items():
+        for number, value in config[ADDED_TOKENS_DECODER].items():
             by_id[int(number)] = _token(value)
     else:
         origin = directory / ADDED_TOKENS

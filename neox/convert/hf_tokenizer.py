@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.config import NeoXConfig
-from neox.convert.added_tokens import ADDED_TOKENS, SPECIAL_TOKENS_MAP, complete_tokenizer
+from neox.convert.added_tokens import ADDED_TOKENS, complete_tokenizer
 from neox.convert.hf_directory import read_json, write_json
 from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import Family
@@ -19,6 +19,7 @@ from neox.log import get_logger
 from neox.tokenizer import (
     BERT_SPECIALS,
     GENERATION_CONFIG,
+    SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
     HFTokenizer,

@@ -3,8 +3,10 @@
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
 from neox.tokenizer.huggingface import (
+    ADDED_TOKENS_DECODER,
     BERT_SPECIALS,
     GENERATION_CONFIG,
+    SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
     HFTokenizer,
@@ -25,10 +27,12 @@ from neox.tokenizer.identity import (
 from neox.tokenizer.train import TOKENIZER_KINDS, TokenizerKind, tokenizer_files, train_tokenizer
 
 __all__ = [
+    "ADDED_TOKENS_DECODER",
     "BERT_SPECIALS",
     "END_OF_DOCUMENT",
     "GENERATION_CONFIG",
     "PADDING",
+    "SPECIAL_TOKENS_MAP",
     "TOKENIZER_CONFIG",
     "TOKENIZER_FILE",
     "TOKENIZER_KINDS",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
 from neox.tokenizer.chat_messages import ChatError, MessageForms, find_forms, tools_of, with_forms
-from neox.tokenizer.huggingface import TOKENIZER_CONFIG, HFTokenizer, special_token, tokenizer_config
+from neox.tokenizer.huggingface import TOKENIZER_CONFIG, HFTokenizer, special_tokens, tokenizer_config
 
 if TYPE_CHECKING:
     from neox.tokenizer.chat_environment import Clock
@@ -121,16 +121,18 @@ def own_chat_template(vocab_file: str | Path, tokenizer: Tokenizer | None = None
 
 def _with_tokens(sources: Mapping[str, str], vocab_file: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
     """Return templates by name with the special tokens of a tokenizer. Arguments as for `read_chat_template`."""
-    tokens = {}
-    for key in _TOKENS:
-        token = special_token(vocab_file, key)
-        if isinstance(token, str):
-            tokens[key] = token
     tool_use = sources.get(TOOL_USE)
+    text = sources[_DEFAULT] + (tool_use or "")
+    found = special_tokens(vocab_file)
+    tokens = {}
+    for key in (*_TOKENS, *sorted(set(found) - set(_TOKENS))):
+        # names of a model's own are left out where nothing reads them, so that the identities of older data stay
+        if key in found and (key in _TOKENS or key in text):
+            tokens[key] = found[key]
     if not tokenizer_config(vocab_file) and isinstance(tokenizer, HFTokenizer):
         for key in _ENDS:
             # others are left out, so that the identities of data stay those of older versions
-            if key in sources[_DEFAULT] + (tool_use or ""):
+            if key in text:
                 tokens[key] = tokenizer.eod_token
     return ChatTemplate(sources[_DEFAULT], tokens, tool_use)
 

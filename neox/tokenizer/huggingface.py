@@ -20,6 +20,9 @@ from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS_DECODER = "added_tokens_decoder"
+"""Key of `tokenizer_config.json`. With it, transformers does not read `special_tokens_map.json`."""
 _BERT_END = "[SEP]"
 _END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", _BERT_END)
 """Tokens that end documents if `tokenizer_config.json` names none: of GPT-NeoX and GPT-2, Llama 2, Llama 3 and BERT."""
@@ -40,8 +43,8 @@ BERT_SPECIALS: Mapping[str, str] = MappingProxyType(
 class HFTokenizer(Tokenizer):
     """Tokenizer of a Hugging Face `tokenizer.json`, such as `20B_tokenizer.json`.
 
-    The `eos_token` of a `tokenizer_config.json` in the same directory ends documents. Without it the first of
-    `<|endoftext|>`, `</s>` and `<|end_of_text|>` that is in the vocabulary does. Generation also ends at each
+    The `eos_token` of a `tokenizer_config.json` or an older `special_tokens_map.json` in the same directory ends
+    documents. Without it the first of `<|endoftext|>`, `</s>` and `<|end_of_text|>` that is in the vocabulary does. Generation also ends at each
     `eos_token_id` of a `generation_config.json` in that directory.
 
     A literal `<|endoftext|>` in a text becomes the end-of-document id, as in gpt-neox. With `special_in_text=False` all
@@ -440,23 +443,36 @@ def _companion(vocab_file: Path, name: str) -> Mapping[str, Any]:
     return config
 
 
-def special_token(vocab_file: Path, key: str) -> str | None:
-    """Return a special token from the `tokenizer_config.json` next to a `tokenizer.json`.
+def special_tokens(vocab_file: Path) -> Mapping[str, str]:
+    """Return the special tokens by name from the files next to a `tokenizer.json`, as transformers finds them.
+
+    They are the usual ones (`eos_token`), others with names of their own (`image_token`), and those of an object
+    `extra_special_tokens`. A `tokenizer_config.json` of an older transformers has no `added_tokens_decoder`: then
+    `special_tokens_map.json` goes first.
 
     Args:
         vocab_file: Path of the `tokenizer.json`.
-        key: Name of the special token, such as `eos_token`.
-
-    Returns:
-        The token; None if there is no configuration, or it does not name the token.
 
     Raises:
-        TokenizerError: If the configuration cannot be read.
+        TokenizerError: If a file cannot be read.
     """
-    value = tokenizer_config(vocab_file).get(key)
-    if isinstance(value, dict):
-        return value.get("content")
-    return value
+    files = [tokenizer_config(vocab_file)]
+    if ADDED_TOKENS_DECODER not in files[0]:
+        files.append(_companion(vocab_file, SPECIAL_TOKENS_MAP))
+    tokens: dict[str, str] = {}
+    for content in files:
+        further = content.get("extra_special_tokens")
+        named = {key: value for key, value in content.items() if key.endswith("_token")}
+        for key, value in {**(further if isinstance(further, dict) else {}), **named}.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens[key] = text
+    return tokens
+
+
+def special_token(vocab_file: Path, key: str) -> str | None:
+    """Return one of `special_tokens`, such as `eos_token`; None if no file names it."""
+    return special_tokens(vocab_file).get(key)
 
 
 def _number_of_ids(backend: tokenizers.Tokenizer, origin: str) -> int:
