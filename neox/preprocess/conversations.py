@@ -10,6 +10,7 @@ from neox.tokenizer.chat_messages import ChatError, Message, from_json_text
 
 USER = "user"
 ASSISTANT = "assistant"
+SYSTEM = "system"
 MESSAGES = "messages"
 _SHAREGPT = ("conversations", "conversation")
 _INSTRUCTION = "instruction"
@@ -25,7 +26,7 @@ _SPEAKERS: Mapping[str, str] = {
     "model": ASSISTANT,
     "assistant": ASSISTANT,
     "function_call": ASSISTANT,
-    "system": "system",
+    "system": SYSTEM,
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
@@ -90,7 +91,8 @@ def read_conversation(record: Mapping[str, Any], keys: Sequence[str], role: str)
             if isinstance(value, str) and len(keys) == 2:
                 value = [{"role": text_role, "content": value}]
             messages += read_messages(value, key, role)
-    return Conversation(messages, tools, variables, begin)
+    with_system = add_system(record, messages)
+    return Conversation(with_system, tools, variables, begin + len(with_system) - len(messages))
 
 
 def tools_and_variables(record: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -114,7 +116,7 @@ def _messages_by_other_names(record: Mapping[str, Any], role: str) -> tuple[list
     """Return the messages of a line without `messages`, and how many of them are a prompt. Raises BadRecord."""
     for key in _SHAREGPT:
         if record.get(key) is not None:
-            return _with_system(record, read_messages(record[key], key, role)), 0
+            return read_messages(record[key], key, role), 0
     if record.get(_INSTRUCTION) is not None and _OUTPUT in record:
         answer = record[_OUTPUT]
         if not isinstance(answer, str) or not answer:
@@ -149,14 +151,14 @@ def instruction_messages(record: Mapping[str, Any]) -> list[Message]:
             raise BadRecord("'history' has an element that is not a question with its answer")
         messages += [{"role": USER, "content": turn[0]}, {"role": ASSISTANT, "content": turn[1]}]
     messages.append({"role": USER, "content": "\n".join(texts)})
-    return _with_system(record, messages)
+    return add_system(record, messages)
 
 
-def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return messages with the system message that ShareGPT's and Alpaca's lines may have beside them."""
-    system = record.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
+def add_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Return messages with the system message that a line has beside them, as axolotl and LLaMA-Factory read it."""
+    system = record.get(SYSTEM)
+    if isinstance(system, str) and system and messages[0]["role"] != SYSTEM:
+        return [{"role": SYSTEM, "content": system}, *messages]
     return messages
 
 

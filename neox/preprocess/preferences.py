@@ -15,7 +15,9 @@ from neox.preprocess.chat import common_length, is_trained, lost_in_template
 from neox.preprocess.conversations import (
     ASSISTANT,
     MESSAGES,
+    SYSTEM,
     USER,
+    add_system,
     instruction_messages,
     read_messages,
     tools_and_variables,
@@ -32,8 +34,10 @@ CHOSEN = "chosen"
 REJECTED = "rejected"
 COMPLETION = "completion"
 LABEL = "label"
+_KTO_TAG = "kto_tag"  # LLaMA-Factory's name for it
 FIELDS = (PROMPT, CHOSEN, REJECTED, COMPLETION, LABEL, "tools")
 Messages = list[Message]
+_SYSTEM_OF_TEXTS = "`system` beside texts (write prompt and answers as messages)"
 
 
 class Answer(NamedTuple):
@@ -227,12 +231,13 @@ class PreferenceEncoder:
     def _labelled_row(self, record: Mapping[str, Any]) -> Row:
         """Return the answer of a line that judges one answer. Raises BadRecord if the line is bad."""
         answer = self._completion(record)
-        if LABEL not in record:
-            raise missing_key(record, LABEL)
-        desirable = record[LABEL]
-        if not isinstance(desirable, bool):
-            raise BadRecord(f"{LABEL!r} is {kind_of(desirable)}, not true or false")
-        return Row((answer,), desirable)
+        key = LABEL if LABEL in record or _KTO_TAG not in record else _KTO_TAG
+        if key not in record:
+            raise missing_key(record, key)
+        desirable = record[key]
+        if not isinstance(desirable, bool | int | float) or desirable not in (0, 1):
+            raise BadRecord(f"{key!r} is {kind_of(desirable)}, not true or false (or 1 or 0)")
+        return Row((answer,), bool(desirable))
 
     def _completion(self, record: Mapping[str, Any]) -> Answer:
         """Return the answer of a line with one answer. Raises BadRecord if it has none."""
@@ -250,8 +255,10 @@ class PreferenceEncoder:
             if not value:
                 raise BadRecord(f"{key!r} is empty")
             has_end = value.endswith(self.tokenizer.eod_token)
-            return self._checked(Answer(prompt + value, len(prompt), ends_with_eod=not has_end, is_document=True))
-        before = _messages(PROMPT, prompt)
+            lost = (_SYSTEM_OF_TEXTS,) if record.get(SYSTEM) else ()
+            answer = Answer(prompt + value, len(prompt), ends_with_eod=not has_end, is_document=True, losses=lost)
+            return self._checked(answer)
+        before = add_system(record, _messages(PROMPT, prompt))
         if isinstance(value, str) and value:
             value = [{"role": ASSISTANT, "content": value}]
         after = _messages(key, value)

@@ -467,9 +467,7 @@ class _Run:
                 "another one; leave --append-eod out and use --restart for one end"
             )
         for loss, lines in self.losses.items():
-            _log.warning(
-                "%s lines: the chat template leaves out %s; what is left out is not trained", f"{lines:,}", loss
-            )
+            _log.warning("%s lines lose %s; what is left out is not trained", f"{lines:,}", loss)
         accelerator = self.accelerator or "off"
         return PreprocessReport.of(sidecars, seconds=seconds, accelerator=accelerator, not_strict=self.not_strict)
 

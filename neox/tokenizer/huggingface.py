@@ -44,8 +44,8 @@ class HFTokenizer(Tokenizer):
     """Tokenizer of a Hugging Face `tokenizer.json`, such as `20B_tokenizer.json`.
 
     The `eos_token` of a `tokenizer_config.json` or an older `special_tokens_map.json` in the same directory ends
-    documents. Without it the first of `<|endoftext|>`, `</s>` and `<|end_of_text|>` that is in the vocabulary does. Generation also ends at each
-    `eos_token_id` of a `generation_config.json` in that directory.
+    documents. Without it the first of `<|endoftext|>`, `</s>` and `<|end_of_text|>` that is in the vocabulary does.
+    Generation also ends at each `eos_token_id` of a `generation_config.json` in that directory.
 
     A literal `<|endoftext|>` in a text becomes the end-of-document id, as in gpt-neox. With `special_in_text=False` all
     special tokens in a text are encoded as ordinary text. Padding and truncation stored in the file are switched off.

@@ -17,7 +17,8 @@ from neox.preprocess import ChatSettings, PreferenceSettings, PreprocessSettings
 from neox.preprocess.chat import ChatEncoder
 from neox.preprocess.encode import EncodedBlock, EncodeJob
 from neox.preprocess.preferences import PreferenceEncoder
-from neox.tokenizer.chat import ChatTemplate, own_chat_template
+from neox.tokenizer import build_tokenizer
+from neox.tokenizer.chat import ChatRenderer, ChatTemplate, own_chat_template
 
 IGNORED = -100
 CHATML = (
@@ -208,6 +209,61 @@ def test_the_template_for_tools(vocab: Path, tmp_path: Path) -> None:
         assert chat(vocab, {"messages": CALLING, "tools": tools}, template)[0] == expected
     tokenizer.save_pretrained(str(tmp_path / "saved"))  # as files of their own
     assert own_chat_template(tmp_path / "saved" / "tokenizer.json") == template
+
+
+def test_a_system_message_beside_the_others(vocab: Path) -> None:
+    """axolotl PR 2397 (`field_system`), LLaMA-Factory's `system`: a column beside messages, a prompt, or pairs."""
+    system = {"role": "system", "content": "Be brief."}
+    answer = {"role": "assistant", "content": "The sun."}
+    expected = rendered(vocab, [system, USER, answer])
+    prompted = {"prompt": [USER], "completion": [answer]}
+    for record in ({"messages": [USER, answer]}, {"messages": [system, USER, answer]}, prompted):
+        assert chat(vocab, {"system": "Be brief.", **record}) == (expected, "The sun.<|im_end|>\n")
+    for prompt in ("weather in Paris?", [USER], [system, USER]):
+        answers = {"chosen": [answer], "rejected": [{**answer, "content": "No."}]}
+        before, chosen, _ = pairs(vocab, {"system": "Be brief.", "prompt": prompt, **answers})
+        assert before + chosen == expected
+    texts = {"system": "Be brief.", "prompt": "Q:", "chosen": " Yes", "rejected": " No"}
+    encoder = PreferenceEncoder(job(vocab), PreferenceSettings(None))
+    assert ["system" in loss for loss in encoder.encode(as_block([texts])).losses] == [True]
+
+
+@pytest.mark.parametrize(("label", "reward"), [(1, 1), (0, -1), (1.0, 1), (True, 1), (False, -1)])
+@pytest.mark.parametrize("key", ["label", "kto_tag"])
+def test_judgements_as_numbers(vocab: Path, key: str, label: Any, reward: int) -> None:
+    """TRL takes what is true or false of a number; LLaMA-Factory's name is `kto_tag`."""
+    encoder = PreferenceEncoder(job(vocab), PreferenceSettings(ChatTemplate(CHATML, {}), labelled=True))
+    block = encoder.encode(as_block([{"prompt": "How?", "completion": " So.", key: label}]))
+    assert not block.bad
+    assert set(block.keys[2].ids.tolist()) == {reward}
+    for other in (2, None, "yes"):
+        (bad,) = encoder.encode(as_block([{"prompt": "How?", "completion": " So.", key: other}])).bad
+        assert key in bad.reason
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_special_tokens_of_older_and_newer_files(vocab: Path, tmp_path: Path, has_decoder: bool) -> None:
+    """mistral.rs#2432, meta-pytorch/tokenizers PR 146: `special_tokens_map.json`, and names of a model."""
+    source = "{{ bos_token }}[{{ pad_token }}|{{ image_token }}|{{ cut_token }}]{{ messages[0].content }}"
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "image_token": "<sop>",
+        "extra_special_tokens": {"cut_token": "<|user|>"},
+        "chat_template": source,
+    }
+    if has_decoder:
+        config["added_tokens_decoder"] = {}
+    (tmp_path / "tokenizer.json").write_bytes(vocab.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    mapped = {"bos_token": "<s>", "eos_token": {"content": "<|im_end|>", "lstrip": False}, "pad_token": "<|eot|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
+    template = own_chat_template(tmp_path / "tokenizer.json")
+    assert template is not None
+    tokenizer = theirs(tmp_path / "tokenizer.json")
+    assert ChatRenderer(template).render([USER]) == tokenizer.apply_chat_template([USER], tokenize=False)
+    ours = build_tokenizer("HFTokenizer", str(tmp_path / "tokenizer.json"))
+    assert (ours.eod, ours.bos) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
 
 
 def test_the_token_that_ends_an_answer_is_trained(vocab: Path) -> None:

@@ -192,3 +192,10 @@ def test_texts_of_evaluations() -> None:
     for data, way in ((b"\xe9", "iconv"), (gzip.compress(b"x"), "unpack"), (LFS, "git lfs")):
         with pytest.raises(CorruptInput, match=way):
             whole_text(data)
+
+
+def test_separators_inside_of_lines(tmp_path: Path) -> None:
+    """jsonlines#53, datalad#3523, birdclaw#61: a line ends at LF, and not at Unicode's other separators."""
+    kept = "a\u2028b\u2029c\x85d"
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in (kept, "e"))
+    assert texts(tmp_path / "x.jsonl", lines.encode()) == [kept, "e"]

@@ -133,7 +133,7 @@ BAD_PAIRS = {
     "too long": {**PAIR, "chosen": " four" * 100},
 }
 BAD_LABELLED = {
-    "number": {**LABELLED, "label": 1},
+    "number": {**LABELLED, "label": 2},
     "text": {**LABELLED, "label": "true"},
     "missing": {"prompt": "Two?", "completion": "Four."},
     "no prompt": {"completion": "Four.", "label": True},
