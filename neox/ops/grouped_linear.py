@@ -66,16 +66,16 @@ def sort_by_expert(
     counts = tokens_per_expert(experts, num_experts + 1)
     slots = flat.argsort(stable=True)
     places = torch.empty_like(slots)
-    if most is not None or is_text is not None:
+    if most is not None:
         sorted_experts = flat[slots]
-        kept = sorted_experts < num_experts
-        if most is not None:
-            starts = counts.cumsum(0) - counts
-            rank_in_expert = torch.arange(slots.numel(), device=slots.device) - starts[sorted_experts]
-            kept &= rank_in_expert < most
-            counts = counts.clamp(max=most)
-        places.fill_(int(kept.sum()))
-        slots = slots[kept]
+        starts = counts.cumsum(0) - counts
+        rank_in_expert = torch.arange(slots.numel(), device=slots.device) - starts[sorted_experts]
+        slots = slots[(rank_in_expert < most) & (sorted_experts < num_experts)]
+        places.fill_(slots.numel())
+        counts = counts.clamp(max=most)
+    elif is_text is not None:
+        slots = slots[: int(counts[:num_experts].sum())]  # padding comes last; the only number that the host reads
+        places.fill_(slots.numel())
     counts = counts[:num_experts]
     places[slots] = torch.arange(slots.numel(), device=slots.device)
     return ExpertOrder(slots, places, counts, experts.shape[1])
