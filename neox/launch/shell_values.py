@@ -9,13 +9,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_BEGINNING = re.compile(r"(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*(?P<plus>\+?)=[ \t]*")
-_NEXT_ASSIGNMENT = re.compile(r"[ \t;]+(?:export[ \t]+)?[A-Za-z_][A-Za-z0-9_]*\+?=")
-_END = re.compile(r"[ \t]*;?[ \t]*(?=\n|\Z)|[ \t]*;?[ \t]+#[^\n]*")
-_OPERATOR = re.compile(r":?[-+]")
-_TILDE = re.compile(r"~(?=[/:\s]|\Z)")
-_ESCAPED_IN_QUOTES = '$`"\\'
+_A_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_NAME = re.compile(_A_NAME)
+_BEGINNING = re.compile(rf"(?:export[ \t]+)?(?P<name>{_A_NAME})[ \t]*(?P<plus>\+?)=[ \t]*")
+_NEXT_ASSIGNMENT = re.compile(rf"[ \t;]+(?:export[ \t]+)?{_A_NAME}\+?=")
+_END = re.compile(r"[ \t]*;?[ \t]*(?=\n|\Z)|[ \t]*;?[ \t]+#[^\n]*")  # end of the line, or a comment behind a blank
+_OPERATOR = re.compile(r":?[-+]")  # of `${NAME:-word}`
+_TILDE = re.compile(r"~(?=[/:\s]|\Z)")  # `~USER` stays as it is
+_ESCAPED_IN_QUOTES = '$`"\\'  # characters that a backslash escapes between double quotes
+_COMMENTS = re.compile(r"(?:\s|#[^\n]*)*")
 
 
 class ShellValueError(ValueError):
@@ -87,13 +89,20 @@ def expand(parts: Parts, variables: Mapping[str, str]) -> str:
             texts.append(part)
             continue
         value = variables.get(part.name)
-        has_value = bool(value) if part.operator.startswith(":") else value is not None
-        if part.operator.endswith("+"):
-            texts.append(expand(part.word, variables) if has_value else "")
-        elif part.operator and not has_value:
-            texts.append(expand(part.word, variables))
+        if part.operator.startswith(":"):  # an empty value counts as none
+            has_value = bool(value)
         else:
-            texts.append(value or "")
+            has_value = value is not None
+        #                set       not set
+        #   $NAME        value     empty
+        #   ${NAME-word} value     word
+        #   ${NAME+word} word      empty
+        if part.operator.endswith("+"):
+            takes_word = has_value
+            value = None
+        else:
+            takes_word = bool(part.operator) and not has_value
+        texts.append(expand(part.word, variables) if takes_word else value or "")
     return "".join(texts)
 
 
@@ -129,8 +138,8 @@ class _Reader:
 
     def find_line(self) -> bool:
         """Go to the next line that is neither blank nor a comment; return whether there is one."""
-        match = re.compile(r"(?:\s|#[^\n]*)*").match(self.text, self.position)
-        assert match is not None
+        match = _COMMENTS.match(self.text, self.position)
+        assert match is not None  # it matches nothing, too
         self.position = match.end()
         return self.position < len(self.text)
 

@@ -30,12 +30,13 @@ class Vendor:
     Attributes:
         name: Name for messages.
         visible: Variables that choose the devices of a process; the first one that is set decides.
-        narrowed_by: Variable that chooses devices below these variables, which then count from 0; None without one.
+        narrowed_by: Variable with which the driver itself hides devices, so that those of `visible` count what it
+            leaves, from 0; None if the driver has none.
         for_ranks: Variables that the agent of a host sets for its ranks.
         forwarded: Patterns of the variables that every host gets.
         torch_field: Field of `torch/version.py` that is set in builds for these devices; None if it is an extension.
         extension: Package that lets torch use these devices; None if torch itself does.
-        install: How torch for these devices is installed, for messages.
+        install: What to install for these devices, for messages.
         count: Function that counts the devices below the root directory of a machine.
     """
 
@@ -61,15 +62,13 @@ class Vendor:
         """
         if present == 0:
             return ()
-        lists = [environment[name] for name in self.visible if name in environment]
+        deciding = self.visible
         if self.narrowed_by is not None and self.narrowed_by in environment:
-            left = len(_entries(environment[self.narrowed_by]))
-            first = environment.get(self.visible[0])  # as torch reads them: the other variables do not count then
-            if first is None:
-                return tuple(range(left))
-            return _entries(first)
-        if lists:
-            return _entries(lists[0])
+            present = len(_entries(environment[self.narrowed_by]))
+            deciding = self.visible[:1]  # torch reads no other variable then
+        for name in deciding:
+            if name in environment:
+                return _entries(environment[name])
         return tuple(range(present))
 
     def hides_all(self, environment: Mapping[str, str]) -> bool:
@@ -91,7 +90,7 @@ def _entries(text: str) -> tuple[SlotId, ...]:
     return tuple(slots)
 
 
-# -- device files
+# -- how many devices a machine has, from the files in `/dev` and `/sys`
 
 
 def _device_files(root: Path, pattern: str) -> list[Path]:
@@ -112,7 +111,7 @@ def _count_nvidia(root: Path) -> int:
     for program in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
         lines = run_tool(program, "-L").splitlines()
         if lines:
-            return len([line for line in lines if line.startswith("GPU ")])
+            return sum(line.startswith("GPU ") for line in lines)
     return 0
 
 
@@ -135,9 +134,10 @@ def _count_amd(root: Path) -> int:
         return 0
     count = 0
     for device in _render_nodes(root):
-        memory = _read(device / "mem_info_vram_total")
-        is_small = memory is not None and memory.isdecimal() and int(memory) < _LEAST_AMD_MEMORY
-        if _read(device / "vendor") in (_AMD, None) and not is_small:
+        vendor = _read(device / "vendor")
+        memory = _read(device / "mem_info_vram_total")  # bytes
+        is_processor = memory is not None and memory.isdecimal() and int(memory) < _LEAST_AMD_MEMORY
+        if vendor in (_AMD, None) and not is_processor:  # a node that `/sys` says nothing about counts
             count += 1
     return count
 
@@ -275,7 +275,7 @@ def variables_of_rank(environment: Mapping[str, str], local_rank: int) -> dict[s
     return variables
 
 
-# -- torch
+# -- whether torch can use them
 
 
 def torch_problem(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
@@ -305,7 +305,7 @@ def torch_problem(environment: Mapping[str, str], root: Path = Path("/")) -> str
 
 
 def unused_devices(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return which accelerators a process would leave unused in which torch finds no GPU, and why; None for none.
+    """Return which accelerators stay unused in a process whose torch finds no GPU, and why; None if there are none.
 
     Args:
         environment: Variables of the process.
