@@ -1,4 +1,4 @@
-"""What a file holds, told by its bytes: compression, encoding, whole JSON values, and what is no data at all."""
+"""What a file holds, told by its bytes: compression, encoding, JSON over several lines, and what is no data at all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HEAD_BYTES = 1 << 10
 """Number of first bytes that tell what a file holds."""
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 OTHER_ENCODING = "if it is in an older encoding, convert it: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW_FILE"
-_MOST_BYTES_OF_VALUES = 1 << 28
+_MOST_BYTES_OF_VALUES = 1 << 28  # JSON over several lines is held in memory
+_SKIPPABLE_FRAME = b"\x2a\x4d\x18"  # of Zstandard, after a first byte 50 to 5F; pzstd begins its files with one
 _PACKINGS: Mapping[bytes, str] = {
     b"\x28\xb5\x2f\xfd": ".zst",
-    b"\x2a\x4d\x18": ".zst",  # a frame that readers skip, after its first byte; pzstd writes them
     b"\x1f\x8b": ".gz",
     b"BZh": ".bz2",
     b"\xfd7zXZ\0": ".xz",
@@ -48,10 +48,12 @@ _PAGES = (b"<!doctype html", b"<html", b"<head")
 
 
 def packing_of(head: bytes) -> str | None:
-    """Return the suffix of the compression of a file with these first bytes; None if it has none that is known."""
+    """Return the suffix of the compression of a file with these first bytes; None if it is not compressed."""
     for mark, suffix in _PACKINGS.items():
-        if head.startswith(mark) or (len(mark) == 3 and head[1:4] == mark and head[0] >> 4 == 5):
+        if head.startswith(mark):
             return suffix
+    if head[1:4] == _SKIPPABLE_FRAME and 0x50 <= head[0] <= 0x5F:
+        return ".zst"
     return None
 
 
@@ -63,7 +65,9 @@ def looks_like_text(head: bytes) -> bool:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return False
-    return bool(text) and min(text) >= "\t" and not any("\x0e" <= character < " " for character in text)
+    if not text:
+        return False
+    return not any(character < "\t" or "\x0e" <= character < " " for character in text)
 
 
 def check_is_data(head: bytes, *, is_text: bool = True) -> None:
@@ -95,19 +99,25 @@ def check_is_data(head: bytes, *, is_text: bool = True) -> None:
 
 
 def _check_is_not_unmarked(head: bytes) -> None:
-    """Raise CorruptInput for UTF-16 without its mark: every other byte of English or JSON is then 0."""
+    """Raise CorruptInput for UTF-16 without its mark.
+
+    Every other byte of English or JSON is then 0: here in more than three quarters of the places of one parity, and in
+    less than a quarter of the others.
+    """
     if head.startswith(tuple(_ENCODINGS)) or len(head) < 4:
         return
-    for encoding, zeros, others in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
-        if zeros.count(0) * 4 > len(zeros) * 3 and others.count(0) * 4 < len(others):
+    even = head[::2]
+    odd = head[1::2]
+    for encoding, zeros, others in (("UTF-16LE", odd, even), ("UTF-16BE", even, odd)):
+        if zeros.count(0) > len(zeros) * 3 / 4 and others.count(0) < len(others) / 4:
             raise CorruptInput(f"it is UTF-16 without a byte order mark: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
 
 
 def as_utf_8(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield text as UTF-8. Text in UTF-16 or UTF-32 is told by its byte order mark; UTF-8's mark stays.
+    """Yield text as UTF-8. A byte order mark tells UTF-16 and UTF-32; that of UTF-8 is not taken off.
 
     Raises:
-        CorruptInput: If it is no text, or not in the encoding of its mark.
+        CorruptInput: If it is not text, or not in the encoding of its mark.
     """
     chunks = iter(chunks)
     head = b""
@@ -135,14 +145,20 @@ def _converted(chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
 
 
 def holds_whole_values(head: bytes) -> bool:
-    """Return whether a JSON file holds an array, or values over several lines, instead of one value on each line."""
+    """Return whether a JSON file holds an array, or values over several lines, instead of one value on each line.
+
+    Args:
+        head: First bytes of the file.
+    """
     start = head.removeprefix(BYTE_ORDER_MARK).lstrip()
     first_line, newline, _ = start.partition(b"\n")
-    return start.startswith(b"[") or (bool(newline) and first_line.strip() == b"{")
+    is_array = start.startswith(b"[")
+    is_spread_object = bool(newline) and first_line.strip() == b"{"
+    return is_array or is_spread_object
 
 
 def json_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield JSON as lines: as they are, or the elements of an array, or values over several lines.
+    """Yield JSON as lines: the file's own, or one for each element of an array or for each value over several lines.
 
     Raises:
         CorruptInput: If an array, or a value over several lines, is not JSON, or too large to be held in memory.
@@ -157,7 +173,10 @@ def json_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _values(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the elements of one array, or each of several values, as lines."""
+    """Yield the elements of an array, or each of several values, as lines.
+
+    orjson reads one value. What it refuses is read as Python reads JSON: several values, NaN, lone surrogates.
+    """
     data = bytearray()
     for chunk in chunks:
         data += chunk

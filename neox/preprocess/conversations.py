@@ -31,21 +31,22 @@ _SPEAKERS: Mapping[str, str] = {
     "observation": "tool",
     "function_response": "tool",
 }
-_ALIASES = ("human", "gpt")  # names of speakers that also occur under `role`
-_CALL = "function_call"
-_FLAGS = ("train", "training")  # axolotl's
+_SPEAKERS_AS_ROLES = ("human", "gpt")  # ShareGPT's names that also occur under `role`
+_CALL_SPEAKER = "function_call"
+# Keys of a message that say whether it is trained, or which parts of it.
 _WEIGHT = "weight"  # OpenAI's
-_DETAILS = ("train_detail", "training_detail")
+_TRAIN_FLAGS = ("train", "training")  # axolotl's
+_TRAIN_DETAILS = ("train_detail", "training_detail")  # axolotl's, for parts
 
 
 class Conversation(NamedTuple):
     """Conversation of a line.
 
     Attributes:
-        messages: Messages with `role`, in order.
+        messages: Messages in OpenAI's form, each with `role`.
         tools: Descriptions of tools, as the line has them; None if there are none.
         variables: More variables for the chat template.
-        begin: Number of messages that are never trained: those of a prompt with a completion.
+        begin: Index of the first message that may be trained, behind those of a prompt with a completion.
     """
 
     messages: list[Message]
@@ -55,9 +56,9 @@ class Conversation(NamedTuple):
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys of its objects that are null.
+    """Return a value without the keys of its objects whose values are null.
 
-    A table gives each object the keys of all its rows, so that null means there that the key is absent.
+    In a table (Parquet, Arrow) each object has the keys of all rows, and null stands for a key that is absent.
     """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -78,7 +79,7 @@ def read_conversation(record: Mapping[str, Any], keys: Sequence[str], role: str)
         role: Role that is trained, which an answer that is a text gets.
 
     Raises:
-        BadRecord: If there is none.
+        BadRecord: If the line has no conversation under these keys.
     """
     tools, variables = tools_and_variables(record)
     begin = 0
@@ -86,9 +87,10 @@ def read_conversation(record: Mapping[str, Any], keys: Sequence[str], role: str)
         messages, begin = _messages_by_other_names(record, role)
     else:
         messages = []
+        is_pair = len(keys) == 2  # a prompt and its answer
         for key, text_role in zip(keys, (USER, role), strict=False):
             value = find_value(record, key)
-            if isinstance(value, str) and len(keys) == 2:
+            if is_pair and isinstance(value, str):
                 value = [{"role": text_role, "content": value}]
             messages += read_messages(value, key, role)
     with_system = add_system(record, messages)
@@ -131,7 +133,7 @@ def _messages_by_other_names(record: Mapping[str, Any], role: str) -> tuple[list
 def instruction_messages(record: Mapping[str, Any]) -> list[Message]:
     """Return the messages before the answer in Alpaca's form: system, history, and instruction with input.
 
-    Instruction and input are joined with a newline, as LLaMA-Factory does. Raises BadRecord if they are no texts.
+    Instruction and input are joined with a newline, as in LLaMA-Factory. Raises BadRecord if they are not texts.
     """
     texts = []
     for key in (_INSTRUCTION, "input"):
@@ -147,9 +149,11 @@ def instruction_messages(record: Mapping[str, Any]) -> list[Message]:
     if not isinstance(history, list):
         raise BadRecord(f"'history' is {kind_of(history)}, not a list of questions with answers")
     for turn in history:
-        if not isinstance(turn, list) or list(map(type, turn)) != [str, str]:
+        is_pair = isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+        if not is_pair:
             raise BadRecord("'history' has an element that is not a question with its answer")
-        messages += [{"role": USER, "content": turn[0]}, {"role": ASSISTANT, "content": turn[1]}]
+        question, answer = turn
+        messages += [{"role": USER, "content": question}, {"role": ASSISTANT, "content": answer}]
     messages.append({"role": USER, "content": "\n".join(texts)})
     return add_system(record, messages)
 
@@ -168,10 +172,10 @@ def read_messages(value: Any, key: str, role: str = ASSISTANT) -> list[Message]:
     Args:
         value: List of messages, its JSON, or one message.
         key: The key.
-        role: Role that is trained; it keeps its name, even if it is another name of a role.
+        role: Role that is trained. It keeps its name, also if ShareGPT's `human` or `gpt` is meant as the role itself.
 
     Raises:
-        BadRecord: If they are none.
+        BadRecord: If the value is not a list of messages.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -186,15 +190,15 @@ def read_messages(value: Any, key: str, role: str = ASSISTANT) -> list[Message]:
 
 
 def _message(message: Any, place: str, role: str) -> Message:
-    """Return a message in OpenAI's form. Raises BadRecord if it is none."""
+    """Return a message of OpenAI's or ShareGPT's form in OpenAI's. Raises BadRecord for other forms."""
     if not isinstance(message, dict):
         raise BadRecord(f"{place} is {kind_of(message)}, not an object with `role` and `content`")
-    for detail in _DETAILS:
+    for detail in _TRAIN_DETAILS:
         if message.get(detail) is not None:
             raise BadRecord(f"{place} has {detail!r}, which is not supported: whole messages are trained or not")
     own_role = message.get("role")
     if isinstance(own_role, str):
-        if own_role in _ALIASES and own_role != role:
+        if own_role in _SPEAKERS_AS_ROLES and own_role != role:
             own_role = _SPEAKERS[own_role]
         message = {**message, "role": own_role}
         if "value" in message and "content" not in message:
@@ -208,20 +212,18 @@ def _message(message: Any, place: str, role: str) -> Message:
 def _sharegpt_message(message: Mapping[str, Any], place: str, role: str) -> Message:
     """Return a message in OpenAI's form from one with `from` and `value`. Raises BadRecord for an unknown speaker."""
     speaker = message["from"]
-    known = _SPEAKERS.get(speaker)
-    if speaker == role:
-        known = role
+    known = role if speaker == role else _SPEAKERS.get(speaker)
     if known is None:
         raise BadRecord(f"{place} is from {speaker!r}, which is none of {', '.join(_SPEAKERS)}")
     rest = {name: item for name, item in message.items() if name not in ("from", "value", "role")}
     result = {"role": known, "content": message.get("value", message.get("content")), **rest}
-    if speaker == _CALL:
+    if speaker == _CALL_SPEAKER:
         return {**result, "content": "", "tool_calls": _calls(result["content"], place)}
     return result
 
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
-    """Return the calls in ShareGPT's form: a JSON object with `name` and `arguments`, or a list of them."""
+    """Return calls in OpenAI's form from ShareGPT's: a JSON object with `name` and `arguments`, or a list of them."""
     try:
         calls = from_json_text(value, place)
     except ChatError as error:
@@ -229,7 +231,7 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list) or not calls:
-        raise BadRecord(f"{place} is from {_CALL!r}, but holds no call")
+        raise BadRecord(f"{place} is from {_CALL_SPEAKER!r}, but holds no call")
     result = []
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -239,20 +241,22 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def trained_messages(conversation: Conversation, role: str) -> list[int]:
-    """Return the numbers of the messages that are trained: those of a role, and as flags of messages say.
+    """Return the indices of the messages that are trained: those of a role, unless a key of the message decides.
 
-    The flags are OpenAI's `weight`, 0 or 1, for messages of the role, and axolotl's `train` or `training`. Raises
-    BadRecord for another value.
+    OpenAI's `weight`, 0 or 1, takes messages of the role out. axolotl's `train` or `training` decides for any message.
+    Raises BadRecord for other values.
     """
     numbers = []
-    for number, message in enumerate(conversation.messages[conversation.begin :], start=conversation.begin):
+    for number, message in enumerate(conversation.messages):
+        if number < conversation.begin:
+            continue
         is_trained = message["role"] == role
         weight = message.get(_WEIGHT)
         if weight is not None and is_trained:
             if weight not in (0, 1):
                 raise BadRecord(f"message {number} has the weight {weight!r}; it can be 0 or 1")
             is_trained = bool(weight)
-        for name in _FLAGS:
+        for name in _TRAIN_FLAGS:
             flag = message.get(name)
             if flag is not None:
                 if not isinstance(flag, bool):
