@@ -228,6 +228,16 @@ def test_a_system_message_beside_the_others(vocab: Path) -> None:
     assert ["system" in loss for loss in encoder.encode(as_block([texts])).losses] == [True]
 
 
+def test_a_system_message_of_the_template_stands_in_the_prompt(vocab: Path) -> None:
+    """alignment-handbook#117, #167: a template that writes one by itself writes it before the prompt only."""
+    source = (
+        "{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe good.<|im_end|>\n' }}{%- endif %}" + CHATML
+    )
+    answer = {"role": "assistant", "content": "The sun."}
+    record = {"prompt": [USER], "chosen": [answer], "rejected": [{**answer, "content": "No."}]}
+    assert pairs(vocab, record, source) == pairs_of_trl(vocab, record, source)
+
+
 @pytest.mark.parametrize(("label", "reward"), [(1, 1), (0, -1), (1.0, 1), (True, 1), (False, -1)])
 @pytest.mark.parametrize("key", ["label", "kto_tag"])
 def test_judgements_as_numbers(vocab: Path, key: str, label: Any, reward: int) -> None:
