@@ -10,9 +10,10 @@ import fnmatch
 import io
 import json
 import os
+import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
@@ -40,6 +41,7 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aio
 _TEMPORARY_STATUS = (408, 425, 429)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError")
 _WILDCARDS = set("*?[")
+_COMMIT = re.compile(r"@[0-9a-f]{40}(?:/|$)")
 T = TypeVar("T")
 
 
@@ -245,7 +247,11 @@ def state_of(path: str) -> FileState:
     if not is_remote(path):
         status = os.stat(path)
         return FileState(status.st_size, status.st_mtime_ns)
-    found = attempt(lambda: filesystem(path).info(path), shown(path))
+    return _state_in(attempt(lambda: filesystem(path).info(path), shown(path)), path)
+
+
+def _state_in(found: Mapping[str, Any], path: str) -> FileState:
+    """Return the state in a server's description of a file. Raises DataError if it has no size."""
     size = found.get("size")
     if size is None:
         raise DataError(f"{shown(path)}: the server does not report its size; download it, and use the local file")
@@ -335,14 +341,39 @@ def open_file(path: str) -> IO[bytes]:
 
 
 class RemoteFile(io.RawIOBase):
-    """Remote file that is read in ranges. The length of each range is checked, and failed reads are retried."""
+    """Remote file that is read in ranges, all of one version.
+
+    The length of each range is checked, and failed reads are retried. After each range the server is asked for the
+    version: if it is another one than at first, the range may be of a file that was replaced meanwhile. (Requests with
+    `If-Match` would save the question, but servers may ignore it, and fsspec hides the headers of answers.)
+    """
 
     def __init__(self, address: str) -> None:
-        """Look up the size. Raises DataError if the file cannot be read."""
+        """Look up the size and the version. Raises DataError if the file cannot be read."""
         self._address = address
         self._where = filesystem(address)
-        self._size = size_of(address)
+        self._state = self._current_state()
         self._position = 0
+
+    def _current_state(self) -> FileState:
+        """Return the size and the version. Servers without tags tell the version by the time of the last change."""
+        self._where.invalidate_cache(self._address)  # listings of a bucket are kept
+        found = attempt(lambda: self._where.info(self._address), shown(self._address))
+        state = _state_in(found, self._address)
+        return replace(state, version=state.version or str(found.get("Last-Modified") or ""))
+
+    def _refuse_other_version(self) -> None:
+        """Raise DataError if the file is not the one that was opened."""
+        if self._address.startswith("hf://") and _COMMIT.search(self._address):
+            return  # the address names the version
+        now = self._current_state()
+        if now != self._state:
+            first = f"{self._state.size:,} bytes, version {self._state.version or 'unknown'}"
+            raise DataError(
+                f"{shown(self._address)}: the file was replaced while it was read: at first {first}; now "
+                f"{now.size:,} bytes, version {now.version or 'unknown'}; give the command again, or download the file "
+                "and use the local copy"
+            )
 
     def readable(self) -> bool:
         """Return True."""
@@ -358,13 +389,13 @@ class RemoteFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position, without a request to the server."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._state.size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes. Raises DataError if they cannot be read."""
-        wanted = min(len(buffer), self._size - self._position)
+        """Read the next bytes. Raises DataError if they cannot be read, or the file was replaced."""
+        wanted = min(len(buffer), self._state.size - self._position)
         if wanted <= 0:
             return 0
         start = self._position
@@ -375,6 +406,12 @@ class RemoteFile(io.RawIOBase):
                 raise OSError(f"received {len(data):,} bytes instead of {wanted:,} at byte {start:,}")
             return data
 
-        buffer[:wanted] = attempt(read, shown(self._address))
+        try:
+            data = attempt(read, shown(self._address))
+        except DataError:
+            self._refuse_other_version()  # a shorter file has no such range
+            raise
+        self._refuse_other_version()
+        buffer[:wanted] = data
         self._position += wanted
         return wanted

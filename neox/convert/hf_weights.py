@@ -18,6 +18,7 @@ from neox.families import Family
 from neox.log import get_logger
 
 _log = get_logger(__name__)
+_MOST_NAMES = 4
 
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -149,7 +150,14 @@ def _find_files(directory: Path) -> dict[str, Path]:
 
 
 def _files_of_index(index: Path) -> dict[str, Path]:
-    """Return the file of each key that an index of shards names. Raises ConversionError if one is missing."""
+    """Return the file of each key of the shards of an index.
+
+    transformers reads whole shards, also tensors that the index does not list. Such a tensor is unknown to the network,
+    or the index is of other files.
+
+    Raises:
+        ConversionError: If a shard is missing, broken or lacks a tensor, or transformers would read another file's.
+    """
     files: dict[str, Path] = {}
     missing: set[str] = set()
     for key, name in read_json(index).get("weight_map", {}).items():
@@ -158,7 +166,35 @@ def _files_of_index(index: Path) -> dict[str, Path]:
             missing.add(str(files[key]))
     if missing:
         raise ConversionError(f"{index} names files that are missing: {', '.join(sorted(missing))}")
-    return files
+    return _with_unlisted(index, files)
+
+
+def _with_unlisted(index: Path, listed: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the file of each key, also of those that an index does not list. Errors as for `_files_of_index`."""
+    held: dict[str, list[Path]] = {}
+    for path in sorted(set(listed.values())):
+        for key in _keys_of(path):
+            held.setdefault(key, []).append(path)
+    absent = sorted(key for key, path in listed.items() if path not in held.get(key, ()))
+    if absent:
+        where = ", ".join(f"{key} (in {listed[key].name})" for key in absent[:_MOST_NAMES])
+        raise ConversionError(f"{index} lists tensors that their files do not hold: {where}; download all files again")
+    unlisted = sorted(held.keys() - listed.keys())
+    if unlisted:
+        where = ", ".join(f"{key} (in {held[key][0].name})" for key in unlisted[:_MOST_NAMES])
+        _log.warning(
+            "%s does not list %d tensors of its files, which are read all the same: %s", index, len(unlisted), where
+        )
+    # transformers takes the tensor of the last file
+    several = sorted(key for key, paths in held.items() if len(paths) > 1 and listed.get(key) != paths[-1])
+    if several:
+        where = ", ".join(
+            f"{key} (in {' and '.join(path.name for path in held[key])})" for key in several[:_MOST_NAMES]
+        )
+        raise ConversionError(
+            f"{index}: several files hold the same tensor: {where}; remove the files of another model"
+        )
+    return {**listed, **{key: held[key][0] for key in unlisted}}
 
 
 def _keys_of(path: Path) -> list[str]:

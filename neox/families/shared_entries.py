@@ -223,10 +223,18 @@ class TwoRotaries(ConfigEntries):
         """Yield a reason for each dictionary or number that is none, and for a scaling in a window."""
         numbers = {key: hf.get(key) for key in ("rope_theta", self.local_key) if key}
         both = hf.get("rope_parameters")
-        if both is not None and not (isinstance(both, Mapping) and both.keys() <= {*LAYER_TYPES.values()}):
-            yield f"rope_parameters: {both!r}: should have a dictionary for each of {', '.join(LAYER_TYPES.values())}"
+        kinds = tuple(LAYER_TYPES.values())
+        if not isinstance(both, Mapping | None):
+            yield f"rope_parameters: {both!r}: should have a dictionary for each of {', '.join(kinds)}"
             return
-        for kind, given in {**(both or {}), "rope_scaling": hf.get("rope_scaling")}.items():
+        by_kind = {kind: given for kind, given in (both or {}).items() if kind in kinds}
+        for name in (both or {}).keys() - by_kind.keys():
+            if both[name] != self._value_without_effect(name, hf, by_kind):
+                yield (
+                    f"rope_parameters: {name}: {both[name]!r}: transformers ignores it outside of the dictionaries "
+                    f"{' and '.join(kinds)}; move it to the one that it is meant for, or remove it"
+                )
+        for kind, given in {**by_kind, "rope_scaling": hf.get("rope_scaling")}.items():
             if given is not None and not isinstance(given, Mapping):
                 yield f"rope_parameters: {kind}: {given!r}: should be a dictionary"
             elif given is not None:
@@ -236,6 +244,13 @@ class TwoRotaries(ConfigEntries):
         for key, value in numbers.items():
             if value is not None and not (is_number(value) and value > 0):
                 yield f"{key}: {value!r}: should be a number above 0"
+
+    def _value_without_effect(self, name: str, hf: Mapping[str, Any], by_kind: Mapping[str, Any]) -> Any:
+        """Return the value of an entry beside the kinds of blocks that says what holds without it."""
+        if name == "rope_theta":
+            own = by_kind.get(LAYER_TYPES["global"]) or {}
+            return _first(own.get("rope_theta") if isinstance(own, Mapping) else None, hf.get(name), self.default_base)
+        return "default" if name in ("rope_type", "type") else None
 
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
         """Return both bases, the number of rotated dimensions and the scaling."""

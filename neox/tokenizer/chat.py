@@ -133,7 +133,7 @@ def _with_tokens(sources: Mapping[str, str], vocab_file: Path, tokenizer: Tokeni
         for key in _ENDS:
             # others are left out, so that the identities of data stay those of older versions
             if key in text:
-                tokens[key] = tokenizer.eod_token
+                tokens.setdefault(key, tokenizer.eod_token)
     return ChatTemplate(sources[_DEFAULT], tokens, tool_use)
 
 

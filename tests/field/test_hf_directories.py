@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from neox.checkpoint import CheckpointReader
 from neox.convert import from_hf, to_hf
@@ -17,6 +18,7 @@ from neox.generation.completion import generate
 from neox.generation.request import SamplingParams
 from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer, tokenizer_of
+from neox.tokenizer.chat import ChatRenderer, own_chat_template
 from tests.errors import raises_naming
 from tests.field.hf_models import llama_tensors, write_adapter, write_json, write_llama, write_tokenizer
 from tests.unit.generation.toy import ToyCodec, ToyModel, next_letter
@@ -293,3 +295,75 @@ def test_adapters_of_a_head(tmp_path):
     save_file(tensors, path)
     with raises_naming(ConversionError, "lm_head"):
         from_hf(tmp_path / "hf", tmp_path / "ck", adapter_dir=tmp_path / "adapter")
+
+
+def sharded(directory, unlisted, twice=()):
+    """Divide a Llama into two files, with an index that lacks some tensors; both files hold those named `twice`."""
+    write_tokenizer(directory)
+    write_llama(directory, 257)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    weight_map = {}
+    for name, of_file in (("a.safetensors", sorted(tensors)[::2]), ("b.safetensors", sorted(tensors)[1::2])):
+        own = dict.fromkeys((*of_file, *twice))
+        save_file({key: tensors[key].clone() for key in own}, directory / name)
+        weight_map |= {key: name for key in of_file if key not in unlisted}
+    write_json(directory / "model.safetensors.index.json", {"weight_map": weight_map})
+    return tensors
+
+
+def test_tensors_that_an_index_does_not_list(tmp_path):
+    """As in transformers whole shards are read, so that a head of its own is not lost; the tensors are named."""
+    tensors = sharded(tmp_path / "hf", {"lm_head.weight"})
+    result = from_hf(tmp_path / "hf", tmp_path / "ck")
+    back = to_hf(tmp_path / "ck", config_from_files([result.config_file]), tmp_path / "back", verify=False)
+    assert torch.equal(load_file(back.output / "model.safetensors")["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def test_shards_that_contradict_their_index(tmp_path):
+    """A tensor that is not in its file, and one of two files, are named."""
+    sharded(tmp_path / "hf", ())
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.9.x"] = "a.safetensors"
+    write_json(tmp_path / "hf" / "model.safetensors.index.json", index)
+    with raises_naming(ConversionError, "model.layers.9.x", "a.safetensors"):
+        from_hf(tmp_path / "hf", tmp_path / "ck")
+    sharded(tmp_path / "two", (), twice=("lm_head.weight", "model.norm.weight"))
+    with raises_naming(ConversionError, "a.safetensors", "b.safetensors"):
+        from_hf(tmp_path / "two", tmp_path / "ck")
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_special_tokens_of_the_map(tmp_path, decoder):
+    """Templates and ends follow special_tokens_map.json, which older transformers wrote, as the owner reads it."""
+    write_tokenizer(tmp_path, ("<|end|>", "<|begin|>", "<|eot|>"), chat_template="{{ bos_token }}{{ eos_token }}")
+    write_json(tmp_path / "special_tokens_map.json", {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|eot|>"})
+    if decoder:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        entry = {"0": {"content": "!", "special": False}}
+        write_json(tmp_path / "tokenizer_config.json", {**config, "added_tokens_decoder": entry})
+    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    text = ChatRenderer(own_chat_template(tmp_path / "tokenizer.json", tokenizer)).render([{"role": "user"}])
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert text == theirs.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    assert (tokenizer.eod, tokenizer.bos) == (theirs.eos_token_id, theirs.bos_token_id)
+
+
+def test_rope_parameters_beside_the_kinds_of_blocks():
+    """transformers ignores what stands beside the two dictionaries: what contradicts the rest is refused by name."""
+    for family, base in ((FAMILIES["gemma3_text"], 1000000.0), (FAMILIES["olmo3"], 500000.0)):
+        flat = {"rope_type": "default", "rope_theta": base}
+        assert read_rope(family, {"rope_parameters": flat}) == read_rope(family, {})
+        nested = {"full_attention": {"rope_type": "default", "rope_theta": 7e5}}
+        assert read_rope(family, {"rope_parameters": {**nested, "rope_theta": 7e5}})[0] == 7e5
+        for wrong in ({"rope_theta": 3e5}, {"rope_type": "linear", "factor": 8.0}, {**nested, "rope_theta": 3e5}):
+            ignored = wrong.keys() - nested.keys()
+            with raises_naming(ConversionError, "rope_parameters", "full_attention", lines=1 + len(ignored)):
+                read_rope(family, {"rope_parameters": wrong})
+
+
+def read_rope(family, entries):
+    """Return the bases of a small config.json with some entries."""
+    small = {"hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
+    network, _ = family.read_config({**small, "head_dim": 8, "intermediate_size": 32, "vocab_size": 64, **entries})
+    return network.rotary_base, network.local_rotary_base

@@ -46,6 +46,8 @@ class Server(ThreadingHTTPServer):
         card: Metadata of the card of the data set `org/set`.
         fail: Function of the path of a request for a file; it returns a status and a body, or None.
         asked: Paths of all requests.
+        version: Number of the version of all files.
+        has_tags: Whether answers have an ETag.
     """
 
     daemon_threads = True
@@ -53,6 +55,8 @@ class Server(ThreadingHTTPServer):
     card: dict[str, Any]
     fail: Callable[[str], tuple[int, bytes] | None]
     asked: list[str]
+    version = 1
+    has_tags = True
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -87,7 +91,9 @@ class Handler(BaseHTTPRequestHandler):
         if data is None:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
         size = len(data)
-        headers = {"ETag": f'"{path}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        tag = {"ETag": f'"{path}-{self.server.version}"'} if self.server.has_tags else {}
+        changed = {"Last-Modified": f"Mon, 0{self.server.version} Jan 2024 00:00:00 GMT"}
+        headers = {**tag, **changed, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         wanted = self.headers.get("Range")
         if wanted is None:
             return self.reply(200, data, headers, with_body)
@@ -263,6 +269,39 @@ def test_a_web_server_gives_files(server: Server) -> None:
     server.fail = lambda path: (200, server.files["/a.jsonl.zst"][:100])
     with raises_naming(DataError, "a.jsonl.zst"):
         texts_of(address)
+
+
+@pytest.mark.parametrize("has_tags", [True, False])
+@pytest.mark.parametrize("kept", [1.0, 0.5, 1.5])
+def test_a_file_of_a_web_server_that_is_replaced_while_it_is_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch, kept: float, has_tags: bool
+) -> None:
+    """Bytes of two versions are never joined, also with servers that only tell the time of a change."""
+    monkeypatch.setattr("neox.storage.BLOCK_BYTES", 1000)
+    server.files = {"/a.bin": b"1" * 10_000}
+    server.has_tags = has_tags
+    address = f"http://127.0.0.1:{server.server_port}/a.bin"
+    with open_file(address) as file:
+        assert file.read() == b"1" * 10_000
+    with open_file(address) as file:
+        assert file.read(1000) == b"1" * 1000
+        server.files = {"/a.bin": b"2" * int(10_000 * kept)}
+        server.version = 2
+        file.seek(8000)
+        with raises_naming(DataError, "/a.bin", f"{int(10_000 * kept):,}"):
+            file.read(1000)
+
+
+def test_a_file_of_a_bucket_that_is_replaced_while_it_is_read(s3: FailingApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neox.storage.BLOCK_BYTES", 1000)
+    where = fsspec.filesystem("s3")
+    where.pipe_file("bucket/a.bin", b"1" * 10_000)
+    where.ls("bucket")  # which s3fs remembers
+    with open_file("s3://bucket/a.bin") as file:
+        assert file.read(1000) == b"1" * 1000
+        where.pipe_file("bucket/a.bin", b"2" * 10_000)
+        with raises_naming(DataError, "s3://bucket/a.bin"):
+            file.read(1000)
 
 
 def test_a_bucket_gives_the_bytes_of_local_files(s3: FailingApp, tmp_path: Path) -> None:
