@@ -44,6 +44,11 @@ def parser() -> argparse.ArgumentParser:
     loss = p.add_argument_group("labels")
     loss.add_argument("--generation-role", default="assistant", help="role that is trained (default: assistant)")
     loss.add_argument("--only-last", action="store_true", help="train only the last message of this role")
+    loss.add_argument(
+        "--split-answers",
+        action="store_true",
+        help="make a sample of each answer with what comes before it, for templates that change earlier answers",
+    )
     loss.add_argument("--no-mask", action="store_true", help="train every token")
     out = p.add_argument_group("output")
     out.add_argument("--output-prefix", required=True, help="path without _messages_document.bin")
@@ -80,6 +85,8 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         raise ConfigError("--jsonl-keys takes the key of messages, or those of prompt and answer")
     if args.no_mask and args.only_last:
         raise ConfigError("--no-mask and --only-last exclude each other: leave one out")
+    if args.split_answers and (args.no_mask or args.only_last):
+        raise ConfigError("--split-answers excludes --no-mask and --only-last: it trains each answer, once")
     vocab = vocab_file(args)
     tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True, tuple(args.added_tokens))
     chat = ChatSettings(
@@ -88,6 +95,7 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         role=args.generation_role,
         only_last=args.only_last,
         count_all=args.no_mask,
+        split_answers=args.split_answers,
     )
     ChatRenderer(chat.template)  # raises if it is no template
     return shared_settings(args, tokenizer=tokenizer, keys=chat.datasets, accelerator="off", chat=chat)

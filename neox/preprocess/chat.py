@@ -25,6 +25,7 @@ from neox.tokenizer.chat import ChatRenderer, ChatTemplate, find_answer_form
 from neox.tokenizer.chat_messages import ChatError, Message, names_of_calls, thoughts_of, tools_of
 
 Range = tuple[int, int]
+_NOTHING_TRAINED = "it has no message of the role {!r}, which would be trained"
 _LAST_END = "the end of the last answer (--append-eod adds a token for it)"
 
 
@@ -34,13 +35,11 @@ class RenderedConversation(NamedTuple):
     Attributes:
         text: Text that the template makes.
         answers: Ranges of characters that are trained, in order, each as its start and its end.
-        strict: Whether the line of the conversation is strict JSON.
         losses: What the template leaves out.
     """
 
     text: str
     answers: list[Range]
-    strict: bool
     losses: tuple[str, ...]
 
 
@@ -60,6 +59,9 @@ class ChatEncoder:
                                       |-- answer --|
 
     If the template writes another prompt than that of the trained role, the whole message is trained.
+
+    Some templates, such as Qwen 3's, write an earlier answer in another way once a question follows: without its
+    thoughts. With `split_answers` each answer then is trained as it is generated, in a sample of its own.
     """
 
     def __init__(self, job: EncodeJob, chat: ChatSettings, tokenizer: Tokenizer | None = None) -> None:
@@ -89,15 +91,19 @@ class ChatEncoder:
         conversations: list[RenderedConversation] = []
         bad: list[BadInput] = []
         filtered: list[int] = []
+        not_strict = 0
 
-        def read(record: Any, strict: bool) -> RenderedConversation:
-            return self._conversation(without_nulls(record) if block.fills_nulls else record, strict)
+        def read(record: Any, strict: bool) -> list[RenderedConversation]:
+            nonlocal not_strict
+            samples = self._samples(without_nulls(record) if block.fills_nulls else record)
+            not_strict += not strict
+            return samples
 
         for line in convert_lines(block, read, filtered):
             if isinstance(line, BadInput):
                 bad.append(line)
             else:
-                conversations.append(line)
+                conversations += line
         ids: list[np.ndarray] = []
         labels: list[np.ndarray] = []
         losses: Counter[str] = Counter()
@@ -126,7 +132,7 @@ class ChatEncoder:
                 EncodedKey(np.concatenate([nothing, *labels]), lengths),
             ),
             bad=tuple(bad),
-            not_strict=sum(not conversation.strict for conversation in conversations),
+            not_strict=not_strict,
             text_bytes=len(block.data),
             accelerator="off",
             note=None,
@@ -143,20 +149,34 @@ class ChatEncoder:
         blanks = len(self.tokenizer.encode_bare(text[len(text.rstrip()) :]))
         return 0 < blanks < len(ids) and ids[-1 - blanks] in self.ends.special
 
-    def _conversation(self, record: Any, strict: bool) -> RenderedConversation:
-        """Render the conversation of a line. Raises BadRecord if the line is bad."""
+    def _samples(self, record: Any) -> list[RenderedConversation]:
+        """Render the conversation of a line, or what becomes of it. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
         conversation = read_conversation(record, self.chat.keys, self.chat.role)
+        if not self.chat.split_answers:
+            return [self._rendered(conversation)]
+        samples = []
+        for number in trained_messages(conversation, self.chat.role):
+            samples.append(self._rendered(conversation._replace(messages=conversation.messages[: number + 1])))
+        if not samples:
+            raise BadRecord(_NOTHING_TRAINED.format(self.chat.role))
+        return samples
+
+    def _rendered(self, conversation: Conversation) -> RenderedConversation:
+        """Render a conversation. Raises BadRecord if the template refuses it, or no answer can be told apart."""
         try:
             text, answers = self._render(conversation)
             size = len(text.encode())
-            losses = lost_in_template(conversation.messages, conversation.tools, text)
+            messages = conversation.messages
+            if self.chat.split_answers:
+                messages = messages[-1:]  # the template is to leave out thoughts of earlier ones
+            losses = lost_in_template(messages, conversation.tools, text)
         except (ChatError, UnicodeEncodeError) as error:
             raise BadRecord(str(error)) from None
         if size > self.job.piece_bytes:
             raise BadRecord(f"its text has {size:,} bytes, more than the {self.job.piece_bytes:,} that memory allows")
-        return RenderedConversation(text, answers, strict, losses)
+        return RenderedConversation(text, answers, losses)
 
     def _render(self, conversation: Conversation) -> tuple[str, list[Range]]:
         """Return the text of a conversation, and its trained ranges of characters. Raises BadRecord or ChatError."""
@@ -167,8 +187,8 @@ class ChatEncoder:
             return text, [(0, len(text))]
         numbers = trained_messages(conversation, self.chat.role)
         if not numbers:
-            raise BadRecord(f"it has no message of the role {self.chat.role!r}, which would be trained")
-        if self.chat.only_last:
+            raise BadRecord(_NOTHING_TRAINED.format(self.chat.role))
+        if self.chat.only_last or self.chat.split_answers:
             numbers = numbers[-1:]
         if marked is None or self.chat.role != ASSISTANT:
             return text, [self._answer(conversation, number, text) for number in numbers]
@@ -210,7 +230,8 @@ class ChatEncoder:
         if begin is None or not text.startswith(up_to_answer):
             raise BadRecord(
                 f"the chat template changes message {number}, or messages before it, when others follow; its tokens "
-                "would not be those of its generation; train the last answer only: --only-last"
+                "would not be those of its generation; --split-answers makes a sample of each answer with what comes "
+                "before it, and --only-last trains the last answer only"
             )
         return begin, len(up_to_answer)
 

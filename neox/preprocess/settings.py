@@ -58,6 +58,8 @@ class ChatSettings:
         role: Role whose messages are trained.
         only_last: Whether only the last message of this role is trained.
         count_all: Whether every token is trained.
+        split_answers: Whether each trained answer becomes a sample: the conversation up to it, as the template renders
+            that, with only this answer trained.
     """
 
     template: ChatTemplate
@@ -65,6 +67,7 @@ class ChatSettings:
     role: str = "assistant"
     only_last: bool = False
     count_all: bool = False
+    split_answers: bool = False
 
     @property
     def datasets(self) -> tuple[str, str]:
@@ -75,8 +78,11 @@ class ChatSettings:
         return name, f"{name}_label"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings for JSON."""
-        return {**asdict(self), "template": self.template.as_json()}
+        """Return the settings for JSON. `split_answers` is absent if it is off, as in older versions."""
+        fields = {**asdict(self), "template": self.template.as_json()}
+        if not self.split_answers:
+            del fields["split_answers"]
+        return fields
 
 
 @dataclass(frozen=True)

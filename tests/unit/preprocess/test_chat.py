@@ -153,9 +153,50 @@ def test_a_template_that_rewrites_earlier_answers(model: Path) -> None:
         {},
     )
     records = [{"messages": as_messages(CHATS[0])}]
-    with raises_naming(DataError, "in.jsonl:1 ", "--only-last"):
+    with raises_naming(DataError, "in.jsonl:1 ", "--only-last", "--split-answers"):
         preprocess(settings(model, records, template=rewriting))
     assert made(model, settings(model, records, template=rewriting, only_last=True))[0][1] == "Bye bye;"
+
+
+QWEN3 = (
+    "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""Like Qwen 3's template: thoughts stand only in the answers after the last question."""
+
+
+def test_each_answer_in_a_sample_of_its_own(model: Path) -> None:
+    """The template drops thoughts of earlier turns, so no text holds all answers as generated."""
+    from transformers import AutoTokenizer
+
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "One.", "reasoning_content": "Hm."},
+        {"role": "user", "content": "Two?"},
+        {"role": "assistant", "content": "Two.", "reasoning_content": "Oh."},
+        {"role": "tool", "content": "Too."},
+        {"role": "assistant", "content": "Three.", "weight": 0},
+        {"role": "assistant", "content": "Four."},
+    ]
+    template = ChatTemplate(QWEN3, {})
+    records = [{"messages": messages}, {"messages": messages[:2]}]
+    with raises_naming(DataError, "in.jsonl:1 ", "--split-answers"):
+        preprocess(settings(model, records, template=template))
+    samples = made(model, settings(model, records, template=template, split_answers=True))
+    assert [trained for _, trained in samples] == [
+        "<think>\nHm.\n</think>\n\nOne.<|im_end|>\n",
+        "<think>\nOh.\n</think>\n\nTwo.<|im_end|>\n",
+        "<think>\n\n</think>\n\nFour.<|im_end|>\n",
+        "<think>\nHm.\n</think>\n\nOne.<|im_end|>\n",
+    ]
+    theirs = AutoTokenizer.from_pretrained(str(model))
+    for number, (whole, _) in zip((2, 4, 7, 2), samples, strict=True):
+        assert whole == theirs.apply_chat_template(messages[:number], chat_template=QWEN3, tokenize=False)
+    assert "split_answers" not in ChatSettings(template).as_json()
 
 
 def test_a_tokenizer_that_ignores_special_tokens_is_refused(model: Path) -> None:
@@ -168,6 +209,7 @@ def test_a_tokenizer_that_ignores_special_tokens_is_refused(model: Path) -> None
     ("flags", "name"),
     [
         (["--no-mask", "--only-last"], "--only-last"),
+        (["--split-answers", "--only-last"], "--split-answers"),
         (["--jsonl-keys", "a", "b", "c"], "--jsonl-keys"),
         (["--chat-template", "{0}/bad.jinja"], "line 1"),
         (["--chat-template", "{0}/none.jinja"], "none.jinja"),
