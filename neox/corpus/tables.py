@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, time
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -183,9 +184,8 @@ def _batch_texts(column: str, array: Any, offset_format: OffsetFormat) -> TextRo
 def _batch_lines(batch: Any) -> bytes:
     """Return the rows of a record batch as JSON lines."""
     try:
-        rows = batch.to_pylist()
-        lines = [orjson.dumps(row, default=_as_json) for row in rows]
-    except (UnicodeDecodeError, TypeError, ValueError, OverflowError):
+        lines = [_dumps(row) for row in batch.to_pylist(maps_as_pydicts="strict")]
+    except (UnicodeDecodeError, TypeError, ValueError, OverflowError, KeyError):  # one of the rows is bad
         lines = [_row_line(batch, number) for number in range(batch.num_rows)]
     lines.append(b"")
     return b"\n".join(lines)
@@ -194,11 +194,18 @@ def _batch_lines(batch: Any) -> bytes:
 def _row_line(batch: Any, number: int) -> bytes:
     """Return a row as a JSON line, or as a bad row with the reason."""
     try:
-        return orjson.dumps(batch.slice(number, 1).to_pylist()[0], default=_as_json)
+        return _dumps(batch.slice(number, 1).to_pylist(maps_as_pydicts="strict")[0])
     except UnicodeDecodeError:
         return BAD_ROW + NOT_UTF_8.encode()
+    except KeyError:
+        return BAD_ROW + b"a map in it has the same key twice"
     except (TypeError, ValueError, OverflowError) as error:
         return BAD_ROW + f"it cannot be written as JSON ({error})".replace("\n", " ").encode(errors="replace")
+
+
+def _dumps(row: Mapping[str, Any]) -> bytes:
+    """Return a row as JSON. Maps are objects, also those whose keys are numbers or dates."""
+    return orjson.dumps(row, default=_as_json, option=orjson.OPT_NON_STR_KEYS)
 
 
 def _as_json(value: Any) -> Any:
@@ -215,13 +222,19 @@ def _as_json(value: Any) -> Any:
 def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
     """Yield the rows of a CSV or TSV file as JSON lines. All values are texts; the first row has the column names.
 
+    Semicolons separate the columns of a CSV file whose first row has no commas, as Excel writes it in many languages.
+
     Raises:
         CorruptInput: If the file is not UTF-8 or not CSV.
     """
-    delimiter = "\t" if ".tsv" in Path(path).name else ","
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     csv.field_size_limit(_MAX_CELL)
-    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        header = text.readline()
+    except UnicodeDecodeError as error:
+        raise CorruptInput(f"the text is not UTF-8 ({error.reason}) at its begin; {OTHER_ENCODING}") from None
+    delimiter = _delimiter_of(path, header)
+    rows = csv.reader(chain((header,), text), delimiter=delimiter, strict=True)
     lines: list[bytes] = []
     size = 0
     problem = ""
@@ -249,15 +262,23 @@ def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | No
         raise CorruptInput(problem)
 
 
+def _delimiter_of(path: str, header: str) -> str:
+    """Return what separates the columns of a CSV or TSV file with a first line."""
+    if ".tsv" in Path(path).name:
+        return "\t"
+    if "," not in header and len(next(csv.reader([header], delimiter=";"), [])) > 1:
+        return ";"
+    return ","
+
+
 def _check_delimiter(names: Sequence[str], delimiter: str) -> None:
     """Raise CorruptInput if the only name of a column holds other delimiters."""
-    for other, what in (("\t", "tabs"), (";", "semicolons"), (",", "commas")):
-        if len(names) == 1 and other in names[0] and other != delimiter:
-            way = "write it with commas"
-            if other == "\t":
-                way = "give it a name that ends with .tsv"
-            elif other == ",":
-                way = "give it a name that ends with .csv"
+    for other, what, way in (
+        ("\t", "tabs", "give it a name that ends with .tsv"),
+        (";", "semicolons", "give it a name that ends with .csv"),
+        (",", "commas", "give it a name that ends with .csv"),
+    ):
+        if len(names) == 1 and other in names[0] and (other == "\t") != (delimiter == "\t"):
             raise CorruptInput(f"{what} separate its columns: {way}")
 
 

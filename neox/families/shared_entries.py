@@ -227,11 +227,12 @@ class TwoRotaries(ConfigEntries):
         if not isinstance(both, Mapping | None):
             yield f"rope_parameters: {both!r}: should have a dictionary for each of {', '.join(kinds)}"
             return
-        by_kind = {kind: given for kind, given in (both or {}).items() if kind in kinds}
-        for name in (both or {}).keys() - by_kind.keys():
-            if both[name] != self._value_without_effect(name, hf, by_kind):
+        entries = both or {}
+        by_kind = {kind: given for kind, given in entries.items() if kind in kinds}
+        for name in entries.keys() - by_kind.keys():
+            if entries[name] != self._value_without_effect(name, hf, by_kind):
                 yield (
-                    f"rope_parameters: {name}: {both[name]!r}: transformers ignores it outside of the dictionaries "
+                    f"rope_parameters: {name}: {entries[name]!r}: transformers ignores it outside of the dictionaries "
                     f"{' and '.join(kinds)}; move it to the one that it is meant for, or remove it"
                 )
         for kind, given in {**by_kind, "rope_scaling": hf.get("rope_scaling")}.items():

@@ -626,6 +626,7 @@ def test_an_end_that_is_already_there(vocab: Path) -> None:
         {"prompt": [USER], "completion": TURNS[1:], "label": True},
         {"prompt": USER["content"], "completion": TURNS[1:], "label": True},
         {"instruction": USER["content"], "output": "The sun.", "label": True},
+        {"messages": TURNS, "kto_tag": True},
     ],
 )
 def test_judged_answers_as_others_write_them(vocab: Path, record: Any) -> None:

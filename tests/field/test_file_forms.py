@@ -12,10 +12,12 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from neox.corpus import BadInput, Position, read_blocks, read_documents
+from neox.corpus import BadInput, LineBlock, Position, convert_lines, read_blocks, read_documents
 from neox.corpus.contents import whole_text
 from neox.corpus.document import CorruptInput
 from neox.errors import DataError
@@ -137,7 +139,7 @@ UNREADABLE = [
     ("x.jsonl", b'[{"text": "caf\xe9"}]', "iconv"),
     ("x.txt", b"caf\xe9 au lait", "iconv"),
     ("x.csv", b"text\r\ncaf\xe9 \x93quoted\x94\r\n", "iconv"),
-    ("x.csv", b"text;lang\none;x\n", "semicolons"),
+    ("x.tsv", b"text;lang\none;x\n", "semicolons"),
     ("x.csv", b"text\tlang\none\tx\n", ".tsv"),
     ("x.tsv", b"text,lang\none,x\n", ".csv"),
     ("x.txt", LINES, ".jsonl"),
@@ -199,3 +201,33 @@ def test_separators_inside_of_lines(tmp_path: Path) -> None:
     kept = "a\u2028b\u2029c\x85d"
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in (kept, "e"))
     assert texts(tmp_path / "x.jsonl", lines.encode()) == [kept, "e"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"text;lang\r\none, two;x\r\n\r\nthree;\r\n",
+        b'\xef\xbb\xbf"text";"lang"\n"one, two";x\nthree;""\n',
+    ],
+)
+def test_semicolons_separate_columns(tmp_path: Path, content: bytes) -> None:
+    """pandas and Excel of many languages write them; commas inside are text."""
+    (tmp_path / "x.csv").write_bytes(content)
+    assert [document.text for document in read_documents(tmp_path / "x.csv")] == ["one, two", "three"]
+    (tmp_path / "x.csv").write_bytes(b'"text;lang"\none;x\n')
+    (block,) = read_blocks(str(tmp_path / "x.csv"), block_bytes=1000)
+    assert isinstance(block, LineBlock)
+    assert json.loads(block.data) == {"text;lang": "one;x"}
+
+
+def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
+    """Arrow's maps come as lists of pairs from pyarrow; arguments of calls are often written as maps."""
+    arguments = pa.map_(pa.string(), pa.string())
+    call = pa.struct([("name", pa.string()), ("arguments", arguments)])
+    rows = [[{"name": "f", "arguments": [("town", "Paris")]}], [{"name": "g", "arguments": [("a", "1"), ("a", "2")]}]]
+    pq.write_table(pa.table({"calls": pa.array(rows, pa.list_(call))}), tmp_path / "x.parquet")
+    (block,) = read_blocks(str(tmp_path / "x.parquet"), block_bytes=1000)
+    assert isinstance(block, LineBlock)
+    first, second = convert_lines(block, lambda record, strict: record)
+    assert first == {"calls": [{"name": "f", "arguments": {"town": "Paris"}}]}
+    assert isinstance(second, BadInput)
