@@ -33,7 +33,9 @@ _CODECS = {
 }
 # Labels of encodings that browsers no longer read. Their text is as good as that of others here.
 _RETIRED = {"hz-gb-2312": "hz", "iso-2022-kr": "iso2022_kr", "csiso2022kr": "iso2022_kr"}
+# EUC-JP: two bytes, or three with the prefix of JIS X 0212; or half-width katakana.
 _TWO_BYTES = re.compile(rb"\x8f?[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]")
+# ISO-2022-JP: escape sequences that choose the next table.
 _JIS_SHIFTS = re.compile(rb"\x1b(?:\$[@B]|\([BJI])")
 
 
@@ -214,12 +216,14 @@ def _of_place(row: int, column: int) -> str:
     """Return the character of a place in the table of JIS X 0208 with Windows' additions [94 x 94]."""
     if not (0 <= row < 94 and 0 <= column < 94):
         return "\ufffd"
+    # In Shift JIS two rows share a lead byte: even rows have the trail bytes 40 to 9E without 7F, odd ones 9F to FC.
     lead = row // 2 + 0x81
-    if row >= 62:
+    if row >= 62:  # A0 to DF are half-width katakana
         lead += 0x40
-    trail = column + 0x40
     if row % 2:
         trail = column + 0x9F
-    elif column >= 63:
-        trail += 1
+    else:
+        trail = column + 0x40
+        if trail >= 0x7F:
+            trail += 1
     return bytes([lead, trail]).decode("cp932", "replace")

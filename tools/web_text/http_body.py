@@ -11,18 +11,21 @@ _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _MEDIA_TYPE = re.compile(rf"\s*({_TOKEN}/{_TOKEN})\s*(?:;|$)")
 _CHARSET = re.compile(r"(?:^|[;,\s])charset\s*=\s*(?:\"([^\"]*)\"|([^\s;,\"]+))", re.IGNORECASE)
 _PARTS_OF_LIST = re.compile(r'(?:[^,"]|"(?:[^"\\]|\\.)*"?)+')
-_SNIFFED = 1445
+_SNIFFED = 1445  # bytes that browsers look at
 _MARKUP = re.compile(
     rb"[\t\n\f\r ]*<(?:!--|(?:!DOCTYPE HTML|HTML|HEAD|SCRIPT|IFRAME|H1|DIV|FONT|TABLE|A|STYLE|TITLE|B|BODY|BR|P)[ >/])",
     re.IGNORECASE,
 )
 _XML = re.compile(rb"[\t\n\f\r ]*<\?xml", re.IGNORECASE)
+# Control characters that no text holds.
 _BINARY = re.compile(rb"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f]")
+# Beginnings of text: the marks of UTF-16 and UTF-8, and `<?` in UTF-16 without a mark.
 _MARKS = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf", b"<\0?\0", b"\0<\0?")
+# Beginnings of PDF, PostScript, gzip, Zstandard, JPEG, PNG and zip files.
 _MAGIC = (b"%PDF-", b"%!PS-Adobe-", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"\xff\xd8\xff", b"\x89PNG", b"PK\x03\x04")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n]*)?\r?\n")
 _COMPRESSED = ("gzip", "x-gzip", "deflate", "br", "zstd")
-_SLACK = 1 << 16
+_SLACK = 1 << 16  # bytes that headers and incompressible blocks may add to a small body
 
 
 class BodyError(Exception):
