@@ -334,6 +334,8 @@ def _with_prompt(record: Mapping[str, Any]) -> Mapping[str, Any]:
         if record.get(key) is not None:
             messages = read_messages(record[key], key)
             if COMPLETION in record or CHOSEN in record:
+                if CHOSEN in record and messages[-1]["role"] == ASSISTANT:  # a whole conversation, not its prompt
+                    return record
                 return {**record, PROMPT: messages}
             if messages[-1]["role"] == ASSISTANT:  # the last message is the one that is judged
                 return {**record, PROMPT: messages[:-1], COMPLETION: messages[-1:]}

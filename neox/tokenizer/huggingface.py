@@ -500,8 +500,11 @@ def _number_of_ids(backend: tokenizers.Tokenizer, origin: str) -> int:
 
 
 def _around_text(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that a tokenizer writes before and after each text."""
-    around = backend.encode("a")
+    """Return the ids that a tokenizer writes before and after each text, whatever texts its vocabulary can hold."""
+    of_one_word = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    if backend.post_processor is not None:
+        of_one_word.post_processor = backend.post_processor
+    around = of_one_word.encode("a")
     added = around.special_tokens_mask
     before = len(list(takewhile(bool, added)))
     after = len(list(takewhile(bool, reversed(added[before:]))))

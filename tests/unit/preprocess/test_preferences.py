@@ -90,8 +90,9 @@ def test_texts_end_with_the_end_of_document(vocab: Path) -> None:
         {"prompt": said("Hi"), "chosen": said("Hi", "Hello")[1:], "rejected": said("Hi", "No")[1:]},
         {"chosen": said("Hi", "Hello"), "rejected": said("Hi", "No")},
         {"prompt": "Hi", "chosen": said("Hi", "Hello"), "rejected": said("Hi", "No")},
+        {"messages": said("Hi", "Hello"), "chosen": said("Hi", "Hello"), "rejected": said("Hi", "No")},
     ],
-    ids=["explicit", "implicit", "prompt as text next to conversations"],
+    ids=["explicit", "implicit", "prompt as text next to conversations", "the chosen one under another key, too"],
 )
 def test_messages_pass_through_the_template(vocab: Path, record: dict[str, Any]) -> None:
     run = settings(vocab, [record])
