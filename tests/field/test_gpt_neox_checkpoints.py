@@ -13,11 +13,14 @@ from torch import Tensor
 
 from neox.checkpoint import (
     CheckpointReader,
+    VocabularySize,
     average_checkpoints,
     checkpoint_at,
     find_checkpoint,
+    mean_of_all,
     open_checkpoint,
     reshard,
+    resize_vocabulary,
 )
 from neox.checkpoint.inspection import tensor_stats
 from neox.config import NeoXConfig
@@ -122,6 +125,25 @@ def test_tools_read_the_mean_of_ranks_that_drifted_apart(tmp_path, caplog):
     assert_same(logits(network, shards(network, CheckpointReader(averaged, plan.layers), 1), IDS), mean)
     assert len(list(tensor_stats(open_checkpoint(path, config=config)))) == 28
     assert sum("input_layernorm.weight" in record.getMessage() for record in caplog.records) == 4
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_vocabulary_grows_from_ranks_that_drifted_apart(tmp_path, parallel):
+    """Logits of old tokens are those of the mean of the ranks, and the result's ranks agree."""
+    network = Network(parallel=parallel)
+    files = random_files(network, 2, drift=0.02)
+    path = write(network, files, tmp_path / "a")
+    config = NeoXConfig.from_flat(network.config(tmp_path / "tokenizer.json"))
+    reader = open_checkpoint(path, config=config)
+    rows = reader.vocabulary_rows
+    size = VocabularySize(rows, rows + 3, 2 * rows)
+    grown = open_checkpoint(resize_vocabulary(reader, tmp_path / "b", size, mean_of_all(3)), config=config)
+    assert (grown.tp_size, grown.vocabulary_rows) == (2, 2 * rows)
+    assert_same(
+        logits(network, shards(network, grown, 1), IDS)[..., :rows], logits(network, mean_files(network, files), IDS)
+    )
+    first, second = grown.parts(2, "input_layernorm.weight")
+    assert torch.equal(first, second)
 
 
 @pytest.mark.slow
