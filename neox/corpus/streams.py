@@ -29,6 +29,7 @@ from neox.corpus.archives import (
     zip_texts,
 )
 from neox.corpus.contents import (
+    BYTE_ORDER_MARK,
     HEAD_BYTES,
     OTHER_ENCODING,
     as_utf_8,
@@ -305,7 +306,7 @@ def _text_file(file: Any) -> Iterator[bytes]:
 
 def _text_content(file: _Counting) -> Iterator[bytes]:
     """Yield the content of a text file. It may be HTML, which is text too."""
-    if packing_of(file.head) is None and file.head.lstrip().startswith(b"<"):
+    if packing_of(file.head) is None and file.head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"<"):
         return _pieces(file)
     return as_utf_8(_content(file))
 
