@@ -52,7 +52,7 @@ def complete_tokenizer(directory: Path, backend: Tokenizer) -> CompleteTokenizer
     named = _named_tokens(config)
     further = _further_tokens(config)
     by_id: dict[int, AddedToken] = {}
-    if ADDED_TOKENS_DECODER in config:
+    if config.get(ADDED_TOKENS_DECODER) is not None:
         origin = directory / TOKENIZER_CONFIG
         for number, value in config[ADDED_TOKENS_DECODER].items():
             by_id[int(number)] = _token(value)

@@ -73,3 +73,11 @@ def test_ids_that_contradict_each_other(tmp_path, config, files, place):
     (tmp_path / "ck").mkdir()
     with raises_naming(ConversionError, tmp_path / "hf" / place, "<|new|>", "257"):
         import_tokenizer(tmp_path / "hf", tmp_path / "ck")
+
+
+def test_a_decoder_that_is_null_is_absent(tmp_path):
+    write_files(tmp_path, {}, {})
+    path = tmp_path / "tokenizer_config.json"
+    write_json(path, {**json.loads(path.read_text()), "added_tokens_decoder": None})
+    (tmp_path / "ck").mkdir()
+    assert build_tokenizer("HFTokenizer", import_tokenizer(tmp_path, tmp_path / "ck")).vocab_size == 257
