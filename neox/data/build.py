@@ -137,15 +137,29 @@ def build_datasets(
     return _open_datasets(factory, counts)
 
 
-def _open_datasets(factory: DatasetFactory, counts: SampleCounts) -> Datasets:
-    """Open the datasets of all splits."""
+def _open_datasets(factory: DatasetFactory, counts: SampleCounts, *, repeats_evaluations: bool = False) -> Datasets:
+    """Open the datasets of all splits.
+
+    Args:
+        factory: Opens datasets.
+        counts: Number of samples of each split.
+        repeats_evaluations: Whether each evaluation reads the same samples. Then a single dataset is read as it is. In
+            gpt-neox's blend of one it has a sample more, and its passes are shuffled together: a small set could lose
+            a document and have another one twice.
+    """
     data = factory.data
     datasets: list[Samples | BlendedDataset | None]
     if data.train_data_paths is not None:
         datasets = []
         for blend, count in zip(data.blends, counts, strict=True):
             is_named = blend.split == "valid" and data.validation_sets
-            datasets.append(None if is_named else factory.blend(blend, count))
+            is_single = len(blend.paths or ()) == 1 and blend.split != "train"
+            if is_named:
+                datasets.append(None)
+            elif is_single and repeats_evaluations and count:
+                datasets.append(factory.single(blend, count))
+            else:
+                datasets.append(factory.blend(blend, count))
     elif data.data_path is not None:
         datasets = factory.split(data.data_path, data.split, counts)
     else:
@@ -263,11 +277,12 @@ def _training_and_evaluation(
     ledger = None
     if saved is not None:
         ledger = Ledger.from_json(saved)
+    repeats = plan.config.training.eval_order == "fixed"
     if plan.config.data.data_stages:
-        evaluation = _open_datasets(factory, counts._replace(train=0))
+        evaluation = _open_datasets(factory, counts._replace(train=0), repeats_evaluations=repeats)
         return in_stages(plan, factory.parts(factory.data.blends[0]), steps, ledger), evaluation
     samples = plan.batch_schedule.samples(plan.config.training.train_iters or 0)
-    datasets = _open_datasets(factory, counts._replace(train=samples))
+    datasets = _open_datasets(factory, counts._replace(train=samples), repeats_evaluations=repeats)
     if datasets.train is None:
         raise DataError("there are no documents to train on: `split` needs a first part above 0, and train_iters too")
     return in_gpt_neox_order(plan, datasets.train, steps, ledger), datasets

@@ -192,6 +192,14 @@ class DatasetFactory:
         _log.info("%s: %s", blend.split, listed)
         return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))
 
+    def single(self, blend: Blend, num_samples: int) -> Samples:
+        """Return the samples of a blend's only dataset."""
+        assert blend.paths is not None
+        (path,) = blend.paths
+        indexed = self.open(path)
+        label = blend.labels[0] if blend.labels else None
+        return self.samples(indexed, range(self.num_documents(indexed)), num_samples, label)
+
     def validation_set(self, item: ValidationSet, num_samples: int) -> Samples:
         """Return the samples of a validation set that has a name."""
         indexed = self.open(item.path)

@@ -311,3 +311,18 @@ def test_each_evaluation_reads_the_same_samples(order, tmp_path):
     assert first.start == later.start == (0 if order == "fixed" else None)
     tokens = [next(item.batches)["tokens"] for item in (first, later)]
     assert torch.equal(*tokens) == (order == "fixed")
+
+
+@pytest.mark.parametrize("impl", ["unpacked", "pack_until_overflow", "best_fit"])
+def test_a_set_that_fits_into_an_evaluation_is_read_once(impl, tmp_path):
+    """Megatron-Bridge PR 5076: of four documents in a batch of four, each is read once."""
+    with IndexedDatasetBuilder(tmp_path / "four", np.uint16) as builder:
+        for number in range(4):
+            builder.add_document([10 + number] * (12 + number))
+    keys = {"train_data_paths": [str(tmp_path / "four")], "valid_data_paths": [str(tmp_path / "four")]}
+    keys |= {"eval_iters": 1, "eval_interval": 1, "train_micro_batch_size_per_gpu": 4, "pack_impl": impl}
+    golden = Path(__file__).parents[1] / "golden" / "data" / "tokenizer.json"
+    plan = small_plan(vocab_size=1000, vocab_file=str(golden), tokenizer_type="HFTokenizer", num_workers=0, **keys)
+    (item,) = build_data_iterators(plan, cache_dir=tmp_path / "maps").valid
+    batch = next(item.batches)
+    assert sorted(batch["tokens"][:, 0].tolist()) == [10, 11, 12, 13]
