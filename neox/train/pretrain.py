@@ -116,8 +116,8 @@ def build_tasks(
     if not plan.config.generation.eval_tasks:
         return None
     tokenizer = tokenizer_of(plan.config)
-    add_end_ids(tokenizer, engine.generation_settings, str(plan.config.checkpoint.load))
     from_first_rank(lambda: check_tasks(plan.config, tokenizer))
+    add_end_ids(tokenizer, engine.generation_settings, str(plan.config.checkpoint.load))
     return partial(evaluate_in_training, plan, engine.deepspeed_engine, grid, device, tokenizer)
 
 
