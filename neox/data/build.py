@@ -153,11 +153,12 @@ def _open_datasets(factory: DatasetFactory, counts: SampleCounts, *, repeats_eva
         datasets = []
         for blend, count in zip(data.blends, counts, strict=True):
             is_named = blend.split == "valid" and data.validation_sets
-            is_single = len(blend.paths or ()) == 1 and blend.split != "train"
+            paths = blend.paths or ()
             if is_named:
                 datasets.append(None)
-            elif is_single and repeats_evaluations and count:
-                datasets.append(factory.single(blend, count))
+            elif len(paths) == 1 and blend.split != "train" and repeats_evaluations and count:
+                label = blend.labels[0] if blend.labels else None
+                datasets.append(factory.whole(paths[0], label, count))
             else:
                 datasets.append(factory.blend(blend, count))
     elif data.data_path is not None:
@@ -170,7 +171,7 @@ def _open_datasets(factory: DatasetFactory, counts: SampleCounts, *, repeats_eva
     validation_sets = {}
     if counts.valid:
         for name, item in data.validation_sets.items():
-            validation_sets[name] = factory.validation_set(item, counts.valid)
+            validation_sets[name] = factory.whole(item.path, item.labels, counts.valid)
     train, valid, test = datasets
     return Datasets(train, valid, test, validation_sets)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from neox.config.sections.data import Blend, DataConfig, ValidationSet, split_shares
+from neox.config.sections.data import Blend, DataConfig, split_shares
 from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
 from neox.data.fill_in_middle import FillInMiddle
 from neox.data.gpt_dataset import GPTDataset, split_documents
@@ -192,18 +192,16 @@ class DatasetFactory:
         _log.info("%s: %s", blend.split, listed)
         return BlendedDataset(datasets, shares, self.index_cache(parts[0].prefix))
 
-    def single(self, blend: Blend, num_samples: int) -> Samples:
-        """Return the samples of a blend's only dataset."""
-        assert blend.paths is not None
-        (path,) = blend.paths
-        indexed = self.open(path)
-        label = blend.labels[0] if blend.labels else None
-        return self.samples(indexed, range(self.num_documents(indexed)), num_samples, label)
+    def whole(self, path: str, label: str | None, num_samples: int) -> Samples:
+        """Return the samples of all documents of one dataset, which no blend reorders.
 
-    def validation_set(self, item: ValidationSet, num_samples: int) -> Samples:
-        """Return the samples of a validation set that has a name."""
-        indexed = self.open(item.path)
-        return self.samples(indexed, range(self.num_documents(indexed)), num_samples, item.labels)
+        Args:
+            path: Prefix of the token files.
+            label: Prefix of the files of labels; None if each token is its own label.
+            num_samples: Number of samples that the run asks for.
+        """
+        indexed = self.open(path)
+        return self.samples(indexed, range(self.num_documents(indexed)), num_samples, label)
 
     def shares(self, blend: Blend, parts: Sequence[IndexedDataset]) -> list[float]:
         """Return the share of each dataset in a blend: by number of documents, by weight, or equal."""
