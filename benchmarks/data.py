@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator
-from neox.data.index_maps import build_index_maps
+from neox.data.samples.index_maps import build_index_maps
 
 SEED = 1234
 BATCH = 8

@@ -25,8 +25,8 @@ import torch
 from neox.config import NeoXConfig
 from neox.convert import from_hf
 from neox.data import IndexedDatasetBuilder
-from neox.data.build import build_data_iterators
-from neox.data.indexed_dataset import IGNORED
+from neox.data.run_data import build_data_iterators
+from neox.data.token_files.indexed_dataset import IGNORED
 from neox.engine import initialize_distributed, open_engine
 from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer

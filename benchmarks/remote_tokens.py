@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.data import BATCH, SEED, lengths, our_batches
 from neox.data import IndexedDataset, IndexedDatasetBuilder
-from neox.data.gpt_dataset import GPTDataset
+from neox.data.samples.gpt_dataset import GPTDataset
 from neox.preflight.remote_data import prepare_blocks
 from tests.unit.corpus.s3_server import s3_server
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.data.masked_batch import MaskedLMBatch
+from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.model import GPT, Context
 from neox.objectives import LOSS_NORMALIZATIONS, CausalLM, MaskedLM
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from neox.data.masked_batch import MaskedLMBatch
+from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.plan import RunPlan
 
 MASK_ID = 1

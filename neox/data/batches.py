@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from neox.config.sections.data import DocumentBoundaries
-from neox.data.rows import RowLayout
+from neox.data.samples.rows import RowLayout
 from neox.errors import DataError
 from neox.log import get_logger
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from neox.config import NeoXConfig
 from neox.config.sections.data import DataConfig
-from neox.data.gpt_dataset import split_documents
-from neox.data.indexed_dataset import IndexedDataset
-from neox.data.packing import samples_of_pass, usable_documents
-from neox.data.pair_files import open_pairs
-from neox.data.pair_packing import passes, usable_pairs
+from neox.data.answer_pairs.pair_files import open_pairs
+from neox.data.answer_pairs.pair_packing import passes, usable_pairs
+from neox.data.samples.gpt_dataset import split_documents
+from neox.data.samples.packing import samples_of_pass, usable_documents
+from neox.data.token_files.indexed_dataset import IndexedDataset
 
 
 def samples_of_epochs(data: DataConfig, seq_length: int, epochs: float) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.checkpoint import find_generation_settings, saved_chat_template
-from neox.data.sidecar import chat_templates
+from neox.data.token_files.sidecar import chat_templates
 from neox.errors import TokenizerError
 from neox.plan import RunPlan
 from neox.tokenizer import tokenizer_of

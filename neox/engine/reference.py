@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from neox.checkpoint import find_checkpoint
 from neox.checkpoint.manifest import hash_file, read_manifest
 from neox.checkpoint.names import parse_layer_file
-from neox.data.answers import PER_PAIR, Document, Pairs
-from neox.data.preferences import layout_rows
+from neox.data.answer_pairs.answers import PER_PAIR, Document, Pairs
+from neox.data.answer_pairs.pair_rows import layout_rows
 from neox.engine.engine import Engine
 from neox.engine.start import Start
 from neox.errors import CheckpointError, os_errors
@@ -188,7 +188,7 @@ def sums_of_batch(engine: Engine, batch: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         engine: The engine with the model.
-        batch: Fields of rows of pairs (`neox.data.preferences.layout_rows`), on the device.
+        batch: Fields of rows of pairs (`neox.data.answer_pairs.pair_rows.layout_rows`), on the device.
     """
     targets = AnswerTargets(batch["labels"], batch["slots"], batch["in_answer"], batch["pair_mask"])
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from neox.data.answers import PER_PAIR
+from neox.data.answer_pairs.answers import PER_PAIR
 from neox.engine.engine import Engine
 from neox.engine.reference import sums_of_batch
 from neox.engine.steps import to_device

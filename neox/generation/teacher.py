@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from neox.data.batches import BatchIterator
-from neox.data.build import build_data_iterators, sample_counts
+from neox.data.run_data import build_data_iterators, sample_counts
 from neox.data.teacher_file import TeacherIdentity, TeacherWriter, sample_batches, sample_hashes
 from neox.errors import ConfigError
 from neox.generation.runner import ModelRunner

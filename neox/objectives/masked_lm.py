@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.data.masked_batch import MaskedLMBatch
+from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.model import NetworkOutput
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.data.answers import PER_PAIR
+from neox.data.answer_pairs.answers import PER_PAIR
 from neox.model import LMHead, NetworkOutput
 from neox.parallel import ParallelGrid
 
@@ -31,7 +31,7 @@ PAIR_SCORES = (
 
 
 class AnswerTargets(NamedTuple):
-    """What the scores of rows of pairs need next to the network's output (`neox.data.preferences.layout_rows`).
+    """Fields of rows of pairs that the scores need next to the network's output (`pair_rows.layout_rows`).
 
     Attributes:
         labels: Next tokens [B, S].
@@ -78,7 +78,7 @@ class AnswerLogProbs:
 class PreferenceObjective(ABC):
     """Loss of the log-probabilities of answers.
 
-    A batch holds the fields of `neox.data.preferences.PreferenceDataset`.
+    A batch holds the fields of `neox.data.answer_pairs.pair_rows.PreferenceDataset`.
     """
 
     label_mask = "pair_mask"

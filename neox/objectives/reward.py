@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.data.answers import PER_PAIR
+from neox.data.answer_pairs.answers import PER_PAIR
 from neox.model import NetworkOutput
 from neox.objectives.preferences import inputs_of_rows, mean_over_ranks
 from neox.parallel import ParallelGrid
@@ -29,8 +29,8 @@ from neox.parallel import ParallelGrid
 class RewardModel:
     """Mean loss over pairs.
 
-    A batch has the fields of `neox.data.preferences.PreferenceDataset` for pairs that are scored. Metrics have TRL's
-    names; mean, smallest and largest reward are taken over the micro batch on all data ranks.
+    A batch has the fields of `neox.data.answer_pairs.pair_rows.PreferenceDataset` for pairs that are scored. Metrics
+    have TRL's names; mean, smallest and largest reward are taken over the micro batch on all data ranks.
 
     Attributes:
         center_coefficient: Factor c of the squared sum of both scores.

@@ -20,7 +20,7 @@ _CHAT_TEMPLATE = "chat_template"
 def chat_template_notes(config: NeoXConfig) -> list[str]:
     """Return a note if the training data was made with different chat templates, or with another than the given one."""
     try:
-        from neox.data import sidecar  # numpy, which a dry run without data does not need
+        from neox.data.token_files import sidecar  # numpy, which a dry run without data does not need
 
         templates = sidecar.chat_templates(config.data)
     except (DataError, ModuleNotFoundError):

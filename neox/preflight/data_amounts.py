@@ -16,7 +16,7 @@ from neox.problems import Problem
 if TYPE_CHECKING:
     import numpy as np
 
-    from neox.data.indexed_dataset import IndexedDataset
+    from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _LIMIT = "max_lost_labels"
 _PACKED_DOCUMENTS = 1 << 17
@@ -61,7 +61,7 @@ def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
         return ()
     share = split_shares(data.split)[0] if data.train_data_paths is None else 1.0
     try:
-        from neox.data.packing import tokens_of_pass  # numpy, which a dry run without data does not need
+        from neox.data.samples.packing import tokens_of_pass  # numpy, which a dry run without data does not need
 
         tokens = []
         for prefix, labels in _training_sets(config):
@@ -80,8 +80,8 @@ def _training_sets(config: NeoXConfig) -> Iterator[tuple[str, str | None]]:
 
 def _opened(prefix: str, labels: str | None) -> tuple[IndexedDataset, IndexedDataset | None]:
     """Return a dataset and its labels. Raises DataError if they do not belong together."""
-    from neox.data.indexed_dataset import IndexedDataset
-    from neox.data.sidecar import check_labels
+    from neox.data.token_files.indexed_dataset import IndexedDataset
+    from neox.data.token_files.sidecar import check_labels
 
     texts = IndexedDataset(prefix)
     if labels is None:
@@ -104,7 +104,7 @@ def _truncation(config: NeoXConfig) -> tuple[list[str], list[Problem]]:
         return notes, problems
     for prefix, labels in _training_sets(config):
         try:
-            from neox.data.packing import truncation  # numpy, which a dry run without data does not need
+            from neox.data.samples.packing import truncation  # numpy, which a dry run without data does not need
 
             found = truncation(*_opened(prefix, labels), length, allow_chopped=data.allow_chopped)
         except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
@@ -136,7 +136,7 @@ def _packing_notes(config: NeoXConfig) -> Iterator[str]:
             sizes, documents = _first_sizes(str(prefix))
         except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
             continue
-        from neox.data.best_fit import packing_shares  # numpy, which a dry run without data does not need
+        from neox.data.samples.best_fit import packing_shares  # numpy, which a dry run without data does not need
 
         shares = packing_shares(sizes, config.model.seq_length)
         sampled = f", by its first {len(sizes):,} documents" if len(sizes) < documents else ""
@@ -148,7 +148,7 @@ def _packing_notes(config: NeoXConfig) -> Iterator[str]:
 
 def _first_sizes(prefix: str) -> tuple[np.ndarray, int]:
     """Return the numbers of tokens of a dataset's first documents, and its number of documents."""
-    from neox.data.indexed_dataset import IndexedDataset
+    from neox.data.token_files.indexed_dataset import IndexedDataset
 
     indexed = IndexedDataset(prefix)
     return indexed.sizes[:_PACKED_DOCUMENTS], len(indexed)
@@ -156,8 +156,10 @@ def _first_sizes(prefix: str) -> tuple[np.ndarray, int]:
 
 def _tokens(prefix: str) -> int:
     """Return the number of tokens of a dataset, from its sidecar or, if it has none, its index."""
-    from neox.data.indexed_dataset import IndexedDataset  # numpy, which a dry run without data does not need
-    from neox.data.sidecar import read_sidecar
+    from neox.data.token_files.indexed_dataset import (
+        IndexedDataset,  # numpy, which a dry run without data does not need
+    )
+    from neox.data.token_files.sidecar import read_sidecar
 
     sidecar = read_sidecar(prefix)
     if sidecar is not None:

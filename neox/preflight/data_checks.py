@@ -63,7 +63,7 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
     prefixes = {prefix: key for prefix, key in data_prefixes(config).items() if not is_remote(prefix)}
     if tokenizer is None or not any(Path(f"{prefix}.idx").exists() for prefix in prefixes):
         return problems
-    from neox.data import sidecar  # numpy, which a dry run without data does not need
+    from neox.data.token_files import sidecar  # numpy, which a dry run without data does not need
 
     found = sidecar.data_problems(
         prefixes,
@@ -85,7 +85,7 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
 
 def _fim_problems(config: NeoXConfig, tokenizer: Tokenizer) -> list[Problem]:
     """Return why the tokenizer does not serve `fim_rate`."""
-    from neox.data.fill_in_middle import FillInMiddle
+    from neox.data.samples.fill_in_middle import FillInMiddle
 
     try:
         FillInMiddle.of(config.data, max(config.data.fim_rates), tokenizer, config.training.seed)
@@ -100,8 +100,8 @@ def _is_masked(config: NeoXConfig) -> bool:
 
 def _masking_problems(config: NeoXConfig, tokenizer: Tokenizer, prefixes: Mapping[str, str]) -> list[Problem]:
     """Return what masked language modelling misses: special tokens of the vocabulary, and sentences of the data."""
-    from neox.data.indexed_dataset import IndexedDataset
-    from neox.data.masking import MaskingVocabulary
+    from neox.data.masked.masking import MaskingVocabulary
+    from neox.data.token_files.indexed_dataset import IndexedDataset
 
     try:
         MaskingVocabulary.of(tokenizer)

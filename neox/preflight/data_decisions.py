@@ -97,7 +97,7 @@ def with_loss_normalization(config: NeoXConfig) -> DecidedConfig:
 def _are_of_conversations(prefix: str) -> bool:
     """Return whether `preprocess_chat.py` wrote a dataset; False if its sidecar is missing or damaged."""
     try:
-        from neox.data import sidecar  # numpy, which a dry run without data does not need
+        from neox.data.token_files import sidecar  # numpy, which a dry run without data does not need
 
         found = sidecar.read_sidecar(prefix)
     except (DataError, ModuleNotFoundError):

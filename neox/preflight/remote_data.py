@@ -1,6 +1,7 @@
 """Download of remote token files to `data_cache_dir`, before anything is planned.
 
-With `data_cache_gb` only the index and the sidecar are copied; the ids are read by blocks (`neox.data.remote_blocks`).
+With `data_cache_gb` only the index and the sidecar are copied; the ids are read by blocks
+(`neox.data.token_files.remote_blocks`).
 """
 
 from __future__ import annotations

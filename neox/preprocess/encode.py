@@ -10,7 +10,7 @@ from itertools import chain, compress
 import numpy as np
 
 from neox.corpus import BadInput, LineBlock, Position, parse_texts
-from neox.data.indexed_dataset import IGNORED
+from neox.data.token_files.indexed_dataset import IGNORED
 from neox.errors import TokenizerError, needs_package
 from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import PreprocessSettings

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from neox.data import IndexedDatasetBuilder
-from neox.data.sidecar import Sidecar, joined_sidecar, read_sidecar, write_sidecar
+from neox.data.token_files.sidecar import Sidecar, joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.files import write_text
 from neox.launch.agent_files import PROGRESS_VARIABLE

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, find_value, kind_of, missing_key
-from neox.data.indexed_dataset import IGNORED
+from neox.data.token_files.indexed_dataset import IGNORED
 from neox.errors import TokenizerError
 from neox.preprocess.chat import common_length, is_trained, lost_in_template
 from neox.preprocess.conversations import (

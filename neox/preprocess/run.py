@@ -16,8 +16,8 @@ import numpy as np
 
 from neox.corpus import BadInput, LineBlock, SkipBudget, first_lines, parse_texts, read_blocks
 from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
-from neox.data.columns import columns_path
-from neox.data.sidecar import Sidecar, read_sidecar, write_sidecar
+from neox.data.token_files.columns import columns_path
+from neox.data.token_files.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, refusals
 from neox.log import Progress, get_logger, progress
 from neox.preprocess.encode import EncodedBlock, EncodeJob, load_ftfy

@@ -21,7 +21,7 @@ import numpy as np
 
 from neox.corpus import BadInput, SkipBudget
 from neox.data import IndexedDatasetBuilder, best_dtype
-from neox.data.sidecar import Sidecar, write_sidecar
+from neox.data.token_files.sidecar import Sidecar, write_sidecar
 from neox.errors import DataError, needs_package, os_errors
 from neox.log import progress
 from neox.preprocess.settings import TokenizerSpec

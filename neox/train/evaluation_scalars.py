@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from neox.data.build import EvaluationSet
+from neox.data.run_data import EvaluationSet
 from neox.evaluation.results import perplexity_of
 
 

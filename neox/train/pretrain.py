@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from neox.checkpoint import add_end_ids
-from neox.data.build import DataIterators, build_data_iterators
+from neox.data.run_data import DataIterators, build_data_iterators
 from neox.engine import Engine, from_first_rank, initialize_distributed, open_engine, shutdown
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.log import get_logger, setup_logging

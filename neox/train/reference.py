@@ -6,8 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.answers import Pairs
-from neox.data.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, reference_path, write_reference
+from neox.data.answer_pairs.answers import Pairs
+from neox.data.answer_pairs.reference_file import (
+    ReferenceIdentity,
+    hash_of_pairs,
+    read_reference,
+    reference_path,
+    write_reference,
+)
 from neox.engine import Engine, answer_log_probs, from_first_rank
 from neox.errors import DataError
 from neox.log import get_logger

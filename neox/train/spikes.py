@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from neox.data.build import DataIterators
-from neox.data.ledger import after_skipping
+from neox.data.mixtures.ledger import after_skipping
+from neox.data.run_data import DataIterators
 from neox.engine import Engine, roll_back
 from neox.errors import ConfigError
 from neox.launch import record_run_event

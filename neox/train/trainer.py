@@ -10,7 +10,7 @@ from pathlib import Path
 
 from neox.architecture import recomputed_flops_per_token, training_flops_per_token
 from neox.data.batches import Batch
-from neox.data.build import DataIterators, EvaluationSet
+from neox.data.run_data import DataIterators, EvaluationSet
 from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger

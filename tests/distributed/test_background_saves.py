@@ -135,7 +135,7 @@ def test_the_loop_reports_and_stops(tmp_path, fails):
 
 def train_in_background(directory, fails):
     """A run that saves every second step; what it reports, or its error."""
-    from neox.data.build import DataIterators
+    from neox.data.run_data import DataIterators
     from neox.engine import background, initialize_distributed, initialize_engine
     from neox.train import Trainer
     from neox.train.callbacks import Callback

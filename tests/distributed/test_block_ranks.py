@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from neox.data.remote_blocks import BLOCK_BYTES, RemoteTokens
+from neox.data.token_files.remote_blocks import BLOCK_BYTES, RemoteTokens
 from neox.storage import RemoteIds
 from tests.unit.corpus.s3_server import FailingApp, s3_server
 

@@ -25,7 +25,7 @@ def write_data(directory: Path) -> dict[str, object]:
 
 def curves(plans):
     """(loss, gradient norm) of each step of each plan, from what its checkpoint has read on."""
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine, save_checkpoint
     from neox.tokenizer import build_tokenizer
 

@@ -82,7 +82,7 @@ def write_teacher(plans: tuple[RunPlan, RunPlan, str]) -> int:
 
 def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
     """On this rank: the scores and norm of each step of each plan, and those of an evaluation."""
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, initialize_engine
     from neox.tokenizer import build_tokenizer
 

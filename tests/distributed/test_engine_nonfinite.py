@@ -73,7 +73,7 @@ def test_a_poisoned_step_changes_nothing(layouts):
 
 def train_on_poison(plan):
     """The Trainer's end on data that is NaN from the second step on."""
-    from neox.data.build import DataIterators
+    from neox.data.run_data import DataIterators
     from neox.engine import initialize_distributed, initialize_engine
     from neox.train import Trainer
 

@@ -54,7 +54,7 @@ def train_and_compute_logits(plan, tokens, go_on=None):
 
     go_on: a plan that resumes gpt-neox's own checkpoint of the end; further steps must be the same under both.
     """
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
     from neox.parallel import gather_last_dim
     from neox.train.pretrain import build_callbacks

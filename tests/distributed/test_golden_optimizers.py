@@ -80,7 +80,7 @@ def golden_plan(name: str, directory: Path) -> RunPlan:
 
 
 def losses_of(plan: RunPlan) -> list[float]:
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
 
     grid, device = initialize_distributed(plan)

@@ -29,7 +29,7 @@ def write_data(directory: Path) -> dict[str, list[str]]:
 
 def curves(plans, resumed_plan):
     """(loss, gradient norm) of each step of each plan; the first saves, and the resumed plan goes on from there."""
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine, save_checkpoint
     from neox.tokenizer import build_tokenizer
 

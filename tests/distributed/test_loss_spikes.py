@@ -26,7 +26,7 @@ def train(plans, spikes):
 
     Returns (steps in order, samples of each step, losses by step, skipped ranges, last losses) for each plan.
     """
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
     from neox.tokenizer import build_tokenizer
     from neox.train import Trainer

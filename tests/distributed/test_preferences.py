@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from neox.data import IndexedDatasetBuilder
-from neox.data.indexed_dataset import IGNORED
+from neox.data.token_files.indexed_dataset import IGNORED
 from neox.launch.agent_files import PROGRESS_VARIABLE
 from neox.plan import RunPlan
 from neox.plan.device import rank_memory
@@ -70,7 +70,7 @@ def keys_of(data: dict[str, dict[str, Any]], kind: str) -> dict[str, Any]:
 
 def opened(plan: RunPlan):
     """Return the engine and the batches of a run on this rank."""
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
     from neox.tokenizer import build_tokenizer
     from neox.train.reference import reference_log_probs

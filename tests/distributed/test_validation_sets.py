@@ -29,7 +29,7 @@ def write_data(directory: Path) -> dict[str, Any]:
 
 def train(plans: list[RunPlan]) -> None:
     """Train each plan, and write its metrics."""
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
     from neox.tokenizer import build_tokenizer
     from neox.train.pretrain import build_callbacks

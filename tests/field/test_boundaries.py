@@ -10,12 +10,12 @@ import torch
 from neox.config import NeoXConfig
 from neox.data import BlendedDataset, GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator, document_starts
-from neox.data.fill_in_middle import FillInMiddle, FimTokens
-from neox.data.ledger import DatasetRecord
-from neox.data.packing import Packing
-from neox.data.rows import Part
-from neox.data.staged import Segment, StagedDataset
-from neox.data.stream import DatasetStream
+from neox.data.mixtures.ledger import DatasetRecord
+from neox.data.mixtures.staged import Segment, StagedDataset
+from neox.data.mixtures.stream import DatasetStream
+from neox.data.samples.fill_in_middle import FillInMiddle, FimTokens
+from neox.data.samples.packing import Packing
+from neox.data.samples.rows import Part
 from neox.plan.rules.fields import idle_notes
 from tests.plans import small_plan
 

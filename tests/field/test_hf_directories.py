@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from neox.checkpoint import CheckpointReader
 from neox.convert import from_hf, to_hf
-from neox.data.sidecar import Sidecar, check_tokenizer
+from neox.data.token_files.sidecar import Sidecar, check_tokenizer
 from neox.errors import ConfigError, ConversionError, DataError, GenerationError, TokenizerError
 from neox.families import FAMILIES
 from neox.generation.completion import generate

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from neox.data import IndexedDataset, IndexedDatasetBuilder
-from neox.data.fill_in_middle import check_encodes_parts
+from neox.data.samples.fill_in_middle import check_encodes_parts
 from neox.errors import DataError
 from neox.evaluation.lambada import lambada
 from neox.evaluation.needle import Cell, hidden_key

@@ -12,10 +12,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from neox.config import NeoXConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
-from neox.data.answers import Document, JudgedAnswers
+from neox.data.answer_pairs.answers import Document, JudgedAnswers
 from neox.data.batches import BatchIterator
-from neox.data.build import build_data_iterators
-from neox.data.packing import Packing
+from neox.data.run_data import build_data_iterators
+from neox.data.samples.packing import Packing
 from neox.errors import DataError
 from neox.model import BlockContext, ExpertMLP
 from neox.ops import balance_loss, route, sinkhorn

@@ -16,7 +16,7 @@ from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.convert.layouts import from_hf_layout
 from neox.convert.verification import load_reference_model, single_rank_plan
-from neox.data.masked_batch import MaskedLMBatch
+from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
 from neox.model import GPT, Context

@@ -46,7 +46,7 @@ def train(plan: RunPlan, save: str | None) -> tuple[list[float], list[list[list[
 
     save: directory for a checkpoint of the initial weights.
     """
-    from neox.data.build import build_data_iterators
+    from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine, save_checkpoint
     from neox.tokenizer import build_tokenizer
 

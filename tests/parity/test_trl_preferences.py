@@ -13,7 +13,7 @@ from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
 from neox.convert import from_hf
 from neox.data import IndexedDatasetBuilder
-from neox.data.indexed_dataset import IGNORED
+from neox.data.token_files.indexed_dataset import IGNORED
 from neox.plan import RunPlan, config_from_files, resolve
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_preferences import opened

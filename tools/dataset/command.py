@@ -10,10 +10,10 @@ from typing import get_args
 from neox.arguments import ScriptParser
 from neox.config.sections.data import PackImpl
 from neox.data import IndexedDataset, check_fits, merge_datasets
-from neox.data.columns import column_names
-from neox.data.indexed_dataset import idx_path
-from neox.data.packing import Packing
-from neox.data.sidecar import Sidecar, check_labels
+from neox.data.samples.packing import Packing
+from neox.data.token_files.columns import column_names
+from neox.data.token_files.indexed_dataset import idx_path
+from neox.data.token_files.sidecar import Sidecar, check_labels
 from neox.errors import DataError, os_errors
 from neox.log import setup_logging
 from neox.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from neox.data import GPTDataset, IndexedDataset
-from neox.data.gpt_dataset import split_documents
-from neox.data.packing import Packing
+from neox.data.samples.gpt_dataset import split_documents
+from neox.data.samples.packing import Packing
 from neox.errors import DataError
 from neox.tokenizer import Tokenizer
 

@@ -15,11 +15,11 @@ import zstandard
 
 from neox.config.sections.data import SPLITS, split_shares
 from neox.corpus import BadInput, SkipBudget, expand_inputs, read_blocks
-from neox.data.builder import IndexedDatasetBuilder, Totals
-from neox.data.columns import column_lines, column_names, column_values
-from neox.data.gpt_dataset import split_documents
-from neox.data.indexed_dataset import IndexedDataset
-from neox.data.sidecar import read_sidecar, write_sidecar
+from neox.data.samples.gpt_dataset import split_documents
+from neox.data.token_files.builder import IndexedDatasetBuilder, Totals
+from neox.data.token_files.columns import column_lines, column_names, column_values
+from neox.data.token_files.indexed_dataset import IndexedDataset
+from neox.data.token_files.sidecar import read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.files import atomic_write
 from neox.log import progress

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from neox.corpus import read_documents
-from neox.data.indexed_dataset import IndexedDataset, Layout, idx_path
-from neox.data.sidecar import Sidecar, read_sidecar
+from neox.data.token_files.indexed_dataset import IndexedDataset, Layout, idx_path
+from neox.data.token_files.sidecar import Sidecar, read_sidecar
 from neox.errors import DataError
 
 UNNAMED = "(unnamed)"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.columns import column_lines, column_names
-from neox.data.indexed_dataset import IGNORED, IndexedDataset
-from neox.data.sidecar import Sidecar, read_sidecar
+from neox.data.token_files.columns import column_lines, column_names
+from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
+from neox.data.token_files.sidecar import Sidecar, read_sidecar
 from neox.errors import DataError
 from neox.log import progress
 

@@ -12,7 +12,7 @@ from neox.checkpoint import find_chat_template, saved_chat_template, write_chat_
 from neox.config import NeoXConfig
 from neox.convert import from_hf, to_hf
 from neox.data import IndexedDataset
-from neox.data.sidecar import chat_templates
+from neox.data.token_files.sidecar import chat_templates
 from neox.errors import CheckpointError
 from neox.preflight.chat_checks import chat_template_notes, chat_template_problems
 from neox.preprocess import ChatSettings, PreprocessSettings, TokenizerSpec, preprocess

@@ -12,7 +12,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from neox.config import NeoXConfig
 from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, import_tokenizer, write_tokenizer
-from neox.data.indexed_dataset import best_dtype
+from neox.data.token_files.indexed_dataset import best_dtype
 from neox.errors import TokenizerError
 from neox.families import FAMILIES
 from neox.tokenizer import HFTokenizer, build_tokenizer

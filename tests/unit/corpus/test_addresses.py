@@ -19,7 +19,7 @@ import zstandard
 
 from neox.corpus import LineBlock, expand_inputs, read_blocks, read_documents
 from neox.corpus.sources import listed_addresses
-from neox.data.sidecar import read_sidecar
+from neox.data.token_files.sidecar import read_sidecar
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess, preprocess_on_rank
 from neox.storage import open_file

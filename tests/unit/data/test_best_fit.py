@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder, best_fit
-from neox.data.best_fit import Pieces, packed, packing_shares
-from neox.data.packing import Packing
+from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
+from neox.data.samples import best_fit
+from neox.data.samples.best_fit import Pieces, packed, packing_shares
+from neox.data.samples.packing import Packing
 
 SIZES = [3, 9, 1, 4, 0, 2, 5, 26, 4, 17]
 SEQ = 8

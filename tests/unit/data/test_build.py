@@ -11,7 +11,7 @@ from neox.config.sections.data import DataConfig
 from neox.config.sections.training import TrainingConfig
 from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
 from neox.data.batches import BatchIterator
-from neox.data.build import SampleCounts, build_data_iterators, build_datasets, sample_counts
+from neox.data.run_data import SampleCounts, build_data_iterators, build_datasets, sample_counts
 from neox.errors import DataError
 from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer

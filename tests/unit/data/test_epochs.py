@@ -6,9 +6,9 @@ import pytest
 from neox.config.sections.data import DataConfig
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.data.epochs import samples_of_epochs
-from neox.data.gpt_dataset import GPTDataset
-from neox.data.index_maps import count_epochs
-from neox.data.packing import Packing
+from neox.data.samples.gpt_dataset import GPTDataset
+from neox.data.samples.index_maps import count_epochs
+from neox.data.samples.packing import Packing
 from neox.errors import DataError
 from tests.errors import raises_naming
 

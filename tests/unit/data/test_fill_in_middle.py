@@ -11,8 +11,8 @@ import pytest
 from neox.config.sections.data import DataConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator
-from neox.data.build import SampleCounts, build_datasets
-from neox.data.fill_in_middle import FillInMiddle, FimTokens
+from neox.data.run_data import SampleCounts, build_datasets
+from neox.data.samples.fill_in_middle import FillInMiddle, FimTokens
 from neox.errors import DataError
 from neox.tokenizer import Tokenizer, build_tokenizer, train_tokenizer
 from tests.errors import raises_naming

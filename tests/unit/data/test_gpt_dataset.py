@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from neox.data import BlendedDataset, GPTDataset, IndexedDataset, IndexedDatasetBuilder
-from neox.data.blend import blend_indices, normalized, samples_of_each, weights_by_documents
-from neox.data.gpt_dataset import split_documents
+from neox.data.mixtures.blend import blend_indices, normalized, samples_of_each, weights_by_documents
+from neox.data.samples.gpt_dataset import split_documents
 from neox.errors import ConfigError, DataError
 from tests.errors import raises_naming
 

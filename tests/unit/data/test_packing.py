@@ -8,8 +8,8 @@ import pytest
 from neox.config.sections.data import DataConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator
-from neox.data.build import SampleCounts, build_datasets
-from neox.data.packing import Packing
+from neox.data.run_data import SampleCounts, build_datasets
+from neox.data.samples.packing import Packing
 from neox.errors import DataError
 from tests.errors import raises_naming
 

@@ -13,7 +13,7 @@ from neox.config import NeoXConfig
 from neox.config.sections.data import PackImpl
 from neox.config.sections.preferences import SplitAnswers
 from neox.data import IndexedDataset, IndexedDatasetBuilder
-from neox.data.answers import (
+from neox.data.answer_pairs.answers import (
     AnswerFiles,
     AnswerPairs,
     Document,
@@ -22,12 +22,12 @@ from neox.data.answers import (
     ScoredPairs,
     desirable_answers,
 )
+from neox.data.answer_pairs.pair_files import open_pairs
+from neox.data.answer_pairs.pair_packing import pack_pairs
+from neox.data.answer_pairs.pair_rows import NO_SLOT, PreferenceDataset, layout_rows
+from neox.data.answer_pairs.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, write_reference
 from neox.data.epochs import rows_of_epochs
-from neox.data.indexed_dataset import IGNORED
-from neox.data.pair_files import open_pairs
-from neox.data.pair_packing import pack_pairs
-from neox.data.preferences import NO_SLOT, PreferenceDataset, layout_rows
-from neox.data.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, write_reference
+from neox.data.token_files.indexed_dataset import IGNORED
 from neox.errors import DataError
 from tests.errors import raises_naming
 

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from neox.data import IndexedDataset, IndexedDatasetBuilder
-from neox.data.crc import CrcJoiner
-from neox.data.gpt_dataset import GPTDataset
-from neox.data.remote_blocks import BlockFile, RemoteTokens
+from neox.data.samples.gpt_dataset import GPTDataset
+from neox.data.token_files.crc import CrcJoiner
+from neox.data.token_files.remote_blocks import BlockFile, RemoteTokens
 from neox.errors import DataError
 from neox.preflight.remote_data import planned_data, with_local_data
 from neox.storage import RemoteIds, ids_file
@@ -38,7 +38,7 @@ BLOCKS = -(-len(BYTES) // BLOCK)
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FailingApp]:
     monkeypatch.setattr("neox.storage.FIRST_PAUSE", 0.001)
-    monkeypatch.setattr("neox.data.remote_blocks.BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr("neox.data.token_files.remote_blocks.BLOCK_BYTES", BLOCK)
     with s3_server(monkeypatch) as app:
         fsspec.filesystem("s3").pipe_file("bucket/t.bin", BYTES)
         yield app

@@ -11,11 +11,11 @@ import pytest
 from neox.config.sections.data import DataConfig
 from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, merge_datasets
 from neox.data.batches import MaskedBatchIterator
-from neox.data.build import SampleCounts, build_datasets
-from neox.data.factory import Masking
-from neox.data.masked_batch import MaskedLMBatch
-from neox.data.masking import MaskingVocabulary, mask_tokens
-from neox.data.sentence_pairs import PairSettings, SentencePairDataset, shorten
+from neox.data.masked.masked_batch import MaskedLMBatch
+from neox.data.masked.masking import MaskingVocabulary, mask_tokens
+from neox.data.masked.sentence_pairs import PairSettings, SentencePairDataset, shorten
+from neox.data.run_data import SampleCounts, build_datasets
+from neox.data.run_datasets import Masking
 from neox.errors import DataError
 from tests.errors import raises_naming
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder, lanes
-from neox.data.lanes import Lanes, lane_bounds
-from neox.data.passes import GptNeoxPass
-from neox.data.rows import Part, TokenRows
-from neox.data.stream import DatasetStream, Read
+from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
+from neox.data.mixtures import lanes
+from neox.data.mixtures.lanes import Lanes, lane_bounds
+from neox.data.mixtures.passes import GptNeoxPass
+from neox.data.mixtures.stream import DatasetStream, Read
+from neox.data.samples.rows import Part, TokenRows
 from neox.errors import DataError
 from tests.errors import raises_naming
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neox.data import IndexedDatasetBuilder, lanes
-from neox.data.build import DataIterators, build_data_iterators
-from neox.data.ledger import DatasetRecord, after_skipping
+from neox.data import IndexedDatasetBuilder
+from neox.data.mixtures import lanes
+from neox.data.mixtures.ledger import DatasetRecord, after_skipping
+from neox.data.run_data import DataIterators, build_data_iterators
 from neox.plan import RunPlan
 from neox.plan.readings import readings
 from neox.tokenizer import build_tokenizer
@@ -242,11 +243,13 @@ def test_what_has_changed_is_said(folder: Path, caplog: pytest.LogCaptureFixture
         "mixture": (run_of(folder, train_data_weights=[1, 1, 6]), ledger, 20),
         "batch": (run_of(folder, gas=2, train_iters=STEPS // 2), ledger, 20),
     }
-    caplog.set_level("INFO", "neox.data.training")
+    caplog.set_level("INFO", "neox.data.mixtures.training_order")
     for word, (changed, found, steps) in ledgers.items():
         caplog.clear()
         open_run(changed, steps, found)
-        (line,) = [record.getMessage() for record in caplog.records if record.name == "neox.data.training"]
+        (line,) = [
+            record.getMessage() for record in caplog.records if record.name == "neox.data.mixtures.training_order"
+        ]
         assert [each for each in ledgers if each in line] == [word]
 
 

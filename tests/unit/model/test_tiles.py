@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from neox.data.masked_batch import MaskedLMBatch
+from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.model import GPT, Context
 from neox.parallel import ParallelGrid
 from tests.losses import causal_lm_loss, masked_lm_loss

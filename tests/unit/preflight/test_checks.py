@@ -15,7 +15,7 @@ import yaml
 
 from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDatasetBuilder
-from neox.data.build import build_data_iterators
+from neox.data.run_data import build_data_iterators
 from neox.launch.command_line import parse_arguments
 from neox.launch.remote import path_state
 from neox.plan import resolve

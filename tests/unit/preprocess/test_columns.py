@@ -18,8 +18,8 @@ import pytest
 
 from neox.corpus import expand_inputs
 from neox.data import IndexedDataset, merge_datasets
-from neox.data.columns import column_lines, column_values, columns_path
-from neox.data.sidecar import read_sidecar
+from neox.data.token_files.columns import column_lines, column_values, columns_path
+from neox.data.token_files.sidecar import read_sidecar
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer

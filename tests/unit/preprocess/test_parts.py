@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from neox.corpus import read_filter
-from neox.data.sidecar import read_sidecar
+from neox.data.token_files.sidecar import read_sidecar
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess, preprocess_on_rank
 from neox.preprocess.parts import split_files

@@ -17,7 +17,7 @@ import zstandard
 
 from neox.corpus import LineBlock, read_filter
 from neox.data import IndexedDataset
-from neox.data.sidecar import read_sidecar
+from neox.data.token_files.sidecar import read_sidecar
 from neox.errors import DataError, NeoXError, TokenizerError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer

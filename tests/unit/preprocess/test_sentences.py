@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("sentencex", reason="sentencex (requirements/requirements-corpus.txt) is not installed")
 
 from neox.data import BuilderState, IndexedDataset, IndexedDatasetBuilder
-from neox.data.masking import MaskingVocabulary
+from neox.data.masked.masking import MaskingVocabulary
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.preprocess.parts import RankInfo, preprocess_on_rank

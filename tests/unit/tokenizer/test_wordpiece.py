@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from neox.convert.hf_tokenizer import TokenizerSource, write_tokenizer
-from neox.data.masking import MaskingVocabulary
+from neox.data.masked.masking import MaskingVocabulary
 from neox.errors import DataError, TokenizerError
 from neox.families import FAMILIES
 from neox.tokenizer import build_tokenizer, train_tokenizer

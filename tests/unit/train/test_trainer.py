@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from neox.data.build import DataIterators, EvaluationSet
+from neox.data.run_data import DataIterators, EvaluationSet
 from neox.engine import EvaluationResult, StepResult
 from neox.errors import CheckpointError, TrainingError
 from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity

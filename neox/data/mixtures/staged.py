@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neox.data.blend import blend_indices
-from neox.data.index_maps import load_or_build
-from neox.data.ledger import DatasetRecord
-from neox.data.rows import RowLayout
-from neox.data.stream import Cursor, DatasetStream
+from neox.data.mixtures.blend import blend_indices
+from neox.data.mixtures.ledger import DatasetRecord
+from neox.data.mixtures.stream import Cursor, DatasetStream
+from neox.data.samples.index_maps import load_or_build
+from neox.data.samples.rows import RowLayout
 
 
 class Segment(NamedTuple):

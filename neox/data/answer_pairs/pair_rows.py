@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from neox.config.sections.data import PackImpl
-from neox.data.answers import PER_PAIR, Document, Pairs
+from neox.data.answer_pairs.answers import PER_PAIR, Document, Pairs
+from neox.data.answer_pairs.pair_packing import pack_pairs, usable_pairs
 from neox.data.batches import Batch, BatchIterator
-from neox.data.pair_packing import pack_pairs, usable_pairs
-from neox.data.rows import RowLayout
+from neox.data.samples.rows import RowLayout
 
 NO_SLOT = -1
 """Slot of padding."""

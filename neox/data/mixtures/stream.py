@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neox.data.passes import GptNeoxPass, LanePass, Pass
-from neox.data.rows import Cuts, Part, RowLayout
+from neox.data.mixtures.passes import GptNeoxPass, LanePass, Pass
+from neox.data.samples.rows import Cuts, Part, RowLayout
 from neox.errors import DataError
 
 _KEPT_ORDERS = 2  # passes before the current one whose order stays in memory

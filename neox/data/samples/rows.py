@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neox.data.fill_in_middle import FillInMiddle
-from neox.data.indexed_dataset import IGNORED, IndexedDataset
+from neox.data.samples.fill_in_middle import FillInMiddle
+from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
 
 
 class Cuts(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from neox.data.rows import Part
-from neox.data.stream import Read
+from neox.data.mixtures.stream import Read
+from neox.data.samples.rows import Part
 
 _VERSION = 1
 SKIPPED_SAMPLES = "skipped_samples"
@@ -42,7 +42,7 @@ class DatasetRecord:
 
     Attributes:
         reads: Samples that were read one after another, with their lengths.
-        gpt_neox: Order in which reading began; None for the order of `neox.data.stream`.
+        gpt_neox: Order in which reading began; None for the order of `neox.data.mixtures.stream`.
     """
 
     reads: tuple[Read, ...] = ()

@@ -17,8 +17,8 @@ import numpy as np
 
 from neox.config.sections.data import DataConfig
 from neox.config.sections.preferences import REWARD_KEYS
-from neox.data.indexed_dataset import IndexedDataset, idx_path, json_path
-from neox.data.packing import usable_documents
+from neox.data.samples.packing import usable_documents
+from neox.data.token_files.indexed_dataset import IndexedDataset, idx_path, json_path
 from neox.errors import DataError
 from neox.files import write_text
 from neox.log import get_logger

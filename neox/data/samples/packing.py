@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from neox.config.sections.data import DataConfig, PackImpl
-from neox.data.best_fit import samples_of_pieces
-from neox.data.index_maps import IndexMaps, shuffled
-from neox.data.indexed_dataset import IndexedDataset
+from neox.data.samples.best_fit import samples_of_pieces
+from neox.data.samples.index_maps import IndexMaps, shuffled
+from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 
 _COUNTED_DOCUMENTS = 1 << 17
@@ -26,7 +26,7 @@ class Packing:
     Attributes:
         impl: Kind of packing. `packed` joins documents and cuts the result into samples, `pack_until_overflow` fills a
             sample with whole documents until the next one does not fit, and `unpacked` puts one document in a sample.
-            `best_fit` is in `neox.data.best_fit`.
+            `best_fit` is in `neox.data.samples.best_fit`.
         allow_chopped: Whether the end of a document longer than a sample is cut off. Otherwise the document is left
             out.
     """

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from neox.config.sections.data import split_shares
-from neox.data.best_fit import Pieces, best_fit_rows, build_best_fit_maps
-from neox.data.fill_in_middle import FillInMiddle
-from neox.data.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
-from neox.data.indexed_dataset import IGNORED, IndexedDataset
-from neox.data.packing import Packing, build_padded_maps, padded_rows, usable_documents
-from neox.data.rows import Cuts, Part, RowLayout, TokenRows
+from neox.data.samples.best_fit import Pieces, best_fit_rows, build_best_fit_maps
+from neox.data.samples.fill_in_middle import FillInMiddle
+from neox.data.samples.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
+from neox.data.samples.packing import Packing, build_padded_maps, padded_rows, usable_documents
+from neox.data.samples.rows import Cuts, Part, RowLayout, TokenRows
+from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
 from neox.errors import DataError
 
 

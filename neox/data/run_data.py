@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 from neox.config import NeoXConfig
 from neox.config.sections.data import DataConfig
 from neox.config.sections.training import TrainingConfig
+from neox.data.answer_pairs.pair_rows import PreferenceBatchIterator, PreferenceDataset
+from neox.data.answer_pairs.preference_sets import ReferenceLogProbs, preference_datasets
 from neox.data.batches import BatchIterator, MaskedBatchIterator
-from neox.data.blend import BlendedDataset
-from neox.data.factory import DatasetFactory, Masking, SampleCounts, Samples
-from neox.data.fill_in_middle import FillInMiddle
-from neox.data.ledger import Ledger
-from neox.data.masking import MaskingVocabulary
-from neox.data.preference_sets import ReferenceLogProbs, preference_datasets
-from neox.data.preferences import PreferenceBatchIterator, PreferenceDataset
-from neox.data.sentence_pairs import PairSettings, SentencePairDataset
+from neox.data.masked.masking import MaskingVocabulary
+from neox.data.masked.sentence_pairs import PairSettings, SentencePairDataset
+from neox.data.mixtures.blend import BlendedDataset
+from neox.data.mixtures.ledger import Ledger
+from neox.data.mixtures.training_order import Dataset, TrainingData, in_gpt_neox_order, in_stages
+from neox.data.run_datasets import DatasetFactory, Masking, SampleCounts, Samples
+from neox.data.samples.fill_in_middle import FillInMiddle
 from neox.data.teacher_file import DistillationBatchIterator, TeacherFile
-from neox.data.training import Dataset, TrainingData, in_gpt_neox_order, in_stages
 from neox.errors import DataError
 from neox.log import get_logger
 from neox.plan.readings import readings

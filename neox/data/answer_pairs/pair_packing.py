@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from neox.config.sections.data import PackImpl
-from neox.data.answers import Pairs
+from neox.data.answer_pairs.answers import Pairs
 from neox.errors import DataError
 from neox.log import get_logger
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.gpt_dataset import GPTDataset
-from neox.data.index_maps import load_or_build
-from neox.data.rows import RowLayout
-from neox.data.sentence_pairs import SentencePairDataset
+from neox.data.masked.sentence_pairs import SentencePairDataset
+from neox.data.samples.gpt_dataset import GPTDataset
+from neox.data.samples.index_maps import load_or_build
+from neox.data.samples.rows import RowLayout
 from neox.errors import DataError
 
 Samples = GPTDataset | SentencePairDataset

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neox.data.index_maps import IndexMaps, shuffled
-from neox.data.indexed_dataset import IndexedDataset
+from neox.data.samples.index_maps import IndexMaps, shuffled
+from neox.data.token_files.indexed_dataset import IndexedDataset
 
 WINDOW = 1 << 14
 """Pieces that are packed at once."""

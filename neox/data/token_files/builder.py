@@ -13,8 +13,8 @@ from typing import BinaryIO, Literal, NotRequired, TypedDict
 
 import numpy as np
 
-from neox.data.columns import COLUMNS_STATE, column_lines, columns_path, joined_columns, without_columns
-from neox.data.indexed_dataset import (
+from neox.data.token_files.columns import COLUMNS_STATE, column_lines, columns_path, joined_columns, without_columns
+from neox.data.token_files.indexed_dataset import (
     IGNORED,
     IndexedDataset,
     Layout,
@@ -24,7 +24,7 @@ from neox.data.indexed_dataset import (
     index_parts,
     json_path,
 )
-from neox.data.sidecar import joined_sidecar, read_sidecar, write_sidecar
+from neox.data.token_files.sidecar import joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, os_errors
 from neox.files import fsync_file, replace_file
 from neox.log import get_logger

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from neox.config.sections.preferences import SplitAnswers
-from neox.data.answers import AnswerFiles, AnswerPairs, JudgedAnswers, Pairs, ScoredPairs, desirable_answers
-from neox.data.indexed_dataset import IndexedDataset
+from neox.data.answer_pairs.answers import (
+    AnswerFiles,
+    AnswerPairs,
+    JudgedAnswers,
+    Pairs,
+    ScoredPairs,
+    desirable_answers,
+)
+from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 
 Open = Callable[[str], IndexedDataset]

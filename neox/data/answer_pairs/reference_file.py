@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.answers import Pairs
+from neox.data.answer_pairs.answers import Pairs
 from neox.errors import DataError, os_errors
 from neox.files import atomic_write
 

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from neox.data.remote_blocks import RemoteTokens
+from neox.data.token_files.remote_blocks import RemoteTokens
 from neox.errors import DataError
 from neox.storage import RemoteIds, ids_file
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from neox.config.sections.data import SentencePairs
-from neox.data.index_maps import load_or_build
-from neox.data.indexed_dataset import IndexedDataset
-from neox.data.masking import MaskingVocabulary, mask_tokens
-from neox.data.rows import RowLayout
+from neox.data.masked.masking import MaskingVocabulary, mask_tokens
+from neox.data.samples.index_maps import load_or_build
+from neox.data.samples.rows import RowLayout
+from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 
 _FORMAT = "neox sentence pairs 1"

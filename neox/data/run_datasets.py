@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neox.config.sections.data import Blend, DataConfig, split_shares
-from neox.data.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
-from neox.data.fill_in_middle import FillInMiddle
-from neox.data.gpt_dataset import GPTDataset, split_documents
-from neox.data.indexed_dataset import IndexedDataset
-from neox.data.masking import MaskingVocabulary
-from neox.data.packing import Packing, tokens_of_pass
-from neox.data.rows import Part, TokenRows
-from neox.data.sentence_pairs import PairSettings, SentencePairDataset
-from neox.data.sidecar import check_fits, check_labels
+from neox.data.masked.masking import MaskingVocabulary
+from neox.data.masked.sentence_pairs import PairSettings, SentencePairDataset
+from neox.data.mixtures.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
+from neox.data.samples.fill_in_middle import FillInMiddle
+from neox.data.samples.gpt_dataset import GPTDataset, split_documents
+from neox.data.samples.packing import Packing, tokens_of_pass
+from neox.data.samples.rows import Part, TokenRows
+from neox.data.token_files.indexed_dataset import IndexedDataset
+from neox.data.token_files.sidecar import check_fits, check_labels
 from neox.errors import DataError
 from neox.log import get_logger
 

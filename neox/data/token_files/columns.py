@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from neox.data.sidecar import Sidecar, read_sidecar
+from neox.data.token_files.sidecar import Sidecar, read_sidecar
 from neox.errors import DataError, os_errors
 from neox.log import get_logger
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from neox.data.answers import Pairs
-from neox.data.factory import DatasetFactory
-from neox.data.pair_files import open_pairs
-from neox.data.preferences import PreferenceDataset
+from neox.data.answer_pairs.answers import Pairs
+from neox.data.answer_pairs.pair_files import open_pairs
+from neox.data.answer_pairs.pair_rows import PreferenceDataset
+from neox.data.run_datasets import DatasetFactory
 from neox.errors import DataError
 from neox.log import get_logger
 from neox.plan.run_plan import RunPlan

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.crc import CrcJoiner
+from neox.data.token_files.crc import CrcJoiner
 from neox.errors import DataError, os_errors
 from neox.files import lock_file, lock_file_shared
 from neox.log import get_logger

@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from neox.data.index_maps import IndexMaps, load_or_build
-from neox.data.indexed_dataset import IndexedDataset
-from neox.data.lanes import Lanes, lane_bounds
-from neox.data.rows import Cuts
+from neox.data.mixtures.lanes import Lanes, lane_bounds
+from neox.data.samples.index_maps import IndexMaps, load_or_build
+from neox.data.samples.rows import Cuts
+from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _FORMAT = "neox pass 1"
 _SEED = 11  # keeps the draws apart from others with the same seed

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neox.data.indexed_dataset import IGNORED, IndexedDataset
-from neox.data.sidecar import check_labels
+from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
+from neox.data.token_files.sidecar import check_labels
 from neox.errors import DataError
 
 PER_PAIR = 2

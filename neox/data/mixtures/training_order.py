@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from neox.data.blend import BlendedDataset
-from neox.data.factory import Samples
-from neox.data.gpt_dataset import GPTDataset
-from neox.data.ledger import SKIPPED_SAMPLES, DatasetRecord, GptNeoxOrder, Ledger, dataset_keys
-from neox.data.passes import GptNeoxPass
-from neox.data.preferences import PreferenceDataset
-from neox.data.rows import Part
-from neox.data.staged import Segment, StagedDataset
-from neox.data.stream import DatasetStream
+from neox.data.answer_pairs.pair_rows import PreferenceDataset
+from neox.data.mixtures.blend import BlendedDataset
+from neox.data.mixtures.ledger import SKIPPED_SAMPLES, DatasetRecord, GptNeoxOrder, Ledger, dataset_keys
+from neox.data.mixtures.passes import GptNeoxPass
+from neox.data.mixtures.staged import Segment, StagedDataset
+from neox.data.mixtures.stream import DatasetStream
+from neox.data.run_datasets import Samples
+from neox.data.samples.gpt_dataset import GPTDataset
+from neox.data.samples.rows import Part
 from neox.log import get_logger
 from neox.plan.readings import readings
 from neox.plan.run_plan import RunPlan

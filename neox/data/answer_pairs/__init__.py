@@ -1,0 +1,1 @@
+"""Answers to prompts in pairs, and the rows that hold them."""

@@ -1,0 +1,1 @@
+"""Token files on disk: reading, writing, sidecar, metadata, and blocks of remote files."""
