@@ -70,7 +70,7 @@ class Architecture:
         mlp_width: Inner width of the MLP, after the activation.
         activation: Key of `ACTIVATIONS`.
         norm: Key of `NORMS`.
-        norm_epsilon: Epsilon of the norms.
+        norm_epsilon: Epsilon of the norms; 0 if the norm has none.
         qkv_bias: Whether queries, keys and values have biases.
         attention_output_bias: Whether attention's output projection has a bias.
         mlp_bias: Whether both projections of the MLP have biases.

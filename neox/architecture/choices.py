@@ -24,14 +24,14 @@ class Norm:
 
     Attributes:
         parameters: Hidden size -> parameters, named inside the norm.
-        epsilon_key: Key of its epsilon in the YAML.
+        epsilon_key: Key of its epsilon in the YAML; None for a norm without one.
         by_steps: Whether it is computed in fp32 by single operations, which keep two fp32 tensors instead of its input.
         of_heads: Whether gpt-neox's `use_qk_layernorm` can apply it to the heads of queries and keys.
         from_zero: Whether it multiplies by 1 + its scale, which begins at 0.
     """
 
     parameters: Callable[[int], tuple[ParameterSpec, ...]]
-    epsilon_key: str = "layernorm_epsilon"
+    epsilon_key: str | None = "layernorm_epsilon"
     by_steps: bool = False
     of_heads: bool = False
     from_zero: bool = False

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neox.architecture import NORMS as NORMS_ON_PAPER
-from neox.architecture import RESIDUALS, Architecture
+from neox.architecture import NORMS, RESIDUALS, Architecture
 from neox.model.attention import SelfAttention
 from neox.model.attention_kinds import ATTENTION
 from neox.model.context import Aux, BlockContext
@@ -23,7 +22,7 @@ from neox.model.experts import ExpertMLP
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.mlp import MLP
 from neox.model.tiles import TokenTiles
-from neox.ops import NORMS, AttentionImpl
+from neox.ops import AttentionImpl, build_norm
 from neox.parallel import ParallelGrid, Summand, TensorOptions, TokenShares
 
 MLPS: Mapping[str, type[MLP | ExpertMLP]] = MappingProxyType({"dense": MLP, "experts": ExpertMLP})
@@ -82,7 +81,7 @@ class TransformerLayer(TokenShares):
         super().__init__()
         self.grid = grid
         self.tiles = TokenTiles(tile_size, grid)
-        self.tiles_norms = NORMS_ON_PAPER[architecture.norm].by_steps  # others keep no more than their input
+        self.tiles_norms = NORMS[architecture.norm].by_steps  # others keep no more than their input
         self.hidden_dropout = hidden_dropout
         self.residual_multiplier = architecture.residual_multiplier
         slots, rule = RESIDUALS[architecture.residual]
@@ -270,8 +269,3 @@ RESIDUAL_RULES: Mapping[str, ResidualRule] = MappingProxyType(
 """Residual rules by name (`neox.architecture.RESIDUALS`)."""
 
 Block = TransformerLayer | GatedMLPLayer
-
-
-def build_norm(architecture: Architecture, **options: Unpack[TensorOptions]) -> nn.Module:
-    """Return one of the network's norms over hidden states."""
-    return NORMS[architecture.norm](architecture.hidden_size, eps=architecture.norm_epsilon, **options)

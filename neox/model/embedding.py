@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import Architecture
-from neox.model.block import build_norm
 from neox.model.cross_entropy import LossParts, head_log_probs, head_loss, head_loss_parts, normalized_weights
 from neox.model.distillation import Direction, Distillation, TeacherLogits
 from neox.model.positions import POSITIONS
-from neox.ops import linear, softly_capped
+from neox.ops import build_norm, linear, softly_capped
 from neox.parallel import (
     ColumnParallelLinear,
     Multiply,

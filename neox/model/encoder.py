@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from neox.architecture import Architecture
 from neox.architecture.encoder import SENTENCE_CLASSES
-from neox.model.block import build_norm
 from neox.model.embedding import Embedding, LMHead
-from neox.ops import ACTIVATIONS, linear
+from neox.ops import ACTIVATIONS, build_norm, linear
 from neox.parallel import ParallelGrid, TensorOptions, copy_to_tensor_ranks, mark_split, shard_size
 
 

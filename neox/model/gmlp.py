@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from neox.architecture import Architecture
 from neox.errors import NeoXError
 from neox.model.context import Aux, BlockContext
-from neox.ops import ACTIVATIONS, NORMS, VisiblePairs, linear
+from neox.ops import ACTIVATIONS, VisiblePairs, build_norm, linear
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -53,7 +53,7 @@ class SpatialGatingUnit(nn.Module):
         inner = 4 * architecture.hidden_size
         length = architecture.max_positions
         self.grid = grid
-        self.norm = NORMS[architecture.norm](inner, eps=architecture.norm_epsilon, **options)
+        self.norm = build_norm(architecture, inner, **options)
         self.proj = nn.Linear(length, length, **options)
         self.attn = TinyAttention(inner, architecture.gmlp_width, **options) if kind == "amlp" else None
 
@@ -115,7 +115,7 @@ class GatedMLPLayer(TokenShares):
         super().__init__()
         hidden = architecture.hidden_size
         self.grid = grid
-        self.norm = NORMS[architecture.norm](hidden, eps=architecture.norm_epsilon, **options)
+        self.norm = build_norm(architecture, **options)
         self.input_linear = ColumnParallelLinear(hidden, 8 * hidden, grid, multiply=linear, **options)
         self.activation = ACTIVATIONS[architecture.activation]
         self.sgu = SpatialGatingUnit(architecture, architecture.attention[number], grid, **options)

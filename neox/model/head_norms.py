@@ -20,6 +20,9 @@ from neox.parallel import (
     reduce_over_tensor_ranks,
 )
 
+_EPSILON = torch.finfo(torch.float32).eps
+"""Epsilon of norms of heads if the network's norm has none, as in torch."""
+
 
 class HeadNorm(nn.Module):
     """RMSNorm or LayerNorm of heads: [B, S, N, D] -> the same shape.
@@ -99,7 +102,7 @@ def query_key_norms(
     heads = architecture.num_attention_heads // grid.tp_size
     kv_heads = architecture.num_kv_heads // grid.tp_size
     width = architecture.head_dim
-    eps = architecture.norm_epsilon
+    eps = architecture.norm_epsilon or _EPSILON
     if architecture.qk_norm == "neox":
         centred = architecture.norm == "layernorm"
         return {"qk_layernorm": HeadNorm((heads, width), grid, all_heads=centred, centred=centred, eps=eps, **options)}

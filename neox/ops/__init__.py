@@ -21,7 +21,7 @@ from neox.ops.flex import block_mask_of
 from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
 from neox.ops.grouped_linear import ExpertOrder, from_experts, grouped_linear, sort_by_expert, to_experts
 from neox.ops.linear import add_product, linear
-from neox.ops.norms import NORMS
+from neox.ops.norms import NORMS, build_norm
 from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.position_bias import alibi_slopes, relative_buckets
 from neox.ops.rotary import rotary_divisors, rotary_factor, rotary_inv_freq, rotary_tables, rotate
@@ -57,6 +57,7 @@ __all__ = [
     "blocked_attention",
     "block_mask_of",
     "attention_by_chunks",
+    "build_norm",
     "core_attention",
     "dot_product_attention",
     "from_experts",

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from neox.architecture import NORMS as NORMS_ON_PAPER
+from neox.architecture import Architecture
+
 
 class RMSNorm(nn.Module):
     """scale * x / sqrt(mean(x^2) + eps), over the last dimension (arXiv:1910.07467)."""
@@ -71,4 +74,18 @@ NORMS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "non_parametric_layernorm": partial(nn.LayerNorm, elementwise_affine=False),
     }
 )
-"""Name -> constructor (hidden size, eps=, device=, dtype=)."""
+"""Name -> constructor (hidden size, eps=, device=, dtype=); without `eps` if the entry on paper has no epsilon."""
+
+
+def build_norm(architecture: Architecture, size: int | None = None, **options: Any) -> nn.Module:
+    """Return one of the network's norms.
+
+    Args:
+        architecture: The network.
+        size: Width of what is normalised; the hidden size if None.
+        **options: Device and type of the parameters.
+    """
+    size = size or architecture.hidden_size
+    if NORMS_ON_PAPER[architecture.norm].epsilon_key is None:
+        return NORMS[architecture.norm](size, **options)
+    return NORMS[architecture.norm](size, eps=architecture.norm_epsilon, **options)

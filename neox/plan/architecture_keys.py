@@ -64,7 +64,8 @@ def _write_mlp_width(network: Architecture) -> Keys:
 
 # Activation and norms.
 
-_EPSILONS: Final = ("layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon")
+_EPSILONS: Final = tuple(dict.fromkeys(norm.epsilon_key for norm in NORMS.values() if norm.epsilon_key is not None))
+"""Keys of epsilons. The first one is older than the others, so every checkpoint stores it."""
 
 
 def _read_activation(name: str, fused: bool) -> str:
@@ -84,13 +85,21 @@ def _plain_norm(name: str) -> str:
     return TRANSFORMER_ENGINE_NORMS.get(name, name)
 
 
+def epsilon_key(norm: str) -> str | None:
+    """Return the key of a norm's epsilon; None for a norm without one."""
+    return NORMS[_plain_norm(norm)].epsilon_key
+
+
 def _read_epsilon(norm: str, *epsilons: float) -> float:
-    by_key = dict(zip(_EPSILONS, epsilons, strict=True))
-    return by_key[NORMS[_plain_norm(norm)].epsilon_key]
+    key = epsilon_key(norm)
+    if key is None:
+        return 0.0
+    return epsilons[_EPSILONS.index(key)]
 
 
 def _write_epsilon(network: Architecture) -> Keys:
-    return {NORMS[network.norm].epsilon_key: network.norm_epsilon}
+    key = epsilon_key(network.norm)
+    return {} if key is None else {key: network.norm_epsilon}
 
 
 def _read_qk_norm(is_neox: bool, name: str) -> str:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig, yaml_text
+from neox.plan.architecture_keys import epsilon_key
 from neox.plan.precision import PRECISION_KEYS
 from neox.plan.run_plan import RunPlan
 from neox.plan.value_sources import all_values
 
 _LINE_WIDTH = 110
-_EPSILONS: Mapping[str, str] = MappingProxyType(
-    {
-        "layernorm": "layernorm_epsilon",
-        "rmsnorm": "rms_norm_epsilon",
-        "rmsnorm_v2.0": "rms_norm_epsilon",
-        "scalenorm": "scalenorm_epsilon",
-    }
-)
-"""Value of `norm` -> the key of its epsilon."""
 _OF_NETWORK = ("norm", "pos_emb", "activation", "no_weight_tying")
 _OF_TRAINING = ("weight_decay", "gradient_clipping", "lr_decay_style")
 _DROPOUTS = ("hidden_dropout", "attention_dropout")
@@ -38,8 +29,8 @@ def notable_defaults(plan: RunPlan, *, training: bool) -> list[str]:
     if training:
         keys += [key for key in _DROPOUTS if config.value(key) > 0]
     keys += _OF_NETWORK
-    if config.model.norm in _EPSILONS:
-        keys.append(_EPSILONS[config.model.norm])
+    if epsilon := epsilon_key(config.model.norm):
+        keys.append(epsilon)
     if training:
         keys += _OF_TRAINING
     shown = [_key_and_value(config, key) for key in keys if config.source(key).is_default]

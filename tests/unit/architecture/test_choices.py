@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
 from torch import nn
 
 from neox import architecture, model, ops
 from neox.architecture import NORMS
 from neox.architecture.choices import QUERY_KEY_NORMS, TRANSFORMER_ENGINE_NORMS
 from neox.config.sections.model import ModelConfig
+from tests.plans import small_plan
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,14 @@ def test_keys_take_the_names_on_paper(key, on_paper):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norms_parameters(name):
-    norm = ops.NORMS[name](8, eps=1e-5)
+    norm = ops.build_norm(small_plan(norm=name).architecture, 8)
     assert isinstance(norm, nn.Module)
     on_paper = {p.name: p.shape for p in NORMS[name].parameters(8)}
     assert {n: tuple(p.shape) for n, p in norm.named_parameters()} == on_paper
+
+
+def test_a_norm_without_an_epsilon_gets_none(monkeypatch):
+    network = replace(small_plan().architecture, norm="plain", norm_epsilon=0.0)
+    monkeypatch.setattr(ops.norms, "NORMS_ON_PAPER", {"plain": replace(NORMS["layernorm"], epsilon_key=None)})
+    monkeypatch.setattr(ops.norms, "NORMS", {"plain": lambda size, **options: nn.Linear(size, 1, **options)})
+    assert ops.build_norm(network, dtype=torch.bfloat16).weight.shape == (1, network.hidden_size)

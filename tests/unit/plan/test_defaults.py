@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from neox.architecture import NORMS
+from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.plan import format_plan
 from neox.plan.defaults import notable_defaults
 from tests.plans import SIZES, plan_of
@@ -28,6 +30,13 @@ def test_what_is_given_is_not_repeated():
     flash = {"attention_config": [[["flash"], "all"]], "precision": "bf16"}
     found = keys_of(plan_of(**SIZES, **keys, **flash))
     assert not found & {*keys, "attention_config", "precision"}
+
+
+@pytest.mark.parametrize("name", [*NORMS, "te_rmsnorm"])
+def test_the_epsilon_of_every_norm_is_shown(name):
+    used = NORMS[TRANSFORMER_ENGINE_NORMS.get(name, name)].epsilon_key
+    keys = keys_of(plan_of(**SIZES, norm=name))
+    assert {key for key in keys if key.endswith("epsilon")} == {used} - {None}
 
 
 def test_verbose_lists_every_default():
