@@ -16,7 +16,7 @@ from neox.data.answer_pairs.pair_rows import PreferenceBatchIterator, Preference
 from neox.data.answer_pairs.preference_sets import ReferenceLogProbs, preference_datasets
 from neox.data.batches import BatchIterator, MaskedBatchIterator
 from neox.data.masked.masking import MaskingVocabulary
-from neox.data.masked.sentence_pairs import PairSettings, SentencePairDataset
+from neox.data.masked.sentence_pairs import SentencePairDataset, SentencePairSettings
 from neox.data.mixtures.blend import BlendedDataset
 from neox.data.mixtures.ledger import Ledger
 from neox.data.mixtures.training_order import Dataset, TrainingData, in_gpt_neox_order, in_stages
@@ -338,7 +338,7 @@ def _masking(config: NeoXConfig, tokenizer: Tokenizer, vocab_size: int) -> Maski
     if model.predicted_tokens is None:
         return None
     assert model.seq_length is not None
-    settings = PairSettings(
+    settings = SentencePairSettings(
         seq_length=model.seq_length,
         max_predictions=model.predicted_tokens,
         pairs=data.sentence_pairs if model.bert_binary_head else None,

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from neox.config.sections.data import Blend, DataConfig, split_shares
 from neox.data.masked.masking import MaskingVocabulary
-from neox.data.masked.sentence_pairs import PairSettings, SentencePairDataset
+from neox.data.masked.sentence_pairs import SentencePairDataset, SentencePairSettings
 from neox.data.mixtures.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
 from neox.data.samples.fill_in_middle import FillInMiddle
 from neox.data.samples.gpt_dataset import GPTDataset, split_documents
 from neox.data.samples.packing import Packing, tokens_of_pass
-from neox.data.samples.rows import Part, TokenRows
+from neox.data.samples.rows import TokenRows, TrainingDocuments
 from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.data.token_files.sidecar import check_fits, check_labels
 from neox.errors import DataError
@@ -37,7 +37,7 @@ class SampleCounts(NamedTuple):
 class Masking(NamedTuple):
     """Settings and vocabulary of masked language modelling."""
 
-    settings: PairSettings
+    settings: SentencePairSettings
     vocabulary: MaskingVocabulary
 
 
@@ -115,7 +115,7 @@ class DatasetFactory:
         check_labels(indexed, labels)
         return labels
 
-    def parts(self, blend: Blend) -> list[Part]:
+    def parts(self, blend: Blend) -> list[TrainingDocuments]:
         """Open the datasets of a blend, without an order of samples."""
         paths = blend.paths or ()
         labels: Sequence[str | None] = blend.labels or [None] * len(paths)
@@ -125,7 +125,7 @@ class DatasetFactory:
         ):
             indexed = self.open(path)
             rows = TokenRows(indexed, self.labels(indexed, label), fill_in_middle, self.seq_length + 1)
-            parts.append(Part(rows, range(len(indexed)), self.index_cache(path)))
+            parts.append(TrainingDocuments(rows, range(len(indexed)), self.index_cache(path)))
         return parts
 
     def rearrangements(self, split: str, datasets: int) -> Sequence[FillInMiddle | None]:

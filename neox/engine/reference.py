@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from neox.checkpoint import find_checkpoint
 from neox.checkpoint.manifest import hash_file, read_manifest
 from neox.checkpoint.names import parse_layer_file
-from neox.data.answer_pairs.answers import PER_PAIR, Document, Pairs
+from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR, AnswerPairs, PromptAnswer
 from neox.data.answer_pairs.pair_rows import layout_rows
 from neox.engine.engine import Engine
 from neox.engine.start import Start
@@ -97,7 +97,7 @@ def hash_of_weights(checkpoint: Path) -> str:
 
 
 @torch.no_grad()
-def answer_log_probs(engine: Engine, pairs: Pairs, *, adapters: bool = True) -> np.ndarray:
+def answer_log_probs(engine: Engine, pairs: AnswerPairs, *, adapters: bool = True) -> np.ndarray:
     """Return the sum of the log-probabilities of each answer's tokens in fp32, [pairs, 2].
 
     Micro batches are divided over data ranks. All ranks call it together. No random numbers are drawn.
@@ -128,13 +128,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             adapter.scale = scale
 
 
-def _answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
+def _answer_log_probs(engine: Engine, pairs: AnswerPairs) -> np.ndarray:
     """Return the log-probabilities of answers with the current weights, [pairs, 2]."""
     plan = engine.plan
     grid = engine.grid
     length = plan.batch_schedule.full_length
     batches = _batches(pairs, length, plan.batch.train_micro_batch_size_per_gpu)
-    result = torch.zeros(len(pairs), PER_PAIR, dtype=torch.float32, device=engine.device)
+    result = torch.zeros(len(pairs), ANSWERS_PER_PAIR, dtype=torch.float32, device=engine.device)
     steps = -(-len(batches) // grid.dp_size)
     with progress("reference", steps, "batches") as bar:
         for step in range(steps):
@@ -154,7 +154,7 @@ def _answer_log_probs(engine: Engine, pairs: Pairs) -> np.ndarray:
     return found
 
 
-def _batches(pairs: Pairs, length: int, rows_of_batch: int) -> list[list[list[int]]]:
+def _batches(pairs: AnswerPairs, length: int, rows_of_batch: int) -> list[list[list[int]]]:
     """Return the pairs of each row of each micro batch, in the order of the files."""
     rows: list[list[int]] = []
     left = 0
@@ -169,11 +169,11 @@ def _batches(pairs: Pairs, length: int, rows_of_batch: int) -> list[list[list[in
     return [rows[first : first + rows_of_batch] for first in range(0, len(rows), rows_of_batch)]
 
 
-def _sums_of_rows(engine: Engine, pairs: Pairs, rows: list[list[int]], length: int) -> Tensor:
+def _sums_of_rows(engine: Engine, pairs: AnswerPairs, rows: list[list[int]], length: int) -> Tensor:
     """Return the sums of the answers in some rows, [rows, most pairs of a row, 2], on all ranks of a model."""
     documents = []
     for own in rows:
-        row: list[Document] = []
+        row: list[PromptAnswer] = []
         for number in own:
             row += pairs.documents(number)
         documents.append(row)
@@ -195,5 +195,5 @@ def sums_of_batch(engine: Engine, batch: Mapping[str, Tensor]) -> Tensor:
     def sums(output: NetworkOutput) -> Tensor:
         return log_probs_of_answers(output, targets).sums
 
-    shape = (*batch["pair_mask"].shape, PER_PAIR)
+    shape = (*batch["pair_mask"].shape, ANSWERS_PER_PAIR)
     return engine.apply(inputs_of_rows(batch), sums, torch.zeros(shape, device=engine.device))

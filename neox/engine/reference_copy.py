@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from neox.data.answer_pairs.answers import PER_PAIR
+from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.engine.engine import Engine
 from neox.engine.reference import sums_of_batch
 from neox.engine.steps import to_device
@@ -97,5 +97,5 @@ class CopiedReference:
                 batch = next(batches)
                 device = self._engine.device
                 sums = sums_of_batch(self._engine, {name: to_device(field, device) for name, field in batch.items()})
-                completed.append({**batch, "reference": sums.view(len(sums), PER_PAIR * sums.shape[1])})
+                completed.append({**batch, "reference": sums.view(len(sums), ANSWERS_PER_PAIR * sums.shape[1])})
         return iter(completed)

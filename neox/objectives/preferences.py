@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.data.answer_pairs.answers import PER_PAIR
+from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.model import LMHead, NetworkOutput
 from neox.parallel import ParallelGrid
 
@@ -187,7 +187,7 @@ def sum_over_answers(
         grid: Process groups.
     """
     rows, pairs = targets.weights.shape
-    slots_of_row = PER_PAIR * pairs
+    slots_of_row = ANSWERS_PER_PAIR * pairs
     row = torch.arange(rows, device=places.device).unsqueeze(1)
     document = (row * slots_of_row + targets.slots).flatten()[places]
     in_answer = targets.in_answer.flatten()[places].float()
@@ -196,7 +196,7 @@ def sum_over_answers(
     counts = nothing.index_add(0, document, in_answer)
     lengths = nothing.index_add(0, document, torch.ones_like(in_answer))
     totals = nothing.index_add(0, document, token_log_probs)
-    shape = (rows, pairs, PER_PAIR)
+    shape = (rows, pairs, ANSWERS_PER_PAIR)
     means = totals / lengths.clamp(min=1)
     return AnswerLogProbs(targets, sums.view(shape), counts.clamp(min=1).view(shape), means.view(shape), grid)
 

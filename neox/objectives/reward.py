@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.data.answer_pairs.answers import PER_PAIR
+from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.model import NetworkOutput
 from neox.objectives.preferences import inputs_of_rows, mean_over_ranks
 from neox.parallel import ParallelGrid
@@ -55,7 +55,7 @@ class RewardModel:
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the scores of a micro batch in fp32, one for each of `names`."""
         ends, weights = targets
-        scores = scores_of_documents(output, ends).view(*weights.shape, PER_PAIR)
+        scores = scores_of_documents(output, ends).view(*weights.shape, ANSWERS_PER_PAIR)
         chosen, rejected = scores.unbind(-1)
         losses = -F.logsigmoid(chosen - rejected)
         if self.center_coefficient:

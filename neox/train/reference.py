@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.answer_pairs.answers import Pairs
+from neox.data.answer_pairs.answers import AnswerPairs
 from neox.data.answer_pairs.reference_file import (
     ReferenceIdentity,
     hash_of_pairs,
@@ -23,7 +23,7 @@ DEFAULT_NAME = "start"
 """Name of the reference model without `precompute_model_name`."""
 
 
-def reference_log_probs(engine: Engine, pairs: Pairs, prefix: str) -> np.ndarray:
+def reference_log_probs(engine: Engine, pairs: AnswerPairs, prefix: str) -> np.ndarray:
     """Return the log-probabilities of answers by the model that the run starts from, [pairs, 2].
 
     With `reference_model: without_adapters` they are computed by the model with its adapters disabled. Otherwise they

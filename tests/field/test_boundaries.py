@@ -11,11 +11,11 @@ from neox.config import NeoXConfig
 from neox.data import BlendedDataset, GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator, document_starts
 from neox.data.mixtures.ledger import DatasetRecord
-from neox.data.mixtures.staged import Segment, StagedDataset
+from neox.data.mixtures.staged import MixtureSegment, StagedDataset
 from neox.data.mixtures.stream import DatasetStream
 from neox.data.samples.fill_in_middle import FillInMiddle, FimTokens
 from neox.data.samples.packing import Packing
-from neox.data.samples.rows import Part
+from neox.data.samples.rows import TrainingDocuments
 from neox.plan.rules.fields import idle_notes
 from tests.plans import small_plan
 
@@ -79,8 +79,8 @@ def test_blends_and_stages_keep_documents_apart(tmp_path):
     members = [dataset(numbered(tmp_path / name), "packed") for name in ("a", "b")]
     blend = BlendedDataset(members, [0.5, 0.5])
     assert blend.layout(range(8)).starts.tolist() == starts_of(blend.read(range(8)))
-    part = Part(members[0].rows, range(len(SIZES)), None)
-    staged = StagedDataset([DatasetStream(part, 5)], [Segment(0, 12, LENGTH, (1.0,))], [DatasetRecord()])
+    part = TrainingDocuments(members[0].rows, range(len(SIZES)), None)
+    staged = StagedDataset([DatasetStream(part, 5)], [MixtureSegment(0, 12, LENGTH, (1.0,))], [DatasetRecord()])
     assert staged.layout(range(12)).starts.tolist() == starts_of(staged.read(range(12)))
 
 

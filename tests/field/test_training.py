@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from neox.config import NeoXConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
-from neox.data.answer_pairs.answers import Document, JudgedAnswers
+from neox.data.answer_pairs.answers import JudgedAnswers, PromptAnswer
 from neox.data.batches import BatchIterator
 from neox.data.run_data import build_data_iterators
 from neox.data.samples.packing import Packing
@@ -277,10 +277,10 @@ class Answers:
         prompt, answer = self.documents[number]
         return np.array(prompt + answer)
 
-    def document(self, number: int) -> Document:
+    def document(self, number: int) -> PromptAnswer:
         prompt, _ = self.documents[number]
         ids = self.ids(number)
-        return Document(ids, np.arange(len(ids)) >= len(prompt))
+        return PromptAnswer(ids, np.arange(len(ids)) >= len(prompt))
 
 
 def test_a_mismatched_answer_is_to_another_prompt():

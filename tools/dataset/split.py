@@ -16,7 +16,7 @@ import zstandard
 from neox.config.sections.data import SPLITS, split_shares
 from neox.corpus import BadInput, SkipBudget, expand_inputs, read_blocks
 from neox.data.samples.gpt_dataset import split_documents
-from neox.data.token_files.builder import IndexedDatasetBuilder, Totals
+from neox.data.token_files.builder import DatasetTotals, IndexedDatasetBuilder
 from neox.data.token_files.columns import column_lines, column_names, column_values
 from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.data.token_files.sidecar import read_sidecar, write_sidecar
@@ -65,7 +65,7 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
     return {name: totals["documents"] for name, totals in written.items()}
 
 
-def split_by_column(prefix: str | Path, output_prefix: str | Path, column: str) -> dict[str, tuple[str, Totals]]:
+def split_by_column(prefix: str | Path, output_prefix: str | Path, column: str) -> dict[str, tuple[str, DatasetTotals]]:
     """Divide a dataset by the value of a column that preprocessing has kept: OUTPUT_VALUE for each value.
 
     Documents keep their order. Characters of a value that do not suit a file name become underscores.
@@ -107,7 +107,7 @@ def _check_whole_documents(data: IndexedDataset) -> None:
 
 def _write_datasets(
     data: IndexedDataset, part_of: np.ndarray, outputs: Mapping[str, str], settings: Mapping[str, Any]
-) -> dict[str, Totals]:
+) -> dict[str, DatasetTotals]:
     """Write the documents of each part as a dataset, with the sidecar and the columns of the whole.
 
     Args:
@@ -129,7 +129,7 @@ def _write_datasets(
             builder = IndexedDatasetBuilder(output, data.dtype, impl=data.layout, columns=columns)
             builders.append(stack.enter_context(builder))
         bar = stack.enter_context(progress(f"split {data.prefix}", data.num_tokens, "tokens"))
-        for first, sizes, tokens in data.pieces():
+        for first, sizes, tokens in data.blocks():
             lines = list(islice(metadata, len(sizes)))
             for number, builder in enumerate(builders):
                 chosen = part_of[first : first + len(sizes)] == number

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from neox.corpus import read_documents
-from neox.data.token_files.indexed_dataset import IndexedDataset, Layout, idx_path
+from neox.data.token_files.indexed_dataset import IndexedDataset, IndexLayout, idx_path
 from neox.data.token_files.sidecar import Sidecar, read_sidecar
 from neox.errors import DataError
 
@@ -55,7 +55,7 @@ class DatasetStats:
     """
 
     prefix: str
-    layout: Layout
+    layout: IndexLayout
     dtype: str
     documents: int
     sequences: int

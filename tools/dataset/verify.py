@@ -112,7 +112,7 @@ def verify_dataset(
 def _pass_over(data: IndexedDataset, expected: _Expected, *, labels: bool) -> _Found:
     found = _Found()
     with progress(f"verify {data.prefix}", data.num_tokens, "tokens") as bar:
-        for first, sizes, tokens in data.pieces():
+        for first, sizes, tokens in data.blocks():
             if len(tokens):
                 ids = np.where(tokens == IGNORED, 0, tokens) if labels else tokens
                 _check_ids(found, first, sizes, ids, expected.vocab_size)

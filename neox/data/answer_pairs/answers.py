@@ -12,11 +12,11 @@ from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
 from neox.data.token_files.sidecar import check_labels
 from neox.errors import DataError
 
-PER_PAIR = 2
+ANSWERS_PER_PAIR = 2
 """Documents of a pair."""
 
 
-class Document(NamedTuple):
+class PromptAnswer(NamedTuple):
     """A prompt and an answer to it.
 
     Attributes:
@@ -69,7 +69,7 @@ class AnswerFiles:
         file, document = self.locate(number)
         return np.asarray(self._files[file][document])
 
-    def document(self, number: int) -> Document:
+    def document(self, number: int) -> PromptAnswer:
         """Return a document."""
         file, document = self.locate(number)
         ids = np.asarray(self._files[file][document])
@@ -78,10 +78,10 @@ class AnswerFiles:
         if labels is not None:
             in_answer = np.asarray(labels[document]) != IGNORED
         in_answer[:1] = False
-        return Document(ids, in_answer)
+        return PromptAnswer(ids, in_answer)
 
 
-class Pairs(ABC):
+class AnswerPairs(ABC):
     """Pairs of documents that a row of training holds together.
 
     Attributes:
@@ -100,7 +100,7 @@ class Pairs(ABC):
         return len(self.sizes)
 
     @abstractmethod
-    def documents(self, number: int) -> tuple[Document, Document]:
+    def documents(self, number: int) -> tuple[PromptAnswer, PromptAnswer]:
         """Return the documents of a pair."""
 
     @abstractmethod
@@ -123,7 +123,7 @@ class Pairs(ABC):
         return None
 
 
-class AnswerPairs(Pairs):
+class PreferencePairs(AnswerPairs):
     """A preferred and another answer to each prompt.
 
     Args:
@@ -144,7 +144,7 @@ class AnswerPairs(Pairs):
         self._rejected = rejected
         self.sizes = np.stack([chosen.sizes, rejected.sizes], axis=1) - 1
 
-    def documents(self, number: int) -> tuple[Document, Document]:
+    def documents(self, number: int) -> tuple[PromptAnswer, PromptAnswer]:
         """Return the preferred answer and the other one."""
         return self._chosen.document(number), self._rejected.document(number)
 
@@ -159,7 +159,7 @@ class AnswerPairs(Pairs):
         return super().problem(number, seq_length)
 
 
-class ScoredPairs(AnswerPairs):
+class RewardPairs(PreferencePairs):
     """Chosen and rejected answers for a reward model, which scores the last token of each.
 
     gpt-neox's tool appends a second end-of-document token. Its label marks the first one as the token that gpt-neox
@@ -172,13 +172,13 @@ class ScoredPairs(AnswerPairs):
         super().__init__(chosen, rejected)
         self.sizes = self.sizes + 1
 
-    def documents(self, number: int) -> tuple[Document, Document]:
+    def documents(self, number: int) -> tuple[PromptAnswer, PromptAnswer]:
         """Return the chosen and the rejected answer."""
         chosen, rejected = super().documents(number)
         return _without_marker(chosen), _without_marker(rejected)
 
 
-def _without_marker(document: Document) -> Document:
+def _without_marker(document: PromptAnswer) -> PromptAnswer:
     """Return a document without gpt-neox's second end-of-document token, which only marks the first one."""
     ids = document.ids
     marked = document.in_answer.sum() == 1 and document.in_answer[-1]
@@ -186,10 +186,10 @@ def _without_marker(document: Document) -> Document:
         return document
     in_answer = document.in_answer[:-1].copy()
     in_answer[-1] = True
-    return Document(ids[:-1], in_answer)
+    return PromptAnswer(ids[:-1], in_answer)
 
 
-class JudgedAnswers(Pairs):
+class JudgedAnswers(AnswerPairs):
     """Judged answers, each with its prompt followed by the answer to another prompt.
 
     KTO estimates with the second document how far the model is from the reference. It has the answer of the last
@@ -216,14 +216,14 @@ class JudgedAnswers(Pairs):
         room = np.maximum(seq_length - own, prompts)  # at least one token of the answer
         self.sizes = np.stack([own, np.minimum(mismatched, room)], axis=1)
 
-    def documents(self, number: int) -> tuple[Document, Document]:
+    def documents(self, number: int) -> tuple[PromptAnswer, PromptAnswer]:
         """Return an answer, and its prompt with the answer to another prompt."""
         own = self._answers.document(number)
         before = int(self._others[number])
         prompt = int(self._prompts[number])
         other = self._answers.document(before).ids[int(self._prompts[before]) :]
         ids = np.concatenate([own.ids[:prompt], other])[: int(self.sizes[number, 1]) + 1]
-        return own, Document(ids, np.arange(len(ids)) >= max(1, prompt))
+        return own, PromptAnswer(ids, np.arange(len(ids)) >= max(1, prompt))
 
     def _with_other_prompts(self) -> np.ndarray:
         """Return the last document before each one that has another prompt; before the first one come the last ones."""
@@ -265,7 +265,7 @@ def desirable_answers(rewards: AnswerFiles) -> np.ndarray:
     return result
 
 
-def _prompt_length(document: Document) -> int:
+def _prompt_length(document: PromptAnswer) -> int:
     """Return the number of tokens before the answer; all if there is none."""
     if not document.in_answer.any():
         return len(document.ids)

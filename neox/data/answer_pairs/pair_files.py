@@ -9,8 +9,8 @@ from neox.data.answer_pairs.answers import (
     AnswerFiles,
     AnswerPairs,
     JudgedAnswers,
-    Pairs,
-    ScoredPairs,
+    PreferencePairs,
+    RewardPairs,
     desirable_answers,
 )
 from neox.data.token_files.indexed_dataset import IndexedDataset
@@ -19,7 +19,7 @@ from neox.errors import DataError
 Open = Callable[[str], IndexedDataset]
 
 
-def open_pairs(answers: SplitAnswers, seq_length: int, open_file: Open, open_rewards: Open) -> Pairs:
+def open_pairs(answers: SplitAnswers, seq_length: int, open_file: Open, open_rewards: Open) -> AnswerPairs:
     """Open the answers of a split.
 
     Args:
@@ -33,7 +33,7 @@ def open_pairs(answers: SplitAnswers, seq_length: int, open_file: Open, open_rew
     """
     first = _answers(answers.paths or (), answers.labels, open_file)
     if answers.rewards is None:
-        kind = ScoredPairs if answers.scored else AnswerPairs
+        kind = RewardPairs if answers.scored else PreferencePairs
         return kind(first, _answers(answers.others or (), answers.other_labels, open_file))
     rewards = _answers(answers.rewards, None, open_rewards)
     one_each = len(rewards) == len(first) and bool((rewards.sizes == 1).all())

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from neox.config.sections.data import PackImpl
-from neox.data.answer_pairs.answers import Pairs
+from neox.data.answer_pairs.answers import AnswerPairs
 from neox.errors import DataError
 from neox.log import get_logger
 
@@ -31,7 +31,7 @@ class PairRows(NamedTuple):
     starts: np.ndarray
 
 
-def usable_pairs(pairs: Pairs, seq_length: int, *, skip_bad: bool) -> np.ndarray:
+def usable_pairs(pairs: AnswerPairs, seq_length: int, *, skip_bad: bool) -> np.ndarray:
     """Return the numbers of the pairs that can be trained on.
 
     Raises:
@@ -56,7 +56,9 @@ def usable_pairs(pairs: Pairs, seq_length: int, *, skip_bad: bool) -> np.ndarray
     return np.array(usable)
 
 
-def pack_pairs(pairs: Pairs, usable: np.ndarray, rows: int, seq_length: int, seed: int, impl: PackImpl) -> PairRows:
+def pack_pairs(
+    pairs: AnswerPairs, usable: np.ndarray, rows: int, seq_length: int, seed: int, impl: PackImpl
+) -> PairRows:
     """Divide pairs into rows, in as many passes over them as the rows need.
 
     Args:
@@ -77,7 +79,9 @@ def pack_pairs(pairs: Pairs, usable: np.ndarray, rows: int, seq_length: int, see
     return PairRows(np.concatenate(found), np.concatenate([[0], np.cumsum(lengths)]))
 
 
-def passes(pairs: Pairs, usable: np.ndarray, seq_length: int, seed: int, impl: PackImpl) -> Iterator[list[list[int]]]:
+def passes(
+    pairs: AnswerPairs, usable: np.ndarray, seq_length: int, seed: int, impl: PackImpl
+) -> Iterator[list[list[int]]]:
     """Yield the pairs of each row of one pass over them after the other, without end. Arguments as for `pack_pairs`."""
     random = np.random.RandomState(seed)
     sizes = pairs.sizes.sum(axis=1)

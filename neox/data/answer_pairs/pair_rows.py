@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from neox.config.sections.data import PackImpl
-from neox.data.answer_pairs.answers import PER_PAIR, Document, Pairs
+from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR, AnswerPairs, PromptAnswer
 from neox.data.answer_pairs.pair_packing import pack_pairs, usable_pairs
 from neox.data.batches import Batch, BatchIterator
 from neox.data.samples.rows import RowLayout
@@ -51,7 +51,7 @@ class PreferenceDataset:
 
     def __init__(
         self,
-        pairs: Pairs,
+        pairs: AnswerPairs,
         num_samples: int,
         seq_length: int,
         seed: int,
@@ -86,7 +86,7 @@ class PreferenceDataset:
         numbers = [self.numbers(int(row)) for row in rows]
         documents = []
         for own in numbers:
-            row: list[Document] = []
+            row: list[PromptAnswer] = []
             for number in own:
                 row += self.pairs.documents(int(number))
             documents.append(row)
@@ -97,9 +97,9 @@ class PreferenceDataset:
             for values, own in zip(fields["desirable"], numbers, strict=True):
                 values[: len(own)] = self.pairs.desirable[own]
         if self.reference is not None:
-            fields["reference"] = np.zeros((shape[0], PER_PAIR * shape[1]), dtype=np.float32)
+            fields["reference"] = np.zeros((shape[0], ANSWERS_PER_PAIR * shape[1]), dtype=np.float32)
             for values, own in zip(fields["reference"], numbers, strict=True):
-                values[: PER_PAIR * len(own)] = self.reference[own].reshape(-1)
+                values[: ANSWERS_PER_PAIR * len(own)] = self.reference[own].reshape(-1)
         return fields
 
     def layout(self, indices: np.ndarray) -> RowLayout:
@@ -131,7 +131,7 @@ class PreferenceBatchIterator(BatchIterator):
 
 
 def layout_rows(
-    rows: Sequence[Sequence[Document]], seq_length: int, *, keeps_last: bool = False
+    rows: Sequence[Sequence[PromptAnswer]], seq_length: int, *, keeps_last: bool = False
 ) -> dict[str, np.ndarray]:
     """Lay documents out in rows.
 
@@ -153,10 +153,10 @@ def layout_rows(
     slots = np.full(shape, NO_SLOT, dtype=np.int64)
     in_answer = np.zeros(shape, dtype=np.int64)
     most = max(len(documents) for documents in rows)
-    pair_mask = np.zeros((len(rows), most // PER_PAIR), dtype=np.float32)
+    pair_mask = np.zeros((len(rows), most // ANSWERS_PER_PAIR), dtype=np.float32)
     ends = np.zeros((len(rows), most), dtype=np.int64)
     for row, documents in enumerate(rows):
-        pair_mask[row, : len(documents) // PER_PAIR] = 1
+        pair_mask[row, : len(documents) // ANSWERS_PER_PAIR] = 1
         begin = 0
         for slot, document in enumerate(documents):
             predicting = slice(begin, begin + len(document.ids) - 1)

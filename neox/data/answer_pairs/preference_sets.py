@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from neox.data.answer_pairs.answers import Pairs
+from neox.data.answer_pairs.answers import AnswerPairs
 from neox.data.answer_pairs.pair_files import open_pairs
 from neox.data.answer_pairs.pair_rows import PreferenceDataset
 from neox.data.run_datasets import DatasetFactory
@@ -16,7 +16,7 @@ from neox.plan.run_plan import RunPlan
 
 _log = get_logger(__name__)
 
-ReferenceLogProbs = Callable[[Pairs, str], np.ndarray]
+ReferenceLogProbs = Callable[[AnswerPairs, str], np.ndarray]
 """Function from pairs, and the prefix of their first file, to their log-probabilities by the reference [pairs, 2]."""
 
 

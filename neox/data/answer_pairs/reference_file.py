@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neox.data.answer_pairs.answers import Pairs
+from neox.data.answer_pairs.answers import AnswerPairs
 from neox.errors import DataError, os_errors
 from neox.files import atomic_write
 
@@ -36,7 +36,7 @@ def reference_path(prefix: str, name: str) -> Path:
     return Path(f"{prefix}.{name}.reference.npz")
 
 
-def hash_of_pairs(pairs: Pairs) -> str:
+def hash_of_pairs(pairs: AnswerPairs) -> str:
     """Return a hash of the tokens of all pairs, and of which of them belong to answers."""
     digest = hashlib.sha256()
     for number in range(len(pairs)):

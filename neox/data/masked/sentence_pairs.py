@@ -21,7 +21,7 @@ _SHORTEST = 2  # smallest number of tokens to which a sample is filled
 
 
 @dataclass(frozen=True)
-class PairSettings:
+class SentencePairSettings:
     """Settings of samples of sentences.
 
     Attributes:
@@ -76,7 +76,7 @@ class SentencePairDataset:
         indexed: IndexedDataset,
         documents: range,
         num_samples: int,
-        settings: PairSettings,
+        settings: SentencePairSettings,
         vocabulary: MaskingVocabulary,
         seed: int,
         cache_dir: str | Path | None = None,

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from neox.data.mixtures.stream import Read
-from neox.data.samples.rows import Part
+from neox.data.mixtures.stream import SamplesRead
+from neox.data.samples.rows import TrainingDocuments
 
 _VERSION = 1
 SKIPPED_SAMPLES = "skipped_samples"
 """Key in a mixture after a loss spike: the number of samples between the checkpoint and the spike."""
 
 
-class GptNeoxOrder(NamedTuple):
+class IndexMapArguments(NamedTuple):
     """Arguments of the index maps of a dataset that was first read in gpt-neox's order.
 
     Attributes:
@@ -45,8 +45,8 @@ class DatasetRecord:
         gpt_neox: Order in which reading began; None for the order of `neox.data.mixtures.stream`.
     """
 
-    reads: tuple[Read, ...] = ()
-    gpt_neox: GptNeoxOrder | None = None
+    reads: tuple[SamplesRead, ...] = ()
+    gpt_neox: IndexMapArguments | None = None
 
     @property
     def tokens(self) -> int:
@@ -59,7 +59,7 @@ class DatasetRecord:
         if reads and reads[-1].length == length:
             samples += reads.pop().samples
         if samples:
-            reads.append(Read(length, samples))
+            reads.append(SamplesRead(length, samples))
         return DatasetRecord(tuple(reads), self.gpt_neox)
 
     @classmethod
@@ -67,8 +67,8 @@ class DatasetRecord:
         """Return the record that `to_json` has encoded."""
         gpt_neox = None
         if fields["gpt_neox"] is not None:
-            gpt_neox = GptNeoxOrder(*fields["gpt_neox"])
-        return cls(tuple(Read(*read) for read in fields["reads"]), gpt_neox)
+            gpt_neox = IndexMapArguments(*fields["gpt_neox"])
+        return cls(tuple(SamplesRead(*read) for read in fields["reads"]), gpt_neox)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON."""
@@ -152,7 +152,7 @@ def _records_from_json(fields: Mapping[str, Any]) -> Records:
     return {key: DatasetRecord.from_json(record) for key, record in fields.items()}
 
 
-def dataset_keys(parts: Sequence[Part]) -> list[str]:
+def dataset_keys(parts: Sequence[TrainingDocuments]) -> list[str]:
     """Return a key for each dataset, which identifies it in a ledger wherever its files are.
 
     A key is a hash of the sizes of the documents, followed by a number that distinguishes repeated datasets.

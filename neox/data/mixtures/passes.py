@@ -11,7 +11,7 @@ import numpy as np
 
 from neox.data.mixtures.lanes import Lanes, lane_bounds
 from neox.data.samples.index_maps import IndexMaps, load_or_build
-from neox.data.samples.rows import Cuts
+from neox.data.samples.rows import SampleCuts
 from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _FORMAT = "neox pass 1"
@@ -19,7 +19,7 @@ _SEED = 11  # keeps the draws apart from others with the same seed
 _NUMBERS = 1 << 44  # numbers of samples, or of entries, of one pass; more than any pass has
 
 
-class Pass(Protocol):
+class DocumentPass(Protocol):
     """Documents in an order, from which samples are cut.
 
     A state says how far a pass has been read. It is an array, whose meaning is the pass's own.
@@ -34,11 +34,11 @@ class Pass(Protocol):
     def after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
         """Return the state after `count` further samples of a length."""
 
-    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> Cuts:
+    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> SampleCuts:
         """Return where samples of a length are cut. They are numbered from 0 after the state."""
 
 
-class GptNeoxPass:
+class GptNeoxPasses:
     """All passes of a run in gpt-neox's order, which joins them and shuffles samples of one length.
 
     Its state is the number of samples that are read.
@@ -62,11 +62,11 @@ class GptNeoxPass:
         """Return the number of samples read after further ones."""
         return state + count
 
-    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> Cuts:
+    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> SampleCuts:
         """Return where samples are cut, as `GPTDataset` does."""
         samples = self.maps.shuffle_map[numbers + state[0]].astype(np.intp)
         sample_map = self.maps.sample_map
-        return Cuts(self.maps.document_map, sample_map[samples], sample_map[samples + 1], samples)
+        return SampleCuts(self.maps.document_map, sample_map[samples], sample_map[samples + 1], samples)
 
     def unread_documents(self, state: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return the documents of which no token is read, int32, one entry for each time they would be read.
@@ -169,12 +169,12 @@ class LanePass:
         """Return the number of tokens read of each lane after further samples."""
         return self._lanes(state, length).offsets_after(count)
 
-    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> Cuts:
+    def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> SampleCuts:
         """Return where samples are cut."""
         starts = self._lanes(state, length).starts(numbers)
         order = self.order
         first_number = (self.number + 2) * _NUMBERS  # gpt-neox's order has the numbers before
-        return Cuts(
+        return SampleCuts(
             documents=order.documents,
             firsts=self._places(order, starts),
             lasts=self._places(order, starts + length),

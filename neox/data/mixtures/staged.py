@@ -17,7 +17,7 @@ from neox.data.samples.index_maps import load_or_build
 from neox.data.samples.rows import RowLayout
 
 
-class Segment(NamedTuple):
+class MixtureSegment(NamedTuple):
     """Successive samples of a run that have one mixture and one length.
 
     Attributes:
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
     shares: tuple[float, ...]
 
 
-class _Order(NamedTuple):
+class _SegmentOrder(NamedTuple):
     """Order of the samples of a segment.
 
     Attributes:
@@ -63,7 +63,7 @@ class StagedDataset:
     def __init__(
         self,
         streams: Sequence[DatasetStream],
-        segments: Sequence[Segment],
+        segments: Sequence[MixtureSegment],
         records: Sequence[DatasetRecord],
         cache_dir: str | Path | None = None,
     ) -> None:
@@ -83,12 +83,12 @@ class StagedDataset:
         self.seq_length = max(segment.seq_length for segment in segments)
         self.num_samples = segments[-1].first + segments[-1].samples
         self._records = [tuple(records)]  # before each segment, and after the last one
-        self._orders: list[_Order] = []
+        self._orders: list[_SegmentOrder] = []
         for segment in segments:
             self._orders.append(self._order(segment, cache_dir))
             self._records.append(self._read_in(len(self._orders) - 1, segment.samples))
 
-    def _order(self, segment: Segment, cache_dir: str | Path | None) -> _Order:
+    def _order(self, segment: MixtureSegment, cache_dir: str | Path | None) -> _SegmentOrder:
         used = [number for number, share in enumerate(segment.shares) if share > 0]
         shares = np.array([segment.shares[number] for number in used])
 
@@ -102,7 +102,7 @@ class StagedDataset:
         for number in used:
             reads = self._records[-1][number].reads
             cursors[number] = self.streams[number].after(reads, segment.seq_length)
-        return _Order(arrays["datasets"], arrays["numbers"], cursors)
+        return _SegmentOrder(arrays["datasets"], arrays["numbers"], cursors)
 
     def _read_in(self, number: int, samples: int) -> tuple[DatasetRecord, ...]:
         """Return what is read of each dataset after the first samples of a segment."""

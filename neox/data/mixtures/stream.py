@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neox.data.mixtures.passes import GptNeoxPass, LanePass, Pass
-from neox.data.samples.rows import Cuts, Part, RowLayout
+from neox.data.mixtures.passes import DocumentPass, GptNeoxPasses, LanePass
+from neox.data.samples.rows import RowLayout, SampleCuts, TrainingDocuments
 from neox.errors import DataError
 
 _KEPT_ORDERS = 2  # passes before the current one whose order stays in memory
 
 
-class Read(NamedTuple):
+class SamplesRead(NamedTuple):
     """Samples that were read one after another.
 
     Attributes:
@@ -36,7 +36,7 @@ class DatasetStream:
     are unread.
     """
 
-    def __init__(self, part: Part, seed: int, gpt_neox: GptNeoxPass | None = None) -> None:
+    def __init__(self, part: TrainingDocuments, seed: int, gpt_neox: GptNeoxPasses | None = None) -> None:
         """Describe the stream.
 
         Args:
@@ -48,7 +48,7 @@ class DatasetStream:
         self.documents = np.arange(part.documents.start, part.documents.stop, dtype=np.int32)
         self.seed = seed
         self.cache_dir = part.cache_dir
-        self.first: Pass = gpt_neox or self._pass(0)
+        self.first: DocumentPass = gpt_neox or self._pass(0)
 
     def samples_of_pass(self, length: int) -> int:
         """Return the number of samples of a length in one pass. Raises DataError if there is none."""
@@ -61,7 +61,7 @@ class DatasetStream:
             )
         return samples
 
-    def after(self, history: Sequence[Read], length: int) -> Cursor:
+    def after(self, history: Sequence[SamplesRead], length: int) -> Cursor:
         """Return the samples of a length that follow those of a history."""
         self.samples_of_pass(length)
         current = self.first
@@ -74,10 +74,10 @@ class DatasetStream:
             state = current.after(state, read.length, count)
         return Cursor(self, current, state, length)
 
-    def following(self, current: Pass, state: np.ndarray) -> tuple[Pass, np.ndarray]:
+    def following(self, current: DocumentPass, state: np.ndarray) -> tuple[DocumentPass, np.ndarray]:
         """Return what is read after a pass, and its first state."""
         after: LanePass = self._pass(0)
-        if isinstance(current, GptNeoxPass):
+        if isinstance(current, GptNeoxPasses):
             unread = current.unread_documents(state, self.rows.indexed.sizes)
             if len(unread):
                 after = LanePass(self.rows.indexed, unread, -1, self.seed, self.cache_dir)
@@ -89,7 +89,7 @@ class DatasetStream:
         return LanePass(self.rows.indexed, self.documents, number, self.seed, self.cache_dir)
 
 
-class _Part(NamedTuple):
+class _PassSamples(NamedTuple):
     """Samples of one pass.
 
     Attributes:
@@ -99,17 +99,17 @@ class _Part(NamedTuple):
     """
 
     first: int
-    source: Pass
+    source: DocumentPass
     state: np.ndarray
 
 
 class Cursor:
     """Samples of one length from a place of a stream on, numbered from 0. Threads may read at the same time."""
 
-    def __init__(self, stream: DatasetStream, current: Pass, state: np.ndarray, length: int) -> None:
+    def __init__(self, stream: DatasetStream, current: DocumentPass, state: np.ndarray, length: int) -> None:
         self.stream = stream
         self.length = length
-        self._parts = [_Part(0, current, state)]
+        self._parts = [_PassSamples(0, current, state)]
         self._end = current.room(state, length)  # of the samples of all parts
         self._lock = Lock()
 
@@ -135,7 +135,7 @@ class Cursor:
             starts[chosen], lengths[chosen] = self.stream.rows.layout(cuts)
         return RowLayout(starts, lengths)
 
-    def _cuts(self, numbers: np.ndarray) -> list[tuple[np.ndarray, Cuts]]:
+    def _cuts(self, numbers: np.ndarray) -> list[tuple[np.ndarray, SampleCuts]]:
         """Return which of the samples each pass has, and where they are cut."""
         with self._lock:
             self._extend(int(numbers.max(initial=0)))
@@ -154,7 +154,7 @@ class Cursor:
             last = self._parts[-1]
             done = last.source.after(last.state, self.length, self._end - last.first)
             source, state = self.stream.following(last.source, done)
-            self._parts.append(_Part(self._end, source, state))
+            self._parts.append(_PassSamples(self._end, source, state))
             self._end += source.room(state, self.length)
             for part in self._parts[-_KEPT_ORDERS - 2 : -_KEPT_ORDERS - 1]:
                 if isinstance(part.source, LanePass):

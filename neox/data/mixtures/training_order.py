@@ -9,13 +9,13 @@ import numpy as np
 
 from neox.data.answer_pairs.pair_rows import PreferenceDataset
 from neox.data.mixtures.blend import BlendedDataset
-from neox.data.mixtures.ledger import SKIPPED_SAMPLES, DatasetRecord, GptNeoxOrder, Ledger, dataset_keys
-from neox.data.mixtures.passes import GptNeoxPass
-from neox.data.mixtures.staged import Segment, StagedDataset
+from neox.data.mixtures.ledger import SKIPPED_SAMPLES, DatasetRecord, IndexMapArguments, Ledger, dataset_keys
+from neox.data.mixtures.passes import GptNeoxPasses
+from neox.data.mixtures.staged import MixtureSegment, StagedDataset
 from neox.data.mixtures.stream import DatasetStream
 from neox.data.run_datasets import Samples
 from neox.data.samples.gpt_dataset import GPTDataset
-from neox.data.samples.rows import Part
+from neox.data.samples.rows import TrainingDocuments
 from neox.log import get_logger
 from neox.plan.readings import readings
 from neox.plan.run_plan import RunPlan
@@ -67,7 +67,7 @@ def in_gpt_neox_order(
     origin = _origin(plan, mixture, steps, saved)
     if origin.start:
         samples = _samples_of_run(plan) - origin.start
-        segment = Segment(origin.start, samples, dataset.seq_length, shares)
+        segment = MixtureSegment(origin.start, samples, dataset.seq_length, shares)
         return _going_on(plan, parts, keys, [segment], origin)
 
     def ledger_at(steps: int) -> dict[str, Any]:
@@ -75,14 +75,14 @@ def in_gpt_neox_order(
         counts = _counts(dataset, samples)
         records = {}
         for key, member, count in zip(keys, members, counts, strict=True):
-            order = GptNeoxOrder(member.requested_samples, member.seq_length, member.seed)
+            order = IndexMapArguments(member.requested_samples, member.seq_length, member.seed)
             records[key] = DatasetRecord(gpt_neox=order).with_read(member.seq_length, count)
         return Ledger(mixture, 0, {}, samples, records).to_json()
 
     return TrainingData(dataset, ledger_at)
 
 
-def in_stages(plan: RunPlan, parts: Sequence[Part], steps: int, saved: Ledger | None) -> TrainingData:
+def in_stages(plan: RunPlan, parts: Sequence[TrainingDocuments], steps: int, saved: Ledger | None) -> TrainingData:
     """Return training data in `data_stages`.
 
     Args:
@@ -115,7 +115,9 @@ def in_stages(plan: RunPlan, parts: Sequence[Part], steps: int, saved: Ledger | 
     return _going_on(plan, parts, keys, _segments(plan, parts, keys, origin), origin)
 
 
-def _segments(plan: RunPlan, parts: Sequence[Part], keys: Sequence[str], origin: Ledger) -> list[Segment]:
+def _segments(
+    plan: RunPlan, parts: Sequence[TrainingDocuments], keys: Sequence[str], origin: Ledger
+) -> list[MixtureSegment]:
     """Return the segments of `data_stages` from the start of a ledger's mixture on."""
     schedule = plan.batch_schedule
     first_step = schedule.steps(origin.start)
@@ -131,7 +133,7 @@ def _segments(plan: RunPlan, parts: Sequence[Part], keys: Sequence[str], origin:
         reading = planned[number]
         shares = origin.shares[number] if origin.shares else reading.shares
         start = schedule.samples(max(first_step, reading.mixture.step))
-        segments.append(Segment(start, max(0, end - start), reading.mixture.seq_length, shares))
+        segments.append(MixtureSegment(start, max(0, end - start), reading.mixture.seq_length, shares))
         end = start
     return segments[::-1]
 
@@ -177,7 +179,11 @@ def _what_changed(mixture: Mapping[str, Any], saved: Ledger) -> str:
 
 
 def _going_on(
-    plan: RunPlan, parts: Sequence[Part], keys: Sequence[str], segments: Sequence[Segment], origin: Ledger
+    plan: RunPlan,
+    parts: Sequence[TrainingDocuments],
+    keys: Sequence[str],
+    segments: Sequence[MixtureSegment],
+    origin: Ledger,
 ) -> TrainingData:
     """Return samples that follow those of a ledger."""
     before = []
@@ -197,12 +203,12 @@ def _going_on(
     return TrainingData(dataset, ledger_at)
 
 
-def _stream(part: Part, record: DatasetRecord, seed: int) -> DatasetStream:
+def _stream(part: TrainingDocuments, record: DatasetRecord, seed: int) -> DatasetStream:
     gpt_neox = None
     if record.gpt_neox is not None:
         num_samples, seq_length, first_seed = record.gpt_neox
         first = GPTDataset(part.rows.indexed, part.documents, num_samples, seq_length, first_seed, part.cache_dir)
-        gpt_neox = GptNeoxPass(first.maps, seq_length)
+        gpt_neox = GptNeoxPasses(first.maps, seq_length)
     return DatasetStream(part, seed, gpt_neox)
 
 

@@ -29,7 +29,7 @@ WINDOW = 1 << 14
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DocumentPieces:
     """Documents, cut into pieces of at most a sample. Pieces are numbered through all documents.
 
     Attributes:
@@ -45,7 +45,7 @@ class Pieces:
     seq_length: int
 
     @classmethod
-    def of(cls, sizes: np.ndarray, usable: np.ndarray, documents: range, seq_length: int) -> Pieces:
+    def of(cls, sizes: np.ndarray, usable: np.ndarray, documents: range, seq_length: int) -> DocumentPieces:
         """Cut documents.
 
         Args:
@@ -102,7 +102,7 @@ def build_best_fit_maps(
     samples = max(1, num_samples)
     random = np.random.RandomState(seed)
     shuffle_map = shuffled(samples, random)
-    pieces = Pieces.of(sizes, usable, documents, seq_length)
+    pieces = DocumentPieces.of(sizes, usable, documents, seq_length)
     entries: list[int] = []
     sample_map = np.zeros((samples + 1, 2), dtype=np.int64)
     made = 0
@@ -161,21 +161,21 @@ def packing_shares(sizes: np.ndarray, seq_length: int) -> PackingShares:
     usable = sizes[sizes > 1]
     if not len(usable):
         return PackingShares(0.0, 0.0)
-    pieces = Pieces.of(usable, usable > 1, range(len(usable)), seq_length)
+    pieces = DocumentPieces.of(usable, usable > 1, range(len(usable)), seq_length)
     filled = int(pieces.lengths(np.arange(len(pieces))).sum())
     positions = samples_of_pieces(usable, seq_length) * (seq_length + 1)
     return PackingShares(1.0 - filled / positions, float((usable > seq_length + 1).mean()))
 
 
 def _pack_in_order(sizes: np.ndarray, seq_length: int) -> Iterator[list[int]]:
-    pieces = Pieces.of(sizes, sizes > 1, range(len(sizes)), seq_length)
+    pieces = DocumentPieces.of(sizes, sizes > 1, range(len(sizes)), seq_length)
     order = np.arange(len(pieces))
     return packed(order, pieces.lengths(order), seq_length + 1)
 
 
 def best_fit_rows(
     source: IndexedDataset,
-    pieces: Pieces,
+    pieces: DocumentPieces,
     maps: IndexMaps,
     samples: np.ndarray,
     padding: int,

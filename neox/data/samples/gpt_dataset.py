@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from neox.config.sections.data import split_shares
-from neox.data.samples.best_fit import Pieces, best_fit_rows, build_best_fit_maps
+from neox.data.samples.best_fit import DocumentPieces, best_fit_rows, build_best_fit_maps
 from neox.data.samples.fill_in_middle import FillInMiddle
 from neox.data.samples.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
 from neox.data.samples.packing import Packing, build_padded_maps, padded_rows, usable_documents
-from neox.data.samples.rows import Cuts, Part, RowLayout, TokenRows
+from neox.data.samples.rows import RowLayout, SampleCuts, TokenRows, TrainingDocuments
 from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
 from neox.errors import DataError
 
@@ -105,7 +105,7 @@ class GPTDataset:
         assert fill_in_middle is None or not self.packing.is_padded
         self.rows = TokenRows(indexed, labels, fill_in_middle, seq_length + 1)
         self.seq_length = seq_length
-        self.pieces: Pieces | None = None
+        self.pieces: DocumentPieces | None = None
         self.maps = self._maps(documents, num_samples, seed, cache_dir)
         self.num_samples = len(self.maps.shuffle_map)
         if self.num_samples == 0:
@@ -123,7 +123,7 @@ class GPTDataset:
         if self.packing.is_padded:
             usable = self._usable(documents)
             if self.packing.impl == "best_fit":
-                self.pieces = Pieces.of(sizes, usable, documents, self.seq_length)
+                self.pieces = DocumentPieces.of(sizes, usable, documents, self.seq_length)
                 build = partial(build_best_fit_maps, usable=usable)
             else:
                 build = partial(build_padded_maps, usable=usable, impl=self.packing.impl)
@@ -146,9 +146,9 @@ class GPTDataset:
         return self.num_samples - 1
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TrainingDocuments:
         """The dataset and documents that the samples are cut from."""
-        return Part(self.rows, self.documents, self.cache_dir)
+        return TrainingDocuments(self.rows, self.documents, self.cache_dir)
 
     @property
     def passes(self) -> int:
@@ -213,10 +213,10 @@ class GPTDataset:
             pieces.append(sizes.tolist())
         return RowLayout.of(pieces, self.row_width)
 
-    def _cuts(self, numbers: np.ndarray) -> Cuts:
+    def _cuts(self, numbers: np.ndarray) -> SampleCuts:
         """Return where the samples with these numbers in the stream start and end."""
         sample_map = self.maps.sample_map
-        return Cuts(self.maps.document_map, sample_map[numbers], sample_map[numbers + 1], numbers)
+        return SampleCuts(self.maps.document_map, sample_map[numbers], sample_map[numbers + 1], numbers)
 
     def _numbers_in_stream(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the numbers that samples have in the stream, before samples are shuffled."""

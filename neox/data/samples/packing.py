@@ -90,7 +90,7 @@ def _predicted_tokens(labels: IndexedDataset, seq_length: int) -> np.ndarray:
     These are among the tokens after the first one and up to the end of the sample.
     """
     result = np.empty(len(labels), dtype=np.int64)
-    for first, sizes, ids in labels.pieces():
+    for first, sizes, ids in labels.blocks():
         predicted_before = np.concatenate([[0], np.cumsum(ids >= 0, dtype=np.int64)])  # before each token
         ends = np.cumsum(sizes, dtype=np.int64)
         begins = ends - sizes

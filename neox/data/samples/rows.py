@@ -12,7 +12,7 @@ from neox.data.samples.fill_in_middle import FillInMiddle
 from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
 
 
-class Cuts(NamedTuple):
+class SampleCuts(NamedTuple):
     """Places where samples are cut from joined documents.
 
     Attributes:
@@ -30,7 +30,7 @@ class Cuts(NamedTuple):
     first_entry: int = 0
 
 
-class Pieces(NamedTuple):
+class DocumentSpans(NamedTuple):
     """Pieces of documents that make samples.
 
     Attributes:
@@ -116,25 +116,25 @@ class TokenRows:
         """Dtype of the labels, which can hold IGNORED."""
         return np.result_type(self.dtype, self.label_source.dtype, np.min_scalar_type(IGNORED), np.int32)
 
-    def read(self, cuts: Cuts) -> np.ndarray:
+    def read(self, cuts: SampleCuts) -> np.ndarray:
         """Return the tokens of samples of one length [samples, length + 1]."""
         return self._rows(self.indexed, cuts).astype(self.dtype, copy=False)
 
-    def read_labels(self, cuts: Cuts) -> np.ndarray:
+    def read_labels(self, cuts: SampleCuts) -> np.ndarray:
         """Return the label of each token of samples of one length [samples, length + 1]."""
         return self._rows(self.label_source, cuts).astype(self.label_dtype, copy=False)
 
-    def layout(self, cuts: Cuts) -> RowLayout:
+    def layout(self, cuts: SampleCuts) -> RowLayout:
         """Return where the documents of samples of one length start."""
-        pieces = locate_pieces(self.indexed, cuts)
+        pieces = locate_spans(self.indexed, cuts)
         sizes = np.asarray(pieces.ends, dtype=np.int64) - np.asarray(pieces.begins, dtype=np.int64)
         begins = np.cumsum(sizes) - sizes
         starts = np.repeat(begins, sizes).reshape(len(cuts.firsts), -1)
         starts -= np.arange(len(starts))[:, None] * starts.shape[1]
         return RowLayout(starts, np.full(len(starts), starts.shape[1]))
 
-    def _rows(self, source: IndexedDataset, cuts: Cuts) -> np.ndarray:
-        pieces = locate_pieces(source, cuts)
+    def _rows(self, source: IndexedDataset, cuts: SampleCuts) -> np.ndarray:
+        pieces = locate_spans(source, cuts)
         if self.fill_in_middle is not None and self.fill_in_middle.level == "document":
             ids = np.concatenate(self._rearranged_parts(cuts, pieces, self.fill_in_middle))
         else:
@@ -144,7 +144,9 @@ class TokenRows:
             return self.fill_in_middle.samples(rows, cuts.numbers, self.layout(cuts).starts)
         return rows
 
-    def _rearranged_parts(self, cuts: Cuts, pieces: Pieces, fill_in_middle: FillInMiddle) -> list[np.ndarray]:
+    def _rearranged_parts(
+        self, cuts: SampleCuts, pieces: DocumentSpans, fill_in_middle: FillInMiddle
+    ) -> list[np.ndarray]:
         """Return the tokens of pieces of documents, of which those that fit into a sample may be rearranged."""
         documents = cuts.documents[pieces.entries]
         starts = self.indexed.starts(documents).tolist()
@@ -159,7 +161,7 @@ class TokenRows:
         return parts
 
 
-class Part(NamedTuple):
+class TrainingDocuments(NamedTuple):
     """Training dataset, or a part of one.
 
     Attributes:
@@ -173,7 +175,7 @@ class Part(NamedTuple):
     cache_dir: Path | None
 
 
-def locate_pieces(source: IndexedDataset, cuts: Cuts) -> Pieces:
+def locate_spans(source: IndexedDataset, cuts: SampleCuts) -> DocumentSpans:
     """Locate the pieces of samples in a file.
 
     A sample consists of one piece of each document that it touches. All pieces of all samples are located at once:
@@ -198,4 +200,4 @@ def locate_pieces(source: IndexedDataset, cuts: Cuts) -> Pieces:
     ends = begins + source.sizes[documents]
     ends[last_pieces] = begins[last_pieces] + last_offsets + 1
     begins[first_pieces] += first_offsets
-    return Pieces(entries, begins.tolist(), ends.tolist())
+    return DocumentSpans(entries, begins.tolist(), ends.tolist())

@@ -17,7 +17,7 @@ from neox.data.token_files.columns import COLUMNS_STATE, column_lines, columns_p
 from neox.data.token_files.indexed_dataset import (
     IGNORED,
     IndexedDataset,
-    Layout,
+    IndexLayout,
     bin_path,
     dtype_code,
     idx_path,
@@ -34,7 +34,7 @@ _log = get_logger(__name__)
 _MERGED_DOCUMENTS = 1 << 16  # documents of several sequences that are merged at once
 
 
-class Totals(TypedDict):
+class DatasetTotals(TypedDict):
     """Amount of data in a dataset.
 
     Attributes:
@@ -50,7 +50,7 @@ class Totals(TypedDict):
     crc32: int
 
 
-class BuilderState(Totals):
+class BuilderState(DatasetTotals):
     """Amount of data written. It is stored as JSON in the saved state of a run.
 
     Attributes:
@@ -100,7 +100,7 @@ class IndexedDatasetBuilder:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
         dtype_code(self.dtype)  # raises DataError for a dtype that cannot be stored
-        self.layout: Layout = "mmap" if impl == "mmap" else "cached"
+        self.layout: IndexLayout = "mmap" if impl == "mmap" else "cached"
         self.sentences = sentences
         self._state = BuilderState(documents=0, tokens=0, max_id=-1, crc32=0)
         if sentences:
@@ -146,10 +146,10 @@ class IndexedDatasetBuilder:
         return BuilderState(**self._state)
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> DatasetTotals:
         """Amount of data added, for the sidecar."""
         state = self._state
-        return Totals(
+        return DatasetTotals(
             documents=state["documents"], tokens=state["tokens"], max_id=state["max_id"], crc32=state["crc32"]
         )
 
@@ -241,8 +241,8 @@ class IndexedDatasetBuilder:
         elif other.has_sentences:
             raise DataError(f"{prefix} has documents of several sequences, and this dataset has not")
         else:
-            for piece in other.pieces():
-                self.add_documents(piece.tokens, piece.sizes, None, _joined(metadata, len(piece.sizes)))
+            for block in other.blocks():
+                self.add_documents(block.tokens, block.sizes, None, _joined(metadata, len(block.sizes)))
         if self._columns_file is not None:
             next(metadata, None)  # there is none, and the checksum is compared
 

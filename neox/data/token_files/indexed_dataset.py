@@ -33,7 +33,7 @@ from neox.data.token_files.remote_blocks import RemoteTokens
 from neox.errors import DataError
 from neox.storage import RemoteIds, ids_file
 
-Layout = Literal["mmap", "cached"]
+IndexLayout = Literal["mmap", "cached"]
 
 IGNORED = -100
 """Label of a token that is left out of the loss, as in label files of gpt-neox and in PyTorch."""
@@ -55,11 +55,11 @@ _DTYPES: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 _CHUNK = 1 << 22  # index entries that are processed at once, to bound memory
-_PIECE_TOKENS = 1 << 24
+_BLOCK_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Index:
+class TokenIndex:
     """Memory-mapped arrays of one `.idx`.
 
     Attributes:
@@ -72,7 +72,7 @@ class Index:
         num_tokens: Sum of the sizes.
     """
 
-    layout: Layout
+    layout: IndexLayout
     dtype: np.dtype
     sizes: np.ndarray
     pointers: np.ndarray
@@ -111,7 +111,7 @@ def json_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
-def read_index(prefix: str | Path, *, floats: bool = False) -> Index:
+def read_index(prefix: str | Path, *, floats: bool = False) -> TokenIndex:
     """Map `PREFIX.idx` and check that it is consistent and agrees with the length of `PREFIX.bin`.
 
     Args:
@@ -213,7 +213,7 @@ def _arrays(path: Path, raw: np.ndarray, start: int, parts: list[tuple[str, int]
     return arrays
 
 
-def _read_mmap(path: Path, raw: np.ndarray, data_bytes: int) -> Index:
+def _read_mmap(path: Path, raw: np.ndarray, data_bytes: int) -> TokenIndex:
     start = len(MMAP_MAGIC) + _MMAP_HEADER.size
     code, sequences, documents = _unpack(path, raw, _MMAP_HEADER, len(MMAP_MAGIC))
     sizes, pointers, document_index = _arrays(
@@ -221,10 +221,10 @@ def _read_mmap(path: Path, raw: np.ndarray, data_bytes: int) -> Index:
     )
     numbers = int(sizes.sum(dtype=np.int64))
     dtype = _dtype(path, code, data_bytes // max(1, numbers))
-    return Index("mmap", dtype, sizes, pointers, 1, document_index, numbers)
+    return TokenIndex("mmap", dtype, sizes, pointers, 1, document_index, numbers)
 
 
-def _read_cached(path: Path, raw: np.ndarray) -> Index:
+def _read_cached(path: Path, raw: np.ndarray) -> TokenIndex:
     start = len(CACHED_MAGIC) + _CACHED_HEADER.size
     code, element_size, sequences, num_sizes, documents = _unpack(path, raw, _CACHED_HEADER, len(CACHED_MAGIC))
     dtype = _dtype(path, code, element_size)
@@ -235,13 +235,15 @@ def _read_cached(path: Path, raw: np.ndarray) -> Index:
     )
     if num_sizes != sequences or not np.array_equal(dims, np.arange(sequences + 1)):
         raise DataError(f"{path}: sequences are not one-dimensional, so they are not token ids")
-    index = Index("cached", dtype, sizes, offsets[:-1], dtype.itemsize, document_index, int(sizes.sum(dtype=np.int64)))
+    index = TokenIndex(
+        "cached", dtype, sizes, offsets[:-1], dtype.itemsize, document_index, int(sizes.sum(dtype=np.int64))
+    )
     if offsets[-1] != index.num_tokens:
         raise DataError(f"{path}: its last offset {offsets[-1]} is not its number of tokens, {index.num_tokens}")
     return index
 
 
-def _check_pointers(path: Path, index: Index) -> None:
+def _check_pointers(path: Path, index: TokenIndex) -> None:
     """Check that every sequence starts where the previous one ends."""
     scale = index.dtype.itemsize // index.pointer_unit
     position = 0
@@ -262,7 +264,7 @@ def _check_pointers(path: Path, index: Index) -> None:
         position = int(ends[-1])
 
 
-def _check_documents(path: Path, index: Index) -> None:
+def _check_documents(path: Path, index: TokenIndex) -> None:
     """Check that the document index rises from 0 to the number of sequences."""
     documents = index.document_index
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(index.sizes):
@@ -282,7 +284,7 @@ def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def index_parts(
-    layout: Layout, dtype: np.dtype, sizes: np.ndarray, counts: np.ndarray | None = None
+    layout: IndexLayout, dtype: np.dtype, sizes: np.ndarray, counts: np.ndarray | None = None
 ) -> Iterator[bytes]:
     """Yield the bytes of an `.idx`.
 
@@ -340,7 +342,7 @@ def _count_to(n: int) -> Iterator[bytes]:
         yield np.arange(start, min(start + _CHUNK, n + 1), dtype="<i8").tobytes()
 
 
-class Piece(NamedTuple):
+class TokenBlock(NamedTuple):
     """Some whole sequences of a dataset, one after another.
 
     Attributes:
@@ -381,7 +383,7 @@ class IndexedDataset:
         """
         self.prefix = str(prefix)
         index = read_index(prefix, floats=floats)
-        self.layout: Layout = index.layout
+        self.layout: IndexLayout = index.layout
         required = {"infer": index.layout, "lazy": "cached"}.get(data_impl, data_impl)
         if required != index.layout:
             raise DataError(
@@ -444,15 +446,15 @@ class IndexedDataset:
         start = int(self._pointers[sequence]) // self._unit
         return self.tokens[start : start + int(self.sizes[sequence])]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the dataset in pieces of about 16 million tokens."""
+    def blocks(self) -> Iterator[TokenBlock]:
+        """Yield the dataset in blocks of about 16 million tokens."""
         first = 0
         start = 0
         while first < len(self):
-            sizes = np.asarray(self.sizes[first : first + _PIECE_TOKENS // 16])
+            sizes = np.asarray(self.sizes[first : first + _BLOCK_TOKENS // 16])
             ends = np.cumsum(sizes, dtype=np.int64)
-            count = max(1, int(np.searchsorted(ends, _PIECE_TOKENS, side="right")))
+            count = max(1, int(np.searchsorted(ends, _BLOCK_TOKENS, side="right")))
             stop = start + int(ends[count - 1])
-            yield Piece(first, sizes[:count], self.tokens[start:stop])
+            yield TokenBlock(first, sizes[:count], self.tokens[start:stop])
             first += count
             start = stop

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.samples import best_fit
-from neox.data.samples.best_fit import Pieces, packed, packing_shares
+from neox.data.samples.best_fit import DocumentPieces, packed, packing_shares
 from neox.data.samples.packing import Packing
 
 SIZES = [3, 9, 1, 4, 0, 2, 5, 26, 4, 17]
@@ -29,7 +29,7 @@ def data(tmp_path: Path) -> IndexedDataset:
 
 
 def samples_of_one_pass(data: IndexedDataset) -> int:
-    pieces = Pieces.of(np.array(SIZES), np.array(SIZES) > 1, range(10), SEQ)
+    pieces = DocumentPieces.of(np.array(SIZES), np.array(SIZES) > 1, range(10), SEQ)
     order = np.arange(len(pieces))
     return sum(1 for _ in packed(order, pieces.lengths(order), SEQ + 1))
 
@@ -66,7 +66,7 @@ def test_the_order_is_a_function_of_the_seed(data: IndexedDataset) -> None:
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(sizes=st.lists(st.integers(2, 60), min_size=1, max_size=80), window=st.integers(1, 90))
 def test_samples_hold_every_piece_once_and_never_too_many_tokens(sizes: list[int], window: int) -> None:
-    pieces = Pieces.of(np.array(sizes), np.ones(len(sizes), dtype=bool), range(len(sizes)), SEQ)
+    pieces = DocumentPieces.of(np.array(sizes), np.ones(len(sizes), dtype=bool), range(len(sizes)), SEQ)
     order = np.random.RandomState(0).permutation(len(pieces))
     lengths = pieces.lengths(np.arange(len(pieces)))
     whole = best_fit.WINDOW

@@ -16,10 +16,10 @@ from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.data.answer_pairs.answers import (
     AnswerFiles,
     AnswerPairs,
-    Document,
     JudgedAnswers,
-    Pairs,
-    ScoredPairs,
+    PreferencePairs,
+    PromptAnswer,
+    RewardPairs,
     desirable_answers,
 )
 from neox.data.answer_pairs.pair_files import open_pairs
@@ -32,13 +32,13 @@ from neox.errors import DataError
 from tests.errors import raises_naming
 
 
-class Lengths(Pairs):
+class Lengths(AnswerPairs):
     """Pairs of given numbers of positions, without tokens."""
 
     def __init__(self, sizes: list[tuple[int, int]]) -> None:
         self.sizes = np.array(sizes)
 
-    def documents(self, number: int) -> tuple[Document, Document]:
+    def documents(self, number: int) -> tuple[PromptAnswer, PromptAnswer]:
         raise AssertionError(number)
 
     def name(self, number: int) -> str:
@@ -61,13 +61,13 @@ REJECTED = [[21], [22, 23, 24], [25]]
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> AnswerPairs:
-    return AnswerPairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS, REJECTED))
+def pairs(tmp_path: Path) -> PreferencePairs:
+    return PreferencePairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS, REJECTED))
 
 
 def test_a_row_holds_whole_documents_apart() -> None:
-    first = Document(np.array([1, 2, 3, 4]), np.array([False, False, True, True]))
-    second = Document(np.array([1, 5]), np.array([False, True]))
+    first = PromptAnswer(np.array([1, 2, 3, 4]), np.array([False, False, True, True]))
+    second = PromptAnswer(np.array([1, 5]), np.array([False, True]))
     fields = layout_rows([[first, second], [second, second, second, first]], 8)
     assert fields["tokens"][0].tolist() == [1, 2, 3, 1, 0, 0, 0, 0]
     assert fields["labels"][0].tolist() == [2, 3, 4, 5, 0, 0, 0, 0]
@@ -79,7 +79,7 @@ def test_a_row_holds_whole_documents_apart() -> None:
 
 
 def test_a_row_of_scored_pairs_holds_the_last_tokens(tmp_path: Path) -> None:
-    scored = ScoredPairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS, REJECTED))
+    scored = RewardPairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS, REJECTED))
     assert scored.sizes.tolist() == [[4, 3], [2, 4], [5, 4]]
     fields = PreferenceDataset(scored, 3, 12, 1, impl="unpacked").fields([0, 1, 2])
     for tokens, ends in zip(fields["tokens"], fields["ends"], strict=True):
@@ -91,7 +91,7 @@ def test_the_end_that_gpt_neox_marks_is_scored(tmp_path: Path) -> None:
     for name, answer in (("pos", [7, 0, 0]), ("neg", [8, 8, 0, 0])):
         opened = files(tmp_path, name, [[1, 2, *answer[:-1]]], [answer[-1:]])
         marked.append(opened)
-    fields = PreferenceDataset(ScoredPairs(*marked), 1, 16, 1).fields([0])
+    fields = PreferenceDataset(RewardPairs(*marked), 1, 16, 1).fields([0])
     assert fields["tokens"][0, :9].tolist() == [1, 2, 7, 0, 1, 2, 8, 8, 0]
     assert fields["ends"].tolist() == [[3, 8]]
 
@@ -131,7 +131,7 @@ def test_mixed_lengths_leave_little_padding() -> None:
     assert pairs.sizes[packed.pairs].sum() / (100 * 1024) > 0.95
 
 
-def test_pairs_of_a_batch(pairs: AnswerPairs) -> None:
+def test_pairs_of_a_batch(pairs: PreferencePairs) -> None:
     reference = np.arange(6, dtype=np.float32).reshape(3, 2)
     dataset = PreferenceDataset(pairs, 2, 24, 1, reference=reference)
     fields = dataset.fields([0])
@@ -149,7 +149,7 @@ def test_pairs_of_a_batch(pairs: AnswerPairs) -> None:
 def test_bad_pairs_are_refused_by_name_or_left_out(tmp_path: Path) -> None:
     chosen = files(tmp_path, "pos", PROMPTS, [[11, 12], [13], [14] * 30])
     rejected = files(tmp_path, "neg", PROMPTS, [[11, 12], [22], [25]])
-    pairs = AnswerPairs(chosen, rejected)
+    pairs = PreferencePairs(chosen, rejected)
     with raises_naming(DataError, "2 of 3", "pos, document 0", "pos, document 2", "skip_bad_pairs"):
         PreferenceDataset(pairs, 2, 24, 1)
     dataset = PreferenceDataset(pairs, 2, 24, 1, skip_bad=True)
@@ -160,7 +160,7 @@ def test_bad_pairs_are_refused_by_name_or_left_out(tmp_path: Path) -> None:
 
 def test_pairs_need_as_many_answers_of_both_kinds(tmp_path: Path) -> None:
     with raises_naming(DataError, 3, 2):
-        AnswerPairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS[:2], REJECTED[:2]))
+        PreferencePairs(files(tmp_path, "pos", PROMPTS, CHOSEN), files(tmp_path, "neg", PROMPTS[:2], REJECTED[:2]))
 
 
 def test_judged_answers_follow_their_prompt_with_the_answer_before(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_rewards_may_be_floats_and_one_for_each_answer(tmp_path: Path, width: in
         desirable_answers(unknown)
 
 
-def test_a_reference_belongs_to_its_weights_and_data(tmp_path: Path, pairs: AnswerPairs) -> None:
+def test_a_reference_belongs_to_its_weights_and_data(tmp_path: Path, pairs: PreferencePairs) -> None:
     path = tmp_path / "pos.base.reference.npz"
     identity = ReferenceIdentity("weights", hash_of_pairs(pairs), "fp32")
     assert read_reference(path, identity) is None
@@ -229,7 +229,7 @@ def test_a_reference_belongs_to_its_weights_and_data(tmp_path: Path, pairs: Answ
         with raises_naming(DataError, path):
             read_reference(path, other)
     swapped = files(tmp_path, "swapped", PROMPTS, [CHOSEN[1], CHOSEN[0], CHOSEN[2]])
-    assert hash_of_pairs(AnswerPairs(swapped, swapped)) != identity.data
+    assert hash_of_pairs(PreferencePairs(swapped, swapped)) != identity.data
     path.write_bytes(b"PK")
     with raises_naming(DataError, path):
         read_reference(path, identity)
@@ -240,7 +240,7 @@ def test_rows_of_passes_are_those_that_a_run_reads(tmp_path: Path) -> None:
     prompts = [[1] * length for length in random.integers(1, 9, 40)]
     answers = [[number + 2] * length for number, length in enumerate(random.integers(1, 9, 40))]
     others = [[number + 3] * length for number, length in enumerate(random.integers(1, 9, 40))]
-    pairs = AnswerPairs(files(tmp_path, "pos", prompts, answers), files(tmp_path, "neg", prompts, others))
+    pairs = PreferencePairs(files(tmp_path, "pos", prompts, answers), files(tmp_path, "neg", prompts, others))
     keys = {f"{side}_train_data_paths": [str(tmp_path / side)] for side in ("pos", "neg")}
     keys |= {f"{side}_train_label_data_paths": [str(tmp_path / f"{side}_label")] for side in ("pos", "neg")}
     config = NeoXConfig.from_flat({"train_impl": "dpo", "seed": 3, **keys})

@@ -13,7 +13,7 @@ from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, mer
 from neox.data.batches import MaskedBatchIterator
 from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.data.masked.masking import MaskingVocabulary, mask_tokens
-from neox.data.masked.sentence_pairs import PairSettings, SentencePairDataset, shorten
+from neox.data.masked.sentence_pairs import SentencePairDataset, SentencePairSettings, shorten
 from neox.data.run_data import SampleCounts, build_datasets
 from neox.data.run_datasets import Masking
 from neox.errors import DataError
@@ -22,7 +22,7 @@ from tests.errors import raises_naming
 PAD, CLS, SEP, MASK, SIZE = 0, 2, 3, 4, 1000
 FIRST = 10  # of the ids of text; those from 500 on continue a word
 VOCABULARY = MaskingVocabulary(CLS, SEP, MASK, PAD, SIZE, np.arange(SIZE) >= 500)
-SETTINGS = PairSettings(64, 10, "nsp", 0.15, 0.1, whole_words=False)
+SETTINGS = SentencePairSettings(64, 10, "nsp", 0.15, 0.1, whole_words=False)
 
 
 def corpus(prefix: Path, documents: int = 60, seed: int = 0) -> IndexedDataset:

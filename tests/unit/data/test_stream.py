@@ -10,9 +10,9 @@ import pytest
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.mixtures import lanes
 from neox.data.mixtures.lanes import Lanes, lane_bounds
-from neox.data.mixtures.passes import GptNeoxPass
-from neox.data.mixtures.stream import DatasetStream, Read
-from neox.data.samples.rows import Part, TokenRows
+from neox.data.mixtures.passes import GptNeoxPasses
+from neox.data.mixtures.stream import DatasetStream, SamplesRead
+from neox.data.samples.rows import TokenRows, TrainingDocuments
 from neox.errors import DataError
 from tests.errors import raises_naming
 
@@ -32,9 +32,9 @@ def data(tmp_path: Path) -> IndexedDataset:
 
 
 def stream_of(
-    data: IndexedDataset, cache_dir: Path | None = None, gpt_neox: GptNeoxPass | None = None
+    data: IndexedDataset, cache_dir: Path | None = None, gpt_neox: GptNeoxPasses | None = None
 ) -> DatasetStream:
-    return DatasetStream(Part(TokenRows(data, None, None, 65), range(len(data)), cache_dir), 3, gpt_neox)
+    return DatasetStream(TrainingDocuments(TokenRows(data, None, None, 65), range(len(data)), cache_dir), 3, gpt_neox)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -90,7 +90,7 @@ def test_a_pass_reads_every_token_once_in_another_order(data: IndexedDataset, le
 def test_changes_of_length_repeat_nothing_in_a_pass(data: IndexedDataset, seed: int) -> None:
     random = np.random.default_rng(seed)
     stream = stream_of(data)
-    history: list[Read] = []
+    history: list[SamplesRead] = []
     counts = np.zeros(data.num_tokens, dtype=int)
     room = data.num_tokens
     while room > 1200:
@@ -98,7 +98,7 @@ def test_changes_of_length_repeat_nothing_in_a_pass(data: IndexedDataset, seed: 
         samples = int(random.integers(1, 1 + 600 // length))
         rows = stream.after(history, length).read(np.arange(samples))
         counts += np.bincount(rows[:, :-1].ravel(), minlength=len(counts))
-        history.append(Read(length, samples))
+        history.append(SamplesRead(length, samples))
         room -= samples * length
     assert counts.max() == 1
 
@@ -107,11 +107,11 @@ def test_changes_of_length_repeat_nothing_in_a_pass(data: IndexedDataset, seed: 
 def test_a_run_in_gpt_neoxs_order_goes_on_with_what_is_unread(data: IndexedDataset, length: int) -> None:
     dataset = GPTDataset(data, range(len(data)), 150, 16, seed=1)
     assert dataset.num_samples < 2 * 150  # one pass
-    gpt_neox = GptNeoxPass(dataset.maps, 16)
+    gpt_neox = GptNeoxPasses(dataset.maps, 16)
     stream = stream_of(data, gpt_neox=gpt_neox)
     before = dataset.read(np.arange(60))
     np.testing.assert_array_equal(stream.after([], 16).read(np.arange(60)), before)
-    rest = stream.after([Read(16, 60)], length)
+    rest = stream.after([SamplesRead(16, 60)], length)
     if length == 16:
         left = dataset.num_samples - 60
         np.testing.assert_array_equal(rest.read(np.arange(left)), dataset.read(np.arange(60, dataset.num_samples)))
@@ -128,7 +128,7 @@ def test_a_run_in_gpt_neoxs_order_goes_on_with_what_is_unread(data: IndexedDatas
 
 def test_every_document_is_unread_at_first_and_none_at_the_end(data: IndexedDataset) -> None:
     dataset = GPTDataset(data, range(len(data)), 600, 16, seed=1)
-    gpt_neox = GptNeoxPass(dataset.maps, 16)
+    gpt_neox = GptNeoxPasses(dataset.maps, 16)
     assert len(gpt_neox.unread_documents(np.array([0]), data.sizes)) == len(dataset.maps.document_map)
     unread = gpt_neox.unread_documents(np.array([dataset.num_samples]), data.sizes)
     assert data.sizes[unread].sum() <= 16
