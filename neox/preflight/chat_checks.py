@@ -19,6 +19,9 @@ _CHAT_TEMPLATE = "chat_template"
 
 def chat_template_notes(config: NeoXConfig) -> list[str]:
     """Return a note if the training data was made with different chat templates, or with another than the given one."""
+    prefixes = config.data.train_data_paths or (config.data.data_path,)
+    if not any(Path(f"{prefix}.json").exists() for prefix in prefixes):
+        return []
     try:
         from neox.data.token_files import sidecar  # numpy, which a dry run without data does not need
 

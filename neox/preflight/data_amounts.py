@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
@@ -43,6 +44,9 @@ def training_tokens(config: NeoXConfig) -> tuple[int, ...]:
     `data_problems` says why it cannot. With `data_path` it is the part for training.
     """
     data = config.data
+    prefixes = data.train_data_paths or (data.data_path,)
+    if not all(Path(f"{prefix}.json").exists() or Path(f"{prefix}.idx").exists() for prefix in prefixes):
+        return ()
     try:
         if data.train_data_paths is not None:
             return tuple(map(_tokens, data.train_data_paths))

@@ -1,8 +1,9 @@
-"""Table of the fastest layouts of a run, as `deepy.py ... --suggest` prints it, and the file that sets the best one."""
+"""`deepy.py ... --suggest`: a table of the fastest layouts of a run, and the file that sets the best one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,21 @@ import yaml
 
 from neox.config import NeoXConfig
 from neox.config.loader import OVERRIDES
-from neox.errors import ConfigError
+from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
+from neox.launch.command_line import plain_command
+from neox.launch.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
 from neox.plan.device import Device, gib
 from neox.plan.fit import nested_keys
 from neox.plan.search import Suggestion, Suggestions, suggest_layouts
+from neox.plan.search_start import divisible_config
 from neox.plan.time import GPUS
 from neox.plan.time.gpus import CPU_CORE
 from neox.plan.time.of_plan import likely_gpu
 from neox.plan.time.step import StepTime
-from neox.preflight.measure import STEPS, Measurement
+from neox.preflight.job_command import JobCommand, print_to_stderr
+from neox.preflight.measure import STEPS, Measurement, measure_layouts
 
 _GIB = 2**30
 _GPU_KEYS = ("gpu_type", "gpu_memory_gib", "peak_theoretical_tflops")
@@ -29,6 +34,50 @@ _LEAST_SHARE = 0.02
 _NOTICEABLE = 1.01  # times as long
 SHOWN = 10
 """Number of layouts in a table of estimates."""
+_FOUND_FOR_EACH = 10  # layouts that are searched for each that is measured, so that other degrees are among them
+
+
+class SuggestLayouts(JobCommand):
+    """The command `--suggest`: print the fastest layouts, and with `--measure` run them."""
+
+    def suggest(self) -> int:
+        """Print the fastest layouts; problems are warnings. With `--measure`, run them and print them again."""
+        placement, _ = choose_hosts(self.config, self.arguments)
+        self.config, changed = divisible_config(self.config, placement.world_size)
+        _, planned, problems = self.plan_without_run()
+        print_to_stderr("warning", problems)
+        plan = planned.plan
+        device = planned.device if self.arguments.measure else gpu_device(plan)
+        count = max(SHOWN, _FOUND_FOR_EACH * (self.arguments.measure or 0))
+        found, title = find_layouts(plan, device, self.arguments.suggest, changed, count)
+        print(format_estimates(found, title, plan, is_changed=bool(changed)), flush=True)
+        if self.arguments.measure:
+            layouts = layouts_to_measure(found, self.arguments.measure, is_changed=bool(changed))
+            return self._measure(layouts, plan.grid.world_size)
+        self._write_layout(found.best[0])
+        return 0
+
+    def _measure(self, layouts: Sequence[Suggestion], ranks: int) -> int:
+        """Run layouts for a few steps and print them by their measured time. Return 128 + the signal that ended it."""
+        if self.runner.launcher == "none":
+            raise ConfigError(
+                self.config.problem("launcher", "starts nothing that --measure could time; use another one")
+            )
+        measurement = measure_layouts(layouts, plain_command(self.arguments), self.run_directory())
+        best = measurement.layouts[0] if measurement.layouts else None
+        if best is None:
+            print("no layout was measured", file=sys.stderr)
+        else:
+            print(format_measurement(measurement, ranks))
+            if best.seconds is None:
+                raise LaunchError(f"every measured layout failed, the first with: {best.failure}")
+            self._write_layout(best.layout)
+        return 0 if measurement.stopped_by is None else 128 + measurement.stopped_by
+
+    def _write_layout(self, layout: Suggestion) -> None:
+        output = self.arguments.suggest_output
+        if output is not None:
+            print(write_keys(layout, self.config, Path(output)))
 
 
 def find_layouts(

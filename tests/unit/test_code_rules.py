@@ -30,6 +30,7 @@ INNER_IMPORTS = {
     "neox/preflight/chat_checks.py",
     "neox/preflight/checkpoint_checks.py",
     "neox/preflight/checks.py",
+    "neox/preflight/command.py",
     "neox/preflight/data_amounts.py",
     "neox/preflight/data_checks.py",
     "neox/preflight/data_decisions.py",

@@ -13,7 +13,8 @@ from neox.launch.doctor import HostReport
 from neox.launch.placement import ChosenBy, Placement
 from neox.plan.batch import solve_batch
 from neox.plan.batch_schedule import ramp_problems
-from neox.preflight.fit_hosts import FitHosts, can_change_hosts, fit_hosts, with_spares
+from neox.preflight.fit_hosts import FitHosts, fit_hosts
+from neox.preflight.spare_hosts import can_change_hosts, with_spares
 
 HOSTS = tuple(Host(name, (0, 1)) for name in "abc")
 SPARE = Host("s", (0, 1), spare=True)

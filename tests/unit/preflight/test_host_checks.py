@@ -13,10 +13,10 @@ from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.doctor import HostReport
 from neox.launch.placement import ChosenBy, Placement
 from neox.preflight import host_checks
-from neox.preflight.command import _Command
 from neox.preflight.host_checks import check_compilers, check_memory, hosts_without_room
 from neox.preflight.planning import read_config
 from neox.preflight.restarts import Restarts
+from neox.preflight.start_run import StartRun
 from tests.plans import SMALL, plan_of
 
 DATA = Path(__file__).resolve().parents[2] / "golden" / "data"
@@ -69,7 +69,7 @@ def test_a_spare_host_replaces_one_without_memory(tmp_path: Path) -> None:
     reports = reports_of(ENOUGH, LITTLE, ENOUGH)
     hosts = tuple(report.host for report in reports)
     placement = Placement(hosts[:2], ChosenBy.HOSTFILE, 0, "hostfile of -H", hosts[2:])
-    command = _Command(arguments, config)
+    command = StartRun(arguments, config)
     prepared = command._plan_on_fit_hosts(placement, script, Restarts(config, script), reports)
     assert [host.name for host in prepared.job.placement.hosts] == ["host0", "host2"]
     assert [report.host.name for report in prepared.reports] == ["host0", "host2"]

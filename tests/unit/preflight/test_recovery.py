@@ -12,7 +12,7 @@ from neox.errors import ConfigError
 from neox.launch import Host
 from neox.launch.command_line import parse_arguments
 from neox.launch.placement import ChosenBy, Placement
-from neox.preflight.command import _Command
+from neox.preflight.dry_run import DryRun
 from neox.preflight.planning import read_config
 from neox.preflight.recovery import recovery_lines
 from tests.plans import SMALL
@@ -38,5 +38,5 @@ def test_a_dry_run_refuses_spare_hosts_that_the_launcher_cannot_use(tmp_path: Pa
     words = ["train.py", str(tmp_path / "run.yml"), "-H", str(tmp_path / "hostfile"), "--dry-run"]
     arguments = parse_arguments(words)
     with pytest.raises(ConfigError) as refused:
-        _Command(arguments, read_config(arguments)).show()
+        DryRun(arguments, read_config(arguments)).show()
     assert refused.value.problems[0].keys == ("launcher",)

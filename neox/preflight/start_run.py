@@ -1,0 +1,266 @@
+"""Start of a run by `deepy.py`: check everything that can be known before ranks start, then start and follow it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from neox.config.sections.runner import RunnerConfig
+from neox.errors import ConfigError, LaunchError, UnreachableHostError
+from neox.launch.agent_processes import AgentProcesses
+from neox.launch.command_line import find_script
+from neox.launch.doctor import Checks, HostReport, examine, format_reports
+from neox.launch.machine import native_formats
+from neox.launch.outcome import EndKind, RunEnd
+from neox.launch.placement import Placement, choose_hosts, place_ranks
+from neox.launch.run_lock import reserve
+from neox.launch.spec import LaunchSpec
+from neox.launch.start import chosen_launcher, launch
+from neox.plan import Capabilities, RunPlan
+from neox.plan.fp8 import fp8_problems
+from neox.plan.precision import settle_precision
+from neox.preflight.checks import nvme_paths
+from neox.preflight.data_checks import data_prefixes
+from neox.preflight.fit_hosts import fit_hosts, too_few_hosts
+from neox.preflight.host_checks import capabilities_of, check_compilers, check_memory, hosts_without_room
+from neox.preflight.job_command import JobCommand, print_to_stderr
+from neox.preflight.next_steps import next_steps
+from neox.preflight.own_run import finished_note, unfinished_note
+from neox.preflight.planning import Job, PlannedJob, plan_job
+from neox.preflight.restarts import Restarts
+from neox.preflight.run_directory import claim_curves, write_run_directory
+from neox.preflight.spare_hosts import can_change_hosts, with_spares
+from neox.storage import ids_file
+
+_TOKENIZER_FILES = ("vocab_file", "merge_file")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A run that can be started.
+
+    Attributes:
+        job: What ranks are to run, and where.
+        planned: Its plan.
+        runner: Keys about its hosts.
+        reports: Reports of the hosts, if they have been asked.
+        must_ask: Whether the hosts must be asked before the start.
+        left_out: Names of the hosts that do not take part, with what is done about each.
+    """
+
+    job: Job
+    planned: PlannedJob
+    runner: RunnerConfig
+    reports: list[HostReport]
+    must_ask: bool
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+class StartRun(JobCommand):
+    """The commands that ask hosts: one starts a run on them and follows it, the other (`doctor`) only checks them."""
+
+    def doctor(self) -> int:
+        """Check all hosts and print the table; return 1 if something is to be fixed."""
+        placement = with_spares(place_ranks(self.runner, self.config.source("hostfile")))
+        reports = self._examine_hosts(self.empty_spec(placement, Path()))
+        print(format_reports(reports))
+        if self.config.given("vocab_file"):
+            files = ", ".join(map(self.config.describe_setting, self._tokenizer_keys()))
+            print(f"tokenizer, whose files every host needs: {files}")
+        return int(_have_problems(reports))
+
+    def start(self) -> int:
+        """Check everything that can be known before ranks start, then start the run and follow it.
+
+        A training that fails is started again up to `max_restarts` times.
+        """
+        script = find_script(self.arguments.script)
+        restarts = Restarts(self.config, script)
+        with ExitStack() as held, AgentProcesses() as agents:
+            prepared = self._prepare(script, restarts)
+            directory = reserve(self.run_directory(), self.save, script.name, held)
+            if prepared.job.trains and self._has_finished(prepared.planned.plan, directory):
+                return 0
+            if prepared.job.trains and (note := claim_curves(directory, self.config)) is not None:
+                print_to_stderr("note", [note])
+            with restarts.recording_refusals(directory):
+                end = self._launch(prepared, directory, restarts, agents)
+            while restarts.follow(end, directory):
+                with restarts.recording_refusals(directory):
+                    self.config = restarts.next_config()
+                    try:
+                        prepared = self._prepare(script, restarts)
+                        end = self._launch(prepared, directory, restarts, agents)
+                    except UnreachableHostError as error:  # it may be back after a pause
+                        end = _end_without_start(error)
+            if prepared.job.trains:
+                self._print_what_follows(prepared.planned.plan, end)
+            return end.status
+
+    def _has_finished(self, plan: RunPlan, directory: Path) -> bool:
+        """Return whether nothing is left of a training; if so, print it, and the commands that use the model."""
+        note = finished_note(plan.config, directory)
+        if note is None:
+            return False
+        print_to_stderr("note", [note])
+        self._print_next_steps(plan)
+        return True
+
+    def _print_what_follows(self, plan: RunPlan, end: RunEnd) -> None:
+        """Print how to go on with a run that was asked to end, or the commands that use a finished one."""
+        rest = unfinished_note(plan.config)
+        if rest is not None and (end.status == 0 or end.kind is EndKind.ASKED):
+            print_to_stderr("note", [rest])
+        elif end.status == 0:
+            self._print_next_steps(plan)
+
+    def _print_next_steps(self, plan: RunPlan) -> None:
+        print(*next_steps(self.arguments, plan), sep="\n", file=sys.stderr)
+
+    def _prepare(self, script: Path, restarts: Restarts) -> _Prepared:
+        """Plan a run, and check everything that can be known before its directory is used.
+
+        Raises:
+            ConfigError: The configuration is wrong.
+            LaunchError: The run cannot be started on these hosts.
+        """
+        placement, warnings = choose_hosts(self.config, self.arguments)
+        print_to_stderr("warning", warnings)
+        restarts.can_move = can_change_hosts(self.config, placement)
+        if restarts.can_move:
+            return self._prepare_on_fit_hosts(placement, script, restarts)
+        job = Job(script, placement, dry_run=False, environment=self.environment)
+        over_ssh = chosen_launcher(placement.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check
+        asked_first = over_ssh and self.config.model.precision == "auto"  # the plan depends on the hosts' answers
+        reports: list[HostReport] = []
+        capabilities = Capabilities()
+        if asked_first:
+            reports = self._check_hosts(self.empty_spec(placement, job.script), restarts)
+            capabilities = capabilities_of(reports)
+        elif placement.is_local:
+            capabilities = Capabilities.of_hosts([native_formats()])
+        planned = plan_job(self.config, job, capabilities)
+        self._refuse_problems(planned, placement)
+        return _Prepared(job, planned, self.runner, reports, must_ask=over_ssh and not asked_first)
+
+    def _prepare_on_fit_hosts(self, placement: Placement, script: Path, restarts: Restarts) -> _Prepared:
+        """Ask the hosts of a placement and its spare hosts, and plan a run on those that can take part.
+
+        Raises:
+            ConfigError: The configuration is wrong.
+            LaunchError: Too few hosts can take part.
+        """
+        spec = self.empty_spec(with_spares(placement), script)
+        if restarts.lost:
+            with suppress(LaunchError):  # else they are asked once more, and waited for
+                reports = self._examine_hosts(spec, restarts, lost=restarts.lost)
+                return self._plan_on_fit_hosts(placement, script, restarts, reports)
+        reports = self._examine_hosts(spec, restarts)
+        return self._plan_on_fit_hosts(placement, script, restarts, reports)
+
+    def _plan_on_fit_hosts(
+        self, placement: Placement, script: Path, restarts: Restarts, reports: Sequence[HostReport]
+    ) -> _Prepared:
+        """Plan a run on the hosts that can take part. Only the plan shows which hosts have too little memory."""
+        unfit = dict(restarts.unfit)
+        while True:
+            fit = fit_hosts(self.config, placement, reports, unfit, restarts.suspects)
+            job = Job(script, fit.placement, dry_run=False, environment=self.environment)
+            planned = plan_job(fit.config, job, capabilities_of(fit.reports))
+            self._refuse_problems(planned, fit.placement)
+            without_room: Mapping[str, str] = {}
+            if job.runs_model:
+                without_room = hosts_without_room(planned.plan, fit.reports, training=job.trains)
+            if not without_room:
+                return _Prepared(job, planned, fit.config.runner, fit.reports, must_ask=False, left_out=fit.left_out)
+            unfit |= without_room
+
+    def _refuse_problems(self, planned: PlannedJob, placement: Placement) -> None:
+        """Raise ConfigError or LaunchError if a planned job cannot be started on its hosts."""
+        unable = self.launcher_problems(placement, self.environment["PATH"])
+        if planned.problems:
+            raise ConfigError([*planned.problems, *unable])
+        if unable:
+            raise LaunchError(unable[0])
+
+    def _launch(self, prepared: _Prepared, directory: Path, restarts: Restarts, agents: AgentProcesses) -> RunEnd:
+        """Start a prepared run, and follow it until it ends."""
+        plan = prepared.planned.plan
+        spec = self.launch_spec(prepared.job, prepared.planned, directory, prepared.runner)
+        notes = list(plan.notes)
+        reports = prepared.reports
+        if prepared.must_ask:
+            reports = self._check_hosts(spec, restarts)
+            notes += _check_formats(plan, capabilities_of(reports))
+        if prepared.job.runs_model:
+            check_memory(plan, reports, training=prepared.job.trains)
+        if prepared.job.trains:
+            check_compilers(plan, reports, self.environment)
+        print_to_stderr("note", notes)
+        write_run_directory(directory, plan, prepared.planned.device, self.launch_commands(spec))
+        restarts.starting(spec, directory, prepared.left_out, plan.batch.train_batch_size)
+        return launch(spec, prepared.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
+
+    def _check_hosts(self, spec: LaunchSpec, restarts: Restarts) -> list[HostReport]:
+        """Check every host and return the reports. Raises LaunchError for a host with a problem."""
+        reports = self._examine_hosts(spec, restarts)
+        if _have_problems(reports):
+            raise too_few_hosts(f"nothing was started:\n{format_reports(reports)}", reports)
+        return reports
+
+    def _tokenizer_keys(self) -> Iterator[str]:
+        """Yield the keys of the tokenizer's files that were given."""
+        for key in _TOKENIZER_FILES:
+            if self.config.given(key):
+                yield key
+
+    def _files_of_every_host(self) -> Iterator[str]:
+        """Yield the absolute paths of the token files and the tokenizer's files, which every rank reads."""
+        for prefix in data_prefixes(self.config):
+            yield str(ids_file(prefix).absolute())
+        if self.config.tokenizer.tokenizer_type == "TiktokenTokenizer":  # its vocab_file may be the name of an encoding
+            return
+        for key in self._tokenizer_keys():
+            yield str(Path(self.config.value(key)).absolute())
+
+    def _examine_hosts(
+        self, spec: LaunchSpec, restarts: Restarts | None = None, *, lost: frozenset[str] = frozenset()
+    ) -> list[HostReport]:
+        """Check every host, with the paths of this configuration. Those that were lost are not waited for."""
+        checks = Checks(
+            save_paths=() if self.save is None else (str(self.save),),
+            local_paths=nvme_paths(self.config),
+            data_paths=tuple(self._files_of_every_host()),
+            ssh_port=self.runner.ssh_port,
+            seconds=self.runner.doctor_timeout,
+            always_ssh=len(spec.hosts) > 1,
+            links=restarts is None or restarts.doubts_links,
+            lost=lost,
+            awaited=frozenset() if restarts is None else restarts.awaited,
+        )
+        return examine(spec, checks, self.environment)
+
+
+def _end_without_start(error: UnreachableHostError) -> RunEnd:
+    """Print why a restart has failed, and return it as another end of the run."""
+    print(f"error: {error}", file=sys.stderr)
+    return RunEnd(EndKind.NOT_STARTED, error.exit_code, error.cause, hosts=error.hosts)
+
+
+def _have_problems(reports: Sequence[HostReport]) -> bool:
+    return any(report.problems for report in reports)
+
+
+def _check_formats(plan: RunPlan, capabilities: Capabilities) -> list[str]:
+    """Return notes on the precision of a plan on hosts that were asked after it was made.
+
+    Raises:
+        ConfigError: The hosts cannot multiply in fp8.
+    """
+    if problems := list(fp8_problems(plan, capabilities)):
+        raise ConfigError(problems)
+    _, notes = settle_precision(plan.config, capabilities)
+    return notes
