@@ -99,7 +99,7 @@ class NeoXConfig(Section):
         in_blocks = [path for path in UNSUPPORTED_IN_BLOCKS if look_up(keys.values, path)[0]]
         keys.values = without(keys.values, in_blocks)
         keys.translate_aliases()
-        sections: dict[str, Section] = {}
+        sections: dict[str, Any] = {}
         for name, section in section_classes().items():
             own = {key: value for key, value in keys.values.items() if owners[key] == name}
             try:
@@ -108,7 +108,7 @@ class NeoXConfig(Section):
                 report_type_errors(keys, section, error)
         if keys.problems:
             return None, keys.problems
-        config = cls.model_validate(sections)
+        config = cls.model_construct(**sections)  # each section has been validated
         object.__setattr__(config, "_given", given)
         object.__setattr__(config, "_sources", keys.sources)
         return config, []
