@@ -20,6 +20,7 @@ class LRSchedule:
     def __init__(self, plan: RunPlan, optimizer: Optimizer) -> None:
         self.schedule = schedule_of(plan.config)
         self.optimizer = optimizer
+        self.cycled_betas = plan.config.optimizer.optimizer.kind.cycled_betas
         self.seek(0)
 
     def seek(self, iteration: int) -> None:
@@ -28,8 +29,8 @@ class LRSchedule:
         betas = self.schedule.betas(iteration)
         for group in self.optimizer.param_groups:  # looked up each time: loading replaces them
             group["lr"] = self.schedule.lr(iteration) * group.get("lr_factor", 1.0)
-            if betas is not None and "betas" in group:
-                group["betas"] = betas
+            if betas is not None and self.cycled_betas:
+                group[self.cycled_betas] = betas
 
     def step(self) -> None:
         """Advance by one applied step."""

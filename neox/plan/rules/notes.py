@@ -81,10 +81,12 @@ def _optimizer_notes(config: NeoXConfig) -> Iterator[Note]:
         yield Note(("weight_decay", "optimizer.type"), message)
     scheduler = config.schedule.scheduler
     cycles = scheduler is not None and scheduler.type == "OneCycle" and scheduler.params.cycle_momentum
-    if cycles and "betas" not in type(params).model_fields:
+    if cycles and not config.optimizer.optimizer.kind.cycled_betas:
         key = "scheduler.params.cycle_momentum"
         momentum = config.describe_setting(key)
-        message = f"{momentum} changes nothing with {kind}, which has no betas; only its learning rate is cycled"
+        message = (
+            f"{momentum} changes nothing with {kind}, which has no betas to cycle; only its learning rate is cycled"
+        )
         yield Note((key, "optimizer.type"), message)
 
 

@@ -195,6 +195,22 @@ def test_classes_have_the_tables_keys():
     assert CLASSES.keys() == OPTIMIZERS.keys()
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_schedule_cycles_the_betas_that_the_table_names_and_no_others(name):
+    model, _ = example()
+    plan = small_plan(1, optimizer={"type": OPTIMIZERS[name].names[0]}, train_iters=STEPS, **SCHEDULES["OneCycle"])
+    optimizer = build_optimizer(plan, model.named_parameters())
+    before = [dict(group) for group in optimizer.param_groups]
+    LRSchedule(plan, optimizer).seek(1)
+    changed = set()
+    for old, new in zip(before, optimizer.param_groups, strict=True):
+        changed |= {key for key in new if key != "params" and new[key] != old[key]}
+    cycled = OPTIMIZERS[name].cycled_betas
+    assert changed == {"lr", cycled} - {""}
+    if cycled:
+        assert len(getattr(plan.config.optimizer.optimizer.params, cycled)) == 2
+
+
 # Numbers with which every state exists.
 ALL_STATES = {
     "sgd": {"momentum": 0.9},
