@@ -63,9 +63,9 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
     prefixes = {prefix: key for prefix, key in data_prefixes(config).items() if not is_remote(prefix)}
     if tokenizer is None or not any(Path(f"{prefix}.idx").exists() for prefix in prefixes):
         return problems
-    from neox.data.token_files import sidecar  # numpy, which a dry run without data does not need
+    from neox.data.dataset_problems import dataset_problems  # numpy, which a dry run without data does not need
 
-    found = sidecar.data_problems(
+    found = dataset_problems(
         prefixes,
         _labelled_data(config),
         config.data,

@@ -16,14 +16,10 @@ from typing import Any
 import numpy as np
 
 from neox.config.sections.data import DataConfig
-from neox.config.sections.preferences import REWARD_KEYS
-from neox.data.samples.packing import usable_documents
 from neox.data.token_files.indexed_dataset import IndexedDataset, idx_path, json_path
 from neox.errors import DataError
 from neox.files import write_text
 from neox.log import get_logger
-from neox.storage import ids_file
-from neox.tokenizer import Tokenizer
 from neox.tokenizer.chat import ChatTemplate
 
 _log = get_logger(__name__)
@@ -207,66 +203,3 @@ def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
             inputs=joined.inputs + other.inputs,
         )
     return joined
-
-
-def data_problems(
-    prefixes: Mapping[str, str],
-    labelled: Mapping[str, str],
-    data: DataConfig,
-    seq_length: int | None,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    *,
-    open_files: bool,
-) -> list[tuple[str, str]]:
-    """Find the datasets that a run cannot use. Missing files are not reported here.
-
-    Args:
-        prefixes: Prefixes of the datasets, and the configuration key that names each.
-        labelled: Prefixes of label files, and the prefix of the dataset to which each belongs.
-        data: Data section of the configuration.
-        seq_length: Number of tokens of a sample's input.
-        tokenizer: Tokenizer of the run.
-        vocab_size: Number of ids that text of the run may have.
-        open_files: Whether each `.idx` is read too. This takes some time for very many documents.
-
-    Returns:
-        Configuration key and problem of each dataset that does not fit.
-    """
-    problems = []
-    for prefix, key in prefixes.items():
-        if not ids_file(prefix).is_file() or not idx_path(prefix).is_file():
-            continue
-        try:
-            if not open_files:
-                _check_sidecar(prefix, tokenizer, vocab_size)
-            elif key in REWARD_KEYS:
-                IndexedDataset(prefix, data.data_impl, floats=True)
-            else:
-                _check_dataset(prefix, labelled.get(prefix), data, seq_length, tokenizer, vocab_size)
-        except DataError as error:
-            problems.append((key, str(error)))
-    return problems
-
-
-def _check_sidecar(prefix: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise DataError if the sidecar of a dataset, if any, names another tokenizer."""
-    sidecar = read_sidecar(prefix)
-    if sidecar is not None:
-        check_tokenizer(sidecar, prefix, vocab_size=vocab_size, tokenizer_hashes=tokenizer.known_hashes)
-
-
-def _check_dataset(
-    prefix: str, labelled: str | None, data: DataConfig, seq_length: int | None, tokenizer: Tokenizer, vocab_size: int
-) -> None:
-    """Raise DataError if a run cannot use a dataset. `labelled` is the dataset whose labels it holds, if any."""
-    texts = IndexedDataset(prefix, data.data_impl)
-    labels = None
-    check_fits(texts, vocab_size=vocab_size, tokenizer_hashes=tokenizer.known_hashes)
-    if labelled is not None and idx_path(labelled).is_file():
-        labels = texts
-        texts = IndexedDataset(labelled, data.data_impl)
-        check_labels(texts, labels)
-    if data.pack_impl != "packed" and seq_length is not None:
-        documents = range(len(texts))
-        usable_documents(texts, labels, documents, seq_length, allow_chopped=data.allow_chopped)
