@@ -12,9 +12,10 @@ from neox.config.sections.data import Blend, DataConfig, split_shares
 from neox.data.masked.masking import MaskingVocabulary
 from neox.data.masked.sentence_pairs import SentencePairDataset, SentencePairSettings
 from neox.data.mixtures.blend import BlendedDataset, normalized, samples_of_each, weights_by_documents
+from neox.data.pass_amounts import tokens_of_pass
 from neox.data.samples.fill_in_middle import FillInMiddle
 from neox.data.samples.gpt_dataset import GPTDataset, split_documents
-from neox.data.samples.packing import Packing, tokens_of_pass
+from neox.data.samples.packing import Packing
 from neox.data.samples.rows import TokenRows, TrainingDocuments
 from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.data.token_files.sidecar import check_fits, check_labels

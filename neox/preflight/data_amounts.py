@@ -65,7 +65,7 @@ def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
         return ()
     share = split_shares(data.split)[0] if data.train_data_paths is None else 1.0
     try:
-        from neox.data.samples.packing import tokens_of_pass  # numpy, which a dry run without data does not need
+        from neox.data.pass_amounts import tokens_of_pass  # numpy, which a dry run without data does not need
 
         tokens = []
         for prefix, labels in _training_sets(config):
@@ -108,7 +108,7 @@ def _truncation(config: NeoXConfig) -> tuple[list[str], list[Problem]]:
         return notes, problems
     for prefix, labels in _training_sets(config):
         try:
-            from neox.data.samples.packing import truncation  # numpy, which a dry run without data does not need
+            from neox.data.pass_amounts import truncation  # numpy, which a dry run without data does not need
 
             found = truncation(*_opened(prefix, labels), length, allow_chopped=data.allow_chopped)
         except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
@@ -140,7 +140,7 @@ def _packing_notes(config: NeoXConfig) -> Iterator[str]:
             sizes, documents = _first_sizes(str(prefix))
         except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
             continue
-        from neox.data.samples.best_fit import packing_shares  # numpy, which a dry run without data does not need
+        from neox.data.pass_amounts import packing_shares  # numpy, which a dry run without data does not need
 
         shares = packing_shares(sizes, config.model.seq_length)
         sampled = f", by its first {len(sizes):,} documents" if len(sizes) < documents else ""

@@ -77,7 +77,10 @@ def with_train_iters(config: NeoXConfig, world_size: int) -> DecidedConfig:
 
 def _samples(config: NeoXConfig, length: int, epochs: float) -> int:
     """Return the number of samples of a length in a number of passes over the training data. Raises DataError."""
-    from neox.data.epochs import rows_of_epochs, samples_of_epochs  # numpy, which a dry run without data does not need
+    from neox.data.pass_amounts import (  # numpy, which a dry run without data does not need
+        rows_of_epochs,
+        samples_of_epochs,
+    )
 
     if config.preferences.on_preferences:
         return rows_of_epochs(config, length, epochs)

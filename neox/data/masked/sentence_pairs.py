@@ -11,7 +11,7 @@ import numpy as np
 
 from neox.config.sections.data import SentencePairs
 from neox.data.masked.masking import MaskingVocabulary, mask_tokens
-from neox.data.samples.index_maps import load_or_build
+from neox.data.samples.map_cache import load_or_build
 from neox.data.samples.rows import RowLayout
 from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.errors import DataError

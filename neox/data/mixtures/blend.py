@@ -11,7 +11,7 @@ import numpy as np
 
 from neox.data.masked.sentence_pairs import SentencePairDataset
 from neox.data.samples.gpt_dataset import GPTDataset
-from neox.data.samples.index_maps import load_or_build
+from neox.data.samples.map_cache import load_or_build
 from neox.data.samples.rows import RowLayout
 from neox.errors import DataError
 

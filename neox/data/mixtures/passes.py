@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from neox.data.mixtures.lanes import Lanes, lane_bounds
-from neox.data.samples.index_maps import IndexMaps, load_or_build
+from neox.data.samples.index_maps import IndexMaps
+from neox.data.samples.map_cache import load_or_build
 from neox.data.samples.rows import SampleCuts
 from neox.data.token_files.indexed_dataset import IndexedDataset
 

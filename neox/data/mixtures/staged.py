@@ -13,7 +13,7 @@ import numpy as np
 from neox.data.mixtures.blend import blend_indices
 from neox.data.mixtures.ledger import DatasetRecord
 from neox.data.mixtures.stream import Cursor, DatasetStream
-from neox.data.samples.index_maps import load_or_build
+from neox.data.samples.map_cache import load_or_build
 from neox.data.samples.rows import RowLayout
 
 

@@ -10,10 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from neox.config.sections.data import split_shares
-from neox.data.samples.best_fit import DocumentPieces, best_fit_rows, build_best_fit_maps
 from neox.data.samples.fill_in_middle import FillInMiddle
-from neox.data.samples.index_maps import IndexMaps, build_index_maps, content_key, load_or_build
-from neox.data.samples.packing import Packing, build_padded_maps, padded_rows, usable_documents
+from neox.data.samples.index_maps import IndexMaps, build_index_maps, content_key
+from neox.data.samples.map_cache import load_or_build
+from neox.data.samples.packing import (
+    DocumentHeads,
+    DocumentPieces,
+    Packing,
+    build_best_fit_maps,
+    build_whole_document_maps,
+    padded_layout,
+    padded_rows,
+    usable_documents,
+)
 from neox.data.samples.rows import RowLayout, SampleCuts, TokenRows, TrainingDocuments
 from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
 from neox.errors import DataError
@@ -44,7 +53,14 @@ class GPTDataset:
         samples   |------ sample 0 -----|------ sample 1 -----|------ sample 2 -----| ...
 
     Neighbours share one token: the last target of a sample is the first input of the next one. Samples are then
-    shuffled. With another `packing`, samples are whole documents and padding.
+    shuffled. With another `packing`, samples are whole documents and padding (`neox.data.samples.packing` shows all).
+
+    Sample i of the run goes through the maps to its row:
+
+        shuffle_map[i] -> n        its number before samples were shuffled
+        sample_map[n]              the entry where it starts, and the token there; it ends where n + 1 starts
+        document_map[entries]      the documents of its entries
+        indexed[document]          their tokens, of which the row is joined
 
     `len()` is `num_samples - 1`, as in gpt-neox; the last sample can be read all the same.
 
@@ -57,7 +73,7 @@ class GPTDataset:
         labels: Labels of the tokens, with the same sequences; IGNORED for a token that is not predicted. None if each
             token is its own label.
         packing: The way documents become samples.
-        pieces: Pieces of documents, with the packing `best_fit`.
+        pieces: Pieces of documents that padded samples hold; None if documents are joined.
         rows: Reader of samples of joined documents.
         seq_length: Number of tokens of a sample's input.
         num_samples: Number of samples that can be read.
@@ -105,8 +121,8 @@ class GPTDataset:
         assert fill_in_middle is None or not self.packing.is_padded
         self.rows = TokenRows(indexed, labels, fill_in_middle, seq_length + 1)
         self.seq_length = seq_length
-        self.pieces: DocumentPieces | None = None
-        self.maps = self._maps(documents, num_samples, seed, cache_dir)
+        self.pieces: DocumentHeads | DocumentPieces | None = None
+        self.maps = self._build_maps(num_samples)
         self.num_samples = len(self.maps.shuffle_map)
         if self.num_samples == 0:
             raise DataError(
@@ -114,33 +130,36 @@ class GPTDataset:
                 f"{seq_length + 1} tokens, not one sample; use more data or a shorter seq_length"
             )
 
-    def _maps(self, documents: range, num_samples: int, seed: int, cache_dir: str | Path | None) -> IndexMaps:
-        """Build or load the index maps; arguments as for the constructor."""
+    def _build_maps(self, num_samples: int) -> IndexMaps:
+        """Build or load the index maps for a number of samples."""
         sizes = self.indexed.sizes
-        settings = {"num_samples": num_samples, "seq_length": self.seq_length, "seed": seed}
-        build: Callable[..., IndexMaps] = build_index_maps
+        documents = self.documents
+        settings = {"num_samples": num_samples, "seq_length": self.seq_length, "seed": self.seed}
+        impl = self.packing.impl
         packing_key = b""
-        if self.packing.is_padded:
-            usable = self._usable(documents)
-            if self.packing.impl == "best_fit":
-                self.pieces = DocumentPieces.of(sizes, usable, documents, self.seq_length)
-                build = partial(build_best_fit_maps, usable=usable)
+        build: Callable[[], IndexMaps]
+        if impl == "packed":
+            build = partial(build_index_maps, sizes, documents, **settings)
+        else:
+            longest_read = self.seq_length
+            if impl == "best_fit":  # reads documents to their end
+                longest_read = max(longest_read, int(sizes.max()))
+            usable = usable_documents(
+                self.indexed, self.labels, documents, longest_read, allow_chopped=self.packing.allow_chopped
+            )
+            packing_key = impl.encode() + np.packbits(usable).tobytes()
+            if impl == "best_fit":
+                pieces = DocumentPieces.of(sizes, usable, documents, self.seq_length)
+                build = partial(build_best_fit_maps, pieces, num_samples=num_samples, seed=self.seed)
+                self.pieces = pieces
             else:
-                build = partial(build_padded_maps, usable=usable, impl=self.packing.impl)
-            packing_key = self.packing.impl.encode() + np.packbits(usable).tobytes()
-        if cache_dir is None:
-            return build(sizes, documents, **settings)
+                build = partial(build_whole_document_maps, sizes, documents, usable, impl=impl, **settings)
+                self.pieces = DocumentHeads(sizes, self.row_width)
+        if self.cache_dir is None:
+            return build()
         key = content_key(sizes, documents, **settings, packing=packing_key)
         names = tuple(field.name for field in fields(IndexMaps))
-        arrays = load_or_build(cache_dir, key, names, lambda: vars(build(sizes, documents, **settings)))
-        return IndexMaps(**arrays)
-
-    def _usable(self, documents: range) -> np.ndarray:
-        """Return which documents can be in a sample, bool [documents]."""
-        read = self.seq_length
-        if self.packing.impl == "best_fit":  # reads documents to their end
-            read = max(read, int(self.indexed.sizes.max()))
-        return usable_documents(self.indexed, self.labels, documents, read, allow_chopped=self.packing.allow_chopped)
+        return IndexMaps(**load_or_build(self.cache_dir, key, names, lambda: vars(build())))
 
     def __len__(self) -> int:
         return self.num_samples - 1
@@ -176,12 +195,10 @@ class GPTDataset:
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the token ids of samples, [len(indices), seq_length + 1]. Padding is 0."""
-        numbers = self._numbers_in_stream(indices)
-        if self.pieces is not None:
-            return best_fit_rows(self.indexed, self.pieces, self.maps, numbers, 0, self.dtype)
-        if self.packing.is_padded:
-            return padded_rows(self.indexed, self.maps, numbers, self.row_width, 0, self.dtype)
-        return self.rows.read(self._cuts(numbers))
+        numbers = self._numbers_before_shuffle(indices)
+        if self.pieces is None:
+            return self.rows.read(self._cuts(numbers))
+        return padded_rows(self.indexed, self.pieces, self.maps, numbers, 0, self.dtype)
 
     def read_labels(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the label of each token of samples, IGNORED for a token that is not predicted.
@@ -189,35 +206,25 @@ class GPTDataset:
         Returns:
             Labels, int32 or int64 [len(indices), seq_length + 1].
         """
-        numbers = self._numbers_in_stream(indices)
-        if self.packing.is_padded:
-            source = self.rows.label_source  # the labels, or the tokens themselves if there are none
-            if self.pieces is not None:
-                return best_fit_rows(
-                    source, self.pieces, self.maps, numbers, IGNORED, self.rows.label_dtype, shared=IGNORED
-                )
-            return padded_rows(source, self.maps, numbers, self.row_width, IGNORED, self.rows.label_dtype)
-        return self.rows.read_labels(self._cuts(numbers))
+        numbers = self._numbers_before_shuffle(indices)
+        if self.pieces is None:
+            return self.rows.read_labels(self._cuts(numbers))
+        source = self.rows.label_source  # the labels, or the tokens themselves if there are none
+        dtype = self.rows.label_dtype
+        return padded_rows(source, self.pieces, self.maps, numbers, IGNORED, dtype, shared=IGNORED)
 
     def layout(self, indices: Sequence[int] | np.ndarray) -> RowLayout:
         """Return where the documents of samples start, and where their padding does."""
-        numbers = self._numbers_in_stream(indices)
-        if not self.packing.is_padded:
+        numbers = self._numbers_before_shuffle(indices)
+        if self.pieces is None:
             return self.rows.layout(self._cuts(numbers))
-        firsts = self.maps.sample_map[numbers, 0].tolist()
-        ends = self.maps.sample_map[numbers + 1, 0].tolist()
-        pieces = []
-        for first, end in zip(firsts, ends, strict=True):
-            entries = self.maps.document_map[first:end]
-            sizes = self.indexed.sizes[entries] if self.pieces is None else self.pieces.lengths(entries)
-            pieces.append(sizes.tolist())
-        return RowLayout.of(pieces, self.row_width)
+        return padded_layout(self.pieces, self.maps, numbers)
 
     def _cuts(self, numbers: np.ndarray) -> SampleCuts:
-        """Return where the samples with these numbers in the stream start and end."""
+        """Return where samples are cut from the joined documents; the next sample starts with the last token."""
         sample_map = self.maps.sample_map
         return SampleCuts(self.maps.document_map, sample_map[numbers], sample_map[numbers + 1], numbers)
 
-    def _numbers_in_stream(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the numbers that samples have in the stream, before samples are shuffled."""
+    def _numbers_before_shuffle(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the numbers that samples have in `sample_map`."""
         return self.maps.shuffle_map[np.asarray(indices, dtype=np.intp)].astype(np.intp)

@@ -1,22 +1,53 @@
-"""Samples of whole documents and padding (`pack_impl: pack_until_overflow` and `unpacked`).
+"""Packing: the documents of a sample, and the row of tokens that it becomes.
 
-Samples and the documents of each pass are shuffled by the same draws as in later versions of gpt-neox.
+A row has seq_length + 1 tokens; all but the last are inputs, and all but the first are predicted. `pack_impl` says how
+the documents of a pass, in random order, fill the rows (here 7, 2, 9, 4, ...; document 9 is longer than a row):
+
+    packed                 documents are joined, and cut wherever a row is full; neighbouring rows share one token
+        row 0              | document 7 |  document 2  |- 9 -|
+        row 1                                                |--------- 9 ---------|- 4 -|
+        row 2                                                                            |- 4 -| document 0 | ...
+
+    pack_until_overflow    whole documents, until the next one does not fit; the end of a long one is lost
+        row 0              | document 7 |  document 2  |     padding     |
+        row 1              |----------------- document 9 ----------------|
+        row 2              | document 4 | document 0 |      padding      |
+
+    unpacked               one document in each row
+        row 0              | document 7 |             padding            |
+
+    best_fit               documents longer than a row are cut into pieces; each piece goes where it fits best
+        row 0              |----------------- 9, piece 0 ----------------|
+        row 1              |- 9, piece 1 -|  document 2  | document 7 | p |
+
+Each is made in the same steps:
+
+    usable_documents       the documents that have something to predict
+    build_..._maps         the entries of each sample, and the order of samples; built once, and kept on disk
+    ..._rows               tokens or labels of some samples; read for every batch
+
+For `packed` the last two are `index_maps.build_index_maps` and `rows.TokenRows`, since its rows begin and end inside
+documents. For the others they are here: an entry of `IndexMaps.document_map` is a document (`DocumentHeads`) or a piece
+of one (`DocumentPieces`), and sample i has the entries from `sample_map[i, 0]` to `sample_map[i + 1, 0]`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from neox.config.sections.data import DataConfig, PackImpl
-from neox.data.samples.best_fit import samples_of_pieces
+from neox.config.sections.data import PackImpl
 from neox.data.samples.index_maps import IndexMaps, shuffled
+from neox.data.samples.rows import RowLayout
 from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 
-_COUNTED_DOCUMENTS = 1 << 17
-"""Number of documents that are packed to estimate the samples of a pass, which takes a fraction of a second."""
+WINDOW = 1 << 14
+"""Pieces that `best_fit` packs at once."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +55,7 @@ class Packing:
     """The way documents become samples.
 
     Attributes:
-        impl: Kind of packing. `packed` joins documents and cuts the result into samples, `pack_until_overflow` fills a
-            sample with whole documents until the next one does not fit, and `unpacked` puts one document in a sample.
-            `best_fit` is in `neox.data.samples.best_fit`.
+        impl: Kind of packing; the picture above shows each.
         allow_chopped: Whether the end of a document longer than a sample is cut off. Otherwise the document is left
             out.
     """
@@ -65,7 +94,7 @@ def usable_documents(
     if not allow_chopped:
         usable &= sizes <= seq_length + 1
     if labels is not None:
-        usable &= _has_predicted_token(labels, seq_length)[documents.start : documents.stop]
+        usable &= (predicted_tokens(labels, seq_length) > 0)[documents.start : documents.stop]
     if usable.any():
         return usable
     wanted = "a document with at least two tokens"
@@ -79,12 +108,7 @@ def usable_documents(
     )
 
 
-def _has_predicted_token(labels: IndexedDataset, seq_length: int) -> np.ndarray:
-    """Return, for each document, whether a sample of it has a token to predict, bool [documents]."""
-    return _predicted_tokens(labels, seq_length) > 0
-
-
-def _predicted_tokens(labels: IndexedDataset, seq_length: int) -> np.ndarray:
+def predicted_tokens(labels: IndexedDataset, seq_length: int) -> np.ndarray:
     """Return the number of tokens to predict in a sample of each document, int64 [documents].
 
     These are among the tokens after the first one and up to the end of the sample.
@@ -100,100 +124,95 @@ def _predicted_tokens(labels: IndexedDataset, seq_length: int) -> np.ndarray:
     return result
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """What samples leave out of a dataset's documents.
+class LocatedPieces(NamedTuple):
+    """Places of pieces in their documents.
 
     Attributes:
-        documents: Number of documents.
-        cut: Number of documents that lose their end.
-        dropped: Number of documents that are in no sample.
-        trained: Number of tokens that would be predicted if all documents were whole.
-        lost: Number of those that no sample predicts.
+        documents: Number of the sequence of each piece [pieces].
+        begins: First token of each piece in its sequence [pieces].
+        ends: Token after the last one of each piece in its sequence [pieces].
     """
 
-    documents: int
-    cut: int
-    dropped: int
-    trained: int
-    lost: int
+    documents: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True)
+class DocumentHeads:
+    """Entries of `pack_until_overflow` and `unpacked`: the first tokens of each document, as many as a row holds.
+
+    Attributes:
+        sizes: Number of tokens of every sequence of the dataset [sequences].
+        width: Number of tokens of a row.
+    """
+
+    sizes: np.ndarray
+    width: int
+
+    def locate(self, entries: np.ndarray) -> LocatedPieces:
+        """Return the place of each entry, which is the number of a sequence."""
+        return LocatedPieces(entries, np.zeros_like(entries), np.minimum(self.sizes[entries], self.width))
+
+
+@dataclass(frozen=True)
+class DocumentPieces:
+    """Entries of `best_fit`: pieces of at most a row, numbered through all documents.
+
+    Neighbouring pieces of a document share one token, so that each of its tokens but the first is predicted once:
+
+        document    |----------- piece 0 -----------|
+                                                    |------ piece 1 ------|
+
+    Attributes:
+        first_document: Number of the first document in the dataset.
+        sizes: Number of tokens of each document, 0 for those that are left out [documents].
+        ends: Number of pieces of each document and all before it [documents].
+        seq_length: Number of tokens of a sample's input.
+    """
+
+    first_document: int
+    sizes: np.ndarray
+    ends: np.ndarray
+    seq_length: int
+
+    @classmethod
+    def of(cls, sizes: np.ndarray, usable: np.ndarray, documents: range, seq_length: int) -> DocumentPieces:
+        """Cut documents.
+
+        Args:
+            sizes: Number of tokens of every sequence of the dataset [sequences].
+            usable: Which of the documents are used [documents].
+            documents: Numbers of the documents.
+            seq_length: Number of tokens of a sample's input.
+        """
+        used_sizes = np.where(usable, sizes[documents.start : documents.stop], 0).astype(np.int64)
+        pieces_of_each = -(-np.maximum(used_sizes - 1, 0) // seq_length)  # rounded up
+        return cls(documents.start, used_sizes, np.cumsum(pieces_of_each), seq_length)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
 
     @property
-    def lost_share(self) -> float:
-        """Share of the predicted tokens that is lost."""
-        return self.lost / self.trained if self.trained else 0.0
+    def width(self) -> int:
+        """Number of tokens of a row."""
+        return self.seq_length + 1
+
+    def locate(self, entries: np.ndarray) -> LocatedPieces:
+        """Return the place of each entry, which is the number of a piece."""
+        documents = np.searchsorted(self.ends, entries, side="right")
+        pieces_before = np.where(documents > 0, self.ends[documents - 1], 0)
+        begins = (entries - pieces_before) * self.seq_length
+        ends = np.minimum(begins + self.width, self.sizes[documents])
+        return LocatedPieces(documents + self.first_document, begins, ends)
+
+    def lengths(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of each piece."""
+        located = self.locate(numbers)
+        return located.ends - located.begins
 
 
-def truncation(
-    indexed: IndexedDataset, labels: IndexedDataset | None, seq_length: int, *, allow_chopped: bool
-) -> Truncation:
-    """Return what `pack_until_overflow` and `unpacked` leave out of a dataset. Raises DataError if no document is left.
-
-    Args:
-        indexed: Token dataset.
-        labels: Labels of its tokens. By default every token is predicted.
-        seq_length: Number of tokens of a sample's input.
-        allow_chopped: Whether longer documents are cut.
-    """
-    documents = range(len(indexed))
-    usable = usable_documents(indexed, labels, documents, seq_length, allow_chopped=allow_chopped)
-    sizes = np.asarray(indexed.sizes, dtype=np.int64)
-    if labels is None:
-        in_all = np.maximum(sizes - 1, 0)
-        in_samples = np.minimum(in_all, seq_length)
-    else:
-        in_all = _predicted_tokens(labels, int(sizes.max()))
-        in_samples = _predicted_tokens(labels, seq_length)
-    trained = int(in_all.sum())
-    cut = int((usable & (sizes > seq_length + 1)).sum())
-    return Truncation(len(sizes), cut, int((~usable).sum()), trained, trained - int(in_samples[usable].sum()))
-
-
-def tokens_of_pass(indexed: IndexedDataset, labels: IndexedDataset | None, data: DataConfig, seq_length: int) -> int:
-    """Return the number of tokens in the samples of one pass over a dataset, including padding.
-
-    For many documents it is extrapolated from the first ones.
-
-    Args:
-        indexed: Token dataset.
-        labels: Labels of its tokens, if any. Documents without one in their sample are left out.
-        data: Data section of the configuration.
-        seq_length: Number of tokens of a sample's input.
-    """
-    sizes = np.asarray(indexed.sizes)
-    if data.pack_impl == "packed":
-        return int(sizes.sum(dtype=np.int64))
-    usable = sizes > 1
-    read = int(sizes.max(initial=0)) if data.pack_impl == "best_fit" else seq_length
-    if not data.allow_chopped:
-        usable &= sizes <= seq_length + 1
-    if labels is not None:
-        usable &= _has_predicted_token(labels, read)
-    used = sizes[usable]
-    counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
-    if not len(counted):
-        return 0
-    samples = samples_of_pass(counted, data.pack_impl, seq_length)
-    return round(samples * len(used) / len(counted)) * seq_length
-
-
-def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
-    """Return the number of padded samples that usable documents of given sizes make, in the given order."""
-    if impl == "best_fit":
-        return samples_of_pieces(sizes, seq_length)
-    if impl == "unpacked":
-        return len(sizes)
-    samples = 0
-    room = 0  # in the last sample
-    for size in sizes.tolist():
-        if not samples or size > room:
-            samples += 1
-            room = seq_length + 1
-        room -= size
-    return samples
-
-
-def build_padded_maps(
+def build_whole_document_maps(
     sizes: np.ndarray,
     documents: range,
     usable: np.ndarray,
@@ -203,9 +222,7 @@ def build_padded_maps(
     seq_length: int,
     seed: int,
 ) -> IndexMaps:
-    """Build the index maps of padded samples.
-
-    Sample i consists of the documents `document_map[a:b]` with a = `sample_map[i, 0]` and b = `sample_map[i + 1, 0]`.
+    """Build the index maps of `pack_until_overflow` and `unpacked`, by the same draws as later versions of gpt-neox.
 
     Args:
         sizes: Number of tokens of every sequence of the dataset [sequences].
@@ -263,27 +280,118 @@ def _until_overflow(
             left -= tokens[document]
 
 
+def build_best_fit_maps(pieces: DocumentPieces, *, num_samples: int, seed: int) -> IndexMaps:
+    """Build the index maps of `best_fit` (arXiv:2404.10830).
+
+    Pieces of a pass are shuffled. Windows of them, one after the other, are packed by best-fit decreasing: the longest
+    first, each into the sample that it fills best. So a document's neighbours change from pass to pass.
+
+    Args:
+        pieces: Pieces of the documents.
+        num_samples: Number of samples that the run reads. So many are made, in several passes if needed.
+        seed: Seed of the shuffles.
+    """
+    samples = max(1, num_samples)
+    random = np.random.RandomState(seed)
+    shuffle_map = shuffled(samples, random)
+    entries: list[int] = []
+    sample_map = np.zeros((samples + 1, 2), dtype=np.int64)
+    made = 0
+    while made < samples:
+        order = np.arange(len(pieces))
+        random.shuffle(order)
+        for sample in packed(order, pieces.lengths(order), pieces.width):
+            if made == samples:
+                break
+            entries += sample
+            made += 1
+            sample_map[made, 0] = len(entries)
+    return IndexMaps(np.array(entries), sample_map, shuffle_map)
+
+
+def packed(numbers: np.ndarray, lengths: np.ndarray, room: int) -> Iterator[list[int]]:
+    """Yield the pieces of each sample, window after window.
+
+    Args:
+        numbers: Numbers of the pieces, in the order of the pass.
+        lengths: Number of tokens of each.
+        room: Number of tokens of a sample.
+    """
+    for start in range(0, len(numbers), WINDOW):
+        window = slice(start, start + WINDOW)
+        yield from _best_fit_decreasing(numbers[window], lengths[window], room)
+
+
+def _best_fit_decreasing(numbers: np.ndarray, lengths: np.ndarray, room: int) -> list[list[int]]:
+    """Return the pieces of each sample of one window. Pieces of one length keep their order."""
+    longest_first = np.argsort(-lengths, kind="stable")
+    samples: list[list[int]] = []
+    open_samples: list[tuple[int, int]] = []  # (room that is left, number of the sample), least room first
+    for number, length in zip(numbers[longest_first].tolist(), lengths[longest_first].tolist(), strict=True):
+        place = bisect_left(open_samples, (length, 0))
+        if place < len(open_samples):
+            left, sample = open_samples.pop(place)
+            samples[sample].append(number)
+        else:
+            left = room
+            sample = len(samples)
+            samples.append([number])
+        left -= length
+        if left > 1:  # a piece has two tokens at least
+            insort(open_samples, (left, sample))
+    return samples
+
+
 def padded_rows(
-    source: IndexedDataset, maps: IndexMaps, samples: np.ndarray, width: int, padding: int, dtype: np.dtype
+    source: IndexedDataset,
+    pieces: DocumentHeads | DocumentPieces,
+    maps: IndexMaps,
+    samples: np.ndarray,
+    padding: int,
+    dtype: np.dtype,
+    *,
+    shared: int | None = None,
 ) -> np.ndarray:
-    """Return samples of whole documents.
+    """Return samples of whole documents or pieces, and then padding.
 
     Args:
         source: Tokens, or their labels.
-        maps: Index maps from `build_padded_maps`.
+        pieces: Places of the entries of `maps`.
+        maps: Index maps of a packing with padding.
         samples: Numbers of the samples in `sample_map` [n].
-        width: Number of tokens of a sample. What does not fit is cut off.
-        padding: Value after the last document.
+        padding: Value after the last piece.
         dtype: Dtype of the rows.
+        shared: Value in place of a token that a piece shares with the one before, which has predicted it already; the
+            token itself if None.
 
     Returns:
-        Rows [n, width].
+        Rows [n, seq_length + 1].
     """
-    rows = np.full((len(samples), width), padding, dtype=dtype)
+    rows = np.full((len(samples), pieces.width), padding, dtype=dtype)
+    for row, entries in zip(rows, _entries_of(maps, samples), strict=True):
+        located = pieces.locate(entries)
+        filled = 0
+        for document, begin, end in zip(*(part.tolist() for part in located), strict=True):
+            length = end - begin
+            row[filled : filled + length] = source[document][begin:end]
+            if begin > 0 and shared is not None:
+                row[filled] = shared
+            filled += length
+    return rows
+
+
+def padded_layout(pieces: DocumentHeads | DocumentPieces, maps: IndexMaps, samples: np.ndarray) -> RowLayout:
+    """Return where the pieces of samples start, and where their padding does. Arguments as for `padded_rows`."""
+    lengths = []
+    for entries in _entries_of(maps, samples):
+        located = pieces.locate(entries)
+        lengths.append((located.ends - located.begins).tolist())
+    return RowLayout.of(lengths, pieces.width)
+
+
+def _entries_of(maps: IndexMaps, samples: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the entries of each sample."""
     firsts = maps.sample_map[samples, 0].tolist()
     ends = maps.sample_map[samples + 1, 0].tolist()
-    for row, first, end in zip(rows, firsts, ends, strict=True):
-        documents = maps.document_map[first:end].tolist()
-        ids = np.concatenate([source[document] for document in documents])
-        row[: len(ids)] = ids[:width]
-    return rows
+    for first, end in zip(firsts, ends, strict=True):
+        yield maps.document_map[first:end].astype(np.int64)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
-from neox.data.samples import best_fit
-from neox.data.samples.best_fit import DocumentPieces, packed, packing_shares
-from neox.data.samples.packing import Packing
+from neox.data.pass_amounts import packing_shares
+from neox.data.samples import packing
+from neox.data.samples.packing import DocumentPieces, Packing, packed
 
 SIZES = [3, 9, 1, 4, 0, 2, 5, 26, 4, 17]
 SEQ = 8
@@ -69,12 +69,12 @@ def test_samples_hold_every_piece_once_and_never_too_many_tokens(sizes: list[int
     pieces = DocumentPieces.of(np.array(sizes), np.ones(len(sizes), dtype=bool), range(len(sizes)), SEQ)
     order = np.random.RandomState(0).permutation(len(pieces))
     lengths = pieces.lengths(np.arange(len(pieces)))
-    whole = best_fit.WINDOW
-    best_fit.WINDOW = window
+    whole = packing.WINDOW
+    packing.WINDOW = window
     try:
         samples = list(packed(order, pieces.lengths(order), SEQ + 1))
     finally:
-        best_fit.WINDOW = whole
+        packing.WINDOW = whole
     assert sorted(piece for sample in samples for piece in sample) == list(range(len(pieces)))
     rooms = [SEQ + 1 - int(lengths[sample].sum()) for sample in samples]
     assert min(rooms) >= 0

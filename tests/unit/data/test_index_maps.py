@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from neox.data.samples import index_maps
-from neox.data.samples.index_maps import build_index_maps, content_key, count_epochs, load_or_build
+from neox.data.samples.index_maps import build_index_maps, content_key, count_epochs
+from neox.data.samples.map_cache import load_or_build
 from neox.errors import DataError
 from tests.errors import raises_naming
 

@@ -26,7 +26,7 @@ from neox.data.answer_pairs.pair_files import open_pairs
 from neox.data.answer_pairs.pair_packing import pack_pairs
 from neox.data.answer_pairs.pair_rows import NO_SLOT, PreferenceDataset, layout_rows
 from neox.data.answer_pairs.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, write_reference
-from neox.data.epochs import rows_of_epochs
+from neox.data.pass_amounts import rows_of_epochs
 from neox.data.token_files.indexed_dataset import IGNORED
 from neox.errors import DataError
 from tests.errors import raises_naming

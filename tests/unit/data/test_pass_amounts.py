@@ -5,7 +5,7 @@ import pytest
 
 from neox.config.sections.data import DataConfig
 from neox.data import IndexedDataset, IndexedDatasetBuilder
-from neox.data.epochs import samples_of_epochs
+from neox.data.pass_amounts import samples_of_epochs
 from neox.data.samples.gpt_dataset import GPTDataset
 from neox.data.samples.index_maps import count_epochs
 from neox.data.samples.packing import Packing

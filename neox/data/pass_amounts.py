@@ -1,0 +1,217 @@
+"""Amounts of one or more passes over the data: samples, rows, tokens, padding, and what is cut.
+
+A dry run and the shares of a blend need them before any index map is built. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from neox.config import NeoXConfig
+from neox.config.sections.data import DataConfig, PackImpl
+from neox.data.answer_pairs.pair_files import open_pairs
+from neox.data.answer_pairs.pair_packing import passes, usable_pairs
+from neox.data.samples.gpt_dataset import split_documents
+from neox.data.samples.packing import DocumentPieces, packed, predicted_tokens, usable_documents
+from neox.data.token_files.indexed_dataset import IndexedDataset
+
+_COUNTED_DOCUMENTS = 1 << 17
+"""Number of documents that are packed to estimate the samples of a pass, which takes a fraction of a second."""
+
+
+def samples_of_epochs(data: DataConfig, seq_length: int, epochs: float) -> int:
+    """Return the number of samples that `GPTDataset` makes in a number of passes over the training documents.
+
+    An epoch of a blend is one pass over each of its datasets, whatever their weights. With `pack_until_overflow` the
+    number depends on the order of documents; here it is the order of the files.
+
+    Args:
+        data: Data section of the configuration.
+        seq_length: Number of tokens of a sample's input.
+        epochs: Number of passes, which may be a fraction.
+
+    Raises:
+        DataError: If token files are missing or damaged.
+    """
+    if data.train_data_paths:
+        labels: Sequence[str | None] = data.train_label_data_paths or [None] * len(data.train_data_paths)
+        samples = 0
+        for prefix, label in zip(data.train_data_paths, labels, strict=True):
+            indexed = IndexedDataset(prefix, data.data_impl)
+            samples += _samples(indexed, range(len(indexed)), label, data, seq_length, epochs)
+        return samples
+    if data.data_path is not None:
+        indexed = IndexedDataset(data.data_path, data.data_impl)
+        documents = split_documents(data.split, len(indexed))[0]
+        return _samples(indexed, documents, None, data, seq_length, epochs)
+    return 0
+
+
+def rows_of_epochs(config: NeoXConfig, seq_length: int, epochs: float) -> int:
+    """Return the number of rows that hold the answers for training in a number of passes over them.
+
+    Args:
+        config: The configuration of a run that learns from preferences.
+        seq_length: Number of positions of a row.
+        epochs: Number of passes, which may be a fraction.
+
+    Raises:
+        DataError: If token files are missing, damaged, or hold answers that cannot be trained on.
+    """
+    keys = config.preferences
+    open_ids = partial(IndexedDataset, data_impl=config.data.data_impl)
+    pairs = open_pairs(keys.answers(config.data)[0], seq_length, open_ids, partial(open_ids, floats=True))
+    usable = usable_pairs(pairs, seq_length, skip_bad=keys.skip_bad_pairs)
+    whole, part = divmod(Fraction(str(epochs)), 1)
+    rows = 0
+    of_passes = passes(pairs, usable, seq_length, config.training.seed, config.data.pack_impl)
+    for rows_of_pass in islice(of_passes, int(whole)):
+        rows += len(rows_of_pass)
+    return rows + math.floor(part * len(next(of_passes)))
+
+
+def _samples(
+    indexed: IndexedDataset, documents: range, labels: str | None, data: DataConfig, seq_length: int, epochs: float
+) -> int:
+    """Return the number of samples of documents of one dataset. `labels` is the prefix of their labels."""
+    passes = Fraction(str(epochs))  # exact, so that 3 times 0.1 epochs are 0.3 epochs
+    sizes = indexed.sizes[documents.start : documents.stop]
+    if data.pack_impl == "packed":
+        tokens = math.floor(passes * int(sizes.sum(dtype=np.int64)))
+        return max(0, tokens - 1) // seq_length  # samples share tokens; only the last one has its last token to itself
+    opened_labels = None
+    if labels is not None:
+        opened_labels = IndexedDataset(labels, data.data_impl)
+    usable = usable_documents(indexed, opened_labels, documents, seq_length, allow_chopped=data.allow_chopped)
+    return math.floor(passes * samples_of_pass(sizes[usable], data.pack_impl, seq_length))
+
+
+def tokens_of_pass(indexed: IndexedDataset, labels: IndexedDataset | None, data: DataConfig, seq_length: int) -> int:
+    """Return the number of tokens in the samples of one pass over a dataset, including padding.
+
+    For many documents it is extrapolated from the first ones.
+
+    Args:
+        indexed: Token dataset.
+        labels: Labels of its tokens, if any. Documents without one in their sample are left out.
+        data: Data section of the configuration.
+        seq_length: Number of tokens of a sample's input.
+    """
+    sizes = np.asarray(indexed.sizes)
+    if data.pack_impl == "packed":
+        return int(sizes.sum(dtype=np.int64))
+    usable = sizes > 1
+    read = int(sizes.max(initial=0)) if data.pack_impl == "best_fit" else seq_length
+    if not data.allow_chopped:
+        usable &= sizes <= seq_length + 1
+    if labels is not None:
+        usable &= predicted_tokens(labels, read) > 0
+    used = sizes[usable]
+    counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
+    if not len(counted):
+        return 0
+    samples = samples_of_pass(counted, data.pack_impl, seq_length)
+    return round(samples * len(used) / len(counted)) * seq_length
+
+
+def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
+    """Return the number of padded samples that usable documents of given sizes make, in the given order."""
+    if impl == "best_fit":
+        return _samples_of_pieces(sizes, seq_length)
+    if impl == "unpacked":
+        return len(sizes)
+    samples = 0
+    room = 0  # in the last sample
+    for size in sizes.tolist():
+        if not samples or size > room:
+            samples += 1
+            room = seq_length + 1
+        room -= size
+    return samples
+
+
+def _samples_of_pieces(sizes: np.ndarray, seq_length: int) -> int:
+    """Return the number of samples that `best_fit` makes of documents of two tokens or more, in the given order."""
+    pieces = DocumentPieces.of(sizes, sizes > 1, range(len(sizes)), seq_length)
+    order = np.arange(len(pieces))
+    return sum(1 for _ in packed(order, pieces.lengths(order), pieces.width))
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What samples leave out of a dataset's documents.
+
+    Attributes:
+        documents: Number of documents.
+        cut: Number of documents that lose their end.
+        dropped: Number of documents that are in no sample.
+        trained: Number of tokens that would be predicted if all documents were whole.
+        lost: Number of those that no sample predicts.
+    """
+
+    documents: int
+    cut: int
+    dropped: int
+    trained: int
+    lost: int
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the predicted tokens that is lost."""
+        return self.lost / self.trained if self.trained else 0.0
+
+
+def truncation(
+    indexed: IndexedDataset, labels: IndexedDataset | None, seq_length: int, *, allow_chopped: bool
+) -> Truncation:
+    """Return what `pack_until_overflow` and `unpacked` leave out of a dataset. Raises DataError if no document is left.
+
+    Args:
+        indexed: Token dataset.
+        labels: Labels of its tokens. By default every token is predicted.
+        seq_length: Number of tokens of a sample's input.
+        allow_chopped: Whether longer documents are cut.
+    """
+    documents = range(len(indexed))
+    usable = usable_documents(indexed, labels, documents, seq_length, allow_chopped=allow_chopped)
+    sizes = np.asarray(indexed.sizes, dtype=np.int64)
+    if labels is None:
+        in_all = np.maximum(sizes - 1, 0)
+        in_samples = np.minimum(in_all, seq_length)
+    else:
+        in_all = predicted_tokens(labels, int(sizes.max()))
+        in_samples = predicted_tokens(labels, seq_length)
+    trained = int(in_all.sum())
+    cut = int((usable & (sizes > seq_length + 1)).sum())
+    return Truncation(len(sizes), cut, int((~usable).sum()), trained, trained - int(in_samples[usable].sum()))
+
+
+class PackingShares(NamedTuple):
+    """What a packing wastes.
+
+    Attributes:
+        padding: Share of the positions of samples that are padding.
+        cut: Share of the documents that are cut.
+    """
+
+    padding: float
+    cut: float
+
+
+def packing_shares(sizes: np.ndarray, seq_length: int) -> PackingShares:
+    """Return what packing documents of given sizes wastes; those of less than two tokens are left out."""
+    usable = sizes[sizes > 1]
+    if not len(usable):
+        return PackingShares(0.0, 0.0)
+    pieces = DocumentPieces.of(usable, usable > 1, range(len(usable)), seq_length)
+    filled = int(pieces.lengths(np.arange(len(pieces))).sum())
+    positions = _samples_of_pieces(usable, seq_length) * (seq_length + 1)
+    return PackingShares(1.0 - filled / positions, float((usable > seq_length + 1).mean()))
