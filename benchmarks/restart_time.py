@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.soak_training import MARK, SoakError, Training, wait
 from neox.config import NeoXConfig
-from neox.launch.warm_start import WAITING_NAME
+from neox.launch.agent.warm_start import WAITING_NAME
 from neox.plan import encode_payload, resolve
 from neox.run_events import read_events
 from neox.tokenizer import build_tokenizer

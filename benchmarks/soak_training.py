@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from neox.launch.warm_start import RANK_NAME
+from neox.launch.agent.warm_start import RANK_NAME
 from neox.run_events import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,7 @@ HANG_SECONDS = 60  # longer than imports on a busy machine
 WAIT_SECONDS = 300
 MARK = "NEOX_SOAK_MARK"
 _SHELLS = ("ssh", "sh", "bash")
-_ROLES = {"rank": "neox.launch.bootstrap", "agent": "neox.launch.node"}
+_ROLES = {"rank": "neox.launch.agent.bootstrap", "agent": "neox.launch.agent.host_agent"}
 
 DENSE: dict[str, Any] = {
     "num_layers": 2,

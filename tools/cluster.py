@@ -20,7 +20,7 @@ from neox.arguments import ScriptParser
 from neox.errors import ConfigError, LaunchError, run_script
 from neox.launch.commands import module_command, ssh_options
 from neox.launch.environment import child_environment
-from neox.launch.hosts import is_this_machine
+from neox.launch.hosts.hostfile import is_this_machine
 from neox.launch.spec import LaunchSpec
 from tools.cluster.every_host import command_on, named_hosts, print_commands, run_on_hosts
 
@@ -103,7 +103,8 @@ def _kill(directory: Path, ssh_port: int | None, options: list[str], *, now: boo
     signum = signal.SIGKILL if now else signal.SIGTERM
     commands = {}
     for number, host in enumerate(spec.hosts):
-        words = [*module_command(spec, "neox.launch.remote"), "signal", spec.run_id, str(number), str(int(signum))]
+        module = module_command(spec, "neox.launch.hosts.remote")
+        words = [*module, "signal", spec.run_id, str(number), str(int(signum))]
         commands[host.name] = command_on(host.name, words, ssh_port, options)
     return commands
 

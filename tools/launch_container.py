@@ -26,7 +26,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, run_script
 from neox.launch.environment import child_environment
-from neox.launch.hosts import is_this_machine
+from neox.launch.hosts.hostfile import is_this_machine
 from neox.launch.spec import new_run_id
 from tools.cluster.containers import ENGINES, Container, split_command
 from tools.cluster.every_host import command_on, named_hosts, print_commands, run_on_hosts

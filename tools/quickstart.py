@@ -26,7 +26,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser
 from neox.config import NeoXConfig
 from neox.errors import LaunchError, NeoXError, run_script
-from neox.launch.machine import count_accelerators
+from neox.launch.hosts.machine import count_accelerators
 from neox.metrics import METRICS_FILE, curves
 from neox.plan import config_from_files
 

@@ -18,8 +18,8 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
 from neox.errors import NeoXError, run_script
-from neox.launch.run_status import format_status, run_status
-from neox.launch.status_server import StatusServer
+from neox.launch.status.run_status import format_status, run_status
+from neox.launch.status.status_server import StatusServer
 
 
 def serve(directory: Path, host: str, port: int, allowed: list[str]) -> None:

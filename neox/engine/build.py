@@ -33,7 +33,7 @@ from neox.engine.pipeline import PipelineGPT
 from neox.engine.stability import Stability
 from neox.engine.steps import PipelineSteps, PlainSteps, Steps
 from neox.errors import LaunchError
-from neox.launch.machine import LEAST_CAPABILITY
+from neox.launch.hosts.machine import LEAST_CAPABILITY
 from neox.log import get_logger
 from neox.model import GPT, Block, biased_routers, build_layer, share_parameters
 from neox.objectives import Objective, build_objective

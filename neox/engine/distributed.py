@@ -21,7 +21,7 @@ from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
 from neox.engine.determinism import use_deterministic_algorithms
 from neox.errors import CheckpointError, LaunchError, NeoXError
-from neox.launch.vendors import unused_devices
+from neox.launch.hosts.vendors import unused_devices
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan

@@ -22,7 +22,7 @@ from neox.checkpoint.fetching import with_local_load
 from neox.config import NeoXConfig, for_inference
 from neox.engine import from_first_rank, initialize_distributed, shutdown
 from neox.errors import CheckpointError, ConfigError, refusals
-from neox.launch.machine import native_formats
+from neox.launch.hosts.machine import native_formats
 from neox.log import setup_logging
 from neox.parallel import ParallelGrid
 from neox.plan import (

@@ -4,7 +4,7 @@ Only what ranks and agents need is imported here, without torch and without the 
 by name.
 """
 
-from neox.launch.agent_files import (
+from neox.launch.agent.agent_files import (
     Cause,
     FailureReport,
     acknowledge_stop,
@@ -13,8 +13,8 @@ from neox.launch.agent_files import (
     report_failure,
     report_progress,
 )
-from neox.launch.event_log import record_run_event
 from neox.launch.spec import Host, LaunchSpec
+from neox.launch.status.event_log import record_run_event
 
 __all__ = [
     "Cause",

@@ -1,8 +1,8 @@
 """Command lines that start a run: the agent of one host, the launchers of many, and their printed form.
 
-pdsh, srun and mpirun start one agent (`neox.launch.node`) per host, and the agent starts the ranks. So the ranks are
-supervised in the same way under all launchers. Everything that a shell reads is base64 or quoted. (DeepSpeed's own
-pdsh, slurm and MPI runners join unquoted strings for a shell, and need mpi4py on every rank.)
+pdsh, srun and mpirun start one agent (`neox.launch.agent.host_agent`) per host, and the agent starts the ranks. So the
+ranks are supervised in the same way under all launchers. Everything that a shell reads is base64 or quoted.
+(DeepSpeed's own pdsh, slurm and MPI runners join unquoted strings for a shell, and need mpi4py on every rank.)
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from shlex import join, quote, split
 
 from neox.errors import LaunchError
-from neox.launch.hosts import is_this_machine
-from neox.launch.machine import visible_accelerators
+from neox.launch.hosts.hostfile import is_this_machine
+from neox.launch.hosts.machine import visible_accelerators
+from neox.launch.hosts.vendors import devices_of_slots
 from neox.launch.spec import Host, LaunchSpec, SlotId
-from neox.launch.vendors import devices_of_slots
 
 _MAX_ARGUMENT = 120_000  # characters; a remote command is a single argument, and Linux refuses those over 128 KiB
 _MAX_SHOWN_WORD = 80
@@ -49,7 +49,7 @@ def agent_command(spec: LaunchSpec, node_rank: int | str, *, lifeline: bool, pla
         lifeline: Whether the agent ends when its standard input ends.
         plain: Whether the agent prints for people, because no launcher process reads its events.
     """
-    command = [*module_command(spec, "neox.launch.node"), spec.encode()]
+    command = [*module_command(spec, "neox.launch.agent.host_agent"), spec.encode()]
     if lifeline:
         command.append("--lifeline")
     if plain:
@@ -65,14 +65,14 @@ def module_command(spec: LaunchSpec, module: str) -> list[str]:
 
 def rank_command(spec: LaunchSpec) -> list[str]:
     """Return the command of every rank."""
-    return [spec.python, "-u", "-m", "neox.launch.bootstrap", spec.script, *spec.arguments]
+    return [spec.python, "-u", "-m", "neox.launch.agent.bootstrap", spec.script, *spec.arguments]
 
 
 def warm_command(spec: LaunchSpec) -> list[str] | None:
     """Return the command of a process that becomes a rank later; None if the run has none."""
     if spec.warm_module is None:
         return None
-    return [spec.python, "-u", "-m", "neox.launch.bootstrap", "--warm", spec.warm_module]
+    return [spec.python, "-u", "-m", "neox.launch.agent.bootstrap", "--warm", spec.warm_module]
 
 
 def deepspeed_command(spec: LaunchSpec, node_rank: int = 0) -> list[str]:
@@ -180,7 +180,7 @@ def pdsh_launch(spec: LaunchSpec) -> list[str]:
 
 def pdsh_signal(spec: LaunchSpec, signum: int) -> list[str]:
     """Return the command that signals every host's agent over ssh."""
-    command = [*module_command(spec, "neox.launch.remote"), "signal", spec.run_id, "{node}", str(signum)]
+    command = [*module_command(spec, "neox.launch.hosts.remote"), "signal", spec.run_id, "{node}", str(signum)]
     return pdsh_command(spec, command)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from neox.errors import ConfigError
 from neox.files import lock_file
+from neox.launch.hosts.vendors import VENDORS, VISIBLE_VARIABLES
 from neox.launch.shell_values import (
     Assignment,
     ShellValueError,
@@ -21,7 +22,6 @@ from neox.launch.shell_values import (
     read_value,
     referenced_names,
 )
-from neox.launch.vendors import VENDORS, VISIBLE_VARIABLES
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -48,7 +48,8 @@ FORWARDED = (
     "LD_LIBRARY_PATH",
     *(pattern for vendor in VENDORS for pattern in vendor.forwarded),
 )
-# Names of secrets. They are sent separately (`neox.launch.start`), so that they are on no command line and in no log.
+# Names of secrets. They are sent separately (`neox.launch.supervisor.launchers`), so that they are on no command line
+# and in no log.
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)S?$", re.IGNORECASE)
 # They differ between hosts, as does DS_ENV_FILE, whose variables travel themselves.
 _NOT_FORWARDED = ("DS_ENV_FILE", *VISIBLE_VARIABLES)

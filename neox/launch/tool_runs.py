@@ -14,10 +14,10 @@ from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
 from neox.launch.command_line import add_host_flags
-from neox.launch.placement import place_ranks
-from neox.launch.rendezvous import master_port_problem
+from neox.launch.hosts.placement import place_ranks
+from neox.launch.hosts.rendezvous import master_port_problem
 from neox.launch.run_lock import reserve
-from neox.launch.start import launch, new_spec
+from neox.launch.supervisor.launchers import launch, new_spec
 from neox.problems import COMMAND_LINE
 
 

@@ -45,7 +45,7 @@ class Capabilities:
         """Return what every host multiplies natively.
 
         Args:
-            answers: `neox.launch.machine.native_formats` of each host.
+            answers: `neox.launch.hosts.machine.native_formats` of each host.
         """
         kinds = "/".join(sorted({str(answer["devices"]) for answer in answers}))
         owner = "this host's"

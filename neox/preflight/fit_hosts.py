@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from neox.config import NeoXConfig
 from neox.errors import ConfigError, LaunchError, UnreachableHostError
-from neox.launch.doctor import HostReport, format_reports
-from neox.launch.placement import Placement
-from neox.launch.replacement import ChosenHosts, choose_fit_hosts, most_usable_hosts
+from neox.launch.hosts.doctor import HostReport, format_reports
+from neox.launch.hosts.placement import Placement
+from neox.launch.hosts.replacement import ChosenHosts, choose_fit_hosts, most_usable_hosts
 from neox.launch.spec import Host
 from neox.plan.batch import MICRO, STEPS, TOTAL, BatchPlan, solve_batch
 from neox.plan.batch_schedule import RAMP_KEY, ramp_sizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from neox.errors import LaunchError
-from neox.launch.doctor import HostReport
-from neox.launch.vendors import can_build_kernels
+from neox.launch.hosts.doctor import HostReport
+from neox.launch.hosts.vendors import can_build_kernels
 from neox.plan import Capabilities, RunPlan, host_device
 from neox.plan.device import host_problem
 from neox.preflight.checks import memory_problems, nvme_problems

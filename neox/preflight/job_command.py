@@ -15,10 +15,10 @@ from neox.config.sections.runner import RunnerConfig
 from neox.launch.command_line import find_script
 from neox.launch.commands import deepspeed_command, host_commands
 from neox.launch.environment import forwarded_secrets, launch_environment
-from neox.launch.machine import native_formats
-from neox.launch.placement import Placement, choose_hosts
+from neox.launch.hosts.machine import native_formats
+from neox.launch.hosts.placement import Placement, choose_hosts
 from neox.launch.spec import LaunchSpec
-from neox.launch.start import chosen_launcher, launcher_command, launcher_problem, new_spec
+from neox.launch.supervisor.launchers import chosen_launcher, launcher_command, launcher_problem, new_spec
 from neox.plan import Capabilities, encode_payload
 from neox.plan.device import memory_on
 from neox.preflight.planning import Job, PlannedJob, plan_job

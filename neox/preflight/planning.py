@@ -10,9 +10,9 @@ from pathlib import Path
 from neox.config import LoadedConfig, NeoXConfig, for_inference, load_config
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import INFERENCE, overrides
-from neox.launch.placement import Placement, choose_hosts
-from neox.launch.remote import path_state
-from neox.launch.rendezvous import master_port_problem
+from neox.launch.hosts.placement import Placement, choose_hosts
+from neox.launch.hosts.remote import path_state
+from neox.launch.hosts.rendezvous import master_port_problem
 from neox.plan import (
     Capabilities,
     Device,

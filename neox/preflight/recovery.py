@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config import NeoXConfig
-from neox.launch.placement import Placement
+from neox.launch.hosts.placement import Placement
 
 
 def recovery_lines(config: NeoXConfig, placement: Placement) -> Iterator[str]:

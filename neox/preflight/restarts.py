@@ -10,11 +10,11 @@ from pathlib import Path
 
 from neox.config import NeoXConfig
 from neox.errors import NeoXError
-from neox.launch.agent_files import Cause
-from neox.launch.event_log import record_event
-from neox.launch.outcome import EndKind, RunEnd
-from neox.launch.restarts import RestartPolicy
+from neox.launch.agent.agent_files import Cause
 from neox.launch.spec import LaunchSpec
+from neox.launch.status.event_log import record_event
+from neox.launch.supervisor.outcome import EndKind, RunEnd
+from neox.launch.supervisor.restart_policy import RestartPolicy
 from neox.plan.run_identity import FIRST_LOAD_KEYS, find_run, resumes_own_directory, step_directories
 from neox.run_events import LEFT_OUT
 

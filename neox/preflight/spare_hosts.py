@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from neox.config import NeoXConfig
-from neox.launch.hosts import refusal
-from neox.launch.placement import Placement
+from neox.launch.hosts.hostfile import refusal
+from neox.launch.hosts.placement import Placement
 
 
 def with_spares(placement: Placement) -> Placement:

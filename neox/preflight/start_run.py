@@ -10,15 +10,15 @@ from pathlib import Path
 
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError, UnreachableHostError
-from neox.launch.agent_processes import AgentProcesses
 from neox.launch.command_line import find_script
-from neox.launch.doctor import Checks, HostReport, examine, format_reports
-from neox.launch.machine import native_formats
-from neox.launch.outcome import EndKind, RunEnd
-from neox.launch.placement import Placement, choose_hosts, place_ranks
+from neox.launch.hosts.doctor import Checks, HostReport, examine, format_reports
+from neox.launch.hosts.machine import native_formats
+from neox.launch.hosts.placement import Placement, choose_hosts, place_ranks
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
-from neox.launch.start import chosen_launcher, launch
+from neox.launch.supervisor.agent_processes import AgentProcesses
+from neox.launch.supervisor.launchers import chosen_launcher, launch
+from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.plan import Capabilities, RunPlan
 from neox.plan.fp8 import fp8_problems
 from neox.plan.precision import settle_precision

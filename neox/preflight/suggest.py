@@ -14,7 +14,7 @@ from neox.config.loader import OVERRIDES
 from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
 from neox.launch.command_line import plain_command
-from neox.launch.placement import choose_hosts
+from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
 from neox.plan.device import Device, gib
 from neox.plan.fit import nested_keys

@@ -17,7 +17,7 @@ from neox.data import IndexedDatasetBuilder
 from neox.data.token_files.sidecar import Sidecar, joined_sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.files import write_text
-from neox.launch.agent_files import PROGRESS_VARIABLE
+from neox.launch.agent.agent_files import PROGRESS_VARIABLE
 from neox.log import get_logger
 from neox.preprocess.run import PreprocessReport, finished, preprocess
 from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint

@@ -14,7 +14,7 @@ import pytest
 
 from neox.data import IndexedDatasetBuilder
 from neox.data.token_files.indexed_dataset import IGNORED
-from neox.launch.agent_files import PROGRESS_VARIABLE
+from neox.launch.agent.agent_files import PROGRESS_VARIABLE
 from neox.plan import RunPlan
 from neox.plan.device import rank_memory
 from tests.distributed.spawn import RankError, run_ranks

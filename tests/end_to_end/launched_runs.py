@@ -14,9 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = {
     "launcher": "deepy.py",
-    "agent": "neox.launch.node",
-    "watchdog": "neox.launch.rank_process",
-    "rank": "neox.launch.bootstrap",
+    "agent": "neox.launch.agent.host_agent",
+    "watchdog": "neox.launch.agent.rank_process",
+    "rank": "neox.launch.agent.bootstrap",
 }
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # CPU ranks, on a machine with GPUs too
 

@@ -44,7 +44,7 @@ def test_20b_as_one_json_object_with_warnings_beside_it() -> None:
     assert "ids is assumed" in done.stderr
     assert plan["launcher"] == "local"
     assert plan["launch"] == plan["commands"][0]["command"]
-    assert "-m neox.launch.node " in plan["launch"]
+    assert "-m neox.launch.agent.host_agent " in plan["launch"]
     assert plan["deepspeed_launcher"].count("deepspeed.launcher.launch") == 1
 
 
@@ -236,7 +236,7 @@ def test_launcher_none_prints_commands(tiny: Path) -> None:
     keys = ("--set", "launcher=none", "--set", "use_cpu_initialization=true")
     done = deepy("dummy.py", "tiny.yml", "-H", "hosts", *keys, cwd=tiny)
     assert "note: `use_cpu_initialization: true`" in done.stderr
-    assert done.stdout.count("neox.launch.node") == 2
+    assert done.stdout.count("neox.launch.agent.host_agent") == 2
     assert "torch.distributed.run" in done.stdout
 
 

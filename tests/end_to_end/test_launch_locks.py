@@ -36,7 +36,7 @@ def test_two_trainings_with_one_save(tmp_path: Path, runs: list[LaunchedRun]) ->
 def test_an_agent_without_a_head_process_holds_the_run_directory(tmp_path: Path, runs: list[LaunchedRun]) -> None:
     printing = LaunchedRun(tmp_path, ["--set", "launcher=none"], ranks=1)
     runs.append(printing)
-    line = next(line for line in printing.output().splitlines() if "neox.launch.node" in line)
+    line = next(line for line in printing.output().splitlines() if "neox.launch.agent.host_agent" in line)
     command = ["sh", "-c", f"exec {line.partition('&& ')[2]}"]
     environment = {**os.environ, **CPU_ONLY, "NEOX_TEST_MARK": printing.mark}
     agents = []

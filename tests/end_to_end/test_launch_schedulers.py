@@ -106,7 +106,7 @@ def test_the_job_of_the_page_hands_its_signal_and_status_on(tmp_path: Path) -> N
 def test_the_commands_of_none_start_the_same_ranks(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     printing = LaunchedRun(tmp_path, ["-H", str(tmp_path / "hosts"), "--set", "launcher=none"], ranks=None)
-    lines = [line for line in printing.output(30).splitlines() if "neox.launch.node" in line]
+    lines = [line for line in printing.output(30).splitlines() if "neox.launch.agent.host_agent" in line]
     assert printing.process.returncode == 0
     environment = {**os.environ, **CPU_ONLY, "NEOX_DUMMY": "exit7"}
     agents = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.launch.agent_files import ANSWER_SECONDS
+from neox.launch.agent.agent_files import ANSWER_SECONDS
 from tests.end_to_end.launched_runs import ROLES, LaunchedRun, marked_pids
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.launch.warm_start import RANK_NAME, WAITING_NAME
+from neox.launch.agent.warm_start import RANK_NAME, WAITING_NAME
 from neox.run_events import read_events
 from tests.end_to_end.launched_runs import ROOT, LaunchedRun, command_line
 from tests.end_to_end.network_namespaces import TwoMachines, two_machines, why_not

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from neox.config import load_config
-from neox.launch.placement import place_ranks
+from neox.launch.hosts.placement import place_ranks
 from neox.plan import Capabilities
 from neox.preflight.measure import measure_layouts
 from neox.preflight.planning import Job, plan_job

@@ -15,14 +15,16 @@ from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.engine.distributed import choose_device
 from neox.errors import ConfigError, LaunchError
-from neox.launch import hosts, node, vendors
+from neox.launch.agent import host_agent
 from neox.launch.environment import environment_file, forwarded_environment
-from neox.launch.hosts import is_this_machine, read_hostfile, select_hosts
-from neox.launch.placement import choose_hosts, place_ranks
-from neox.launch.rendezvous import master_address
+from neox.launch.hosts import hostfile as hosts
+from neox.launch.hosts import vendors
+from neox.launch.hosts.hostfile import is_this_machine, read_hostfile, select_hosts
+from neox.launch.hosts.placement import choose_hosts, place_ranks
+from neox.launch.hosts.rendezvous import master_address
+from neox.launch.hosts.vendors import NVIDIA, VISIBLE_VARIABLES
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.start import chosen_launcher, launcher_problem
-from neox.launch.vendors import NVIDIA, VISIBLE_VARIABLES
+from neox.launch.supervisor.launchers import chosen_launcher, launcher_problem
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +141,7 @@ def test_gpus_that_a_scheduler_gave_to_a_host(monkeypatch: pytest.MonkeyPatch, g
     monkeypatch.setattr(vendors, "present_devices", lambda root=None: (NVIDIA, 8))
     for slots in ((0, 1, 2, 3), (1, 3)):
         spec = LaunchSpec("id", (Host("far", slots),), "::1", 1, "s.py", (), "/", "/", "/", sys.executable)
-        shown = node.NodeAgent(spec, 0, secrets={}).environment()["CUDA_VISIBLE_DEVICES"]
+        shown = host_agent.NodeAgent(spec, 0, secrets={}).environment()["CUDA_VISIBLE_DEVICES"]
         assert shown == ",".join(given.split(",")[slot] for slot in slots)
 
 

@@ -13,7 +13,7 @@ from typing import IO
 
 from neox.errors import ConfigError, LaunchError
 from neox.launch.commands import ssh_command
-from neox.launch.hosts import check_host_name, is_this_machine, read_hostfile
+from neox.launch.hosts.hostfile import check_host_name, is_this_machine, read_hostfile
 from neox.launch.spec import Host
 
 

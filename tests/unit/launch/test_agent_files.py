@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from neox.launch import acknowledge_stop, busy_saving
-from neox.launch.agent_files import ANSWER_SECONDS, PROGRESS_VARIABLE, RankActivity, agent_pid
+from neox.launch.agent.agent_files import ANSWER_SECONDS, PROGRESS_VARIABLE, RankActivity, agent_pid
 from neox.launch.lifeline import process_start
 
 

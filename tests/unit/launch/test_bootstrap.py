@@ -38,7 +38,7 @@ pool.submit(int)
 def test_the_status_is_the_scripts(end: str, status: int, out: str, err: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(START + end)
-    command = [sys.executable, "-m", "neox.launch.bootstrap", str(script)]
+    command = [sys.executable, "-m", "neox.launch.agent.bootstrap", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (status, out)
     assert done.stderr.endswith(err)

@@ -31,7 +31,7 @@ from neox.launch.commands import (
     torchrun_command,
 )
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.start import chosen_launcher, launcher_command, launcher_problem
+from neox.launch.supervisor.launchers import chosen_launcher, launcher_command, launcher_problem
 
 ODD = "a; touch pwned; $(touch pwned) `touch pwned` 'q\" \\ \n -x %h%n"
 
@@ -183,7 +183,7 @@ def test_slurm_is_asked_for_gpus_where_it_knows_of_some(monkeypatch: pytest.Monk
 def test_none_prints_lines_that_a_shell_reads_back() -> None:
     lines = printed_commands(spec(), ("WANDB_API_KEY",))
     assert "WANDB_API_KEY" in lines[0]
-    ours = [line for line in lines if "neox.launch.node" in line]
+    ours = [line for line in lines if "neox.launch.agent.host_agent" in line]
     assert len(ours) == 2
     words = shlex.split("\n".join(lines), comments=True)
     assert words[:2] == ["cd", spec().directory]

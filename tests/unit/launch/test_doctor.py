@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from neox.launch import doctor
-from neox.launch.doctor import Checks, HostReport, examine, format_reports
+from neox.launch.hosts import doctor
+from neox.launch.hosts.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.spec import Host, LaunchSpec
 
 ROOT = Path(__file__).resolve().parents[3]

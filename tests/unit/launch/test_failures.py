@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neox.launch.failures import begins_failure, cpp_message, failure_text, is_secondary, without_rank_mark
-from neox.launch.outcome import Failure
+from neox.launch.supervisor.outcome import Failure
 
 
 def test_the_last_traceback_with_its_chain() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.launch.links import Link, LinkMeasurement, LinkResult, address_of, measure_links
+from neox.launch.hosts.links import Link, LinkMeasurement, LinkResult, address_of, measure_links
 
 ROOT = Path(__file__).resolve().parents[3]
 USUAL = 1e8
@@ -94,7 +94,7 @@ def test_two_bad_hosts_among_many() -> None:
 
 
 def test_processes_send_to_one_another() -> None:
-    command = [sys.executable, "-m", "neox.launch.links", "lo", "token"]
+    command = [sys.executable, "-m", "neox.launch.hosts.links", "lo", "token"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     missing = [*command[:3], "nowhere", "token"]
     with LinkMeasurement([command, command, missing], environment, 60) as measurement:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from neox.launch import machine
-from neox.launch.machine import available_memory, memory_kills, native_formats, smallest_memory
+from neox.launch.hosts import machine
+from neox.launch.hosts.machine import available_memory, memory_kills, native_formats, smallest_memory
 
 
 @pytest.mark.parametrize(

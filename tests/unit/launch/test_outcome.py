@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from neox.launch import Host, LaunchSpec
-from neox.launch.outcome import Failure, explain, find_cause, rank_list
+from neox.launch.supervisor.outcome import Failure, explain, find_cause, rank_list
 
 SPEC = LaunchSpec(
     "run", (Host("a", (0, 1, 2)), Host("b", (0, 1, 2))), "a", 20000, "train.py", (), "", "", "/runs/x", sys.executable

@@ -14,19 +14,19 @@ import pytest
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch import machine, rendezvous
-from neox.launch.host_groups import host_groups, ranks_of_hosts
-from neox.launch.hosts import is_loopback
-from neox.launch.placement import (
+from neox.launch.hosts import machine, rendezvous
+from neox.launch.hosts.host_groups import host_groups, ranks_of_hosts
+from neox.launch.hosts.hostfile import is_loopback
+from neox.launch.hosts.placement import (
     ChosenBy,
     Placement,
     check_local_devices,
     choose_hosts,
     place_ranks,
 )
-from neox.launch.rendezvous import master_address, master_port, master_port_problem
+from neox.launch.hosts.rendezvous import master_address, master_port, master_port_problem
+from neox.launch.hosts.vendors import NVIDIA
 from neox.launch.spec import Host
-from neox.launch.vendors import NVIDIA
 from neox.plan import Topology
 from neox.problems import COMMAND_LINE, Source
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from neox.launch import preemption
+from neox.launch.agent import preemption
+from neox.launch.agent.preemption import PreemptionSource, PreemptionWatch, ProbedNotice
 from neox.launch.lifeline import is_alive
-from neox.launch.preemption import PreemptionSource, PreemptionWatch, ProbedNotice
 
 
 def watch(command: str | None = None, file: str | None = None, groups: list[int] | None = None) -> PreemptionWatch:

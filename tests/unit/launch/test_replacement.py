@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from neox.launch import Host
-from neox.launch.replacement import choose_fit_hosts, most_usable_hosts
+from neox.launch.hosts.replacement import choose_fit_hosts, most_usable_hosts
 
 HOSTS = tuple(Host(name, (0, 1)) for name in "abc")
 SPARES = (Host("small", (0,), spare=True), Host("large", (0, 1, 2), spare=True))

@@ -17,8 +17,8 @@ import pytest
 
 from neox.errors import DataError
 from neox.launch.run_lock import lock_directory
-from neox.launch.run_status import duration, format_status, run_status
-from neox.launch.status_server import StatusServer
+from neox.launch.status.run_status import duration, format_status, run_status
+from neox.launch.status.status_server import StatusServer
 from neox.metrics import draw
 from neox.run_events import EVENTS_FILE
 

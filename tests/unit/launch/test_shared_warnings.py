@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from neox.launch import shared_warnings
 from neox.launch.events import text_events
-from neox.launch.shared_warnings import SharedWarnings
+from neox.launch.supervisor import shared_warnings
+from neox.launch.supervisor.shared_warnings import SharedWarnings
 
 
 class Screen:

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from neox.config.sections.runner import RunnerConfig
-from neox.launch import Host, LaunchSpec, supervise
-from neox.launch.agent_processes import AgentProcesses
-from neox.launch.doctor import Checks, examine
+from neox.launch import Host, LaunchSpec
+from neox.launch.hosts.doctor import Checks, examine
 from neox.launch.lifeline import is_alive
 from neox.launch.orders import Orders, encode_order, end_order, signal_order, start_order
-from neox.launch.outcome import EndKind, RunEnd
-from neox.launch.start import launch
+from neox.launch.supervisor import supervisor
+from neox.launch.supervisor.agent_processes import AgentProcesses
+from neox.launch.supervisor.launchers import launch
+from neox.launch.supervisor.outcome import EndKind, RunEnd
 
 ROOT = Path(__file__).resolve().parents[3]
 A, B, C = (Host(name, (0,)) for name in ("host-a", "host-b", "host-c"))
@@ -155,7 +156,7 @@ def test_a_stopped_agent_is_killed_although_another_rank_has_failed(
 def test_an_agent_that_stops_is_lost_and_killed(
     tmp_path: Path, environment: dict[str, str], agents: AgentProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "_STUCK_SECONDS", 3.0)
+    monkeypatch.setattr(supervisor, "_STUCK_SECONDS", 3.0)
     threading.Thread(target=stop_agent, args=(tmp_path, 1, False), daemon=True).start()
     end = run(spec(tmp_path, "first", "fail", (A, B)), environment, agents)
     assert (end.kind, end.hosts) == (EndKind.HOST, ("host-b",))
@@ -166,7 +167,7 @@ def test_an_agent_that_stops_is_lost_and_killed(
 def test_an_agent_that_stops_is_killed_after_its_connection_was_ended(
     tmp_path: Path, environment: dict[str, str], agents: AgentProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "_STUCK_SECONDS", 3.0)
+    monkeypatch.setattr(supervisor, "_STUCK_SECONDS", 3.0)
     (tmp_path / "ssh").write_text(SSH_CLIENT)
     threading.Thread(target=stop_agent, args=(tmp_path, 1, False), daemon=True).start()
     end = run(spec(tmp_path, "first", "fail", (A, B)), environment, agents)
@@ -177,7 +178,7 @@ def test_an_agent_that_stops_is_killed_after_its_connection_was_ended(
 def test_an_agent_that_never_starts_is_lost(
     tmp_path: Path, environment: dict[str, str], agents: AgentProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "_FIRST_EVENT_SECONDS", 3.0)
+    monkeypatch.setattr(supervisor, "_FIRST_EVENT_SECONDS", 3.0)
     (tmp_path / "ssh").write_text(f"""#!/bin/sh\ncase "$*" in *host-b*) exec sleep 600;; esac\n{SSH}""")
     end = run(spec(tmp_path, "first", "", (A, B)), environment, agents)
     assert (end.kind, end.hosts) == (EndKind.HOST, ("host-b",))
@@ -189,7 +190,7 @@ def stop_agent(tmp_path: Path, rank: int, fail: bool) -> None:
     wait(lambda: all((tmp_path / f"first.{each}").exists() and facts(tmp_path, "first", each) for each in (0, 1)))
     os.kill(int(facts(tmp_path, "first", rank)[0]), signal.SIGSTOP)
     if fail:
-        time.sleep(supervise._SILENT_SECONDS + 0.5)
+        time.sleep(supervisor._SILENT_SECONDS + 0.5)
         (tmp_path / "go").touch()
 
 

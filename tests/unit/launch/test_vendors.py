@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from neox.errors import LaunchError
-from neox.launch import machine, node, placement, vendors
+from neox.launch.agent import host_agent
 from neox.launch.environment import forwarded_environment
-from neox.launch.machine import visible_accelerators
-from neox.launch.spec import Host, LaunchSpec
-from neox.launch.vendors import (
+from neox.launch.hosts import machine, placement, vendors
+from neox.launch.hosts.machine import visible_accelerators
+from neox.launch.hosts.vendors import (
     AMD,
     ASCEND,
     INTEL,
@@ -28,6 +28,7 @@ from neox.launch.vendors import (
     unused_devices,
     variables_of_rank,
 )
+from neox.launch.spec import Host, LaunchSpec
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +149,7 @@ def agent_variables(monkeypatch: pytest.MonkeyPatch, vendor: Vendor, present: in
     monkeypatch.setattr(vendors, "present_devices", lambda root=None: (vendor, present))
     hosts = (Host("node7", tuple(range(slots))),)
     spec = LaunchSpec("id", hosts, "::1", 1, "s.py", (), "/", "/", "/", sys.executable)
-    return node.NodeAgent(spec, 0, secrets={}).environment()
+    return host_agent.NodeAgent(spec, 0, secrets={}).environment()
 
 
 @pytest.mark.parametrize("own", ["4,5,6,7", "GPU-a,GPU-b,GPU-c,GPU-d", "3,2,1,0"])

@@ -16,14 +16,14 @@ import pytest
 
 from neox.config.sections.runner import RunnerConfig
 from neox.launch import Host, LaunchSpec
-from neox.launch.agent_processes import AgentProcesses
+from neox.launch.agent.warm_ranks import MAY_DIFFER, Order, WarmRanks
+from neox.launch.agent.warm_start import RANK_NAME, WAITING_NAME
 from neox.launch.lifeline import is_alive
-from neox.launch.start import launch
-from neox.launch.warm_ranks import MAY_DIFFER, Order, WarmRanks
-from neox.launch.warm_start import RANK_NAME, WAITING_NAME
+from neox.launch.supervisor.agent_processes import AgentProcesses
+from neox.launch.supervisor.launchers import launch
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMAND = [sys.executable, "-m", "neox.launch.bootstrap", "--warm", "json"]
+COMMAND = [sys.executable, "-m", "neox.launch.agent.bootstrap", "--warm", "json"]
 SHOW = """
 import json, os, sys
 shown = {"words": sys.argv, "stdin": sys.stdin.read(), "directory": os.getcwd(), "environment": dict(os.environ)}
@@ -127,7 +127,7 @@ def test_no_import_reads_a_variable_that_may_differ() -> None:
 
 def test_a_warm_process_ends_with_the_agent(tmp_path: Path) -> None:
     code = (
-        "import os, time; from neox.launch.warm_ranks import WarmRanks; "
+        "import os, time; from neox.launch.agent.warm_ranks import WarmRanks; "
         f"warm = WarmRanks({COMMAND!r}); warm.prepare(0, os.environ, '.'); "
         "print(warm._waiting[0][0].pid, flush=True); time.sleep(600)"
     )

@@ -17,7 +17,7 @@ from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDatasetBuilder
 from neox.data.run_data import build_data_iterators
 from neox.launch.command_line import parse_arguments
-from neox.launch.remote import path_state
+from neox.launch.hosts.remote import path_state
 from neox.plan import resolve
 from neox.plan.data_lines import data_lines
 from neox.plan.rules import notes_without_effect

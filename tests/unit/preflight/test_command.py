@@ -13,7 +13,7 @@ from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.errors import ConfigError, LaunchError
 from neox.launch.command_line import find_script, parse_arguments
-from neox.launch.placement import choose_hosts
+from neox.launch.hosts.placement import choose_hosts
 from neox.plan import Capabilities, gpu_device
 from neox.plan.schedule import schedule_of
 from neox.plan.time.of_plan import step_picture

@@ -9,8 +9,8 @@ import pytest
 from neox.config import NeoXConfig
 from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch import Host
-from neox.launch.doctor import HostReport
-from neox.launch.placement import ChosenBy, Placement
+from neox.launch.hosts.doctor import HostReport
+from neox.launch.hosts.placement import ChosenBy, Placement
 from neox.plan.batch import solve_batch
 from neox.plan.batch_schedule import ramp_problems
 from neox.preflight.fit_hosts import FitHosts, fit_hosts

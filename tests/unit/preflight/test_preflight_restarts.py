@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from neox.config import NeoXConfig
-from neox.launch.outcome import EndKind, RunEnd
 from neox.launch.spec import Host, LaunchSpec
+from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.preflight.restarts import Restarts
 from neox.run_events import interruptions, read_events
 from tests.plans import SMALL

@@ -10,7 +10,7 @@ import pytest
 
 from neox.errors import CheckpointError, ConfigError, NoCheckpointError, NotFiniteError, TrainingError
 from neox.launch import Cause
-from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
+from neox.launch.agent.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.train.failures import failure_report, reported_failures
 
 

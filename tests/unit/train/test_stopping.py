@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from neox.launch import acknowledge_stop, report_progress
-from neox.launch.agent_files import RankActivity
+from neox.launch.agent.agent_files import RankActivity
 from neox.train.stopping import StopSignals
 
 

@@ -10,7 +10,7 @@ import pytest
 from neox.data.run_data import DataIterators, EvaluationSet
 from neox.engine import EvaluationResult, StepResult
 from neox.errors import CheckpointError, TrainingError
-from neox.launch.agent_files import PROGRESS_VARIABLE, RankActivity
+from neox.launch.agent.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.objectives import CausalLM
 from neox.train import Trainer
 from neox.train.callbacks import Callback

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from neox.launch.hosts.vendors import present_devices, run_tool
 from neox.launch.spec import SlotId
-from neox.launch.vendors import present_devices, run_tool
 
 # Flags of /proc/cpuinfo. One of them is enough.
 _CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
@@ -29,7 +29,7 @@ def visible_accelerators(environment: Mapping[str, str] | None = None) -> tuple[
     """Return the accelerators that this process may use.
 
     Args:
-        environment: Variables that choose among them (`neox.launch.vendors`); those of this process if left out.
+        environment: Variables that choose among them (`neox.launch.hosts.vendors`); those of this process if left out.
 
     Returns:
         The entries of the variable that chooses, such as `CUDA_VISIBLE_DEVICES`, else the index of every accelerator of

@@ -1,6 +1,6 @@
 """Commands that the launcher runs on a host: answer the doctor's questions, signal an agent, store secrets.
 
-`python -m neox.launch.remote probe REQUEST | signal RUN_ID NODE_RANK SIGNAL | secrets RUN_ID NODE_RANK`
+`python -m neox.launch.hosts.remote probe REQUEST | signal RUN_ID NODE_RANK SIGNAL | secrets RUN_ID NODE_RANK`
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import run_script
-from neox.launch.agent_files import agent_directory, agent_pid, secrets_file
-from neox.launch.machine import (
+from neox.launch.agent.agent_files import agent_directory, agent_pid, secrets_file
+from neox.launch.agent.preemption import ProbedNotice
+from neox.launch.hosts.machine import (
     available_memory,
     count_accelerators,
     multiplies_exactly,
@@ -27,9 +28,8 @@ from neox.launch.machine import (
     port_problem,
     product_seconds,
 )
-from neox.launch.preemption import ProbedNotice
+from neox.launch.hosts.vendors import can_build_kernels, torch_problem
 from neox.launch.spec import code_root
-from neox.launch.vendors import can_build_kernels, torch_problem
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 PROBE_MARK = "@probe "
@@ -152,7 +152,7 @@ def main() -> int:
     elif command == "secrets":
         store_secrets(words[0], int(words[1]), sys.stdin.read())
     else:
-        raise SystemExit(f"neox.launch.remote: unknown command {command}")
+        raise SystemExit(f"neox.launch.hosts.remote: unknown command {command}")
     return 0
 
 

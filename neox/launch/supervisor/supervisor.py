@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from neox.files import write_text
-from neox.launch.agent_files import ANSWER_SECONDS, INTERRUPT_RANKS
-from neox.launch.agent_processes import AgentProcesses
+from neox.launch.agent.agent_files import ANSWER_SECONDS, INTERRUPT_RANKS
 from neox.launch.events import Event, decode_event
 from neox.launch.failures import EXIT_HANG
 from neox.launch.lifeline import LOST_SECONDS, exit_status
 from neox.launch.orders import end_order
-from neox.launch.outcome import EndKind, Failure, RunEnd, end_by_failure, explain, find_cause
-from neox.launch.shared_warnings import SharedWarnings
 from neox.launch.spec import LaunchSpec
+from neox.launch.supervisor.agent_processes import AgentProcesses
+from neox.launch.supervisor.outcome import EndKind, Failure, RunEnd, end_by_failure, explain, find_cause
+from neox.launch.supervisor.shared_warnings import SharedWarnings
 from neox.log import shown_lines
 
 _POLL_SECONDS = 0.1

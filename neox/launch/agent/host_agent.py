@@ -1,6 +1,6 @@
 """Agent of one host: starts the host's ranks, follows them, and ends them together.
 
-`python -m neox.launch.node SPEC --node_rank N [--lifeline] [--plain]`. Its standard output carries events
+`python -m neox.launch.agent.host_agent SPEC --node_rank N [--lifeline] [--plain]`. Its standard output carries events
 (`neox.launch.events`) to the launcher. It ends its ranks in these cases:
 
 - a rank has failed;
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import LaunchError, run_script
-from neox.launch.agent_files import (
+from neox.launch.agent.agent_files import (
     HOST_VARIABLE,
     INTERRUPT_RANKS,
     PROGRESS_VARIABLE,
@@ -43,20 +43,20 @@ from neox.launch.agent_files import (
     create_agent_directory,
     take_secrets,
 )
+from neox.launch.agent.plain_output import PlainOutput
+from neox.launch.agent.preemption import PreemptionSource, PreemptionWatch
+from neox.launch.agent.rank_process import RankProcess, Watchdog
+from neox.launch.agent.warm_ranks import Order, WarmRanks
 from neox.launch.commands import rank_command, warm_command
 from neox.launch.environment import child_environment, complete_on_host, remove_stale_locks
-from neox.launch.event_log import RUN_DIRECTORY_VARIABLE
 from neox.launch.events import Event, encode_event, text_events
 from neox.launch.failures import EXIT_HANG
+from neox.launch.hosts.vendors import device_variables, variables_of_rank
 from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, process_state, ssh_ports
 from neox.launch.orders import Orders
-from neox.launch.plain_output import PlainOutput
-from neox.launch.preemption import PreemptionSource, PreemptionWatch
-from neox.launch.rank_process import RankProcess, Watchdog
 from neox.launch.run_lock import lock_directories
 from neox.launch.spec import LaunchSpec
-from neox.launch.vendors import device_variables, variables_of_rank
-from neox.launch.warm_ranks import Order, WarmRanks
+from neox.launch.status.event_log import RUN_DIRECTORY_VARIABLE
 
 _POLL_SECONDS = 0.1
 _END_POLL_SECONDS = 0.005  # after a rank has closed its output, which means that it is about to end
@@ -509,7 +509,8 @@ class NodeAgent:
 
 def main() -> int:
     """Run the agent of one host."""
-    parser = argparse.ArgumentParser(prog="python -m neox.launch.node", description="Start and watch one host's ranks.")
+    program = "python -m neox.launch.agent.host_agent"
+    parser = argparse.ArgumentParser(prog=program, description="Start and watch one host's ranks.")
     parser.add_argument("spec", help="the run, as base64")
     parser.add_argument("--node_rank", required=True, help="number of this host, from 0; `auto` asks slurm or mpirun")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")

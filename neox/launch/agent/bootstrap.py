@@ -1,9 +1,9 @@
 """Entry point of every rank: runs a script with a fault handler, and with tracebacks that begin in the script.
 
-`python -m neox.launch.bootstrap SCRIPT ARGUMENTS...`: SIGUSR1 writes the Python stacks of all threads to stderr, even
-while the interpreter waits inside C code. A crash in C code writes them, too.
+`python -m neox.launch.agent.bootstrap SCRIPT ARGUMENTS...`: SIGUSR1 writes the Python stacks of all threads to stderr,
+even while the interpreter waits inside C code. A crash in C code writes them, too.
 
-`--warm MODULE` instead of a script: see `neox.launch.warm_ranks`.
+`--warm MODULE` instead of a script: see `neox.launch.agent.warm_ranks`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from neox import end_at_interrupts, is_own_script
-from neox.launch.warm_start import become_rank
+from neox.launch.agent.warm_start import become_rank
 
 
 def _start_tracebacks_at(script: str) -> None:

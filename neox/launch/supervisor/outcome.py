@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from neox.launch.agent_files import FailureReport
+from neox.launch.agent.agent_files import FailureReport
 from neox.launch.events import Event
 from neox.launch.failures import (
     begins_failure,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from neox.launch import Cause, FailureReport
-from neox.launch.event_log import record_event
-from neox.launch.outcome import EndKind, RunEnd
-from neox.launch.restarts import RestartPolicy
+from neox.launch.status.event_log import record_event
+from neox.launch.supervisor.outcome import EndKind, RunEnd
+from neox.launch.supervisor.restart_policy import RestartPolicy
 from neox.run_events import EVENTS_FILE, read_events
 
 

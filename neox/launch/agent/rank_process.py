@@ -1,8 +1,8 @@
 """One rank as its agent sees it (process, log file, output as events, stacks), and the watchdog of a host's ranks.
 
-`python -m neox.launch.rank_process` is the watchdog: a process that kills what ranks have started when their agent has
-died. It reads `+PID` and `-PID` lines. Its input ends with the agent; it then kills the process groups that were added
-and not removed. (A rank itself dies with the agent; its children do not.)
+`python -m neox.launch.agent.rank_process` is the watchdog: a process that kills what ranks have started when their
+agent has died. It reads `+PID` and `-PID` lines. Its input ends with the agent; it then kills the process groups that
+were added and not removed. (A rank itself dies with the agent; its children do not.)
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import IO, BinaryIO
 
 from neox.launch.events import Event, LineBuffer, text_events
 from neox.launch.failures import begins_failure, failure_text, lacks_memory
+from neox.launch.hosts.machine import memory_kills
 from neox.launch.lifeline import parent_death_hook, process_state, signal_group
-from neox.launch.machine import memory_kills
 
 _MAX_KEPT_LINES = 1000  # stacks of many threads may follow the reason of an abort
 _MAX_TAIL_LINES = 200
 _READ_BYTES = 65536
 _HOLD_SECONDS = 3.0  # Python ends sooner after a traceback, even with torch and DeepSpeed
-_LAUNCHER_FRAMES = ('"<frozen runpy>"', "neox/launch/bootstrap.py")  # at the bottom of every stack
+_LAUNCHER_FRAMES = ('"<frozen runpy>"', "neox/launch/agent/bootstrap.py")  # at the bottom of every stack
 
 
 class RankProcess:
@@ -311,7 +311,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "neox.launch.rank_process"],
+            [sys.executable, "-m", "neox.launch.agent.rank_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C is for the agent

@@ -12,7 +12,7 @@ from enum import Enum
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts import (
+from neox.launch.hosts.hostfile import (
     check_host_name,
     is_this_machine,
     read_hostfile,
@@ -20,9 +20,9 @@ from neox.launch.hosts import (
     resolves_to_this_machine,
     select_hosts,
 )
-from neox.launch.machine import count_accelerators
+from neox.launch.hosts.machine import count_accelerators
+from neox.launch.hosts.vendors import torch_problem
 from neox.launch.spec import Host
-from neox.launch.vendors import torch_problem
 from neox.plan import static_problems
 from neox.problems import DEFAULT, Source
 

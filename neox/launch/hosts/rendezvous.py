@@ -8,9 +8,9 @@ import socket
 
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
-from neox.launch.hosts import check_host_name, is_loopback, is_this_machine, sending_address
-from neox.launch.machine import port_problem
-from neox.launch.placement import Placement
+from neox.launch.hosts.hostfile import check_host_name, is_loopback, is_this_machine, sending_address
+from neox.launch.hosts.machine import port_problem
+from neox.launch.hosts.placement import Placement
 
 # Below the ports of outgoing connections: one of these could take the port before rank 0 listens on it.
 _FIRST_PORT = 20000

@@ -6,8 +6,8 @@ import sys
 from collections import defaultdict
 
 from neox.launch.events import Event
-from neox.launch.outcome import Failure, explain, shortened
 from neox.launch.spec import LaunchSpec
+from neox.launch.supervisor.outcome import Failure, explain, shortened
 
 
 class PlainOutput:

@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from neox.launch.agent.preemption import ProbedNotice
 from neox.launch.commands import MAX_CONNECTIONS, SSH_FAILED, module_command, more_ssh_options, ssh_command
-from neox.launch.hosts import is_this_machine
-from neox.launch.links import LinkMeasurement, measure_links
-from neox.launch.preemption import ProbedNotice
-from neox.launch.remote import PROBE_MARK, code_hash, encode_request
+from neox.launch.hosts.hostfile import is_this_machine
+from neox.launch.hosts.links import LinkMeasurement, measure_links
+from neox.launch.hosts.remote import PROBE_MARK, code_hash, encode_request
 from neox.launch.spec import Host, LaunchSpec, code_root
 
 _MAX_CLOCK_SECONDS = 5.0
@@ -72,7 +72,7 @@ class HostReport:
 
     Attributes:
         host: The host.
-        answer: Result of `neox.launch.remote.probe` on the host; empty if it did not answer.
+        answer: Result of `neox.launch.hosts.remote.probe` on the host; empty if it did not answer.
         problems: One sentence for each problem, in the order in which they should be fixed.
         notes: Facts that are not problems.
         seconds: Time until the answer.
@@ -175,7 +175,7 @@ def _ask(
     seconds = checks.seconds * _NOTICE_SHARE
     preemption = ProbedNotice(spec.preemption_command, spec.preemption_file, variables, seconds)
     request = encode_request(port=port, paths=paths, marker=marker, preemption=preemption)
-    command = [*module_command(spec, "neox.launch.remote"), "probe", request]
+    command = [*module_command(spec, "neox.launch.hosts.remote"), "probe", request]
     if checks.always_ssh or not is_this_machine(host.name):
         command = ssh_command(host, command, checks.ssh_port, more_ssh_options(environment))
     report = HostReport(host, awaited=host.name in checks.awaited)
@@ -367,7 +367,7 @@ def _check_links(
     commands = []
     for report in reports:
         variable = "NCCL_SOCKET_IFNAME" if report.answer["accelerators"] else "GLOO_SOCKET_IFNAME"
-        words = [*module_command(spec, "neox.launch.links"), spec.environment.get(variable, ""), token]
+        words = [*module_command(spec, "neox.launch.hosts.links"), spec.environment.get(variable, ""), token]
         commands.append(ssh_command(report.host, words, checks.ssh_port, more_ssh_options(environment)))
     with LinkMeasurement(commands, environment, checks.seconds) as measurement:
         results = measure_links([report.host.name for report in reports], measurement)

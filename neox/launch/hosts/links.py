@@ -1,8 +1,8 @@
 """Measurement of the links between hosts, one of the launcher's checks before a start.
 
-`python -m neox.launch.links INTERFACE TOKEN` runs on each host: it prints the address at which it listens, counts the
-bytes that others send, and sends to each peer that a line on its standard input names. Each transfer is limited in time
-and size.
+`python -m neox.launch.hosts.links INTERFACE TOKEN` runs on each host: it prints the address at which it listens, counts
+the bytes that others send, and sends to each peer that a line on its standard input names. Each transfer is limited in
+time and size.
 
 First, all hosts send to the next host in a ring at the same time. Then the hosts at both ends of a slow or broken link
 are measured again, in both directions, with a host whose own links are good. This shows which of them is at fault. A

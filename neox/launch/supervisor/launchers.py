@@ -20,8 +20,7 @@ from typing import Self
 from neox.config.sections.healing import HealingConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError, UnreachableHostError
-from neox.launch.agent_files import STOP_RANKS
-from neox.launch.agent_processes import AgentProcesses
+from neox.launch.agent.agent_files import STOP_RANKS
 from neox.launch.commands import (
     MAX_CONNECTIONS,
     SSH_FAILED,
@@ -38,13 +37,14 @@ from neox.launch.commands import (
     ssh_command,
 )
 from neox.launch.environment import FORWARDED, forwarded_environment, forwarded_secrets
-from neox.launch.hosts import is_this_machine
+from neox.launch.hosts.hostfile import is_this_machine
+from neox.launch.hosts.placement import Placement, slurm_gpus
+from neox.launch.hosts.rendezvous import master_address, master_port
 from neox.launch.orders import signal_order
-from neox.launch.outcome import EndKind, RunEnd
-from neox.launch.placement import Placement, slurm_gpus
-from neox.launch.rendezvous import master_address, master_port
 from neox.launch.spec import Host, LaunchSpec, code_root, new_run_id
-from neox.launch.supervise import SignalAgents, Supervisor
+from neox.launch.supervisor.agent_processes import AgentProcesses
+from neox.launch.supervisor.outcome import EndKind, RunEnd
+from neox.launch.supervisor.supervisor import SignalAgents, Supervisor
 from neox.log import get_logger
 
 _log = get_logger(__name__)
@@ -360,7 +360,7 @@ class RemoteKills:
 
     def start(self, node_rank: int) -> None:
         """Begin to kill the agent of a host, whose ranks end with it."""
-        kill = [*module_command(self._spec, "neox.launch.remote"), "signal", self._spec.run_id, str(node_rank)]
+        kill = [*module_command(self._spec, "neox.launch.hosts.remote"), "signal", self._spec.run_id, str(node_rank)]
         kill.append(str(int(signal.SIGKILL)))
         host = self._spec.hosts[node_rank]
         command = ssh_command(host, kill, self._ssh_port, more_ssh_options(self._environment))
@@ -419,7 +419,7 @@ def send_secrets(
         return
 
     def send(node_rank: int) -> None:
-        store = [*module_command(spec, "neox.launch.remote"), "secrets", spec.run_id, str(node_rank)]
+        store = [*module_command(spec, "neox.launch.hosts.remote"), "secrets", spec.run_id, str(node_rank)]
         host = spec.hosts_with_agents[node_rank]
         try:
             done = subprocess.run(

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.errors import NeoXError
-from neox.launch.run_status import run_status
+from neox.launch.status.run_status import run_status
 
 _PAGES = Path(__file__).with_name("status_pages")
 _POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'"

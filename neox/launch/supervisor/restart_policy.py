@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from neox.launch.agent_files import Cause
-from neox.launch.outcome import EndKind, RunEnd
+from neox.launch.agent.agent_files import Cause
+from neox.launch.supervisor.outcome import EndKind, RunEnd
 
 EXIT_REFUSED = 2
 """Exit status of a script that rejects its configuration or command line."""

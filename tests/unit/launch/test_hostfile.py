@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from neox.errors import ConfigError
-from neox.launch.hosts import check_host_name, read_hostfile, select_hosts
+from neox.launch.hosts.hostfile import check_host_name, read_hostfile, select_hosts
 from neox.launch.spec import Host
 
 HOSTS = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1, 2, 3)), Host("c", (0, 1)))

@@ -1,7 +1,7 @@
 """Warm processes of a host's agent: one per slot, which has imported torch and DeepSpeed and waits to become a rank.
 
 A rank needs seconds to import torch and DeepSpeed. The agent of a run that may be restarted has this done in advance:
-after the first step, or at once on a spare host, it starts one process per slot, `python -m neox.launch.bootstrap
+after the first step, or at once on a spare host, it starts one process per slot, `python -m neox.launch.agent.bootstrap
 --warm MODULE`. The process has the rank's own environment, because packages read variables while they are imported. It
 imports at low priority, opens no GPU, and dies with the agent. At the next start it gets an order through its standard
 input: the script, its arguments and all variables. If a variable that an import may have read differs, the process is
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from signal import SIGKILL
 
-from neox.launch.agent_files import PROGRESS_VARIABLE
+from neox.launch.agent.agent_files import PROGRESS_VARIABLE
 from neox.launch.lifeline import parent_death_hook, signal_group
 
 # Nothing reads them before process groups are set up. A spare host, or one of a run that shrinks, gets other ranks.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from neox.launch.events import Event
-from neox.launch.outcome import rank_list
+from neox.launch.supervisor.outcome import rank_list
 
 _WAIT_SECONDS = 1.0  # for the same warning of other ranks
 _SAME_SECONDS = 60.0  # in which the same words are the same warning

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from neox.launch import Host, LaunchSpec
-from neox.launch.agent_files import INTERRUPT_RANKS
+from neox.launch.agent.agent_files import INTERRUPT_RANKS
 from neox.launch.events import Event, encode_event
-from neox.launch.supervise import Supervisor
+from neox.launch.supervisor.supervisor import Supervisor
 
 SPEC = LaunchSpec("run", (Host("localhost", (0, 1)),), "127.0.0.1", 20000, "train.py", (), "", "", "", sys.executable)
 

@@ -1,0 +1,1 @@
+"""The agent of one host, its ranks, and what ranks report to it."""

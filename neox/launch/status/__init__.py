@@ -1,0 +1,1 @@
+"""Event log and status of a run."""
