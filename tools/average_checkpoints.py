@@ -30,7 +30,7 @@ from neox.checkpoint.fetching import add_checkpoint_cache
 from neox.errors import ConfigError, run_script
 from neox.log import setup_logging
 from neox.plan import config_from_files
-from neox.plan.schedule.annealing import FINAL_DECAYS
+from neox.plan.schedule import FINAL_DECAYS
 from neox.storage import is_remote
 
 

@@ -20,7 +20,7 @@ from neox.checkpoint.staging import checkpoint_directories
 from neox.config.yaml_file import read_file
 from neox.errors import CheckpointError, ConfigError
 from neox.plan import saved_architecture
-from neox.plan.schedule.annealing import FINAL_DECAYS
+from neox.plan.schedule import FINAL_DECAYS
 
 Weighting = Literal["mean", "linear", "decay"]
 """How much each checkpoint counts, the oldest first: all the same, as 1 : 2 : 3, or as if the learning rate decayed."""

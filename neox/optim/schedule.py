@@ -1,4 +1,4 @@
-"""Learning rates and betas of an optimizer's groups, set by a schedule."""
+"""The schedule of a run, applied to its optimizer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from neox.plan import RunPlan
-from neox.plan.schedule import Annealing, schedule_of
+from neox.plan.schedule import schedule_of
 
 
 class LRSchedule:
-    """A schedule with a position, which sets the learning rate of an optimizer's groups, and betas if it moves them.
+    """Sets the learning rate of an optimizer's groups for the next step, and their betas if the schedule cycles them.
 
-    The position counts applied steps: a step that fp16's loss scaler skips does not advance it, as in gpt-neox.
-    DeepSpeed calls `step` after each applied step and stores `state_dict` in checkpoints.
+    Iterations are applied steps: a step that fp16's loss scaler skips does not count, as in gpt-neox. DeepSpeed calls
+    `step` after each applied step and stores `state_dict` in checkpoints.
     """
 
     def __init__(self, plan: RunPlan, optimizer: Optimizer) -> None:
@@ -24,11 +24,11 @@ class LRSchedule:
         self.seek(0)
 
     def seek(self, iteration: int) -> None:
-        """Set the position to the step after `iteration` applied ones."""
+        """Prepare the optimizer for the step after `iteration` applied ones."""
         self.iteration = iteration
         betas = self.schedule.betas(iteration)
         for group in self.optimizer.param_groups:  # looked up each time: loading replaces them
-            group["lr"] = self.schedule.lr(iteration) * group.get("lr_factor", 1.0)
+            group["lr"] = self.lr * group.get("lr_factor", 1.0)
             if betas is not None and self.cycled_betas:
                 group[self.cycled_betas] = betas
 
@@ -48,16 +48,9 @@ class LRSchedule:
     get_last_lr = get_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and gpt-neox's parameters, under gpt-neox's names."""
-        state: dict[str, Any] = {"num_iters": self.iteration}
-        if isinstance(self.schedule, Annealing):
-            state["start_lr"] = self.schedule.start
-            state["min_lr"] = self.schedule.minimum
-            state["warmup_iter"] = self.schedule.warmup_iterations
-            state["end_iter"] = self.schedule.decay_iterations
-            state["decay_style"] = self.schedule.style
-        return state
+        """Return the iteration, and the schedule's numbers for a reader, under gpt-neox's names."""
+        return {"num_iters": self.iteration, **self.schedule.saved_numbers()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the position from `state`; the parameters stay the configuration's, which the user may have changed."""
+        """Continue from the saved iteration. The numbers stay the configuration's, which the user may have changed."""
         self.seek(int(state["num_iters"]))

@@ -1,6 +1,6 @@
 """Learning rate of each step: gpt-neox's schedules, and DeepSpeed's."""
 
-from neox.plan.schedule.annealing import Annealing, Schedule, WarmupStableDecay
 from neox.plan.schedule.choice import schedule_of
+from neox.plan.schedule.gpt_neox import FINAL_DECAYS, Annealing, Schedule, WarmupStableDecay
 
-__all__ = ["Annealing", "Schedule", "WarmupStableDecay", "schedule_of"]
+__all__ = ["FINAL_DECAYS", "Annealing", "Schedule", "WarmupStableDecay", "schedule_of"]

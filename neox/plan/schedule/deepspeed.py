@@ -1,13 +1,16 @@
-"""DeepSpeed's learning-rate schedules, as functions of the step."""
+"""DeepSpeed's learning-rate schedules, as functions of the step.
+
+LRRangeTest and OneCycle count steps as we do. The three warm-ups count from -1: before its first update DeepSpeed asks
+for index -1, so our step n is its index n - 1.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
 
 from neox.config.sections.schedule import SchedulerParams
-from neox.plan.schedule.annealing import Schedule
+from neox.plan.schedule.gpt_neox import Schedule, half_cosine
 
 _SECOND_BETA = 0.99  # DeepSpeed's, while the first one is scheduled
 
@@ -20,10 +23,10 @@ class LRRangeTest(Schedule):
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
-        grown = step / self.params.lr_range_test_step_size
+        intervals = step / self.params.lr_range_test_step_size
         if self.params.lr_range_test_staircase:
-            grown = math.floor(grown)
-        return self.params.lr_range_test_min_lr * (1.0 + self.params.lr_range_test_step_rate * grown)
+            intervals = math.floor(intervals)
+        return self.params.lr_range_test_min_lr * (1.0 + self.params.lr_range_test_step_rate * intervals)
 
     def describe(self) -> str:
         """Return the schedule in one line."""
@@ -34,176 +37,162 @@ class LRRangeTest(Schedule):
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """One cycle up and down, with the first beta moving against it, then decay (arXiv:1803.09820).
+    r"""One cycle up and down, with the first beta moving against it, then decay (arXiv:1803.09820).
+
+        peak    _ _ _ _/\
+                     /    \
+        lowest  _ _/_ _ _ _ \ .  _
+                                  `  -  .
+                  0   rising  cycle_steps
 
     Attributes:
-        params: Shape of the cycle.
+        params: Numbers of the cycle and the decay.
         lowest: Learning rate at the start and the end of the cycle.
-        highest: Learning rate in its middle.
+        peak: Learning rate in its middle.
+        rising_steps: Steps of the first half.
+        cycle_steps: Steps of both halves.
     """
 
     params: SchedulerParams
     lowest: float
-    highest: float
+    peak: float
+    rising_steps: int
+    cycle_steps: int
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
-        after_cycle = self._steps_after_cycle(step)
-        if after_cycle == 0:
-            return self.lowest + (self.highest - self.lowest) * self._height(step)
+        # The cycle's last step still belongs to it (height 0); as in DeepSpeed the decay begins one step later.
+        if step <= self.cycle_steps:
+            return self.lowest + (self.peak - self.lowest) * self._height(step)
         if not self.params.decay_step_size:
             return self.lowest
-        return self.lowest / (1.0 + self.params.decay_lr_rate * after_cycle / self.params.decay_step_size)
+        intervals = self.params.decay_lr_rate * (step - self.cycle_steps) / self.params.decay_step_size
+        return self.lowest / (1.0 + intervals)
 
     def betas(self, step: int) -> tuple[float, float] | None:
-        """Return Adam's betas in a step; None for those of the configuration."""
+        """Return the optimizer's betas in a step; None if they are not cycled."""
         params = self.params
         if not params.cycle_momentum:
             return None
-        if step == 0:  # DeepSpeed starts with the smaller one
+        if step == 0:  # DeepSpeed starts with the smaller one, although the cycle starts with the larger one
             return params.cycle_min_mom, _SECOND_BETA
-        after_cycle = self._steps_after_cycle(step)
         first = params.cycle_max_mom
-        if after_cycle == 0:
+        if step <= self.cycle_steps:
             first -= (params.cycle_max_mom - params.cycle_min_mom) * self._height(step)
         elif params.decay_step_size:
-            first *= 1.0 + params.decay_mom_rate * after_cycle / params.decay_step_size
+            first *= 1.0 + params.decay_mom_rate * (step - self.cycle_steps) / params.decay_step_size
         return first, _SECOND_BETA
 
-    @property
-    def _rising(self) -> int:
-        return self.params.cycle_first_step_size
-
-    @property
-    def _falling(self) -> int:
-        return self.params.cycle_second_step_size or self._rising
-
     def _height(self, step: int) -> float:
-        """Return where a step of the cycle is between its bottom (0) and its top (1)."""
-        at = step % (self._rising + self._falling)
+        """Return where a step of the cycle is between its bottom (0) and its top (1), in stairs if there are any."""
         stairs = self.params.cycle_first_stair_count
-        if at <= self._rising:
-            height = at / self._rising
+        if step <= self.rising_steps:
+            height = step / self.rising_steps
         else:
-            height = (self._rising + self._falling - at) / self._falling
+            height = (self.cycle_steps - step) / (self.cycle_steps - self.rising_steps)
             if self.params.cycle_second_stair_count is not None:
                 stairs = self.params.cycle_second_stair_count
-        return math.floor(height * stairs) / stairs if stairs else height
-
-    def _steps_after_cycle(self, step: int) -> int:
-        """Return the steps since the cycle's end; 0 within the cycle, which DeepSpeed leaves a step late."""
-        return max(0, step - self._rising - self._falling)
+        if stairs:
+            return math.floor(height * stairs) / stairs
+        return height
 
     def describe(self) -> str:
         """Return the schedule in one line."""
-        top = f"from {self.lowest:g} to {self.highest:g} at step {self._rising:,}"
-        return f"OneCycle: {top}, back at step {self._rising + self._falling:,}"
+        top = f"from {self.lowest:g} to {self.peak:g} at step {self.rising_steps:,}"
+        return f"OneCycle: {top}, back at step {self.cycle_steps:,}"
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The rise that DeepSpeed's three warm-ups share.
+
+    Attributes:
+        first: Learning rate at the start.
+        peak: Learning rate at the end.
+        steps: Steps of the rise, at least 2.
+        shape: `linear`, or `log`: fast at first.
+    """
+
+    first: float
+    peak: float
+    steps: int
+    shape: str
+
+    def lr(self, index: int) -> float:
+        """Return the learning rate at DeepSpeed's index, 0 <= index < steps."""
+        if self.shape == "log":
+            risen = math.log(index + 1) / math.log(self.steps)
+        else:
+            risen = index / self.steps
+        return self.first + (self.peak - self.first) * risen
+
+    def describe(self) -> str:
+        """Return the rise in one line."""
+        return f"{self.steps:,} steps of {self.shape} warm-up from {self.first:g} to {self.peak:g}"
 
 
 @dataclass(frozen=True)
 class WarmupLR(Schedule):
-    """DeepSpeed's WarmupLR: warm-up, then constant. Step n has the value of DeepSpeed's step n - 1.
+    """DeepSpeed's WarmupLR: warm-up, then constant."""
 
-    Attributes:
-        params: Shape of the warm-up.
-        lowest: Learning rate at the start.
-        highest: Learning rate after the warm-up.
-    """
-
-    params: SchedulerParams
-    lowest: float
-    highest: float
+    warmup: Warmup
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
-        done = step - 1
-        if done < 0:
-            return self._before_first
-        if done >= self._warm:
-            return self._after_warmup(done)
-        if self.params.warmup_type == "log":
-            risen = math.log(done + 1) / math.log(self._warm)
-        else:
-            risen = done / self._warm
-        return self.lowest + (self.highest - self.lowest) * risen
-
-    @property
-    def _warm(self) -> int:
-        """Steps of warm-up."""
-        return max(2, self.params.warmup_num_steps)
-
-    @property
-    def _before_first(self) -> float:
-        """Learning rate of step 0, which DeepSpeed counts as -1."""
-        return self.lowest
-
-    def _after_warmup(self, done: int) -> float:
-        """Return the learning rate after the warm-up and `done` steps in all."""
-        return self.highest
+        index = step - 1
+        if index < 0:
+            return self.warmup.first
+        if index < self.warmup.steps:
+            return self.warmup.lr(index)
+        return self.warmup.peak
 
     def describe(self) -> str:
         """Return the schedule in one line."""
-        rise = f"{self._warm:,} steps of {self.params.warmup_type} warm-up from {self.lowest:g} to {self.highest:g}"
-        return f"{type(self).__name__}: {rise}, {self._describe_end()}"
-
-    def _describe_end(self) -> str:
-        return "then constant"
+        return f"WarmupLR: {self.warmup.describe()}, then constant"
 
 
 @dataclass(frozen=True)
-class _WarmupAndDecay(WarmupLR):
-    """Warm-up, then decay.
+class WarmupDecayLR(Schedule):
+    """DeepSpeed's WarmupDecayLR: warm-up, then linear decay down to the warm-up's first learning rate."""
 
-    Attributes:
-        total: Step at which the decay ends.
-    """
+    warmup: Warmup
+    end_step: int
 
-    total: int
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        index = step - 1
+        if index < 0:
+            return self.warmup.first
+        if index < self.warmup.steps:
+            return self.warmup.lr(index)
+        left = (self.end_step - index) / max(1, self.end_step - self.warmup.steps)
+        return self.warmup.first + (self.warmup.peak - self.warmup.first) * max(0.0, left)
 
-    @property
-    def _span(self) -> int:
-        """Steps of the decay."""
-        return max(1, self.total - self._warm)
-
-    @property
-    @abstractmethod
-    def _end(self) -> float:
-        """Learning rate at the end."""
-
-    def _describe_end(self) -> str:
-        return f"down to {self._end:g} at step {self.total:,}"
-
-
-@dataclass(frozen=True)
-class WarmupDecayLR(_WarmupAndDecay):
-    """DeepSpeed's WarmupDecayLR: linear decay down to where the warm-up began."""
-
-    def _after_warmup(self, done: int) -> float:
-        return self.lowest + (self.highest - self.lowest) * max(0.0, (self.total - done) / self._span)
-
-    @property
-    def _end(self) -> float:
-        return self.lowest
+    def describe(self) -> str:
+        """Return the schedule in one line."""
+        end = f"down to {self.warmup.first:g} at step {self.end_step:,}"
+        return f"WarmupDecayLR: {self.warmup.describe()}, {end}"
 
 
 @dataclass(frozen=True)
-class WarmupCosineLR(_WarmupAndDecay):
-    """DeepSpeed's WarmupCosineLR: half a cosine down to a learning rate of its own.
+class WarmupCosineLR(Schedule):
+    """DeepSpeed's WarmupCosineLR: warm-up, then half a cosine down to the lowest learning rate."""
 
-    Attributes:
-        final: Learning rate at the end.
-    """
+    warmup: Warmup
+    lowest: float
+    end_step: int
 
-    final: float
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        index = step - 1
+        if index < 0:
+            return 0.0  # not the warm-up's first one, unlike the others
+        if index < self.warmup.steps:
+            return self.warmup.lr(index)
+        progress = (index - self.warmup.steps + 1) / max(1, self.end_step - self.warmup.steps)
+        return self.lowest + (self.warmup.peak - self.lowest) * half_cosine(min(1.0, progress))
 
-    @property
-    def _before_first(self) -> float:
-        return 0.0
-
-    def _after_warmup(self, done: int) -> float:
-        progress = min(1.0, (done - self._warm + 1) / self._span)
-        return self.final + (self.highest - self.final) * (1.0 + math.cos(math.pi * progress)) / 2.0
-
-    @property
-    def _end(self) -> float:
-        return self.final
+    def describe(self) -> str:
+        """Return the schedule in one line."""
+        end = f"down to {self.lowest:g} at step {self.end_step:,}"
+        return f"WarmupCosineLR: {self.warmup.describe()}, {end}"

@@ -11,6 +11,7 @@ import torch
 
 from neox.config import NeoXConfig
 from neox.config.sections.schedule import ScheduleConfig
+from neox.errors import ConfigError
 from neox.optim import LRSchedule
 from neox.plan import static_problems
 from neox.plan.rules import notes_without_effect
@@ -20,8 +21,8 @@ from tests.plans import SIZES, plan_of, problem_keys
 GOLDEN = Path(__file__).parents[2] / "golden" / "loss_curves.json"
 
 
-def schedule(style="cosine", version="later", warm=3.0, end=30, start=1e-3, minimum=1e-4):
-    return Annealing(style, start, minimum, warm, end, version)
+def schedule(style="cosine", version="later", warm=3.0, end=30, peak=1e-3, lowest=1e-4):
+    return Annealing(style, peak, lowest, warm, end, version)
 
 
 def test_v2_cosine_reproduces_recorded_learning_rates():
@@ -53,7 +54,7 @@ def test_later_reaches_the_floor_at_the_end_and_holds_it():
 
 
 def test_v2_is_constant_for_the_last_warmup_length():
-    ours = schedule("linear", "v2.0", minimum=0.0)
+    ours = schedule("linear", "v2.0", lowest=0.0)
     assert ours.lr(27) == ours.lr(30) == ours.lr(99) == pytest.approx(1e-3 * (30 - 24) / 30)
 
 
@@ -75,7 +76,7 @@ def test_no_warmup_starts_at_the_peak():
     [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
 )
 def test_wsd_holds_the_peak_and_decays_at_the_end(shape, half):
-    ours = WarmupStableDecay("WSD", 1e-3, 1e-4, 3.0, 30, final_decay=shape, final_iterations=10)
+    ours = WarmupStableDecay(shape, peak=1e-3, lowest=1e-4, warmup_steps=3.0, decay_steps=10, end_step=30)
     assert ours.lr(3) == ours.lr(20) == pytest.approx(1e-3)
     assert ours.lr(25) == pytest.approx(1e-4 + half * 9e-4)
     assert ours.lr(30) == ours.lr(99) == pytest.approx(1e-4)
@@ -171,6 +172,14 @@ def test_schedules_that_nothing_computes_are_errors():
     unchecked = config.model_copy(update={"schedule": config.schedule.model_copy(update={"scheduler": unknown})})
     with pytest.raises(KeyError):
         schedule_of(unchecked)
+
+
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_decay_without_a_known_end_is_an_error(kind):
+    keys = {key: value for key, value in SIZES.items() if key != "train_iters"}
+    config = NeoXConfig.from_flat({**keys, "scheduler": {"type": kind}})
+    with pytest.raises(ConfigError, match="total_num_steps"):
+        schedule_of(config)
 
 
 def test_every_schedule_of_the_sections_is_computed():
