@@ -113,6 +113,7 @@ def step_peaks(plans: Sequence[RunPlan]) -> list[int]:
 
 def _step_peak(plan: RunPlan) -> int:
     from neox.engine import initialize_distributed, initialize_engine
+    from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
     generator = torch.Generator().manual_seed(grid.dp_rank)
@@ -123,7 +124,7 @@ def _step_peak(plan: RunPlan) -> int:
             yield {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": torch.ones(1, SEQUENCE)}
 
     def start() -> Any:
-        engine = initialize_engine(plan, grid, device)
+        engine = initialize_engine(plan, grid, device, build_features)
         engine.train_batch(batches())
         return engine
 

@@ -15,7 +15,6 @@ import os
 import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ from neox.data import IndexedDatasetBuilder
 from neox.data.run_data import build_data_iterators
 from neox.data.token_files.indexed_dataset import IGNORED
 from neox.engine import initialize_distributed, open_engine
+from neox.features.table import build_features
 from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer
-from neox.train.reference import reference_log_probs
 
 VOCAB = 4096
 EOS = 0
@@ -80,10 +79,9 @@ def our_engine(model: Path, directory: Path, pairs: list[dict[str, list[int]]], 
     }
     plan = resolve(NeoXConfig.from_flat(flat), 1, VOCAB)
     grid, device = initialize_distributed(plan)
-    engine = open_engine(plan, grid, device)
+    engine = open_engine(plan, grid, device, build_features)
     tokenizer = build_tokenizer("CharLevelTokenizer", None)
-    reference = partial(reference_log_probs, engine)
-    return engine, build_data_iterators(plan, 0, 0, tokenizer=tokenizer, reference=reference).train
+    return engine, build_data_iterators(plan, 0, 0, tokenizer=tokenizer, **engine.data_arguments()).train
 
 
 def save_llama(directory: Path) -> None:

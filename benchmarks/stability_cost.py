@@ -21,6 +21,7 @@ from torch import Tensor
 
 from neox.config import NeoXConfig
 from neox.engine import Engine, initialize_distributed, initialize_engine
+from neox.features.table import build_features
 from neox.plan import resolve
 
 _EVERY = 10
@@ -55,7 +56,7 @@ def build(args: argparse.Namespace, *, observes: bool) -> Engine:
         "log_stability_every": _EVERY if observes else None,
     }
     plan = resolve(NeoXConfig.from_flat(flat), 1, _VOCABULARY)
-    return initialize_engine(plan, *initialize_distributed(plan))
+    return initialize_engine(plan, *initialize_distributed(plan), build_features)
 
 
 def seconds_of_round(engine: Engine, data: Iterator[dict[str, Tensor]]) -> float:

@@ -61,9 +61,8 @@ def measure(turns: int, directory: Path) -> list[tuple[float, Steps, Steps]]:
     """Seconds that each save waited, and those of the steps with an upload and without one."""
     import fsspec
 
-    from neox.engine import SaveReport, initialize_distributed, initialize_engine, save_checkpoint
-    from neox.train.callbacks import TrainState
-    from neox.train.mirror_uploads import MirrorUploads
+    from neox.engine import SaveReport, TrainState, initialize_distributed, initialize_engine, save_checkpoint
+    from neox.features.mirror_uploads.run import MirrorUploads
 
     fsspec.filesystem("s3").mkdir("bucket")
     plan = tiny_plan(1, save=str(directory), **MODEL)
@@ -81,7 +80,7 @@ def measure(turns: int, directory: Path) -> list[tuple[float, Steps, Steps]]:
         started = time.perf_counter()
         uploads.on_save(TrainState(), SaveReport(path, engine.iteration, 0.0, 0.0))
         waited = time.perf_counter() - started
-        end = threading.Thread(target=uploads.finish)
+        end = threading.Thread(target=uploads.on_exit)
         end.start()
         busy = []
         while end.is_alive():

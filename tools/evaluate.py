@@ -23,6 +23,7 @@ from neox.checkpoint import CheckpointReader
 from neox.errors import run_script
 from neox.evaluation.results import check_writable, flat_metrics, format_table, write_harness_report, write_results
 from neox.evaluation.run import check_tasks, evaluate_tasks
+from neox.features.trackers.scores import report_scores
 from neox.generation.load import load_model
 from neox.generation.startup import (
     add_plan_arguments,
@@ -35,8 +36,6 @@ from neox.generation.startup import (
 from neox.log import setup_logging
 from neox.plan import RunPlan
 from neox.tokenizer import Tokenizer
-from neox.train.remote_trackers import queued_trackers
-from neox.train.trackers import report_scores
 
 
 def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
@@ -79,7 +78,7 @@ def main() -> None:
         print(f"\nresults in {path}", flush=True)
         if report:
             print(f"the same in lm-eval's form in {report}", flush=True)
-        report_scores(plan, flat_metrics(results), iteration, queued_trackers(plan, part="evaluation"))
+        report_scores(plan, flat_metrics(results), iteration)
     end_ranks(grid)
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
+from neox.checkpoint import hash_of_weights
 from neox.data.teacher_file import TeacherIdentity
-from neox.engine.reference import hash_of_weights
 from neox.errors import ConfigError, run_script
 from neox.generation.load import load_model
 from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments, start_ranks

@@ -31,7 +31,7 @@ from neox.checkpoint.identity import (
     padding_note,
 )
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_stats
-from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, read_manifest, record_share
+from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, hash_of_weights, read_manifest, record_share
 from neox.checkpoint.names import (
     AVERAGED_STEPS,
     CONFIG,
@@ -116,6 +116,7 @@ __all__ = [
     "find_chat_template",
     "find_checkpoint",
     "find_generation_settings",
+    "hash_of_weights",
     "identity_state",
     "keep_last",
     "last_checkpoints",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -9,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from neox.checkpoint.names import MANIFEST
-from neox.errors import CheckpointError
+from neox.checkpoint.names import MANIFEST, parse_layer_file
+from neox.errors import CheckpointError, os_errors
 from neox.files import fsync_path, sha256_of, write_text
 
 _VERSION = 1
@@ -188,3 +189,23 @@ def check_manifest(directory: Path, manifest: Manifest, *, hashes: bool = True) 
         if record.sha256 != manifest.files[name].sha256:
             problems.append(f"{name} has changed since it was written (sha256 differs)")
     return problems
+
+
+def hash_of_weights(checkpoint: Path) -> str:
+    """Return a hash of a checkpoint's layer files: of their hashes in the manifest, or of their content without one.
+
+    Raises:
+        CheckpointError: If a file cannot be read.
+    """
+    manifest = read_manifest(checkpoint)
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.iterdir()):
+        if parse_layer_file(path.name) is None:
+            continue
+        if manifest is not None and path.name in manifest.files:
+            record = manifest.files[path.name]
+        else:
+            with os_errors(CheckpointError, f"{path} cannot be read"):
+                record = hash_file(path)
+        digest.update(f"{path.name} {record.sha256}\n".encode())
+    return digest.hexdigest()

@@ -1,22 +1,31 @@
 """Training with DeepSpeed: process groups, engines, saving and loading. The only package that imports DeepSpeed."""
 
 from neox.engine import deepspeed_patches  # isort: skip  (its log filters must exist before DeepSpeed is imported)
-from neox.engine.background import BackgroundSaves, SaveReport
+from neox.engine.background import BackgroundSaves
 from neox.engine.build import initialize_engine
-from neox.engine.distributed import from_first_rank, initialize_distributed, shutdown
-from neox.engine.engine import Engine, StepResult
+from neox.engine.distributed import all_succeeded, from_first_rank, initialize_distributed, shutdown
+from neox.engine.engine import Engine
+from neox.engine.feature import Feature, MakeFeatures, TrainedModel
 from neox.engine.label_weights import EvaluationResult
-from neox.engine.loading import open_engine, roll_back
-from neox.engine.reference import answer_log_probs
+from neox.engine.loading import build_loaded_model, open_engine, roll_back
+from neox.engine.reports import SaveReport, StepReport, StepResult, TrainState
 from neox.engine.saving import save_checkpoint
+from neox.engine.start import Start
 
 __all__ = [
     "BackgroundSaves",
     "Engine",
-    "SaveReport",
     "EvaluationResult",
+    "Feature",
+    "MakeFeatures",
+    "SaveReport",
+    "Start",
+    "StepReport",
     "StepResult",
-    "answer_log_probs",
+    "TrainState",
+    "TrainedModel",
+    "all_succeeded",
+    "build_loaded_model",
     "deepspeed_patches",
     "from_first_rank",
     "initialize_distributed",

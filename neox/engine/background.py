@@ -6,7 +6,6 @@ import copy
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from neox.checkpoint import layer_file, save_file
 from neox.engine.engine import Engine
+from neox.engine.reports import SaveReport
 from neox.engine.saving import FileWriter, commit_files, stage_files
 from neox.errors import CheckpointError
 from neox.log import get_logger
@@ -129,27 +129,6 @@ class DeferredWriter(FileWriter):
             save_file(path, value)
 
 
-@dataclass(frozen=True)
-class SaveReport:
-    """A committed checkpoint.
-
-    Attributes:
-        path: Directory of the checkpoint.
-        iteration: Completed steps.
-        stall: Seconds for which training waited.
-        seconds: Seconds from the start of the save until it was committed.
-    """
-
-    path: Path
-    iteration: int
-    stall: float
-    seconds: float
-
-    def scalars(self) -> dict[str, float]:
-        """Return the durations under their names in metrics."""
-        return {"runtime/save_stall": self.stall, "runtime/save_seconds": self.seconds}
-
-
 class BackgroundSaves:
     """Saves of one engine, at most one at a time; all ranks call `start` and `wait` together.
 
@@ -180,7 +159,7 @@ class BackgroundSaves:
         writer = DeferredWriter(engine)
         iteration = engine.iteration
         staged = stage_files(engine, save, writer)
-        engine.before_next_update(writer.copies.hold)
+        engine.before_next_overwrite(writer.copies.hold)
         stall = time.perf_counter() - started
 
         def finish() -> None:

@@ -12,7 +12,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
-from neox.engine.averaged_weights import AveragedWeights
 from neox.engine.deepspeed_patches import (
     PipelineEngine,
     PlainEngine,
@@ -26,11 +25,13 @@ from neox.engine.deepspeed_patches import (
 from neox.engine.deepspeed_patches.startup import import_muon_uncompiled
 from neox.engine.distributed import grid_mpu
 from neox.engine.engine import Engine
+from neox.engine.feature import MakeFeatures, TrainedModel, no_features
 from neox.engine.label_weights import LabelWeights
 from neox.engine.measurements import NoTimers, PassTimers, StepTimers, Timers
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline import PipelineGPT
-from neox.engine.stability import Stability
+from neox.engine.run_files import RunFiles
+from neox.engine.start import Start
 from neox.engine.steps import PipelineSteps, PlainSteps, Steps
 from neox.errors import LaunchError
 from neox.launch.hosts.machine import LEAST_CAPABILITY
@@ -42,18 +43,28 @@ from neox.optim import ClippedOptimizer, ExpertGroups, Muon, NormScope, build_op
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 from neox.plan import RunPlan
 from neox.plan.compiled import compiles_layers
+from neox.plan.run_identity import run_identity
 
 _log = get_logger(__name__)
 _GRAPHS = 64
 """Graphs of one layer class: kinds of attention, modes, lengths. torch stops compiling after 8 without a word."""
 
 
-def initialize_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
-    """Build the network with its initial weights and give it to DeepSpeed; all ranks call it together."""
+def initialize_engine(
+    plan: RunPlan, grid: ParallelGrid, device: torch.device, make_features: MakeFeatures = no_features
+) -> Engine:
+    """Build the network with its initial weights and give it to DeepSpeed; all ranks call it together.
+
+    Nothing is loaded: a run begins with `neox.engine.open_engine`.
+    """
     _check_quantizer(plan, device)
     objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
-    return build_engine(plan, grid, device, objective, model)
+    run = run_identity(plan.config)
+    engine = build_engine(plan, grid, device, objective, model, Start(run), RunFiles(run), make_features)
+    for feature in engine.features:
+        feature.load(engine, Start(run))
+    return engine
 
 
 def _check_quantizer(plan: RunPlan, device: torch.device) -> None:
@@ -64,11 +75,28 @@ def _check_quantizer(plan: RunPlan, device: torch.device) -> None:
 
 
 def build_engine(
-    plan: RunPlan, grid: ParallelGrid, device: torch.device, objective: Objective, model: nn.Module
+    plan: RunPlan,
+    grid: ParallelGrid,
+    device: torch.device,
+    objective: Objective,
+    model: nn.Module,
+    start: Start,
+    run_files: RunFiles,
+    make_features: MakeFeatures,
 ) -> Engine:
     """Give a model to DeepSpeed, with an optimizer; all ranks call it together.
 
     Only this function and `build_model` know which kinds of engine there are.
+
+    Args:
+        plan: The run.
+        grid: This rank's grid.
+        device: Device of the model.
+        objective: What a batch is and what its loss is.
+        model: The network with its weights.
+        start: How the run starts.
+        run_files: What checkpoints say of the run.
+        make_features: Builds what takes part in the training besides.
     """
     optimizer = build_optimizer(plan, model.named_parameters(), _norm_scope(plan, grid))
     if grid.ep_group is not None and grid.edp_group is not None:
@@ -91,13 +119,8 @@ def build_engine(
     optimizer.state.clear()
     if isinstance(optimizer, Muon):
         _locate_matrices(optimizer, plan, grid, steps.engine)
-    averages = None
-    if plan.config.optimizer.ema_decay is not None:
-        averages = AveragedWeights(plan, grid, model, steps.engine.optimizer, optimizer)
-    stability = None
-    if plan.config.logging.log_stability_every is not None:
-        stability = Stability(plan, device, grid, steps.engine.module, steps.engine.optimizer, optimizer)
-    return Engine(plan, grid, device, objective, steps, optimizer, timers, averages, stability)
+    trained = TrainedModel(plan, grid, device, objective, steps.engine, optimizer)
+    return Engine(trained, steps, timers, run_files, make_features(trained, start))
 
 
 def _selection_biases(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:

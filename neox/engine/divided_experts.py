@@ -48,7 +48,7 @@ class WholeStates:
 def gather_states(engine: Engine) -> WholeStates:
     """Gather the optimizer's tensors of experts; all ranks call it together. Only the first data rank keeps them."""
     grid = engine.grid
-    if grid.ep_size == 1 or engine.divides_optimizer:
+    if grid.ep_size == 1 or engine.model.divides_optimizer:
         return WholeStates()
     states: dict[int, dict[str, Tensor]] = {}
     weights: dict[tuple[int, int], Tensor] = {}

@@ -3,152 +3,79 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.checkpoint import LoadedWeights
-from neox.engine.averaged_weights import AveragedWeights
 from neox.engine.determinism import readable_refusal
 from neox.engine.distributed import limit_collectives
+from neox.engine.feature import DataArguments, Feature, TrainedModel
 from neox.engine.label_weights import EvaluationResult
-from neox.engine.measurements import NoiseScale, StepValues, Timers
-from neox.engine.replicas import ReplicaCheck
-from neox.engine.stability import Stability
+from neox.engine.measurements import StepValues, Timers
+from neox.engine.reports import StepResult
+from neox.engine.run_files import RunFiles
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
 from neox.model import NetworkOutput, move_selection_biases
-from neox.objectives import Batch, Objective
-from neox.optim import ClippedOptimizer, LRSchedule
-from neox.parallel import ParallelGrid, derive_seed
-from neox.plan import RunPlan
-from neox.plan.run_identity import run_identity
-from neox.tokenizer import TokenizerIdentity
-from neox.tokenizer.chat import ChatTemplate
+from neox.objectives import Batch
+from neox.optim import LRSchedule
+from neox.parallel import derive_seed
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one optimizer step.
-
-    Attributes:
-        scores: Means over micro batches and data ranks of the objective's scores, by name; the trained loss first.
-        grad_norm: L2 norm of the whole model's gradient before clipping; inf if it is not finite.
-        loss_scale: Loss scale of fp16; 1 in other precisions.
-        lr: Learning rate of this step.
-        skipped: Whether the weights were left unchanged.
-        timers: Seconds in each part of the step on this rank, with `wall_clock_breakdown`.
-        computing: Seconds of forward and backward passes on this rank, without what it waited for other ranks; 0 if
-            hosts are not compared.
-        noise_scale: Gradient noise scale in samples, with `log_gradient_noise_scale`, once it is known.
-        stability: Numbers by layer of a step that `log_stability_every` observes, by their names in metrics.
-    """
-
-    scores: Mapping[str, float]
-    grad_norm: float
-    loss_scale: float
-    lr: float
-    skipped: bool
-    timers: Mapping[str, float] = field(default_factory=dict)
-    noise_scale: float | None = None
-    stability: Mapping[str, float] = field(default_factory=dict)
-    computing: float = field(default=0.0, compare=False)
-
-    @property
-    def loss(self) -> float:
-        """The trained loss."""
-        return next(iter(self.scores.values()))
 
 
 class Engine:
     """A model in training on this rank; all ranks call every method together.
 
     Args:
-        plan: The run.
-        grid: This rank's grid.
-        device: Device of the model.
-        objective: What a batch is and what its loss is.
+        model: The model as DeepSpeed has wrapped it.
         steps: How the micro batches of a step run.
-        optimizer: The optimizer that updates the weights; DeepSpeed may have wrapped it.
         timers: Timers of the parts of a step.
-        averages: Average of the trained weights, if it is kept.
-        stability: What observes some steps, with `log_stability_every`.
+        run_files: What checkpoints say of the run.
+        features: What takes part in the training besides, in the order of its points (`neox.engine.feature`).
 
     Attributes:
         deepspeed_engine: DeepSpeed's engine, which holds the model.
         schedule: Schedule of the learning rate.
         iteration: Number of completed steps, skipped ones included.
-        run: Identity of the run, which its checkpoints carry.
-        chat_template: Template of conversations with the model, which its checkpoints carry; None if there is none.
-        generation_settings: Settings of generation, such as end ids, which its checkpoints carry.
-        tokenizer: Identity of the run's tokenizer, saved in its checkpoints; None if the tokenizer cannot be built.
-        ledger: Record in the loaded checkpoint of what was read of each dataset; None if there is none.
-        averages: Average of the trained weights; None without `ema_decay`.
-        reference: Identity of the weights that the run began with, to which a loss may compare the model; None if it is
-            not known.
-        reference_from: Checkpoint that these weights are in, and which of its weights they are; None for initial ones,
-            or if no loss needs it.
-        with_reference: Function that adds the reference model's log-probabilities to a number of micro batches; None
-            if the data includes them, or the loss does not need them.
-        skipped: First and last step of each range whose batches were skipped after a loss spike.
-        last_losses: Losses of the steps before the newest checkpoint in order, with which later ones are compared. It
-            is set before each save; none without `loss_spike_action`.
-        ledger_at: Maps a number of steps to the ledger of the data, which checkpoints carry; None to save none.
     """
 
     def __init__(
         self,
-        plan: RunPlan,
-        grid: ParallelGrid,
-        device: torch.device,
-        objective: Objective,
+        model: TrainedModel,
         steps: Steps,
-        optimizer: ClippedOptimizer,
         timers: Timers,
-        averages: AveragedWeights | None = None,
-        stability: Stability | None = None,
+        run_files: RunFiles,
+        features: Sequence[Feature] = (),
     ) -> None:
-        self.plan = plan
-        self.grid = grid
-        self.device = device
-        self.objective = objective
-        self.optimizer = optimizer
+        self.model = model
+        self.plan = model.plan
+        self.grid = model.grid
+        self.device = model.device
+        self.objective = model.objective
+        self.optimizer = model.optimizer
         self.deepspeed_engine = steps.engine
-        self.schedule = LRSchedule(plan, optimizer)
+        self.schedule = LRSchedule(self.plan, self.optimizer)
         self.deepspeed_engine.lr_scheduler = self.schedule  # stepped by DeepSpeed after each applied step
-        self.averages = averages
+        self.run_files = run_files
+        self.features = tuple(features)
         self.iteration = 0
-        self.run = run_identity(plan.config)
-        self.chat_template: ChatTemplate | None = None
-        self.generation_settings: Mapping[str, Any] = {}
-        self.tokenizer: TokenizerIdentity | None = None
-        self.ledger: Mapping[str, Any] | None = None
-        self.ledger_at: Callable[[int], Mapping[str, Any]] | None = None
-        self.reference: str | None = None
-        self.reference_from: tuple[str, LoadedWeights] | None = None
-        self.with_reference: Callable[[Iterator[Batch], int], Iterator[Batch]] | None = None
-        self.skipped: tuple[tuple[int, int], ...] = ()
-        self.last_losses: tuple[float, ...] = ()
         self._steps = steps
         self._timers = timers
-        self._stability = stability
-        self._replicas = self._replica_check()
-        self._noise_scale = _noise_scale(plan, optimizer)
-        self._values = StepValues(device, len(objective.names))
-        self._before_next_update: Callable[[], None] | None = None
-        optimizer.register_step_pre_hook(self._before_update)
+        self._values = StepValues(self.device, len(self.objective.names))
+        self._before_overwrite: Callable[[], None] | None = None
+        self.optimizer.register_step_pre_hook(self._before_update)
+        self.optimizer.register_step_post_hook(self._after_update)
         # A gloo group for flags of the hosts, so that agreeing on them does not wait for the GPUs.
         self._hosts: dist.ProcessGroup | None = None
-        if device.type == "cuda" and grid.world_size > 1:
+        if self.device.type == "cuda" and self.grid.world_size > 1:
             self._hosts = dist.new_group(backend="gloo")
-        limit_collectives(plan)
+        limit_collectives(self.plan)
 
     def train_batch(self, batches: Iterator[Batch]) -> StepResult:
         """Do one optimizer step on the next micro batches, as many and as long as the plan's batch schedule says.
@@ -156,12 +83,26 @@ class Engine:
         Random streams are a function of (seed, iteration, rank), so that a resumed run draws the same numbers as an
         uninterrupted one.
 
+        A step, from top to bottom. DeepSpeed's part is in `neox.engine.steps`; it calls the optimizer (and so
+        `_before_update` and `_after_update`) once, in several calls with ZeRO 3, and not at all if fp16 overflowed.
+
+            features.batches        complete the micro batches
+            features.before_passes
+            forward, backward       of every micro batch, whose gradients are accumulated
+            reduction               over data ranks
+              _before_update        scores and norm are copied to the host; features.before_update
+              the optimizer         clips, updates the weights
+              _after_update         features.after_update
+            the learning rate       moves on, unless the step was skipped
+            selection biases        of routers move
+            features.after_step     also of a skipped step: averages, numbers to log
+
         Args:
             batches: Micro batches of this data rank, as `neox.data` makes them.
 
         Raises:
             TrainingError: If gradients overflow fp16 at the smallest loss scale.
-            ReplicaError: If the weights on data ranks differ, with `check_replicas_every`.
+            NeoXError: If a feature ends the run.
         """
         self.grid.seed(derive_seed(self.plan.config.training.seed, "step", self.iteration))
         skipped_before = self.deepspeed_engine.skipped_steps
@@ -172,21 +113,16 @@ class Engine:
         self._timers.take()  # drops what an evaluation took
         with _readable_scaler_failure(self.iteration + 1), readable_refusal():
             count = self.deepspeed_engine.gradient_accumulation_steps()
-            completed = self._completed(self._cut(batches, length), count)
-            observed = self._observation()  # after the reference model has run, so that it is not observed
-            self._steps.train(completed, length)
+            batches = self._completed(self._cut(batches, length), count)
+            for feature in self.features:
+                feature.before_passes(self)
+            self._steps.train(batches, length)
         if self.plan.architecture.router_bias:
             move_selection_biases(self.deepspeed_engine.module, self.grid)
         self.iteration += 1
-        if self.averages is not None:
-            self.hold_for_saves()  # an update that was skipped has not done it
-            self.averages.update()
         skipped = self.deepspeed_engine.skipped_steps > skipped_before
         scores, grad_norm = self._take_values(skipped)
-        stability: Mapping[str, float] = {}
-        if observed is not None:
-            stability = observed.finish(grad_norm, skipped=skipped)
-        return StepResult(
+        result = StepResult(
             scores=scores,
             grad_norm=grad_norm,
             loss_scale=loss_scale,
@@ -194,9 +130,11 @@ class Engine:
             skipped=skipped,
             computing=self._timers.take_computing(),
             timers=self._timers.take(),
-            noise_scale=None if self._noise_scale is None else self._noise_scale.value,
-            stability=stability,
         )
+        numbers: dict[str, float] = {}
+        for feature in self.features:
+            numbers |= feature.after_step(self, result)
+        return replace(result, numbers=numbers)
 
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Batch]) -> EvaluationResult:
@@ -250,59 +188,54 @@ class Engine:
             return 1.0
         return float(self.deepspeed_engine.optimizer.loss_scale)
 
-    @property
-    def divides_optimizer(self) -> bool:
-        """Whether DeepSpeed divides the optimizer's state over data ranks, and writes each part to a file."""
-        return hasattr(self.deepspeed_engine.optimizer, "dp_process_group")
+    def before_next_overwrite(self, call: Callable[[], None]) -> None:
+        """Call a function once, just before weights or optimizer states are overwritten next.
 
-    def before_next_update(self, call: Callable[[], None]) -> None:
-        """Call a function once, just before the optimizer steps next."""
-        self._before_next_update = call
-
-    def hold_for_saves(self) -> None:
-        """Let a save copy what it needs before weights or states are overwritten; see `before_next_update`."""
-        if self._before_next_update is not None:
-            self._before_next_update()
-            self._before_next_update = None
-
-    def _replica_check(self) -> ReplicaCheck | None:
-        every = self.plan.config.healing.check_replicas_every
-        if every is None:
-            return None
-        whole_optimizer = None if self.divides_optimizer else self.optimizer
-        return ReplicaCheck(every, self.grid, self.deepspeed_engine.module, whole_optimizer)
-
-    def check_replicas(self) -> None:
-        """Compare the weights on data ranks, with `check_replicas_every`; all ranks call it together.
-
-        Raises:
-            ReplicaError: If they differ.
+        Copies that a save makes in the background must end before that.
         """
-        if self._replicas is not None:
-            self._replicas.check(self.iteration)
+        self._before_overwrite = call
 
-    def restart_replica_check(self) -> None:
-        """Forget which step was checked last, because the run goes on from another step and may repeat that one."""
-        if self._replicas is not None:
-            self._replicas.restart()
+    def announce_overwrite(self) -> None:
+        """Let a save copy what it needs; called before anything overwrites weights, their averages or states."""
+        if self._before_overwrite is not None:
+            self._before_overwrite()
+            self._before_overwrite = None
+
+    def data_arguments(self) -> DataArguments:
+        """Return the arguments of `neox.data.build.build_data_iterators` that features give."""
+        arguments: DataArguments = {}
+        for feature in self.features:
+            arguments |= feature.opening_data(self)
+        return arguments
+
+    def saved_state(self) -> dict[str, Any]:
+        """Return what features store in a checkpoint next to the weights, by name."""
+        saved: dict[str, Any] = {}
+        for feature in self.features:
+            saved |= feature.state(self)
+        return saved
+
+    def start_at(self, iteration: int) -> None:
+        """Go on from a number of completed steps."""
+        self.iteration = iteration
 
     def restore_counters(self, client_state: Mapping[str, Any]) -> None:
         """Set DeepSpeed's counters and the learning rate's position to those of a checkpoint."""
-        engine = self.deepspeed_engine
-        engine.global_steps = client_state["global_steps"]
-        engine.global_samples = client_state["global_samples"]
-        engine.skipped_steps = client_state["skipped_steps"]
+        deepspeed_engine = self.deepspeed_engine
+        deepspeed_engine.global_steps = client_state["global_steps"]
+        deepspeed_engine.global_samples = client_state["global_samples"]
+        deepspeed_engine.skipped_steps = client_state["skipped_steps"]
         self.schedule.load_state_dict(client_state["lr_scheduler"])
 
     def _set_batch_size(self) -> None:
         """Set DeepSpeed to this step's number of micro batches."""
-        engine = self.deepspeed_engine
+        deepspeed_engine = self.deepspeed_engine
         # DeepSpeed counts a micro batch for each rank with the same weights; context ranks share one.
         size = self.plan.batch_schedule.batch_size(self.iteration) * self.plan.grid.cp_size
-        if size != engine.train_batch_size():
-            engine.set_train_batch_size(size)
+        if size != deepspeed_engine.train_batch_size():
+            deepspeed_engine.set_train_batch_size(size)
         # DeepSpeed ends a step when its count of micro batches is a multiple of the step's, which may change.
-        engine.micro_steps = 0
+        deepspeed_engine.micro_steps = 0
 
     def _cut(self, batches: Iterator[Batch], length: int) -> Iterator[Batch]:
         """Return the micro batches, cut to a length."""
@@ -310,19 +243,11 @@ class Engine:
             return batches
         return ({name: value[:, :length] for name, value in batch.items()} for batch in batches)
 
-    def _observation(self) -> Stability | None:
-        """Start observing the next step if it is due; return the observer, otherwise None."""
-        observed = self._stability
-        if observed is None or not observed.is_due(self.iteration + 1):
-            return None
-        observed.start()
-        return observed
-
     def _completed(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Return the next micro batches, with a reference model's log-probabilities if the loss needs them."""
-        if self.with_reference is None:
-            return batches
-        return self.with_reference(batches, count)
+        """Return the next micro batches, completed by features."""
+        for feature in self.features:
+            batches = feature.batches(self, batches, count)
+        return batches
 
     def _take_values(self, skipped: bool) -> tuple[dict[str, float], float]:
         """Return the scores and the gradient norm of the step; the norm of a skipped update is inf."""
@@ -339,24 +264,20 @@ class Engine:
         return dict(zip(self.objective.names, scores, strict=True)), norm
 
     def _before_update(self, *_: object) -> None:
-        """Queue the copies of this step's scores and gradient norm; called before each part of the update."""
-        if self._replicas is not None:
-            self._replicas.check_if_due(self.iteration + 1)
-        self.hold_for_saves()
+        """Handle the moment before each part of an update.
+
+        The copies of scores and norm are queued here, and read after the step. So the host waits for what was queued
+        before the update only, and prepares the next step while the device updates.
+        """
+        for feature in self.features:
+            feature.before_update(self)
+        self.announce_overwrite()
         norm = getattr(self.deepspeed_engine.optimizer, "_global_grad_norm", None)
         self._values.put(self.deepspeed_engine.step_scores, 0.0 if norm is None else norm)
 
-
-def _noise_scale(plan: RunPlan, optimizer: ClippedOptimizer) -> NoiseScale | None:
-    keys = plan.config.logging
-    if not keys.log_gradient_noise_scale:
-        return None
-    return NoiseScale(
-        optimizer,
-        batch=plan.batch.train_batch_size,
-        steps=keys.gradient_noise_scale_n_batches,
-        on_cpu=keys.gradient_noise_scale_cpu_offload,
-    )
+    def _after_update(self, *_: object) -> None:
+        for feature in self.features:
+            feature.after_update(self)
 
 
 @contextmanager

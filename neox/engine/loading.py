@@ -12,88 +12,68 @@ from torch import Tensor, nn
 from neox.checkpoint import OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
 from neox.engine.build import build_engine, build_model
-from neox.engine.chat_template import settings_to_save, template_to_save
 from neox.engine.deepspeed_patches import SwappedStage3
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
-from neox.engine.forward_check import compare_logits, fixed_logits
+from neox.engine.feature import MakeFeatures, no_features
 from neox.engine.optimizer_tensors import Fragment, OptimizerTensor, optimizer_tensors
-from neox.engine.reference import first_start, weights_identity
-from neox.engine.reference_copy import CopiedReference, WeightsCopy
+from neox.engine.run_files import files_of_run
 from neox.engine.start import Start, check_local_copy, choose_start, share_partial_copy, start_before
 from neox.engine.weights import gathered, read_weights, read_weights_fp32, weight_layers
-from neox.errors import ConfigError, TokenizerError
+from neox.errors import ConfigError
 from neox.log import get_logger
 from neox.model import Embedding
-from neox.objectives import build_objective
+from neox.objectives import Objective, build_objective
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
-from neox.tokenizer import TokenizerIdentity, identify_configured, tokenizer_of
+from neox.tokenizer import tokenizer_of
 
 _log = get_logger(__name__)
 
 
-def open_engine(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Engine:
+def open_engine(
+    plan: RunPlan, grid: ParallelGrid, device: torch.device, make_features: MakeFeatures = no_features
+) -> Engine:
     """Build the engine with what the configuration says: initial weights, or the content of `load`.
+
+    Rank 0 decides which checkpoint is read (`choose_start`). Weights are loaded into the model before DeepSpeed wraps
+    it, because the optimizer's fp32 weights are copies of them; the optimizer's state afterwards.
+
+    Args:
+        plan: The run.
+        grid: This rank's grid.
+        device: Device of the model.
+        make_features: Builds what takes part in the training besides.
 
     Raises:
         CheckpointError: On all ranks, if the checkpoint is missing or broken, belongs to another model, or has an
             optimizer state that does not fit.
     """
     start = from_first_rank(lambda: choose_start(plan))
-    if start.checkpoint is not None:
-        share_partial_copy(start.checkpoint)
-        check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
     objective = build_objective(plan)
-    model = build_model(plan, grid, objective, device)
-    copied: WeightsCopy | None = None
-    first = start
-    if plan.config.preferences.copies_reference:
-        first = from_first_rank(lambda: first_start(plan, start))
-        copied = _copy_first_weights(model, plan, grid, first)
-    if start.checkpoint is not None:
-        _load_weights(model, plan, grid, start, start.checkpoint)
-    if start.new_prompt:
-        _initialize_prompt(model, plan)
-    engine = build_engine(plan, grid, device, objective, model)
-    engine.run = start.run
-    engine.chat_template = from_first_rank(lambda: template_to_save(plan, start.checkpoint))
-    engine.tokenizer = from_first_rank(lambda: _tokenizer_identity(plan))
-    engine.generation_settings = from_first_rank(lambda: settings_to_save(plan, start.checkpoint))
-    if copied is not None:
-        engine.with_reference = CopiedReference(engine, copied).complete
-        engine.reference_from = first.source
-    if plan.config.preferences.compares_with_start:
-        engine.reference = from_first_rank(lambda: weights_identity(start))
+    model = build_loaded_model(plan, grid, device, objective, start)
+    run_files = from_first_rank(lambda: files_of_run(plan, start.run, start.checkpoint))
+    engine = build_engine(plan, grid, device, objective, model, start, run_files, make_features)
     _load_state(engine, start)
     return engine
 
 
-def _copy_first_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, first: Start) -> WeightsCopy:
-    """Return a copy of the weights that the run begins with, or began with if it goes on. All ranks call it together.
-
-    Args:
-        model: The model, with initial weights. The others are loaded into it.
-        plan: The run.
-        grid: Process groups.
-        first: How the run began.
+def build_loaded_model(
+    plan: RunPlan, grid: ParallelGrid, device: torch.device, objective: Objective, start: Start
+) -> nn.Module:
+    """Build this rank's part of the network with the weights of a start; all ranks call it together.
 
     Raises:
-        CheckpointError: On all ranks, if these weights are not where they were.
+        CheckpointError: On all ranks, if the checkpoint is missing or broken.
     """
-    if first.checkpoint is not None:
-        share_partial_copy(first.checkpoint)
-        check_local_copy(first.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
-        _load_weights(model, plan, grid, first, first.checkpoint)
-    return WeightsCopy(model)
-
-
-def _tokenizer_identity(plan: RunPlan) -> TokenizerIdentity | None:
-    """Return the identity of the run's tokenizer; None for a model that is trained on ids without one."""
-    try:
-        return identify_configured(plan.config, tokenizer_of(plan.config))
-    except TokenizerError:  # the launcher has refused to start a training on texts
-        return None
+    model = build_model(plan, grid, objective, device)
+    if start.checkpoint is not None:
+        share_partial_copy(start.checkpoint)
+        check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
+        _load_weights(model, plan, grid, start, start.checkpoint)
+    if start.new_prompt:
+        _initialize_prompt(model, plan)
+    return model
 
 
 def resume(engine: Engine, start: Start) -> None:
@@ -176,34 +156,15 @@ def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: St
 
 
 def _load_state(engine: Engine, start: Start) -> None:
-    """Load the optimizer's state, set the engine's position, and check the forward pass if asked to."""
-    engine.iteration = start.iteration
-    engine.ledger = start.ledger
-    engine.skipped = start.skipped
-    engine.last_losses = start.last_losses
-    engine.restart_replica_check()
+    """Load the optimizer's state, set the engine's position, and let features load theirs."""
+    engine.start_at(start.iteration)
     path = start.checkpoint
     if path is not None and start.with_optimizer:
         all_succeeded(lambda: load_optimizer(engine, path), f"loading the optimizer's state from {path}")
     else:
         engine.schedule.seek(start.iteration)
-    _load_averages(engine, start)
-    if path is not None and engine.plan.config.checkpoint.checkpoint_validation_with_forward_pass:
-        logits = fixed_logits(engine)
-        all_succeeded(lambda: compare_logits(path, logits, engine), f"checking the forward pass of {path}")
-
-
-def _load_averages(engine: Engine, start: Start) -> None:
-    """Load the average of the weights; without one in the checkpoint it starts as the weights."""
-    averages = engine.averages
-    path = start.checkpoint
-    if averages is None:
-        return
-    steps = start.averaged_steps
-    if path is None or steps is None:
-        averages.restart()
-        return
-    all_succeeded(lambda: averages.load(path, steps), f"loading the averaged weights of {path}")
+    for feature in engine.features:
+        feature.load(engine, start)
 
 
 @torch.no_grad()

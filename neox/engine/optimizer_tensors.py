@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerPlan
 from neox.checkpoint.optimizer_formats import Key
+from neox.engine.deepspeed_patches import counts_in_norm
 from neox.engine.weights import weight_layers
 from neox.errors import CheckpointError
 from neox.optim import ClippedOptimizer, MatrixPart, is_hidden, planned_groups
@@ -192,3 +193,29 @@ def _parts_of_tensor(
         elif is_here:
             part = of_ranks[grid.dp_rank][key]
             yield MatrixPart(shapes[key], part.first, part.length, part.start)
+
+
+class CountedRange(NamedTuple):
+    """Range of one of the optimizer's tensors that this rank counts: its layer, and its place in the flat tensor."""
+
+    layer: int
+    start: int
+    length: int
+
+
+def counted_ranges(
+    plan: RunPlan, grid: ParallelGrid, model: nn.Module, wrapper: Any, optimizer: ClippedOptimizer
+) -> dict[Tensor, list[CountedRange]]:
+    """Return the parts of parameters in each of the optimizer's tensors, without those that another rank counts."""
+    names = parameter_names(model, plan.layers)
+    counted = set()
+    for parameter in model.parameters():
+        if parameter.requires_grad and counts_in_norm(parameter, grid):
+            counted.add(names[id(parameter)])
+    ranges: dict[Tensor, list[CountedRange]] = {}
+    for item in optimizer_tensors(plan, grid, model, wrapper, optimizer):
+        ranges[item.tensor] = []
+        for fragment in item.fragments:
+            if fragment.length and fragment.key in counted:
+                ranges[item.tensor].append(CountedRange(fragment.key.layer, fragment.start, fragment.length))
+    return ranges

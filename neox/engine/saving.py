@@ -16,17 +16,9 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from torch import Tensor
 
 from neox.checkpoint import (
-    AVERAGED_STEPS,
-    LAST_LOSSES,
-    LEDGER,
     ORDER,
-    REFERENCE,
-    REFERENCE_FROM,
     ROWS,
-    SKIPPED,
     FileRecord,
-    Parts,
-    averaged_file,
     commit,
     discard,
     identity_state,
@@ -36,23 +28,17 @@ from neox.checkpoint import (
     save_file,
     stage_directory,
     staging_path,
-    write_chat_template,
     write_config,
-    write_generation_settings,
     write_layer,
-    write_run,
 )
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.divided_experts import WholeStates, gather_states
 from neox.engine.engine import Engine
-from neox.engine.forward_check import FILE as LOGITS
-from neox.engine.forward_check import fixed_logits
 from neox.engine.optimizer_tensors import optimizer_order
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan, StagePlan
-from neox.tokenizer import write_tokenizer_identity
 
 
 class FileWriter(CheckpointEngine):  # type: ignore[misc]
@@ -71,7 +57,7 @@ class FileWriter(CheckpointEngine):  # type: ignore[misc]
         self.name = "layer-files"
         self.failure: CheckpointError | None = None
         self._with_optimizer = not engine.plan.config.checkpoint.no_save_optim
-        self._divided = engine.divides_optimizer
+        self._divided = engine.model.divides_optimizer
         self.experts = WholeStates()
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -145,13 +131,9 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
     from_first_rank(lambda: stage_directory(save, engine.iteration))
     deepspeed_engine.checkpoint_engine = writer
     client_state = _client_state(engine)
-    averages: Parts | None = None
-    if engine.averages is not None:
-        averages = engine.averages.parts()
-    logits: Tensor | None = None
-    if plan.config.checkpoint.checkpoint_validation_with_forward_pass:
-        logits = fixed_logits(engine)
-
+    files: dict[str, Any] = {}
+    for feature in engine.features:
+        files |= feature.files(engine)
     writer.experts = gather_states(engine)
 
     def write() -> None:
@@ -161,16 +143,11 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
             write_weights(deepspeed_engine.module, plan.layers, grid, put_layer)
             if grid.rank == 0:
                 write_config(staged, plan.config.to_flat())
-                write_run(staged, engine.run)
-                write_chat_template(staged, engine.chat_template)
-                write_generation_settings(staged, engine.generation_settings)
-                write_tokenizer_identity(staged, engine.tokenizer)
+                engine.run_files.write(staged)
         except CheckpointError as error:
             problem = error
-        if logits is not None and grid.dp_rank == 0 and grid.tp_rank == 0:
-            writer.put(staged / LOGITS, {"logits": logits, "precision": plan.precision})
-        if averages is not None:
-            writer.put(staged / averaged_file(grid.dp_rank, grid.pp_rank * grid.tp_size + grid.tp_rank), averages)
+        for name, content in files.items():
+            writer.put(staged / name, content)
         # Collective operations: reached on every rank, also after a failure.
         deepspeed_engine.save_checkpoint(
             str(staged.parent),
@@ -189,22 +166,10 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
 
 
 def _client_state(engine: Engine) -> dict[str, Any]:
-    """Return what stands next to the weights: gpt-neox's part, and what this run needs to go on."""
+    """Return what stands next to the weights: gpt-neox's part, and what features need to go on."""
     state = neox_client_state(engine.plan, engine.grid, engine.iteration)
     state[ORDER] = optimizer_order(engine.deepspeed_engine.module, engine.plan)
-    if engine.ledger_at is not None:
-        state[LEDGER] = engine.ledger_at(engine.iteration)
-    if engine.skipped:
-        state[SKIPPED] = [list(steps) for steps in engine.skipped]
-    if engine.last_losses:
-        state[LAST_LOSSES] = list(engine.last_losses)
-    if engine.reference is not None:
-        state[REFERENCE] = engine.reference
-    if engine.reference_from is not None:
-        state[REFERENCE_FROM] = list(engine.reference_from)
-    if engine.averages is not None:
-        state[AVERAGED_STEPS] = engine.averages.steps
-    return state
+    return state | engine.saved_state()
 
 
 def commit_files(

@@ -11,12 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from neox.checkpoint import (
-    AVERAGED_STEPS,
-    LAST_LOSSES,
-    LEDGER,
-    REFERENCE,
-    REFERENCE_FROM,
-    SKIPPED,
     WRITER,
     CheckpointReader,
     LoadedWeights,
@@ -62,22 +56,17 @@ class Start:
     """How a run starts.
 
     Attributes:
+        run: Identity of the run, which its checkpoints carry.
         checkpoint: Source of the weights; None for initial weights.
         iteration: Number of completed steps.
         with_optimizer: Whether the optimizer's state is loaded too.
         changed: What differs between the saved layout and this run's: (saved value, value here) by name.
         new_prompt: Whether a soft prompt has its initial values.
         finetune: Whether positions, attention and head may differ from the checkpoint's.
-        run: Identity of the run, which its checkpoints carry.
-        ledger: Record of what was read of each dataset; None if the run starts at iteration 0, or there is none.
         weights: Weights that are read: the trained ones, or their average.
-        averaged_steps: Steps that the checkpoint's average of the weights has followed; None if it is not loaded.
-        reference: Identity of the weights that a resumed run began with; None if it starts, or there is none.
-        reference_from: Checkpoint that these weights are in, and which of its weights they are; None if it is not
-            known, or they are initial ones.
-        skipped: First and last step of each range whose batches were skipped after a loss spike.
-        last_losses: Losses of the last steps before it, with which the next ones are compared; none if the run starts
-            at iteration 0, or the checkpoint has none.
+        saved: Plain values that the checkpoint of a resumed run stores next to the weights, by name; features read
+            theirs. Empty for a run that begins.
+        own_directory: Whether the checkpoint is one of this run's own, in `save`.
     """
 
     run: RunIdentity
@@ -87,13 +76,9 @@ class Start:
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     new_prompt: bool = True
     finetune: bool = False
-    ledger: Mapping[str, Any] | None = None
     weights: LoadedWeights = "trained"
-    averaged_steps: int | None = None
-    reference: str | None = None
-    reference_from: tuple[str, LoadedWeights] | None = None
-    skipped: tuple[tuple[int, int], ...] = ()
-    last_losses: tuple[float, ...] = ()
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    own_directory: bool = False
 
     @property
     def source(self) -> tuple[str, LoadedWeights] | None:
@@ -138,28 +123,24 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
     if finetune:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
         return Start(run, path, new_prompt=1 in reader.new_layers, finetune=True, weights=keys.load_weights)
-    going_on = Start(
+    resumed = Start(
         run,
         path,
         reader.iteration,
         new_prompt=False,
-        ledger=reader.client_state.get(LEDGER),
-        reference=reader.client_state.get(REFERENCE),
-        reference_from=_reference_from(reader),
-        averaged_steps=_averaged_steps(plan, reader),
-        skipped=tuple((first, last) for first, last in reader.client_state.get(SKIPPED, ())),
-        last_losses=_last_losses(reader, own=is_own_directory),
+        saved=dict(reader.client_state),
+        own_directory=is_own_directory,
     )
     if without_optimizer:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
-        return going_on
+        return resumed
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
     if "optimizer" in changed and not goes_on(*changed["optimizer"]):
         raise CheckpointError(other_optimizer(path, *changed["optimizer"]))
     if changed:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
-    return replace(going_on, with_optimizer=True, changed=changed)
+    return replace(resumed, with_optimizer=True, changed=changed)
 
 
 def _put_back_replaced(save: str | None) -> None:
@@ -168,22 +149,6 @@ def _put_back_replaced(save: str | None) -> None:
         return
     with os_errors(CheckpointError, f"save: {save}: the rest of an interrupted save cannot be renamed"):
         recover_replaced(Path(save))
-
-
-def _last_losses(reader: CheckpointReader, *, own: bool) -> tuple[float, ...]:
-    """Return the last losses of the run that a checkpoint continues; none of another run, whose data may differ."""
-    if not own:
-        return ()
-    return tuple(reader.client_state.get(LAST_LOSSES, ()))
-
-
-def _reference_from(reader: CheckpointReader) -> tuple[str, LoadedWeights] | None:
-    """Return where a checkpoint says that the weights of the run's reference are; None if it does not say."""
-    saved = reader.client_state.get(REFERENCE_FROM)
-    if saved is None:
-        return None
-    path, weights = saved
-    return path, weights
 
 
 def _copy_if_absent(load: Path, plan: RunPlan) -> None:
@@ -216,19 +181,6 @@ def start_before(plan: RunPlan, step: int) -> Start | None:
             config = plan.config.updated({"load": save, "iteration": iteration}, without=dropped)
             return choose_start(replace(plan, config=config), Path(save))
     return None
-
-
-def _averaged_steps(plan: RunPlan, reader: CheckpointReader) -> int | None:
-    """Return the steps of the average of the weights in a checkpoint; None if the run does not go on with it."""
-    saved = reader.client_state.get(AVERAGED_STEPS)
-    keeps_average = plan.config.optimizer.ema_decay is not None
-    if saved is not None and not keeps_average:
-        _log.info("the checkpoint's average of the weights is left out: ema_decay is not given")
-    if saved is None and keeps_average:
-        _log.info("ema_decay: %s holds no average of the weights; it starts with these weights", reader.path)
-    if saved is None or not keeps_average:
-        return None
-    return int(saved)
 
 
 def _run_in_save(plan: RunPlan) -> Path | None:

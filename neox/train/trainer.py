@@ -1,24 +1,32 @@
-"""Training loop: steps, evaluations, saves and the conditions that end it. Everything else is a callback."""
+"""Training loop: steps, evaluations, saves and the conditions that end it. Everything else is a feature."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
+
+from torch import Tensor
 
 from neox.architecture import recomputed_flops_per_token, training_flops_per_token
 from neox.data.batches import Batch
 from neox.data.run_data import DataIterators, EvaluationSet
-from neox.engine import BackgroundSaves, Engine, SaveReport, save_checkpoint
+from neox.engine import (
+    BackgroundSaves,
+    Engine,
+    Feature,
+    SaveReport,
+    StepReport,
+    TrainState,
+    roll_back,
+    save_checkpoint,
+)
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
 from neox.plan import RunPlan
-from neox.train.callbacks import Callback, StepReport, TrainState
-from neox.train.characters import CharacterCounter
 from neox.train.evaluation_scalars import evaluation_scalars
-from neox.train.spikes import LossSpikes
 from neox.train.stopping import NonFiniteRule, StopSignals
 
 _log = get_logger(__name__)
@@ -29,12 +37,10 @@ class Trainer:
 
     Args:
         plan: The resolved run.
-        engine: Engine with the model. It may have completed iterations already.
+        engine: Engine with the model and its features. It may have completed iterations already.
         data: Endless iterators of this data rank's micro batches.
-        callbacks: Callbacks of this rank.
-        tasks: Function that scores `eval_tasks` whenever validation is due; all ranks call it together.
-        open_data: Function that opens the data again from the engine's iteration and ledger on, after a rollback.
-        characters: Counter of characters in evaluations; None to report no perplexities by character.
+        open_data: Function that opens the data again from the engine's iteration on, after a rollback.
+        more: Further features that only observe the loop.
     """
 
     def __init__(
@@ -42,34 +48,30 @@ class Trainer:
         plan: RunPlan,
         engine: Engine,
         data: DataIterators,
-        callbacks: Sequence[Callback] = (),
-        tasks: Callable[[], Mapping[str, float]] | None = None,
         open_data: Callable[[], DataIterators] | None = None,
-        characters: CharacterCounter | None = None,
+        more: Sequence[Feature] = (),
     ) -> None:
         self.plan = plan
         self.engine = engine
-        self.engine.ledger_at = data.ledger_at
         self.data = data
-        self.callbacks = tuple(callbacks)
-        self.tasks = tasks
-        self._characters = characters
+        self.features = (*engine.features, *more)
         self.state = TrainState(iteration=engine.iteration)
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
         self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
-        # The last iteration that was saved, evaluated and scored on tasks.
-        self._checks_replicas = plan.config.healing.check_replicas_every is not None
+        # The last iteration that was saved, and the last one that was evaluated, first on validation data and then
+        # by further evaluations.
         self._saved: int | None = None
         self._evaluated: int | None = None
-        self._scored: int | None = None
+        self._evaluated_further: int | None = None
         keys = plan.config.checkpoint
         self._background = BackgroundSaves(engine) if keys.async_save and keys.save is not None else None
         self._open_data = open_data
-        self._spikes = LossSpikes(plan, engine.last_losses)
         self._signals = StopSignals()
         self._train_batches = TimedBatches(data.train)
         self._flops_per_token = cache(partial(_flops_per_token, plan))  # cached by sequence length
+        for feature in self.features:
+            feature.on_data(engine, data)
 
     def fit(self) -> int:
         """Train until the end, then evaluate or save.
@@ -81,16 +83,16 @@ class Trainer:
             NeoXError: If something fails that the user can fix. Callbacks were notified first.
         """
         try:
-            for callback in self.callbacks:
-                callback.on_start(self.state)
+            for feature in self.features:
+                feature.on_start(self.state)
             with self._signals:
                 self._train()
                 self._finish()
-                for callback in self.callbacks:
-                    callback.on_end(self.state)
+                for feature in self.features:
+                    feature.on_end(self.state)
         except BaseException:
-            for callback in self.callbacks:
-                callback.on_failure(self.state)
+            for feature in self.features:
+                feature.on_failure(self.state)
             raise
         return self._signals.exit_code
 
@@ -104,13 +106,13 @@ class Trainer:
         if state.iteration == 0 and self.plan.config.training.eval_at_start:
             self.evaluate("validation", self.data.valid)
         while state.iteration < self.train_iters and not self._should_stop():
-            self.step()
+            report = self.step()
             self._follow_background_save()
-            if self._has_rolled_back():
+            if self._has_rolled_back(report):
                 continue
             if state.iteration % self.plan.config.training.eval_interval == 0:
                 self.evaluate("validation", self.data.valid)
-                self.score_tasks()
+                self.evaluate_further()
             if state.iteration in self.plan.save_iterations:
                 self.save()
 
@@ -118,7 +120,7 @@ class Trainer:
         """Evaluate after the last iteration; save if the run ends earlier."""
         if self.state.iteration >= self.train_iters:
             self.evaluate("validation", self.data.valid)
-            self.score_tasks()
+            self.evaluate_further()
             self.evaluate("test", self.data.test)
         elif self.plan.config.checkpoint.save is not None:
             self.save()
@@ -128,7 +130,7 @@ class Trainer:
             self._background.wait()
             self._report_saves(self._background)
 
-    def step(self) -> None:
+    def step(self) -> StepReport:
         """Do one step and report it.
 
         Raises:
@@ -151,42 +153,48 @@ class Trainer:
             ranks=self.plan.grid.world_size,
             reading=self._train_batches.take_seconds(),
         )
-        added: dict[str, float] = {}
-        for callback in self.callbacks:
-            added |= callback.step_scalars(self.state, report)
-        report = replace(report, added=added)
-        for callback in self.callbacks:
-            callback.on_step(self.state, report)
+        for feature in self.features:
+            feature.on_step(self.state, report)
         report_progress(self.state.iteration)
         self.rule.enforce(result, self.state.iteration)
-        self._spikes.judge(result.loss, self.state.iteration)
+        return report
 
-    def _has_rolled_back(self) -> bool:
-        """Go back to a checkpoint if the last step was a loss spike and the configuration asks for it."""
-        if not self._spikes.wants_rollback or not self.engine.any_rank(self._spikes.spike is not None):
+    def _has_rolled_back(self, report: StepReport) -> bool:
+        """Go back to a checkpoint if a feature asks for it after a step."""
+        asks = [feature.wants_rollback(self.state, report) for feature in self.features]
+        may_roll_back = any(feature.may_roll_back for feature in self.features)  # else no rank need ask the others
+        if not may_roll_back or not self.engine.any_rank(any(asks)):
             return False
-        spike_at = self.state.iteration
+        step = self.state.iteration
         if self._background is not None:
             self._background.wait()
             self._report_saves(self._background)
-        if self._open_data is None or not self._spikes.roll_back(self.engine, self.data, spike_at):
+        if self._open_data is None:
+            return False
+        if not all(feature.allows_rollback(self.engine, step) for feature in self.features):
+            return False
+        back_to = roll_back(self.engine, step)
+        for feature in self.features:
+            feature.after_rollback(self.engine, back_to, step)
+        if back_to is None:
             return False
         self.data.train.close()
         self.data = self._open_data()
-        self.engine.ledger_at = self.data.ledger_at
+        for feature in self.features:
+            feature.on_data(self.engine, self.data)
         self._train_batches = TimedBatches(self.data.train)
         self.state.iteration = self.engine.iteration
         self._saved = None
         self._evaluated = None
-        self._scored = None
+        self._evaluated_further = None
         self.save()  # so that the checkpoint knows what is skipped
         return True
 
     def evaluate(self, name: str, sets: Sequence[EvaluationSet]) -> None:
         """Report the objective's mean scores over `eval_iters` batches; of validation, at most once per iteration.
 
-        Losses per token are reported with their perplexity. A signal ends the evaluation without a report. With
-        `eval_ema` the average of the weights is evaluated on the same batches as `NAME_ema`.
+        Losses per token are reported with their perplexity. A signal ends the evaluation without a report. Other
+        weights of a feature, such as an average, are evaluated on the same batches.
 
         Args:
             name: `validation` or `test`.
@@ -198,19 +206,20 @@ class Trainer:
         for item in sets:
             if item.start is not None:
                 item.batches.seek(item.start)
-        evaluates_average = self.plan.config.optimizer.eval_ema
-        starts = [item.batches.position for item in sets] if evaluates_average else []
+        others: dict[str, AbstractContextManager[None]] = {}
+        for feature in self.features:
+            others |= feature.other_weights(self.engine)
+        starts = [item.batches.position for item in sets] if others else []
         is_complete = self._evaluate_weights(name, sets)
         if not is_complete:
             return
         if name == "validation":
             self._evaluated = self.state.iteration
-        if evaluates_average and self.engine.averages is not None:
+        for suffix, in_model in others.items():
             for item, start in zip(sets, starts, strict=True):
                 item.batches.seek(start)
-            self.engine.hold_for_saves()
-            with self.engine.averages.in_model():
-                self._evaluate_weights(f"{name}_ema", sets)
+            with in_model:
+                self._evaluate_weights(f"{name}_{suffix}", sets)
 
     def _evaluate_weights(self, name: str, sets: Sequence[EvaluationSet]) -> bool:
         """Report the mean scores of the weights in the model. Return False if a signal interrupted it."""
@@ -218,21 +227,23 @@ class Trainer:
         scores = []
         densities = []
         for item in sets:
-            batches: Iterator[Batch] = item.batches
-            if self._characters is not None:
-                batches = self._characters.counted(batches)
+            batches: Iterator[Mapping[str, Tensor]] = item.batches
+            for feature in self.features:
+                batches = feature.evaluation_batches(batches)
             means = self._mean_scores(name, batches)
             if means is None:
                 return False
             scores.append(means)
-            if self._characters is not None:
-                densities.append(self._characters.take_tokens_per_character(self.engine.gather))
+            for feature in self.features:
+                density = feature.tokens_per_character(self.engine)
+                if density is not None:
+                    densities.append(density)
         scalars = evaluation_scalars(name, sets, scores, self.engine.objective.per_token, densities)
         scalars[f"timers/{name}"] = time.perf_counter() - started
         self._report_evaluation(name, scalars)
         return True
 
-    def _mean_scores(self, name: str, batches: Iterator[Batch]) -> dict[str, float] | None:
+    def _mean_scores(self, name: str, batches: Iterator[Mapping[str, Tensor]]) -> dict[str, float] | None:
         """Return the objective's mean scores over `eval_iters` batches by name; None after a signal."""
         iterations = self.plan.config.training.eval_iters
         totals = dict.fromkeys(self.engine.objective.names, 0.0)
@@ -248,20 +259,22 @@ class Trainer:
             report_progress()
         return {score: total / max(1.0, total_weight) for score, total in totals.items()}
 
-    def score_tasks(self) -> None:
-        """Report the scores of `eval_tasks`, once per iteration."""
-        if self.tasks is None or self._scored == self.state.iteration or self._asked_to_stop():
+    def evaluate_further(self) -> None:
+        """Report the further evaluations of features, such as scores of tasks, once per iteration."""
+        if self._evaluated_further == self.state.iteration or self._asked_to_stop():
             return
-        self._scored = self.state.iteration
-        self._report_evaluation("tasks", self.tasks())
-        report_progress()
+        self._evaluated_further = self.state.iteration
+        for feature in self.features:
+            for name, scalars in feature.further_evaluations(self.engine).items():
+                self._report_evaluation(name, scalars)
+                report_progress()
 
     def _report_evaluation(self, name: str, scalars: Mapping[str, float]) -> None:
         scalars = dict(scalars)
-        for callback in self.callbacks:
-            scalars |= callback.evaluation_scalars(self.state, name)
-        for callback in self.callbacks:
-            callback.on_evaluation(self.state, name, scalars)
+        for feature in self.features:
+            scalars |= feature.evaluation_numbers(self.state, name)
+        for feature in self.features:
+            feature.on_evaluation(self.state, name, scalars)
 
     @busy_saving()
     def save(self) -> None:
@@ -273,9 +286,8 @@ class Trainer:
         save = self.plan.config.checkpoint.save
         if save is None or self._saved == self.state.iteration:
             return
-        if self._checks_replicas:
-            self.engine.check_replicas()  # so that no corrupt weights are saved
-        self.engine.last_losses = self._spikes.last_losses
+        for feature in self.features:
+            feature.before_save(self.engine)
         if self._background is not None:
             self._background.start(Path(save))
             self._report_saves(self._background)
@@ -304,8 +316,8 @@ class Trainer:
             self._report_save(report)
 
     def _report_save(self, report: SaveReport) -> None:
-        for callback in self.callbacks:
-            callback.on_save(self.state, report)
+        for feature in self.features:
+            feature.on_save(self.state, report)
 
     def _asked_to_stop(self) -> bool:
         """Return whether any rank got a signal; the same answer on every rank, which all ask together."""

@@ -18,6 +18,7 @@ from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import SEQ, batches, tiny_plan
+from tests.features import feature_of
 from tests.plans import NETWORKS
 
 STEPS = 2
@@ -28,10 +29,11 @@ EMA = {"ema_decay": 0.6, "no_save_rng": True}
 def train_relay(plans: Sequence[RunPlan]) -> None:
     """Train some steps with each plan, and save after each of them; each goes on where the one before has stopped."""
     from neox.engine import initialize_distributed, open_engine, save_checkpoint
+    from neox.features.table import build_features
 
     for plan in plans:
         grid, device = initialize_distributed(plan)
-        engine = open_engine(plan, grid, device)
+        engine = open_engine(plan, grid, device, build_features)
         save = plan.config.checkpoint.save
         assert save is not None
         if engine.iteration == 0:
@@ -81,9 +83,10 @@ def relay(save: Path, world: int, layouts: Sequence[dict[str, Any]], **keys: Any
 def weights_at_start(plan: RunPlan) -> torch.Tensor:
     """A weight with which a run starts on this rank."""
     from neox.engine import initialize_distributed, open_engine
+    from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
-    parameters = dict(open_engine(plan, grid, device).deepspeed_engine.module.named_parameters())
+    parameters = dict(open_engine(plan, grid, device, build_features).deepspeed_engine.module.named_parameters())
     return parameters[f"sequential.2.{MATRIX_NAME}"].detach()
 
 
@@ -174,11 +177,13 @@ def evaluation(engine: Engine) -> float:
 def losses_and_evaluations(plans: Sequence[RunPlan]) -> list[tuple[list[float], float, float, bool]]:
     """Train each plan; return the losses, the last loss of weights and of their average, and whether weights stay."""
     from neox.engine import initialize_distributed, initialize_engine
+    from neox.features.ema.run import AveragedWeights
+    from neox.features.table import build_features
 
     answers = []
     for plan in plans:
         grid, device = initialize_distributed(plan)
-        engine = initialize_engine(plan, grid, device)
+        engine = initialize_engine(plan, grid, device, build_features)
         data = batches(plan, grid.data_rank)
         losses = []
         evaluated = []
@@ -186,10 +191,10 @@ def losses_and_evaluations(plans: Sequence[RunPlan]) -> list[tuple[list[float], 
         for _ in range(3):
             losses.append(engine.train_batch(data).loss)
             evaluated = [evaluation(engine)]
-            if engine.averages is None:
+            if plan.config.optimizer.ema_decay is None:
                 continue
             before = [weights.clone() for weights in held(engine.deepspeed_engine.module)]
-            with engine.averages.in_model():
+            with feature_of(engine, AveragedWeights).in_model(engine):
                 evaluated.append(evaluation(engine))
             after = held(engine.deepspeed_engine.module)
             stays &= all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -17,11 +17,12 @@ CHECKED = {"checkpoint_validation_with_forward_pass": True}
 def save_both_ways(plans, here, behind, broken):
     """Save one state at once and in the background, training meanwhile; then a save that fails on rank 1."""
     from neox.engine import BackgroundSaves, background, initialize_distributed, initialize_engine, save_checkpoint
+    from neox.features.table import build_features
 
     messages = []
     for number, plan in enumerate(plans):
         grid, device = initialize_distributed(plan)
-        engine = initialize_engine(plan, grid, device)
+        engine = initialize_engine(plan, grid, device, build_features)
         data = batches(plan, grid.dp_rank)
         engine.train_batch(data)
         save_checkpoint(engine, here / str(number))
@@ -51,12 +52,13 @@ def save_both_ways(plans, here, behind, broken):
 def load_checked(plans):
     """Open an engine under each plan; the message of the one that fails, or its iteration."""
     from neox.engine import initialize_distributed, open_engine
+    from neox.features.table import build_features
 
     answers = []
     for plan in plans:
         grid, device = initialize_distributed(plan)
         try:
-            answers.append(open_engine(plan, grid, device).iteration)
+            answers.append(open_engine(plan, grid, device, build_features).iteration)
         except CheckpointError as error:
             answers.append(str(error))
     return answers
@@ -136,11 +138,11 @@ def test_the_loop_reports_and_stops(tmp_path, fails):
 def train_in_background(directory, fails):
     """A run that saves every second step; what it reports, or its error."""
     from neox.data.run_data import DataIterators
-    from neox.engine import background, initialize_distributed, initialize_engine
+    from neox.engine import Feature, background, initialize_distributed, initialize_engine
+    from neox.features.table import build_features
     from neox.train import Trainer
-    from neox.train.callbacks import Callback
 
-    class Saves(Callback):
+    class Saves(Feature):
         def __init__(self):
             self.lines = []
 
@@ -155,9 +157,9 @@ def train_in_background(directory, fails):
     keys = {"train_iters": 4, "checkpoint_factor": 2, "eval_iters": 0, "async_save": True, "save": str(directory)}
     plan = tiny_plan(1, **keys)
     grid, device = initialize_distributed(plan)
-    engine = initialize_engine(plan, grid, device)
+    engine = initialize_engine(plan, grid, device, build_features)
     watcher = Saves()
-    trainer = Trainer(plan, engine, DataIterators(batches(plan, 0), (), ()), [watcher])
+    trainer = Trainer(plan, engine, DataIterators(batches(plan, 0), (), ()), more=[watcher])
     try:
         trainer.fit()
     except CheckpointError as error:

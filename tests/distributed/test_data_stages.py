@@ -7,6 +7,7 @@ import numpy as np
 from neox.data import IndexedDatasetBuilder
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import GLOBAL_BATCH, SEQ, VOCAB, tiny_plan
+from tests.features import feature_of
 
 STEPS, SAVED_AT = 5, 3
 
@@ -27,22 +28,26 @@ def curves(plans):
     """(loss, gradient norm) of each step of each plan, from what its checkpoint has read on."""
     from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine, save_checkpoint
+    from neox.features.ledger.run import Ledger
+    from neox.features.table import build_features
     from neox.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer("CharLevelTokenizer", None)
 
     def run(plan):
         grid, device = initialize_distributed(plan)
-        engine = open_engine(plan, grid, device)
-        data = build_data_iterators(plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, ledger=engine.ledger)
-        engine.ledger_at = data.ledger_at
+        engine = open_engine(plan, grid, device, build_features)
+        data = build_data_iterators(
+            plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, ledger=feature_of(engine, Ledger).record
+        )
+        feature_of(engine, Ledger).on_data(engine, data)
         steps = []
         while engine.iteration < STEPS:
             if plan.config.checkpoint.save and engine.iteration == SAVED_AT:
                 save_checkpoint(engine, plan.config.checkpoint.save)
             result = engine.train_batch(data.train)
             steps.append((result.loss, result.grad_norm))
-        return steps, engine.ledger
+        return steps, feature_of(engine, Ledger).record
 
     return [run(plan) for plan in plans]
 

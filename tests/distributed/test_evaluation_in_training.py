@@ -1,6 +1,7 @@
 """Tasks scored on a model in training give the same values under every engine and layout."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from neox.config import NeoXConfig
 from neox.engine import initialize_distributed, initialize_engine
 from neox.errors import EvaluationError
 from neox.evaluation.run import evaluate_in_training
+from neox.features.eval_tasks.run import EvalTasks
 from neox.plan import resolve
 from neox.tokenizer import build_tokenizer
-from neox.train.pretrain import build_tasks
 from tests.distributed.spawn import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -59,7 +60,7 @@ def refusal(task: str) -> str:
     rest = {"seq_length": 32, "train_micro_batch_size_per_gpu": 1, "eval_tasks": [task]}
     plan = resolve(NeoXConfig.from_flat({**keys, **files, **rest}), 2, 1000)
     with pytest.raises(EvaluationError) as caught:
-        build_tasks(plan, None, None, None)  # before it looks at the engine
+        EvalTasks(SimpleNamespace(plan=plan))  # before it looks at the model
     return str(caught.value)
 
 

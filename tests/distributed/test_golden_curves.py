@@ -56,17 +56,17 @@ def train_and_compute_logits(plan, tokens, go_on=None):
     """
     from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
+    from neox.features.table import build_features
     from neox.parallel import gather_last_dim
-    from neox.train.pretrain import build_callbacks
     from neox.train.trainer import Trainer
 
     grid, device = initialize_distributed(plan)
-    engine = open_engine(plan, grid, device)
+    engine = open_engine(plan, grid, device, build_features)
     data = build_data_iterators(plan, grid.dp_rank, engine.iteration)
-    assert Trainer(plan, engine, data, build_callbacks(plan) if grid.rank == 0 else ()).fit() == 0
+    assert Trainer(plan, engine, data).fit() == 0
     logits = engine.logits(torch.from_numpy(tokens))
     if go_on is not None:
-        resumed = open_engine(go_on, grid, device)
+        resumed = open_engine(go_on, grid, device, build_features)
         assert resumed.iteration == engine.iteration == 30
         batches = build_data_iterators(go_on, grid.dp_rank, 30).train
         ours = [engine.train_batch(data.train) for _ in range(3)]

@@ -8,6 +8,7 @@ import pytest
 from neox.data import IndexedDatasetBuilder
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import VOCAB, tiny_plan
+from tests.features import feature_of
 
 STEPS, SPIKE, FACTOR = 12, 10, 4
 
@@ -28,6 +29,9 @@ def train(plans, spikes):
     """
     from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
+    from neox.features.ledger.run import Ledger
+    from neox.features.loss_spikes.run import LossSpikes
+    from neox.features.table import build_features
     from neox.tokenizer import build_tokenizer
     from neox.train import Trainer
 
@@ -35,7 +39,7 @@ def train(plans, spikes):
 
     def run(plan, raised):
         grid, device = initialize_distributed(plan)
-        engine = open_engine(plan, grid, device)
+        engine = open_engine(plan, grid, device, build_features)
         steps, samples, losses, left = [], [], {}, list(raised)
         train_batch = engine.train_batch
 
@@ -51,11 +55,15 @@ def train(plans, spikes):
             return result
 
         def open_data():
-            return build_data_iterators(plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, ledger=engine.ledger)
+            return build_data_iterators(
+                plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, ledger=feature_of(engine, Ledger).record
+            )
 
         engine.train_batch = observed
-        Trainer(plan, engine, open_data(), (), None, open_data).fit()
-        return steps, samples, losses, engine.skipped, engine.last_losses
+        Trainer(plan, engine, open_data(), open_data).fit()
+        spikes = feature_of(engine, LossSpikes)
+        last_losses = spikes.state(engine).get("last_losses", ())
+        return steps, samples, losses, spikes.skipped, tuple(last_losses)
 
     return [run(plan, raised) for plan, raised in zip(plans, spikes, strict=True)]
 

@@ -78,6 +78,7 @@ def batches(plan: RunPlan, rank: int) -> Iterator[dict[str, Tensor]]:
 def peaks(plans: list[RunPlan]) -> list[int]:
     """On this rank: the most bytes of tensors in the second step of each plan."""
     from neox.engine import initialize_distributed, initialize_engine
+    from neox.features.table import build_features
 
     use_planned_products()
     answers = []
@@ -85,7 +86,7 @@ def peaks(plans: list[RunPlan]) -> list[int]:
         grid, device = initialize_distributed(plan)
         gc.collect()
         with HeldStorages() as held:
-            engine = initialize_engine(plan, grid, device)
+            engine = initialize_engine(plan, grid, device, build_features)
             data = batches(plan, grid.dp_rank)
             engine.train_batch(data)
             held.peak = held.total

@@ -24,9 +24,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingApp]:
 
 def train(save: Path, endpoint: str) -> int:
     """Train and save twice with a mirror, as the loop does; return the steps that all ranks have finished."""
-    from neox.engine import SaveReport, initialize_distributed, initialize_engine, save_checkpoint
+    from neox.engine import SaveReport, TrainState, initialize_distributed, initialize_engine, save_checkpoint
     from neox.train import mirror_uploads
-    from neox.train.callbacks import TrainState
 
     os.environ.update({**KEYS, "AWS_ENDPOINT_URL": endpoint})
     mirror_uploads._DEADLINE_SECONDS = 1.0
@@ -46,7 +45,7 @@ def train(save: Path, endpoint: str) -> int:
     steps = [0] * dist.get_world_size()
     dist.all_gather_object(steps, engine.iteration)
     if uploads is not None:
-        uploads.finish()
+        uploads.on_exit()
     return min(steps)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +71,14 @@ def opened(plan: RunPlan):
     """Return the engine and the batches of a run on this rank."""
     from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
+    from neox.features.table import build_features
     from neox.tokenizer import build_tokenizer
-    from neox.train.reference import reference_log_probs
 
     grid, device = initialize_distributed(plan)
-    engine = open_engine(plan, grid, device)
+    engine = open_engine(plan, grid, device, build_features)
     tokenizer = build_tokenizer("CharLevelTokenizer", None)
-    reference = partial(reference_log_probs, engine)
-    return engine, build_data_iterators(plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, reference=reference)
+    arguments = engine.data_arguments()
+    return engine, build_data_iterators(plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, **arguments)
 
 
 def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
@@ -203,13 +202,14 @@ def test_half_precision_trains_nearly_alike(tmp_path: Path, kind: str) -> None:
 
 def resumed(plans: list[RunPlan]):
     """On this rank: the scores after each run, and the identity of its reference."""
+    from neox.checkpoint import REFERENCE
     from neox.train.trainer import Trainer
 
     answers = []
     for plan in plans:
         engine, data = opened(plan)
         Trainer(plan, engine, data).fit()
-        answers.append([dict(engine.eval_batch(data.valid[0].batches).scores), engine.reference])
+        answers.append([dict(engine.eval_batch(data.valid[0].batches).scores), engine.saved_state().get(REFERENCE)])
     return answers
 
 
@@ -306,7 +306,7 @@ def observed(plans: list[RunPlan]) -> list[dict[str, float]]:
         engine, data = opened(plan)
         for _ in range(STEPS):
             result = engine.train_batch(data.train)
-        found.append(dict(result.stability))
+        found.append(dict(result.numbers))
     return found
 
 
@@ -322,7 +322,7 @@ def copied_bytes(plans: list[RunPlan]) -> list[int]:
     """On this rank: the bytes of the second copy of the weights of each plan."""
     from neox.engine import initialize_distributed
     from neox.engine.build import build_model
-    from neox.engine.reference_copy import WeightsCopy
+    from neox.features.reference.copy import WeightsCopy
     from neox.objectives import build_objective
 
     answers = []
@@ -397,11 +397,12 @@ def of_documents(plans: list[RunPlan]) -> list[list[float]]:
     """On this rank: the losses of steps on rows of two documents."""
     from neox.data.batches import document_starts
     from neox.engine import initialize_distributed, initialize_engine
+    from neox.features.table import build_features
 
     answers = []
     for plan in plans:
         grid, device = initialize_distributed(plan)
-        engine = initialize_engine(plan, grid, device)
+        engine = initialize_engine(plan, grid, device, build_features)
         rows = (
             {**batch, "document_starts": document_starts(batch["tokens"], 5)} for batch in batches(plan, grid.dp_rank)
         )

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from neox.engine.replicas import ranks_that_differ, sum_of_bits
+from neox.features.replica_check.run import ranks_that_differ, sum_of_bits
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
+from tests.features import feature_of
 
 SIZES = {"train_batch_size": 6}
 FLIPPED = 1
@@ -21,10 +22,12 @@ def find_flips(plans, where):
     """Train each plan with a flip after step 3; return (steps that were completed, the error's step and ranks)."""
     from neox.engine import initialize_distributed, initialize_engine, roll_back, save_checkpoint
     from neox.errors import ReplicaError
+    from neox.features.replica_check.run import ReplicaCheck
+    from neox.features.table import build_features
 
     def run(plan, place):
         grid, device = initialize_distributed(plan)
-        engine = initialize_engine(plan, grid, device)
+        engine = initialize_engine(plan, grid, device, build_features)
         data = batches(plan, grid.data_rank)
         try:
             for _ in range(3):
@@ -40,7 +43,7 @@ def find_flips(plans, where):
                 flip(engine.optimizer.state[tensor]["exp_avg"])
             if place == "save":
                 flip(next(engine.deepspeed_engine.module.parameters()), bit=grid.rank)
-                engine.check_replicas()
+                feature_of(engine, ReplicaCheck).before_save(engine)
             for _ in range(3):
                 engine.train_batch(data)
         except ReplicaError as error:

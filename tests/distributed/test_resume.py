@@ -20,18 +20,19 @@ BF16 = {"bf16": {"enabled": True}}
 def interrupted_runs(runs, steps, saved_at):
     """For each (saving plan, loading plan): the steps of an undisturbed run, and of one that goes on from its save."""
     from neox.engine import initialize_distributed, open_engine, save_checkpoint
+    from neox.features.table import build_features
 
     answers = []
     for whole_plan, resumed_plan in runs:
         grid, device = initialize_distributed(whole_plan)
-        engine = open_engine(whole_plan, grid, device)
+        engine = open_engine(whole_plan, grid, device, build_features)
         data = batches(whole_plan, grid.data_rank)
         whole = []
         for step in range(steps):
             if step == saved_at:
                 save_checkpoint(engine, whole_plan.config.checkpoint.save)
             whole.append(engine.train_batch(data))
-        again = open_engine(resumed_plan, grid, device)
+        again = open_engine(resumed_plan, grid, device, build_features)
         assert again.iteration == saved_at
         data = batches(resumed_plan, grid.data_rank, start=saved_at * resumed_plan.batch.gradient_accumulation_steps)
         answers.append((whole, [again.train_batch(data) for _ in range(steps - saved_at)]))
@@ -79,10 +80,11 @@ def test_resume_is_bit_for_bit(tmp_path, layouts):
 def save_initial(plans):
     """Save each plan's initial weights."""
     from neox.engine import initialize_distributed, initialize_engine, save_checkpoint
+    from neox.features.table import build_features
 
     for plan in plans:
         grid, device = initialize_distributed(plan)
-        save_checkpoint(initialize_engine(plan, grid, device), plan.config.checkpoint.save)
+        save_checkpoint(initialize_engine(plan, grid, device, build_features), plan.config.checkpoint.save)
 
 
 def test_every_layout_writes_the_same_layer_files(tmp_path):
@@ -102,9 +104,10 @@ def test_every_layout_writes_the_same_layer_files(tmp_path):
 
 def start_of(plan):
     from neox.engine import initialize_distributed, open_engine
+    from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
-    engine = open_engine(plan, grid, device)
+    engine = open_engine(plan, grid, device, build_features)
     return engine.iteration, engine.schedule.iteration, engine.train_batch(batches(plan, grid.data_rank)).loss
 
 
@@ -121,10 +124,11 @@ def test_weights_alone(tmp_path):
 def save_trained(plans):
     """Take a step under each plan and save."""
     from neox.engine import initialize_distributed, initialize_engine, save_checkpoint
+    from neox.features.table import build_features
 
     for plan in plans:
         grid, device = initialize_distributed(plan)
-        engine = initialize_engine(plan, grid, device)
+        engine = initialize_engine(plan, grid, device, build_features)
         engine.train_batch(batches(plan, grid.data_rank))
         save_checkpoint(engine, plan.config.checkpoint.save)
 
@@ -236,9 +240,10 @@ def test_a_checkpoint_whose_replacement_was_killed_is_resumed(tmp_path):
 def save_onto_a_full_disk(plan):
     """Rank 1's disk is full: every rank must hear of it, and nothing may be committed."""
     from neox.engine import initialize_distributed, initialize_engine, save_checkpoint, saving
+    from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
-    engine = initialize_engine(plan, grid, device)
+    engine = initialize_engine(plan, grid, device, build_features)
     engine.train_batch(batches(plan, grid.data_rank))
     save_checkpoint(engine, plan.config.checkpoint.save)
     engine.train_batch(batches(plan, grid.data_rank))

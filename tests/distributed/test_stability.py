@@ -19,23 +19,25 @@ NORMS = ("gradient_norm", "weight_norm", "update_norm")
 def observed(plans):
     """Numbers of each step, gradient norms and learning rates, by plan."""
     from neox.engine import initialize_distributed, initialize_engine
+    from neox.features.table import build_features
 
     answers = []
     for plan in plans:
         grid, device = initialize_distributed(plan)
-        engine = initialize_engine(plan, grid, device)
+        engine = initialize_engine(plan, grid, device, build_features)
         data = batches(plan, grid.dp_rank)
         results = [engine.train_batch(data) for _ in range(STEPS)]
-        answers.append([(dict(result.stability), result.grad_norm) for result in results])
+        answers.append([(dict(result.numbers), result.grad_norm) for result in results])
     return answers
 
 
 def observed_plainly(plan):
     """The same of the second step from the model itself, on one rank with one micro batch."""
     from neox.engine import initialize_distributed, initialize_engine
+    from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
-    engine = initialize_engine(plan, grid, device)
+    engine = initialize_engine(plan, grid, device, build_features)
     model = engine.deepspeed_engine.module
     data = batches(plan, 0)
     engine.train_batch(data)
@@ -68,7 +70,7 @@ def observed_plainly(plan):
             key = f"stability/{quantity}/{layer}"
             squares[key] = squares.get(key, 0.0) + value.double().square().sum().item()
     seen |= {key: math.sqrt(square) for key, square in squares.items()}
-    return dict(result.stability), seen, result.grad_norm
+    return dict(result.numbers), seen, result.grad_norm
 
 
 def test_numbers_equal_those_of_a_plain_computation():

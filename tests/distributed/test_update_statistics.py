@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,18 +17,16 @@ KEYS = {"log_param_norm": True, "log_grad_pct_zeros": True, "log_optimizer_state
 def observed(plan):
     """Numbers of three steps, and on one rank the same of the model and the optimizer themselves."""
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.train.update_statistics import UpdateStatistics
+    from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
-    engine = initialize_engine(plan, grid, device)
-    statistics = UpdateStatistics(plan, engine)
+    engine = initialize_engine(plan, grid, device, build_features)
     data = batches(plan, grid.dp_rank)
     zeros = []
     engine.optimizer.register_step_pre_hook(lambda optimizer, *_: zeros.append(zero_share(optimizer)))
     found = []
     for _ in range(3):
-        engine.train_batch(data)
-        found.append(statistics.step_scalars(None, None))
+        found.append(engine.train_batch(data).numbers)
     weights = sum(parameter.double().square().sum().item() for parameter in engine.deepspeed_engine.module.parameters())
     moments = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
     for state in engine.optimizer.state.values():
@@ -55,11 +54,13 @@ def test_numbers_equal_those_of_a_plain_computation_in_every_layout():
 
 
 def test_characters_are_counted_where_tokens_are_in_the_loss():
+    from neox.features.char_perplexity.run import CharacterCounter
     from neox.tokenizer import build_tokenizer
-    from neox.train.characters import CharacterCounter
 
     counter = CharacterCounter(build_tokenizer("CharLevelTokenizer", None))
     labels = torch.tensor([list(b"abcd"), list("é..".encode())])
     mask = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]])
-    assert len(list(counter.counted(iter([{"labels": labels, "loss_mask": mask}])))) == 1
-    assert counter.take_tokens_per_character(lambda own: [own, (3, 4)]) == pytest.approx((6 + 3) / (5 + 4))
+    assert len(list(counter.evaluation_batches(iter([{"labels": labels, "loss_mask": mask}])))) == 1
+    assert counter.tokens_per_character(SimpleNamespace(gather=lambda own: [own, (3, 4)])) == pytest.approx(
+        (6 + 3) / (5 + 4)
+    )

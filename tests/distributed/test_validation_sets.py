@@ -31,16 +31,16 @@ def train(plans: list[RunPlan]) -> None:
     """Train each plan, and write its metrics."""
     from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine
+    from neox.features.table import build_features
     from neox.tokenizer import build_tokenizer
-    from neox.train.pretrain import build_callbacks
     from neox.train.trainer import Trainer
 
     tokenizer = build_tokenizer("CharLevelTokenizer", None)
     for plan in plans:
         grid, device = initialize_distributed(plan)
-        engine = open_engine(plan, grid, device)
+        engine = open_engine(plan, grid, device, build_features)
         data = build_data_iterators(plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer)
-        assert Trainer(plan, engine, data, build_callbacks(plan) if grid.rank == 0 else ()).fit() == 0
+        assert Trainer(plan, engine, data).fit() == 0
 
 
 def evaluations(directory: Path, kind: str = "validation") -> list[dict[str, float]]:

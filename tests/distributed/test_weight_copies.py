@@ -11,6 +11,7 @@ import pytest
 from neox.plan import RunPlan, resolve
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
+from tests.features import feature_of
 
 STEPS = 3
 BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
@@ -30,6 +31,8 @@ def answers_of(plans: list[RunPlan], directory: Path) -> list[dict[str, Any]]:
     from deepspeed.runtime.zero import partition_parameters
 
     from neox.engine import initialize_distributed, initialize_engine, open_engine, save_checkpoint
+    from neox.features.ema.run import AveragedWeights
+    from neox.features.table import build_features
 
     gathers: Counter[int] = Counter()
     original = partition_parameters._dist_allgather_fn
@@ -42,7 +45,7 @@ def answers_of(plans: list[RunPlan], directory: Path) -> list[dict[str, Any]]:
     answers = []
     for number, plan in enumerate(plans):
         grid, device = initialize_distributed(plan)
-        engine = initialize_engine(plan, grid, device)
+        engine = initialize_engine(plan, grid, device, build_features)
         data = batches(plan, grid.dp_rank)
         curve = [engine.train_batch(data).loss for _ in range(STEPS - 1)]
         path = directory / str(number)
@@ -51,12 +54,12 @@ def answers_of(plans: list[RunPlan], directory: Path) -> list[dict[str, Any]]:
         curve.append(engine.train_batch(data).loss)
         of_step = dict(gathers)
         average = None
-        if engine.averages is not None:
-            with engine.averages.in_model():
+        if plan.config.optimizer.ema_decay is not None:
+            with feature_of(engine, AveragedWeights).in_model(engine):
                 average = engine.eval_batch(batches(plan, grid.dp_rank)).scores
         curve.append(engine.train_batch(data).loss)
         config = plan.config.updated({"load": str(path)})
-        resumed = open_engine(resolve(config, plan.grid.world_size, plan.vocab_size), grid, device)
+        resumed = open_engine(resolve(config, plan.grid.world_size, plan.vocab_size), grid, device, build_features)
         rest = batches(plan, grid.dp_rank, (STEPS - 1) * plan.batch.gradient_accumulation_steps)
         again = [resumed.train_batch(rest).loss for _ in range(2)]
         answers.append({"curve": curve, "average": average, "resumed": again, "gathers": of_step})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from neox.evaluation.lambada import lambada
 from neox.evaluation.needle import Cell, hidden_key
 from neox.evaluation.perplexity import corpus_perplexity, wikitext
 from neox.evaluation.scoring import Scorer
+from neox.features.char_perplexity.run import CharacterCounter
 from neox.generation.chat_format import ChatFormat
 from neox.generation.completion import generate
 from neox.generation.completions_api import parse_request
@@ -32,7 +34,6 @@ from neox.parallel import ParallelGrid
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer, positions
 from neox.tokenizer.chat import ChatTemplate
-from neox.train.characters import CharacterCounter
 from tests.field.text_tokenizers import FORMS, save
 from tests.unit.evaluation.table_model import TableModel
 from tests.unit.generation.toy import ToyModel
@@ -319,8 +320,8 @@ def test_characters_are_those_of_the_text(tokenizers_):
     ids = [*positions.document(tokenizer, "how many"), tokenizer.eod]
     counter = CharacterCounter(tokenizer)
     batch = {"labels": torch.tensor([ids]), "loss_mask": torch.ones(1, len(ids))}
-    assert list(counter.counted(iter([batch]))) == [batch]
-    assert counter.take_tokens_per_character(lambda counts: [counts]) == len(ids) / len("how many")
+    assert list(counter.evaluation_batches(iter([batch]))) == [batch]
+    assert counter.tokens_per_character(SimpleNamespace(gather=lambda counts: [counts])) == len(ids) / len("how many")
 
 
 def test_a_conversation_begins_as_its_template_says(tokenizers_):

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from neox.train.callbacks import TrainState
-from neox.train.remote_trackers import MLflow, QueuedTracker, Row, accepted_name
-from neox.train.trackers import WANDB_RUN_ID_FILE, WandB
+from neox.engine import TrainState
+from neox.features.trackers.journal import QueuedTracker, Row
+from neox.features.trackers.mlflow import MLflow, accepted_name
+from neox.features.trackers.wandb import WANDB_RUN_ID_FILE, WandB
 from tests.plans import small_plan
 
 
@@ -79,8 +80,8 @@ class ToClient(MLflow):
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
-    monkeypatch.setattr("neox.train.remote_trackers._FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("neox.train.remote_trackers._LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("neox.features.trackers.journal._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("neox.features.trackers.journal._LONGEST_PAUSE", 0.02)
     return Client()
 
 

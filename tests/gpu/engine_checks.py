@@ -14,6 +14,7 @@ import torch
 
 import neox.model.build
 from neox.engine import BackgroundSaves, Engine, initialize_distributed, initialize_engine, open_engine
+from neox.features.table import build_features
 from neox.generation.decoding import decode
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
@@ -53,7 +54,7 @@ def plain_curve() -> list[float]:
 
 def build(plan: RunPlan) -> Engine:
     """Return an engine with initial weights."""
-    return initialize_engine(plan, *initialize_distributed(plan))
+    return initialize_engine(plan, *initialize_distributed(plan), build_features)
 
 
 def curve(engine: Engine, steps: int = STEPS) -> list[float]:
@@ -114,7 +115,7 @@ def a_resumed_run_goes_on(directory: Path, precision: str = "bf16", zero: int = 
     saves.wait()
     assert [report.iteration for report in saves.take_reports()] == [2]
     plan = tiny_plan(1, **keys, load=str(directory))
-    resumed = open_engine(plan, *initialize_distributed(plan))
+    resumed = open_engine(plan, *initialize_distributed(plan), build_features)
     assert resumed.iteration == 2
     close(curve(resumed, 2), rest, "fp32")
 
@@ -125,7 +126,7 @@ def updates_wait_for_copies() -> None:
     weights = next(engine.deepspeed_engine.module.parameters())
     before, seen = weights.detach().clone(), []
 
-    engine.before_next_update(lambda: seen.append(torch.equal(weights, before)))
+    engine.before_next_overwrite(lambda: seen.append(torch.equal(weights, before)))
     data = batches(engine.plan, 0)
     for _ in range(3):  # the first step's learning rate is 0
         engine.train_batch(data)

@@ -48,10 +48,11 @@ def train(plan: RunPlan, save: str | None) -> tuple[list[float], list[list[list[
     """
     from neox.data.run_data import build_data_iterators
     from neox.engine import initialize_distributed, open_engine, save_checkpoint
+    from neox.features.table import build_features
     from neox.tokenizer import build_tokenizer
 
     grid, device = initialize_distributed(plan)
-    engine = open_engine(plan, grid, device)
+    engine = open_engine(plan, grid, device, build_features)
     if save is not None:
         save_checkpoint(engine, save)
     tokenizer = build_tokenizer("CharLevelTokenizer", None)

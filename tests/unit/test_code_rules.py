@@ -128,14 +128,14 @@ def test_imports_of_other_packages_stand_at_the_top() -> None:
     assert [entry for entry in inner if entry.split(":")[0] not in INNER_IMPORTS] == []
 
 
-def test_tensorboard_is_imported_in_train_alone() -> None:
+def test_tensorboard_is_imported_in_its_tracker_alone() -> None:
     importers = {
         file
         for file, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module == "torch.utils.tensorboard"
     }
-    assert all(file.startswith("neox/train/") for file in importers)
+    assert importers == {"neox/features/trackers/tensorboard.py"}
 
 
 def test_modules_have_telling_names_and_no_lazy_attributes() -> None:

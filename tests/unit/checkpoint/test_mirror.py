@@ -17,11 +17,10 @@ import pytest
 from neox.checkpoint import commit, find_checkpoint, keep_last, stage_directory, why_incomplete
 from neox.checkpoint.fetching import cached_checkpoint, with_local_load, without_optimizer
 from neox.checkpoint.mirror import SUPERSEDED_MANIFEST, Mirror
-from neox.engine import SaveReport
+from neox.engine import SaveReport, TrainState
 from neox.errors import CheckpointError
+from neox.features.mirror_uploads.run import MirrorUploads
 from neox.storage import cache_folder
-from neox.train.callbacks import TrainState
-from neox.train.mirror_uploads import MirrorUploads
 from tests.errors import raises_naming
 from tests.plans import small_plan
 from tests.unit.corpus.s3_server import FailingApp, error, s3_server
@@ -123,19 +122,19 @@ def test_training_does_not_wait_for_uploads(s3: FailingApp, tmp_path: Path) -> N
         uploads.on_save(state, SaveReport(checkpoint(tmp_path / "save", iteration), iteration, 0.0, 0.0))
     assert not opened.is_set()  # three saves were reported while the server answered nothing
     opened.set()
-    uploads.finish()
+    uploads.on_exit()
     assert Mirror(RUN).iterations() == [3]
     s3.fail = lambda number, method, path: error("403 Forbidden", "ExpiredToken")
     broken = MirrorUploads(small_plan(**keys))
     state.iteration = 4
     checkpoint(tmp_path / "save", 4)
     broken.on_start(state)
-    broken.finish()
+    broken.on_exit()
     s3.fail = lambda number, method, path: None
     assert Mirror(RUN).iterations() == [3]
     resumed = MirrorUploads(small_plan(**keys))
     resumed.on_start(state)
-    resumed.finish()
+    resumed.on_exit()
     assert Mirror(RUN).iterations() == [4]
 
 
@@ -201,7 +200,7 @@ def test_a_checkpoint_is_not_pruned_while_it_is_uploaded(s3: FailingApp, tmp_pat
     assert first.is_dir()
     uploads.on_save(state, SaveReport(second, 2, 0.0, 0.0))
     opened.set()
-    uploads.finish()
+    uploads.on_exit()
     assert sorted(save.glob("global_step*")) == [second]
     assert Mirror(RUN).iterations() == [2]
     puts = [path for method, path in s3.requests if method == "PUT"]
@@ -220,7 +219,7 @@ def test_nothing_goes_from_the_mirror_before_a_newer_checkpoint_is_complete(s3: 
     s3.fail = lambda number, method, path: full if method == "PUT" and path == manifest else None
     uploads.on_start(state)
     uploads.on_save(state, SaveReport(checkpoint(save, 2), 2, 0.0, 0.0))
-    uploads.finish()
+    uploads.on_exit()
     assert any(request == ("PUT", manifest) for request in s3.requests)
     assert Mirror(RUN).iterations() == [1]
     assert contents(cached_checkpoint(RUN, tmp_path / "cache")) == saved
@@ -229,7 +228,7 @@ def test_nothing_goes_from_the_mirror_before_a_newer_checkpoint_is_complete(s3: 
     state.iteration = 2
     resumed = MirrorUploads(small_plan(save=str(save), checkpoint_mirror=RUN, keep_last_n_checkpoints=1))
     resumed.on_start(state)
-    resumed.finish()
+    resumed.on_exit()
     assert Mirror(RUN).iterations() == [2]
     committed = s3.requests.index(("PUT", manifest))
     deletions = [number for number, (method, path) in enumerate(s3.requests) if _deletes(method, path)]
@@ -244,7 +243,7 @@ def _deletes(method: str, path: str) -> bool:
 def test_an_upload_that_does_not_move_ends_at_its_deadline(
     s3: FailingApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neox.train.mirror_uploads._DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr("neox.features.mirror_uploads.run._DEADLINE_SECONDS", 0.5)
     uploads = MirrorUploads(small_plan(save=str(tmp_path), checkpoint_mirror=RUN))
     opened = threading.Event()
     reached = threading.Event()
@@ -260,7 +259,7 @@ def test_an_upload_that_does_not_move_ends_at_its_deadline(
     path = checkpoint(tmp_path, 1)
     uploads.on_save(state, SaveReport(path, 1, 0.0, 0.0))
     assert reached.wait(60)
-    uploads.finish()  # while the server answers nothing
+    uploads.on_exit()  # while the server answers nothing
     assert not opened.is_set()
     assert path.is_dir()
     opened.set()
@@ -277,7 +276,7 @@ def test_a_run_that_goes_back_supersedes_what_is_later_in_the_mirror(s3: Failing
     checkpoint(save, 2)
     uploads.on_start(state)
     uploads.on_save(state, SaveReport(checkpoint(save, 3), 3, 0.0, 0.0))
-    uploads.finish()
+    uploads.on_exit()
     assert mirror.iterations() == [3]
     assert cached_checkpoint(RUN, tmp_path / "cache").name == "global_step3"
     kept = fsspec.filesystem("s3").find("bucket/run/global_step9")
@@ -301,7 +300,7 @@ def test_a_mirror_never_lacks_a_complete_checkpoint(
     for expected in (counting, [3]):
         uploads = MirrorUploads(small_plan(save=str(save), checkpoint_mirror=RUN, keep_last_n_checkpoints=1))
         uploads.on_start(state)
-        uploads.finish()
+        uploads.on_exit()
         assert mirror.iterations() == expected
         s3.fail = lambda number, method, path: None
 

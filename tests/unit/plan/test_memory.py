@@ -39,9 +39,10 @@ def _built_bytes(plan, save):
     from neox.engine import initialize_distributed, initialize_engine
     from neox.engine.background import DeferredWriter
     from neox.engine.saving import stage_files
+    from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
-    engine = initialize_engine(plan, grid, device)
+    engine = initialize_engine(plan, grid, device, build_features)
     engine.train_batch(batches(plan, grid.dp_rank))
     parameters = list(engine.deepspeed_engine.module.parameters())
     weights = sum(getattr(p, "ds_tensor", p).numel() * p.element_size() for p in parameters)

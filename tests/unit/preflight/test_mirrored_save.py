@@ -13,13 +13,13 @@ import pytest
 from neox.checkpoint import commit, stage_directory
 from neox.checkpoint.mirror import SUPERSEDED_MANIFEST, Mirror
 from neox.config import NeoXConfig
+from neox.engine import TrainState
 from neox.errors import CheckpointError, ConfigError
+from neox.features.mirror_uploads.run import MirrorUploads
 from neox.plan import with_trained_model
 from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
 from neox.preflight.own_run import with_own_run
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
-from neox.train.callbacks import TrainState
-from neox.train.mirror_uploads import MirrorUploads
 from tests.plans import SMALL, small_plan
 from tests.unit.corpus.s3_server import FailingApp, error, s3_server
 
@@ -143,7 +143,7 @@ def test_overwriting_leaves_nothing_in_the_bucket_that_counts(s3: FailingApp, tm
     assert with_local_load(config, trains=True) == config
     uploads = MirrorUploads(small_plan(save=RUN, overwrite=True))
     uploads.on_start(TrainState())
-    uploads.finish()
+    uploads.on_exit()
     assert mirror.iterations() == []
     assert resumed_step(make_config()) is None
     names = {name.rpartition("/")[2] for name in mirror._where.find("bucket/run/global_step1")}

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from neox.data.run_data import DataIterators, EvaluationSet
-from neox.engine import EvaluationResult, StepResult
+from neox.engine import EvaluationResult, Feature, StepResult
 from neox.errors import CheckpointError, TrainingError
+from neox.features.ledger.run import Ledger
 from neox.launch.agent.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.objectives import CausalLM
 from neox.train import Trainer
-from neox.train.callbacks import Callback
-from neox.train.pretrain import warn_of_other_samples
 from tests.plans import small_plan
 
 
@@ -23,7 +22,7 @@ class IdleEngine:
 
     def __init__(self, iteration=0, at_step=None, at_evaluation=None, score=3.0):
         self.iteration, self.evaluated, self.score = iteration, 0, score
-        self.last_losses = ()
+        self.features = ()
         self.objective = CausalLM()
         self.at_step, self.at_evaluation = at_step or {}, at_evaluation or {}
 
@@ -43,7 +42,7 @@ class IdleEngine:
         return flag
 
 
-class Diary(Callback):
+class Diary(Feature):
     """What happened, in order."""
 
     def __init__(self):
@@ -89,7 +88,7 @@ def fit(monkeypatch, tmp_path):
         diary = Diary()
         valid = sets or (EvaluationSet(iter(range(1000))),)
         data = DataIterators(iter(range(1000)), valid, (EvaluationSet(iter(range(1000))),))
-        return Trainer(small_plan(**flat), engine, data, [*callbacks, diary]).fit(), diary
+        return Trainer(small_plan(**flat), engine, data, more=[*callbacks, diary]).fit(), diary
 
     return run
 
@@ -150,19 +149,15 @@ def test_no_score_has_a_special_name(fit):
     assert next(iter(diary.scalars)) == "test/ranking_loss", "readers take the first for the trained loss"
 
 
-class Counter(Callback):
+class Counter(Feature):
     """Adds numbers of its own."""
 
-    def step_scalars(self, state, report):
-        return {"train/step_squared": float(state.iteration**2)}
-
-    def evaluation_scalars(self, state, name):
+    def evaluation_numbers(self, state, name):
         return {f"{name}/evaluated_at": float(state.iteration)}
 
 
 def test_callbacks_add_numbers_to_what_others_report(fit):
     _, diary = fit(IdleEngine(), callbacks=[Counter()])
-    assert diary.report.scalars()["train/step_squared"] == 36.0
     assert diary.scalars["test/evaluated_at"] == 6.0
 
 
@@ -207,7 +202,7 @@ def test_steps_report_what_they_took(fit):
 def test_a_resume_with_another_batch_says_what_it_reads(caplog, read, words):
     counters = SimpleNamespace(global_samples=read)
     plan = small_plan(rampup_batch_size=[2, 2, 8], train_batch_size=6)
-    warn_of_other_samples(SimpleNamespace(iteration=4, deepspeed_engine=counters, plan=plan, ledger=None))
+    Ledger().opening_data(SimpleNamespace(iteration=4, deepspeed_engine=counters, plan=plan))
     messages = [record.getMessage() for record in caplog.records]
     assert not messages if words is None else words in messages[0]
 

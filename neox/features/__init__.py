@@ -1,0 +1,1 @@
+"""What takes part in a training besides the step: one folder a feature, listed in `table`."""

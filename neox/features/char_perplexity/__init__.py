@@ -1,0 +1,1 @@
+"""Perplexities per character."""

@@ -1,0 +1,38 @@
+"""Evaluation tasks that are scored whenever validation is due (`eval_tasks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from neox.checkpoint import add_end_ids
+from neox.engine import Engine, Feature, Start, TrainedModel, from_first_rank
+from neox.evaluation.run import check_tasks, evaluate_in_training
+from neox.tokenizer import tokenizer_of
+
+
+def build(model: TrainedModel, start: Start) -> EvalTasks | None:
+    """Return the tasks; None if there are none. Raises EvaluationError if one does not exist."""
+    if not model.plan.config.generation.eval_tasks:
+        return None
+    return EvalTasks(model)
+
+
+class EvalTasks(Feature):
+    """Scores of the tasks by the model in training."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._plan = model.plan
+        self._tokenizer = tokenizer_of(model.plan.config)
+        self._knows_end_ids = False
+        from_first_rank(lambda: check_tasks(model.plan.config, self._tokenizer))
+
+    def further_evaluations(self, engine: Engine) -> Mapping[str, Mapping[str, float]]:
+        """Return the scores. All ranks call it together."""
+        if not self._knows_end_ids:
+            self._knows_end_ids = True
+            add_end_ids(self._tokenizer, engine.run_files.generation_settings, str(self._plan.config.checkpoint.load))
+        return {
+            "tasks": evaluate_in_training(
+                self._plan, engine.deepspeed_engine, engine.grid, engine.device, self._tokenizer
+            )
+        }

@@ -1,0 +1,1 @@
+"""Logits of a fixed input that a checkpoint carries."""

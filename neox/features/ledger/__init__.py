@@ -1,0 +1,1 @@
+"""Record of what was read of each dataset."""

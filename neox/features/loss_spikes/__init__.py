@@ -1,0 +1,1 @@
+"""Detection of loss spikes, and rollback."""

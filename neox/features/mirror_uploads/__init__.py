@@ -1,0 +1,1 @@
+"""Uploads of checkpoints to a mirror."""

@@ -1,0 +1,1 @@
+"""Profiler of some training steps."""

@@ -1,0 +1,1 @@
+"""Reference model of training on preferences."""

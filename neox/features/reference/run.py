@@ -1,0 +1,134 @@
+"""The reference model of training on preferences: the weights that a run began with, and their identity.
+
+A loss that compares with them reads their log-probabilities from a file next to the data (`stored`), or computes them
+in every step with a second copy of the weights (`copy`). A run that goes on from a checkpoint knows from it which ones
+these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from neox.checkpoint import REFERENCE, REFERENCE_FROM, find_checkpoint, hash_of_weights
+from neox.engine import Engine, Feature, Start, TrainedModel, build_loaded_model, from_first_rank
+from neox.engine.feature import DataArguments
+from neox.errors import CheckpointError
+from neox.features.reference.copy import WeightsCopy, with_reference
+from neox.features.reference.stored import reference_log_probs
+from neox.objectives import Batch
+from neox.plan import RunPlan
+
+
+def build(model: TrainedModel, start: Start) -> Reference | None:
+    """Return the reference; None if the data or the loss needs none."""
+    if not model.plan.config.preferences.needs_reference:
+        return None
+    return Reference(model, start)
+
+
+class Reference(Feature):
+    """The reference model of a run.
+
+    Attributes:
+        identity: Identity of the weights that the run began with; None if it is not known, or no loss needs it.
+        source: Checkpoint that these weights are in, and which of its weights they are; None for initial ones, or if
+            there is no copy of them.
+    """
+
+    def __init__(self, model: TrainedModel, start: Start) -> None:
+        keys = model.plan.config.preferences
+        self.identity: str | None = None
+        self.source: tuple[str, str] | None = None
+        self._weights: WeightsCopy | None = None
+        if keys.compares_with_start:
+            self.identity = from_first_rank(lambda: weights_identity(start))
+        if keys.copies_reference:
+            first = from_first_rank(lambda: first_start(model.plan, start))
+            self.source = first.source
+            self._weights = _copy_of(model, start, first)
+
+    def state(self, engine: Engine) -> Mapping[str, Any]:
+        """Return the identity of the weights that the run began with, and where they are."""
+        saved: dict[str, Any] = {}
+        if self.identity is not None:
+            saved[REFERENCE] = self.identity
+        if self.source is not None:
+            saved[REFERENCE_FROM] = list(self.source)
+        return saved
+
+    def opening_data(self, engine: Engine) -> DataArguments:
+        """Return the function that reads or computes the log-probabilities that are stored with the data."""
+        return {"reference": partial(reference_log_probs, engine, self.identity)}
+
+    def batches(self, engine: Engine, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """Add the log-probabilities by the copy, if there is one."""
+        if self._weights is None:
+            return batches
+        return with_reference(engine, self._weights, batches, count)
+
+
+def _copy_of(model: TrainedModel, start: Start, first: Start) -> WeightsCopy:
+    """Return a copy of the weights that the run began with. All ranks call it together.
+
+    Raises:
+        CheckpointError: On all ranks, if these weights are not where they were.
+    """
+    if first is start or not start.iteration:
+        return WeightsCopy(model.module)
+    # The model holds later weights, so that a second one is built as the run began, of which only the tensors stay.
+    began = build_loaded_model(model.plan, model.grid, model.device, model.objective, first)
+    return WeightsCopy(model.module, of=began)
+
+
+def weights_identity(start: Start) -> str | None:
+    """Return the identity of the weights that a run starts from; None if it is not known. Only one rank calls it.
+
+    Args:
+        start: How the run starts. A run that goes on knows its first weights from its checkpoints.
+
+    Raises:
+        CheckpointError: If a checkpoint without a manifest cannot be read.
+    """
+    saved: str | None = start.saved.get(REFERENCE)
+    if start.iteration or saved is not None:
+        return saved
+    if start.checkpoint is None:
+        return f"{start.run.start} (run {start.run.run_id})"
+    return f"{start.weights} weights {hash_of_weights(start.checkpoint)}"
+
+
+def first_start(plan: RunPlan, start: Start) -> Start:
+    """Return how the run began, if it goes on, or how it begins. Only one rank calls it.
+
+    A run that goes on may name its own checkpoints as `load`, as the launcher lets it; they say where it began.
+
+    Args:
+        plan: The run.
+        start: How it starts now.
+
+    Raises:
+        CheckpointError: If the weights that it began with are not those that `load` and `finetune` name.
+    """
+    if not start.iteration:
+        return start
+    keys = plan.config.checkpoint
+    first = Start(start.run)
+    identity = start.saved.get(REFERENCE)
+    saved_in = start.saved.get(REFERENCE_FROM)
+    if keys.finetune and keys.load is not None:
+        path = find_checkpoint(Path(keys.load), keys.iteration, verify=keys.checkpoint_verify)
+        first = Start(start.run, path, finetune=True, weights=keys.load_weights)
+    elif saved_in is not None:
+        directory, weights = saved_in
+        path = find_checkpoint(directory, verify=keys.checkpoint_verify, way_out="bring it back")
+        first = Start(start.run, path, finetune=True, weights=weights)
+    if identity is None or weights_identity(first) != identity:
+        raise CheckpointError(
+            f"reference_model: copy: the run goes on from iteration {start.iteration}, and the weights that it began "
+            f"with are not {first.checkpoint or 'the initial ones'}: bring them back, or start again from "
+            "others, in another `save`"
+        )
+    return first

@@ -1,0 +1,1 @@
+"""Comparison of the weights of data ranks."""

@@ -1,0 +1,1 @@
+"""Numbers by layer that show where a training becomes unstable."""

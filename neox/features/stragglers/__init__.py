@@ -1,0 +1,1 @@
+"""Hosts that compute more slowly than the others."""

@@ -1,0 +1,1 @@
+"""Experiment trackers: metrics file, TensorBoard, wandb, MLflow, Comet, Trackio."""

@@ -1,0 +1,1 @@
+"""Global statistics of each update."""

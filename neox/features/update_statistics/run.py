@@ -1,0 +1,107 @@
+"""Global statistics of each update: norm of the weights, zeros in the gradients, norms of the optimizer states."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neox.engine import Engine, Feature, Start, StepResult, TrainedModel
+from neox.engine.optimizer_tensors import CountedRange
+
+_ZEROS = "zeros"
+_ELEMENTS = "elements"
+_WEIGHTS = "weights"
+
+
+def build(model: TrainedModel, start: Start) -> UpdateStatistics | None:
+    """Return the statistics; None if none is logged."""
+    keys = model.plan.config.logging
+    if keys.log_param_norm or keys.log_grad_pct_zeros or keys.log_optimizer_states:
+        return UpdateStatistics(model)
+    return None
+
+
+class UpdateStatistics(Feature):
+    """Statistics of the optimizer's fp32 tensors. Skipped updates have none."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._keys = model.plan.config.logging
+        self._optimizer = model.optimizer
+        self._ranges = model.counted_ranges()
+        self._is_divided = model.divides_optimizer
+        self._updated: list[Tensor] = []
+        self._sums: dict[str, float] = defaultdict(float)
+
+    def after_step(self, engine: Engine, result: StepResult) -> Mapping[str, float]:
+        """Return the statistics of the step, from the sums of all ranks."""
+        own = dict(self._sums)
+        if not self._is_divided and engine.grid.dp_rank > 0:  # data ranks update the same tensors
+            own = {}
+        self._sums.clear()
+        sums: dict[str, float] = defaultdict(float)
+        for part in engine.gather(own):
+            for name, value in part.items():
+                sums[name] += value
+        elements = sums.pop(_ELEMENTS, 0.0)
+        zeros = sums.pop(_ZEROS, 0.0)
+        weights = sums.pop(_WEIGHTS, None)
+        values: dict[str, float] = {}
+        if weights is not None:
+            values["train/param_norm"] = math.sqrt(weights)
+        if elements:
+            values["train/grad_pct_zeros"] = 100.0 * zeros / elements
+        for name, square in sorted(sums.items()):
+            values[f"optimizer/{name}_norm"] = math.sqrt(square)
+        return values
+
+    @torch.no_grad()
+    def before_update(self, engine: Engine) -> None:
+        """Remember the tensors that are about to be updated, and count the zeros in their gradients."""
+        self._updated = []
+        for group in self._optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None and self._ranges.get(tensor):
+                    self._updated.append(tensor)
+        if not self._keys.log_grad_pct_zeros:
+            return
+        for tensor in self._updated:
+            assert tensor.grad is not None
+            for view in _views(tensor.grad, self._ranges[tensor]):
+                self._sums[_ZEROS] += float((view == 0).sum())
+                self._sums[_ELEMENTS] += view.numel()
+
+    @torch.no_grad()
+    def after_update(self, engine: Engine) -> None:
+        """Add up the squares of the weights and of the optimizer states."""
+        for tensor in self._updated:
+            if self._keys.log_param_norm:
+                self._add(_WEIGHTS, tensor, tensor)
+            if not self._keys.log_optimizer_states:
+                continue
+            for name, value in self._optimizer.state[tensor].items():
+                if _is_elementwise_state(value, tensor):
+                    self._add(str(name), tensor, value)
+        self._updated = []
+
+    def _add(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        for view in _views(value, self._ranges[tensor]):
+            self._sums[name] += float(torch.linalg.vector_norm(view, dtype=torch.float64)) ** 2
+
+
+def _is_elementwise_state(value: Any, tensor: Tensor) -> bool:
+    """Return whether an optimizer state has one number for each element of its tensor."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.numel() == tensor.numel() > 1
+
+
+def _views(value: Tensor, parts: list[CountedRange]) -> Iterator[Tensor]:
+    """Yield the parts of a tensor that this rank counts. Its shape is that of one of the optimizer's tensors."""
+    flat = value.detach().reshape(-1)
+    for part in parts:
+        yield flat[part.start : part.start + part.length]
