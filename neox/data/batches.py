@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from neox.config.sections.data import DocumentBoundaries
+from neox.data.answer_pairs.pair_rows import NO_SLOT, PreferenceDataset
 from neox.data.samples.rows import RowLayout
 from neox.errors import DataError
 from neox.log import get_logger
@@ -256,6 +257,21 @@ class MaskedBatchIterator(BatchIterator):
         batch = {name: torch.from_numpy(np.ascontiguousarray(field)) for name, field in fields.items()}
         batch["masked_weights"] = batch["masked_weights"].float()
         return batch
+
+
+class PreferenceBatchIterator(BatchIterator):
+    """Endless iterator over micro batches of rows of pairs."""
+
+    dataset: PreferenceDataset
+
+    def read(self, position: int) -> Batch:
+        """Read micro batch `position`. Raises DataError for ids outside the vocabulary."""
+        fields = self.dataset.fields(self.sample_numbers(position))
+        if self.mark_padding:
+            fields["lengths"] = (fields["slots"] != NO_SLOT).sum(axis=1)
+        self._check_ids(fields["tokens"])
+        self._check_ids(fields["labels"])
+        return {name: torch.from_numpy(field) for name, field in fields.items()}
 
 
 def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:

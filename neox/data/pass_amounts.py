@@ -17,8 +17,8 @@ import numpy as np
 
 from neox.config import NeoXConfig
 from neox.config.sections.data import DataConfig, PackImpl
-from neox.data.answer_pairs.pair_files import open_pairs
-from neox.data.answer_pairs.pair_packing import passes, usable_pairs
+from neox.data.answer_pairs.answers import open_pairs
+from neox.data.answer_pairs.pair_rows import rows_of_passes, usable_pairs
 from neox.data.samples.gpt_dataset import split_documents
 from neox.data.samples.packing import DocumentPieces, packed, predicted_tokens, usable_documents
 from neox.data.token_files.indexed_dataset import IndexedDataset
@@ -72,10 +72,10 @@ def rows_of_epochs(config: NeoXConfig, seq_length: int, epochs: float) -> int:
     usable = usable_pairs(pairs, seq_length, skip_bad=keys.skip_bad_pairs)
     whole, part = divmod(Fraction(str(epochs)), 1)
     rows = 0
-    of_passes = passes(pairs, usable, seq_length, config.training.seed, config.data.pack_impl)
-    for rows_of_pass in islice(of_passes, int(whole)):
+    in_passes = rows_of_passes(pairs, usable, seq_length, config.training.seed, config.data.pack_impl)
+    for rows_of_pass in islice(in_passes, int(whole)):
         rows += len(rows_of_pass)
-    return rows + math.floor(part * len(next(of_passes)))
+    return rows + math.floor(part * len(next(in_passes)))
 
 
 def _samples(

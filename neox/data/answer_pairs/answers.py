@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from neox.config.sections.preferences import SplitAnswers
 from neox.data.token_files.indexed_dataset import IGNORED, IndexedDataset
 from neox.data.token_files.sidecar import check_labels
 from neox.errors import DataError
 
 ANSWERS_PER_PAIR = 2
-"""Documents of a pair."""
+"""Answers of a pair."""
+
+OpenFile = Callable[[str], IndexedDataset]
+"""Function that opens a token file, given its prefix."""
 
 
 class PromptAnswer(NamedTuple):
@@ -270,3 +274,37 @@ def _prompt_length(document: PromptAnswer) -> int:
     if not document.in_answer.any():
         return len(document.ids)
     return int(np.argmax(document.in_answer))
+
+
+def open_pairs(answers: SplitAnswers, seq_length: int, open_file: OpenFile, open_rewards: OpenFile) -> AnswerPairs:
+    """Open the answers of a split.
+
+    Args:
+        answers: Their files.
+        seq_length: Number of positions of a row.
+        open_file: Function that opens a token file, given its prefix.
+        open_rewards: The same for a file of judgements, which has one number per token or one per answer.
+
+    Raises:
+        DataError: If files are missing, damaged, or do not fit together.
+    """
+    first = _open_answers(answers.paths or (), answers.labels, open_file)
+    if answers.rewards is None:
+        kind = RewardPairs if answers.scored else PreferencePairs
+        return kind(first, _open_answers(answers.others or (), answers.other_labels, open_file))
+    rewards = _open_answers(answers.rewards, None, open_rewards)
+    one_each = len(rewards) == len(first) and bool((rewards.sizes == 1).all())
+    if not one_each and rewards.sizes.tolist() != first.sizes.tolist():
+        raise DataError(
+            f"{answers.split}_reward_data_paths do not have the same documents as {answers.split}_data_paths; give "
+            "the files that were made with them, in the same order"
+        )
+    return JudgedAnswers(first, desirable_answers(rewards), seq_length)
+
+
+def _open_answers(prefixes: Sequence[str], labels: Sequence[str] | None, open_file: OpenFile) -> AnswerFiles:
+    """Open token files, and their labels if there are any."""
+    own_labels: list[IndexedDataset | None] = [None] * len(prefixes)
+    if labels is not None:
+        own_labels = list(map(open_file, labels))
+    return AnswerFiles(list(map(open_file, prefixes)), own_labels)

@@ -1,4 +1,4 @@
-"""Rows of whole pairs of answers for training on preferences.
+"""Rows of whole pairs of answers for training on preferences: which pairs share a row, and what a row holds.
 
 A row holds as many pairs as fit. Each document is kept apart from the others, so nothing is padded but the end of the
 row:
@@ -11,19 +11,127 @@ Legend: B rows, S positions of a row, P most pairs of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from neox.config.sections.data import PackImpl
 from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR, AnswerPairs, PromptAnswer
-from neox.data.answer_pairs.pair_packing import pack_pairs, usable_pairs
-from neox.data.batches import Batch, BatchIterator
 from neox.data.samples.rows import RowLayout
+from neox.errors import DataError
+from neox.log import get_logger
+
+_log = get_logger(__name__)
 
 NO_SLOT = -1
 """Slot of padding."""
+_OPEN_ROWS = 32
+"""Rows that are filled at the same time."""
+_NAMED = 3
+"""Bad pairs that a message names."""
+
+
+class PairRows(NamedTuple):
+    """Pairs of each row.
+
+    Attributes:
+        pairs: Numbers of the pairs, row after row.
+        starts: Entry in `pairs` where each row begins; the last one is the end of the last row [rows + 1].
+    """
+
+    pairs: np.ndarray
+    starts: np.ndarray
+
+
+def usable_pairs(pairs: AnswerPairs, seq_length: int, *, skip_bad: bool) -> np.ndarray:
+    """Return the numbers of the pairs that can be trained on.
+
+    Raises:
+        DataError: If a pair cannot, unless such pairs are skipped; or if none can.
+    """
+    usable = []
+    bad = []
+    for number in range(len(pairs)):
+        problem = pairs.problem(number, seq_length)
+        if problem is None:
+            usable.append(number)
+        else:
+            bad.append(f"{pairs.name(number)}: {problem}")
+    if bad:
+        named = "; ".join(bad[:_NAMED])
+        found = f"{len(bad):,} of {len(pairs):,} pairs of answers cannot be trained on: {named}"
+        if not skip_bad:
+            raise DataError(f"{found}; make the data anew, or leave such pairs out with skip_bad_pairs: true")
+        _log.warning("skip_bad_pairs: %s", found)
+    if not usable:
+        raise DataError("there is no pair of answers to train on")
+    return np.array(usable)
+
+
+def pack_pairs(
+    pairs: AnswerPairs, usable: np.ndarray, rows: int, seq_length: int, seed: int, impl: PackImpl
+) -> PairRows:
+    """Divide pairs into rows, in as many passes over them as the rows need.
+
+    Args:
+        pairs: The pairs.
+        usable: Numbers of those that are used.
+        rows: Number of rows to make.
+        seq_length: Number of positions of a row.
+        seed: Seed of the shuffles.
+        impl: Kind of packing, as `PreferenceDataset` takes it.
+    """
+    found: list[list[int]] = []
+    for rows_of_pass in rows_of_passes(pairs, usable, seq_length, seed, impl):
+        found += rows_of_pass
+        if len(found) >= rows:
+            break
+    del found[rows:]
+    lengths = list(map(len, found))
+    return PairRows(np.concatenate(found), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def rows_of_passes(
+    pairs: AnswerPairs, usable: np.ndarray, seq_length: int, seed: int, impl: PackImpl
+) -> Iterator[list[list[int]]]:
+    """Yield the pairs of each row of one pass over them after the other, without end. Arguments as for `pack_pairs`."""
+    random = np.random.RandomState(seed)
+    sizes = pairs.sizes.sum(axis=1)
+    while True:
+        order = random.permutation(usable)
+        yield _rows_of_pass(order.tolist(), sizes[order].tolist(), seq_length, impl)
+
+
+def _rows_of_pass(order: list[int], sizes: list[int], room: int, impl: PackImpl) -> list[list[int]]:
+    """Return the pairs of each row of one pass. A pair goes into the open row that it fills best.
+
+    Args:
+        order: Numbers of the pairs.
+        sizes: Positions of each.
+        room: Positions of a row.
+        impl: Kind of packing.
+    """
+    if impl == "unpacked":
+        return [[number] for number in order]
+    limit = _OPEN_ROWS if impl == "packed" else 1
+    rows: list[list[int]] = []
+    open_rows: list[int] = []
+    left: list[int] = []  # room in each row
+    for number, size in zip(order, sizes, strict=True):
+        fitting = [row for row in open_rows if left[row] >= size]
+        if fitting:
+            row = min(fitting, key=left.__getitem__)
+        else:
+            row = len(rows)
+            rows.append([])
+            left.append(room)
+            open_rows.append(row)
+        rows[row].append(number)
+        left[row] -= size
+        if len(open_rows) > limit:
+            open_rows.remove(min(open_rows, key=left.__getitem__))
+    return rows
 
 
 class PreferenceDataset:
@@ -113,21 +221,6 @@ class PreferenceDataset:
     def read_labels(self, indices: np.ndarray) -> np.ndarray:
         """Return the next token at each position of rows [B, S]."""
         return self.fields(indices)["labels"]
-
-
-class PreferenceBatchIterator(BatchIterator):
-    """Endless iterator over micro batches of rows of pairs."""
-
-    dataset: PreferenceDataset
-
-    def read(self, position: int) -> Batch:
-        """Read micro batch `position`. Raises DataError for ids outside the vocabulary."""
-        fields = self.dataset.fields(self.sample_numbers(position))
-        if self.mark_padding:
-            fields["lengths"] = (fields["slots"] != NO_SLOT).sum(axis=1)
-        self._check_ids(fields["tokens"])
-        self._check_ids(fields["labels"])
-        return {name: torch.from_numpy(field) for name, field in fields.items()}
 
 
 def layout_rows(

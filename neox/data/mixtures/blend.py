@@ -15,7 +15,8 @@ from neox.data.samples.map_cache import load_or_build
 from neox.data.samples.rows import RowLayout
 from neox.errors import DataError
 
-Samples = GPTDataset | SentencePairDataset
+SampleDataset = GPTDataset | SentencePairDataset
+"""Samples of one token dataset."""
 
 _LANES = 1024  # stretches of the order that are computed at once
 _WARM_UP = 512  # steps before a stretch in which its guessed start becomes exact
@@ -42,7 +43,7 @@ class BlendedDataset:
     """
 
     def __init__(
-        self, datasets: Sequence[Samples], weights: Sequence[float], cache_dir: str | Path | None = None
+        self, datasets: Sequence[SampleDataset], weights: Sequence[float], cache_dir: str | Path | None = None
     ) -> None:
         """Build or load the order of samples.
 
@@ -110,7 +111,7 @@ class BlendedDataset:
     def _rows(
         self,
         indices: Sequence[int] | np.ndarray,
-        read: Callable[[Samples, np.ndarray], np.ndarray],
+        read: Callable[[SampleDataset, np.ndarray], np.ndarray],
         dtype: np.dtype,
     ) -> np.ndarray:
         """Return rows of samples. `read` reads samples of one dataset."""
@@ -119,7 +120,9 @@ class BlendedDataset:
             rows[from_this] = read(dataset, samples)
         return rows
 
-    def _by_dataset(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[np.ndarray, Samples, np.ndarray]]:
+    def _by_dataset(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[np.ndarray, SampleDataset, np.ndarray]]:
         """Yield which of the samples each dataset has, the dataset, and their numbers there."""
         chosen = self.dataset_index[indices]
         samples = self.dataset_sample_index[indices]

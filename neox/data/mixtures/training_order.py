@@ -1,4 +1,18 @@
-"""Training data of a run: in gpt-neox's order, or in stages, or going on where another mixture has stopped."""
+"""Order of the training data: gpt-neox's, in stages, or continued where another mixture has stopped.
+
+A batch is a function of the step. The order of a mixture begins at one sample of the run, `Ledger.start`:
+
+    samples of the run    0 ................... start .................. samples ........>
+                          read of other mixtures  | read of this mixture   | next batch
+                          `Ledger.at_start`       | `Ledger.records`
+
+    ledger of the checkpoint            start of the order
+    none                                sample 0; with `data_stages` the next sample
+    of the same mixture and batch       as before
+    of another mixture or batch         the next sample: each dataset is read on from where it was
+
+Only an order that starts at sample 0 can be gpt-neox's. Every later one is a `StagedDataset`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from neox.data.answer_pairs.pair_rows import PreferenceDataset
-from neox.data.mixtures.blend import BlendedDataset
+from neox.data.batches import SampleSource
+from neox.data.mixtures.blend import BlendedDataset, SampleDataset
 from neox.data.mixtures.ledger import SKIPPED_SAMPLES, DatasetRecord, IndexMapArguments, Ledger, dataset_keys
 from neox.data.mixtures.passes import GptNeoxPasses
 from neox.data.mixtures.staged import MixtureSegment, StagedDataset
 from neox.data.mixtures.stream import DatasetStream
-from neox.data.run_datasets import Samples
 from neox.data.samples.gpt_dataset import GPTDataset
 from neox.data.samples.rows import TrainingDocuments
 from neox.log import get_logger
@@ -21,8 +34,6 @@ from neox.plan.readings import readings
 from neox.plan.run_plan import RunPlan
 
 _log = get_logger(__name__)
-
-Dataset = Samples | BlendedDataset | StagedDataset | PreferenceDataset
 
 
 class TrainingData(NamedTuple):
@@ -33,14 +44,14 @@ class TrainingData(NamedTuple):
         ledger_at: Function from a number of steps to the ledger after them, as JSON; None if nothing is recorded.
     """
 
-    dataset: Dataset
+    dataset: SampleSource
     ledger_at: Callable[[int], dict[str, Any]] | None
 
 
 def in_gpt_neox_order(
-    plan: RunPlan, dataset: Samples | BlendedDataset, steps: int, saved: Ledger | None
+    plan: RunPlan, dataset: SampleDataset | BlendedDataset, steps: int, saved: Ledger | None
 ) -> TrainingData:
-    """Return training data in gpt-neox's order, or going on if the checkpoint has read another mixture.
+    """Return training data in gpt-neox's order, or continued if the checkpoint has read another mixture.
 
     Args:
         plan: Plan of the run.
@@ -54,8 +65,8 @@ def in_gpt_neox_order(
     shares: tuple[float, ...] = (1.0,)
     if isinstance(dataset, BlendedDataset):
         shares = dataset.shares
-    parts = [member.part for member in members]
-    keys = dataset_keys(parts)
+    documents = [member.training_documents for member in members]
+    keys = dataset_keys(documents)
     mixture = {
         "order": "gpt-neox",
         "datasets": keys,
@@ -66,15 +77,14 @@ def in_gpt_neox_order(
     }
     origin = _origin(plan, mixture, steps, saved)
     if origin.start:
-        samples = _samples_of_run(plan) - origin.start
-        segment = MixtureSegment(origin.start, samples, dataset.seq_length, shares)
-        return _going_on(plan, parts, keys, [segment], origin)
+        rest = _samples_of_run(plan) - origin.start
+        segment = MixtureSegment(origin.start, rest, dataset.seq_length, shares)
+        return _continued(plan, documents, keys, [segment], origin)
 
     def ledger_at(steps: int) -> dict[str, Any]:
         samples = plan.batch_schedule.samples(steps)
-        counts = _counts(dataset, samples)
         records = {}
-        for key, member, count in zip(keys, members, counts, strict=True):
+        for key, member, count in zip(keys, members, _samples_of_each(dataset, samples), strict=True):
             order = IndexMapArguments(member.requested_samples, member.seq_length, member.seed)
             records[key] = DatasetRecord(gpt_neox=order).with_read(member.seq_length, count)
         return Ledger(mixture, 0, {}, samples, records).to_json()
@@ -82,12 +92,12 @@ def in_gpt_neox_order(
     return TrainingData(dataset, ledger_at)
 
 
-def in_stages(plan: RunPlan, parts: Sequence[TrainingDocuments], steps: int, saved: Ledger | None) -> TrainingData:
+def in_stages(plan: RunPlan, documents: Sequence[TrainingDocuments], steps: int, saved: Ledger | None) -> TrainingData:
     """Return training data in `data_stages`.
 
     Args:
         plan: Plan of the run.
-        parts: Training datasets.
+        documents: Documents of each training dataset.
         steps: Number of steps that are done.
         saved: Ledger of the checkpoint; None if there is none.
 
@@ -96,129 +106,109 @@ def in_stages(plan: RunPlan, parts: Sequence[TrainingDocuments], steps: int, sav
         DataError: If a dataset has no sample of a stage's length.
     """
     schedule = plan.batch_schedule
-    keys = dataset_keys(parts)
+    keys = dataset_keys(documents)
     stages = []
     for stage in schedule.mixtures:
         weights = None if stage.weights is None else list(stage.weights)
         stages.append([schedule.samples(stage.step), stage.seq_length, weights, stage.temperature])
-    limits = plan.config.data.max_passes
+    max_passes = plan.config.data.max_passes
     mixture = {
         "order": "stages",
         "datasets": keys,
         "stages": stages,
-        "max_passes": None if limits is None else list(limits),
+        "max_passes": None if max_passes is None else list(max_passes),
         "seed": plan.config.training.seed,
     }
     if steps and saved is None:
         _log.warning("the checkpoint does not say what was read of the training data: every dataset starts again")
     origin = _origin(plan, mixture, steps, saved)
-    return _going_on(plan, parts, keys, _segments(plan, parts, keys, origin), origin)
 
-
-def _segments(
-    plan: RunPlan, parts: Sequence[TrainingDocuments], keys: Sequence[str], origin: Ledger
-) -> list[MixtureSegment]:
-    """Return the segments of `data_stages` from the start of a ledger's mixture on."""
-    schedule = plan.batch_schedule
-    first_step = schedule.steps(origin.start)
+    # The stages that are left, or what is left of one. The last one ends with the run.
     sizes = []
     read = []
-    for key, part in zip(keys, parts, strict=True):
-        sizes.append(part.rows.indexed.num_tokens)
+    for key, each in zip(keys, documents, strict=True):
+        sizes.append(each.rows.indexed.num_tokens)
         read.append(origin.before(key).tokens)
+    first_step = schedule.steps(origin.start)
+    planned = readings(plan.config, schedule, sizes, read=read, from_step=first_step)
     segments = []
     end = _samples_of_run(plan)
-    planned = readings(plan.config, schedule, sizes, read=read, from_step=first_step)
     for number in reversed(range(len(planned))):
         reading = planned[number]
+        # Shares that follow from sizes and limits are kept: computed again, they would differ by what has been read.
         shares = origin.shares[number] if origin.shares else reading.shares
         start = schedule.samples(max(first_step, reading.mixture.step))
         segments.append(MixtureSegment(start, max(0, end - start), reading.mixture.seq_length, shares))
         end = start
-    return segments[::-1]
+    segments.reverse()
+    return _continued(plan, documents, keys, segments, origin)
 
 
 def _origin(plan: RunPlan, mixture: Mapping[str, Any], steps: int, saved: Ledger | None) -> Ledger:
-    """Return the ledger of the place from which the order of samples follows.
-
-    It is that of the checkpoint, unless the mixture has changed since then, or the batch.
-    """
+    """Return the ledger of the place where the order of samples starts, as in the table above."""
     samples = plan.batch_schedule.samples(steps)
     if saved is None:
         start = samples if mixture["order"] == "stages" else 0
         return Ledger(mixture, start, {}, start, {})
     if saved.mixture == mixture and saved.samples == samples:
         return saved
-    if _other_documents(mixture, saved):
+
+    unread = set(mixture["datasets"]) - set(saved.mixture.get("datasets", ()))
+    if unread:
         _log.warning(
             "the run reads other training data from here on (%d of %d datasets were not read before): other documents, "
             "or another `split`",
-            _other_documents(mixture, saved),
+            len(unread),
             len(mixture["datasets"]),
         )
-    _log.info("%s: each dataset is read on from where it was", _what_changed(mixture, saved))
-    return Ledger(mixture, samples, saved.records, samples, saved.records)
-
-
-def _other_documents(mixture: Mapping[str, Any], saved: Ledger) -> int:
-    """Return the number of datasets that the ledger's run has not read."""
-    return len(set(mixture["datasets"]) - set(saved.mixture.get("datasets", ())))
-
-
-def _what_changed(mixture: Mapping[str, Any], saved: Ledger) -> str:
-    """Return why a run does not continue in the order of a ledger."""
     skipped = saved.mixture.get(SKIPPED_SAMPLES, 0)
     before = {key: value for key, value in saved.mixture.items() if key != SKIPPED_SAMPLES}
     if before != mixture:
+        change = "the mixture of the training data has changed"
         if {**before, "passes": None} == {**mixture, "passes": None}:
-            return "the number of passes over the training data has changed"
-        return "the mixture of the training data has changed"
-    if skipped:
-        return f"{skipped:,} samples are skipped after a loss spike"
-    return "the batch has changed"
+            change = "the number of passes over the training data has changed"
+    elif skipped:
+        change = f"{skipped:,} samples are skipped after a loss spike"
+    else:
+        change = "the batch has changed"
+    _log.info("%s: each dataset is read on from where it was", change)
+    return Ledger(mixture, samples, saved.records, samples, saved.records)
 
 
-def _going_on(
+def _continued(
     plan: RunPlan,
-    parts: Sequence[TrainingDocuments],
+    documents: Sequence[TrainingDocuments],
     keys: Sequence[str],
     segments: Sequence[MixtureSegment],
     origin: Ledger,
 ) -> TrainingData:
     """Return samples that follow those of a ledger."""
-    before = []
+    records = []
     streams = []
-    for key, part in zip(keys, parts, strict=True):
+    for key, each in zip(keys, documents, strict=True):
         record = origin.before(key)
-        before.append(record)
-        streams.append(_stream(part, record, plan.config.training.seed))
-    dataset = StagedDataset(streams, segments, before, parts[0].cache_dir)
+        gpt_neox = None
+        if record.gpt_neox is not None:  # the rest of the order that the run began with comes first
+            num_samples, seq_length, seed = record.gpt_neox
+            first = GPTDataset(each.rows.indexed, each.documents, num_samples, seq_length, seed, each.cache_dir)
+            gpt_neox = GptNeoxPasses(first.maps, seq_length)
+        records.append(record)
+        streams.append(DatasetStream(each, plan.config.training.seed, gpt_neox))
+    dataset = StagedDataset(streams, segments, records, documents[0].cache_dir)
     shares = tuple(segment.shares for segment in segments)
 
     def ledger_at(steps: int) -> dict[str, Any]:
         samples = plan.batch_schedule.samples(steps)
-        records = {**origin.at_start, **dict(zip(keys, dataset.records_at(samples), strict=True))}
+        at_samples = dict(zip(keys, dataset.records_at(samples), strict=True))
+        records = {**origin.at_start, **at_samples}  # with datasets that are no longer read
         return Ledger(origin.mixture, origin.start, origin.at_start, samples, records, shares).to_json()
 
     return TrainingData(dataset, ledger_at)
 
 
-def _stream(part: TrainingDocuments, record: DatasetRecord, seed: int) -> DatasetStream:
-    gpt_neox = None
-    if record.gpt_neox is not None:
-        num_samples, seq_length, first_seed = record.gpt_neox
-        first = GPTDataset(part.rows.indexed, part.documents, num_samples, seq_length, first_seed, part.cache_dir)
-        gpt_neox = GptNeoxPasses(first.maps, seq_length)
-    return DatasetStream(part, seed, gpt_neox)
-
-
-def _joined_datasets(dataset: Samples | BlendedDataset) -> list[GPTDataset]:
+def _joined_datasets(dataset: SampleDataset | BlendedDataset) -> list[GPTDataset]:
     """Return the datasets of a blend, or the only one; none if one of them does not join its documents."""
-    members: Sequence[Samples]
-    if isinstance(dataset, BlendedDataset):
-        members = dataset.datasets
-    else:
-        members = [dataset]
+    members: Sequence[SampleDataset] = [dataset] if not isinstance(dataset, BlendedDataset) else dataset.datasets
     joined = []
     for member in members:
         if not isinstance(member, GPTDataset) or member.packing.is_padded:
@@ -227,7 +217,7 @@ def _joined_datasets(dataset: Samples | BlendedDataset) -> list[GPTDataset]:
     return joined
 
 
-def _counts(dataset: Samples | BlendedDataset, samples: int) -> list[int]:
+def _samples_of_each(dataset: SampleDataset | BlendedDataset, samples: int) -> list[int]:
     """Return the number of samples of each dataset among the first ones of a run, which may have started again."""
     if not isinstance(dataset, BlendedDataset):
         return [samples]

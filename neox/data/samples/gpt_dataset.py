@@ -165,7 +165,7 @@ class GPTDataset:
         return self.num_samples - 1
 
     @property
-    def part(self) -> TrainingDocuments:
+    def training_documents(self) -> TrainingDocuments:
         """The dataset and documents that the samples are cut from."""
         return TrainingDocuments(self.rows, self.documents, self.cache_dir)
 

@@ -11,7 +11,8 @@ from neox.config.sections.data import DataConfig
 from neox.config.sections.training import TrainingConfig
 from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, Sidecar, read_sidecar, write_sidecar
 from neox.data.batches import BatchIterator
-from neox.data.run_data import SampleCounts, build_data_iterators, build_datasets, sample_counts
+from neox.data.run_data import build_data_iterators, sample_counts
+from neox.data.run_datasets import DatasetFactory, SampleCounts
 from neox.errors import DataError
 from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer
@@ -65,12 +66,12 @@ def test_validation_sets_with_names_are_read_one_by_one(prefix, tmp_path):
         train_data_paths=(prefix,),
         valid_data_paths={"first": prefix, "second": {"path": prefix, "weight": 3.0, "labels": prefix}},
     )
-    sets = build_datasets(data, SampleCounts(10, 20, 0), **RUN_SIZES)
+    sets = DatasetFactory(data, **RUN_SIZES).datasets(SampleCounts(10, 20, 0))
     assert sets.valid is None
     assert list(sets.validation_sets) == ["first", "second"]
     assert all(item.num_samples >= 20 for item in sets.validation_sets.values())
     assert [item.has_labels for item in sets.validation_sets.values()] == [False, True]
-    assert not build_datasets(data, SampleCounts(10, 0, 0), **RUN_SIZES).validation_sets
+    assert not DatasetFactory(data, **RUN_SIZES).datasets(SampleCounts(10, 0, 0)).validation_sets
 
 
 def test_iterators_of_validation_sets_have_names_and_weights(tmp_path):
@@ -86,7 +87,7 @@ def test_iterators_of_validation_sets_have_names_and_weights(tmp_path):
 
 def test_exactly_enough_data_is_read_without_beginning_again(prefix, caplog):
     """299 tokens and one more are 37 samples of 8: the last of them exists too, where gpt-neox stops short of it."""
-    sets = build_datasets(DataConfig(data_path=prefix, split="1"), SampleCounts(37, 0, 0), **RUN_SIZES)
+    sets = DatasetFactory(DataConfig(data_path=prefix, split="1"), **RUN_SIZES).datasets(SampleCounts(37, 0, 0))
     iterator = BatchIterator(sets.train, 1, num_workers=0)
     for _ in range(37):
         next(iterator)
@@ -96,7 +97,7 @@ def test_exactly_enough_data_is_read_without_beginning_again(prefix, caplog):
 
 @pytest.mark.parametrize(("split", "said"), [("95,5,0", False), ("100", False), ("98,1,1", True)])
 def test_a_part_without_documents_is_said_if_it_was_asked_for(prefix, caplog, split, said):
-    sets = build_datasets(DataConfig(data_path=prefix, split=split), SampleCounts(8, 0, 8), **RUN_SIZES)
+    sets = DatasetFactory(DataConfig(data_path=prefix, split=split), **RUN_SIZES).datasets(SampleCounts(8, 0, 8))
     assert sets.test is None
     assert ("leaves none for test" in caplog.text) is said
 
@@ -142,10 +143,13 @@ def test_golden_data_with_its_sidecar_is_accepted_and_with_anothers_refused(tmp_
 )
 def test_data_that_does_not_fit_the_run_is_refused(prefix, change, names):
     write_sidecar(prefix, SIDECAR)
-    build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hashes=["abc"])
+    factory = DatasetFactory(DataConfig(data_path=prefix), **RUN_SIZES, tokenizer_hashes=["abc"])
+    factory.datasets(SampleCounts(5, 0, 0))
     write_sidecar(prefix, dataclasses.replace(SIDECAR, **change))
     with raises_naming(DataError, *names):
-        build_datasets(DataConfig(data_path=prefix), SampleCounts(5, 0, 0), **RUN_SIZES, tokenizer_hashes=["abc"])
+        DatasetFactory(DataConfig(data_path=prefix), **RUN_SIZES, tokenizer_hashes=["abc"]).datasets(
+            SampleCounts(5, 0, 0)
+        )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"tokens": 3}', '{"format": 1, "unknown": 2}'])
@@ -170,20 +174,20 @@ def test_blends_by_weight_and_by_documents(prefix, tmp_path):
     data = DataConfig(
         train_data_paths=paths, valid_data_paths=paths[:1], train_data_weights=(3.0, 1.0), mmap_warmup=True
     )
-    sets = build_datasets(data, SampleCounts(100, 10, 10), **RUN_SIZES)
+    sets = DatasetFactory(data, **RUN_SIZES).datasets(SampleCounts(100, 10, 10))
     assert isinstance(sets.train, BlendedDataset)
     assert np.bincount(sets.train.dataset_index[:100]).tolist() == [75, 25]
     assert sets.test is None
     data = data.model_copy(update={"weight_by_num_documents": True, "weighted_sampler_alpha": 1.0})
-    by_documents = build_datasets(data, SampleCounts(100, 10, 10), **RUN_SIZES).train
+    by_documents = DatasetFactory(data, **RUN_SIZES).datasets(SampleCounts(100, 10, 10)).train
     assert np.bincount(by_documents.dataset_index[:100]).tolist() == [50, 50]  # 0.25 * 0.75 and 0.75 * 0.25
     data = data.model_copy(update={"weight_by_num_documents": False, "train_data_weights": (1.0,)})
     with raises_naming(DataError, "train_data_weights", "train_data_paths"):
-        build_datasets(data, SampleCounts(100, 10, 10), **RUN_SIZES)
+        DatasetFactory(data, **RUN_SIZES).datasets(SampleCounts(100, 10, 10))
 
 
 def test_no_data_path_and_no_documents_to_train_on(prefix, tmp_path):
     with raises_naming(DataError, "data_path", "preprocess_data.py"):
-        build_datasets(DataConfig(), SampleCounts(5, 0, 0), **RUN_SIZES)
+        DatasetFactory(DataConfig(), **RUN_SIZES).datasets(SampleCounts(5, 0, 0))
     with raises_naming(DataError, "split"):
         build_data_iterators(golden_plan("split=0,1,1"), cache_dir=tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from neox.config.sections.data import DataConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator
-from neox.data.run_data import SampleCounts, build_datasets
+from neox.data.run_datasets import DatasetFactory, SampleCounts
 from neox.data.samples.fill_in_middle import FillInMiddle, FimTokens
 from neox.errors import DataError
 from neox.tokenizer import Tokenizer, build_tokenizer, train_tokenizer
@@ -170,14 +170,10 @@ def test_only_training_is_rearranged_at_the_rate_of_each_dataset(data: IndexedDa
     prefixes = (data.prefix, data.prefix)
     config = DataConfig(train_data_paths=prefixes, valid_data_paths=prefixes, fim_rate=(1.0, 0.0))
     assert config.fim_rates == (1.0, 0.0)
-    sets = build_datasets(
-        config,
-        SampleCounts(40, 20, 0),
-        seq_length=SEQ,
-        seed=1,
-        vocab_size=1004,
-        fill_in_middle=[rearrangement(level="sample"), None],
+    factory = DatasetFactory(
+        config, seq_length=SEQ, seed=1, vocab_size=1004, fill_in_middle=[rearrangement(level="sample"), None]
     )
+    sets = factory.datasets(SampleCounts(40, 20, 0))
     assert sets.train is not None
     assert sets.valid is not None
     rows = sets.train.read(np.arange(40))

@@ -8,7 +8,7 @@ import pytest
 from neox.config.sections.data import DataConfig
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator
-from neox.data.run_data import SampleCounts, build_datasets
+from neox.data.run_datasets import DatasetFactory, SampleCounts
 from neox.data.samples.packing import Packing
 from neox.errors import DataError
 from tests.errors import raises_naming
@@ -123,7 +123,7 @@ def test_labels_of_a_blend(data: IndexedDataset, labels: IndexedDataset) -> None
     run = {"seq_length": SEQ, "seed": 1, "vocab_size": 2000}
     paths = (data.prefix, data.prefix)
     config = DataConfig(train_data_paths=paths, train_label_data_paths=(labels.prefix, labels.prefix))
-    sets = build_datasets(config, SampleCounts(6, 0, 0), **run)
+    sets = DatasetFactory(config, **run).datasets(SampleCounts(6, 0, 0))
     assert sets.train is not None
     assert sets.train.has_labels
     numbers = np.arange(6)
@@ -136,4 +136,4 @@ def test_labels_of_a_blend(data: IndexedDataset, labels: IndexedDataset) -> None
     for wrong in (other, data.prefix + "_none"):
         bad = config.model_copy(update={"train_label_data_paths": (labels.prefix, wrong)})
         with raises_naming(DataError, wrong):
-            build_datasets(bad, SampleCounts(6, 0, 0), **run)
+            DatasetFactory(bad, **run).datasets(SampleCounts(6, 0, 0))

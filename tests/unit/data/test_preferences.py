@@ -21,10 +21,9 @@ from neox.data.answer_pairs.answers import (
     PromptAnswer,
     RewardPairs,
     desirable_answers,
+    open_pairs,
 )
-from neox.data.answer_pairs.pair_files import open_pairs
-from neox.data.answer_pairs.pair_packing import pack_pairs
-from neox.data.answer_pairs.pair_rows import NO_SLOT, PreferenceDataset, layout_rows
+from neox.data.answer_pairs.pair_rows import NO_SLOT, PreferenceDataset, layout_rows, pack_pairs
 from neox.data.answer_pairs.reference_file import ReferenceIdentity, hash_of_pairs, read_reference, write_reference
 from neox.data.pass_amounts import rows_of_epochs
 from neox.data.token_files.indexed_dataset import IGNORED

@@ -14,8 +14,7 @@ from neox.data.batches import MaskedBatchIterator
 from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.data.masked.masking import MaskingVocabulary, mask_tokens
 from neox.data.masked.sentence_pairs import SentencePairDataset, SentencePairSettings, shorten
-from neox.data.run_data import SampleCounts, build_datasets
-from neox.data.run_datasets import Masking
+from neox.data.run_datasets import DatasetFactory, Masking, SampleCounts
 from neox.errors import DataError
 from tests.errors import raises_naming
 
@@ -181,7 +180,9 @@ def test_validation_sets_with_names(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     data = DataConfig(train_data_paths=(prefix,), valid_data_paths={"first": prefix, "second": {"path": prefix}})
     masking = Masking(SETTINGS, VOCABULARY)
-    sets = build_datasets(data, SampleCounts(10, 10, 0), seq_length=64, seed=1, vocab_size=SIZE, masking=masking)
+    sets = DatasetFactory(data, seq_length=64, seed=1, vocab_size=SIZE, masking=masking).datasets(
+        SampleCounts(10, 10, 0)
+    )
     assert list(sets.validation_sets) == ["first", "second"]
     for found in sets.validation_sets.values():
         assert isinstance(found, SentencePairDataset)
