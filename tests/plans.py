@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from neox.architecture import BlockKind
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan import RunPlan, resolve
+from neox.plan.attention_config import asked_kinds
 from neox.problems import Problem
 
 # The fewest keys that resolve; everything else has its default.
@@ -184,6 +186,12 @@ NETWORKS: dict[str, dict[str, Any]] = {
     },
 }
 
+
+def block_kinds_of(keys: dict[str, Any]) -> list[BlockKind]:
+    """Return the kinds of blocks of a network of `NETWORKS`."""
+    return list(asked_kinds(NeoXConfig.from_flat({**SMALL, **keys})).values())
+
+
 # Those with experts; those whose blocks run any kernel of attention, that generate with a cache, whose steps are
 # recorded as graphs, and that keep packed documents apart.
 MIXTURES = [name for name, keys in NETWORKS.items() if "moe_num_experts" in keys]
@@ -191,7 +199,9 @@ EXPLICIT_NETWORKS = ("gemma", "sinks")  # whose scores no flash kernel computes
 PLAIN_NETWORKS = [
     name for name, keys in NETWORKS.items() if "attention_config" not in keys and name not in EXPLICIT_NETWORKS
 ]
-CACHED_NETWORKS = {name: keys for name, keys in NETWORKS.items() if "mlp" not in name}
+CACHED_NETWORKS = {
+    name: keys for name, keys in NETWORKS.items() if all(kind.keeps == "keys" for kind in block_kinds_of(keys))
+}
 RECORDED_NETWORKS = {name: keys for name, keys in CACHED_NETWORKS.items() if name not in MIXTURES}
 PACKED_NETWORKS = [name for name in NETWORKS if name != "soft_prompt"]
 

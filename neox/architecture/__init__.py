@@ -2,13 +2,14 @@
 
 from neox.architecture.activations import ACTIVATIONS, Activation
 from neox.architecture.adapters import add_adapters
-from neox.architecture.architecture import GATED_KINDS, WITHOUT_LOGITS, Architecture, Difference, Pairs, frozen
+from neox.architecture.architecture import WITHOUT_LOGITS, Architecture, Difference, Pairs, frozen
+from neox.architecture.attention import Attention
+from neox.architecture.block_kind import BlockKind, MicroBatch
+from neox.architecture.blocks import BLOCKS, block_kinds, generates_by_steps
 from neox.architecture.choices import (
-    ATTENTION,
     MLPS,
     NORMS,
     POSITIONS,
-    Attention,
     MLPKind,
     Norm,
     Positions,
@@ -30,30 +31,27 @@ from neox.architecture.kernels import (
 )
 from neox.architecture.layers import (
     BLOCK_OFFSET,
-    RESIDUALS,
     VOCABULARY,
     WORD_EMBEDDINGS,
     LayerEntry,
     LayerKind,
     LayerPlan,
-    NormSlots,
-    Residual,
     build_layer_plan,
 )
 from neox.architecture.lora import ADAPTER, Lora, adapter_parameters
 from neox.architecture.parameter import Initialization, ParameterSpec
+from neox.architecture.residual import RESIDUALS, NormSlots, Residual
 from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_of, rope_scaling_problem, rope_scaling_settings
 from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem
 
 __all__ = [
     "ACTIVATIONS",
     "ADAPTER",
-    "ATTENTION",
     "BALANCE_LOSS",
+    "BLOCKS",
     "BLOCK_OFFSET",
     "DROPPED",
     "FP8_MULTIPLE",
-    "GATED_KINDS",
     "LARGEST_SHARE",
     "LOSS_CHUNK",
     "FLEX_HEAD_DIM",
@@ -78,11 +76,13 @@ __all__ = [
     "Architecture",
     "Attention",
     "AttentionImpl",
+    "BlockKind",
     "Difference",
     "Initialization",
     "LayerEntry",
     "LayerKind",
     "LayerPlan",
+    "MicroBatch",
     "NormSlots",
     "Lora",
     "MLPKind",
@@ -92,6 +92,7 @@ __all__ = [
     "Positions",
     "Residual",
     "adapter_parameters",
+    "block_kinds",
     "block_losses",
     "block_statistics",
     "add_adapters",
@@ -104,6 +105,7 @@ __all__ = [
     "sparsity_of",
     "sparsity_problem",
     "frozen",
+    "generates_by_steps",
     "recomputed_flops_per_token",
     "training_flops_per_token",
 ]

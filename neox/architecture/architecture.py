@@ -42,8 +42,6 @@ WITHOUT_LOGITS: Mapping[str, Any] = MappingProxyType(
     {"tie_word_embeddings": False, "head_bias": False, "logit_multiplier": 1.0, "logit_softcap": 0.0}
 )
 """Fields that only a language model head uses -> their values in a network with a score head."""
-GATED_KINDS = ("gmlp", "amlp")
-"""Attention kinds whose blocks gate over positions and hold no keys and values."""
 
 
 class Difference(NamedTuple):
@@ -89,7 +87,7 @@ class Architecture:
         rpe_max_distance: Distance from which relative positions share a row; 0 if positions are not `rpe`.
         max_positions: Longest sequence that the network is meant for, in tokens, and rows of a table of learned
             positions. No parameter of other positions depends on it, so checkpoints are not compared in it.
-        attention: Key of `ATTENTION` for each block, or one of `GATED_KINDS`.
+        attention: Key of `BLOCKS` for each block.
         window: Keys that a query of a `sliding_window` block sees, with its own; 0 without such blocks.
         latent_width: Width of the latent vector from which `latent` blocks compute keys and values; 0 without such
             blocks.
@@ -211,12 +209,6 @@ class Architecture:
     def max_length(self) -> int:
         """Longest sequence in tokens that there are positions for."""
         return self.max_positions - self.learned_offset
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether a new token needs only the keys and values of earlier ones."""
-        has_gates = not set(self.attention).isdisjoint(GATED_KINDS)
-        return not self.bidirectional and not has_gates
 
     @property
     def mlp(self) -> tuple[str, ...]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from neox.architecture.architecture import Architecture
-from neox.architecture.choices import ATTENTION
-from neox.architecture.gmlp import gate_flops
+from neox.architecture.blocks import BLOCKS
 from neox.architecture.layers import BLOCK_OFFSET, LayerEntry, LayerPlan
 
 
@@ -31,7 +29,7 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | N
         elif layer.kind == "sentence_head":
             pooled += 2 * layer.matrix_numel  # for one token of a sample
     for kind in architecture.attention:
-        blocks += gate_flops(architecture, kind, sequence) + _score_flops(architecture, kind, sequence)
+        blocks += BLOCKS[kind].mixing_flops(architecture, sequence)
     head = 2 * architecture.hidden_size * layers.padded_vocab_size
     if architecture.score_head:
         head = 2 * layers.head.matrix_numel
@@ -40,15 +38,6 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | N
     if predicted is not None:
         head = head * predicted // sequence
     return blocks, head + pooled // sequence
-
-
-def _score_flops(architecture: Architecture, kind: str, sequence: int) -> int:
-    """Return the operations of a block's scores and weighted values for one token; 0 for a kind without them."""
-    if kind not in ATTENTION:
-        return 0
-    keys = ATTENTION[kind].keys_per_query(architecture, sequence)
-    widths = architecture.head_dim + ATTENTION[kind].value_width(architecture)
-    return 2 * architecture.num_attention_heads * widths * keys
 
 
 def training_flops_per_token(layers: LayerPlan, sequence: int, *, predicted: int | None = None) -> int:
@@ -85,11 +74,11 @@ def recomputed_flops_per_token(layers: LayerPlan, sequence: int, parts: Iterable
     for number, (kind, part) in enumerate(zip(architecture.attention, parts, strict=True)):
         block = layers[BLOCK_OFFSET + number]
         if part == "full":
-            total += 2 * block.matrix_numel + gate_flops(architecture, kind, sequence)
+            total += 2 * block.matrix_numel
         elif part == "full_attn":
             total += _projection_flops(block)
         if part != "none":
-            total += _score_flops(architecture, kind, sequence)
+            total += BLOCKS[kind].mixing_flops(architecture, sequence)
     return total
 
 

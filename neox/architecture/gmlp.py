@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from neox.architecture.architecture import GATED_KINDS, Architecture
+from neox.architecture.architecture import Architecture
+from neox.architecture.block_kind import BlockKind, MicroBatch
 from neox.architecture.choices import NORMS
 from neox.architecture.parameter import ParameterSpec, in_module
 
 
-def gated_block_parameters(architecture: Architecture, kind: str) -> tuple[ParameterSpec, ...]:
+def _gated_block_parameters(architecture: Architecture, *, has_attention: bool) -> tuple[ParameterSpec, ...]:
     """List the parameters of a block: norm, wide projection in two halves, gate over positions, output projection."""
-    assert kind in GATED_KINDS, kind
     hidden = architecture.hidden_size
     inner = 4 * hidden
     length = architecture.max_positions
     norm = NORMS[architecture.norm]
+    attention: tuple[ParameterSpec, ...] = ()
+    if has_attention:
+        width = architecture.gmlp_width
+        attention = (
+            ParameterSpec("sgu.attn.proj_qkv.weight", (3 * width, 2 * inner)),
+            ParameterSpec("sgu.attn.proj_qkv.bias", (3 * width,), init="zeros"),
+            ParameterSpec("sgu.attn.proj_ffn.weight", (inner, width)),
+            ParameterSpec("sgu.attn.proj_ffn.bias", (inner,), init="zeros"),
+        )
     return (
         *in_module("norm", norm.parameters(hidden)),
         ParameterSpec("input_linear.weight", (2 * inner, hidden), 0, sections=(inner, inner)),
@@ -21,35 +30,52 @@ def gated_block_parameters(architecture: Architecture, kind: str) -> tuple[Param
         *in_module("sgu.norm", norm.parameters(inner)),
         ParameterSpec("sgu.proj.weight", (length, length), init="zeros"),
         ParameterSpec("sgu.proj.bias", (length,), init="ones"),
-        *_attention_parameters(architecture, kind),
+        *attention,
         ParameterSpec("output_linear.weight", (hidden, inner), 1, init="output_weight"),
         ParameterSpec("output_linear.bias", (hidden,), init="zeros", trained=False),
     )
 
 
-def _attention_parameters(architecture: Architecture, kind: str) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of the small attention inside an `amlp` block's gate; none for `gmlp`."""
-    if kind != "amlp":
-        return ()
-    inner = 4 * architecture.hidden_size
-    width = architecture.gmlp_width
-    return (
-        ParameterSpec("sgu.attn.proj_qkv.weight", (3 * width, 2 * inner)),
-        ParameterSpec("sgu.attn.proj_qkv.bias", (3 * width,), init="zeros"),
-        ParameterSpec("sgu.attn.proj_ffn.weight", (inner, width)),
-        ParameterSpec("sgu.attn.proj_ffn.bias", (inner,), init="zeros"),
-    )
-
-
-def gate_flops(architecture: Architecture, kind: str, sequence: int) -> int:
-    """Return the operations of a block's gate for one token that its matrices do not show: 0 for other kinds.
+def _gate_flops(architecture: Architecture, sequence: int, *, has_attention: bool) -> int:
+    """Return the operations of a block's gate for one token that its matrices do not show.
 
     The matrix over positions multiplies the 4H channels of a sample. Other matrices multiply each token's vector, and
     are counted like that.
     """
-    if kind not in GATED_KINDS:
-        return 0
     total = 2 * 4 * architecture.hidden_size * sequence - 2 * architecture.max_positions**2
-    if kind == "amlp":
+    if has_attention:
         total += 4 * architecture.gmlp_width * sequence
     return total
+
+
+def _gate_activations(architecture: Architecture, batch: MicroBatch, *, has_attention: bool) -> int:
+    """Return the number of elements that a block's backward pass needs for one micro batch.
+
+    Every tensor rank holds these whole, each 4H wide: the gate joined over ranks, normalised and applied; with
+    attention three more for its values and result. Tensor ranks divide the wide product and its activation (8H each)
+    and the gated half (4H). The matrix over positions is held once.
+    """
+    hidden = architecture.hidden_size
+    inputs = 2 * hidden // batch.token_shares  # of the block, and the norm's output
+    gate_tensors = 6 if has_attention else 3
+    whole = inputs + gate_tensors * 4 * hidden
+    divided = (8 + 8 + 4) * hidden // batch.tp_size
+    return batch.tokens * (whole + divided) + batch.sequence**2
+
+
+def _kind(*, has_attention: bool) -> BlockKind:
+    """Return the row of a block that gates over positions, with or without a small attention inside."""
+    return BlockKind(
+        parameters=lambda architecture, _: _gated_block_parameters(architecture, has_attention=has_attention),
+        keeps="nothing",
+        mixing_flops=lambda architecture, sequence: _gate_flops(architecture, sequence, has_attention=has_attention),
+        activations=lambda architecture, batch: _gate_activations(architecture, batch, has_attention=has_attention),
+        context_ranks="which mix all tokens of a sample",
+        has_fixed_length=True,
+        gated_activations=False,
+        refused=("use_mup", "residual_multiplier", "soft_prompt_tuning"),
+    )
+
+
+GMLP = _kind(has_attention=False)
+AMLP = _kind(has_attention=True)

@@ -9,16 +9,15 @@ if blocks end with a norm), L+4 head, and L+5 the sentence head of a bidirection
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from neox.architecture.architecture import GATED_KINDS, Architecture
-from neox.architecture.choices import ATTENTION, MLPS, POSITIONS, norm_parameters
+from neox.architecture.architecture import Architecture
+from neox.architecture.blocks import BLOCKS
+from neox.architecture.choices import POSITIONS, norm_parameters
 from neox.architecture.encoder import masked_lm_head_parameters, sentence_head_parameters, token_type_parameters
-from neox.architecture.gmlp import gated_block_parameters
 from neox.architecture.lora import Lora
 from neox.architecture.parameter import ParameterSpec
 
@@ -32,61 +31,6 @@ WORD_EMBEDDINGS = "word_embeddings.weight"
 """The parameter of layer 0 that a tied head uses."""
 VOCABULARY = (WORD_EMBEDDINGS, "final_linear.weight", "final_linear.bias")
 """Parameters with a row for each token id."""
-
-
-class NormSlots(NamedTuple):
-    """Names of a block's norms before and after its two sublayers; None for no norm."""
-
-    before_attention: str | None = None
-    after_attention: str | None = None
-    before_mlp: str | None = None
-    after_mlp: str | None = None
-
-    @property
-    def number(self) -> int:
-        """Number of norms."""
-        return sum(name is not None for name in self)
-
-
-class Residual(NamedTuple):
-    """How a block adds its sublayers to the residual stream.
-
-    Attributes:
-        norms: The block's norms.
-        rule: Key of `neox.model.RESIDUAL_RULES`: what is added to what.
-    """
-
-    norms: NormSlots
-    rule: Literal["sequential", "parallel", "parallel_one_norm", "post_norm"]
-
-
-_NORMS_BEFORE = NormSlots(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
-_NORMS_AFTER = NormSlots(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
-_NORMS_AROUND = NormSlots(
-    before_attention="input_layernorm",
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
-RESIDUALS: Mapping[str, Residual] = MappingProxyType(
-    {
-        "sequential": Residual(_NORMS_BEFORE, "sequential"),
-        "parallel": Residual(_NORMS_BEFORE, "parallel"),
-        "parallel_one_norm": Residual(NormSlots(before_attention="input_layernorm"), "parallel_one_norm"),
-        "sublayer_output_norm": Residual(_NORMS_AFTER, "sequential"),
-        "sandwich": Residual(_NORMS_AROUND, "sequential"),
-        "post_norm": Residual(_NORMS_AFTER, "post_norm"),
-    }
-)
-"""Residual connections by name:
-
-- `sequential`: y = x + attention(norm(x)), then y + mlp(norm(y)).
-- `parallel`: x + attention(norm(x)) + mlp(other_norm(x)).
-- `parallel_one_norm`: x + attention(norm(x)) + mlp(norm(x)).
-- `sublayer_output_norm`: y = x + norm(attention(x)), then y + norm(mlp(y)) (OLMo-2).
-- `sandwich`: y = x + norm(attention(norm(x))), then y + norm(mlp(norm(y))) (Gemma 2).
-- `post_norm`: y = norm(x + attention(x)), then norm(y + mlp(y)), and no final norm (BERT).
-"""
 
 
 @dataclass(frozen=True)
@@ -221,7 +165,9 @@ def _embedding(architecture: Architecture, padded_vocab_size: int) -> LayerEntry
     """Return layer 0: tables of tokens, positions and token types, and a norm of their sum."""
     words = ParameterSpec(WORD_EMBEDDINGS, (padded_vocab_size, architecture.hidden_size), 0)
     positions = POSITIONS[architecture.positions].embedding(architecture)
-    norm = _norm(architecture, "norm" if architecture.embedding_norm else None)
+    norm: tuple[ParameterSpec, ...] = ()
+    if architecture.embedding_norm:
+        norm = norm_parameters(architecture, "norm")
     return LayerEntry(0, "embedding", (words, *positions, *token_type_parameters(architecture), *norm))
 
 
@@ -238,8 +184,8 @@ def _blocks(architecture: Architecture) -> list[LayerEntry]:
     shared = set(POSITIONS[architecture.positions].shared(architecture))
     owner: int | None = None
     blocks = []
-    for index, (attention, mlp) in enumerate(zip(architecture.attention, architecture.mlp, strict=True), BLOCK_OFFSET):
-        parameters = _block_parameters(architecture, attention, mlp)
+    for index, (kind, mlp) in enumerate(zip(architecture.attention, architecture.mlp, strict=True), BLOCK_OFFSET):
+        parameters = BLOCKS[kind].parameters(architecture, mlp)
         holds_shared = not shared.isdisjoint(parameters)
         if holds_shared and owner is not None:
             parameters = _sharing(parameters, shared, owner)
@@ -298,27 +244,3 @@ def _freeze_all_but_prompt(layers: list[LayerEntry]) -> None:
         if layer.kind != "prompt":
             frozen = tuple(replace(spec, trained=False) for spec in layer.parameters)
             layers[index] = replace(layer, parameters=frozen)
-
-
-def _block_parameters(architecture: Architecture, attention: str, mlp: str) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of a block, in the order of its sublayers."""
-    if attention in GATED_KINDS:
-        return gated_block_parameters(architecture, attention)
-    norms = RESIDUALS[architecture.residual].norms
-    shared = POSITIONS[architecture.positions].shared(architecture)
-    return (
-        *_norm(architecture, norms.before_attention),
-        *ATTENTION[attention].parameters(architecture),
-        *shared,
-        *_norm(architecture, norms.after_attention),
-        *_norm(architecture, norms.before_mlp),
-        *MLPS[mlp].parameters(architecture),
-        *_norm(architecture, norms.after_mlp),
-    )
-
-
-def _norm(architecture: Architecture, module: str | None) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of a norm with the name of its module; none for None."""
-    if module is None:
-        return ()
-    return norm_parameters(architecture, module)

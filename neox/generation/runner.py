@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from neox.architecture import Architecture
+from neox.architecture import Architecture, generates_by_steps
 from neox.errors import GenerationError
 from neox.generation.recorded_step import RecordedStep
 from neox.launch import report_progress
@@ -91,7 +91,7 @@ class ModelRunner:
         self.max_length = architecture.max_length
         self.device = device
         self.dtype = dtype
-        self.recompute = recompute or not architecture.has_cache
+        self.recompute = recompute or not generates_by_steps(architecture)
 
     def begin(self, lengths: Sequence[int], capacity: int) -> CachedDecoding | RecomputedDecoding:
         """Start a batch of prompts; see `LanguageModel`."""

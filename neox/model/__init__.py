@@ -1,7 +1,7 @@
 """The network as torch modules, built from the run plan."""
 
-from neox.model.attention_kinds import ATTENTION
 from neox.model.block import MLPS, RESIDUAL_RULES, Block, TransformerLayer
+from neox.model.blocks import BLOCKS
 from neox.model.build import build_layer, initial_weights, initialize
 from neox.model.cache import KVCache, LayerCache
 from neox.model.cache_step import CacheStep
@@ -23,7 +23,7 @@ from neox.model.watch import ForwardWatch
 __all__ = [
     "ForwardWatch",
     "LossParts",
-    "ATTENTION",
+    "BLOCKS",
     "GPT",
     "MLPS",
     "POSITIONS",

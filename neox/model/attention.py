@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.architecture import FLEX_HEAD_DIM, Architecture, settings_of
+from neox.architecture import BLOCKS, FLEX_HEAD_DIM, Architecture, settings_of
 from neox.architecture import POSITIONS as POSITION_TRAITS
 from neox.config.sections.training import RecomputedPart
 from neox.model.cache import CacheForm
@@ -101,7 +101,9 @@ class SelfAttention(nn.Module):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        is_local = bool(architecture.local_rotary_base) and architecture.attention[number] == "sliding_window"
+        kind = BLOCKS[architecture.attention[number]].attention
+        has_window = kind is not None and kind.sees == "window"
+        is_local = has_window and bool(architecture.local_rotary_base)
         heads = architecture.num_attention_heads
         kv_heads = architecture.num_kv_heads
         if heads % kv_heads or kv_heads % grid.tp_size:

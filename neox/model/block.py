@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from neox.architecture import NORMS, RESIDUALS, Architecture
 from neox.model.attention import SelfAttention
-from neox.model.attention_kinds import ATTENTION
 from neox.model.context import Aux, BlockContext
 from neox.model.experts import ExpertMLP
-from neox.model.gmlp import GatedMLPLayer
 from neox.model.mlp import MLP
 from neox.model.tiles import TokenTiles
 from neox.ops import AttentionImpl, build_norm
@@ -45,25 +43,37 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-class TransformerLayer(TokenShares):
+class Block(TokenShares):
+    """A block of any kind: hidden states [B, S, H] and what is known of their tokens -> [B, S, H], and losses.
+
+    With sequence parallelism the hidden states are this rank's share of the tokens.
+
+    Attributes:
+        attention: Its attention; None if it mixes tokens in another way.
+        watch: Function of the output [B, S, H] that observes it; None for none.
+    """
+
+    attention: SelfAttention | None
+    watch: Callable[[Tensor], None] | None = None
+
+
+class TransformerLayer(Block):
     """A block: hidden states [B, S, H] -> [B, S, H]; with sequence parallelism, this rank's share of the tokens.
 
     Args:
         architecture: The network.
         number: Number of the block, from 0.
         grid: Process groups.
+        attention: Class of its attention.
         impl: Attention kernel.
         attention_dropout: Dropout probability of attention weights.
         hidden_dropout: Dropout probability of what is added to the residual stream.
         layer_scaling: Whether scores are divided by the block's number before the softmax (`SelfAttention`).
         tile_size: Largest number of tokens of a sample that the MLP and norms compute at once; None for all.
         **options: Device and type of the parameters.
-
-    Attributes:
-        watch: Called with the output [B, S, H] to observe it; None for nothing.
     """
 
-    watch: Callable[[Tensor], None] | None = None
+    attention: SelfAttention
 
     def __init__(
         self,
@@ -71,6 +81,7 @@ class TransformerLayer(TokenShares):
         number: int,
         grid: ParallelGrid,
         *,
+        attention: type[SelfAttention],
         impl: AttentionImpl,
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
@@ -87,7 +98,7 @@ class TransformerLayer(TokenShares):
         slots, rule = RESIDUALS[architecture.residual]
         self.add_sublayers = RESIDUAL_RULES[rule]
         before_attention = self._norm(slots.before_attention, architecture, **options)
-        self.attention: SelfAttention = ATTENTION[architecture.attention[number]](
+        self.attention = attention(
             architecture, number, grid, impl=impl, dropout=attention_dropout, layer_scaling=layer_scaling, **options
         )
         after_attention = self._norm(slots.after_attention, architecture, **options)
@@ -267,5 +278,3 @@ RESIDUAL_RULES: Mapping[str, ResidualRule] = MappingProxyType(
     }
 )
 """Residual rules by name (`neox.architecture.RESIDUALS`)."""
-
-Block = TransformerLayer | GatedMLPLayer

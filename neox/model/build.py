@@ -7,17 +7,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from neox.architecture import ADAPTER, BLOCK_OFFSET, GATED_KINDS, Architecture, LayerEntry
+from neox.architecture import ADAPTER, BLOCK_OFFSET, Architecture, LayerEntry
 from neox.config.neox_config import NeoXConfig
-from neox.log import get_logger
-from neox.model.block import Block, TransformerLayer
+from neox.model.blocks import BLOCKS
 from neox.model.embedding import Embedding, FinalNorm, Head
 from neox.model.encoder import MaskedLMHead, SentenceHead
-from neox.model.gmlp import GatedMLPLayer
 from neox.model.initial_weights import InitialWeights
 from neox.model.score_head import ScoreHead
 from neox.model.soft_prompt import SoftPrompt
-from neox.ops import AttentionImpl
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -62,7 +59,8 @@ def build_layer(
     elif entry.kind == "prompt":
         layer = SoftPrompt(network.soft_prompt_tokens, network.hidden_size, **options)
     elif entry.kind == "block":
-        layer = _block(plan, index - BLOCK_OFFSET, grid, options)
+        number = index - BLOCK_OFFSET
+        layer = BLOCKS[network.attention[number]](plan, number, grid, **options)
         _add_adapters(layer, plan, index)
         divide_tokens(layer)
     elif entry.kind == "norm":
@@ -95,28 +93,6 @@ def _head(plan: RunPlan, entry: LayerEntry, grid: ParallelGrid, options: TensorO
         softcap=network.logit_softcap,
         **options,
     )
-
-
-def _block(plan: RunPlan, number: int, grid: ParallelGrid, options: TensorOptions) -> Block:
-    network = plan.architecture
-    training = plan.config.training
-    if network.attention[number] in GATED_KINDS:
-        return GatedMLPLayer(network, number, grid, **options)
-    block = TransformerLayer(
-        network,
-        number,
-        grid,
-        impl=_attention_impl(plan, number),
-        attention_dropout=training.attention_dropout,
-        hidden_dropout=training.hidden_dropout,
-        layer_scaling=plan.config.model.apply_query_key_layer_scaling,
-        tile_size=training.mlp_tile_size,
-        **options,
-    )
-    part = training.recomputed_part(number)
-    if part != "full":  # `Stage` recomputes whole blocks
-        block.attention.recompute = part
-    return block
 
 
 def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
@@ -159,19 +135,3 @@ def initial_weights(config: NeoXConfig, architecture: Architecture) -> InitialWe
     if model.soft_prompt_tuning:
         settings = replace(settings, prompt_range=model.soft_prompt_tuning.init_range)
     return settings
-
-
-def _attention_impl(plan: RunPlan, block: int) -> AttentionImpl:
-    """Return a block's attention kernel. Without a GPU, torch's operations replace the fused kernel, with one warning.
-
-    The machine decides, not the device on which the layer is built: its weights may be made elsewhere and moved.
-    """
-    wanted = plan.attention[block]
-    if wanted != "fused" or torch.cuda.is_available():
-        return wanted
-    if block == 0:
-        get_logger(__name__).warning(
-            "scaled_upper_triang_masked_softmax_fusion: the fused kernel needs a GPU; "
-            "on this machine attention uses torch's operations, which give the same numbers"
-        )
-    return "eager"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neox.architecture import Architecture
+from neox.architecture import Architecture, generates_by_steps
 from neox.errors import NeoXError
 from neox.ops import (
     VisiblePairs,
@@ -97,10 +97,11 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not architecture.has_cache:
+        if not generates_by_steps(architecture):
             raise NeoXError(
-                "blocks that gate over positions (gmlp, amlp) have no keys and values to keep: generate with the whole "
-                "sequence computed at each step, as the runner does for such a network"
+                "this network has no keys and values to keep, because it is bidirectional, or because blocks keep "
+                f"nothing of earlier tokens ({', '.join(dict.fromkeys(architecture.attention))}): generate with the "
+                "whole sequence computed at each step, as the runner does for such a network"
             )
         self.max_length = max_length + architecture.soft_prompt_tokens
         self.longest = self.max_length

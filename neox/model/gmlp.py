@@ -5,7 +5,6 @@ Legend: B batch, S sequence, H hidden, F = 4H, per tensor rank where stated, P l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from neox.architecture import Architecture
 from neox.errors import NeoXError
+from neox.model.block import Block
 from neox.model.context import Aux, BlockContext
 from neox.ops import ACTIVATIONS, VisiblePairs, build_norm, linear
 from neox.parallel import (
@@ -21,7 +21,6 @@ from neox.parallel import (
     ParallelGrid,
     RowParallelLinear,
     TensorOptions,
-    TokenShares,
     gather_last_dim,
     scatter_last_dim,
 )
@@ -92,7 +91,7 @@ class SpatialGatingUnit(nn.Module):
         return torch.matmul(weight, gate) + bias.unsqueeze(-1)
 
 
-class GatedMLPLayer(TokenShares):
+class GatedMLPLayer(Block):
     """A block `gmlp` or `amlp`: hidden states [B, S, H] -> [B, S, H], without a residual connection, as in gpt-neox.
 
     gpt-neox's files hold biases of the two linear layers, but gpt-neox never adds them. Here they stay zero.
@@ -102,12 +101,7 @@ class GatedMLPLayer(TokenShares):
         number: Number of the block, from 0.
         grid: Process groups.
         **options: Device and type of the parameters.
-
-    Attributes:
-        watch: Function of the output [B, S, H] that observes it; None for none.
     """
-
-    watch: Callable[[Tensor], None] | None = None
 
     def __init__(
         self, architecture: Architecture, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]
@@ -115,6 +109,7 @@ class GatedMLPLayer(TokenShares):
         super().__init__()
         hidden = architecture.hidden_size
         self.grid = grid
+        self.attention = None
         self.norm = build_norm(architecture, **options)
         self.input_linear = ColumnParallelLinear(hidden, 8 * hidden, grid, multiply=linear, **options)
         self.activation = ACTIVATIONS[architecture.activation]

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from neox.architecture import BLOCK_OFFSET
 from neox.model.attention import SelfAttention
-from neox.model.block import Block, TransformerLayer
+from neox.model.block import Block
 from neox.model.cache import KVCache
 from neox.model.cache_step import CachedLayer, CacheStep
 from neox.model.context import Aux, BlockContext, Context, add_aux
@@ -121,7 +121,7 @@ class Stage:
             device: Device of the cache.
             dtype: Type of hidden states.
         """
-        forms = [block.attention.cache_form for block in self.blocks if isinstance(block, TransformerLayer)]
+        forms = [block.attention.cache_form for block in self.blocks if block.attention is not None]
         return KVCache(self.architecture, forms, batch, max_length, device=device, dtype=dtype)
 
 
@@ -182,8 +182,9 @@ class StagePart:
         self._has_last_block = plan.architecture.num_layers - 1 in numbers
         self._with_tables: dict[str, SelfAttention] = {}  # one block for each kind of tables
         for block in self.blocks:
-            if isinstance(block, TransformerLayer) and block.attention.encoding is not None:
-                self._with_tables.setdefault(block.attention.tables_key, block.attention)
+            attention = block.attention
+            if attention is not None and attention.encoding is not None:
+                self._with_tables.setdefault(attention.tables_key, attention)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Aux]:
         """Run the layers, as `Stage.forward` does."""
@@ -293,9 +294,9 @@ class StagePart:
         masks: dict[str, BlockMask] = {}
         done = set()
         for block in self.blocks:
-            if not isinstance(block, TransformerLayer) or not block.attention.takes_block_masks:
-                continue
             attention = block.attention
+            if attention is None or not attention.takes_block_masks:
+                continue
             if attention.pairs_name not in done:
                 done.add(attention.pairs_name)
                 masks |= attention.block_masks(length, device, context.document_starts, divided=context.divided)

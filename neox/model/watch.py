@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neox.model.attention import SelfAttention
-from neox.model.block import Block, TransformerLayer
+from neox.model.block import Block
 from neox.model.stage import StagePart
 from neox.ops import largest_score
 
@@ -41,7 +41,7 @@ class ForwardWatch:
         self._parts = parts
         self._attentions: dict[SelfAttention, int] = {}
         for index, block in blocks.items():
-            if isinstance(block, TransformerLayer):
+            if block.attention is not None:
                 self._attentions[block.attention] = index
         # All blocks get the same function, so that they share a compiled graph.
         self._see_scores = self._observe_scores

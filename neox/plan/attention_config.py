@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from neox.architecture import ATTENTION, GATED_KINDS, AttentionImpl
+from neox.architecture import BLOCKS, AttentionImpl, BlockKind
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
 
@@ -93,14 +93,25 @@ def attention_impls(config: NeoXConfig) -> tuple[AttentionImpl, ...]:
     computes_scores = bool(model.attention_softcap) or model.attention_sinks
     impls: list[AttentionImpl] = []
     for kind, paper in zip(given, on_paper, strict=True):
-        needs_mask = paper in ATTENTION and paper != "global"
-        if computes_scores and (needs_mask or model.attention_sinks):
+        attention = BLOCKS[paper].attention if paper in BLOCKS else None  # the rules report unknown kinds
+        always_flash = attention is not None and not attention.takes_softmax
+        if computes_scores and (always_flash or model.attention_sinks):
             impls.append("eager")  # flash attention changes no score, and fused softmax takes no mask
-        elif kind == FLASH or needs_mask:  # a mask is a tensor, which no softmax kernel takes
+        elif kind == FLASH or always_flash:
             impls.append(FLASH)
         else:
             impls.append(softmax)
     return tuple(impls)
+
+
+def asked_kinds(config: NeoXConfig) -> dict[str, BlockKind]:
+    """Return the kinds of blocks that a configuration asks for; none if its `attention_config` is not understood."""
+    layers = config.model.num_layers or 0
+    try:
+        kinds = paper_kinds(config.model.attention_config, layers, config.model.sliding_window_width)
+    except ConfigError:  # the rules of blocks report it
+        return {}
+    return {kind: BLOCKS[kind] for kind in kinds if kind in BLOCKS}
 
 
 def fused_softmax_key(config: NeoXConfig) -> str | None:
@@ -114,7 +125,8 @@ def fused_softmax_key(config: NeoXConfig) -> str | None:
     except ConfigError:  # the rules of attention report it
         return None
     for kind, impl in zip(kinds, attention_impls(config), strict=True):
-        if impl == "fused" and kind not in GATED_KINDS:
+        has_attention = kind not in BLOCKS or BLOCKS[kind].attention is not None
+        if impl == "fused" and has_attention:
             return _fusion_key(config)
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neox.architecture import ATTENTION, BLOCK_OFFSET, POSITIONS
+from neox.architecture import BLOCK_OFFSET, BLOCKS, POSITIONS
 from neox.plan.architecture import layer_plan
 from neox.plan.precision import BYTES
 from neox.plan.run_plan import RunPlan
@@ -41,7 +41,7 @@ def _cached_numbers(plan: RunPlan, kind: str, tp_size: int) -> int:
     """Return the elements of a block's cache on a tensor rank: sequences x tokens x elements per token.
 
     The tokens are the new ones; in a block with a window at most the window's, unless scores have biases, a bound or
-    sinks.
+    sinks. Blocks that keep nothing have no cache.
     """
     generation = plan.config.generation
     sequences = generation.generation_batch_size
@@ -52,8 +52,7 @@ def _cached_numbers(plan: RunPlan, kind: str, tp_size: int) -> int:
     plain_scores = not (
         POSITIONS[network.positions].biases_scores or network.attention_softcap or network.attention_sinks
     )
-    if kind == "sliding_window" and plain_scores:
-        tokens = min(tokens, network.window)
-    if kind not in ATTENTION:
-        return 2 * sequences * tokens * network.attended_heads * network.head_dim // tp_size
-    return sequences * tokens * ATTENTION[kind].cached(network, tp_size)
+    row = BLOCKS[kind]
+    if row.attention is not None and plain_scores:
+        tokens = row.attention.keys_per_query(network, tokens)
+    return sequences * tokens * row.kept(network, tp_size)

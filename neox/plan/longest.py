@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from neox.architecture import block_kinds
 from neox.config.neox_config import NeoXConfig
 from neox.plan.device import Device
 from neox.plan.fit import Limits, limits_of, memory_of_settings, moves, nearest_setting, setting_changes, settings_text
@@ -38,7 +39,8 @@ class LongestSample:
 def longest_sample(plan: RunPlan, device: Device) -> LongestSample | None:
     """Return the longest sequence length of a training that fits on a device; None if parameters depend on it."""
     network = plan.architecture
-    if network.positions == _POSITIONS_BY_TABLE or not network.has_cache:
+    has_fixed_length = any(kind.has_fixed_length for kind in block_kinds(network))
+    if network.positions == _POSITIONS_BY_TABLE or has_fixed_length or network.bidirectional:
         return None
     if device.shared and device.assumed:  # the size of the memory is unknown
         return None

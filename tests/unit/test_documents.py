@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.architecture import ACTIVATIONS, ATTENTION, NORMS, POSITIONS
+from neox.architecture import ACTIVATIONS, BLOCKS, NORMS, POSITIONS
 from neox.convert import choose_family
 from neox.plan import config_from_files, resolve
 
@@ -35,7 +35,7 @@ def test_paths_are_found_in_documents() -> None:
 
 def test_the_page_of_models_names_every_choice() -> None:
     words = set(re.findall(r"`([\w.]+)`", (ROOT / "docs/models.md").read_text(encoding="utf-8")))
-    choices = {*ACTIVATIONS, *ATTENTION, *NORMS, *POSITIONS}
+    choices = {*ACTIVATIONS, *BLOCKS, *NORMS, *POSITIONS}
     assert not choices - words
 
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from neox.architecture import ACTIVATIONS, NORMS, SPARSITY
+from neox.architecture.attention import QueryKeyNormName
 from neox.architecture.choices import (
     TRANSFORMER_ENGINE_NORMS,
     ActivationName,
     NormName,
     PositionsName,
-    QueryKeyNormName,
 )
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Requires

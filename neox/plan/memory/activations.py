@@ -26,9 +26,10 @@ from neox.architecture import (
     POSITIONS,
     QUERY_BLOCK,
     RESIDUALS,
-    SPARSITY,
     Architecture,
     LayerPlan,
+    MicroBatch,
+    block_kinds,
 )
 from neox.plan.memory.head import head_bytes
 from neox.plan.memory.setting import MemorySetting
@@ -194,9 +195,14 @@ def block_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
     network = layers.architecture
     attended = setting.tokens * _token_bytes(network, setting) + sum(_attention_memory(layers, setting))
-    if network.has_cache:
-        return attended
-    return max(attended, _gate_bytes(network, setting))
+    batch = MicroBatch(setting.tokens, setting.sequence_length, setting.token_shares, setting.tp_size)
+    most = 0
+    for kind in block_kinds(network):
+        if kind.activations is None:
+            most = max(most, attended)
+        else:
+            most = max(most, kind.activations(network, batch) * setting.bytes_per_number)
+    return most
 
 
 def _token_bytes(network: Architecture, setting: MemorySetting) -> int:
@@ -402,14 +408,19 @@ def _dense_mask_bytes(network: Architecture, setting: MemorySetting) -> int:
         pairs *= setting.micro_batch_size
     if setting.attention == "flash" and POSITIONS[network.positions].biases_scores:
         return pairs * heads * setting.bytes_per_number
-    if not SPARSITY.keys().isdisjoint(network.attention):
+    if _seen(network) >= {"pattern"}:
         pairs *= heads
     return pairs
 
 
 def _sees_all_earlier(network: Architecture) -> bool:
     """Return whether the queries of each block of a causal network see all earlier keys of the document."""
-    return SPARSITY.keys().isdisjoint(network.attention) and "sliding_window" not in network.attention
+    return _seen(network) <= {"all"}
+
+
+def _seen(network: Architecture) -> set[str]:
+    """Return which earlier tokens the queries of the network's blocks see (`Attention.sees`)."""
+    return {kind.attention.sees for kind in block_kinds(network) if kind.attention is not None}
 
 
 def _goes_by_blocks(network: Architecture, setting: MemorySetting) -> bool:
@@ -418,27 +429,11 @@ def _goes_by_blocks(network: Architecture, setting: MemorySetting) -> bool:
         return False
     if setting.gathers_keys:
         return False
-    if network.bidirectional or setting.separate_documents or not set(network.attention) <= {"global", "latent"}:
+    if network.bidirectional or setting.separate_documents or not _sees_all_earlier(network):
         return False
     if POSITIONS[network.positions].biases_scores or setting.attention_dropout:
         return False
     return setting.sequence_length <= MOST_BLOCKED
-
-
-def _gate_bytes(network: Architecture, setting: MemorySetting) -> int:
-    """Return bytes that the backward pass of a block `gmlp` or `amlp` needs for one micro batch.
-
-    Every tensor rank holds these whole, each 4H wide: the gate joined over ranks, normalised and applied; with amlp
-    three more for the attention's values and result. Tensor ranks divide the wide product and its activation (8H each)
-    and the gated half (4H). The matrix over positions is held once.
-    """
-    hidden = network.hidden_size
-    inputs = 2 * hidden // setting.token_shares  # of the block, and the norm's output
-    gate_tensors = 6 if network.gmlp_width else 3
-    whole = inputs + gate_tensors * 4 * hidden
-    divided = (8 + 8 + 4) * hidden // setting.tp_size
-    numbers = setting.tokens * (whole + divided) + setting.sequence_length**2
-    return numbers * setting.bytes_per_number
 
 
 def _trains_bias(network: Architecture) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
+from neox.plan.rules.blocks import block_problems
 from neox.plan.rules.context import context_problems
 from neox.plan.rules.data import data_problems
 from neox.plan.rules.data_stages import stage_problems
@@ -30,6 +31,7 @@ __all__ = ["missing_for_training", "notes_without_effect", "static_problems"]
 _RULES = (
     field_problems,
     network_problems,
+    block_problems,
     encoder_problems,
     expert_problems,
     parallelism_problems,

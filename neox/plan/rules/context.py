@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import GATED_KINDS
 from neox.config.neox_config import NeoXConfig
-from neox.errors import ConfigError
-from neox.plan.attention_config import attention_kinds, fused_softmax_key
+from neox.plan.attention_config import asked_kinds, fused_softmax_key
+from neox.plan.rules.blocks import listed
 from neox.plan.rules.network import nearest_multiples
 from neox.plan.rules.parallelism import uneven_lengths
 from neox.problems import Problem
@@ -34,15 +33,10 @@ def networks_without_context_ranks(config: NeoXConfig) -> Iterator[Problem]:
     if config.preferences.on_preferences:
         rule = "does not work with preferences, whose losses are of whole answers; remove one of them"
         yield config.problem(_DEGREE, rule, "train_impl")
-    try:
-        kinds = set(attention_kinds(model.attention_config, model.num_layers or 0))
-    except ConfigError:  # the rules of attention report it
-        kinds = set()
-    if gated := sorted(kinds & set(GATED_KINDS)):
-        rule = f"does not work with {' and '.join(gated)}, which mix all tokens of a sample; remove one of them"
-        yield config.problem(_DEGREE, rule, "attention_config")
-    if "latent" in kinds:
-        rule = "does not work with attention kind latent, whose keys and values differ in width; remove one of them"
+    kinds = asked_kinds(config)
+    for reason in dict.fromkeys(kind.context_ranks for kind in kinds.values() if kind.context_ranks):
+        names = listed(name for name, kind in kinds.items() if kind.context_ranks == reason)
+        rule = f"does not work with attention kind {names}, {reason}; remove one of them"
         yield config.problem(_DEGREE, rule, "attention_config")
     if model.soft_prompt_tuning is not None and model.soft_prompt_tuning.enabled:
         rule = "does not work with soft_prompt_tuning, whose vectors every rank holds; remove one of them"

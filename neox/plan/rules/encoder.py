@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.errors import ConfigError
-from neox.plan.attention_config import FLASH, attention_kinds
+from neox.plan.attention_config import asked_kinds
+from neox.plan.rules.blocks import listed
 from neox.problems import Problem
 
-_DENSE = {"global", FLASH}
 _KEY = "objective"
 _SHORTEST = 4  # tokens of a sample: [CLS], two of text and [SEP]; a second sentence has a [SEP] of its own
 
@@ -25,13 +24,8 @@ def encoder_problems(config: NeoXConfig) -> Iterator[Problem]:
 
 
 def _attention(config: NeoXConfig) -> Iterator[Problem]:
-    model = config.model
-    try:
-        kinds = attention_kinds(model.attention_config, model.num_layers or 0)
-    except ConfigError:  # the rules of attention report it
-        return
-    if causal := sorted(set(kinds) - _DENSE):
-        message = f"`attention_config` asks for {', '.join(causal)}, which see earlier tokens only; use global or flash"
+    if causal := listed(name for name, kind in asked_kinds(config).items() if not kind.bidirectional):
+        message = f"`attention_config` asks for {causal}, which see earlier tokens only; use global or flash"
         yield config.problem_about(message, "attention_config", _KEY)
 
 

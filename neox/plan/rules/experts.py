@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import GATED_KINDS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.experts import ExpertsConfig
-from neox.errors import ConfigError
-from neox.plan.attention_config import attention_kinds
 from neox.plan.expert_keys import expert_blocks
 from neox.plan.rules.network import nearest_multiples
 from neox.problems import Problem
@@ -97,7 +94,6 @@ def _refused_with_experts(config: NeoXConfig) -> Iterator[Problem]:
     if lora is not None and not set(lora.target).isdisjoint(_MLP_MODULES):
         rule = f"adapts MLPs, and does not work with {number}; leave {' and '.join(_MLP_MODULES)} out of its target"
         yield config.problem("lora", rule, _NUMBER)
-    yield from _gated_blocks(config)
 
 
 def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
@@ -120,17 +116,3 @@ def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
     if zero.contiguous_gradients is False and zero.stage == 2:
         rule = "needs contiguous gradients with ZeRO 2; remove contiguous_gradients: false"
         yield config.problem(key, rule, "zero_optimization.contiguous_gradients", "zero_optimization.stage")
-
-
-def _gated_blocks(config: NeoXConfig) -> Iterator[Problem]:
-    given = config.model.attention_config
-    layers = config.model.num_layers
-    if given is None or layers is None:
-        return
-    try:
-        kinds = attention_kinds(given, layers)
-    except ConfigError:
-        return  # the rule of attention reports it
-    if gated := sorted(set(kinds) & set(GATED_KINDS)):
-        rule = f"does not work with attention kind {' and '.join(gated)}, whose blocks have no MLP"
-        yield config.problem(_NUMBER, rule, "attention_config")

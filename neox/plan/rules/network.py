@@ -1,29 +1,19 @@
-"""Rules of the network: shapes that divide, and choices that exist."""
+"""Rules of the network's shapes: what must divide what, and lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import (
-    ACTIVATIONS,
-    ATTENTION,
-    GATED_KINDS,
-    rope_scaling_problem,
-    settings_of,
-    sparsity_of,
-    sparsity_problem,
-)
+from neox.architecture import rope_scaling_problem
 from neox.config.neox_config import NeoXConfig
-from neox.errors import ConfigError
 from neox.plan.architecture_keys import rotated_dimensions, size_of_head
-from neox.plan.attention_config import FLASH, SLIDING_WINDOW, attention_kinds, fused_softmax_key
+from neox.plan.attention_config import asked_kinds
 from neox.plan.expert_keys import expert_blocks
 from neox.plan.mlp_width import mlp_width
 from neox.problems import Problem
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _TENSOR_RANKS = "model_parallel_size"
-_ATTENTION = "attention_config"
 
 
 def network_problems(config: NeoXConfig) -> Iterator[Problem]:
@@ -36,8 +26,6 @@ def network_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _unrotated(config)
     yield from _mlp(config)
     yield from _lengths(config)
-    yield from _attention(config)
-    yield from _fused_softmax(config)
 
 
 def _heads(config: NeoXConfig) -> Iterator[Problem]:
@@ -119,6 +107,9 @@ def _mlp(config: NeoXConfig) -> Iterator[Problem]:
 
 def _has_mlp_of_model_width(config: NeoXConfig) -> bool:
     """Return whether any block's MLP, or the experts, have the width that follows from the model's keys."""
+    kinds = asked_kinds(config).values()
+    if kinds and not any(kind.two_sublayers for kind in kinds):
+        return False
     experts = config.experts
     layers = config.model.num_layers or 0
     if experts.moe_num_experts == 1 or experts.moe_ffn_hidden_size is None:
@@ -153,122 +144,3 @@ def _table_of_positions(config: NeoXConfig, seq_length: int) -> Iterator[Problem
             f"(it is {rows})"
         )
         yield config.problem("opt_pos_emb_offset", rule, "seq_length", "max_position_embeddings", "pos_emb")
-
-
-def _attention(config: NeoXConfig) -> Iterator[Problem]:
-    given = config.model.attention_config
-    layers = config.model.num_layers
-    if given is None or layers is None:
-        return
-    try:
-        kinds = attention_kinds(given, layers)
-    except ConfigError as error:
-        for problem in error.problems:
-            yield config.problem_about(problem.message, _ATTENTION, "num_layers")
-        return
-    available = (*ATTENTION, *GATED_KINDS, FLASH)
-    if unknown := sorted(set(kinds) - set(available)):
-        message = f"`{_ATTENTION}` asks for {', '.join(unknown)}: not implemented, use {' or '.join(available)}"
-        yield config.problem_about(message, _ATTENTION)
-    if len(kinds) != layers:
-        first = kinds[0] if kinds else "global"
-        depth = config.describe_setting("num_layers")
-        message = f'`{_ATTENTION}` describes {len(kinds)} layers, but {depth}; write [[["{first}"], {layers}]]'
-        yield config.problem_about(message, _ATTENTION, "num_layers")
-    yield from _windows(config, set(kinds))
-    if "latent" in kinds:
-        yield from _latents(config)
-    yield from _sparsity(config, set(kinds))
-    if gated := sorted(set(kinds) & set(GATED_KINDS)):
-        yield from _gates(config, " and ".join(gated))
-
-
-def _fused_softmax(config: NeoXConfig) -> Iterator[Problem]:
-    """Yield what the kernel of the fused softmax cannot do, if any block has it."""
-    fused = fused_softmax_key(config)
-    if fused is None:
-        return
-    refused = {
-        "reset_attention_mask": (config.data.reset_attention_mask, "its kernel masks later tokens only"),
-        "train_impl": (config.preferences.on_preferences, "its kernel does not keep the answers in a row apart"),
-    }
-    for key, (is_on, reason) in refused.items():
-        if is_on:
-            rule = f"does not work with {config.describe_setting(fused)}: {reason}; remove that"
-            rule += ', or use attention_config: [[["flash"], "all"]]'
-            yield config.problem(key, rule, fused, _ATTENTION)
-
-
-def _latents(config: NeoXConfig) -> Iterator[Problem]:
-    """Yield missing and unsupported settings of latent attention."""
-    model = config.model
-    if model.kv_lora_rank is None:
-        message = f"`{_ATTENTION}` has kind latent, which needs kv_lora_rank"
-        yield config.problem_about(message, _ATTENTION, "kv_lora_rank")
-    if model.pos_emb != "rotary":
-        yield config.problem("pos_emb", "does not work with attention kind latent; use rotary", _ATTENTION)
-    has_biases = model.use_bias_in_attn_linear if model.use_bias_in_qkv is None else model.use_bias_in_qkv
-    if has_biases:
-        rule = "does not work with attention kind latent, which has no such biases; set use_bias_in_qkv: false"
-        yield config.problem("use_bias_in_attn_linear", rule, "use_bias_in_qkv", _ATTENTION)
-    has_norms = model.use_qk_layernorm or model.qk_norm != "none"
-    refused = {
-        "num_kv_heads": bool(model.num_kv_heads) and model.num_kv_heads != model.num_attention_heads,
-        "qk_norm": has_norms,
-        "no_rotary_layers": bool(model.no_rotary_layers),
-        "lora": config.training.lora is not None,
-        "objective": model.objective != "causal_lm",
-    }
-    for key, is_given in refused.items():
-        if is_given:
-            yield config.problem(key, "does not work with attention kind latent; remove it", _ATTENTION)
-
-
-def _windows(config: NeoXConfig, kinds: set[str]) -> Iterator[Problem]:
-    key = "sliding_window_width"
-    width = config.model.sliding_window_width
-    if width is None and SLIDING_WINDOW in kinds:
-        yield config.problem_about(f"`{_ATTENTION}` asks for {SLIDING_WINDOW}: give {key}", _ATTENTION, key)
-    if width is not None and not {FLASH, SLIDING_WINDOW} & kinds:
-        yield config.problem(key, f"applies to no block: none is {FLASH} or {SLIDING_WINDOW}", _ATTENTION)
-    context = max(config.model.seq_length or 0, config.model.max_position_embeddings or 0)
-    if width is not None and 0 < context < width:
-        rule = (
-            f"has no effect: no token has more than {context} tokens before it; remove it, use a smaller one, or set "
-            "max_position_embeddings if the network is meant for longer contexts"
-        )
-        yield config.problem(key, rule, "seq_length", "max_position_embeddings")
-
-
-def _gates(config: NeoXConfig, kinds: str) -> Iterator[Problem]:
-    model = config.model
-    if model.max_position_embeddings not in (None, model.seq_length):
-        length = config.describe_setting("seq_length")
-        rule = f"must be {length}, over which {kinds} gate"
-        yield config.problem("max_position_embeddings", rule, "seq_length", _ATTENTION)
-    if ACTIVATIONS[model.activation].width_factor != 1:
-        rule = f"gates, which {kinds} do themselves; use gelu or another plain one"
-        yield config.problem("activation", rule, _ATTENTION)
-    if config.optimizer.use_mup:
-        yield config.problem("use_mup", f"does not work with attention kind {kinds}", _ATTENTION)
-    if model.residual_multiplier != 1.0:
-        yield config.problem("residual_multiplier", f"does not work with attention kind {kinds}", _ATTENTION)
-    prompt = model.soft_prompt_tuning
-    if prompt is not None and prompt.enabled:
-        key = "soft_prompt_tuning"
-        message = f"`{key}` does not work with {kinds}, which gate over seq_length positions"
-        yield config.problem_about(message, key, _ATTENTION)
-
-
-def _sparsity(config: NeoXConfig, kinds: set[str]) -> Iterator[Problem]:
-    given = config.model.sparsity_config
-    sparsity = sparsity_of(kinds, given.model_dump() if given else {})
-    for kind in sorted({key.partition(".")[0] for key, _ in sparsity}):
-        settings = settings_of(kind, sparsity)
-        if problem := sparsity_problem(kind, settings):
-            message = f"`sparsity_config` for {kind}: {problem}"
-            yield config.problem_about(message, "sparsity_config", _ATTENTION)
-        length = config.model.seq_length
-        if length and length % settings["block"]:
-            rule = f"is not a multiple of sparsity_config.block, {settings['block']}"
-            yield config.problem("seq_length", rule, "sparsity_config.block", _ATTENTION)

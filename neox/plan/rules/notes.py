@@ -10,7 +10,7 @@ from neox.config.gpt_neox_dates import CHANGED_DEFAULTS, VERSION, keys_since, la
 from neox.config.keys import NEOX_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
-from neox.plan.attention_config import attention_impls, described_kinds
+from neox.plan.attention_config import asked_kinds, attention_impls, described_kinds
 from neox.plan.mlp_width import MLP_SIZES, mlp_width
 from neox.plan.rules.fields import idle_notes
 from neox.plan.rules.preferences import dropout_notes
@@ -40,6 +40,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_save_notes(config),
         *_recovery_notes(config),
         *_attention_notes(config),
+        *_rotary_notes(config),
         *_width_notes(config),
         *_date_notes(config),
         *_parallel_notes(config),
@@ -164,6 +165,15 @@ def _attention_notes(config: NeoXConfig) -> Iterator[Note]:
         key = "recompute_granularity"
         why = "flash attention, which every layer has, keeps no scores to release"
         yield Note((key,), f"{config.describe_setting(key)} changes nothing: {why}")
+
+
+def _rotary_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield rotary positions that no block applies."""
+    kinds = asked_kinds(config)
+    has_attention = any(kind.attention is not None for kind in kinds.values())
+    if kinds and not has_attention and config.given("pos_emb") and config.model.pos_emb == "rotary":
+        reason = f"changes nothing: blocks {' and '.join(kinds)} have no queries and keys to rotate"
+        yield Note(("pos_emb", "attention_config"), f"{config.describe_setting('pos_emb')} {reason}")
 
 
 def _width_notes(config: NeoXConfig) -> Iterator[Note]:

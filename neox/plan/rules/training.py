@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import GATED_KINDS
 from neox.config.neox_config import NeoXConfig
 from neox.plan.compiled import compile_obstacle
 from neox.plan.precision import PRECISION_KEYS, choose_precision
@@ -47,10 +46,6 @@ def _recompute(config: NeoXConfig) -> Iterator[Problem]:
     if outside:
         message = f"`no_recompute_layers` has {outside[0]}; layers are 0 to {layers - 1}"
         yield config.problem_about(message, "no_recompute_layers", "num_layers")
-    kinds = str(config.model.attention_config)
-    if training.part_to_recompute != "full" and any(kind in kinds for kind in GATED_KINDS):
-        rule = "needs attention, which blocks gmlp and amlp lack; use full"
-        yield config.problem("recompute_granularity", rule, "attention_config")
 
 
 def _tiles(config: NeoXConfig) -> Iterator[Problem]:
@@ -66,10 +61,6 @@ def _tiles(config: NeoXConfig) -> Iterator[Problem]:
     if config.experts.moe_num_experts > 1:
         rule = "does not work with experts, whose losses need all tokens at once; remove one of them"
         yield config.problem(key, rule, "moe_num_experts")
-    kinds = str(config.model.attention_config)
-    if any(kind in kinds for kind in GATED_KINDS):
-        rule = "does not work with gmlp and amlp, which mix all tokens of a sample; remove one of them"
-        yield config.problem(key, rule, "attention_config")
 
 
 def _checkpoint(config: NeoXConfig) -> Iterator[Problem]:

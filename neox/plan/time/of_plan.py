@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from neox.architecture import ACTIVATIONS, GATED_KINDS, Architecture, LayerPlan
+from neox.architecture import ACTIVATIONS, Architecture, LayerPlan, block_kinds
 from neox.config.neox_config import NeoXConfig
 from neox.plan.memory import MemorySetting
 from neox.plan.pipeline_schedules import ranges_per_stage
@@ -23,11 +23,11 @@ _SAME_MEMORY = 0.05
 def network_shape(layers: LayerPlan) -> NetworkShape | None:
     """Return the shape of a decoder; None for networks whose time is not estimated.
 
-    Those are networks with gMLP blocks, encoders and reward models.
+    Those are networks with blocks without attention, encoders and reward models.
     """
     network = layers.architecture
     has_other_head = network.bidirectional or network.score_head
-    if has_other_head or any(kind in GATED_KINDS for kind in network.attention):
+    if has_other_head or any(kind.attention is None for kind in block_kinds(network)):
         return None
     return NetworkShape(
         layers=network.num_layers,

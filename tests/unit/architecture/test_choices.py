@@ -11,7 +11,8 @@ from torch import nn
 
 from neox import architecture, model, ops
 from neox.architecture import NORMS
-from neox.architecture.choices import QUERY_KEY_NORMS, TRANSFORMER_ENGINE_NORMS
+from neox.architecture.attention import QUERY_KEY_NORMS
+from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.config.sections.model import ModelConfig
 from tests.plans import small_plan
 
@@ -22,10 +23,10 @@ from tests.plans import small_plan
         (architecture.ACTIVATIONS, ops.ACTIVATIONS),
         (architecture.NORMS, ops.NORMS),
         (architecture.POSITIONS, model.POSITIONS),
-        (architecture.ATTENTION, model.ATTENTION),
+        (architecture.BLOCKS, model.BLOCKS),
         (architecture.MLPS, model.MLPS),
     ],
-    ids=["activation", "norm", "positions", "attention", "mlp"],
+    ids=["activation", "norm", "positions", "block", "mlp"],
 )
 def test_the_same_names(on_paper, implemented):
     assert on_paper.keys() == implemented.keys()

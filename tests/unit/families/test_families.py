@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neox.architecture import ATTENTION, Architecture, build_layer_plan
+from neox.architecture import BLOCKS, Architecture, build_layer_plan
 from neox.errors import ConversionError
 from neox.families import FAMILIES, ModelSettings
 from neox.families.shared_entries import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
@@ -72,7 +72,7 @@ def test_every_parameter_has_names_of_its_own(family):
 
 
 def test_fields_that_a_family_cannot_express_are_named():
-    other = replace(ARCHITECTURE, positions="none", norm="other", activation="other", attention=(*ATTENTION, "other"))
+    other = replace(ARCHITECTURE, positions="none", norm="other", activation="other", attention=(*BLOCKS, "other"))
     assert list(NEOX.problems(other)) == ["activation", "norm", "positions", "attention"]
     assert NEOX.problems(other)["attention"] == "its attention is global"
     assert list(NEOX.problems(replace(ARCHITECTURE, attention_output_bias=False, window=4))) == [

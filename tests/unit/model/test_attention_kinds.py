@@ -89,3 +89,39 @@ def test_what_does_not_fit_gates_is_refused_by_name(keys: dict[str, Any], named:
         pytest.skip("no gated activation")
     problems = problem_keys(**SMALL | {"attention_config": ["gmlp", "global"]} | keys)
     assert any(named in found for found in problems)
+
+
+IGNORED_BY_GATES = {
+    "norm_placement": "both",
+    "gpt_j_residual": True,
+    "pos_emb": "alibi",
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "mlp_width": 64,
+    "intermediate_size": 64,
+    "qk_norm": "head",
+    "num_kv_heads": 2,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), IGNORED_BY_GATES.items())
+def test_networks_of_gates_alone_refuse_keys_that_only_other_blocks_use(key: str, value: Any) -> None:
+    rotary = {"rotary_pct": 1.0} if key == "pos_emb" else {}
+    for kind in ("gmlp", "amlp"):
+        keys = SMALL | {"attention_config": [kind, kind], key: value, **rotary}
+        assert (key, "attention_config") in problem_keys(**keys)
+    mixed = SMALL | {"attention_config": ["gmlp", "global"], key: value, **rotary}
+    assert problem_keys(**mixed) == []
+
+
+def test_rotary_positions_that_no_block_applies_are_noted() -> None:
+    noted = {}
+    for kinds in (["gmlp", "amlp"], ["gmlp", "global"]):
+        config = NeoXConfig.from_flat(SMALL | {"attention_config": kinds})
+        noted[kinds[1]] = ("pos_emb", "attention_config") in [note.keys for note in notes_without_effect(config)]
+    assert noted == {"amlp": True, "global": False}
+
+
+def test_networks_of_gates_alone_take_keys_that_ask_for_nothing() -> None:
+    keys = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "norm_placement": "input", "pos_emb": "learned"}
+    assert problem_keys(**SMALL | {"attention_config": ["gmlp", "amlp"], **keys}) == []
