@@ -16,8 +16,9 @@ from neox.errors import LaunchError
 from neox.launch.command_line import add_host_flags
 from neox.launch.hosts.placement import place_ranks
 from neox.launch.hosts.rendezvous import master_port_problem
+from neox.launch.launcher_choice import new_spec
 from neox.launch.run_lock import reserve
-from neox.launch.supervisor.launchers import launch, new_spec
+from neox.launch.supervisor.launchers import launch
 from neox.problems import COMMAND_LINE
 
 

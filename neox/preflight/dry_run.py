@@ -12,8 +12,8 @@ from neox.launch.command_line import INFERENCE
 from neox.launch.commands import format_commands
 from neox.launch.hosts.host_groups import host_groups, ranks_of_hosts
 from neox.launch.hosts.placement import ChosenBy, Placement
+from neox.launch.launcher_choice import chosen_launcher
 from neox.launch.spec import LaunchSpec
-from neox.launch.supervisor.launchers import chosen_launcher
 from neox.plan import RunPlan, format_plan, plan_as_dict
 from neox.plan.report import labelled
 from neox.preflight.job_command import JobCommand, print_to_stderr

@@ -17,8 +17,8 @@ from neox.launch.commands import deepspeed_command, host_commands
 from neox.launch.environment import forwarded_secrets, launch_environment
 from neox.launch.hosts.machine import native_formats
 from neox.launch.hosts.placement import Placement, choose_hosts
+from neox.launch.launcher_choice import chosen_launcher, launcher_command, launcher_problem, new_spec
 from neox.launch.spec import LaunchSpec
-from neox.launch.supervisor.launchers import chosen_launcher, launcher_command, launcher_problem, new_spec
 from neox.plan import Capabilities, encode_payload
 from neox.plan.device import memory_on
 from neox.preflight.planning import Job, PlannedJob, plan_job

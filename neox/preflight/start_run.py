@@ -14,10 +14,11 @@ from neox.launch.command_line import find_script
 from neox.launch.hosts.doctor import Checks, HostReport, examine, format_reports
 from neox.launch.hosts.machine import native_formats
 from neox.launch.hosts.placement import Placement, choose_hosts, place_ranks
+from neox.launch.launcher_choice import chosen_launcher
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
 from neox.launch.supervisor.agent_processes import AgentProcesses
-from neox.launch.supervisor.launchers import chosen_launcher, launch
+from neox.launch.supervisor.launchers import launch
 from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.plan import Capabilities, RunPlan
 from neox.plan.fp8 import fp8_problems

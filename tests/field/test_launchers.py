@@ -23,8 +23,8 @@ from neox.launch.hosts.hostfile import is_this_machine, read_hostfile, select_ho
 from neox.launch.hosts.placement import choose_hosts, place_ranks
 from neox.launch.hosts.rendezvous import master_address
 from neox.launch.hosts.vendors import NVIDIA, VISIBLE_VARIABLES
+from neox.launch.launcher_choice import chosen_launcher, launcher_problem
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.supervisor.launchers import chosen_launcher, launcher_problem
 
 
 @pytest.fixture(autouse=True)

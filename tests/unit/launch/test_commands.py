@@ -30,8 +30,8 @@ from neox.launch.commands import (
     ssh_command,
     torchrun_command,
 )
+from neox.launch.launcher_choice import chosen_launcher, launcher_command, launcher_problem
 from neox.launch.spec import Host, LaunchSpec
-from neox.launch.supervisor.launchers import chosen_launcher, launcher_command, launcher_problem
 
 ODD = "a; touch pwned; $(touch pwned) `touch pwned` 'q\" \\ \n -x %h%n"
 
