@@ -102,6 +102,9 @@ class NeoXConfig(Section):
         sections: dict[str, Any] = {}
         for name, section in section_classes().items():
             own = {key: value for key, value in keys.values.items() if owners[key] == name}
+            if not own:
+                sections[name] = section.model_construct()  # defaults are not checked: pydantic builds no validator
+                continue
             try:
                 sections[name] = section.model_validate(own)
             except ValidationError as error:
