@@ -64,8 +64,8 @@ class Orders:
             with suppress(ProcessLookupError):
                 os.kill(os.getpid(), order["signal"])
 
-    def has_ended(self, spec: LaunchSpec) -> bool:
-        """Return whether the ranks of a start are to be ended."""
+    def say_to_end(self, spec: LaunchSpec) -> bool:
+        """Return whether the launcher has ordered the end of a start's ranks."""
         return self._ended == spec.run_id
 
     def next_start(self, seconds: float) -> LaunchSpec | None:

@@ -102,7 +102,7 @@ class LaunchSpec:
         """Names of the hosts with ranks, by their number."""
         return [host.name for host in self.hosts]
 
-    def number_of(self, name: str) -> int | None:
+    def node_rank_of(self, name: str) -> int | None:
         """Return the number of the host with a name; None if there is none."""
         for number, host in enumerate(self.hosts_with_agents):
             if host.name == name:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROLES = {
     "launcher": "deepy.py",
     "agent": "neox.launch.agent.host_agent",
-    "watchdog": "neox.launch.agent.rank_process",
+    "watchdog": "neox.launch.agent.watchdog",
     "rank": "neox.launch.agent.bootstrap",
 }
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # CPU ranks, on a machine with GPUs too

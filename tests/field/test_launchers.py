@@ -15,7 +15,7 @@ from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.engine.distributed import choose_device
 from neox.errors import ConfigError, LaunchError
-from neox.launch.agent import host_agent
+from neox.launch.agent.rank_group import host_variables
 from neox.launch.environment import environment_file, forwarded_environment
 from neox.launch.hosts import hostfile as hosts
 from neox.launch.hosts import vendors
@@ -141,7 +141,7 @@ def test_gpus_that_a_scheduler_gave_to_a_host(monkeypatch: pytest.MonkeyPatch, g
     monkeypatch.setattr(vendors, "present_devices", lambda root=None: (NVIDIA, 8))
     for slots in ((0, 1, 2, 3), (1, 3)):
         spec = LaunchSpec("id", (Host("far", slots),), "::1", 1, "s.py", (), "/", "/", "/", sys.executable)
-        shown = host_agent.NodeAgent(spec, 0, secrets={}).environment()["CUDA_VISIBLE_DEVICES"]
+        shown = host_variables(spec, 0, spec.hosts[0], {}, Path("progress"))["CUDA_VISIBLE_DEVICES"]
         assert shown == ",".join(given.split(",")[slot] for slot in slots)
 
 

@@ -273,3 +273,36 @@ class RankActivity:
     def has_answered(self, rank: int) -> bool:
         """Return whether a rank has answered the signal, or cannot answer yet because it is saving."""
         return _answer_path(self.file, rank).exists() or _busy_path(self.file, rank).exists()
+
+
+class Silence:
+    """Time for which no rank of this host has reported progress or printed.
+
+    File times come from the wall clock, which may jump. So a change of a file's time is detected, and the time since
+    then is measured with the monotonic clock.
+
+    Args:
+        activity: Files of the ranks.
+    """
+
+    def __init__(self, activity: RankActivity) -> None:
+        self._activity = activity
+        self._times = self._read_times()
+        self._changed_at = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the seconds since the last observed activity, or since construction."""
+        times = self._read_times()
+        now = time.monotonic()
+        if times != self._times:
+            self._times = times
+            self._changed_at = now
+        return now - self._changed_at
+
+    def _read_times(self) -> dict[Path, int]:
+        """Return when each file was last written, in nanoseconds of the wall clock."""
+        times = {}
+        for path in (self._activity.file, *self._activity.log_dir.glob("rank_*.log")):
+            with suppress(OSError):  # not written yet
+                times[path] = path.stat().st_mtime_ns
+        return times

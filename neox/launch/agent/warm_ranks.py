@@ -3,9 +3,9 @@
 A rank needs seconds to import torch and DeepSpeed. The agent of a run that may be restarted has this done in advance:
 after the first step, or at once on a spare host, it starts one process per slot, `python -m neox.launch.agent.bootstrap
 --warm MODULE`. The process has the rank's own environment, because packages read variables while they are imported. It
-imports at low priority, opens no GPU, and dies with the agent. At the next start it gets an order through its standard
-input: the script, its arguments and all variables. If a variable that an import may have read differs, the process is
-killed, and the rank is started without it.
+imports at low priority, opens no GPU, and dies with the agent. At the next start it gets an assignment through its
+standard input: the script, its arguments and all variables. If a variable that an import may have read differs, the
+process is killed, and the rank is started without it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from neox.launch.lifeline import parent_death_hook, signal_group
 # Nothing reads them before process groups are set up. A spare host, or one of a run that shrinks, gets other ranks.
 MAY_DIFFER = ("MASTER_ADDR", "MASTER_PORT", PROGRESS_VARIABLE, "RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
 """Variables of a rank that no import reads."""
-_PIPE_BYTES = 2**20  # so that an order never waits for a process that is still importing
+_PIPE_BYTES = 2**20  # so that an assignment never waits for a process that is still importing
 
 
 @dataclass(frozen=True)
-class Order:
+class RankAssignment:
     """Description of the rank that a warm process becomes.
 
     Attributes:
@@ -81,12 +81,12 @@ class WarmRanks:
             fcntl.fcntl(process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._waiting[local_rank] = (process, environment)
 
-    def take(self, local_rank: int, order: Order) -> subprocess.Popen[bytes] | None:
+    def take(self, local_rank: int, assignment: RankAssignment) -> subprocess.Popen[bytes] | None:
         """Turn the warm process of a slot into a rank, and return the process.
 
         Args:
             local_rank: The slot's position on this host.
-            order: Description of the rank.
+            assignment: The rank.
 
         Returns:
             The process, whose pipes hold what it has printed so far; None if there is no suitable process.
@@ -94,7 +94,7 @@ class WarmRanks:
         if local_rank not in self._waiting:
             return None
         process, environment = self._waiting.pop(local_rank)
-        fits = _read_by_imports(environment) == _read_by_imports(order.environment)
+        fits = _read_by_imports(environment) == _read_by_imports(assignment.environment)
         if not fits or process.poll() is not None:
             _end(process)
             return None
@@ -103,7 +103,7 @@ class WarmRanks:
             os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0))
         try:
             with process.stdin as pipe:
-                pipe.write(json.dumps(vars(order)).encode() + b"\n")
+                pipe.write(json.dumps(vars(assignment)).encode() + b"\n")
         except OSError:  # it has ended just now
             _end(process)
             return None

@@ -1,4 +1,4 @@
-"""Code of a warm process: it imports modules, waits for an order, and becomes the rank that the order describes."""
+"""Code of a warm process: it imports modules, waits for an assignment, and becomes that rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 IMPORTING_NAME = "neox-import"
 """Name of a process that is importing, as `ps -o comm` and `/proc/PID/comm` show it."""
 WAITING_NAME = "neox-warm"
-"""Name of a process that waits for its order."""
+"""Name of a process that waits for its assignment."""
 RANK_NAME = "neox-rank"
 """Name of a process that has become a rank."""
 _ADDED_NICENESS = 5
@@ -23,9 +23,9 @@ _RANKS_SCORE = "500"
 
 
 def become_rank(module: str) -> None:
-    """Import a module, wait for an order on standard input, and take over the order's environment and arguments.
+    """Import a module, wait for an assignment on standard input, and take over its environment and arguments.
 
-    Afterwards `sys.argv` holds the script and its arguments. The process exits if the input ends without an order.
+    Afterwards `sys.argv` holds the script and its arguments. The process exits if the input ends without one.
 
     Args:
         module: Name of the module.
@@ -36,16 +36,16 @@ def become_rank(module: str) -> None:
     importlib.import_module(module)
     _restore_priority(niceness)
     _set_name(WAITING_NAME)
-    order = json.loads(_read_line() or "null")
-    if order is None:
+    assignment = json.loads(_read_line() or "null")
+    if assignment is None:
         os._exit(0)
     _set_score(_RANKS_SCORE)
     _set_name(RANK_NAME)
     os.environ.clear()
-    os.environ.update(order["environment"])
-    os.chdir(order["directory"])
-    _replace_stdin(order["stdin"])
-    sys.argv = ["bootstrap", *order["argv"]]
+    os.environ.update(assignment["environment"])
+    os.chdir(assignment["directory"])
+    _replace_stdin(assignment["stdin"])
+    sys.argv = ["bootstrap", *assignment["argv"]]
 
 
 def _read_line() -> bytes:

@@ -14,10 +14,15 @@ import pytest
 
 from neox.launch import host_name
 from neox.launch.agent import host_agent
-from neox.launch.agent.agent_files import HOST_VARIABLE, RankActivity
-from neox.launch.agent.rank_process import RankProcess, Watchdog
+from neox.launch.agent.agent_files import HOST_VARIABLE, RankActivity, Silence
+from neox.launch.agent.host_agent import SignalRequests, StartOnHost
+from neox.launch.agent.rank_ending import EndState
+from neox.launch.agent.rank_group import host_variables
+from neox.launch.agent.rank_process import RankProcess
+from neox.launch.agent.watchdog import Watchdog
 from neox.launch.events import Event
 from neox.launch.failures import EXIT_HANG
+from neox.launch.orders import Orders
 from neox.launch.spec import Host, LaunchSpec
 
 
@@ -27,6 +32,12 @@ class RecordingWatchdog(Watchdog):
     def __init__(self) -> None:
         self.removed: list[int] = []
 
+    def add(self, pid: int) -> None:
+        """Nothing is killed if this agent dies."""
+
+    def has_ended(self) -> bool:
+        return False
+
     def remove(self, pid: int) -> None:
         self.removed.append(pid)
 
@@ -35,15 +46,15 @@ def test_a_rank_that_ends_while_stacks_are_shown_is_not_watched_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = LaunchSpec("id", (Host("a", (0,)),), "::1", 1, "s.py", (), str(tmp_path), "/", str(tmp_path), sys.executable)
-    agent = host_agent.NodeAgent(spec, 0)
-    watchdog = agent.watchdog = RecordingWatchdog()
     events: list[Event] = []
-    monkeypatch.setattr(agent, "tell", events.append)
+    start = StartOnHost(spec, 0, events.append, SignalRequests(stacks=True), Orders())
+    watchdog = start.ranks.watchdog = RecordingWatchdog()
     monkeypatch.setattr(host_agent, "_STACK_SECONDS", 0.5)
     rank = RankProcess(0, tmp_path / "log", events.append)
     rank.start(["sleep", "600"], os.environ, str(tmp_path), None)  # SIGUSR1 ends it
-    agent.ranks.append(rank)
-    agent._show_stacks()
+    start.ranks.add(rank, {})
+    start.follow_ranks()
+    assert {"kind": "stacks"} in events
     assert rank.code == -signal.SIGUSR1
     assert watchdog.removed == [rank.pid]
 
@@ -53,30 +64,28 @@ def test_ranks_know_their_host_by_the_name_in_the_hostfile(monkeypatch: pytest.M
     assert host_name() == socket.gethostname()
     hosts = (Host("10.0.0.1", (0,)), Host("10.0.0.2", (0,)))
     spec = LaunchSpec("id", hosts, "::1", 1, "s.py", (), "/", "/", "/", sys.executable)
-    variables = host_agent.NodeAgent(spec, 1, secrets={}).environment()
+    variables = host_variables(spec, 1, hosts[1], {}, Path("progress"))
     monkeypatch.setenv(HOST_VARIABLE, variables[HOST_VARIABLE])
     assert host_name() == "10.0.0.2"
 
 
 def test_a_wall_clock_that_is_set_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = LaunchSpec("id", (Host("a", (0,)),), "::1", 1, "s.py", (), str(tmp_path), "/", str(tmp_path), sys.executable)
-    agent = host_agent.NodeAgent(replace(spec, hang_timeout=60.0), 0)
-    monkeypatch.setattr(agent, "tell", lambda event: None)
-    monkeypatch.setattr(host_agent, "_STACK_SECONDS", 0.0)
+    events: list[Event] = []
+    start = StartOnHost(replace(spec, hang_timeout=60.0), 0, events.append, SignalRequests(), Orders())
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     progress = tmp_path / "progress"
     progress.touch()
-    agent.activity = RankActivity(progress, tmp_path)
-    agent.silence = host_agent.Silence(agent.activity)
+    start.silence = Silence(RankActivity(progress, tmp_path))
     wall = time.time
     for shift in (7200, -7200):
         monkeypatch.setattr(time, "time", lambda shift=shift: wall() + shift)
-        agent._check_progress()
+        start.check_progress()
         clock[0] += 50
         os.utime(progress, (wall() + shift, wall() + shift))  # the next step, by the new clock
-        agent._check_progress()
-        assert agent.code == 0
+        start.check_progress()
+        assert start.ending.state is EndState.RUNNING
     clock[0] += 61
-    agent._check_progress()
-    assert agent.code == EXIT_HANG
+    start.check_progress()
+    assert start.status == EXIT_HANG

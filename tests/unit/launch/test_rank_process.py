@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from neox.launch.agent import rank_process
-from neox.launch.agent.rank_process import RankProcess, Watchdog
+from neox.launch.agent.rank_process import RankProcess
+from neox.launch.agent.watchdog import Watchdog
 from neox.launch.events import Event
 from neox.launch.failures import failure_cause, lacks_memory
 from neox.launch.lifeline import is_alive
@@ -99,7 +100,7 @@ def is_alive_soon(pid: int) -> bool:
 def test_the_watchdog_kills_groups_when_the_agent_has_died() -> None:
     code = (
         "import os, subprocess, sys\n"
-        "from neox.launch.agent.rank_process import Watchdog\n"
+        "from neox.launch.agent.watchdog import Watchdog\n"
         "watchdog = Watchdog()\n"
         "pids = [subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid for _ in range(2)]\n"
         "[watchdog.add(pid) for pid in pids]; watchdog.remove(pids[1])\n"
@@ -123,7 +124,7 @@ def test_a_watchdog_that_has_ended_is_noticed() -> None:
 
 
 def test_processes_on_every_host_start_without_the_configuration() -> None:
-    names = ("agent.host_agent", "agent.bootstrap", "agent.rank_process", "hosts.remote")
+    names = ("agent.host_agent", "agent.bootstrap", "agent.watchdog", "hosts.remote")
     code = f"import sys, {', '.join(f'neox.launch.{name}' for name in names)}\n"
     code += "assert not {'pydantic', 'yaml', 'neox.config', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -215,9 +215,9 @@ def test_orders_are_lines_that_may_arrive_in_pieces() -> None:
         orders.feed(lines[position : position + 1])
     assert orders.next_start(0) == first
     assert orders.next_start(0) is None
-    assert orders.has_ended(first)
-    assert not orders.has_ended(second)
-    assert [first.number_of(name) for name in ("host-b", "host-c", "host-d")] == [1, 2, None]
+    assert orders.say_to_end(first)
+    assert not orders.say_to_end(second)
+    assert [first.node_rank_of(name) for name in ("host-b", "host-c", "host-d")] == [1, 2, None]
 
 
 def test_a_lost_host_is_given_up_when_the_others_have_answered(tmp_path: Path, environment: dict[str, str]) -> None:

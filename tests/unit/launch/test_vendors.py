@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from neox.errors import LaunchError
-from neox.launch.agent import host_agent
+from neox.launch.agent.rank_group import host_variables
 from neox.launch.environment import forwarded_environment
 from neox.launch.hosts import machine, placement, vendors
 from neox.launch.hosts.machine import visible_accelerators
@@ -149,7 +149,7 @@ def agent_variables(monkeypatch: pytest.MonkeyPatch, vendor: Vendor, present: in
     monkeypatch.setattr(vendors, "present_devices", lambda root=None: (vendor, present))
     hosts = (Host("node7", tuple(range(slots))),)
     spec = LaunchSpec("id", hosts, "::1", 1, "s.py", (), "/", "/", "/", sys.executable)
-    return host_agent.NodeAgent(spec, 0, secrets={}).environment()
+    return host_variables(spec, 0, spec.hosts[0], {}, Path("progress"))
 
 
 @pytest.mark.parametrize("own", ["4,5,6,7", "GPU-a,GPU-b,GPU-c,GPU-d", "3,2,1,0"])

@@ -16,7 +16,7 @@ import pytest
 
 from neox.config.sections.runner import RunnerConfig
 from neox.launch import Host, LaunchSpec
-from neox.launch.agent.warm_ranks import MAY_DIFFER, Order, WarmRanks
+from neox.launch.agent.warm_ranks import MAY_DIFFER, RankAssignment, WarmRanks
 from neox.launch.agent.warm_start import RANK_NAME, WAITING_NAME
 from neox.launch.lifeline import is_alive
 from neox.launch.supervisor.agent_processes import AgentProcesses
@@ -91,7 +91,7 @@ def test_a_warm_process_becomes_the_rank_that_is_ordered(tmp_path: Path) -> None
     try:
         warm.prepare(0, before, str(ROOT))
         variables = {**before, "MASTER_PORT": "2", "RANK": "3", "WORLD_SIZE": "4"}
-        order = Order((str(tmp_path / "show.py"), "a", "b"), variables, str(tmp_path), str(tmp_path / "typed"))
+        order = RankAssignment((str(tmp_path / "show.py"), "a", "b"), variables, str(tmp_path), str(tmp_path / "typed"))
         assert warm.take(1, order) is None  # a slot without one
         process = warm.take(0, order)
         assert process is not None
@@ -113,7 +113,7 @@ def test_a_variable_that_imports_may_have_read_must_be_the_same(name: str, tmp_p
     warm = WarmRanks(["sleep", "600"])
     warm.prepare(0, before, str(tmp_path))
     pid = warm._waiting[0][0].pid
-    assert warm.take(0, Order(("x.py",), {**before, name: "1"}, str(tmp_path), None)) is None
+    assert warm.take(0, RankAssignment(("x.py",), {**before, name: "1"}, str(tmp_path), None)) is None
     assert not is_alive(pid)
 
 
