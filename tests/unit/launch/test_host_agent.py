@@ -89,3 +89,21 @@ def test_a_wall_clock_that_is_set_is_no_hang(tmp_path: Path, monkeypatch: pytest
     clock[0] += 61
     start.check_progress()
     assert start.status == EXIT_HANG
+
+
+def test_stacks_are_shown_between_heartbeats_and_without_a_log_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = LaunchSpec("id", (Host("a", (0,)),), "::1", 1, "s.py", (), str(tmp_path), "/", str(tmp_path), sys.executable)
+    monkeypatch.setattr(host_agent, "_STACK_SECONDS", 0.5)
+    monkeypatch.setattr(host_agent, "_HEARTBEAT_SECONDS", 0.1)
+    events: list[Event] = []
+    start = StartOnHost(spec, 0, events.append, SignalRequests(stacks=True), Orders())
+    rank = RankProcess(0, tmp_path / "log", events.append)
+    rank.start(["sh", "-c", "trap '' USR1; sleep 1"], os.environ, str(tmp_path), None)
+    (tmp_path / "log").unlink()
+    start.ranks.add(rank, {})
+    start.follow_ranks()
+    kinds = [event["kind"] for event in events]
+    assert kinds.count("alive") > kinds[: kinds.index("stacks")].count("alive") > 1
+    assert (rank.code, kinds.count("stacks")) == (0, 1)
