@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     p = ScriptParser(description=__doc__)
     p.add_argument("--input", required=True, nargs="+", help="files or directories")
     p.add_argument("--output", required=True, help="`.jsonl.zst` file to write")
-    p.add_argument("--jsonl-key", default="text", help="JSON key of the text")
+    p.add_argument("--jsonl-key", "--text-key", default="text", help="JSON key of the text")
     p.add_argument("--language", default="en", metavar="CODE", help="language of the texts (default: en)")
     p.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")
     return p

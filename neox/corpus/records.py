@@ -384,6 +384,10 @@ def missing_key(record: Mapping[str, Any], key: str) -> BadRecord:
         message += "; tools/preprocess_chat.py reads conversations"
     elif "prompt" in record and "response" in record:
         message += "; tools/preprocess_chat.py --jsonl-keys prompt response reads prompts with answers"
+    elif key == "text":
+        texts = [name for name, value in record.items() if type(value) is str]
+        if "content" in texts or len(texts) == 1:  # The Stack and other sets of code have their files under content
+            message += f"; --text-key {'content' if 'content' in texts else texts[0]} reads those texts"
     return BadRecord(message)
 
 

@@ -144,6 +144,28 @@ def test_only_wanted_columns_are_read(tmp_path: Path) -> None:
         assert list(json.loads(block.data.split(b"\n")[0])) == keys
 
 
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"content": "a b", "path": "x.py", "size": 3}, "--text-key content"),
+        ({"body": "a b", "size": 3}, "--text-key body"),
+        ({"title": "a", "body": "b"}, None),  # nothing says which of them is the text
+    ],
+)
+def test_a_table_without_text_names_its_columns_and_the_flag(
+    tmp_path: Path, row: dict[str, Any], hint: str | None
+) -> None:
+    write_parquet(tmp_path / "a.parquet", [row] * 3)
+    with pytest.raises(DataError) as error:
+        list(read_documents(tmp_path / "a.parquet"))
+    for name in row:
+        assert repr(name) in str(error.value)
+    assert ("--text-key" in str(error.value)) == (hint is not None)
+    if hint is not None:
+        assert hint in str(error.value)
+        assert [document.text for document in read_documents(tmp_path / "a.parquet", hint.split()[1])] == ["a b"] * 3
+
+
 def test_filters_keep_documents_by_value_and_range(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
