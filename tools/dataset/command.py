@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("inputs", nargs="+", metavar="INPUT", help="one dataset, or files of documents")
     c.add_argument("--output-prefix", required=True, help="_train, _valid and _test, or values, are appended")
-    c.add_argument("--split", default="969, 30, 1")
+    c.add_argument("--split", default="969, 30, 1", help="shares; a part without one is not written")
     c.add_argument("--by", metavar="COLUMN", help="divide by this column of preprocess_data.py --columns instead")
     c.add_argument("--seed", type=int, default=1234)
     c.add_argument("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad inputs")

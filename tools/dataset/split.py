@@ -31,7 +31,7 @@ _NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, seed: int) -> dict[str, int]:
-    """Divide a dataset at random into OUTPUT_train, OUTPUT_valid and OUTPUT_test.
+    """Divide a dataset at random into OUTPUT_train, OUTPUT_valid and OUTPUT_test; a part with share 0 is not written.
 
     Documents keep their order inside a part. OUTPUT_train.tsv holds, one line per document, the prefix it came from and
     its number there.
@@ -52,9 +52,11 @@ def split_dataset(prefix: str | Path, output_prefix: str | Path, split: str, see
     _check_whole_documents(data)
     part_of = np.empty(len(data), dtype=np.int8)
     order = np.random.default_rng(seed).permutation(len(data))
-    for number, part in enumerate(split_documents(split, len(data))):
-        part_of[order[part.start : part.stop]] = number
-    outputs = {name: f"{output_prefix}_{name}" for name in SPLITS}
+    outputs: dict[str, str] = {}
+    for name, share, part in zip(SPLITS, split_shares(split), split_documents(split, len(data)), strict=True):
+        if share or part:  # rounding may give training a document although its share is 0
+            part_of[order[part.start : part.stop]] = len(outputs)
+            outputs[name] = f"{output_prefix}_{name}"
     with ExitStack() as stack:
         maps = []
         for output in outputs.values():
@@ -150,9 +152,9 @@ def split_lines(
 ) -> dict[str, int]:
     """Divide documents before tokenization at random into OUTPUT_{train,valid,test}.jsonl.zst.
 
-    The inputs are read once, in bounded memory. The part of each document is drawn independently, so the shares hold on
-    average. Lines are copied unchanged; blank lines are left out. OUTPUT_train.tsv holds, for each line of
-    OUTPUT_train.jsonl.zst, the file it came from and its line there, from 1.
+    A part with share 0 is not written. The inputs are read once, in bounded memory. The part of each document is drawn
+    independently, so the shares hold on average. Lines are copied unchanged; blank lines are left out. OUTPUT_train.tsv
+    holds, for each line of OUTPUT_train.jsonl.zst, the file it came from and its line there, from 1.
 
     Args:
         inputs: Files or directories of any format that preprocessing reads.
@@ -169,10 +171,13 @@ def split_lines(
         DataError: If an output exists, or more inputs are bad than may be skipped.
     """
     draws = draw_parts(split, seed)
-    outputs = []
-    for name in SPLITS:
-        outputs.append((Path(f"{output_prefix}_{name}.jsonl.zst"), Path(f"{output_prefix}_{name}.tsv")))
-    _refuse_existing([str(output) for output, _ in outputs])
+    outputs: list[tuple[Path, Path] | None] = []
+    for name, share in zip(SPLITS, split_shares(split), strict=True):
+        if share:
+            outputs.append((Path(f"{output_prefix}_{name}.jsonl.zst"), Path(f"{output_prefix}_{name}.tsv")))
+        else:
+            outputs.append(None)
+    _refuse_existing([str(output[0]) for output in outputs if output is not None])
     with progress("split", None, "B") as bar:
         return write_parts(_lines(inputs, SkipBudget(skip_bad), bar.update), draws, outputs)
 
@@ -187,7 +192,7 @@ def draw_parts(split: str, seed: int) -> Iterator[int]:
 
 
 def write_parts(
-    lines: Iterable[tuple[str, int, bytes]], parts: Iterator[int], outputs: Sequence[tuple[Path, Path]]
+    lines: Iterable[tuple[str, int, bytes]], parts: Iterator[int], outputs: Sequence[tuple[Path, Path] | None]
 ) -> dict[str, int]:
     """Write each line to its part, and where it came from to the map of this part.
 
@@ -195,21 +200,26 @@ def write_parts(
         lines: File, number of the line, and the line without its newline.
         parts: Part of each line; there may be more parts than lines.
         outputs: Files for the documents (`.jsonl` or `.jsonl.zst`) and for the map of train, validation and test. They
-            are replaced.
+            are replaced. None for a part that no line belongs to.
 
     Returns:
-        Number of documents of each part.
+        Number of documents of each part that has files.
     """
-    counts = [0] * len(SPLITS)
+    counts = {}
     with ExitStack() as stack:
-        documents = [stack.enter_context(_compressed(output)) for output, _ in outputs]
-        maps = [stack.enter_context(atomic_write(lines_map)) for _, lines_map in outputs]
+        files: dict[int, tuple[IO[bytes], IO[bytes]]] = {}
+        for part, output in enumerate(outputs):
+            if output is not None:
+                documents, origins = output
+                files[part] = (stack.enter_context(_compressed(documents)), stack.enter_context(atomic_write(origins)))
+                counts[SPLITS[part]] = 0
         for file, number, line in lines:
             part = next(parts)
-            documents[part].write(line + b"\n")
-            maps[part].write(f"{file}\t{number}\n".encode())
-            counts[part] += 1
-    return dict(zip(SPLITS, counts, strict=True))
+            texts, places = files[part]
+            texts.write(line + b"\n")
+            places.write(f"{file}\t{number}\n".encode())
+            counts[SPLITS[part]] += 1
+    return counts
 
 
 def _lines(

@@ -151,6 +151,21 @@ def test_split_and_merge_give_back_every_document(tool, described, tmp_path):
     assert read_sidecar(tmp_path / "mixed") is None
 
 
+@pytest.mark.parametrize(
+    ("split", "written"), [("95,5", ["train", "valid"]), ("9/0/1", ["test", "train"]), ("1", ["train"])]
+)
+def test_a_part_without_a_share_is_not_written(tool, described, tmp_path, split, written):
+    """An empty `_test` is a dataset that no run can open."""
+    for source in (described, GOLDEN / "small.jsonl.zst"):
+        out = tmp_path / Path(source).name
+        code, text = tool("split", source, "--output-prefix", out, "--split", split)
+        assert code == 0
+        assert sorted(line.split(":")[0].rpartition("_")[2] for line in text.splitlines()) == written
+        named = {path.name.removeprefix(f"{out.name}_").split(".")[0] for path in tmp_path.glob(f"{out.name}_*")}
+        assert sorted(named) == written
+        assert sum(int(line.split()[1].replace(",", "")) for line in text.splitlines()) > 30
+
+
 def test_merging_data_of_two_tokenizers_is_refused(tool, described, tmp_path):
     with IndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
         builder.add_document([1])
