@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 from pydantic_core import PydanticCustomError
@@ -22,6 +22,7 @@ from neox.config.sections.optimizer_table import (
     optimizer_names,
     plain_name,
 )
+from neox.features.ema.keys import AverageKeys
 
 _MUP = OnlyWith("use_mup")
 ParamsClass = type[OptimizerParams]  # the field `type` hides the builtin in the class
@@ -117,7 +118,7 @@ class ParameterGroup(Section):
     """Do not train the parameters: no gradients, and no states of the optimizer."""
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(AverageKeys):
     """Optimizer and weight decay."""
 
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
@@ -134,23 +135,6 @@ class OptimizerConfig(Section):
     true}]`. A parameter belongs to the first group that matches, and one that none matches is trained as without. A
     resumed run may change them, but parameters that were frozen have no states of the optimizer, so that training them
     needs no_load_optim."""
-
-    ema_decay: Annotated[float | None, Field(gt=0, lt=1)] = None
-    """Keep an exponential moving average of the trained weights, in fp32: after each step average = d * average + (1 -
-    d) * weights. At step n of the average d is the smaller of this number and (1 + n) / (10 + n), so that the first
-    weights do not stay in it. Data ranks divide it if they divide the optimizer's states. Checkpoints hold it, a run
-    resumes it at any degrees, and `load_weights: ema` and `tools/convert_to_hf.py --weights ema` read it."""
-
-    ema_every: Annotated[PositiveInt, OnlyWith("ema_decay")] = 1
-    """Number of steps between updates of the average, each of which uses d to the power of this number. Together with
-    ema_device it saves time."""
-
-    ema_device: Annotated[Literal["optimizer", "cpu"], OnlyWith("ema_decay")] = "optimizer"
-    """Memory that holds the average. `optimizer`: that of the optimizer's fp32 weights. `cpu`: main memory, to which
-    the weights are copied for each update."""
-
-    eval_ema: Annotated[bool, OnlyWith("ema_decay")] = False
-    """Evaluate the average, too, on the same batches, as `validation_ema/lm_loss` and so on."""
 
     use_mup: Annotated[
         bool,
@@ -183,12 +167,6 @@ class OptimizerConfig(Section):
 
     mup_rp_embedding_mult: Annotated[PositiveFloat, _MUP] = 1.0
     """Factor of the positions' vectors."""
-
-    def ema_factor(self, step: int) -> float:
-        """Return the factor of the average in its update at a step, from 1."""
-        assert self.ema_decay is not None
-        decay = min(self.ema_decay, (1 + step) / (10 + step))
-        return float(decay**self.ema_every)
 
     def width_multiplier(self, hidden_size: int) -> float:
         """Return muP's m of a hidden size; 1 without muP."""

@@ -20,7 +20,17 @@ from neox.config.sections.numbers import (
     PositiveInt,
 )
 from neox.config.sections.preferences import OF_PREFERENCES
-from neox.storage import CHECKPOINT_CACHE, why_not_writable
+from neox.features.char_perplexity.keys import CharPerplexityKeys
+from neox.features.forward_check.keys import ForwardCheckKeys
+from neox.features.mirror_uploads.keys import MirrorKeys
+from neox.features.noise_scale.keys import NoiseScaleKeys
+from neox.features.profiler.keys import ProfilerKeys
+from neox.features.stability.keys import StabilityKeys
+from neox.features.stragglers.keys import StragglerKeys
+from neox.features.terminal.keys import TerminalKeys
+from neox.features.trackers.keys import TrackerKeys
+from neox.features.update_statistics.keys import UpdateStatisticsKeys
+from neox.storage import CHECKPOINT_CACHE
 
 RecomputedPart = Literal["none", "full", "full_attn", "core_attn"]
 """Part of a block whose activations are computed again in the backward pass."""
@@ -61,7 +71,7 @@ class LoraSettings(Section):
     """Linear layers of a block that get an adapter: input and output of attention, input and output of the MLP."""
 
 
-class TrainingConfig(Section):
+class TrainingConfig(CharPerplexityKeys):
     """Length, evaluation, dropout, activation recomputation, and when to stop."""
 
     train_iters: int | None = Field(None, ge=0, le=10**9)
@@ -86,12 +96,6 @@ class TrainingConfig(Section):
     eval_order: Literal["fixed", "gpt-neox"] = "fixed"
     """Which samples an evaluation reads. `fixed`: the same ones each time, so that curves of one run can be compared,
     and runs with each other. `gpt-neox`: each evaluation goes on after the one before."""
-
-    char_level_ppl: Annotated[
-        bool, Excludes("objective", ("masked_lm",), reason="its loss is that of masked tokens only")
-    ] = False
-    """Also report the perplexity per character in evaluations, as `validation/lm_loss_char_ppl`: exp(loss x tokens /
-    characters), over the tokens that enter the loss. These tokens are decoded to text, which takes time."""
 
     eval_interval: PositiveInt = 1000
     """Number of iterations between evaluations on the validation set."""
@@ -203,7 +207,7 @@ class TrainingConfig(Section):
         return self.recompute_granularity
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(MirrorKeys, ForwardCheckKeys):
     """Saving and loading."""
 
     save: str | None = None
@@ -254,14 +258,6 @@ class CheckpointConfig(Section):
     keep_last_n_checkpoints: Annotated[PositiveInt | None, OnlyWith("save")] = None
     """Number of checkpoints that are kept; older ones are deleted."""
 
-    checkpoint_mirror: Annotated[str | None, OnlyWith("save")] = None
-    """Address in object storage (`s3://bucket/run`, `gs://...`) to which committed checkpoints are copied while
-    training goes on. keep_last_n_checkpoints holds there too. If it holds a newer checkpoint of this run than `save`,
-    the run goes on from that; those of another run are refused without `overwrite`."""
-
-    checkpoint_mirror_part_bytes: Annotated[PositiveInt, OnlyWith("checkpoint_mirror")] = 104857600
-    """Size of the parts of an upload."""
-
     checkpoint_cache_dir: str = CHECKPOINT_CACHE
     """Directory for copies of checkpoints that `load` names by an address (`s3://...`). For a training it may be on a
     disk of each host's own, otherwise all hosts must see it."""
@@ -269,14 +265,6 @@ class CheckpointConfig(Section):
     async_save: Annotated[bool, OnlyWith("save")] = False
     """Copy a checkpoint to CPU memory and write it while training goes on. The plan counts that memory; the state of a
     GPU can take more, because torch rounds pinned memory up to powers of two."""
-
-    checkpoint_validation_with_forward_pass: Annotated[
-        bool,
-        OnlyWith("load"),
-        OnlyWith("save"),
-        Excludes("objective", ("masked_lm",), reason="the check is for causal networks"),
-    ] = False
-    """Keep the logits of a fixed input in checkpoints, and compare them after loading."""
 
     no_save_optim: Annotated[bool, OnlyWith("save")] = False
     """Leave the optimizer's state out of checkpoints."""
@@ -286,17 +274,6 @@ class CheckpointConfig(Section):
 
     no_load_optim: Annotated[bool, OnlyWith("load")] = False
     """Do not load the optimizer's state."""
-
-    @field_validator("checkpoint_mirror")
-    @classmethod
-    def _is_writable(cls, value: str | None) -> str | None:
-        """Refuse an address that checkpoints cannot be written to."""
-        if value is None:
-            return None
-        reason = why_not_writable(value)
-        if reason is not None:
-            raise PydanticCustomError("mirror", "{reason}", {"reason": reason})
-        return value
 
     @field_validator("gpt_neox_version", mode="before")
     @classmethod
@@ -339,162 +316,14 @@ class CheckpointConfig(Section):
         return tuple(sorted(steps))
 
 
-_OfUpdates = Annotated[
-    bool,
-    Excludes("context_parallel_size", above=1, reason="context ranks hold the same gradients in parts"),
-    Excludes("expert_model_parallel_size", above=1, reason="data ranks hold different experts"),
-]
-"""Type of a flag that observes updates of the optimizer's tensors."""
-
-
-class LoggingConfig(Section):
+class LoggingConfig(
+    StragglerKeys, UpdateStatisticsKeys, NoiseScaleKeys, StabilityKeys, TrackerKeys, ProfilerKeys, TerminalKeys
+):
     """Logging: terminal, metrics file, and experiment trackers."""
 
     log_dir: str | None = None
     """Directory of metrics.jsonl and of per-rank logs. A run that goes on from a checkpoint does not start if the
     curves there are of a run with another `save`."""
-
-    log_interval: PositiveInt = 100
-    """Number of iterations between lines on the terminal (the default is that of newer gpt-neox; v2.0 had none). If
-    this key is not given, a run of fewer than 2,000 iterations prints about twenty lines."""
-
-    log_style: Literal["neox", "fleetx", "oneflow"] = "neox"
-    """Form of these lines: gpt-neox's, FleetX's (`global step N, epoch: ...`) or OneFlow's table (throughput in
-    samples/s, latency in seconds)."""
-
-    straggler_steps: int = Field(50, ge=0)
-    """Number of steps after which hosts are compared: one whose ranks compute 10 % longer than the median host's is
-    named in the log, and in the metrics as `runtime/slow_host/NAME`. 0 compares none."""
-
-    log_grad_norm: bool = False
-    """Report the gradient norm."""
-
-    log_param_norm: _OfUpdates = False
-    """Log the norm of all trained weights after each update, as `train/param_norm`."""
-
-    log_grad_pct_zeros: _OfUpdates = False
-    """Log the percentage of zeros among the elements of all gradients, as `train/grad_pct_zeros`."""
-
-    log_optimizer_states: _OfUpdates = False
-    """Log the norm of each optimizer state after each update, as `optimizer/exp_avg_norm` and so on. Only states with
-    one number per weight are included."""
-
-    log_gradient_noise_scale: Annotated[
-        bool,
-        Excludes(
-            "zero_optimization.stage",
-            (1, 2, 3),
-            reason="gradients are divided over ranks before they can be compared",
-            advice="use stage 0, or remove it",
-        ),
-        Excludes("rampup_batch_size", reason="it compares batches of one size"),
-    ] = False
-    """Report the gradient noise scale (arXiv:1812.06162) as `train/noise_scale` in the metrics: the batch size in
-    samples above which larger batches help little. With pipeline stages it needs fp32 or fp16."""
-
-    gradient_noise_scale_n_batches: Annotated[int, OnlyWith("log_gradient_noise_scale")] = Field(5, ge=2)
-    """Number of successive steps whose mean gradient counts as the large batch; a single step is the small one."""
-
-    gradient_noise_scale_cpu_offload: Annotated[bool, OnlyWith("log_gradient_noise_scale")] = False
-    """Keep the sum of these gradients in CPU memory; it is as large as the gradients of a rank."""
-
-    log_stability_every: Annotated[
-        PositiveInt | None,
-        Excludes("context_parallel_size", above=1, reason="a rank sees the keys of its own tokens only"),
-        Excludes("expert_model_parallel_size", above=1, reason="data ranks hold different experts"),
-    ] = None
-    """Number of steps between reports of statistics of each layer that show where a training becomes unstable:
-    `stability/attention_logit/LAYER` (largest scaled product of a query and a key, before other masks than the causal
-    one), `activation_rms` (of a block's output), and the norms `gradient_norm` (before clipping), `weight_norm` and
-    `update_norm` of its trained parameters. Layers have the numbers of a checkpoint's files. What happens in the passes
-    is observed in the first micro batch. With log_dir, stability.png shows them. The update needs a copy of the fp32
-    weights that a rank updates."""
-
-    tensorboard_dir: str | None = None
-    """Directory for TensorBoard; off by default."""
-
-    use_wandb: bool | None = None
-    """Report to Weights & Biases; off by default."""
-
-    wandb_group: Annotated[str | None, OnlyWith("use_wandb")] = None
-    """Group of the run."""
-
-    wandb_team: Annotated[str | None, OnlyWith("use_wandb")] = None
-    """Team (entity) of the run."""
-
-    wandb_project: Annotated[str, OnlyWith("use_wandb")] = "neox"
-    """Project of the run."""
-
-    wandb_host: Annotated[str, OnlyWith("use_wandb")] = "https://api.wandb.ai"
-    """Address of the Weights & Biases server."""
-
-    wandb_run_name: Annotated[str | None, OnlyWith("use_wandb")] = None
-    """Name of the run."""
-
-    use_mlflow: bool = False
-    """Log to MLflow."""
-
-    mlflow_tracking_uri: Annotated[str | None, OnlyWith("use_mlflow")] = None
-    """Address of the server, or `sqlite:///FILE`; by default the environment's MLFLOW_TRACKING_URI."""
-
-    mlflow_experiment: Annotated[str, OnlyWith("use_mlflow")] = "neox"
-    """Name of the experiment."""
-
-    mlflow_run_name: Annotated[str | None, OnlyWith("use_mlflow")] = None
-    """Name of the run."""
-
-    use_comet: bool | None = None
-    """Log to Comet; off by default."""
-
-    comet_workspace: Annotated[str | None, OnlyWith("use_comet")] = None
-    """Workspace of the experiment."""
-
-    comet_project: Annotated[str | None, OnlyWith("use_comet")] = None
-    """Project of the experiment."""
-
-    comet_experiment_name: Annotated[str | None, OnlyWith("use_comet")] = None
-    """Name of the experiment."""
-
-    comet_tags: Annotated[tuple[str, ...] | None, OnlyWith("use_comet")] = None
-    """Tags of the experiment."""
-
-    comet_others: Annotated[dict[str, Any] | None, OnlyWith("use_comet")] = None
-    """Additional values to log with the experiment (Comet's `log_others`)."""
-
-    comet_offline_directory: Annotated[str | None, OnlyWith("use_comet")] = None
-    """Directory in which the experiment is written as an archive for `comet upload`, instead of sending it."""
-
-    use_trackio: bool = False
-    """Log to Trackio: to its database on the machine of rank 0 (`trackio show`), or to a Space."""
-
-    trackio_project: Annotated[str, OnlyWith("use_trackio")] = "neox"
-    """Project of the run."""
-
-    trackio_run_name: Annotated[str | None, OnlyWith("use_trackio")] = None
-    """Name of the run, by which a resumed training continues it; by default a random name."""
-
-    trackio_space_id: Annotated[str | None, OnlyWith("use_trackio")] = None
-    """Space on the Hugging Face Hub that shows the run."""
-
-    profile: Annotated[bool, Requires("log_dir", advice="give the directory for the files")] = False
-    """Profile some steps of every rank with torch's profiler: a trace for Chrome and a table by operation, in
-    `log_dir`/profile."""
-
-    profile_backend: Annotated[Literal["pytorch"], OnlyWith("profile")] = "pytorch"
-    """The profiler."""
-
-    profile_step_start: Annotated[NonNegativeInt, OnlyWith("profile"), OnlyWith("memory_profiling")] = 10
-    """First step that is profiled; steps count from 0."""
-
-    profile_step_stop: Annotated[PositiveInt, OnlyWith("profile"), OnlyWith("memory_profiling")] = 12
-    """Step before which profiling ends."""
-
-    memory_profiling: bool = False
-    """Record which operations allocate memory in the profiled steps; on a GPU, also write a snapshot for
-    pytorch.org/memory_viz."""
-
-    memory_profiling_path: Annotated[str | None, OnlyWith("memory_profiling")] = None
-    """Directory for the tables and snapshots of memory, by default `log_dir`/profile."""
 
     peak_theoretical_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one GPU, for model FLOPs utilisation; a dry run assumes an H100's 989 (bf16, dense)."""
