@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import Architecture
+from neox.features.on_paper import PAPERS
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.data_lines import data_lines, fim_lines, preference_lines, validation_lines
 from neox.plan.defaults import all_defaults, notable_defaults
@@ -184,16 +185,6 @@ def _inference_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     yield _verdict(plan, device, training=False)
 
 
-def _average_lines(plan: RunPlan) -> Iterator[str]:
-    """Yield what is kept as an average of the weights; nothing if there is none."""
-    keys = plan.config.optimizer
-    if keys.ema_decay is None:
-        return
-    every = "step" if keys.ema_every == 1 else f"{keys.ema_every} steps"
-    evaluated = ", evaluated too (eval_ema)" if keys.eval_ema else ""
-    yield f"of the weights in fp32, with decay {keys.ema_decay:g} after each {every}{evaluated} (ema_decay)"
-
-
 def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
     fits = f"fits on {device.name}, of which {gib(device.usable)} are usable"
     problem = memory_problem(plan, device, training=training)
@@ -204,7 +195,8 @@ def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
 def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
     found = figures(plan, device)
     yield f"loss      mean over {_loss_mean(plan)} (loss_normalization)"
-    yield from labelled("average", _average_lines(plan))
+    for paper in PAPERS:
+        yield from labelled(paper.label, paper.plan_lines(plan.config))
     yield from labelled("answers", preference_lines(plan))
     yield from labelled("fim", fim_lines(plan))
     yield from labelled("data", data_lines(plan))

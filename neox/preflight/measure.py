@@ -14,6 +14,7 @@ from statistics import median
 from types import FrameType
 
 from neox.errors import LaunchError
+from neox.features.on_paper import PAPERS
 from neox.launch.lifeline import exit_status, parent_death_hook
 from neox.log import progress
 from neox.metrics import METRICS_FILE, curves
@@ -29,14 +30,7 @@ _NOTHING_BUT_STEPS = (
     "save=null",
     "load=null",
     "eval_iters=0",
-    "eval_tasks=null",
-    "use_wandb=false",
-    "tensorboard_dir=null",
-    "log_gradient_noise_scale=false",
-    "log_stability_every=null",
-    "profile=false",
-    "memory_profiling=false",
-    "straggler_steps=0",
+    *(override for paper in PAPERS for override in paper.off),
 )
 """Overrides of a measured run: it reads only its data, and writes only metrics."""
 

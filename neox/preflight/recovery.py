@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config import NeoXConfig
+from neox.features.on_paper import PAPERS
 from neox.launch.hosts.placement import Placement
 
 
@@ -23,11 +24,7 @@ def recovery_lines(config: NeoXConfig, placement: Placement) -> Iterator[str]:
         yield f"spare hosts: {names}"
     if keys.elastic:
         yield "fewer data ranks if hosts are missing (elastic)"
-    if keys.loss_spike_action == "warn":
-        yield "a warning after a loss spike"
-    if keys.loss_spike_action == "rollback":
-        yield f"rollbacks after loss spikes, at most {keys.loss_spike_max_rollbacks}"
-    if keys.check_replicas_every is not None:
-        yield f"weights of data ranks compared every {keys.check_replicas_every} steps"
+    for paper in PAPERS:
+        yield from paper.recovery_lines(config)
     if keys.preemption_command is not None or keys.preemption_file is not None:
         yield f"preemption notices looked for every {keys.preemption_seconds:g} s"

@@ -17,8 +17,9 @@ class AverageKeys(Section):
     ema_decay: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Keep an exponential moving average of the trained weights, in fp32: after each step average = d * average + (1 -
     d) * weights. At step n of the average d is the smaller of this number and (1 + n) / (10 + n), so that the first
-    weights do not stay in it. A step that fp16 skips counts as well. Data ranks divide it if they divide the optimizer's states. Checkpoints hold it, a run
-    resumes it at any degrees, and `load_weights: ema` and `tools/convert_to_hf.py --weights ema` read it."""
+    weights do not stay in it. A step that fp16 skips counts as well. Data ranks divide it if they divide the
+    optimizer's states. Checkpoints hold it, a run resumes it at any degrees, and `load_weights: ema` and
+    `tools/convert_to_hf.py --weights ema` read it."""
 
     ema_every: Annotated[PositiveInt, OnlyWith("ema_decay")] = 1
     """Number of steps between updates of the average, each of which uses d to the power of this number. Together with

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
+from neox.features.on_paper import PAPERS
 from neox.plan.rules.blocks import block_problems
 from neox.plan.rules.context import context_problems
 from neox.plan.rules.data import data_problems
@@ -49,7 +50,7 @@ _RULES = (
 def static_problems(config: NeoXConfig) -> list[Problem]:
     """Return the problems of all rules that a configuration breaks."""
     problems = list(_unsupported_problems(config))
-    for rule in _RULES:
+    for rule in (*_RULES, *(paper.problems for paper in PAPERS)):
         problems += rule(config)
     return problems
 

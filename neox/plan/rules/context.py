@@ -47,9 +47,6 @@ def networks_without_context_ranks(config: NeoXConfig) -> Iterator[Problem]:
     if (fused := fused_softmax_key(config)) is not None:
         rule = "needs all tokens of a sample on one rank; remove it, or use attention kind flash in every block"
         yield config.problem(fused, rule, _DEGREE, "attention_config")
-    if config.logging.log_gradient_noise_scale:
-        rule = "compares gradients of single samples, which are split over context ranks; remove one of them"
-        yield config.problem("log_gradient_noise_scale", rule, _DEGREE)
 
 
 def _lengths(config: NeoXConfig) -> Iterator[Problem]:

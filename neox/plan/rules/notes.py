@@ -10,7 +10,9 @@ from neox.config.gpt_neox_dates import CHANGED_DEFAULTS, VERSION, keys_since, la
 from neox.config.keys import NEOX_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
+from neox.features.on_paper import PAPERS
 from neox.plan.attention_config import asked_kinds, attention_impls, described_kinds
+from neox.plan.feature import NO_SAVES
 from neox.plan.mlp_width import MLP_SIZES, mlp_width
 from neox.plan.rules.fields import idle_notes
 from neox.plan.rules.preferences import dropout_notes
@@ -130,15 +132,12 @@ def _recovery_notes(config: NeoXConfig) -> Iterator[Note]:
         return
     if any(0 < step < last for step in keys.save_iterations(last)):
         return
-    where = "no checkpoint is saved before the last step; give checkpoint_factor"
     if config.healing.max_restarts:
         restarts = config.describe_setting("max_restarts")
-        message = f"{restarts} repeats the whole run after each failure, because {where}"
+        message = f"{restarts} repeats the whole run after each failure, because {NO_SAVES}"
         yield Note(("max_restarts", "checkpoint_factor"), message)
-    if config.healing.loss_spike_action == "rollback":
-        rollback = config.describe_setting("loss_spike_action")
-        message = f"{rollback} has nothing to go back to, because {where}"
-        yield Note(("loss_spike_action", "checkpoint_factor"), message)
+    for paper in PAPERS:
+        yield from paper.notes_without_saves(config)
 
 
 def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:

@@ -22,7 +22,6 @@ def optimizer_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _offload(config)
     yield from _whole_parameters(config)
     yield from _hidden_matrices(config)
-    yield from _average(config)
     yield from static_group_problems(config)
     yield from _untouched_rows(config)
     yield from _foreign_kernels(config)
@@ -67,18 +66,6 @@ def _divided(config: NeoXConfig, key: str, why: str) -> Problem:
     """Return the problem that the value of a key divides parameters, with the reason and what to do about the key."""
     rule = f"does not work with {config.describe_setting(key)}: its step depends on the shape of whole parameters"
     return config.problem(_TYPE, f"{rule}, and {why}, or another optimizer, such as Adam or Lion", key)
-
-
-def _average(config: NeoXConfig) -> Iterator[Problem]:
-    """An average of weights is not kept in files."""
-    zero = config.deepspeed.zero_optimization
-    for block, directory in (("offload_optimizer", zero.states_directory), ("offload_param", zero.weights_directory)):
-        if config.optimizer.ema_decay is not None and directory is not None:
-            key = f"zero_optimization.{block}.device"
-            rule = (
-                f"does not work with {config.describe_setting(key)}: the average is not kept in files; use device: cpu"
-            )
-            yield config.problem("ema_decay", rule, key)
 
 
 def _hidden_matrices(config: NeoXConfig) -> Iterator[Problem]:

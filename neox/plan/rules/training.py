@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
 from neox.plan.compiled import compile_obstacle
-from neox.plan.precision import PRECISION_KEYS, choose_precision
 from neox.problems import Problem
 
 # More checkpoints than this are a mistake, and listing them would take longer than refusing them.
@@ -19,8 +18,6 @@ def training_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _recompute(config)
     yield from _tiles(config)
     yield from _checkpoint(config)
-    yield from _profile(config)
-    yield from _noise_scale(config)
 
 
 def _compiled_layers(config: NeoXConfig) -> Iterator[Problem]:
@@ -81,28 +78,3 @@ def _checkpoint(config: NeoXConfig) -> Iterator[Problem]:
             f"such as {larger}"
         )
         yield config.problem(key, rule, "train_iters", "checkpoint_scale")
-
-
-def _profile(config: NeoXConfig) -> Iterator[Problem]:
-    keys = config.logging
-    if not (keys.profile or keys.memory_profiling):
-        return
-    if keys.profile_step_start >= keys.profile_step_stop:
-        stop = config.describe_setting("profile_step_stop")
-        rule = f"is not below {stop}, before which profiling ends"
-        yield config.problem("profile_step_start", rule, "profile_step_stop")
-    if keys.memory_profiling and keys.memory_profiling_path is None and keys.log_dir is None:
-        rule = "needs log_dir or memory_profiling_path; give a directory for the files"
-        yield config.problem("memory_profiling", rule, "log_dir", "memory_profiling_path")
-
-
-def _noise_scale(config: NeoXConfig) -> Iterator[Problem]:
-    if not config.logging.log_gradient_noise_scale or config.deepspeed.zero_optimization.stage:
-        return
-    if config.parallelism.pipe_parallel_size > 1 and choose_precision(config, []) == "bf16":
-        stages = config.describe_setting("pipe_parallel_size")
-        rule = (
-            f"does not work with bf16 and {stages}, where gradients are clipped and divided over ranks first; "
-            "use pipe_parallel_size 1 or fp16, or remove it"
-        )
-        yield config.problem("log_gradient_noise_scale", rule, "pipe_parallel_size", *PRECISION_KEYS)

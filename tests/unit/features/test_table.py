@@ -7,12 +7,21 @@ import pytest
 
 from neox import features
 from neox.engine import Feature
+from neox.features.on_paper import PAPERS
 from neox.features.table import BUILDERS
 
 LIBRARY = Path(features.__file__).parents[1]
-MAY_IMPORT = {
-    "neox/train/pretrain.py": {"neox.features.table"},  # where a training begins
-}
+MAY_IMPORT = {"neox/train/pretrain.py": {"neox.features.table"}}
+"""Where a training begins."""
+
+
+def may_import(place: str, module: str) -> bool:
+    """Whether a file outside of `features` may import one of its modules."""
+    if place.startswith("neox/config/sections/"):  # a section is made of the keys of features
+        return module.endswith(".keys")
+    if place.startswith(("neox/plan/", "neox/preflight/")):
+        return module == "neox.features.on_paper"
+    return module in MAY_IMPORT.get(place, set())
 
 
 def imported_features(file: Path) -> set[str]:
@@ -33,7 +42,14 @@ def test_nothing_but_the_table_imports_a_feature():
         place = str(file.relative_to(LIBRARY.parent))
         if place.startswith("neox/features/"):
             continue
-        assert imported_features(file) <= MAY_IMPORT.get(place, set()), place
+        assert [module for module in imported_features(file) if not may_import(place, module)] == [], place
+
+
+def test_each_paper_is_in_its_table():
+    files = {f"neox.features.{file.parent.name}.paper" for file in (LIBRARY / "features").glob("*/paper.py")}
+    listed = imported_features(LIBRARY / "features" / "on_paper.py")
+    assert {f"{module}.paper" for module in listed} == files
+    assert len(PAPERS) == len(files)
 
 
 def test_no_feature_imports_another_one():

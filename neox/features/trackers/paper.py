@@ -1,0 +1,7 @@
+"""Trackers on paper."""
+
+from __future__ import annotations
+
+from neox.plan.feature import FeaturePaper
+
+PAPER = FeaturePaper(off=("use_wandb=false", "tensorboard_dir=null"))
