@@ -39,7 +39,14 @@ from neox.architecture.layers import (
     build_layer_plan,
 )
 from neox.architecture.lora import ADAPTER, Lora, adapter_parameters
-from neox.architecture.parameter import Initialization, ParameterSpec
+from neox.architecture.parameter import (
+    Constant,
+    FromKey,
+    InitialValues,
+    Normal,
+    ParameterSpec,
+    Uniform,
+)
 from neox.architecture.residual import RESIDUALS, NormSlots, Residual
 from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_of, rope_scaling_problem, rope_scaling_settings
 from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, sparsity_problem
@@ -76,9 +83,11 @@ __all__ = [
     "Architecture",
     "Attention",
     "AttentionImpl",
+    "Constant",
     "BlockKind",
     "Difference",
-    "Initialization",
+    "FromKey",
+    "InitialValues",
     "LayerEntry",
     "LayerKind",
     "LayerPlan",
@@ -87,10 +96,12 @@ __all__ = [
     "Lora",
     "MLPKind",
     "Norm",
+    "Normal",
     "Pairs",
     "ParameterSpec",
     "Positions",
     "Residual",
+    "Uniform",
     "adapter_parameters",
     "block_kinds",
     "block_losses",

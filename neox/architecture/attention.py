@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from neox.architecture.architecture import Architecture
 from neox.architecture.choices import NORMS, row_parallel_bias
-from neox.architecture.parameter import Initialization, ParameterSpec, in_module
+from neox.architecture.parameter import ONES, ZEROS, FromKey, ParameterSpec, in_module
 
 
 def _head_dim(architecture: Architecture) -> int:
@@ -70,14 +70,14 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
         sections = (queries, keys, keys)
     projection = [ParameterSpec("attention.query_key_value.weight", (rows, hidden), 0, sections=sections)]
     if architecture.qkv_bias:
-        bias = ParameterSpec("attention.query_key_value.bias", (rows,), 0, init="zeros", sections=sections)
+        bias = ParameterSpec("attention.query_key_value.bias", (rows,), 0, init=ZEROS, sections=sections)
         projection.append(bias)
-    output = [ParameterSpec("attention.dense.weight", (hidden, queries), 1, init="output_weight")]
+    output = [ParameterSpec("attention.dense.weight", (hidden, queries), 1, init=FromKey.OUTPUT_METHOD)]
     if architecture.attention_output_bias:
         output.append(row_parallel_bias("attention.dense.bias", architecture))
     sinks = []
     if architecture.attention_sinks:
-        sinks.append(ParameterSpec("attention.sinks", (architecture.num_attention_heads,), 0, init="zeros"))
+        sinks.append(ParameterSpec("attention.sinks", (architecture.num_attention_heads,), 0, init=ZEROS))
     return (*sinks, *projection, *_query_key_norms(architecture), *output)
 
 
@@ -98,20 +98,20 @@ def _latent_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     width = architecture.query_latent_width
     parameters = []
     if architecture.attention_sinks:
-        parameters.append(ParameterSpec("attention.sinks", (heads,), 0, init="zeros"))
+        parameters.append(ParameterSpec("attention.sinks", (heads,), 0, init=ZEROS))
     if width:
         parameters += [
             ParameterSpec("attention.query_down.weight", (width, hidden)),
-            ParameterSpec("attention.query_norm.scale", (width,), init="ones"),
+            ParameterSpec("attention.query_norm.scale", (width,), init=ONES),
             ParameterSpec("attention.query_up.weight", (queries, width), 0),
         ]
     else:
         parameters.append(ParameterSpec("attention.query.weight", (queries, hidden), 0))
     parameters += [
         ParameterSpec("attention.key_value_down.weight", (latent + rotated, hidden)),
-        ParameterSpec("attention.key_value_norm.scale", (latent,), init="ones"),
+        ParameterSpec("attention.key_value_norm.scale", (latent,), init=ONES),
         ParameterSpec("attention.key_value_up.weight", (rows, latent), 0),
-        ParameterSpec("attention.dense.weight", (hidden, heads * values), 1, init="output_weight"),
+        ParameterSpec("attention.dense.weight", (hidden, heads * values), 1, init=FromKey.OUTPUT_METHOD),
     ]
     if architecture.attention_output_bias:
         parameters.append(row_parallel_bias("attention.dense.bias", architecture))
@@ -134,9 +134,7 @@ def _neox_query_key_norm(architecture: Architecture) -> tuple[ParameterSpec, ...
 def _norms_of_heads(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     """Return the scales of one head of queries, and one of keys."""
     size = (architecture.head_dim,)
-    init: Initialization = "ones"
-    if NORMS[architecture.norm].from_zero:
-        init = "zeros"
+    init = ZEROS if NORMS[architecture.norm].from_zero else ONES
     return (
         ParameterSpec("attention.q_norm.scale", size, init=init),
         ParameterSpec("attention.k_norm.scale", size, init=init),
@@ -148,8 +146,8 @@ def _norms_over_heads(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     queries = architecture.num_attention_heads * architecture.head_dim
     keys = architecture.num_kv_heads * architecture.head_dim
     return (
-        ParameterSpec("attention.q_norm.scale", (queries,), 0, init="ones"),
-        ParameterSpec("attention.k_norm.scale", (keys,), 0, init="ones"),
+        ParameterSpec("attention.q_norm.scale", (queries,), 0, init=ONES),
+        ParameterSpec("attention.k_norm.scale", (keys,), 0, init=ONES),
     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from neox.architecture.activations import ACTIVATIONS
 from neox.architecture.architecture import Architecture
 from neox.architecture.experts import expert_losses, expert_parameters, expert_statistics
-from neox.architecture.parameter import ParameterSpec, in_module
+from neox.architecture.parameter import ONES, ZEROS, FromKey, Normal, ParameterSpec, in_module
 
 
 @dataclass(frozen=True)
@@ -84,30 +85,30 @@ def norm_parameters(architecture: Architecture, module: str) -> tuple[ParameterS
 def row_parallel_bias(name: str, architecture: Architecture) -> ParameterSpec:
     """Return the bias of a linear layer whose input is split over tensor ranks: one copy, added after the reduction."""
     shape = (architecture.hidden_size,)
-    return ParameterSpec(name, shape, init="zeros", summed_in_neox=architecture.parallel_residual)
+    return ParameterSpec(name, shape, init=ZEROS, summed_in_neox=architecture.parallel_residual)
 
 
 def _layernorm(hidden: int) -> tuple[ParameterSpec, ...]:
     return (
-        ParameterSpec("weight", (hidden,), init="ones"),
-        ParameterSpec("bias", (hidden,), init="zeros"),
+        ParameterSpec("weight", (hidden,), init=ONES),
+        ParameterSpec("bias", (hidden,), init=ZEROS),
     )
 
 
 def _layernorm_weight(hidden: int) -> tuple[ParameterSpec, ...]:
-    return (ParameterSpec("weight", (hidden,), init="ones"),)
+    return (ParameterSpec("weight", (hidden,), init=ONES),)
 
 
 def _scale_minus_one(hidden: int) -> tuple[ParameterSpec, ...]:
-    return (ParameterSpec("scale", (hidden,), init="zeros"),)
+    return (ParameterSpec("scale", (hidden,), init=ZEROS),)
 
 
 def _scale(hidden: int) -> tuple[ParameterSpec, ...]:
-    return (ParameterSpec("scale", (hidden,), init="ones"),)
+    return (ParameterSpec("scale", (hidden,), init=ONES),)
 
 
 def _length(hidden: int) -> tuple[ParameterSpec, ...]:
-    return (ParameterSpec("g", (1,), init="ones"),)
+    return (ParameterSpec("g", (1,), init=ONES),)
 
 
 def _mlp(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -120,9 +121,9 @@ def _mlp(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     if factor > 1:
         sections = (width,) * factor
     first = [ParameterSpec("mlp.dense_h_to_4h.weight", (rows, hidden), 0, sections=sections)]
-    last = [ParameterSpec("mlp.dense_4h_to_h.weight", (hidden, width), 1, init="output_weight")]
+    last = [ParameterSpec("mlp.dense_4h_to_h.weight", (hidden, width), 1, init=FromKey.OUTPUT_METHOD)]
     if architecture.mlp_bias:
-        first.append(ParameterSpec("mlp.dense_h_to_4h.bias", (rows,), 0, init="zeros", sections=sections))
+        first.append(ParameterSpec("mlp.dense_h_to_4h.bias", (rows,), 0, init=ZEROS, sections=sections))
         last.append(row_parallel_bias("mlp.dense_4h_to_h.bias", architecture))
     return (*first, *last)
 
@@ -148,7 +149,8 @@ TRANSFORMER_ENGINE_NORMS: Mapping[str, str] = MappingProxyType({"te_layernorm": 
 
 def _relative_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     shape = (architecture.rpe_buckets, architecture.num_attention_heads)
-    return (ParameterSpec("attention.rpe.weight", shape, 1, init="xavier_normal"),)
+    xavier = Normal(sqrt(2.0 / sum(shape)))
+    return (ParameterSpec("attention.rpe.weight", shape, 1, init=xavier),)
 
 
 POSITIONS: Mapping[str, Positions] = MappingProxyType(

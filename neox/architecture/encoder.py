@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neox.architecture.architecture import Architecture
 from neox.architecture.choices import norm_parameters
-from neox.architecture.parameter import ParameterSpec
+from neox.architecture.parameter import ZEROS, ParameterSpec
 
 SENTENCE_CLASSES = 2
 """Logits of the sentence head: the second sentence follows the first, or it does not."""
@@ -23,7 +23,7 @@ def masked_lm_head_parameters(architecture: Architecture, padded_vocab_size: int
     return (
         *_dense("dense", architecture.hidden_size, architecture.hidden_size),
         *norm_parameters(architecture, "layernorm"),
-        ParameterSpec("final_linear.bias", (padded_vocab_size,), 0, init="zeros"),
+        ParameterSpec("final_linear.bias", (padded_vocab_size,), 0, init=ZEROS),
     )
 
 
@@ -36,5 +36,5 @@ def sentence_head_parameters(architecture: Architecture) -> tuple[ParameterSpec,
 def _dense(module: str, outputs: int, inputs: int) -> tuple[ParameterSpec, ...]:
     """Return a linear layer that every tensor rank holds whole."""
     weight = ParameterSpec(f"{module}.weight", (outputs, inputs))
-    bias = ParameterSpec(f"{module}.bias", (outputs,), init="zeros")
+    bias = ParameterSpec(f"{module}.bias", (outputs,), init=ZEROS)
     return weight, bias

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 
 from neox.architecture.activations import ACTIVATIONS
 from neox.architecture.architecture import Architecture
-from neox.architecture.parameter import ParameterSpec
+from neox.architecture.parameter import ZEROS, FromKey, ParameterSpec
 
 RouterName = Literal["sinkhorn", "topk", "sigmoid"]
 """How the experts of a token are chosen, and how their outputs are weighted:
@@ -35,9 +35,9 @@ def expert_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     number = architecture.num_experts
     parameters = [ParameterSpec("mlp.router.weight", (number, hidden))]
     if architecture.router_logit_bias:
-        parameters.append(ParameterSpec("mlp.router.bias", (number,), init="zeros"))
+        parameters.append(ParameterSpec("mlp.router.bias", (number,), init=ZEROS))
     if architecture.router_bias:
-        bias = ParameterSpec("mlp.router.selection_bias", (number,), init="zeros", trained=False, stays_fp32=True)
+        bias = ParameterSpec("mlp.router.selection_bias", (number,), init=ZEROS, trained=False, stays_fp32=True)
         parameters.append(bias)
     width = architecture.expert_width
     rows, sections = _first_product(architecture, width)
@@ -53,7 +53,7 @@ def expert_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
         "mlp.experts.dense_4h_to_h.weight",
         (number, hidden, width),
         2,
-        init="output_weight",
+        init=FromKey.OUTPUT_METHOD,
         experts=number,
         active_experts=architecture.experts_per_token,
     )
@@ -61,12 +61,12 @@ def expert_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     if architecture.expert_bias:
         shape = (number, rows)
         name = "mlp.experts.dense_h_to_4h.bias"
-        parameters.append(replace(first, name=name, shape=shape, init="zeros", of_norm=True))
+        parameters.append(replace(first, name=name, shape=shape, init=ZEROS, of_norm=True))
     parameters.append(last)
     if architecture.expert_bias:
         shape = (number, hidden)
         name = "mlp.experts.dense_4h_to_h.bias"
-        parameters.append(replace(last, name=name, shape=shape, partition_dim=None, init="zeros", of_norm=True))
+        parameters.append(replace(last, name=name, shape=shape, partition_dim=None, init=ZEROS, of_norm=True))
     if architecture.shared_expert_width:
         parameters += _shared_expert(architecture)
     return tuple(parameters)
@@ -78,7 +78,7 @@ def _shared_expert(architecture: Architecture) -> list[ParameterSpec]:
     rows, sections = _first_product(architecture, width)
     parameters = [
         ParameterSpec("mlp.shared_expert.dense_h_to_4h.weight", (rows, hidden), 0, sections=sections),
-        ParameterSpec("mlp.shared_expert.dense_4h_to_h.weight", (hidden, width), 1, init="output_weight"),
+        ParameterSpec("mlp.shared_expert.dense_4h_to_h.weight", (hidden, width), 1, init=FromKey.OUTPUT_METHOD),
     ]
     if architecture.shared_expert_gate:
         parameters.append(ParameterSpec("mlp.shared_expert_gate.weight", (1, hidden)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neox.architecture.architecture import Architecture
 from neox.architecture.block_kind import BlockKind, MicroBatch
 from neox.architecture.choices import NORMS
-from neox.architecture.parameter import ParameterSpec, in_module
+from neox.architecture.parameter import ONES, ZEROS, FromKey, ParameterSpec, in_module
 
 
 def _gated_block_parameters(architecture: Architecture, *, has_attention: bool) -> tuple[ParameterSpec, ...]:
@@ -19,20 +19,20 @@ def _gated_block_parameters(architecture: Architecture, *, has_attention: bool) 
         width = architecture.gmlp_width
         attention = (
             ParameterSpec("sgu.attn.proj_qkv.weight", (3 * width, 2 * inner)),
-            ParameterSpec("sgu.attn.proj_qkv.bias", (3 * width,), init="zeros"),
+            ParameterSpec("sgu.attn.proj_qkv.bias", (3 * width,), init=ZEROS),
             ParameterSpec("sgu.attn.proj_ffn.weight", (inner, width)),
-            ParameterSpec("sgu.attn.proj_ffn.bias", (inner,), init="zeros"),
+            ParameterSpec("sgu.attn.proj_ffn.bias", (inner,), init=ZEROS),
         )
     return (
         *in_module("norm", norm.parameters(hidden)),
         ParameterSpec("input_linear.weight", (2 * inner, hidden), 0, sections=(inner, inner)),
-        ParameterSpec("input_linear.bias", (2 * inner,), 0, init="zeros", sections=(inner, inner), trained=False),
+        ParameterSpec("input_linear.bias", (2 * inner,), 0, init=ZEROS, sections=(inner, inner), trained=False),
         *in_module("sgu.norm", norm.parameters(inner)),
-        ParameterSpec("sgu.proj.weight", (length, length), init="zeros"),
-        ParameterSpec("sgu.proj.bias", (length,), init="ones"),
+        ParameterSpec("sgu.proj.weight", (length, length), init=ZEROS),
+        ParameterSpec("sgu.proj.bias", (length,), init=ONES),
         *attention,
-        ParameterSpec("output_linear.weight", (hidden, inner), 1, init="output_weight"),
-        ParameterSpec("output_linear.bias", (hidden,), init="zeros", trained=False),
+        ParameterSpec("output_linear.weight", (hidden, inner), 1, init=FromKey.OUTPUT_METHOD),
+        ParameterSpec("output_linear.bias", (hidden,), init=ZEROS, trained=False),
     )
 
 

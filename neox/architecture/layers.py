@@ -19,7 +19,7 @@ from neox.architecture.blocks import BLOCKS
 from neox.architecture.choices import POSITIONS, norm_parameters
 from neox.architecture.encoder import masked_lm_head_parameters, sentence_head_parameters, token_type_parameters
 from neox.architecture.lora import Lora
-from neox.architecture.parameter import ParameterSpec
+from neox.architecture.parameter import ZEROS, FromKey, ParameterSpec
 
 LayerKind = Literal[
     "embedding", "prompt", "identity", "block", "norm", "head", "masked_lm_head", "sentence_head", "score_head"
@@ -67,7 +67,7 @@ class LayerEntry:
 
     def is_hidden(self, parameter: ParameterSpec) -> bool:
         """Return whether one of its parameters is a matrix between hidden states: of a block, with drawn weights."""
-        return self.kind == "block" and parameter.init in ("weight", "output_weight")
+        return self.kind == "block" and parameter.init in (FromKey.METHOD, FromKey.OUTPUT_METHOD)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _prompt(architecture: Architecture) -> LayerEntry:
     if not architecture.soft_prompt_tokens:
         return LayerEntry(1, "identity")
     shape = (architecture.soft_prompt_tokens, architecture.hidden_size)
-    return LayerEntry(1, "prompt", (ParameterSpec("soft_embedding_weight", shape, init="prompt"),))
+    return LayerEntry(1, "prompt", (ParameterSpec("soft_embedding_weight", shape, init=FromKey.PROMPT_RANGE),))
 
 
 def _blocks(architecture: Architecture) -> list[LayerEntry]:
@@ -225,7 +225,7 @@ def _head(architecture: Architecture, rows: int, index: int, parallelism: Litera
     split_dim = 0 if parallelism == "column" else 1
     parameters = [ParameterSpec("final_linear.weight", (rows, architecture.hidden_size), split_dim)]
     if architecture.head_bias:
-        parameters.append(ParameterSpec("final_linear.bias", (rows,), 0, init="zeros"))
+        parameters.append(ParameterSpec("final_linear.bias", (rows,), 0, init=ZEROS))
     return LayerEntry(index, "head", tuple(parameters))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from neox.architecture.parameter import ParameterSpec
+from neox.architecture.parameter import ZEROS, ParameterSpec, Uniform
 
 ADAPTER = ".adapter."
 """Part of the name of every parameter of an adapter: MODULE.adapter.lora_A and MODULE.adapter.lora_B."""
@@ -43,9 +43,10 @@ def adapter_parameters(weight: ParameterSpec, rank: int) -> tuple[ParameterSpec,
     """
     module = weight.name.removesuffix(".weight")
     outputs, inputs = weight.shape
-    down = ParameterSpec(f"{module}{ADAPTER}lora_A", (rank, inputs), 1, init="fan_in")
-    up = ParameterSpec(f"{module}{ADAPTER}lora_B", (outputs, rank), None, init="zeros")
+    bound = inputs**-0.5
+    down = ParameterSpec(f"{module}{ADAPTER}lora_A", (rank, inputs), 1, init=Uniform(-bound, bound))
+    up = ParameterSpec(f"{module}{ADAPTER}lora_B", (outputs, rank), None, init=ZEROS)
     if weight.partition_dim == 0:
-        down = ParameterSpec(down.name, down.shape, None, init="fan_in")
-        up = ParameterSpec(up.name, up.shape, 0, init="zeros", sections=weight.sections)
+        down = replace(down, partition_dim=None)
+        up = ParameterSpec(up.name, up.shape, 0, init=ZEROS, sections=weight.sections)
     return down, up

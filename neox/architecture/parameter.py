@@ -4,12 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import prod
-from typing import Literal
 
-Initialization = Literal["weight", "output_weight", "fan_in", "xavier_normal", "prompt", "ones", "zeros"]
-"""How a parameter starts: drawn by `init_method`, drawn by `output_layer_init_method` (weights that write into the
-residual), uniform within 1 / sqrt(input features), drawn by that method, uniform as the soft prompt, or constant."""
+
+@dataclass(frozen=True)
+class Constant:
+    """Initial values that are all the same."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values of a normal distribution around 0."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Initial values of a uniform distribution."""
+
+    low: float
+    high: float
+
+
+class FromKey(Enum):
+    """Initial values that the configuration chooses, by the key that does."""
+
+    METHOD = "init_method"
+    OUTPUT_METHOD = "output_layer_init_method"  # of weights that write into the residual stream
+    PROMPT_RANGE = "soft_prompt_tuning.init_range"
+
+
+InitialValues = Constant | Normal | Uniform | FromKey
+ZEROS = Constant(0.0)
+ONES = Constant(1.0)
 
 
 @dataclass(frozen=True)
@@ -40,7 +71,7 @@ class ParameterSpec:
     name: str
     shape: tuple[int, ...]
     partition_dim: int | None = None
-    init: Initialization = "weight"
+    init: InitialValues = FromKey.METHOD
     summed_in_neox: bool = False
     sections: tuple[int, ...] = ()
     trained: bool = True

@@ -13,6 +13,8 @@ from neox.model.blocks import BLOCKS
 from neox.model.embedding import Embedding, FinalNorm, Head
 from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.initial_weights import InitialWeights
+from neox.model.parameter_marks import mark_parameters
+from neox.model.positions import reset_buffers
 from neox.model.score_head import ScoreHead
 from neox.model.soft_prompt import SoftPrompt
 from neox.parallel import (
@@ -110,10 +112,16 @@ def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
 
 
 def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) -> None:
-    """Give a layer its initial weights, the same full tensors under every layout of ranks."""
-    settings = initial_weights(plan.config, plan.architecture)
-    settings = replace(settings, on_device=plan.layers.numel >= DRAWN_ON_DEVICE)
-    settings.fill(layer, plan.layers[index], grid)
+    """Prepare a layer that has memory for training: marks, initial weights and buffers.
+
+    The initial weights are slices of the same full tensors under every layout of ranks.
+    """
+    entry = plan.layers[index]
+    weights = initial_weights(plan.config, plan.architecture)
+    weights = replace(weights, on_device=plan.layers.numel >= DRAWN_ON_DEVICE)
+    mark_parameters(layer, entry, grid, width_multiplier=weights.width_multiplier)
+    weights.fill(layer, entry, grid)
+    reset_buffers(layer)
 
 
 def initial_weights(config: NeoXConfig, architecture: Architecture) -> InitialWeights:

@@ -15,21 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from neox.architecture import LayerEntry, ParameterSpec
-from neox.model.positions import reset_buffers
-from neox.model.trained_rows import train_only_rows
-from neox.parallel import (
-    ParallelGrid,
-    derive_seed,
-    mark_decay,
-    mark_divided_experts,
-    mark_group,
-    mark_hidden,
-    mark_lr_factor,
-    mark_split,
-    own_experts,
-    shard,
-)
+from neox.architecture import Constant, FromKey, InitialValues, LayerEntry, Normal, ParameterSpec, Uniform
+from neox.parallel import ParallelGrid, derive_seed, own_experts, shard
 
 
 def draw(
@@ -60,8 +47,6 @@ def draw(
     }
     if method in deviations:
         return weight.normal_(0.0, deviations[method], generator=generator)
-    if method == "fan_in":
-        return weight.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
     others: dict[str, Callable[[], Tensor]] = {
         "xavier_uniform": lambda: nn.init.xavier_uniform_(weight, generator=generator),
         "xavier_normal": lambda: nn.init.xavier_normal_(weight, generator=generator),
@@ -104,7 +89,7 @@ class InitialWeights:
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, entry: LayerEntry, grid: ParallelGrid) -> None:
-        """Fill this rank's part of every parameter of a layer, and compute its buffers.
+        """Fill this rank's part of every parameter of a layer.
 
         Args:
             layer: The module.
@@ -114,25 +99,11 @@ class InitialWeights:
         parameters = dict(layer.named_parameters())
         for spec in entry.parameters:
             target = parameters[spec.name]
-            # The constructor's marks are gone if `to_empty` has made new parameters.
-            mark_split(target, spec.partition_dim is not None and grid.tp_size > 1)
-            target.requires_grad_(spec.trained)
-            mark_decay(target, spec.is_matrix)
-            mark_group(target, spec.lr_factor, spec.weight_decay)
-            train_only_rows(target, spec, grid)
-            mark_hidden(target, entry.is_hidden(spec))
-            if spec.experts:
-                mark_divided_experts(target, grid)
-            if spec.init == "ones":
-                target.fill_(1.0)
-            elif spec.init == "zeros":
-                target.fill_(0.0)
-            else:
-                full = self.full(spec, entry, target.device)
-                if self._is_scaled(spec, entry):
-                    mark_lr_factor(target, 1.0 / self.width_multiplier)
-                target.copy_(own_experts(shard(full, spec, grid.tp_rank, grid.tp_size), target))
-        reset_buffers(layer)
+            if isinstance(spec.init, Constant):
+                target.fill_(spec.init.value)
+                continue
+            full = self.full(spec, entry, target.device)
+            target.copy_(own_experts(shard(full, spec, grid.tp_rank, grid.tp_size), target))
 
     def full(self, spec: ParameterSpec, entry: LayerEntry, device: torch.device | None = None) -> Tensor:
         """Return the full tensor of a randomly initialized parameter.
@@ -145,29 +116,36 @@ class InitialWeights:
         generator = torch.Generator(device if self.on_device and device is not None else "cpu")
         seeded = ("weights", spec.shared_with or entry.index, spec.name)
         generator.manual_seed(derive_seed(self.seed, *seeded))
-        if spec.init == "prompt":
-            full = torch.empty(spec.shape, device=generator.device)
-            return full.uniform_(-self.prompt_range, self.prompt_range, generator=generator)
+        if spec.init is FromKey.PROMPT_RANGE:
+            return self._draw(spec.init, spec.shape, generator)
         if spec.experts:
             full = torch.empty(spec.shape, device=generator.device)
             for expert in range(spec.experts):
                 generator.manual_seed(derive_seed(self.seed, *seeded, expert))
-                full[expert] = self._weight(spec, spec.shape[1:], generator)
+                full[expert] = self._draw(spec.init, spec.shape[1:], generator)
         else:
-            full = self._weight(spec, spec.shape, generator)
-        if self._is_scaled(spec, entry):
+            full = self._draw(spec.init, spec.shape, generator)
+        if entry.is_hidden(spec) and self.width_multiplier != 1.0:
             full *= self.width_multiplier**-0.5
         if self.scale != 1.0:
             full *= self.scale
         return full
 
-    def _is_scaled(self, spec: ParameterSpec, entry: LayerEntry) -> bool:
-        """Return whether muP scales a parameter's standard deviation and learning rate."""
-        return self.width_multiplier != 1.0 and entry.is_hidden(spec)
-
-    def _weight(self, spec: ParameterSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draw a weight of a shape by the method of its parameter."""
-        methods = {"weight": self.init_method, "output_weight": self.output_layer_init_method}
-        method = methods.get(spec.init, spec.init)
+    def _draw(self, init: InitialValues, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draw initial values in fp32 on the generator's device."""
+        values = torch.empty(shape, dtype=torch.float32, device=generator.device)
+        match init:
+            case Constant(value):
+                return values.fill_(value)
+            case Normal(std):
+                return values.normal_(0.0, std, generator=generator)
+            case Uniform(low, high):
+                return values.uniform_(low, high, generator=generator)
+            case FromKey.PROMPT_RANGE:
+                return values.uniform_(-self.prompt_range, self.prompt_range, generator=generator)
+            case FromKey.METHOD:
+                method = self.init_method
+            case FromKey.OUTPUT_METHOD:
+                method = self.output_layer_init_method
         width = self.hidden / self.width_multiplier
         return draw(method, shape, generator, std=self.std, layers=self.layers, hidden=width)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.architecture import ParameterSpec
+from neox.architecture import Constant, ParameterSpec
 from neox.model import GPT
 from neox.optim.groups import decays
 from neox.parallel import ParallelGrid, Topology, gather_last_dim, shard
@@ -36,7 +36,7 @@ def randomize_vectors(model: GPT, specs: Mapping[str, ParameterSpec]) -> None:
     for name, parameter in model.named_parameters():
         if not decays(parameter):
             generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
-            full = torch.randn(specs[name].shape, generator=generator) * 0.1 + (specs[name].init == "ones")
+            full = torch.randn(specs[name].shape, generator=generator) * 0.1 + (specs[name].init == Constant(1.0))
             parameter.data.copy_(shard(full, specs[name], model.grid.tp_rank, model.grid.tp_size))
 
 

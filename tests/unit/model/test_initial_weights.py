@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from neox.architecture import Constant, FromKey, Normal, ParameterSpec, Uniform
 from neox.checkpoint.reshard import merge
-from neox.model import GPT, build_layer, initialize
+from neox.model import GPT, build_layer, initial_weights, initialize
 from neox.model.initial_weights import draw
 from neox.parallel import ParallelGrid, Topology
 from tests.errors import raises_naming
@@ -116,3 +117,14 @@ def test_bf16_parameters_are_the_rounded_fp32_ones_and_the_rotary_buffer_stays_f
     for name, tensor in GPT(plan, grid, dtype=torch.bfloat16).state_dict().items():
         dtype = torch.float32 if name.endswith("inv_freq") else torch.bfloat16
         assert torch.equal(tensor, exact[name].to(dtype))
+
+
+def test_every_form_of_initial_values_is_drawn():
+    plan = small_plan()
+    weights = replace(initial_weights(plan.config, plan.architecture), prompt_range=0.25)
+    deviations = {Constant(0.5): 0.0, Normal(0.3): 0.3, Uniform(-1.0, 2.0): 3 / math.sqrt(12)}
+    deviations |= {FromKey.PROMPT_RANGE: 0.5 / math.sqrt(12), FromKey.METHOD: 0.02}
+    for init, deviation in deviations.items():
+        full = weights.full(ParameterSpec("weight", (300, 200), init=init), plan.layers[2])
+        assert full.std().item() == pytest.approx(deviation, rel=0.02, abs=1e-6), init
+        assert full.mean().item() == pytest.approx(0.5 if init in (Constant(0.5), Uniform(-1.0, 2.0)) else 0, abs=0.01)
