@@ -14,6 +14,11 @@ from torch import Tensor
 from neox.model import NetworkOutput
 
 
+def network_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tokens [B, S] and, if the batch has them, lengths [B] and the starts of tokens' documents [B, S]."""
+    return {name: batch[name] for name in ("tokens", "lengths", "document_starts") if name in batch}
+
+
 @dataclass(frozen=True)
 class CausalLM:
     """Weighted sum of the cross entropies of the next tokens.
@@ -38,8 +43,8 @@ class CausalLM:
         return ("loss", "lm_loss", "z_loss")
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tokens [B, S] and, if the batch has them, lengths [B] and the starts of tokens' documents [B, S]."""
-        return {name: batch[name] for name in ("tokens", "lengths", "document_starts") if name in batch}
+        """Return the network's inputs."""
+        return network_inputs(batch)
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return labels and their weights, [B, S] each."""

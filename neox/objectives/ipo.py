@@ -3,7 +3,7 @@
     r(answer) = (log p(answer) - log ref(answer)) / tokens of the answer
     loss      = (r(chosen) - r(rejected) - 1 / (2 tau))^2
 
-The division by the number of tokens is not in the paper; its authors confirmed it to TRL.
+The division by the number of tokens is not in the paper; TRL's maintainers confirmed it with the authors.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from neox.objectives.dpo import AgainstReference, log_ratios
-from neox.objectives.preferences import AnswerLogProbs, paired_scores
+from neox.objectives.dpo import LogRatioObjective, log_ratios
+from neox.objectives.preferences import AnswerLogProbs, scores_of_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
-class IPO(AgainstReference):
-    """Mean over pairs of the squared distance of the margin from a target; `beta` is the paper's tau."""
+class IPO(LogRatioObjective):
+    """Weighted sum over pairs of the squared distance of the margin from 1 / (2 tau); `beta` is the paper's tau."""
 
-    def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
-        """Return the scores of pairs."""
-        ratios = log_ratios(found)
-        chosen, rejected = (ratios / found.counts).unbind(-1)
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
+        """Return the scores of pairs. Rewards are those of DPO, without the division."""
+        ratios = log_ratios(log_probs)
+        chosen, rejected = (ratios / log_probs.lengths).unbind(-1)
         losses = (chosen - rejected - 1 / (2 * self.beta)) ** 2
-        return paired_scores(losses, self.beta * ratios, found.sums, found.targets.weights)
+        return scores_of_pairs(losses, self.beta * ratios, log_probs.sums, log_probs.targets.weights)

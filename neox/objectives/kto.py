@@ -13,19 +13,21 @@ schedule in each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from neox.objectives.data_ranks import mean_over_data_ranks
 from neox.objectives.dpo import log_ratios
-from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, mean_over_ranks
+from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective
 
 
 @dataclass(frozen=True)
 class KTO(PreferenceObjective):
-    """Mean over answers of the losses of good and bad ones.
+    """Weighted sum over answers of the losses of good and bad ones.
+
+    A pair of a row holds a prompt with its own answer, and the same prompt with another prompt's answer, for z.
 
     Attributes:
         beta: How strongly the model is held to the reference.
@@ -40,35 +42,37 @@ class KTO(PreferenceObjective):
     undesirable_weight: float = 1.0
 
     @property
-    def extra_fields(self) -> Sequence[str]:
+    def optional_targets(self) -> tuple[str, ...]:
         """The reference's log-probabilities, and which answers are good."""
         return ("reference", "desirable")
 
-    def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
         """Return the scores of judged answers.
 
         Rewards and log-probabilities are means over the good or the bad answers of the micro batch of all data ranks;
         0 if it has none.
         """
-        targets = found.targets
-        assert targets.second_extra is not None
-        good = targets.second_extra.float()
-        given = (targets.weights > 0).float()
-        own, mismatched = log_ratios(found).unbind(-1)
-        kl = mean_over_ranks(mismatched.detach(), given, found.grid).clamp(min=0)
+        targets = log_probs.targets
+        assert targets.desirable is not None
+        exists = (targets.weights > 0).float()  # [B, P]
+        good = targets.desirable.float()
+        own, mismatched = log_ratios(log_probs).unbind(-1)
+
+        kl = mean_over_data_ranks(mismatched.detach(), exists, log_probs.grid).clamp(min=0)
         losses_of_good = self.desirable_weight * (1 - torch.sigmoid(self.beta * (own - kl)))
         losses_of_bad = self.undesirable_weight * (1 - torch.sigmoid(self.beta * (kl - own)))
         losses = torch.where(good > 0, losses_of_good, losses_of_bad)
+
         rewards = self.beta * own.detach()
-        log_probs = found.sums[..., 0].detach()
-        chosen = mean_over_ranks(rewards, given * good, found.grid)
-        rejected = mean_over_ranks(rewards, given * (1 - good), found.grid)
-        return [
-            (targets.weights * losses).sum(),
-            chosen,
-            rejected,
-            chosen - rejected,
-            mean_over_ranks(log_probs, given * good, found.grid),
-            mean_over_ranks(log_probs, given * (1 - good), found.grid),
-            kl,
-        ]
+        sums = log_probs.sums[..., 0].detach()
+        chosen = mean_over_data_ranks(rewards, exists * good, log_probs.grid)
+        rejected = mean_over_data_ranks(rewards, exists * (1 - good), log_probs.grid)
+        return {
+            "loss": (targets.weights * losses).sum(),
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "logps/chosen": mean_over_data_ranks(sums, exists * good, log_probs.grid),
+            "logps/rejected": mean_over_data_ranks(sums, exists * (1 - good), log_probs.grid),
+            "kl": kl,
+        }

@@ -14,7 +14,7 @@ from neox.config.sections.preferences import PreferenceConfig
 from neox.model import NetworkOutput
 from neox.objectives.causal_lm import CausalLM
 from neox.objectives.distillation import Distilled
-from neox.objectives.dpo import DPO
+from neox.objectives.dpo import DPO, Hinge
 from neox.objectives.ipo import IPO
 from neox.objectives.kto import KTO
 from neox.objectives.masked_lm import MaskedLM
@@ -131,7 +131,7 @@ def build_objective(plan: RunPlan) -> Objective:
             weight=distillation.distillation_weight,
         )
     elif plan.config.preferences.on_preferences:
-        objective = _of_preferences(plan.config.preferences)
+        objective = _preference_objective(plan.config.preferences)
     elif network.bidirectional:
         objective = MaskedLM(network.sentence_head)
     losses = block_losses(network)
@@ -141,7 +141,7 @@ def build_objective(plan: RunPlan) -> Objective:
     return objective
 
 
-def _of_preferences(keys: PreferenceConfig) -> Objective:
+def _preference_objective(keys: PreferenceConfig) -> Objective:
     """Return the objective of preferences that `train_impl` names."""
     if keys.train_impl == "kto":
         return KTO(keys.kto_beta, keys.kto_desirable_weight, keys.kto_undesirable_weight)
@@ -153,9 +153,6 @@ def _of_preferences(keys: PreferenceConfig) -> Objective:
         return SimPO(keys.simpo_beta, keys.simpo_gamma)
     if keys.dpo_loss == "ipo":
         return IPO(beta=keys.dpo_beta, with_reference=keys.needs_reference)
-    return DPO(
-        beta=keys.dpo_beta,
-        with_reference=keys.needs_reference,
-        kind=keys.dpo_loss,
-        label_smoothing=keys.dpo_label_smoothing,
-    )
+    if keys.dpo_loss == "hinge":
+        return Hinge(beta=keys.dpo_beta, with_reference=keys.needs_reference)
+    return DPO(beta=keys.dpo_beta, with_reference=keys.needs_reference, label_smoothing=keys.dpo_label_smoothing)

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.objectives.preferences import PAIR_SCORES, AnswerLogProbs, PreferenceObjective, paired_scores
+from neox.objectives.preferences import PAIR_SCORES, AnswerLogProbs, PreferenceObjective, scores_of_pairs
 
 
 @dataclass(frozen=True)
 class ORPO(PreferenceObjective):
-    """Mean over pairs of the preferred answer's loss and the loss of the odds ratio.
+    """Weighted sum over pairs of the preferred answer's loss and the loss of the odds ratio.
 
     Attributes:
         beta: Weight of the odds ratio, the paper's lambda.
@@ -32,19 +32,22 @@ class ORPO(PreferenceObjective):
 
     beta: float
 
-    def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
         """Return the scores of pairs. As in TRL, the reported log-probabilities are means over tokens."""
-        weights = found.targets.weights
+        weights = log_probs.targets.weights
         # Where a row has no pair, any number below 0 keeps the logarithm finite.
-        means = torch.where(weights.unsqueeze(-1) > 0, found.means, -1.0)
+        means = torch.where(weights.unsqueeze(-1) > 0, log_probs.means, -1.0)
         chosen, rejected = (means - _log1mexp(means)).unbind(-1)
         log_odds = chosen - rejected
         ratio = F.logsigmoid(log_odds)
-        nll = -found.document_means[..., 0]
-        scores = paired_scores(nll - self.beta * ratio, self.beta * found.means, found.means, weights)
-        for value in (nll, ratio, log_odds):
-            scores.append((weights * value.detach()).sum())
-        return scores
+        nll = -log_probs.document_means[..., 0]
+        losses = nll - self.beta * ratio
+        return {
+            **scores_of_pairs(losses, self.beta * log_probs.means, log_probs.means, weights),
+            "nll_loss": (weights * nll.detach()).sum(),
+            "log_odds_ratio": (weights * ratio.detach()).sum(),
+            "log_odds_chosen": (weights * log_odds.detach()).sum(),
+        }
 
 
 def _log1mexp(x: Tensor) -> Tensor:

@@ -1,21 +1,33 @@
 """Common part of the losses of preferences: log-probabilities of answers, and training through them.
 
+A loss L of preferences is a function of sums over tokens (the log-probability of an answer), so how much a token counts
+in the gradient is known only after all log-probabilities are. Therefore the head runs twice, on the same hidden states:
+
+    1. l_i = log p(token i)                       without a graph, a few logits at a time
+       L(l), and its derivatives w_i = dL / dl_i  plain autograd over a short vector
+    2. S = sum_i -w_i CE_i,  CE_i = -l_i          weighted cross entropies, as in language modelling
+
+S has the gradient of L, because dS = sum_i w_i dl_i = dL, and no step ever holds the logits of all tokens. The reported
+loss is L.
+
+A pair is two documents, each a prompt with an answer.
+
 Legend: B rows, S positions of a row, P most pairs of a row, H hidden, R tokens that count.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.model import LMHead, NetworkOutput
+from neox.objectives.causal_lm import network_inputs
 from neox.parallel import ParallelGrid
 
 PAIR_SCORES = (
@@ -27,27 +39,33 @@ PAIR_SCORES = (
     "logps/chosen",
     "logps/rejected",
 )
-"""Scores of pairs, with TRL's names."""
+"""Scores of pairs, with TRL's names; `scores_of_pairs` computes them."""
 
 
 class AnswerTargets(NamedTuple):
-    """Fields of rows of pairs that the scores need next to the network's output (`pair_rows.layout_rows`).
+    """Targets of rows of pairs (`neox.data.answer_pairs.pair_rows.layout_rows`).
 
     Attributes:
         labels: Next tokens [B, S].
-        slots: Number of each position's document in its row; negative for padding [B, S].
-        in_answer: 1 if the label belongs to the answer [B, S].
-        weights: Weight of each pair, 0 if there is none [B, P].
-        extra: The first of an objective's further fields, if it has any.
-        second_extra: The second one.
+        document_index: Number of each position's document in its row; negative for padding [B, S].
+        in_answer: 1 if the label belongs to the answer, 0 if it belongs to the prompt [B, S].
+        weights: Weight of each pair in the loss, 0 if there is no such pair [B, P]. They follow from
+            `loss_normalization`; those of a micro batch sum to 1 unless the step is normalized as a whole.
+        reference: Log-probabilities of the answers by the reference model [B, 2 P], if the loss uses them.
+        desirable: 1 for each good answer, 0 for each bad one [B, P], if answers are judged one by one.
     """
 
     labels: Tensor
-    slots: Tensor
+    document_index: Tensor
     in_answer: Tensor
     weights: Tensor
-    extra: Tensor | None = None
-    second_extra: Tensor | None = None
+    reference: Tensor | None = None
+    desirable: Tensor | None = None
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Tensor]) -> AnswerTargets:
+        """Return the targets that every loss uses."""
+        return cls(batch["labels"], batch["slots"], batch["in_answer"], batch["pair_mask"])
 
 
 @dataclass(frozen=True)
@@ -57,152 +75,157 @@ class AnswerLogProbs:
     Attributes:
         targets: The targets.
         sums: Sum over the tokens of each answer [B, P, 2].
-        counts: Number of these tokens, at least 1 [B, P, 2].
-        document_means: Mean over all tokens of each document, its prompt included; 0 unless the objective counts
-            prompts [B, P, 2].
+        lengths: Number of tokens of each answer, at least 1 [B, P, 2].
+        document_means: Mean over all counted tokens of each document [B, P, 2]: of answer and prompt if the objective
+            `counts_prompts`, else of the answer.
         grid: Process groups.
     """
 
     targets: AnswerTargets
     sums: Tensor
-    counts: Tensor
+    lengths: Tensor
     document_means: Tensor
     grid: ParallelGrid
 
     @property
     def means(self) -> Tensor:
         """Mean over the tokens of each answer [B, P, 2]."""
-        return self.sums / self.counts
+        return self.sums / self.lengths
 
 
 class PreferenceObjective(ABC):
-    """Loss of the log-probabilities of answers.
+    """An `Objective` whose loss is a function of the log-probabilities of answers.
 
     A batch holds the fields of `neox.data.answer_pairs.pair_rows.PreferenceDataset`.
     """
 
     label_mask = "pair_mask"
-    per_token: tuple[str, ...] = ()
     names: tuple[str, ...] = PAIR_SCORES
+    per_token: tuple[str, ...] = ()
     counts_prompts = False
     """Whether the loss also needs the log-probabilities of prompts."""
 
     @property
-    def extra_fields(self) -> Sequence[str]:
-        """Further fields of a batch that the scores need, at most two."""
+    def optional_targets(self) -> tuple[str, ...]:
+        """Further fields of the batch, and of `AnswerTargets`, that the loss uses."""
         return ()
 
+    @abstractmethod
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
+        """Return a scalar for each of `names`. Only the loss may pass a gradient."""
+
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tokens, and the positions where their documents start [B, S]."""
-        return inputs_of_rows(batch)
+        """Return the network's inputs."""
+        return network_inputs(batch)
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the fields of `AnswerTargets`."""
-        common = (batch["labels"], batch["slots"], batch["in_answer"], batch["pair_mask"])
-        return (*common, *(batch[name] for name in self.extra_fields))
+        """Return the fields of `AnswerTargets` that the loss uses, in their order."""
+        targets = AnswerTargets.of_batch(batch)
+        optional = (batch[name] for name in self.optional_targets)
+        return (targets.labels, targets.document_index, targets.in_answer, targets.weights, *optional)
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the scores of a micro batch in fp32, one for each of `names`.
+        """Return the scores of a micro batch in fp32, one for each of `names`; the loss has a gradient in training."""
+        labels, document_index, in_answer, weights, *optional = targets
+        by_name = dict(zip(self.optional_targets, optional, strict=True))
+        answers = AnswerTargets(labels, document_index, in_answer, weights, **by_name)
+        tokens = select_tokens(output, answers, with_prompts=self.counts_prompts)
+        if torch.is_grad_enabled():
+            return self._scores_for_training(tokens, answers)
+        return self._scores_from_log_probs(tokens.log_probs(), tokens, answers)
 
-        The loss is a function of sums over tokens, so the weight of a token in the gradient is known only after all
-        log-probabilities are. They are computed first, without a gradient. The loss's derivatives by them are then the
-        weights of cross entropies, through which the network is trained.
-        """
-        given = AnswerTargets(*targets)
-        tokens = CountedTokens.of(output, given, counts_prompts=self.counts_prompts)
-        with torch.enable_grad():
-            log_probs = tokens.log_probs().requires_grad_()
-            scores = torch.stack(self.pair_scores(sum_over_answers(log_probs, tokens.places, given, tokens.head.grid)))
-        if not torch.is_grad_enabled():
-            return scores.detach()
-        (derivatives,) = torch.autograd.grad(scores[0], log_probs)
-        loss = tokens.cross_entropy(-derivatives)
+    def _scores_from_log_probs(self, token_log_probs: Tensor, tokens: CountedTokens, answers: AnswerTargets) -> Tensor:
+        """Return the scores as a function of the tokens' log-probabilities [R]."""
+        log_probs = sum_by_document(token_log_probs, tokens.positions, answers, tokens.head.grid)
+        scores = self.pair_scores(log_probs)
+        return torch.stack([scores[name] for name in self.names])
+
+    def _scores_for_training(self, tokens: CountedTokens, answers: AnswerTargets) -> Tensor:
+        """Return the scores, where the loss L has the gradient of S (formula at the top)."""
+        token_log_probs = tokens.log_probs().requires_grad_()
+        scores = self._scores_from_log_probs(token_log_probs, tokens, answers)
+        (derivatives,) = torch.autograd.grad(scores[0], token_log_probs)
+        surrogate = tokens.cross_entropy(-derivatives)
         scores = scores.detach()
-        with_gradient = scores[0] + (loss - loss.detach())
-        return torch.cat((with_gradient.unsqueeze(0), scores[1:]))
-
-    @abstractmethod
-    def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
-        """Return each score as a scalar, the loss first. Only the loss may pass a gradient."""
-
-
-def inputs_of_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the network's inputs: tokens [B, S], lengths [B] if the batch has them, and document starts [B, S]."""
-    return {name: batch[name] for name in ("tokens", "lengths", "document_starts") if name in batch}
+        loss = scores[0] + (surrogate - surrogate.detach())  # L's value, S's gradient
+        return torch.cat((loss.unsqueeze(0), scores[1:]))
 
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """Tokens whose log-probabilities count.
+    """The tokens whose log-probabilities a loss uses.
 
     Attributes:
         head: The network's head.
-        hidden: Hidden states [R, H].
-        labels: Next tokens [R].
-        places: Positions in the flattened rows [R].
+        hidden: Hidden states that predict them [R, H].
+        labels: Their ids [R].
+        positions: Their positions in the flattened rows [R].
     """
 
     head: LMHead
     hidden: Tensor
     labels: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, output: NetworkOutput, targets: AnswerTargets, *, counts_prompts: bool) -> CountedTokens:
-        """Return the tokens of answers, or of answers and prompts."""
-        counted = targets.slots >= 0
-        if not counts_prompts:
-            counted = counted & (targets.in_answer > 0)
-        places = counted.flatten().nonzero().squeeze(1)
-        hidden = output.hidden.flatten(0, 1)[places]
-        return cls(output.head, hidden, targets.labels.flatten()[places], places)
+    positions: Tensor
 
     def log_probs(self) -> Tensor:
-        """Return their log-probabilities, without a gradient [R]."""
+        """Return the log-probabilities of the tokens [R] (no graph)."""
         return self.head.log_probs(self.hidden, self.labels)
 
     def cross_entropy(self, weights: Tensor) -> Tensor:
-        """Return the weighted sum of their cross entropies. Tokens of weight 0 are left out."""
+        """Return the weighted sum of the tokens' cross entropies. Tokens of weight 0 are left out."""
         used = weights.nonzero().squeeze(1)
         if len(used) in (0, len(weights)):
             return self.head.cross_entropy(self.hidden, self.labels, weights)
         return self.head.cross_entropy(self.hidden[used], self.labels[used], weights[used])
 
 
-def log_probs_of_answers(output: NetworkOutput, targets: AnswerTargets) -> AnswerLogProbs:
-    """Return the log-probabilities of answers by a network, without a gradient."""
-    tokens = CountedTokens.of(output, targets, counts_prompts=False)
-    return sum_over_answers(tokens.log_probs(), tokens.places, targets, output.head.grid)
+def select_tokens(output: NetworkOutput, targets: AnswerTargets, *, with_prompts: bool) -> CountedTokens:
+    """Pick the tokens of answers, or of answers and prompts, from all positions."""
+    counts = targets.document_index >= 0
+    if not with_prompts:
+        counts = counts & (targets.in_answer > 0)
+    positions = counts.flatten().nonzero().squeeze(1)  # [R]
+    hidden = output.hidden.flatten(0, 1)[positions]  # [B x S, H] -> [R, H]
+    return CountedTokens(output.head, hidden, targets.labels.flatten()[positions], positions)
 
 
-def sum_over_answers(
-    token_log_probs: Tensor, places: Tensor, targets: AnswerTargets, grid: ParallelGrid
+def sum_by_document(
+    token_log_probs: Tensor, positions: Tensor, targets: AnswerTargets, grid: ParallelGrid
 ) -> AnswerLogProbs:
-    """Sum log-probabilities of tokens over documents.
+    """Sum the log-probabilities of tokens over answers, and average them over documents.
 
     Args:
         token_log_probs: Log-probabilities of the tokens that count [R].
-        places: Their positions in the flattened rows [R].
+        positions: Their positions in the flattened rows [R].
         targets: The targets.
         grid: Process groups.
     """
     rows, pairs = targets.weights.shape
-    slots_of_row = ANSWERS_PER_PAIR * pairs
-    row = torch.arange(rows, device=places.device).unsqueeze(1)
-    document = (row * slots_of_row + targets.slots).flatten()[places]
-    in_answer = targets.in_answer.flatten()[places].float()
-    nothing = torch.zeros(rows * slots_of_row, device=places.device)
-    sums = nothing.index_add(0, document, token_log_probs * in_answer)
-    counts = nothing.index_add(0, document, in_answer)
-    lengths = nothing.index_add(0, document, torch.ones_like(in_answer))
-    totals = nothing.index_add(0, document, token_log_probs)
-    shape = (rows, pairs, ANSWERS_PER_PAIR)
-    means = totals / lengths.clamp(min=1)
-    return AnswerLogProbs(targets, sums.view(shape), counts.clamp(min=1).view(shape), means.view(shape), grid)
+    documents_of_row = ANSWERS_PER_PAIR * pairs
+    # Documents of all rows are numbered one after another. Padding is among no `positions`.
+    first_of_row = documents_of_row * torch.arange(rows, device=positions.device).unsqueeze(1)  # [B, 1]
+    document = (first_of_row + targets.document_index).flatten()[positions]  # [R]
+    in_answer = targets.in_answer.flatten()[positions].float()  # [R]
+
+    def total(values: Tensor) -> Tensor:
+        """Sum values of tokens [R] over the documents [B, P, 2]."""
+        zeros = torch.zeros(rows * documents_of_row, device=positions.device)
+        return zeros.index_add(0, document, values).view(rows, pairs, ANSWERS_PER_PAIR)
+
+    sums = total(token_log_probs * in_answer)
+    lengths = total(in_answer).clamp(min=1)
+    document_means = total(token_log_probs) / total(torch.ones_like(in_answer)).clamp(min=1)
+    return AnswerLogProbs(targets, sums, lengths, document_means, grid)
 
 
-def paired_scores(losses: Tensor, rewards: Tensor, log_probs: Tensor, weights: Tensor) -> list[Tensor]:
-    """Return the scores `PAIR_SCORES`.
+def answer_sums(output: NetworkOutput, targets: AnswerTargets) -> Tensor:
+    """Return the summed log-probabilities of answers by a network [B, P, 2] (no graph)."""
+    tokens = select_tokens(output, targets, with_prompts=False)
+    return sum_by_document(tokens.log_probs(), tokens.positions, targets, output.head.grid).sums
+
+
+def scores_of_pairs(losses: Tensor, rewards: Tensor, log_probs: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Return the scores `PAIR_SCORES`, each a weighted sum over pairs.
 
     Args:
         losses: Loss of each pair [B, P].
@@ -212,21 +235,13 @@ def paired_scores(losses: Tensor, rewards: Tensor, log_probs: Tensor, weights: T
     """
     chosen, rejected = rewards.detach().unbind(-1)
     chosen_log_probs, rejected_log_probs = log_probs.detach().unbind(-1)
-    values = (
-        losses,
-        chosen,
-        rejected,
-        chosen - rejected,
-        (chosen > rejected).float(),
-        chosen_log_probs,
-        rejected_log_probs,
-    )
-    return [(weights * value).sum() for value in values]
-
-
-def mean_over_ranks(values: Tensor, given: Tensor, grid: ParallelGrid) -> Tensor:
-    """Return the mean of the values for which `given` is 1, over all data ranks; 0 if there are none."""
-    totals = torch.stack(((values * given).sum(), given.sum()))
-    if grid.dp_size > 1:
-        dist.all_reduce(totals, group=grid.dp_group)
-    return totals[0] / totals[1].clamp(min=1)
+    of_pairs = {
+        "loss": losses,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "logps/chosen": chosen_log_probs,
+        "logps/rejected": rejected_log_probs,
+    }
+    return {name: (weights * value).sum() for name, value in of_pairs.items()}

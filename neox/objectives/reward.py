@@ -15,19 +15,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.model import NetworkOutput
-from neox.objectives.preferences import inputs_of_rows, mean_over_ranks
+from neox.objectives.causal_lm import network_inputs
+from neox.objectives.data_ranks import largest_over_data_ranks, mean_over_data_ranks
 from neox.parallel import ParallelGrid
 
 
 @dataclass(frozen=True)
 class RewardModel:
-    """Mean loss over pairs.
+    """Weighted sum of the losses of pairs.
 
     A batch has the fields of `neox.data.answer_pairs.pair_rows.PreferenceDataset` for pairs that are scored. Metrics
     have TRL's names; mean, smallest and largest reward are taken over the micro batch on all data ranks.
@@ -45,8 +45,8 @@ class RewardModel:
     names = ("loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tokens, and for each token the start position of its document [B, S]."""
-        return inputs_of_rows(batch)
+        """Return the network's inputs."""
+        return network_inputs(batch)
 
     def targets(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the last position of each document [B, 2 P], and the weights of pairs [B, P]."""
@@ -79,9 +79,9 @@ class RewardModel:
         return [
             (weights * (chosen > rejected)).sum(),
             (weights * (chosen - rejected)).sum(),
-            mean_over_ranks(scores.mean(-1), is_pair.float(), grid),
-            -_largest_over_ranks(-pair_scores, grid),
-            _largest_over_ranks(pair_scores, grid),
+            mean_over_data_ranks(scores.mean(-1), is_pair.float(), grid),
+            -largest_over_data_ranks(-pair_scores, grid),
+            largest_over_data_ranks(pair_scores, grid),
         ]
 
 
@@ -95,12 +95,3 @@ def scores_of_documents(output: NetworkOutput, ends: Tensor) -> Tensor:
     hidden = output.hidden
     last = hidden.gather(1, ends.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, D, H]
     return output.head.logits(last).squeeze(-1).float()
-
-
-def _largest_over_ranks(values: Tensor, grid: ParallelGrid) -> Tensor:
-    """Return the largest value of all data ranks."""
-    lowest = values.new_full((1,), float("-inf"))
-    largest = torch.cat((values.flatten(), lowest)).max()
-    if grid.dp_size > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=grid.dp_group)
-    return largest

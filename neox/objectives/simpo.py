@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, paired_scores
+from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, scores_of_pairs
 
 
 @dataclass(frozen=True)
 class SimPO(PreferenceObjective):
-    """Mean over pairs of the loss of the margin between mean log-probabilities.
+    """Weighted sum over pairs of the logistic loss of the margin between mean log-probabilities.
 
     Attributes:
         beta: Factor of the mean log-probabilities.
@@ -26,9 +26,9 @@ class SimPO(PreferenceObjective):
     beta: float
     gamma: float
 
-    def pair_scores(self, found: AnswerLogProbs) -> list[Tensor]:
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
         """Return the scores of pairs. As in TRL, the reported log-probabilities are means over tokens."""
-        rewards = self.beta * found.means
+        rewards = self.beta * log_probs.means
         chosen, rejected = rewards.unbind(-1)
         losses = -F.logsigmoid(chosen - rejected - self.gamma)
-        return paired_scores(losses, rewards, found.means, found.targets.weights)
+        return scores_of_pairs(losses, rewards, log_probs.means, log_probs.targets.weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from neox.data.answer_pairs.pair_rows import layout_rows
 from neox.engine import Engine
 from neox.launch import report_progress
 from neox.log import progress
-from neox.model import NetworkOutput
-from neox.objectives.preferences import AnswerTargets, inputs_of_rows, log_probs_of_answers
+from neox.objectives.causal_lm import network_inputs
+from neox.objectives.preferences import AnswerTargets, answer_sums
 from neox.parallel import Adapter
 
 
@@ -114,10 +115,6 @@ def sums_of_batch(engine: Engine, batch: Mapping[str, Tensor]) -> Tensor:
         engine: The engine with the model.
         batch: Fields of rows of pairs (`neox.data.preferences.layout_rows`), on the device.
     """
-    targets = AnswerTargets(batch["labels"], batch["slots"], batch["in_answer"], batch["pair_mask"])
-
-    def sums(output: NetworkOutput) -> Tensor:
-        return log_probs_of_answers(output, targets).sums
-
+    sums = partial(answer_sums, targets=AnswerTargets.of_batch(batch))
     shape = (*batch["pair_mask"].shape, ANSWERS_PER_PAIR)
-    return engine.apply(inputs_of_rows(batch), sums, torch.zeros(shape, device=engine.device))
+    return engine.apply(network_inputs(batch), sums, torch.zeros(shape, device=engine.device))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from neox.model import NetworkOutput
 from neox.model.embedding import LMHead
-from neox.objectives.dpo import DPO
+from neox.objectives.dpo import DPO, Hinge
 from neox.objectives.ipo import IPO
 from neox.objectives.kto import KTO
 from neox.objectives.orpo import ORPO
@@ -44,14 +44,14 @@ def answers(seed: int, *, rows: int = 2, pairs: int = 3) -> AnswerLogProbs:
 def lists(found: AnswerLogProbs) -> tuple[list[Any], ...]:
     """Sums, references, counts, means of documents and judgements of the pairs that exist, as numbers."""
     exists = found.targets.weights.flatten() > 0
-    assert found.targets.extra is not None
-    assert found.targets.second_extra is not None
+    assert found.targets.reference is not None
+    assert found.targets.desirable is not None
     columns = (
         found.sums.flatten(0, 1),
-        found.targets.extra.view(-1, 2),
-        found.counts.flatten(0, 1),
+        found.targets.reference.view(-1, 2),
+        found.lengths.flatten(0, 1),
         found.document_means.flatten(0, 1),
-        found.targets.second_extra.flatten(),
+        found.targets.desirable.flatten(),
     )
     return tuple(column[exists].double().tolist() for column in columns)
 
@@ -61,7 +61,8 @@ def log_sigmoid(x: float) -> float:
 
 
 def check(objective: PreferenceObjective, found: AnswerLogProbs, expected: list[float]) -> dict[str, float]:
-    scores = dict(zip(objective.names, torch.stack(objective.pair_scores(found)).tolist(), strict=True))
+    scores = {name: value.item() for name, value in objective.pair_scores(found).items()}
+    assert tuple(scores) == objective.names
     assert scores["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-6, abs=1e-6)
     return scores
 
@@ -77,7 +78,7 @@ def test_dpo(seed: int, beta: float, smoothing: float) -> None:
     assert scores["rewards/accuracies"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     assert scores["rewards/margins"] == pytest.approx(beta * sum(margins) / len(margins), rel=1e-5, abs=1e-5)
     assert scores["logps/chosen"] == pytest.approx(sum(s[0] for s in sums) / len(sums), rel=1e-5)
-    check(DPO(beta=beta, kind="hinge"), found, [max(0.0, 1 - beta * m) for m in margins])
+    check(Hinge(beta=beta), found, [max(0.0, 1 - beta * m) for m in margins])
 
 
 @seeds
@@ -134,17 +135,19 @@ def test_kto(seed: int, beta: float, good: float, bad: float) -> None:
 
 def test_without_a_reference_log_probabilities_count_themselves() -> None:
     found = answers(3)
-    free = AnswerLogProbs(found.targets._replace(extra=None), found.sums, found.counts, found.document_means, ONE_RANK)
-    zero = found.targets._replace(extra=torch.zeros_like(cast(torch.Tensor, found.targets.extra)))
-    same = AnswerLogProbs(zero, found.sums, found.counts, found.document_means, ONE_RANK)
+    free = AnswerLogProbs(
+        found.targets._replace(reference=None), found.sums, found.lengths, found.document_means, ONE_RANK
+    )
+    zero = found.targets._replace(reference=torch.zeros_like(cast(torch.Tensor, found.targets.reference)))
+    same = AnswerLogProbs(zero, found.sums, found.lengths, found.document_means, ONE_RANK)
     objective = DPO(beta=0.1, with_reference=False)
-    assert objective.extra_fields == ()
-    assert torch.equal(torch.stack(objective.pair_scores(free)), torch.stack(objective.pair_scores(same)))
+    assert objective.optional_targets == ()
+    assert objective.pair_scores(free) == objective.pair_scores(same)
 
 
 @pytest.mark.parametrize(
     "objective",
-    [DPO(beta=0.3), DPO(beta=0.3, kind="hinge"), IPO(beta=0.5), SimPO(2.0, 0.5), ORPO(0.2), KTO(0.4)],
+    [DPO(beta=0.3), Hinge(beta=0.3), IPO(beta=0.5), SimPO(2.0, 0.5), ORPO(0.2), KTO(0.4)],
 )
 def test_gradients_are_those_of_plain_torch(objective: PreferenceObjective) -> None:
     """Two rows: two pairs, and one with padding. Gradients of hidden states and of the head, and the loss."""
@@ -156,8 +159,8 @@ def test_gradients_are_those_of_plain_torch(objective: PreferenceObjective) -> N
     in_answer = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1], [0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0]])
     weights = torch.tensor([[1 / 3, 1 / 3], [1 / 3, 0]])
     extra = {"reference": -torch.rand(2, 4), "desirable": torch.tensor([[1, 0], [1, 0]])}
-    given_extra = [extra[name] for name in objective.extra_fields]
-    targets = AnswerTargets(labels, slots, in_answer, weights, *given_extra)
+    optional = {name: extra[name] for name in objective.optional_targets}
+    targets = AnswerTargets(labels, slots, in_answer, weights, **optional)
     head = LMHead(ONE_RANK, weight, lambda x: x @ weight.t())
     scores = objective.scores(NetworkOutput(hidden, head, {}), tuple(item for item in targets if item is not None))
     scores[0].backward()
@@ -170,7 +173,8 @@ def test_gradients_are_those_of_plain_torch(objective: PreferenceObjective) -> N
     sums = (log_probs.unsqueeze(-1) * of_answers).sum(1).view(2, 2, 2)
     counts = of_answers.sum(1).clamp(min=1).view(2, 2, 2)
     means = ((log_probs.unsqueeze(-1) * one_hot).sum(1) / one_hot.sum(1).clamp(min=1)).view(2, 2, 2)
-    expected = torch.stack(objective.pair_scores(AnswerLogProbs(targets, sums, counts, means, ONE_RANK)))
+    named = objective.pair_scores(AnswerLogProbs(targets, sums, counts, means, ONE_RANK))
+    expected = torch.stack([named[name] for name in objective.names])
     expected[0].backward()
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(hidden.grad, other_hidden.grad, rtol=1e-5, atol=1e-6)
