@@ -67,8 +67,8 @@ def save_and_go_on(plans: Sequence[RunPlan], steps: int) -> list[list[float]]:
 def load_each(plans: Sequence[RunPlan], saves: Sequence[str], steps: int) -> list[list[list[float]]]:
     """For each plan and each checkpoint directory, the losses of the steps after loading it."""
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.engine.loading import resume
-    from neox.engine.start import choose_start
+    from neox.engine.checkpoints.loading import resume
+    from neox.engine.checkpoints.run_start import choose_start
 
     rows = []
     for plan in plans:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neox.config import NeoXConfig
 from neox.engine import initialize_distributed, initialize_engine
-from neox.engine.build import multiply_in_fp8
+from neox.engine.build_engine import multiply_in_fp8
 from neox.model import GPT
 from neox.objectives import CausalLM
 from neox.optim import parameter_groups

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from neox.engine.checkpoints.run_files import RunFiles
 from neox.engine.determinism import readable_refusal
 from neox.engine.distributed import limit_collectives
 from neox.engine.feature import DataArguments, Feature, TrainedModel
 from neox.engine.label_weights import EvaluationResult
 from neox.engine.measurements import StepValues, Timers
 from neox.engine.reports import StepResult
-from neox.engine.run_files import RunFiles
 from neox.engine.steps import Steps
 from neox.errors import TrainingError
 from neox.model import NetworkOutput, move_selection_biases

@@ -49,8 +49,8 @@ from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 
 if TYPE_CHECKING:
+    from neox.engine.checkpoints.run_start import RunStart
     from neox.engine.engine import Engine
-    from neox.engine.start import Start
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Feature:
 
     # The start
 
-    def load(self, engine: Engine, start: Start) -> None:
+    def load(self, engine: Engine, start: RunStart) -> None:
         """Take what a checkpoint stores of this feature (`start.saved`), or begin anew. Called again after a rollback.
 
         Raises:
@@ -233,10 +233,10 @@ class Feature:
         """Handle the end of the process, after the process groups are gone."""
 
 
-MakeFeatures = Callable[[TrainedModel, "Start"], Sequence[Feature]]
+MakeFeatures = Callable[[TrainedModel, "RunStart"], Sequence[Feature]]
 """Builds the features of a run, in the order in which their points are called."""
 
 
-def no_features(model: TrainedModel, start: Start) -> Sequence[Feature]:
+def no_features(model: TrainedModel, start: RunStart) -> Sequence[Feature]:
     """Return no features, for a model that only takes steps."""
     return ()

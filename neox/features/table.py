@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from neox.engine import Feature, Start, TrainedModel
+from neox.engine import Feature, RunStart, TrainedModel
 from neox.features.char_perplexity import run as char_perplexity
 from neox.features.ema import run as ema
 from neox.features.eval_tasks import run as eval_tasks
@@ -22,7 +22,7 @@ from neox.features.terminal import run as terminal
 from neox.features.trackers import comet, metrics_file, mlflow, tensorboard, trackio, wandb
 from neox.features.update_statistics import run as update_statistics
 
-BUILDERS: tuple[Callable[[TrainedModel, Start], Feature | None], ...] = (
+BUILDERS: tuple[Callable[[TrainedModel, RunStart], Feature | None], ...] = (
     replica_check.build,  # before anything else sees an update: differing weights end the run
     reference.build,  # completes batches before `stability` begins to observe the passes
     ledger.build,
@@ -48,7 +48,7 @@ BUILDERS: tuple[Callable[[TrainedModel, Start], Feature | None], ...] = (
 )
 
 
-def build_features(model: TrainedModel, start: Start) -> Sequence[Feature]:
+def build_features(model: TrainedModel, start: RunStart) -> Sequence[Feature]:
     """Build the features that the configuration of a run asks for. All ranks call it together.
 
     Raises:

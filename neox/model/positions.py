@@ -172,7 +172,7 @@ class RelativePositions(PositionEncoding):
     """A learned bias for each head and bucket of distances (T5, arXiv:1910.10683), times sqrt(D) as in gpt-neox.
 
     All blocks use one table, `weight` [buckets, N]. Each holds a copy, and training keeps them equal
-    (`neox.engine.network.share_parameters`).
+    (`neox.model.share_parameters`).
     """
 
     name = "rpe"

@@ -16,7 +16,8 @@ CHECKED = {"checkpoint_validation_with_forward_pass": True}
 
 def save_both_ways(plans, here, behind, broken):
     """Save one state at once and in the background, training meanwhile; then a save that fails on rank 1."""
-    from neox.engine import BackgroundSaves, background, initialize_distributed, initialize_engine, save_checkpoint
+    from neox.engine import BackgroundSaves, initialize_distributed, initialize_engine, save_checkpoint
+    from neox.engine.checkpoints import background_saves
     from neox.features.table import build_features
 
     messages = []
@@ -39,7 +40,7 @@ def save_both_ways(plans, here, behind, broken):
         def full(path, value):
             raise CheckpointError("No space left on device")
 
-        background.save_file = full
+        background_saves.save_file = full
     saves.start(broken)
     try:
         saves.start(broken)  # waits for the one before, which fails
@@ -112,7 +113,7 @@ def test_background_saves_and_stored_logits(tmp_path):
 def test_a_snapshot_keeps_the_values_and_the_sharing():
     from collections import OrderedDict
 
-    from neox.engine.background import HostCopies, snapshot
+    from neox.engine.checkpoints.background_saves import HostCopies, snapshot
 
     tensor = torch.arange(4.0)
     state = {"a": tensor, "b": [tensor, (1, "x")], "c": OrderedDict(d=tensor[1:3])}
@@ -138,7 +139,8 @@ def test_the_loop_reports_and_stops(tmp_path, fails):
 def train_in_background(directory, fails):
     """A run that saves every second step; what it reports, or its error."""
     from neox.data.run_data import DataIterators
-    from neox.engine import Feature, background, initialize_distributed, initialize_engine
+    from neox.engine import Feature, initialize_distributed, initialize_engine
+    from neox.engine.checkpoints import background_saves
     from neox.features.table import build_features
     from neox.train import Trainer
 
@@ -153,7 +155,7 @@ def train_in_background(directory, fails):
         raise CheckpointError("No space left on device")
 
     if fails:
-        background.save_file = full
+        background_saves.save_file = full
     keys = {"train_iters": 4, "checkpoint_factor": 2, "eval_iters": 0, "async_save": True, "save": str(directory)}
     plan = tiny_plan(1, **keys)
     grid, device = initialize_distributed(plan)

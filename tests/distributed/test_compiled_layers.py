@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.engine.build import multiply_in_fp8
+from neox.engine.build_engine import multiply_in_fp8
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.ops import DTYPES, FP8_RECIPES
@@ -178,7 +178,7 @@ def kept_bytes(budgets: list[float | None]) -> list[tuple[int, list[torch.Tensor
     """Return for each budget the bytes that the backward pass of one step needs, and the gradients."""
     from torch.autograd.graph import saved_tensors_hooks
 
-    from neox.engine.build import compile_blocks
+    from neox.engine.build_engine import compile_blocks
 
     results = []
     for budget in budgets:

@@ -59,20 +59,20 @@ def _remove_corrections():
     from deepspeed.runtime.pipe import schedule
     from deepspeed.runtime.pipe.engine import PipelineEngine as Original
 
-    from neox.engine import build
+    from neox.engine import build_engine
     from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
 
     def backward(self, scores, *args, **kwargs):
         return DeepSpeedEngine.backward(self, scores[0], *args, **kwargs)
 
-    def deepspeeds_json(plan, original=build.runtime_json):
+    def deepspeeds_json(plan, original=build_engine.runtime_json):
         return {**original(plan), "gradient_clipping": plan.deepspeed["gradient_clipping"]}
 
     PlainEngine.backward = backward
     tied = {schedule.ReduceTiedGrads: Original._INSTRUCTION_MAP[schedule.ReduceTiedGrads]}
     PipelineEngine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **tied}
-    build.runtime_json = deepspeeds_json
-    build.clips_itself = lambda plan: False
+    build_engine.runtime_json = deepspeeds_json
+    build_engine.clips_itself = lambda plan: False
 
 
 def _start(plan):

@@ -17,18 +17,18 @@ from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_ch
 
 def check(directories):
     """Look at `checkpoint` from each rank's own directory, as a machine of its own; what each rank says."""
-    from neox.engine import start
+    from neox.engine.checkpoints import run_start
 
     rank = dist.get_rank()
     socket.gethostname = lambda: f"machine{rank}"
     read = []
-    why, start.why_incomplete = start.why_incomplete, lambda *a, **k: read.append(a) or why(*a, **k)
+    why, run_start.why_incomplete = run_start.why_incomplete, lambda *a, **k: read.append(a) or why(*a, **k)
     answers = []
     for pair in directories:
         os.chdir(pair[rank])
         read.clear()
         try:
-            start.check_local_copy(Path("checkpoint"), hashes=True)
+            run_start.check_local_copy(Path("checkpoint"), hashes=True)
             answers.append(len(read))
         except CheckpointError as error:
             answers.append(str(error))

@@ -116,7 +116,7 @@ FAST = ("lion", "sm3")
 )
 def test_states_load_at_other_degrees(name, tmp_path):
     """Saved by two ranks in several layouts, resumed by one without ZeRO."""
-    from neox.engine.start import choose_start
+    from neox.engine.checkpoints.run_start import choose_start
 
     layouts = [{"pp": 2}, *([{"zero": 1}, {"zero": 3}] if name in DIVIDED else [])]
     layouts += [{"mp": 2}] if OPTIMIZERS[name].elementwise else []

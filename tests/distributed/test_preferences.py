@@ -321,7 +321,7 @@ def test_the_reference_is_not_observed_instead_of_the_model(tmp_path: Path) -> N
 def copied_bytes(plans: list[RunPlan]) -> list[int]:
     """On this rank: the bytes of the second copy of the weights of each plan."""
     from neox.engine import initialize_distributed
-    from neox.engine.build import build_model
+    from neox.engine.build_engine import build_model
     from neox.features.reference.copy import WeightsCopy
     from neox.objectives import build_objective
 

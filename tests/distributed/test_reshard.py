@@ -17,8 +17,8 @@ STEPS = 2  # between resumes
 def relay(plans: Sequence[RunPlan], steps: int) -> list[tuple[float, float]]:
     """Train `steps` under each plan in turn, each loading what the one before saved: (loss, loss scale) of each."""
     from neox.engine import initialize_distributed
-    from neox.engine.loading import open_engine
-    from neox.engine.saving import save_checkpoint
+    from neox.engine.checkpoints.loading import open_engine
+    from neox.engine.checkpoints.saving import save_checkpoint
 
     losses = []
     for plan in plans:
@@ -42,8 +42,8 @@ def relay_and_still(
 def pairs(plans: Sequence[RunPlan], load_plans: Sequence[RunPlan], steps: int) -> list[list[float]]:
     """Losses after resuming each saved plan under each loading plan: row per pair, the undisturbed run's first."""
     from neox.engine import initialize_distributed
-    from neox.engine.loading import open_engine
-    from neox.engine.saving import save_checkpoint
+    from neox.engine.checkpoints.loading import open_engine
+    from neox.engine.checkpoints.saving import save_checkpoint
 
     rows = []
     for plan in plans:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from neox.checkpoint import ORDER, WRITER, CheckpointReader, OptimizerReader, find_checkpoint, load_file, save_file
-from neox.engine.background import HostCopies, snapshot
+from neox.engine.checkpoints.background_saves import HostCopies, snapshot
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
@@ -152,7 +152,7 @@ def assert_elements_are_those_of_shards(reader, index, name, kind):
 
 
 def assert_refused_with_ways_out(checkpoint):
-    from neox.engine.start import choose_start
+    from neox.engine.checkpoints.run_start import choose_start
 
     with pytest.raises(CheckpointError) as refused:
         choose_start(tiny_plan(2, load=str(checkpoint.parent)))
@@ -162,7 +162,7 @@ def assert_refused_with_ways_out(checkpoint):
 
 def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
     """The forms in which gpt-neox's DeepSpeed writes them: without ZeRO, and cut over data ranks."""
-    from neox.engine.start import choose_start
+    from neox.engine.checkpoints.run_start import choose_start
 
     layouts = [{"pp": 2, "zero": 0}, {"zero": 1, **BF16}, {"mp": 2, "zero": 1, **FP16}, {"pp": 2, "zero": 1}]
     layouts += [{"zero": 1, "no_save_optim": True}]
@@ -205,7 +205,7 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
 
 
 def test_where_nothing_is_to_load(tmp_path):
-    from neox.engine.start import choose_start
+    from neox.engine.checkpoints.run_start import choose_start
 
     new = str(tmp_path / "new")
     assert choose_start(tiny_plan(1, save=new, load=new)).checkpoint is None
@@ -226,7 +226,7 @@ def test_where_nothing_is_to_load(tmp_path):
 
 def test_a_checkpoint_whose_replacement_was_killed_is_resumed(tmp_path):
     """Killed between the two renames, the only checkpoint has another name: it is put back, not forgotten."""
-    from neox.engine.start import choose_start
+    from neox.engine.checkpoints.run_start import choose_start
 
     save = str(tmp_path)
     keys = {"num_layers": 1, "train_micro_batch_size_per_gpu": 2}
@@ -239,7 +239,8 @@ def test_a_checkpoint_whose_replacement_was_killed_is_resumed(tmp_path):
 
 def save_onto_a_full_disk(plan):
     """Rank 1's disk is full: every rank must hear of it, and nothing may be committed."""
-    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint, saving
+    from neox.engine import initialize_distributed, initialize_engine, save_checkpoint
+    from neox.engine.checkpoints import saving
     from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)

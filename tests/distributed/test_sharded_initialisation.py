@@ -25,7 +25,7 @@ def resident(field: str) -> int:
 def memory_of_a_start(saving: RunPlan, loading: RunPlan) -> dict[str, tuple[int, int]]:
     """For building and for loading: (peak bytes, bytes afterwards) of this rank above those before."""
     from neox.engine import initialize_distributed, initialize_engine, save_checkpoint
-    from neox.engine.build import build_model
+    from neox.engine.build_engine import build_model
     from neox.engine.weights import read_weights
     from neox.objectives import build_objective
 

@@ -19,8 +19,7 @@ from neox.engine.deepspeed_patches.bf16_optimizer import BF16Optimizer
 from neox.engine.deepspeed_patches.engines import PlainEngine
 from neox.engine.deepspeed_patches.range_reduction import RangeReduction
 from neox.engine.measurements import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER
-from neox.engine.pipeline_messages import Form, Mailbox
-from neox.engine.pipeline_schedules import (
+from neox.engine.pipeline.instructions import (
     AskFor,
     Backward,
     Forward,
@@ -33,6 +32,7 @@ from neox.engine.pipeline_schedules import (
     SendActivation,
     SendGradient,
 )
+from neox.engine.pipeline.messages import Form, Mailbox
 from neox.plan.pipeline_schedules import Pass
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.engine import Engine, Feature, Start, TrainedModel
+from neox.engine import Engine, Feature, RunStart, TrainedModel
 from neox.objectives import Batch
 from neox.tokenizer import Tokenizer, tokenizer_of
 
 
-def build(model: TrainedModel, start: Start) -> CharacterCounter | None:
+def build(model: TrainedModel, start: RunStart) -> CharacterCounter | None:
     """Return the counter; None without `char_level_ppl`."""
     if not model.plan.config.training.char_level_ppl:
         return None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint import AVERAGED_STEPS, CheckpointReader, Parts, averaged_file
 from neox.checkpoint.optimizer_formats import Key
-from neox.engine import Engine, Feature, Start, StepResult, TrainedModel, all_succeeded
+from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel, all_succeeded
 from neox.engine.optimizer_tensors import parameter_names
 from neox.engine.weights import gathered, weight_layers
 from neox.log import get_logger
@@ -27,7 +27,7 @@ from neox.parallel import first_own_element, holds_divided_experts
 _log = get_logger(__name__)
 
 
-def build(model: TrainedModel, start: Start) -> AveragedWeights | None:
+def build(model: TrainedModel, start: RunStart) -> AveragedWeights | None:
     """Return the average; None without `ema_decay`."""
     if model.plan.config.optimizer.ema_decay is None:
         return None
@@ -55,7 +55,7 @@ class AveragedWeights(Feature):
         self._is_divided = model.divides_optimizer
         self.restart()
 
-    def load(self, engine: Engine, start: Start) -> None:
+    def load(self, engine: Engine, start: RunStart) -> None:
         """Read the average of the checkpoint of a resumed run; without one it starts as the weights."""
         saved = start.saved.get(AVERAGED_STEPS)
         path = start.checkpoint

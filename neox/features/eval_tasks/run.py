@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from neox.checkpoint import add_end_ids
-from neox.engine import Engine, Feature, Start, TrainedModel, from_first_rank
+from neox.engine import Engine, Feature, RunStart, TrainedModel, from_first_rank
 from neox.evaluation.run import check_tasks, evaluate_in_training
 from neox.tokenizer import tokenizer_of
 
 
-def build(model: TrainedModel, start: Start) -> EvalTasks | None:
+def build(model: TrainedModel, start: RunStart) -> EvalTasks | None:
     """Return the tasks; None if there are none. Raises EvaluationError if one does not exist."""
     if not model.plan.config.generation.eval_tasks:
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint import load_file
-from neox.engine import Engine, Feature, Start, TrainedModel, all_succeeded
+from neox.engine import Engine, Feature, RunStart, TrainedModel, all_succeeded
 from neox.errors import CheckpointError
 from neox.log import get_logger
 from neox.parallel import gather_last_dim
@@ -26,7 +26,7 @@ _TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 differently."""
 
 
-def build(model: TrainedModel, start: Start) -> ForwardCheck | None:
+def build(model: TrainedModel, start: RunStart) -> ForwardCheck | None:
     """Return the check; None without `checkpoint_validation_with_forward_pass`."""
     if not model.plan.config.checkpoint.checkpoint_validation_with_forward_pass:
         return None
@@ -36,7 +36,7 @@ def build(model: TrainedModel, start: Start) -> ForwardCheck | None:
 class ForwardCheck(Feature):
     """Stores the logits of a fixed input in each checkpoint, and compares them when one is loaded."""
 
-    def load(self, engine: Engine, start: Start) -> None:
+    def load(self, engine: Engine, start: RunStart) -> None:
         """Compare the loaded model's logits with the stored ones. Raises CheckpointError on all ranks."""
         path = start.checkpoint
         if path is None:

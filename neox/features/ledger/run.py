@@ -8,7 +8,7 @@ from typing import Any
 from neox.checkpoint import LEDGER
 from neox.data.mixtures.ledger import after_skipping
 from neox.data.run_data import DataIterators
-from neox.engine import Engine, Feature, Start, TrainedModel
+from neox.engine import Engine, Feature, RunStart, TrainedModel
 from neox.engine.feature import DataArguments
 from neox.errors import ConfigError
 from neox.log import get_logger
@@ -16,7 +16,7 @@ from neox.log import get_logger
 _log = get_logger(__name__)
 
 
-def build(model: TrainedModel, start: Start) -> Ledger:
+def build(model: TrainedModel, start: RunStart) -> Ledger:
     """Return the record."""
     return Ledger()
 
@@ -32,7 +32,7 @@ class Ledger(Feature):
         self.record: Mapping[str, Any] | None = None
         self._at: Callable[[int], Mapping[str, Any]] | None = None
 
-    def load(self, engine: Engine, start: Start) -> None:
+    def load(self, engine: Engine, start: RunStart) -> None:
         """Take the record of the checkpoint."""
         self.record = start.saved.get(LEDGER)
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from neox.checkpoint import LAST_LOSSES, SKIPPED
-from neox.engine import Engine, Feature, Start, StepReport, TrainedModel, TrainState
+from neox.engine import Engine, Feature, RunStart, StepReport, TrainedModel, TrainState
 from neox.launch import record_run_event
 from neox.log import get_logger
 from neox.plan import RunPlan
@@ -76,7 +76,7 @@ class LossBand:
         return spike
 
 
-def build(model: TrainedModel, start: Start) -> LossSpikes | None:
+def build(model: TrainedModel, start: RunStart) -> LossSpikes | None:
     """Return the detection; None with `loss_spike_action: off`."""
     if model.plan.config.healing.loss_spike_action == "off":
         return None
@@ -106,7 +106,7 @@ class LossSpikes(Feature):
         self._spike: Spike | None = None  # at the last step, if this rank saw one
         self._band = LossBand(self._keys.loss_spike_factor, self._keys.loss_spike_window)
 
-    def load(self, engine: Engine, start: Start) -> None:
+    def load(self, engine: Engine, start: RunStart) -> None:
         """Take the ranges that were skipped, and the losses of the run's own checkpoint: other data has other ones."""
         self.skipped = tuple((first, last) for first, last in start.saved.get(SKIPPED, ()))
         losses: Sequence[float] = ()

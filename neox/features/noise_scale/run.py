@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.engine import Engine, Feature, Start, StepResult, TrainedModel
+from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel
 from neox.optim import ClippedOptimizer
 
 _DECAY = 0.99
 """Decay rate of both moving averages, as in gpt-neox."""
 
 
-def build(model: TrainedModel, start: Start) -> NoiseScale | None:
+def build(model: TrainedModel, start: RunStart) -> NoiseScale | None:
     """Return the estimate; None if it is not logged."""
     keys = model.plan.config.logging
     if not keys.log_gradient_noise_scale:

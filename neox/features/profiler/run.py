@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from neox.engine import Feature, Start, StepReport, TrainedModel, TrainState
+from neox.engine import Feature, RunStart, StepReport, TrainedModel, TrainState
 from neox.files import write_text
 from neox.log import get_logger
 from neox.plan import RunPlan
@@ -17,7 +17,7 @@ _ROWS = 60
 _EVENTS = 100_000  # allocations that a snapshot of a GPU's memory remembers
 
 
-def build(model: TrainedModel, start: Start) -> Profiler | None:
+def build(model: TrainedModel, start: RunStart) -> Profiler | None:
     """Return the profiler; None if nothing is profiled."""
     keys = model.plan.config.logging
     if not keys.profile and not keys.memory_profiling:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.checkpoint import REFERENCE, REFERENCE_FROM, find_checkpoint, hash_of_weights
-from neox.engine import Engine, Feature, Start, TrainedModel, build_loaded_model, from_first_rank
+from neox.engine import Engine, Feature, RunStart, TrainedModel, build_loaded_model, from_first_rank
 from neox.engine.feature import DataArguments
 from neox.errors import CheckpointError
 from neox.features.reference.copy import WeightsCopy, with_reference
@@ -22,7 +22,7 @@ from neox.objectives import Batch
 from neox.plan import RunPlan
 
 
-def build(model: TrainedModel, start: Start) -> Reference | None:
+def build(model: TrainedModel, start: RunStart) -> Reference | None:
     """Return the reference; None if the data or the loss needs none."""
     if not model.plan.config.preferences.needs_reference:
         return None
@@ -38,7 +38,7 @@ class Reference(Feature):
             there is no copy of them.
     """
 
-    def __init__(self, model: TrainedModel, start: Start) -> None:
+    def __init__(self, model: TrainedModel, start: RunStart) -> None:
         keys = model.plan.config.preferences
         self.identity: str | None = None
         self.source: tuple[str, str] | None = None
@@ -70,7 +70,7 @@ class Reference(Feature):
         return with_reference(engine, self._weights, batches, count)
 
 
-def _copy_of(model: TrainedModel, start: Start, first: Start) -> WeightsCopy:
+def _copy_of(model: TrainedModel, start: RunStart, first: RunStart) -> WeightsCopy:
     """Return a copy of the weights that the run began with. All ranks call it together.
 
     Raises:
@@ -83,7 +83,7 @@ def _copy_of(model: TrainedModel, start: Start, first: Start) -> WeightsCopy:
     return WeightsCopy(model.module, of=began)
 
 
-def weights_identity(start: Start) -> str | None:
+def weights_identity(start: RunStart) -> str | None:
     """Return the identity of the weights that a run starts from; None if it is not known. Only one rank calls it.
 
     Args:
@@ -100,7 +100,7 @@ def weights_identity(start: Start) -> str | None:
     return f"{start.weights} weights {hash_of_weights(start.checkpoint)}"
 
 
-def first_start(plan: RunPlan, start: Start) -> Start:
+def first_start(plan: RunPlan, start: RunStart) -> RunStart:
     """Return how the run began, if it goes on, or how it begins. Only one rank calls it.
 
     A run that goes on may name its own checkpoints as `load`, as the launcher lets it; they say where it began.
@@ -115,16 +115,16 @@ def first_start(plan: RunPlan, start: Start) -> Start:
     if not start.iteration:
         return start
     keys = plan.config.checkpoint
-    first = Start(start.run)
+    first = RunStart(start.run)
     identity = start.saved.get(REFERENCE)
     saved_in = start.saved.get(REFERENCE_FROM)
     if keys.finetune and keys.load is not None:
         path = find_checkpoint(Path(keys.load), keys.iteration, verify=keys.checkpoint_verify)
-        first = Start(start.run, path, finetune=True, weights=keys.load_weights)
+        first = RunStart(start.run, path, finetune=True, weights=keys.load_weights)
     elif saved_in is not None:
         directory, weights = saved_in
         path = find_checkpoint(directory, verify=keys.checkpoint_verify, way_out="bring it back")
-        first = Start(start.run, path, finetune=True, weights=weights)
+        first = RunStart(start.run, path, finetune=True, weights=weights)
     if identity is None or weights_identity(first) != identity:
         raise CheckpointError(
             f"reference_model: copy: the run goes on from iteration {start.iteration}, and the weights that it began "

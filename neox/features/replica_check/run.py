@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from neox.engine import Engine, Feature, Start, TrainedModel
+from neox.engine import Engine, Feature, RunStart, TrainedModel
 from neox.errors import ReplicaError
 from neox.log import get_logger
 from neox.optim import ClippedOptimizer
@@ -55,7 +55,7 @@ def ranks_that_differ(sums: list[int]) -> list[int]:
     return [position for position, value in enumerate(sums) if value != usual]
 
 
-def build(model: TrainedModel, start: Start) -> ReplicaCheck | None:
+def build(model: TrainedModel, start: RunStart) -> ReplicaCheck | None:
     """Return the check; None without `check_replicas_every`."""
     every = model.plan.config.healing.check_replicas_every
     if every is None:
@@ -86,7 +86,7 @@ class ReplicaCheck(Feature):
         if self._size == 1:
             _log.warning("check_replicas_every: there is one data rank, so there is nothing to compare")
 
-    def load(self, engine: Engine, start: Start) -> None:
+    def load(self, engine: Engine, start: RunStart) -> None:
         """Forget which step was checked last, because steps are repeated after a rollback."""
         self._last_checked = None
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.engine import Engine, Feature, Start, StepResult, TrainedModel
+from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel
 from neox.engine.deepspeed_patches import clips_itself
 from neox.metrics import STABILITY
 from neox.model import Block, ForwardWatch, Stage
@@ -26,7 +26,7 @@ _SUMS = ("gradient", "weight", "update", "activation", "elements")
 """Sums by layer: squares of gradients, weights, updates and activations, and the number of activations."""
 
 
-def build(model: TrainedModel, start: Start) -> Stability | None:
+def build(model: TrainedModel, start: RunStart) -> Stability | None:
     """Return the observer; None without `log_stability_every`."""
     if model.plan.config.logging.log_stability_every is None:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median, median_low
 from typing import NamedTuple
 
-from neox.engine import Engine, Feature, Start, StepResult, TrainedModel
+from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel
 from neox.launch import host_name
 from neox.log import get_logger
 from neox.plan import RunPlan
@@ -49,7 +49,7 @@ def slow_hosts(readings: Sequence[Reading]) -> dict[str, float]:
     return slow
 
 
-def build(model: TrainedModel, start: Start) -> Stragglers | None:
+def build(model: TrainedModel, start: RunStart) -> Stragglers | None:
     """Return the comparison; None if it is off."""
     if not model.plan.config.logging.straggler_steps:
         return None

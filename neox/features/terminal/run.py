@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from neox.engine import Feature, SaveReport, Start, StepReport, TrainedModel, TrainState
+from neox.engine import Feature, RunStart, SaveReport, StepReport, TrainedModel, TrainState
 from neox.plan import RunPlan
 
 _LINES_OF_SHORT_RUN = 20
 
 
-def build(model: TrainedModel, start: Start) -> TerminalLine | None:
+def build(model: TrainedModel, start: RunStart) -> TerminalLine | None:
     """Return the lines, on rank 0."""
     return TerminalLine(model.plan) if model.grid.rank == 0 else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from neox.engine import Start, TrainedModel
+from neox.engine import RunStart, TrainedModel
 from neox.errors import ConfigError, needs_package
 from neox.features.trackers.journal import QueuedTracker, Row
 from neox.features.trackers.tracker import run_settings
@@ -15,7 +15,7 @@ from neox.plan import RunPlan
 _log = get_logger(__name__)
 
 
-def build(model: TrainedModel, start: Start) -> Comet | None:
+def build(model: TrainedModel, start: RunStart) -> Comet | None:
     """Return the tracker of rank 0; None if it is not configured."""
     if model.grid.rank != 0 or not model.plan.config.logging.use_comet:
         return None

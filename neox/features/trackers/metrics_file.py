@@ -11,13 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from neox.engine import SaveReport, Start, StepReport, TrainedModel, TrainState
+from neox.engine import RunStart, SaveReport, StepReport, TrainedModel, TrainState
 from neox.errors import TrainingError
 from neox.features.trackers.tracker import Tracker, cut_partial_line
 from neox.metrics import METRICS_FILE, PICTURE, STABILITY, STABILITY_PICTURE, draw, draw_stability
 
 
-def build(model: TrainedModel, start: Start) -> MetricsFile | None:
+def build(model: TrainedModel, start: RunStart) -> MetricsFile | None:
     """Return the tracker of rank 0; None without `log_dir`."""
     directory = model.plan.config.logging.log_dir
     if model.grid.rank != 0 or not directory:

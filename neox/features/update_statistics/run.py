@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.engine import Engine, Feature, Start, StepResult, TrainedModel
+from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel
 from neox.engine.optimizer_tensors import CountedRange
 
 _ZEROS = "zeros"
@@ -18,7 +18,7 @@ _ELEMENTS = "elements"
 _WEIGHTS = "weights"
 
 
-def build(model: TrainedModel, start: Start) -> UpdateStatistics | None:
+def build(model: TrainedModel, start: RunStart) -> UpdateStatistics | None:
     """Return the statistics; None if none is logged."""
     keys = model.plan.config.logging
     if keys.log_param_norm or keys.log_grad_pct_zeros or keys.log_optimizer_states:

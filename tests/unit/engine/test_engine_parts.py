@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from neox.engine import distributed
+from neox.engine.checkpoints.saving import layout_of, neox_client_state
 from neox.engine.deepspeed_patches import clips_itself, counts_in_norm, runtime_json
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed
-from neox.engine.pipeline_schedules import (
+from neox.engine.pipeline.instructions import (
     PassOrder,
     PassSchedule,
     ReceiveActivation,
@@ -17,7 +18,6 @@ from neox.engine.pipeline_schedules import (
     SendActivation,
     SendGradient,
 )
-from neox.engine.saving import layout_of, neox_client_state
 from neox.errors import LaunchError
 from neox.parallel import ParallelGrid, Topology
 from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage

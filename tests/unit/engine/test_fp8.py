@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from neox.engine.build import multiply_in_fp8
+from neox.engine.build_engine import multiply_in_fp8
 from neox.errors import LaunchError
 from neox.model import GPT
 from neox.ops import FP8_RECIPES

@@ -24,9 +24,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from neox.engine import distributed, pipeline_messages
-from neox.engine.pipeline_messages import Mailbox
-from neox.engine.pipeline_schedules import (
+from neox.engine import distributed
+from neox.engine.pipeline import messages
+from neox.engine.pipeline.instructions import (
     AskFor,
     Backward,
     Forward,
@@ -37,6 +37,7 @@ from neox.engine.pipeline_schedules import (
     SendActivation,
     SendGradient,
 )
+from neox.engine.pipeline.messages import Mailbox
 from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
 from tests.distributed.training_runs import tiny_plan
 
@@ -152,7 +153,7 @@ class Rank:
         def receive(tensor: torch.Tensor, source: int, group: str) -> None:
             self.compute(self.operation(source, self.stage, group))
             if tensor.dtype == torch.int64:  # a form: the host reads it
-                tensor.copy_(torch.tensor(pipeline_messages._encoded([TENSOR])))
+                tensor.copy_(torch.tensor(messages._encoded([TENSOR])))
 
         def new_group() -> str:
             self.groups.append(f"group {len(self.groups)}")
@@ -165,7 +166,7 @@ class Rank:
             send=lambda tensor, target, group: self.compute(self.operation(self.stage, target, group)),
             recv=receive,
         )
-        with mock.patch.object(pipeline_messages, "dist", faked):
+        with mock.patch.object(messages, "dist", faked):
             yield
 
 

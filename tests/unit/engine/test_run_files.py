@@ -10,7 +10,7 @@ import numpy as np
 
 from neox.checkpoint import write_chat_template, write_generation_settings
 from neox.data import IndexedDatasetBuilder, Sidecar, write_sidecar
-from neox.engine.run_files import settings_to_save, template_to_save
+from neox.engine.checkpoints.run_files import settings_to_save, template_to_save
 from neox.tokenizer.chat import ChatTemplate
 from tests.plans import small_plan
 

@@ -37,8 +37,8 @@ def built_bytes(plans, save):
 
 def _built_bytes(plan, save):
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.engine.background import DeferredWriter
-    from neox.engine.saving import stage_files
+    from neox.engine.checkpoints.background_saves import DeferredWriter
+    from neox.engine.checkpoints.saving import stage_files
     from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)

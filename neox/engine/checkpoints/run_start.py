@@ -31,8 +31,8 @@ from neox.checkpoint.finding import WITHOUT_LOAD, names_checkpoint
 from neox.checkpoint.names import parse_step_directory
 from neox.checkpoint.partial_copies import origin_of
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
+from neox.engine.checkpoints.saving import layout_of
 from neox.engine.distributed import all_succeeded, from_first_rank
-from neox.engine.saving import layout_of
 from neox.errors import CheckpointError, os_errors
 from neox.log import get_logger
 from neox.plan import RunPlan
@@ -52,7 +52,7 @@ _WITHOUT_SAVED = "restore one from a copy, or move them all away to start from t
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """How a run starts.
 
     Attributes:
@@ -88,7 +88,7 @@ class Start:
         return str(self.checkpoint.resolve()), self.weights
 
 
-def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
+def choose_start(plan: RunPlan, load: Path | None = None) -> RunStart:
     """Decide how the run starts, from the configuration and the disk. Only one rank calls it.
 
     Args:
@@ -112,7 +112,7 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
             load = Path(keys.load)
     is_own_directory = load is not None and keys.save is not None and load.resolve() == Path(keys.save).resolve()
     if load is None or (is_own_directory and _is_empty(load)):
-        return Start(run)
+        return RunStart(run)
     _copy_if_absent(load, plan)
     way_out = _WITHOUT_SAVED if is_own_directory else WITHOUT_LOAD
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify, way_out=way_out)
@@ -122,8 +122,8 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> Start:
         supersede_after(load, path)
     if finetune:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
-        return Start(run, path, new_prompt=1 in reader.new_layers, finetune=True, weights=keys.load_weights)
-    resumed = Start(
+        return RunStart(run, path, new_prompt=1 in reader.new_layers, finetune=True, weights=keys.load_weights)
+    resumed = RunStart(
         run,
         path,
         reader.iteration,
@@ -159,7 +159,7 @@ def _copy_if_absent(load: Path, plan: RunPlan) -> None:
         partial_copy(find_remote(address, keys.iteration), load)
 
 
-def start_before(plan: RunPlan, step: int) -> Start | None:
+def start_before(plan: RunPlan, step: int) -> RunStart | None:
     """Return the start from the newest checkpoint of this run before a step; None if there is none.
 
     Only one rank calls it. Later checkpoints move to `superseded/`.

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from neox.checkpoint import layer_file, save_file
+from neox.engine.checkpoints.saving import FileWriter, commit_files, stage_files
 from neox.engine.engine import Engine
 from neox.engine.reports import SaveReport
-from neox.engine.saving import FileWriter, commit_files, stage_files
 from neox.errors import CheckpointError
 from neox.log import get_logger
 

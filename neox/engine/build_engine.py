@@ -12,6 +12,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
+from neox.engine.checkpoints.run_files import RunFiles
+from neox.engine.checkpoints.run_start import RunStart
 from neox.engine.deepspeed_patches import (
     PipelineEngine,
     PlainEngine,
@@ -29,9 +31,7 @@ from neox.engine.feature import MakeFeatures, TrainedModel, no_features
 from neox.engine.label_weights import LabelWeights
 from neox.engine.measurements import NoTimers, PassTimers, StepTimers, Timers
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
-from neox.engine.pipeline import PipelineGPT
-from neox.engine.run_files import RunFiles
-from neox.engine.start import Start
+from neox.engine.pipeline.stage_module import PipelineGPT
 from neox.engine.steps import PipelineSteps, PlainSteps, Steps
 from neox.errors import LaunchError
 from neox.launch.hosts.machine import LEAST_CAPABILITY
@@ -61,9 +61,9 @@ def initialize_engine(
     objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
     run = run_identity(plan.config)
-    engine = build_engine(plan, grid, device, objective, model, Start(run), RunFiles(run), make_features)
+    engine = build_engine(plan, grid, device, objective, model, RunStart(run), RunFiles(run), make_features)
     for feature in engine.features:
-        feature.load(engine, Start(run))
+        feature.load(engine, RunStart(run))
     return engine
 
 
@@ -80,7 +80,7 @@ def build_engine(
     device: torch.device,
     objective: Objective,
     model: nn.Module,
-    start: Start,
+    start: RunStart,
     run_files: RunFiles,
     make_features: MakeFeatures,
 ) -> Engine:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.engine.pipeline_schedules import Message, PassOrder
+from neox.engine.pipeline.instructions import Message, PassOrder
 
 Form = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shape and type of each tensor of a message."""

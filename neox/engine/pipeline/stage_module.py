@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neox.architecture import WORD_EMBEDDINGS
 from neox.engine.deepspeed_patches import hidden_stdout
-from neox.engine.pipeline_schedules import PassOrder
+from neox.engine.pipeline.instructions import PassOrder
 from neox.model import (
     Aux,
     Context,

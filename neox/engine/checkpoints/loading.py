@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from neox.checkpoint import OptimizerReader
 from neox.checkpoint.optimizer_formats import FP32
-from neox.engine.build import build_engine, build_model
+from neox.engine.build_engine import build_engine, build_model
+from neox.engine.checkpoints.run_files import files_of_run
+from neox.engine.checkpoints.run_start import RunStart, check_local_copy, choose_start, share_partial_copy, start_before
 from neox.engine.deepspeed_patches import SwappedStage3
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.feature import MakeFeatures, no_features
 from neox.engine.optimizer_tensors import Fragment, OptimizerTensor, optimizer_tensors
-from neox.engine.run_files import files_of_run
-from neox.engine.start import Start, check_local_copy, choose_start, share_partial_copy, start_before
 from neox.engine.weights import gathered, read_weights, read_weights_fp32, weight_layers
 from neox.errors import ConfigError
 from neox.log import get_logger
@@ -59,7 +59,7 @@ def open_engine(
 
 
 def build_loaded_model(
-    plan: RunPlan, grid: ParallelGrid, device: torch.device, objective: Objective, start: Start
+    plan: RunPlan, grid: ParallelGrid, device: torch.device, objective: Objective, start: RunStart
 ) -> nn.Module:
     """Build this rank's part of the network with the weights of a start; all ranks call it together.
 
@@ -76,7 +76,7 @@ def build_loaded_model(
     return model
 
 
-def resume(engine: Engine, start: Start) -> None:
+def resume(engine: Engine, start: RunStart) -> None:
     """Load a checkpoint into an engine that may have trained; all ranks call it together.
 
     Raises:
@@ -134,7 +134,7 @@ def _prompt_ids(plan: RunPlan, text: str) -> list[int]:
     return ids
 
 
-def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Start, path: Path) -> None:
+def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: RunStart, path: Path) -> None:
     date = plan.config.checkpoint.gpt_neox_date
 
     def read() -> None:
@@ -155,7 +155,7 @@ def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: St
     all_succeeded(read, f"loading {path}")
 
 
-def _load_state(engine: Engine, start: Start) -> None:
+def _load_state(engine: Engine, start: RunStart) -> None:
     """Load the optimizer's state, set the engine's position, and let features load theirs."""
     engine.start_at(start.iteration)
     path = start.checkpoint

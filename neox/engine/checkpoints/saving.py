@@ -31,8 +31,8 @@ from neox.checkpoint import (
     write_config,
     write_layer,
 )
+from neox.engine.checkpoints.divided_experts import WholeStates, gather_states
 from neox.engine.distributed import all_succeeded, from_first_rank
-from neox.engine.divided_experts import WholeStates, gather_states
 from neox.engine.engine import Engine
 from neox.engine.optimizer_tensors import optimizer_order
 from neox.engine.weights import write_weights
