@@ -41,9 +41,10 @@ class BlockKind:
         attention: Its attention; None if it mixes tokens in another way.
         two_sublayers: Whether it has the network's MLP, or experts, as a second sublayer, and both are added by the
             network's residual rule. If not, it is a whole block by itself.
-        keeps: What generation keeps of earlier tokens: the `keys` (and values) of each, or `nothing`. Then the whole
-            sequence is computed at each step.
-        kept: (network, tensor ranks) -> number of elements that this takes for each token on a rank.
+        keeps: What generation keeps of earlier tokens: the `keys` (and values) of each, a `state` of fixed size, or
+            `nothing`. Then the whole sequence is computed at each step.
+        kept: (network, tensor ranks) -> number of elements that this takes on a rank, for each token if it keeps keys,
+            for each sequence if it keeps a state, which is fp32.
         mixing_flops: (network, sequence length) -> operations of a forward pass for one token which mix tokens, so that
             its matrices do not show them.
         activations: (network, micro batch) -> number of elements that its backward pass needs; None if they follow from
@@ -58,7 +59,7 @@ class BlockKind:
     parameters: Callable[[Architecture, str], tuple[ParameterSpec, ...]]
     attention: Attention | None = None
     two_sublayers: bool = False
-    keeps: Literal["keys", "nothing"]
+    keeps: Literal["keys", "state", "nothing"]
     kept: Callable[[Architecture, int], int] = _nothing_kept
     mixing_flops: Callable[[Architecture, int], int]
     activations: Callable[[Architecture, MicroBatch], int] | None = None

@@ -8,7 +8,7 @@ for its name. Its key is a value of `attention_config`; the module of the same k
     parameters       layer plan: modules, checkpoints, tensor ranks, memory of states, export
     attention        kernels, recomputed parts, dropout, positions in scores
     two_sublayers    MLP or experts, norms and sums of the residual rule, tiles
-    keeps, kept      generation: a cache of keys, or the whole sequence at each step; its memory
+    keeps, kept      generation: a cache of keys, a state, or the whole sequence at each step; its memory
     mixing_flops     FLOPs
     activations      memory of the backward pass
     context_ranks    context parallelism

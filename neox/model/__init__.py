@@ -3,7 +3,7 @@
 from neox.model.block import MLPS, RESIDUAL_RULES, Block, TransformerLayer
 from neox.model.blocks import BLOCKS
 from neox.model.build import build_layer, initial_weights, initialize
-from neox.model.cache import KVCache, LayerCache
+from neox.model.cache import BlockState, KVCache, LayerCache, StateForm
 from neox.model.cache_step import CacheStep
 from neox.model.context import Aux, BlockContext, Context, add_aux
 from neox.model.cross_entropy import LossParts, head_cross_entropy, head_loss_parts, vocab_parallel_cross_entropy
@@ -31,6 +31,7 @@ __all__ = [
     "Aux",
     "Block",
     "BlockContext",
+    "BlockState",
     "CacheStep",
     "Context",
     "Direction",
@@ -50,6 +51,7 @@ __all__ = [
     "SoftPrompt",
     "TeacherLogits",
     "Stage",
+    "StateForm",
     "TransformerLayer",
     "add_aux",
     "attach_losses",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from neox.architecture import NORMS, RESIDUALS, Architecture
 from neox.model.attention import SelfAttention
+from neox.model.cache import CacheForm, StateForm
 from neox.model.context import Aux, BlockContext
 from neox.model.experts import ExpertMLP
 from neox.model.mlp import MLP
@@ -55,6 +56,11 @@ class Block(TokenShares):
 
     attention: SelfAttention | None
     watch: Callable[[Tensor], None] | None = None
+
+    @property
+    def cache_form(self) -> CacheForm | StateForm | None:
+        """What generation keeps of earlier tokens on this rank; None for nothing (`neox.architecture.BlockKind`)."""
+        return None
 
 
 class TransformerLayer(Block):
@@ -106,6 +112,11 @@ class TransformerLayer(Block):
         self.mlp = MLPS[architecture.mlp[number]](architecture, number, grid, **options)
         after_mlp = self._norm(slots.after_mlp, architecture, **options)
         self.norms = BlockNorms(before_attention, after_attention, before_mlp, after_mlp)
+
+    @property
+    def cache_form(self) -> CacheForm:
+        """What attention keeps."""
+        return self.attention.cache_form
 
     def forward(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
         """Run the block by the network's residual rule. A slot without a norm does nothing.

@@ -1,4 +1,15 @@
-"""Cache of the keys and values of earlier tokens, preallocated, for generation.
+"""What generation keeps of earlier tokens, preallocated: keys and values of each, or a state of fixed size.
+
+A step with one new token, of index 4, reads and writes this in one row:
+
+    view of a block    memory of the row                      writes             reads
+    ---------------    -----------------------------------    ---------------    --------------------------------
+    LayerCache         a slot for each token:    0 1 2 3 _ _  slot 4             slots 0 to 4
+    RingLayer          slots of a window of 3:   3 1 2        slot 4 % 3 = 1     all three: tokens 3, 4 and 2
+    StepLayer          the memory of either                   the same slot      all slots, empty ones at -inf
+    BlockState         tensors of fixed size                  all of them        all of them
+
+`StepLayer` is that of `CacheStep`, whose steps have the same shapes each time.
 
 Legend: L layers, B batch, N heads of queries and K of keys here, T slots, S new tokens, D head dim.
 """
@@ -41,6 +52,25 @@ class CacheForm(NamedTuple):
     value_width: int = 0
 
 
+class StateForm(NamedTuple):
+    """Shapes of one sequence's state of a block on this rank, which is fp32: it adds up over all tokens."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class BlockState(NamedTuple):
+    """One block's state of earlier tokens during one forward pass.
+
+    Attributes:
+        tensors: Tensors of the block's `StateForm`, [B, ...] each, 0 before the first token. The block writes the state
+            after the new tokens to the same memory.
+        is_text: New tokens that count, bool [B, S]; padding on the left leaves the state as it is. None if all count.
+    """
+
+    tensors: tuple[Tensor, ...]
+    is_text: Tensor | None = None
+
+
 class SlotStore(NamedTuple):
     """Memory of all blocks of a cache that have the same `CacheForm` and number of slots.
 
@@ -64,20 +94,21 @@ class SlotStore(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of all blocks on this rank; of blocks with a window, those of the window only.
+    """Keys and values of all blocks on this rank, of blocks with a window those of the window only, and states.
 
     `reset` makes it ready for other prompts without new memory.
 
     Args:
         architecture: The network.
-        forms: Shape of the cache of each block on this rank.
+        forms: What each block on this rank keeps; never None if the network generates by steps.
         batch: Number of sequences.
         max_length: Most tokens of a sequence, without a soft prompt.
         device: Device of the cache.
         dtype: Type of keys and values.
 
     Attributes:
-        stores: The memory, one tensor for all blocks that have the same form and number of slots.
+        stores: The memory of keys, one tensor for all blocks that have the same form and number of slots.
+        states: Number of a block that keeps a state -> its tensors, [B, ...] each.
         batch: Number of sequences.
         device: Device of the cache.
         max_length: Most tokens of a sequence, T.
@@ -91,7 +122,7 @@ class KVCache:
     def __init__(
         self,
         architecture: Architecture,
-        forms: Sequence[CacheForm],
+        forms: Sequence[CacheForm | StateForm | None],
         batch: int,
         max_length: int,
         device: torch.device | str | None = None,
@@ -105,8 +136,13 @@ class KVCache:
             )
         self.max_length = max_length + architecture.soft_prompt_tokens
         self.longest = self.max_length
+        self.states: dict[int, tuple[Tensor, ...]] = {}
         blocks_of: dict[tuple[int, CacheForm], list[int]] = {}
         for number, form in enumerate(forms):
+            assert form is not None, "the network generates by steps"
+            if isinstance(form, StateForm):
+                self.states[number] = tuple(torch.zeros((batch, *shape), device=device) for shape in form.shapes)
+                continue
             slots = self.max_length if form.tokens is None else min(form.tokens, self.max_length)
             blocks_of.setdefault((slots, form), []).append(number)
         self.stores: list[SlotStore] = []
@@ -124,6 +160,9 @@ class KVCache:
         """Forget all tokens."""
         self.length = 0
         self.start = start
+        for tensors in self.states.values():
+            for tensor in tensors:
+                tensor.zero_()
 
     @property
     def begun(self) -> bool:
@@ -138,14 +177,19 @@ class KVCache:
         """Return the positions of the next tokens: [S], or [B, S] for padded rows (0 in the padding)."""
         return self._positions(torch.arange(self.length, self.length + new_tokens, device=self.device))
 
-    def layers(self, new_tokens: int) -> list[LayerCache | RingLayer]:
-        """Return each layer's view for a forward pass of `new_tokens`.
+    def layers(self, new_tokens: int) -> list[LayerCache | RingLayer | BlockState]:
+        """Return each block's view for a forward pass of `new_tokens`.
 
         Raises:
             NeoXError: If they do not fit.
         """
         self.check_room(new_tokens)
-        by_number: dict[int, LayerCache | RingLayer] = {}
+        by_number: dict[int, LayerCache | RingLayer | BlockState] = {}
+        is_text = None
+        if self.states and self.start is not None:
+            is_text = torch.arange(self.length, self.length + new_tokens, device=self.device) >= self.start.unsqueeze(1)
+        for number, tensors in self.states.items():
+            by_number[number] = BlockState(tensors, is_text)
         for store in self.stores:
             views = self._ring_layers(store) if store.is_ring else self._whole_layers(store, new_tokens)
             by_number.update(zip(store.blocks, views, strict=True))
@@ -186,6 +230,13 @@ class KVCache:
                 pairs = pairs.new_zeros(pairs.shape[0], len(rows), *pairs.shape[2:])
             pairs[..., :filled, :] = kept
             self.stores[number] = store._replace(pairs=pairs)
+        for number, tensors in self.states.items():
+            kept_states = tuple(tensor[rows] for tensor in tensors)
+            if len(rows) != self.batch:
+                self.states[number] = kept_states
+                continue
+            for tensor, kept in zip(tensors, kept_states, strict=True):
+                tensor.copy_(kept)
         self.batch = len(rows)
         if self.start is not None:
             self.start = self.start[rows]

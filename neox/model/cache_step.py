@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.model.cache import KVCache, LayerCache, RingLayer, held_indices, keys_and_values
+from neox.model.cache import BlockState, KVCache, LayerCache, RingLayer, held_indices, keys_and_values
 from neox.ops import explicit_attention, masked_bias
 
 
@@ -35,6 +35,7 @@ class CacheStep:
     def __init__(self, cache: KVCache) -> None:
         """Continue behind what the cache holds now."""
         self.stores = tuple(cache.stores)
+        self.states = dict(cache.states)
         self.start = cache.start
         self.longest = cache.longest
         self.slots = torch.arange(cache.max_length, device=cache.device)
@@ -44,7 +45,8 @@ class CacheStep:
         """Return whether the cache still has the memory and the padding of this step."""
         memory = [store.pairs for store in self.stores]
         same = all(mine is store.pairs for mine, store in zip(memory, cache.stores, strict=True))
-        return same and self.start is cache.start
+        same_states = all(tensors is cache.states[number] for number, tensors in self.states.items())
+        return same and same_states and self.start is cache.start
 
     def keys(self, new_tokens: int) -> int:
         """Return the number of keys that queries are compared with: all slots."""
@@ -54,10 +56,12 @@ class CacheStep:
         """Return the position of the next token: [1], or [B, 1] for padded rows."""
         return self._positions(self.slot)
 
-    def layers(self, new_tokens: int) -> list[StepLayer]:
-        """Return each layer's part for a forward pass of one token."""
+    def layers(self, new_tokens: int) -> list[StepLayer | BlockState]:
+        """Return each block's part for a forward pass of one token."""
         assert new_tokens == 1
-        by_number: dict[int, StepLayer] = {}
+        by_number: dict[int, StepLayer | BlockState] = {}
+        for number, tensors in self.states.items():
+            by_number[number] = BlockState(tensors)  # padding stands before the prompt only
         for store in self.stores:
             slot = self.slot
             indices = self.slots
@@ -156,4 +160,4 @@ class StepLayer(NamedTuple):
 
 
 CachedLayer = LayerCache | RingLayer | StepLayer
-"""One layer's part of what generation keeps, as its attention uses it."""
+"""Keys and values of one block, as its attention uses them."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.model.cache import KVCache
+from neox.model.cache import BlockState, KVCache
 from neox.model.cache_step import CachedLayer, CacheStep
 from neox.model.positions import Tables
 
@@ -67,6 +67,7 @@ class BlockContext(NamedTuple):
         visible: Keys that are not padding, in a bidirectional network, bool [B, 1, 1, S]; all if None.
         is_text: Tokens that are not padding, of all tensor ranks, bool [B, S]; all if None. Experts read it.
         cache: This block's keys and values of earlier tokens, in generation.
+        state: This block's state of earlier tokens, in generation, if it keeps one instead.
         routes: Number of a block -> experts of its tokens, kept from the forward pass for its recomputation. A block
             whose experts are here is computed again.
         observes: Whether `observe_scores` is called. Compiled blocks notice that a flag has changed, but not that a
@@ -83,6 +84,7 @@ class BlockContext(NamedTuple):
     visible: Tensor | None = None
     is_text: Tensor | None = None
     cache: CachedLayer | None = None
+    state: BlockState | None = None
     routes: dict[int, Tensor] | None = None
     observes: bool = False
     observe_scores: Callable[[Any, Tensor, Tensor], None] | None = None

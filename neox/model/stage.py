@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from neox.architecture import BLOCK_OFFSET
 from neox.model.attention import SelfAttention
 from neox.model.block import Block
-from neox.model.cache import KVCache
+from neox.model.cache import BlockState, KVCache
 from neox.model.cache_step import CachedLayer, CacheStep
 from neox.model.context import Aux, BlockContext, Context, add_aux
 from neox.model.embedding import Embedding, Head, LMHead
@@ -121,7 +121,7 @@ class Stage:
             device: Device of the cache.
             dtype: Type of hidden states.
         """
-        forms = [block.attention.cache_form for block in self.blocks if block.attention is not None]
+        forms = [block.cache_form for block in self.blocks]
         return KVCache(self.architecture, forms, batch, max_length, device=device, dtype=dtype)
 
 
@@ -341,14 +341,21 @@ def sequence_lengths(keys: int, device: torch.device, context: Context, grid: Pa
 
 
 def _run(
-    blocks: Sequence[Block], x: Tensor, shared: BlockContext, caches: Sequence[CachedLayer] | None = None
+    blocks: Sequence[Block],
+    x: Tensor,
+    shared: BlockContext,
+    caches: Sequence[CachedLayer | BlockState] | None = None,
 ) -> tuple[Tensor, Aux]:
     """Run blocks one after another: [B, S, H] -> [B, S, H], and the sum of their losses."""
     total: Aux = {}
     context = shared
     for number, block in enumerate(blocks):
         if caches is not None:
-            context = shared._replace(cache=caches[number])
+            kept = caches[number]
+            if isinstance(kept, BlockState):
+                context = shared._replace(state=kept)
+            else:
+                context = shared._replace(cache=kept)
         x, aux = block(x, context)
         if block.watch is not None:
             block.watch(x)

@@ -25,7 +25,7 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
     stages = plan_stages(layers, pp_size, Division.of(config), tp_size)
     precision = config.generation.inference_precision or plan.precision
     number = BYTES[precision]
-    caches = [_cached_numbers(plan, kind, tp_size) for kind in plan.architecture.attention]
+    caches = [_cached_bytes(plan, kind, tp_size, number) for kind in plan.architecture.attention]
     most = 0
     for stage in stages:
         weights = sum(spec.shard_numel(tp_size) for spec in stage.parameter_specs(layers))
@@ -33,15 +33,15 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
         for layer in stage.entries(layers):
             if layer.kind == "block":
                 cached += caches[layer.index - BLOCK_OFFSET]
-        most = max(most, number * (weights + cached))
+        most = max(most, number * weights + cached)
     return most
 
 
-def _cached_numbers(plan: RunPlan, kind: str, tp_size: int) -> int:
-    """Return the elements of a block's cache on a tensor rank: sequences x tokens x elements per token.
+def _cached_bytes(plan: RunPlan, kind: str, tp_size: int, number: int) -> int:
+    """Return the bytes of a block's cache on a tensor rank: sequences x tokens x elements per token x number.
 
     The tokens are the new ones; in a block with a window at most the window's, unless scores have biases, a bound or
-    sinks. Blocks that keep nothing have no cache.
+    sinks. A state has no tokens, and is fp32. Blocks that keep nothing have no cache.
     """
     generation = plan.config.generation
     sequences = generation.generation_batch_size
@@ -55,4 +55,6 @@ def _cached_numbers(plan: RunPlan, kind: str, tp_size: int) -> int:
     row = BLOCKS[kind]
     if row.attention is not None and plain_scores:
         tokens = row.attention.keys_per_query(network, tokens)
-    return sequences * tokens * row.kept(network, tp_size)
+    if row.keeps == "state":
+        return sequences * row.kept(network, tp_size) * BYTES["fp32"]
+    return sequences * tokens * row.kept(network, tp_size) * number
