@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from math import prod
 
 
@@ -30,7 +30,7 @@ class Uniform:
     high: float
 
 
-class FromKey(Enum):
+class FromKey(StrEnum):
     """Initial values that the configuration chooses, by the key that does."""
 
     METHOD = "init_method"
