@@ -153,21 +153,22 @@ def _complete_environment() -> int:
     return world
 
 
-def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Run an action on every rank, and fail on every rank if it failed on any.
+def all_succeeded(action: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
+    """Run an action on every rank and return its result on this one; fail on every rank if it failed on any.
 
     Args:
         action: Function that leaves no collective operations unfinished when it fails.
         what: Description of the action for the message ("saving iteration 10").
-        group: Group of all ranks for a thread that runs next to training; the default group if None.
+        group: Process group of all ranks for a background save; None: the default group.
 
     Raises:
         CheckpointError: If any rank failed, with the message of the first one. The cause is this rank's own error.
     """
+    result: T | None = None
     own: Exception | None = None
     problem: str | None = None
     try:
-        action()
+        result = action()
     except (NeoXError, OSError, RuntimeError) as error:
         own = error
         problem = str(error) or type(error).__name__
@@ -178,6 +179,7 @@ def all_succeeded(action: Callable[[], object], what: str, group: dist.ProcessGr
         rank, answer = failed[0]
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise CheckpointError(f"{what} failed on rank {rank}{others}: {answer}") from own
+    return result  # type: ignore[return-value]
 
 
 def from_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -185,7 +187,7 @@ def from_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = N
 
     Args:
         action: Function whose result, or NeoXError, can be pickled.
-        group: Group of all ranks for a thread that runs next to training; the default group if None.
+        group: Process group of all ranks for a background save; None: the default group.
 
     Raises:
         NeoXError: On every rank, if the action raised it on rank 0.

@@ -1,4 +1,12 @@
-"""Background saves (`async_save`): state is copied to CPU memory, written and committed while training goes on."""
+"""Background saves (`async_save`): state is copied to CPU memory, then written and published during the next steps.
+
+    training   step | stage_checkpoint: copies are queued | passes of the next step | hold | update | ...
+    GPU             |        copies to pinned CPU memory on a stream of their own   |      | update | ...
+    thread          |  finish: waits for the copies, writes the files               ; publish_checkpoint
+
+`hold` stands before whatever overwrites the copied tensors: the GPU runs the update after the copies, and the host goes
+on. The order of one save is in `saving`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from neox.checkpoint import layer_file, save_file
-from neox.engine.checkpoints.saving import FileWriter, commit_files, stage_files
+from neox.engine.checkpoints.saving import CheckpointFiles, publish_checkpoint, stage_checkpoint
 from neox.engine.engine import Engine
 from neox.engine.reports import SaveReport
 from neox.errors import CheckpointError
@@ -98,18 +106,15 @@ def snapshot(value: Any, copies: HostCopies, seen: dict[int, Tensor] | None = No
     return copy.deepcopy(value)
 
 
-class DeferredWriter(FileWriter):
-    """Writer that keeps copies in CPU memory until `finish`.
-
-    Args:
-        engine: The engine whose state is written.
+class QueuedFiles(CheckpointFiles):
+    """Keeps copies of the files' content in CPU memory, and writes them in `finish`.
 
     Attributes:
         copies: The copies of tensors.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self) -> None:
+        super().__init__()
         self.copies = HostCopies()
         self._queue: list[tuple[Path, Any]] = []
 
@@ -122,7 +127,7 @@ class DeferredWriter(FileWriter):
         self.put(directory / layer_file(index, tp_rank), dict(state))
 
     def finish(self) -> None:
-        """Write what is queued, and release each copy once it is on disk. Raises CheckpointError."""
+        """Write what is queued, and release each copy once it is on disk."""
         self.copies.wait()
         while self._queue:
             path, value = self._queue.pop(0)
@@ -156,15 +161,15 @@ class BackgroundSaves:
         started = time.perf_counter()
         self.wait()
         engine = self._engine
-        writer = DeferredWriter(engine)
+        files = QueuedFiles()
         iteration = engine.iteration
-        staged = stage_files(engine, save, writer)
-        engine.before_next_overwrite(writer.copies.hold)
+        staged = stage_checkpoint(engine, save, files)
+        engine.before_next_overwrite(files.copies.hold)
         stall = time.perf_counter() - started
 
         def finish() -> None:
             try:
-                path = commit_files(engine.plan, engine.grid, writer, staged, self._group)
+                path = publish_checkpoint(engine.plan, engine.grid, files, staged, self._group)
                 self._reports.append(SaveReport(path, iteration, stall, time.perf_counter() - started))
             except BaseException as error:
                 self._failure = error

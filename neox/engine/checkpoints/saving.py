@@ -1,10 +1,29 @@
-"""Saving checkpoints: weights as layer files, the rest as DeepSpeed writes it, made final by one commit."""
+"""Saving a checkpoint: one save from top to bottom. All ranks of a run do it together, in this order.
+
+    1  all ranks   features may refuse (`Trainer.save` calls `before_save`)
+    2  rank 0      creates an empty directory `.staging-global_stepN`, and removes what killed saves have left
+    3  all ranks   collect the state: of features, of the run, and the optimizer's of experts that data ranks divide
+    4  each rank   writes its files into the staging directory:
+                     layer_*            weights, by data rank 0 of each stage and tensor rank
+                     configs, run files by rank 0
+                     files of features  such as parts of the averaged weights
+                     *_states.pt        DeepSpeed's files: counters, loss scale, optimizer, client state
+    5  all ranks   agree that each rank could write
+    6  each rank   hashes a share of all files
+    7  rank 0      makes the checkpoint final (`neox.checkpoint.commit`): manifest, rename to `global_stepN`, `latest`
+    8  rank 0      deletes checkpoints beyond `keep_last_n_checkpoints`
+
+`stage_checkpoint` does 2 to 5, `publish_checkpoint` 6 to 8. If a rank fails in 3 to 6, rank 0 removes the staging
+directory, and every rank raises. With `async_save` step 4 only copies to CPU memory; a thread then writes the files and
+does 6 to 8 (`background_saves`).
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +42,6 @@ from neox.checkpoint import (
     discard,
     identity_state,
     keep_last,
-    load_file,
     record_share,
     save_file,
     stage_directory,
@@ -31,73 +49,18 @@ from neox.checkpoint import (
     write_config,
     write_layer,
 )
-from neox.engine.checkpoints.divided_experts import WholeStates, gather_states
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.optimizer_tensors import optimizer_order
 from neox.engine.weights import write_weights
 from neox.errors import CheckpointError
-from neox.parallel import ParallelGrid
-from neox.plan import RunPlan, StagePlan
+from neox.optim import planned_groups
+from neox.parallel import ParallelGrid, gather_experts, holds_divided_experts
+from neox.plan import RunPlan
 
-
-class FileWriter(CheckpointEngine):  # type: ignore[misc]
-    """Writer of DeepSpeed's files and of layer files.
-
-    A failure of DeepSpeed's files is kept in `failure`, because raising it there would interrupt collective operations.
-
-    Args:
-        engine: The engine whose state is written.
-
-    Attributes:
-        experts: The optimizer's state of all experts, if data ranks divide them.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.name = "layer-files"
-        self.failure: CheckpointError | None = None
-        self._with_optimizer = not engine.plan.config.checkpoint.no_save_optim
-        self._divided = engine.model.divides_optimizer
-        self.experts = WholeStates()
-
-    def create(self, info: CheckpointCommitInfo) -> None:
-        """Do nothing: the directory exists."""
-
-    def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Write one of DeepSpeed's own files.
-
-        The optimizer's state is written once: DeepSpeed writes that of bf16 with stages and ZeRO 0 to both files.
-        """
-        if path.endswith("optim_states.pt"):
-            if not self._with_optimizer:
-                return
-        elif self._divided or not self._with_optimizer:
-            state_dict = {**state_dict, "optimizer": None}
-        elif self.experts.states:
-            state_dict = {**state_dict, "optimizer": self.experts.put_into(state_dict["optimizer"])}
-        self.put(Path(path), state_dict)
-
-    def put(self, path: Path, value: Any) -> None:
-        """Write a file."""
-        try:
-            save_file(path, value)
-        except CheckpointError as error:
-            self.failure = error
-
-    def put_layer(self, directory: Path, index: int, state: Mapping[str, Tensor], *, tp_rank: int) -> None:
-        """Write a layer file. Raises CheckpointError if the disk refuses."""
-        write_layer(directory, index, tp_rank, state)
-
-    def finish(self) -> None:
-        """Write what is not written yet. Raises CheckpointError."""
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a file safely."""
-        return load_file(Path(path))
-
-    def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Do nothing: `commit_files` commits."""
-        return True
+_OPTIMIZER_FILE = "optim_states.pt"
+"""End of the names of DeepSpeed's files that hold nothing but the optimizer's state."""
+_NAMED_PROBLEMS = 3
 
 
 def save_checkpoint(engine: Engine, save: str | Path) -> Path:
@@ -113,42 +76,115 @@ def save_checkpoint(engine: Engine, save: str | Path) -> Path:
     Raises:
         CheckpointError: On every rank, if any rank could not write. Earlier checkpoints are unchanged.
     """
-    writer = FileWriter(engine)
-    staged = stage_files(engine, save, writer)
-    return commit_files(engine.plan, engine.grid, writer, staged)
+    files = CheckpointFiles()
+    staged = stage_checkpoint(engine, save, files)
+    return publish_checkpoint(engine.plan, engine.grid, files, staged)
 
 
-def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
-    """Pass the content of a checkpoint of the engine's iteration to a writer, and return the staging directory.
+class CheckpointFiles:
+    """Writes the files of a checkpoint, each at once.
+
+    A file that cannot be written is noted and not raised: the caller still has collective operations to enter.
+
+    Attributes:
+        problems: Why files could not be written.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[CheckpointError] = []
+
+    def put(self, path: Path, value: Any) -> None:
+        """Write a file of tensors and plain values."""
+        try:
+            save_file(path, value)
+        except CheckpointError as error:
+            self.problems.append(error)
+
+    def put_layer(self, directory: Path, index: int, state: Mapping[str, Tensor], *, tp_rank: int) -> None:
+        """Write a layer file."""
+        try:
+            write_layer(directory, index, tp_rank, state)
+        except CheckpointError as error:
+            self.problems.append(error)
+
+    def finish(self) -> None:
+        """Complete what `put` has only begun; nothing here.
+
+        Raises:
+            CheckpointError: If a file could not be written.
+        """
+
+    def raise_problems(self) -> None:
+        """Raise a CheckpointError that names the first problems and counts the others, if there are any."""
+        if not self.problems:
+            return
+        first = self.problems[0]
+        if len(self.problems) == 1:
+            raise first
+        messages = [str(problem) for problem in self.problems]
+        if len(messages) > _NAMED_PROBLEMS:
+            messages[_NAMED_PROBLEMS:] = [f"{len(messages) - _NAMED_PROBLEMS} more files could not be written"]
+        raise CheckpointError("; ".join(messages)) from first
+
+
+def stage_checkpoint(engine: Engine, save: str | Path, files: CheckpointFiles) -> Path:
+    """Write a checkpoint of the engine's iteration into a staging directory, which is returned.
+
+    Args:
+        engine: The engine whose state is written.
+        save: Directory of the run's checkpoints.
+        files: Writes the files.
 
     Raises:
         CheckpointError: On every rank, if any rank could not write.
     """
-    plan = engine.plan
-    grid = engine.grid
-    deepspeed_engine = engine.deepspeed_engine
     staged = staging_path(save, engine.iteration)
     from_first_rank(lambda: stage_directory(save, engine.iteration))
-    deepspeed_engine.checkpoint_engine = writer
-    client_state = _client_state(engine)
-    files: dict[str, Any] = {}
-    for feature in engine.features:
-        files |= feature.files(engine)
-    writer.experts = gather_states(engine)
+    with _discarded_on_failure(staged, engine.grid):
+        # Collected first, because it takes collective operations, which a rank whose disk is full must not miss.
+        client_state = neox_client_state(engine.plan, engine.grid, engine.iteration)
+        client_state[ORDER] = optimizer_order(engine.deepspeed_engine.module, engine.plan)
+        client_state |= engine.saved_state()
+        files_of_features: dict[str, Any] = {}
+        for feature in engine.features:
+            files_of_features |= feature.files(engine)
+        experts = gather_expert_states(engine)
 
-    def write() -> None:
-        problem: CheckpointError | None = None
-        put_layer = partial(writer.put_layer, staged, tp_rank=grid.tp_rank)
+        def write() -> None:
+            _write_weights_and_run(engine, staged, files)
+            for name, content in files_of_features.items():
+                files.put(staged / name, content)
+            _write_deepspeed_files(engine, staged, files, client_state, experts)
+            files.raise_problems()
+
+        all_succeeded(write, f"saving iteration {engine.iteration}")
+    return staged
+
+
+def _write_weights_and_run(engine: Engine, staged: Path, files: CheckpointFiles) -> None:
+    """Write this rank's layer files, and on rank 0 the configuration and what checkpoints say of the run."""
+    grid = engine.grid
+    put_layer = partial(files.put_layer, staged, tp_rank=grid.tp_rank)
+    write_weights(engine.deepspeed_engine.module, engine.plan.layers, grid, put_layer)
+    if grid.rank == 0:
         try:
-            write_weights(deepspeed_engine.module, plan.layers, grid, put_layer)
-            if grid.rank == 0:
-                write_config(staged, plan.config.to_flat())
-                engine.run_files.write(staged)
+            write_config(staged, engine.plan.config.to_flat())
+            engine.run_files.write(staged)
         except CheckpointError as error:
-            problem = error
-        for name, content in files.items():
-            writer.put(staged / name, content)
-        # Collective operations: reached on every rank, also after a failure.
+            files.problems.append(error)
+
+
+def _write_deepspeed_files(
+    engine: Engine, staged: Path, files: CheckpointFiles, client_state: dict[str, Any], experts: WholeStates
+) -> None:
+    """Let DeepSpeed collect the state of its engine and optimizer, and pass each file to `files`.
+
+    Its `save_checkpoint` has collective operations, so every rank calls it, even if its disk is full.
+    """
+    deepspeed_engine = engine.deepspeed_engine
+    its_own = deepspeed_engine.checkpoint_engine
+    deepspeed_engine.checkpoint_engine = _DeepSpeedFiles(engine, files, experts)
+    try:
         deepspeed_engine.save_checkpoint(
             str(staged.parent),
             tag=staged.name,
@@ -156,33 +192,73 @@ def stage_files(engine: Engine, save: str | Path, writer: FileWriter) -> Path:
             save_latest=False,
             exclude_frozen_parameters=True,
         )
-        problem = problem or writer.failure
-        if problem is not None:
-            raise problem
-
-    with _discarded_on_failure(staged, grid):
-        all_succeeded(write, f"saving iteration {engine.iteration}")
-    return staged
+    finally:
+        deepspeed_engine.checkpoint_engine = its_own
 
 
-def _client_state(engine: Engine) -> dict[str, Any]:
-    """Return what stands next to the weights: gpt-neox's part, and what features need to go on."""
-    state = neox_client_state(engine.plan, engine.grid, engine.iteration)
-    state[ORDER] = optimizer_order(engine.deepspeed_engine.module, engine.plan)
-    return state | engine.saved_state()
+class _DeepSpeedFiles(CheckpointEngine):  # type: ignore[misc]
+    """What DeepSpeed's `save_checkpoint` hands its files to. It calls `save` for each; the other methods do nothing.
+
+    Args:
+        engine: The engine whose state is written.
+        files: Writes the files.
+        experts: The optimizer's state of all experts, if data ranks divide them.
+    """
+
+    def __init__(self, engine: Engine, files: CheckpointFiles, experts: WholeStates) -> None:
+        super().__init__()
+        self.name = "layer-files"
+        self._files = files
+        self._experts = experts
+        self._saves_optimizer = not engine.plan.config.checkpoint.no_save_optim
+        self._divides_optimizer = engine.model.divides_optimizer
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Write one of DeepSpeed's files, so that the optimizer's state is in one kind of file only.
+
+        optimizer               mp_rank_MM_model_states.pt        ..._optim_states.pt
+        ----------------------  --------------------------------  ------------------------------
+        with `no_save_optim`    everything but the optimizer      not written
+        divided by DeepSpeed    everything but the optimizer      the part of each data rank
+        whole on each rank      with the optimizer, and with the  (DeepSpeed has no such file)
+                                states of all experts
+
+        DeepSpeed itself stores a divided optimizer twice with bf16, stages and ZeRO 0.
+        """
+        if path.endswith(_OPTIMIZER_FILE):
+            if self._saves_optimizer:
+                self._files.put(Path(path), state_dict)
+            return
+        optimizer = state_dict["optimizer"]
+        if self._divides_optimizer or not self._saves_optimizer:
+            optimizer = None
+        elif self._experts.states:
+            optimizer = self._experts.put_into(optimizer)
+        self._files.put(Path(path), {**state_dict, "optimizer": optimizer})
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Do nothing: the staging directory exists."""
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Do nothing: `publish_checkpoint` makes all files final at once."""
+        return True
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Refuse: checkpoints are read by `neox.engine.checkpoints.loading`."""
+        raise NotImplementedError(path)
 
 
-def commit_files(
-    plan: RunPlan, grid: ParallelGrid, writer: FileWriter, staged: Path, group: dist.ProcessGroup | None = None
+def publish_checkpoint(
+    plan: RunPlan, grid: ParallelGrid, files: CheckpointFiles, staged: Path, group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Finish the files, hash all of them, and make them the newest checkpoint.
+    """Finish the staged files, hash all of them, and make them the newest checkpoint.
 
     Args:
         plan: The run.
         grid: This rank's grid.
-        writer: Writer that staged the files.
+        files: Writer that staged the files.
         staged: Staging directory.
-        group: Group of all ranks for a thread that runs next to training; the default group if None.
+        group: Process group of all ranks for a background save; None: the default group.
 
     Returns:
         The checkpoint's directory.
@@ -191,8 +267,15 @@ def commit_files(
         CheckpointError: On every rank, if any rank could not write.
     """
     with _discarded_on_failure(staged, grid):
-        all_succeeded(writer.finish, f"saving {staged}", group)
-        records = _record_together(staged, grid, group)
+        all_succeeded(files.finish, f"saving {staged}", group)
+        hash_share = partial(record_share, staged, grid.rank, grid.world_size)
+        share = all_succeeded(hash_share, f"hashing {staged}", group)
+        shares: list[dict[str, FileRecord]] = [{} for _ in range(grid.world_size)]
+        dist.all_gather_object(shares, share, group=group)
+    records: dict[str, FileRecord] = {}
+    for of_rank in shares:
+        records |= of_rank
+    # A failed `commit` cleans up by itself: it knows whether the staging directory has got its final name already.
     final = from_first_rank(lambda: commit(staged, records), group)
     keep = plan.config.checkpoint.keep_last_n_checkpoints
     if keep is not None:
@@ -202,28 +285,42 @@ def commit_files(
 
 @contextmanager
 def _discarded_on_failure(staged: Path, grid: ParallelGrid) -> Iterator[None]:
+    """Remove the staging directory if the context ends with any exception."""
     try:
         yield
-    except CheckpointError:
+    except BaseException:
         if grid.rank == 0:
             discard(staged)
         raise
 
 
-def _record_together(staged: Path, grid: ParallelGrid, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    """Hash the staged files, each rank a share of them; return the records of all files on every rank."""
-    share: dict[str, FileRecord] = {}
-    all_succeeded(lambda: share.update(record_share(staged, grid.rank, grid.world_size)), f"hashing {staged}", group)
-    shares: list[dict[str, FileRecord]] = [{} for _ in range(grid.world_size)]
-    dist.all_gather_object(shares, share, group=group)
-    records: dict[str, FileRecord] = {}
-    for part in shares:
-        records |= part
-    return records
+# What DeepSpeed's files hold of a run besides its own counters.
+
+
+def neox_client_state(plan: RunPlan, grid: ParallelGrid, iteration: int) -> dict[str, Any]:
+    """Return what gpt-neox stores beside the weights, under its names, and the layout."""
+    state: dict[str, Any] = {"iteration": iteration, "layout": layout_of(plan), **identity_state(plan)}
+    state[ROWS] = "blocks"
+    if plan.config.checkpoint.no_save_rng:
+        return state
+    # gpt-neox requires random states. Our own runs do not read them: they seed every step from its number.
+    kind, keys, *rest = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    state["random_rng_state"] = random.getstate()
+    state["np_rng_state"] = (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
+    state["torch_rng_state"] = torch_state
+    state["cuda_rng_state"] = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch_state.clone()
+    state["rng_tracker_states"] = grid.rng.get_states()["states"]
+    return state
 
 
 def layout_of(plan: RunPlan) -> dict[str, Any]:
     """Return the layout of a run: everything that decides the form of DeepSpeed's files."""
+    stages: list[int | list[int]] = []
+    for stage in plan.stages:
+        starts = [layers.start for layers in stage.ranges]
+        # An int for a single range, as in the files of all former versions, else a list.
+        stages.append(starts[0] if len(starts) == 1 else starts)
     return {
         "pp": plan.grid.pp_size,
         "mp": plan.grid.tp_size,
@@ -232,33 +329,60 @@ def layout_of(plan: RunPlan) -> dict[str, Any]:
         "zero_stage": plan.config.deepspeed.zero_optimization.stage,
         "precision": plan.precision,
         "optimizer": plan.config.optimizer.optimizer.name,
-        "stages": [_stage_starts(stage) for stage in plan.stages],
+        "stages": stages,
         "offload": plan.config.deepspeed.zero_optimization.offloads_optimizer,
     }
 
 
-def _stage_starts(stage: StagePlan) -> int | list[int]:
-    """Return where the ranges of a stage start: one number if there is one range, as all files so far have it."""
-    starts = [layers.start for layers in stage.ranges]
-    return starts[0] if len(starts) == 1 else starts
+# Experts that data ranks divide. Without ZeRO DeepSpeed writes the optimizer's state of data rank 0 only. So that a
+# checkpoint does not depend on the expert degree, the states of its experts are replaced by those of all experts.
 
 
-def neox_client_state(plan: RunPlan, grid: ParallelGrid, iteration: int) -> dict[str, Any]:
-    """Return what gpt-neox stores next to the weights, under its names, and the layout."""
-    state: dict[str, Any] = {"iteration": iteration, "layout": layout_of(plan), **identity_state(plan)}
-    state[ROWS] = "blocks"
-    if not plan.config.checkpoint.no_save_rng:
-        state |= _random_states(grid)
-    return state
+@dataclass(frozen=True)
+class WholeStates:
+    """The optimizer's tensors of all experts, by their place in the optimizer's state.
+
+    Attributes:
+        states: Number of a parameter in torch's state dict -> its states by name.
+        weights: Number of a group and position in it -> fp32 weights, for wrappers that keep copies of weights.
+    """
+
+    states: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    weights: Mapping[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def put_into(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state with these tensors in place of this rank's."""
+        if "optimizer_state_dict" not in state:
+            return {**state, "state": {**state["state"], **self.states}}
+        # The wrapper of fp16, and of bf16 without ZeRO, stores its fp32 copies next to torch's state dict.
+        copies = [list(group) for group in state["fp32_groups"]]
+        for (group, position), weight in self.weights.items():
+            copies[group][position] = weight
+        inner = self.put_into(state["optimizer_state_dict"])
+        return {**state, "optimizer_state_dict": inner, "fp32_groups": copies}
 
 
-def _random_states(grid: ParallelGrid) -> dict[str, Any]:
-    """Return random states under the names that gpt-neox requires; our own runs seed every step from its number."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state(),
-        "rng_tracker_states": grid.rng.get_states()["states"],
-    }
+@torch.no_grad()
+def gather_expert_states(engine: Engine) -> WholeStates:
+    """Gather the optimizer's tensors of experts; all ranks call it together. Only the first data rank keeps them."""
+    grid = engine.grid
+    if grid.ep_size == 1 or engine.model.divides_optimizer:
+        return WholeStates()
+    states: dict[int, dict[str, Tensor]] = {}
+    weights: dict[tuple[int, int], Tensor] = {}
+    number = 0
+    planned = planned_groups(engine.plan, engine.deepspeed_engine.module.named_parameters())
+    for index, (group, inner) in enumerate(zip(planned, engine.optimizer.param_groups, strict=True)):
+        for position, parameter in enumerate(group["params"]):
+            tensor = inner["params"][position]
+            if holds_divided_experts(parameter):
+                whole = {}
+                for name, value in engine.optimizer.state[tensor].items():
+                    is_elementwise = value.shape == tensor.shape
+                    whole[name] = gather_experts(value, grid) if is_elementwise else value
+                weight = gather_experts(tensor.detach(), grid)
+                if grid.dp_rank == 0:
+                    states[number] = whole
+                    weights[index, position] = weight
+            number += 1
+    return WholeStates(states, weights)

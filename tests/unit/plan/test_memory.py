@@ -37,8 +37,8 @@ def built_bytes(plans, save):
 
 def _built_bytes(plan, save):
     from neox.engine import initialize_distributed, initialize_engine
-    from neox.engine.checkpoints.background_saves import DeferredWriter
-    from neox.engine.checkpoints.saving import stage_files
+    from neox.engine.checkpoints.background_saves import QueuedFiles
+    from neox.engine.checkpoints.saving import stage_checkpoint
     from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
@@ -52,8 +52,8 @@ def _built_bytes(plan, save):
     states = [
         t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1
     ]
-    writer = DeferredWriter(engine)
-    stage_files(engine, save, writer)
+    writer = QueuedFiles()
+    stage_checkpoint(engine, save, writer)
     return weights, sum(t.numel() * t.element_size() for t in (*copies, *states)), _copied(writer)
 
 
