@@ -200,7 +200,7 @@ PLAIN_NETWORKS = [
     name for name, keys in NETWORKS.items() if "attention_config" not in keys and name not in EXPLICIT_NETWORKS
 ]
 CACHED_NETWORKS = {
-    name: keys for name, keys in NETWORKS.items() if all(kind.keeps == "keys" for kind in block_kinds_of(keys))
+    name: keys for name, keys in NETWORKS.items() if all(kind.keeps != "nothing" for kind in block_kinds_of(keys))
 }
 RECORDED_NETWORKS = {name: keys for name, keys in CACHED_NETWORKS.items() if name not in MIXTURES}
 PACKED_NETWORKS = [name for name in NETWORKS if name != "soft_prompt"]

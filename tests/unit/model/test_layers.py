@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from neox.architecture import BLOCK_OFFSET
+from neox.architecture import BLOCK_OFFSET, BLOCKS
 from neox.model import GPT, BlockContext, TransformerLayer, build_layer, share_parameters
 from neox.model.positions import reset_buffers
 from neox.parallel import ParallelGrid, Topology
@@ -43,9 +43,12 @@ def test_parameters_are_those_of_the_layer_plan(head: str, tp_size: int, network
             ("alibi", "block"): {"attention.alibi_embed.slopes": ((4 // tp_size,), torch.float32)},
             ("sinusoidal", "embedding"): {"position_embeddings.inv_freq": ((16,), torch.float32)},
         }
-        gated = any(name.startswith("sgu.") for name in shapes)
-        unrotated = entry.index - BLOCK_OFFSET in plan.architecture.unrotated_blocks
-        assert buffers == ({} if gated or unrotated else wanted.get((plan.architecture.positions, entry.kind), {}))
+        number = entry.index - BLOCK_OFFSET
+        has_no_positions = number in plan.architecture.unrotated_blocks
+        if entry.kind == "block":
+            has_no_positions |= BLOCKS[plan.architecture.attention[number]].attention is None
+        expected = wanted.get((plan.architecture.positions, entry.kind), {})
+        assert buffers == ({} if has_no_positions else expected)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
