@@ -1,8 +1,17 @@
-"""Start of a run by `deepy.py`: check everything that can be known before ranks start, then start and follow it."""
+"""Start of a run by `deepy.py`, and its restarts.
+
+    choose hosts -> plan -> ask the hosts -> write the run directory -> agents start the ranks -> RunEnd
+        ^                                                                                           |
+        |   wait for the pause; resume from the newest checkpoint;                                  v
+        +--------------------  leave out hosts that are not fit  <-- restart --  Restarts.decide -- stop --> exit status
+
+Everything that can be known without the ranks is checked before they are started.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -40,11 +49,11 @@ _TOKENIZER_FILES = ("vocab_file", "merge_file")
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """A run that can be started.
+class PreparedStart:
+    """A start whose plan and hosts are known.
 
     Attributes:
-        job: What ranks are to run, and where.
+        job: Script of the ranks, and where they run.
         planned: Its plan.
         runner: Keys about its hosts.
         reports: Reports of the hosts, if they have been asked.
@@ -63,6 +72,47 @@ class _Prepared:
 class StartRun(JobCommand):
     """The commands that ask hosts: one starts a run on them and follows it, the other (`doctor`) only checks them."""
 
+    def start(self) -> int:
+        """Check everything that can be known before ranks start, then start the run and follow it.
+
+        A training that fails is started again up to `max_restarts` times.
+
+        Returns:
+            The exit status of the last start.
+        """
+        script = find_script(self.arguments.script)
+        restarts = Restarts(self.config, script)
+        with ExitStack() as locks, AgentProcesses() as agents:
+            start = self._prepare(script, restarts)
+            directory = reserve(self.run_directory(), self.save, script.name, locks)
+            if start.job.trains:
+                note = finished_note(start.planned.plan.config, directory)
+                if note is not None:
+                    print_to_stderr("note", [note])
+                    self._print_next_steps(start.planned.plan)
+                    return 0
+                note = claim_curves(directory, self.config)
+                if note is not None:
+                    print_to_stderr("note", [note])
+            with restarts.recording_refusals(directory):
+                end = self._launch(start, directory, restarts, agents)
+            while True:
+                decision = restarts.decide(end, directory)
+                if not decision.restart:
+                    break
+                time.sleep(decision.pause)
+                with restarts.recording_refusals(directory):
+                    self.config = restarts.next_config()
+                    try:
+                        start = self._prepare(script, restarts)
+                        end = self._launch(start, directory, restarts, agents)
+                    except UnreachableHostError as error:  # it may be back after a pause
+                        print(f"error: {error}", file=sys.stderr)
+                        end = RunEnd(EndKind.NOT_STARTED, error.exit_code, error.cause, hosts=error.hosts)
+            if start.job.trains:
+                self._print_what_follows(start.planned.plan, end)
+            return end.status
+
     def doctor(self) -> int:
         """Check all hosts and print the table; return 1 if something is to be fixed."""
         placement = with_spares(place_ranks(self.runner, self.config.source("hostfile")))
@@ -73,55 +123,9 @@ class StartRun(JobCommand):
             print(f"tokenizer, whose files every host needs: {files}")
         return int(_have_problems(reports))
 
-    def start(self) -> int:
-        """Check everything that can be known before ranks start, then start the run and follow it.
+    # -- before a start: hosts and plan
 
-        A training that fails is started again up to `max_restarts` times.
-        """
-        script = find_script(self.arguments.script)
-        restarts = Restarts(self.config, script)
-        with ExitStack() as held, AgentProcesses() as agents:
-            prepared = self._prepare(script, restarts)
-            directory = reserve(self.run_directory(), self.save, script.name, held)
-            if prepared.job.trains and self._has_finished(prepared.planned.plan, directory):
-                return 0
-            if prepared.job.trains and (note := claim_curves(directory, self.config)) is not None:
-                print_to_stderr("note", [note])
-            with restarts.recording_refusals(directory):
-                end = self._launch(prepared, directory, restarts, agents)
-            while restarts.follow(end, directory):
-                with restarts.recording_refusals(directory):
-                    self.config = restarts.next_config()
-                    try:
-                        prepared = self._prepare(script, restarts)
-                        end = self._launch(prepared, directory, restarts, agents)
-                    except UnreachableHostError as error:  # it may be back after a pause
-                        end = _end_without_start(error)
-            if prepared.job.trains:
-                self._print_what_follows(prepared.planned.plan, end)
-            return end.status
-
-    def _has_finished(self, plan: RunPlan, directory: Path) -> bool:
-        """Return whether nothing is left of a training; if so, print it, and the commands that use the model."""
-        note = finished_note(plan.config, directory)
-        if note is None:
-            return False
-        print_to_stderr("note", [note])
-        self._print_next_steps(plan)
-        return True
-
-    def _print_what_follows(self, plan: RunPlan, end: RunEnd) -> None:
-        """Print how to go on with a run that was asked to end, or the commands that use a finished one."""
-        rest = unfinished_note(plan.config)
-        if rest is not None and (end.status == 0 or end.kind is EndKind.ASKED):
-            print_to_stderr("note", [rest])
-        elif end.status == 0:
-            self._print_next_steps(plan)
-
-    def _print_next_steps(self, plan: RunPlan) -> None:
-        print(*next_steps(self.arguments, plan), sep="\n", file=sys.stderr)
-
-    def _prepare(self, script: Path, restarts: Restarts) -> _Prepared:
+    def _prepare(self, script: Path, restarts: Restarts) -> PreparedStart:
         """Plan a run, and check everything that can be known before its directory is used.
 
         Raises:
@@ -145,9 +149,9 @@ class StartRun(JobCommand):
             capabilities = Capabilities.of_hosts([native_formats()])
         planned = plan_job(self.config, job, capabilities)
         self._refuse_problems(planned, placement)
-        return _Prepared(job, planned, self.runner, reports, must_ask=over_ssh and not asked_first)
+        return PreparedStart(job, planned, self.runner, reports, must_ask=over_ssh and not asked_first)
 
-    def _prepare_on_fit_hosts(self, placement: Placement, script: Path, restarts: Restarts) -> _Prepared:
+    def _prepare_on_fit_hosts(self, placement: Placement, script: Path, restarts: Restarts) -> PreparedStart:
         """Ask the hosts of a placement and its spare hosts, and plan a run on those that can take part.
 
         Raises:
@@ -155,20 +159,20 @@ class StartRun(JobCommand):
             LaunchError: Too few hosts can take part.
         """
         spec = self.empty_spec(with_spares(placement), script)
-        if restarts.lost:
+        if restarts.hosts.lost:
             with suppress(LaunchError):  # else they are asked once more, and waited for
-                reports = self._examine_hosts(spec, restarts, lost=restarts.lost)
+                reports = self._examine_hosts(spec, restarts, lost=restarts.hosts.lost)
                 return self._plan_on_fit_hosts(placement, script, restarts, reports)
         reports = self._examine_hosts(spec, restarts)
         return self._plan_on_fit_hosts(placement, script, restarts, reports)
 
     def _plan_on_fit_hosts(
         self, placement: Placement, script: Path, restarts: Restarts, reports: Sequence[HostReport]
-    ) -> _Prepared:
+    ) -> PreparedStart:
         """Plan a run on the hosts that can take part. Only the plan shows which hosts have too little memory."""
-        unfit = dict(restarts.unfit)
+        unfit = dict(restarts.hosts.unfit)
         while True:
-            fit = fit_hosts(self.config, placement, reports, unfit, restarts.suspects)
+            fit = fit_hosts(self.config, placement, reports, unfit, restarts.hosts.suspects)
             job = Job(script, fit.placement, dry_run=False, environment=self.environment)
             planned = plan_job(fit.config, job, capabilities_of(fit.reports))
             self._refuse_problems(planned, fit.placement)
@@ -176,7 +180,9 @@ class StartRun(JobCommand):
             if job.runs_model:
                 without_room = hosts_without_room(planned.plan, fit.reports, training=job.trains)
             if not without_room:
-                return _Prepared(job, planned, fit.config.runner, fit.reports, must_ask=False, left_out=fit.left_out)
+                return PreparedStart(
+                    job, planned, fit.config.runner, fit.reports, must_ask=False, left_out=fit.left_out
+                )
             unfit |= without_room
 
     def _refuse_problems(self, planned: PlannedJob, placement: Placement) -> None:
@@ -187,23 +193,32 @@ class StartRun(JobCommand):
         if unable:
             raise LaunchError(unable[0])
 
-    def _launch(self, prepared: _Prepared, directory: Path, restarts: Restarts, agents: AgentProcesses) -> RunEnd:
-        """Start a prepared run, and follow it until it ends."""
-        plan = prepared.planned.plan
-        spec = self.launch_spec(prepared.job, prepared.planned, directory, prepared.runner)
+    # -- a start
+
+    def _launch(self, start: PreparedStart, directory: Path, restarts: Restarts, agents: AgentProcesses) -> RunEnd:
+        """Check what the plan needs of its hosts, start the ranks, and follow them until the last has ended."""
+        plan = start.planned.plan
+        spec = self.launch_spec(start.job, start.planned, directory, start.runner)
         notes = list(plan.notes)
-        reports = prepared.reports
-        if prepared.must_ask:
+        reports = start.reports
+        if start.must_ask:
             reports = self._check_hosts(spec, restarts)
-            notes += _check_formats(plan, capabilities_of(reports))
-        if prepared.job.runs_model:
-            check_memory(plan, reports, training=prepared.job.trains)
-        if prepared.job.trains:
+            capabilities = capabilities_of(reports)  # they were not known when the plan was made
+            problems = list(fp8_problems(plan, capabilities))
+            if problems:
+                raise ConfigError(problems)
+            _, precision_notes = settle_precision(plan.config, capabilities)
+            notes += precision_notes
+        if start.job.runs_model:
+            check_memory(plan, reports, training=start.job.trains)
+        if start.job.trains:
             check_compilers(plan, reports, self.environment)
         print_to_stderr("note", notes)
-        write_run_directory(directory, plan, prepared.planned.device, self.launch_commands(spec))
-        restarts.starting(spec, directory, prepared.left_out, plan.batch.train_batch_size)
-        return launch(spec, prepared.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
+        write_run_directory(directory, plan, start.planned.device, self.launch_commands(spec))
+        restarts.record_start(spec, directory, start.left_out, plan.batch.train_batch_size)
+        return launch(spec, start.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
+
+    # -- checks of the hosts
 
     def _check_hosts(self, spec: LaunchSpec, restarts: Restarts) -> list[HostReport]:
         """Check every host and return the reports. Raises LaunchError for a host with a problem."""
@@ -238,30 +253,25 @@ class StartRun(JobCommand):
             ssh_port=self.runner.ssh_port,
             seconds=self.runner.doctor_timeout,
             always_ssh=len(spec.hosts) > 1,
-            links=restarts is None or restarts.doubts_links,
+            links=restarts is None or restarts.hosts.doubts_links,
             lost=lost,
-            awaited=frozenset() if restarts is None else restarts.awaited,
+            awaited=frozenset() if restarts is None else restarts.hosts.awaited,
         )
         return examine(spec, checks, self.environment)
 
+    # -- after the last start
 
-def _end_without_start(error: UnreachableHostError) -> RunEnd:
-    """Print why a restart has failed, and return it as another end of the run."""
-    print(f"error: {error}", file=sys.stderr)
-    return RunEnd(EndKind.NOT_STARTED, error.exit_code, error.cause, hosts=error.hosts)
+    def _print_what_follows(self, plan: RunPlan, end: RunEnd) -> None:
+        """Print how to continue a run that was asked to end, or the commands that use a finished one."""
+        rest = unfinished_note(plan.config)
+        if rest is not None and (end.status == 0 or end.kind is EndKind.ASKED):
+            print_to_stderr("note", [rest])
+        elif end.status == 0:
+            self._print_next_steps(plan)
+
+    def _print_next_steps(self, plan: RunPlan) -> None:
+        print(*next_steps(self.arguments, plan), sep="\n", file=sys.stderr)
 
 
 def _have_problems(reports: Sequence[HostReport]) -> bool:
     return any(report.problems for report in reports)
-
-
-def _check_formats(plan: RunPlan, capabilities: Capabilities) -> list[str]:
-    """Return notes on the precision of a plan on hosts that were asked after it was made.
-
-    Raises:
-        ConfigError: The hosts cannot multiply in fp8.
-    """
-    if problems := list(fp8_problems(plan, capabilities)):
-        raise ConfigError(problems)
-    _, notes = settle_precision(plan.config, capabilities)
-    return notes

@@ -9,7 +9,7 @@ import pytest
 from neox.launch import Cause, FailureReport
 from neox.launch.status.event_log import record_event
 from neox.launch.supervisor.outcome import EndKind, RunEnd
-from neox.launch.supervisor.restart_policy import RestartPolicy
+from neox.preflight.restart_policy import RestartPolicy
 from neox.run_events import EVENTS_FILE, read_events
 
 

@@ -1,4 +1,17 @@
-"""Restart policy for failed runs: restart at once, after a pause, or not at all."""
+"""Restart policy for failed runs: restart at once, after a pause, or not at all.
+
+how the start has ended                                            decision (the first line that applies)
+----------------------------------------------------------------   --------------------------------------------------
+finished, or ended by a signal to the launcher                     stop
+no start: a host that nothing can replace does not answer          try again for an hour; uses up no restart
+preempted, and no other host can be used                           stop
+the configuration was rejected; no agent has ever started;         stop
+a disk is full; all checkpoints were damaged twice;
+the loss of the same step was not finite twice
+`max_restarts` are used up                                         stop
+again at the same step, or again the same rank within a minute     restart after a pause that doubles, up to 300 s
+anything else                                                      restart at once
+"""
 
 from __future__ import annotations
 
@@ -86,9 +99,9 @@ class RestartPolicy:
         if end.kind is EndKind.PREEMPTED and not can_move:
             reason = "the host is about to be preempted, and no other host can replace it; start the run elsewhere"
             return Decision(restart=False, reason=reason)
-        before = self._last
+        previous = self._last
         self._last = end
-        why_useless = self._why_useless(end, before)
+        why_useless = self._why_useless(end, previous)
         if why_useless:
             return Decision(restart=False, reason=why_useless)
         if self.restarts >= self.allowed:
@@ -98,9 +111,7 @@ class RestartPolicy:
             return Decision(restart=False, reason=reason)
         self.restarts += 1
         reason = f"restart {self.restarts} of {self.allowed}"
-        repetition = ""
-        if before is not None:
-            repetition = self._repetition(end, before)
+        repetition = self._repetition(end, previous)
         if not repetition:
             self._repeats = 0
             return Decision(restart=True, reason=reason)
@@ -122,26 +133,28 @@ class RestartPolicy:
         self._waits += 1
         return Decision(restart=True, reason=f"{end.cause}, and nothing can replace it", pause=pause)
 
-    def _repetition(self, end: RunEnd, before: RunEnd) -> str:
+    def _repetition(self, end: RunEnd, previous: RunEnd | None) -> str:
         """Return how a failure repeats the previous one; empty if it does not."""
-        if end.step == before.step:
+        if previous is None:
+            return ""
+        if end.step == previous.step:
             where = "before the first step" if end.step is None else f"after step {end.step}"
             return f"the run failed {where} again"
         soon = self._clock() - self._started_at < _SOON_SECONDS
-        if soon and end.rank is not None and end.rank == before.rank:
+        if soon and end.rank is not None and end.rank == previous.rank:
             return f"rank {end.rank} failed again within {_SOON_SECONDS:.0f} s"
         return ""
 
-    def _why_useless(self, end: RunEnd, before: RunEnd | None) -> str:
+    def _why_useless(self, end: RunEnd, previous: RunEnd | None) -> str:
         """Return why a restart cannot fix a failure; empty if it might."""
         cause = end.reported_cause
         if cause == Cause.REFUSED or (end.kind is EndKind.RANK and end.status == EXIT_REFUSED):
             return "the configuration was rejected, and would be rejected again"
-        if end.kind is EndKind.NO_AGENT and before is None:
+        if end.kind is EndKind.NO_AGENT and previous is None:
             return "nothing has run yet; the messages above say why"
         if cause == Cause.DISK_FULL:
             return "a disk is full; free some space, and start the run again"
-        if cause == Cause.NO_CHECKPOINT and before is not None and before.reported_cause == cause:
+        if cause == Cause.NO_CHECKPOINT and previous is not None and previous.reported_cause == cause:
             return "all checkpoints were found damaged for the second time"
         if cause == Cause.NOT_FINITE:
             if end.step in self._not_finite:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from neox.config import NeoXConfig
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.supervisor.outcome import EndKind, RunEnd
@@ -47,15 +45,14 @@ def test_preempted_hosts_are_left_out_of_the_next_start(tmp_path: Path) -> None:
     config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
     restarts = Restarts(config, Path("train.py"))
     restarts.can_move = True
-    assert restarts.follow(end(EndKind.PREEMPTED, 5, "a", "b"), tmp_path)
-    assert set(restarts.unfit) == {"a", "b"}
-    assert restarts.follow(RunEnd(EndKind.RANK, 137, "rank failed", 0, ("c",), 7, preempted=("c",)), tmp_path)
-    assert set(restarts.unfit) == {"c"}
+    assert restarts.decide(end(EndKind.PREEMPTED, 5, "a", "b"), tmp_path).restart
+    assert set(restarts.hosts.unfit) == {"a", "b"}
+    assert restarts.decide(RunEnd(EndKind.RANK, 137, "rank failed", 0, ("c",), 7, preempted=("c",)), tmp_path).restart
+    assert set(restarts.hosts.unfit) == {"c"}
     assert read_events(tmp_path)[-1]["step"] == 7
 
 
-def test_lost_hosts_are_awaited_until_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)
+def test_lost_hosts_are_awaited_until_a_start(tmp_path: Path) -> None:
     config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
     restarts = Restarts(config, Path("train.py"))
     for kind, name, awaited in (
@@ -64,8 +61,8 @@ def test_lost_hosts_are_awaited_until_a_start(tmp_path: Path, monkeypatch: pytes
         (EndKind.RANK, "c", set()),
         (EndKind.NOT_STARTED, "b", {"b"}),
     ):
-        assert restarts.follow(RunEnd(kind, 1, "a cause", hosts=(name,)), tmp_path)
-        assert restarts.awaited == awaited
+        assert restarts.decide(RunEnd(kind, 1, "a cause", hosts=(name,)), tmp_path).restart
+        assert restarts.hosts.awaited == awaited
 
 
 def test_another_number_of_ranks_is_recorded_with_its_batch(tmp_path: Path) -> None:
@@ -73,7 +70,7 @@ def test_another_number_of_ranks_is_recorded_with_its_batch(tmp_path: Path) -> N
     for ranks, samples in ((4, 8), (4, 8), (2, 8), (1, 4)):
         hosts = (Host("a", tuple(range(ranks))),)
         spec = LaunchSpec("id", hosts, "127.0.0.1", 29500, "train.py", (), "/", "/", str(tmp_path), "python")
-        restarts.starting(spec, tmp_path, {}, samples)
+        restarts.record_start(spec, tmp_path, {}, samples)
     changes = [event["reason"] for event in read_events(tmp_path) if event["event"] == "ranks changed"]
     assert changes == [
         "2 ranks instead of 4, with the same batch",
@@ -85,8 +82,6 @@ def test_tries_without_a_start_make_no_suspect(tmp_path: Path) -> None:
     config = NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "max_restarts": 9})
     restarts = Restarts(config, Path("train.py"))
     for _ in range(4):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("time.sleep", lambda _: None)
-            assert restarts.follow(RunEnd(EndKind.NOT_STARTED, 1, "no answer from a", hosts=("a",)), tmp_path)
-    assert not restarts.suspects
+        assert restarts.decide(RunEnd(EndKind.NOT_STARTED, 1, "no answer from a", hosts=("a",)), tmp_path).restart
+    assert not restarts.hosts.suspects
     assert not interruptions(read_events(tmp_path))
