@@ -55,10 +55,10 @@ def test_ctrl_c_goes_to_a_script_that_answers_it_until_it_comes_twice() -> None:
     supervisor = Supervisor(replace(SPEC, answers_interrupts=True), [], received.append)
     supervisor._on_signal(signal.SIGINT, None)
     assert received == [INTERRUPT_RANKS]
-    assert supervisor.stop_signal is None
+    assert supervisor.facts.stop_signal is None
     supervisor._on_signal(signal.SIGINT, None)
     assert received == [INTERRUPT_RANKS]
-    assert supervisor.stop_signal == signal.SIGINT
+    assert supervisor.facts.stop_signal == signal.SIGINT
 
 
 def test_the_cause_is_not_the_first_report_but_the_first_failure_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
