@@ -19,7 +19,8 @@ From `deepy.py` to the first step, one row for each process:
       | train.py --payload PLAN       | answer to a signal, failure report (`agent.agent_files`)
       v                               |
     python -m neox.launch.agent.bootstrap train.py --payload PLAN      one for each rank, in a session of its own
-      train.py -> neox.train.pretrain  decodes the payload, derives the same RunPlan, joins the process groups, trains
+      train.py -> plan.decode_payload  derives the same RunPlan
+               -> neox.train.pretrain  joins the process groups, builds the layers of its stage, trains
 
 When something goes wrong:
 
@@ -27,7 +28,7 @@ When something goes wrong:
     -------------------------------   ----------------------------------   ---------------------------------------------
     a rank ends with an error         its agent: `StartOnHost._take_end`   the agent kills its other ranks after 0.7 s;
                                                                            Supervisor ends all hosts after 1.5 s
-    a rank is killed or crashes       the same                             the same, after 0.1 s
+    a rank gets SIGKILL               the same                             the same, but the agent waits 0.1 s
     ranks make no progress            the agent: `Silence`                 the agent, after stacks have been shown
     an agent dies                     kernel, `watchdog` (its ranks end);  Supervisor: the host is lost
                                       Supervisor: connection, heartbeats
@@ -35,7 +36,7 @@ When something goes wrong:
     the launcher or the network is    the agent: standard input,           the agent kills its ranks and exits
       gone                            unanswered packets (`lifeline`)
     a host will be preempted          the agent: `preemption`              Supervisor asks all ranks to save and end
-    Ctrl-C, SIGTERM                   Supervisor, or scheduler -> agent    ranks save; the agent kills those that are late
+    Ctrl-C, SIGTERM                   Supervisor, or scheduler -> agent    ranks save; the agent kills late ones
 
     which failure came first          Supervisor -> `run_facts.conclude` -> RunEnd
     whether to start again            `neox.preflight.restart_policy`, on RunEnd

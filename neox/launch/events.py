@@ -3,14 +3,14 @@
 They are written to the agent's standard output: a pipe, or ssh under pdsh. Any other line there is text for people.
 
     kind        fields                                            meaning
-    ---------   -----------------------------------------------   ------------------------------------------------------
+    ---------   -----------------------------------------------   --------------------------------------------------
     node        host, pid                                         the agent has started
     start       rank, pid                                         a rank has started
     alive       step                                              once a second; `step` is null before the first one
     line        rank (-1: the agent), stream, text, more          a line for people; `more` if it continues
-    tail        rank, text, more                                  the last lines of a rank that has failed, before `exit`
+    tail        rank, text, more                                  last lines of a rank that has failed, before `exit`
     exit        rank, code, out_of_memory, killed, step, report   a rank has ended; `report` is its `FailureReport`
-    hang        seconds, step, stopped                            no rank made progress; `stopped` is one that is stopped
+    hang        seconds, step, stopped                            no rank made progress; `stopped`: one by a signal
     stacks                                                        all stacks of this host's ranks have been sent
     preempted   notice                                            the host is about to be preempted
     done        code                                              all ranks of this start have ended

@@ -32,9 +32,9 @@ def end_order(spec: LaunchSpec) -> LauncherOrder:
     return {"end": spec.run_id}
 
 
-def signal_order(number: int) -> LauncherOrder:
+def signal_order(signum: int) -> LauncherOrder:
     """Return the order to handle a signal."""
-    return {"signal": int(number)}
+    return {"signal": int(signum)}
 
 
 def encode_order(order: LauncherOrder) -> bytes:

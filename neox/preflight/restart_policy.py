@@ -1,16 +1,18 @@
 """Restart policy for failed runs: restart at once, after a pause, or not at all.
 
-how the start has ended                                            decision (the first line that applies)
-----------------------------------------------------------------   --------------------------------------------------
-finished, or ended by a signal to the launcher                     stop
-no start: a host that nothing can replace does not answer          try again for an hour; uses up no restart
-preempted, and no other host can be used                           stop
-the configuration was rejected; no agent has ever started;         stop
-a disk is full; all checkpoints were damaged twice;
-the loss of the same step was not finite twice
-`max_restarts` are used up                                         stop
-again at the same step, or again the same rank within a minute     restart after a pause that doubles, up to 300 s
-anything else                                                      restart at once
+    how the start has ended                                        decision
+    ------------------------------------------------------------   --------------------------------------------------
+    finished, or ended by a signal to the launcher                 stop
+    a host that nothing can replace does not answer (no start)     try again for an hour; this uses up no restart
+    preempted, and no other host can be used                       stop
+    the configuration was rejected; no agent has ever started;     stop
+      a disk is full; all checkpoints were damaged twice;
+      the loss of the same step was not finite twice
+    any failure, and `max_restarts` are used up                    stop
+    at the same step as before, or the same rank within a minute   restart after a pause that doubles, up to 300 s
+    any other failure                                              restart at once
+
+The first line that applies decides.
 """
 
 from __future__ import annotations

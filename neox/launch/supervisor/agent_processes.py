@@ -85,11 +85,11 @@ class AgentProcesses:
             self.buffers[pipe.fileno()] = LineBuffer()
             self.selector.register(pipe, selectors.EVENT_READ)
 
-    def signal(self, number: int) -> None:
+    def signal(self, signum: int) -> None:
         """Signal all processes."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+                process.send_signal(signum)
 
     def order(self, hosts: Iterable[str], order: LauncherOrder) -> None:
         """Send an order to the agents of hosts. Hosts whose process has ended are skipped.
@@ -147,11 +147,11 @@ class AgentProcesses:
         """
         staying: set[str] = set()
         new = []
-        for number, host in enumerate(spec.hosts_with_agents):
+        for node_rank, host in enumerate(spec.hosts_with_agents):
             if host.name in self._waiting and self.hosts[host.name].poll() is None:
                 staying.add(host.name)
             else:
-                new.append(number)
+                new.append(node_rank)
         self._waiting = frozenset()
         self.end_all(except_for=staying)
         self.order(staying, start_order(spec))

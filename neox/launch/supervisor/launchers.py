@@ -1,4 +1,17 @@
-"""Start of a run with the chosen launcher."""
+"""Start of a run with the chosen launcher.
+
+    launcher   process of `deepy.py` that leads to agents   signals reach agents by     agents can stay after a failure
+    --------   ------------------------------------------   -------------------------   -------------------------------
+    local      the agent itself                             signals, or orders          yes
+    pdsh       one pdsh for all hosts                       a second pdsh               no
+    pdsh, if   one ssh for each host, because pdsh passes   orders on standard input    yes
+     restarts    no standard input on
+    slurm      one srun for all hosts                       orders on standard input    yes, if all of them stay
+    openmpi    one mpirun for all hosts                     signals to mpirun           no
+    none       none: the commands are printed               nothing                     no
+
+`neox.launch.launcher_choice` says which one is chosen, and why it may be impossible.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +52,7 @@ from neox.launch.supervisor.supervisor import SignalAgents, Supervisor
 from neox.log import get_logger
 
 _log = get_logger(__name__)
-_KEEPS_AGENTS = ("local", "pdsh")
+_KEEPS_AGENTS = ("local", "pdsh", "slurm")
 _SECRETS_SECONDS = 15
 _KILL_SECONDS = 10.0  # longer than ssh tries to connect
 _LEFT_THERE = "processes of this run may be left there: `pgrep -f neox.launch` shows them"
@@ -74,31 +87,32 @@ def launch(
     if problem is not None:
         raise LaunchError(problem)
     launcher = chosen_launcher(spec.hosts, runner)
-    secrets = forwarded_secrets(environment, forwarded)
+    secret_names = forwarded_secrets(environment, forwarded)
     if launcher == "none":
-        print("\n".join(printed_commands(spec, secrets)))
+        print("\n".join(printed_commands(spec, secret_names)))
         return RunEnd(EndKind.FINISHED, 0)
+    secrets = {name: environment[name] for name in secret_names}
+    if spec.warm_module is None or agents is None or launcher not in _KEEPS_AGENTS:
+        spec = replace(spec, warm_module=None, spares=())
+    agents_stay = spec.warm_module is not None
+    agents = agents or AgentProcesses()
+
+    if launcher == "slurm":
+        return _launch_slurm(spec, runner, environment, advice, agents)
+    if launcher == "openmpi":
+        return _launch_openmpi(spec, runner, secret_names, environment, advice)
+    if launcher == "pdsh" and not agents_stay:
+        send_secrets(spec, secrets, environment, runner.ssh_port)
+        return _launch_pdsh(spec, environment, runner.ssh_port, advice)
     if launcher == "local":
         spec = replace(spec, stdin=f"/proc/{os.getpid()}/fd/0")
-    values = {name: environment[name] for name in secrets}
-    if spec.warm_module is not None and agents is not None and launcher in _KEEPS_AGENTS:
-        return _launch_to_stay(spec, runner, environment, values, advice, agents)
-    if launcher == "slurm":
-        if agents is None:
-            spec = replace(spec, warm_module=None)
-        return _launch_slurm(spec, runner, environment, advice, agents or AgentProcesses())
-    spec = replace(spec, warm_module=None, spares=())
-    if launcher == "pdsh":
-        send_secrets(spec, values, environment, runner.ssh_port)
-        return _launch_pdsh(spec, environment, runner.ssh_port, advice)
-    command = launcher_command(spec, runner, secrets)
-    assert command is not None, launcher
-    if launcher == "openmpi":
-        return _launch_openmpi(spec, command, environment, advice)
-    return Supervisor(spec, [command], advice=advice).run(environment)
+        if not agents_stay:
+            command = agent_command(spec, 0, lifeline=True)
+            return Supervisor(spec, [command], advice=advice).run(environment)
+    return _launch_staying_agents(spec, runner, environment, secrets, advice, agents)
 
 
-def _launch_to_stay(
+def _launch_staying_agents(
     spec: LaunchSpec,
     runner: RunnerConfig,
     environment: Mapping[str, str],
@@ -106,21 +120,18 @@ def _launch_to_stay(
     advice: str,
     agents: AgentProcesses,
 ) -> RunEnd:
-    """Start a run whose agents stay after a failure, and follow it. Agents that have stayed are used again.
-
-    These agents take orders from their standard input, which pdsh does not pass on. So each has its own ssh connection.
-    """
+    """Start a run, here or over ssh, whose agents stay after a failure. Those that have stayed are used again."""
     over_ssh = chosen_launcher(spec.hosts_with_agents, runner) == "pdsh"
-    new = agents.restart_waiting(spec)
+    new = agents.restart_waiting(spec)  # numbers of the hosts that need a new agent
     if over_ssh:
         try:
             send_secrets(spec, secrets, environment, runner.ssh_port, new)
         except LaunchError:
             agents.end_all()  # those that have stayed have begun to start their ranks
             raise
-    for number in new:
-        host = spec.hosts_with_agents[number]
-        command = agent_command(spec, number, lifeline=True)
+    for node_rank in new:
+        host = spec.hosts_with_agents[node_rank]
+        command = agent_command(spec, node_rank, lifeline=True)
         if over_ssh:
             command = ssh_command(host, ["exec", *command], runner.ssh_port, more_ssh_options(environment))
             check_length(command[-1])
@@ -156,18 +167,22 @@ def _signals_as_orders(agents: AgentProcesses, spec: LaunchSpec) -> SignalAgents
     """Return a function that sends a signal to the agents of all hosts with ranks as an order."""
     names = spec.host_names
 
-    def signal_agents(number: int) -> None:
-        agents.order(names, signal_order(number))
+    def signal_agents(signum: int) -> None:
+        agents.order(names, signal_order(signum))
 
     return signal_agents
 
 
-def _launch_openmpi(spec: LaunchSpec, command: Sequence[str], environment: Mapping[str, str], advice: str) -> RunEnd:
+def _launch_openmpi(
+    spec: LaunchSpec, runner: RunnerConfig, secret_names: Sequence[str], environment: Mapping[str, str], advice: str
+) -> RunEnd:
     """Start a run with mpirun, and follow it. mpirun gets no signal that it does not pass on to the agents."""
+    command = launcher_command(spec, runner, secret_names)
+    assert command is not None
     agents = AgentProcesses()
 
-    def signal_agents(number: int) -> None:
-        agents.signal(STOP_RANKS if number in (signal.SIGTERM, signal.SIGINT) else number)
+    def signal_agents(signum: int) -> None:
+        agents.signal(STOP_RANKS if signum in (signal.SIGTERM, signal.SIGINT) else signum)
 
     return Supervisor(spec, [command], signal_agents, advice, agents).run(environment)
 
@@ -248,7 +263,7 @@ def send_secrets(
     secrets: Mapping[str, str],
     environment: Mapping[str, str],
     ssh_port: int | None,
-    numbers: Sequence[int] | None = None,
+    node_ranks: Sequence[int] | None = None,
 ) -> None:
     """Send secrets to every host through ssh's standard input, into a private file that the agent reads and removes.
 
@@ -259,15 +274,15 @@ def send_secrets(
         secrets: Values of the variables by name.
         environment: Variables of the ssh processes.
         ssh_port: Port of the ssh servers; None for ssh's own configuration.
-        numbers: Numbers of the hosts; None for all.
+        node_ranks: Numbers of the hosts; None for all.
 
     Raises:
         UnreachableHostError: A host does not answer.
         LaunchError: A host has not accepted them.
     """
-    if numbers is None:
-        numbers = range(len(spec.hosts))
-    if not secrets or not numbers:
+    if node_ranks is None:
+        node_ranks = range(len(spec.hosts))
+    if not secrets or not node_ranks:
         return
 
     def send(node_rank: int) -> None:
@@ -292,5 +307,5 @@ def send_secrets(
                 raise UnreachableHostError(message, (host.name,))
             raise LaunchError(message)
 
-    with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(numbers))) as pool:
-        list(pool.map(send, numbers))
+    with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(node_ranks))) as pool:
+        list(pool.map(send, node_ranks))
