@@ -3,7 +3,7 @@
 The MLP's first weight with a gate has the rows of the value, then those of the gate, on each tensor rank. Its names:
 
     mlp.dense_h_to_4h, mlp.dense_4h_to_h   until 2024-09, and the names that are used everywhere else here
-    mlp.linear1, mlp.linear2               since 2024-09 (pull requests 1212 and 1276)
+    mlp.linear1, mlp.linear2               since 2024-09-07 (pull request 1212)
     mlp.w1, mlp.w3, mlp.w2                 `mlp_type: llama` (2023-05 to 2024-09): gate, value, output
 
 Buffers are tables that can be computed: frequencies, slopes, masks. gpt-neox stored them in some years.

@@ -37,7 +37,7 @@ _NAMES_OF_HEADS = ("mlp.w1.", "mlp.dense_h_to_4h.", "attention.rotary_emb.inv_fr
 """Names until pull request 1212 (2024-09-07). Its converter of Llama's own weights still writes `mlp.w1`, and this
 order."""
 
-_OLDER_KEYS = frozenset({"mlp_type"})  # removed by pull request 1212
+_OLDER_KEYS = frozenset({"mlp_type"})  # without effect since pull request 1212, removed by 1276 (2024-09-10)
 _LATER_KEYS = frozenset(key for key, row in NEOX_KEYS.items() if row.added and row.added > _TRAINING_CHANGED)
 _LATER_DEEPSPEED = (0, 16)  # released on 2024-11-25
 
