@@ -29,7 +29,7 @@ _log = get_logger(__name__)
 _STAGED = ".staging-"
 _DELETED = ".deleted-"
 PENDING = ".latest-pending"
-"""Name of the file that names the checkpoint of a commit until `latest` does."""
+"""Marker file with the name of the checkpoint that is being committed, until `latest` names it."""
 
 
 def staging_path(save: str | Path, iteration: int) -> Path:
@@ -70,9 +70,16 @@ def discard(staged: Path) -> None:
 
 
 def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Path:
-    """Make a staged checkpoint final: fsync, manifest, rename, then `latest`. One rank calls it.
+    """Make a staged checkpoint final. One rank calls it.
 
-    An earlier checkpoint of the same iteration is replaced.
+        .staging-global_stepN              global_stepN        latest
+        files
+        files, manifest                    (an earlier one)    an earlier one
+                                           files, manifest     an earlier one, and PENDING names the new one
+                                           files, manifest     global_stepN
+
+    The second rename is the point of no return: before it, a failure takes everything back; after it, the checkpoint
+    is complete and stays, and a start finds it by `PENDING`. An earlier checkpoint of the same iteration is replaced.
 
     Args:
         staged: The staging directory.
@@ -82,8 +89,9 @@ def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Pat
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: If the disk refuses. The earlier checkpoints and `latest` are then unchanged, and the staging
-            directory is removed.
+        CheckpointError: If writing fails. The message says whether the checkpoint was saved all the same, and only
+            `latest` does not name it. If not, earlier checkpoints and `latest` are unchanged, and the staging directory
+            is removed.
     """
     save = staged.parent
     name = staged.name.removeprefix(_STAGED)
@@ -91,29 +99,35 @@ def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Pat
     assert iteration is not None, staged
     assert staged.name.startswith(_STAGED), staged
     final = save / name
+    pending = save / PENDING
+    replaced = save / f"{REPLACED}{name}"
     try:
         write_manifest(staged, iteration, _next_sequence(save), records)
         fsync_path(staged)
-        write_text(save / PENDING, name)
-        replaced = save / f"{REPLACED}{name}"
+        write_text(pending, name)
         if final.exists():
             os.rename(final, replaced)
         os.rename(staged, final)
-        fsync_path(save)
-        write_text(save / LATEST, name)
-        (save / PENDING).unlink(missing_ok=True)
-        shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
-        if staged.exists():
-            _undo(staged)
+        _undo(staged)
         raise CheckpointError(
             f"{final}: could not be committed: {error.strerror or error} ({error.filename})"
         ) from error
+    try:
+        fsync_path(save)
+        write_text(save / LATEST, name)
+        pending.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final}: is saved, but {save / LATEST} does not name it: {error.strerror or error} ({error.filename}); "
+            "a start of this program finds it"
+        ) from error
+    shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
 def _undo(staged: Path) -> None:
-    """Revert a commit that failed before its rename."""
+    """Revert a commit that failed before the staging directory was renamed."""
     discard(staged)
     try:
         (staged.parent / PENDING).unlink(missing_ok=True)
@@ -173,7 +187,7 @@ def recover_replaced(save: Path) -> None:
         save: Directory of the run's checkpoints.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If a rename or a removal fails.
     """
     for replaced in list(save.glob(f"{REPLACED}*")):
         final = save / replaced.name.removeprefix(REPLACED)

@@ -269,3 +269,29 @@ def test_a_commit_that_fails_takes_itself_back(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10", "latest"]
     assert find_checkpoint(tmp_path) == before
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_commit_whose_latest_cannot_be_written_is_saved_and_says_so(tmp_path, monkeypatch, again):
+    """After the rename the checkpoint is complete: the error must not read as if it had been lost."""
+    save(tmp_path, 10)
+    iteration = 10 if again else 20
+    staged = stage_directory(tmp_path, iteration)
+    write_checkpoint(staged, LAYERS, seeded_weights(LAYERS, seed=3), client_state={"iteration": iteration})
+    (staged / "new").write_text("x")
+    write_text = staging_module.write_text
+
+    def full(path, text):
+        if path.name == "latest":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_text(path, text)
+
+    monkeypatch.setattr(staging_module, "write_text", full)
+    with raises_naming(CheckpointError, tmp_path / f"global_step{iteration}", "is saved", tmp_path / "latest"):
+        commit(staged)
+    monkeypatch.undo()
+    found = find_checkpoint(tmp_path)
+    assert found == tmp_path / f"global_step{iteration}"
+    assert (found / "new").exists()
+    assert save(tmp_path, 30) == find_checkpoint(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
