@@ -56,6 +56,7 @@ from neox.checkpoint.staging import (
     delete_checkpoint,
     discard,
     recover_replaced,
+    refuse_running,
     stage_directory,
     staging_path,
 )
@@ -129,6 +130,7 @@ __all__ = [
     "read_manifest",
     "record_share",
     "recover_replaced",
+    "refuse_running",
     "reshard",
     "save_file",
     "saved_chat_template",

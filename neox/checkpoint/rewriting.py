@@ -15,7 +15,7 @@ from neox.checkpoint.generation_settings import saved_generation_settings, write
 from neox.checkpoint.identity import ARGS, MODEL
 from neox.checkpoint.names import LEDGER, REFERENCE, REFERENCE_FROM
 from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.staging import commit, discard, stage_directory
+from neox.checkpoint.staging import commit, discard, refuse_running, stage_directory
 from neox.checkpoint.tensor_files import write_client_state, write_config, write_full_layer
 from neox.errors import CheckpointError
 from neox.log import progress
@@ -82,7 +82,8 @@ def rewrite(
         The new checkpoint's directory.
 
     Raises:
-        CheckpointError: If the original is damaged or would be replaced, or the disk refuses.
+        CheckpointError: If the original is damaged or would be replaced, a training writes into `save`, or writing
+            fails.
     """
     iteration = reader.iteration
     target = save / reader.path.name
@@ -91,6 +92,7 @@ def rewrite(
     problems = damaged_weights(reader.path)
     if problems:
         raise CheckpointError(f"{reader.path} is not complete: {'; '.join(problems)}")
+    refuse_running(save)
     staged = stage_directory(save, iteration)
     try:
         with progress("writing", layers.numel, unit="parameters") as bar:

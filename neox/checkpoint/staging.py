@@ -22,6 +22,7 @@ from neox.checkpoint.manifest import FileRecord, read_manifest, write_manifest
 from neox.checkpoint.names import LATEST, MANIFEST, parse_step_directory, step_directory
 from neox.errors import CheckpointError, os_errors
 from neox.files import fsync_path, lock_file, write_text
+from neox.launch.run_lock import training_in
 from neox.log import get_logger
 from neox.plan.run_identity import REPLACED
 
@@ -39,6 +40,10 @@ def staging_path(save: str | Path, iteration: int) -> Path:
 
 def stage_directory(save: str | Path, iteration: int) -> Path:
     """Create an empty staging directory, and remove what interrupted saves left. One rank calls it.
+
+    The staging directory of a save that is still being written looks like that of an interrupted one, so each save
+    into a directory ends before the next begins: a background save is waited for, and tools leave the directory of a
+    training alone (`refuse_running`).
 
     Raises:
         CheckpointError: If the directory cannot be written.
@@ -59,6 +64,17 @@ def stage_directory(save: str | Path, iteration: int) -> Path:
             "free space, fix its permissions, or choose another `save` directory"
         ) from error
     return path
+
+
+def refuse_running(save: Path) -> None:
+    """Refuse to write a checkpoint into the directory of a training that runs. Tools call it before `stage_directory`.
+
+    Raises:
+        CheckpointError: If a training has locked the directory.
+    """
+    training = training_in(save)
+    if training is not None:
+        raise CheckpointError(f"{save} is in use by {training}: choose another directory, or wait until it has ended")
 
 
 def discard(staged: Path) -> None:

@@ -17,6 +17,7 @@ from neox.checkpoint import (
     commit,
     discard,
     identity_state,
+    refuse_running,
     stage_directory,
     supersede_all,
     write_client_state,
@@ -146,6 +147,7 @@ def _commit(
         ConversionError: For settings of generation that cannot be read.
         CheckpointError: If the disk refuses.
     """
+    refuse_running(output)
     staged = stage_directory(output, 0)
     beside = staged.with_name(f"{staged.name}.files")  # those that lie next to the checkpoint
     tokenizer = None

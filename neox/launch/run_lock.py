@@ -76,6 +76,20 @@ def lock_directory(directory: Path, script: str, held: ExitStack, key: str = "")
     return None
 
 
+def training_in(directory: Path) -> str | None:
+    """Return a description of the training that has locked a directory at this moment; None if there is none."""
+    try:
+        with open(directory / LOCK_FILE, "r+") as file:
+            try:
+                lock_file(file, wait=False)
+            except BlockingIOError:
+                owner = _owner(file)
+                return owner if is_training(owner.split()[0]) else None
+    except OSError:
+        return None  # no lock, or one that cannot be opened
+    return None
+
+
 def lock_directories(directories: Iterable[str], script: str, held: ExitStack) -> None:
     """Lock directories for a run that no launcher process supervises. Its agent calls this.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from neox.checkpoint import (
     stage_directory,
 )
 from neox.errors import CheckpointError, ConfigError
+from neox.launch.run_lock import reserve
 from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_checkpoint
 
@@ -96,3 +98,17 @@ def test_what_cannot_be_averaged(tmp_path: Path) -> None:
     with raises_naming(CheckpointError, file.name):
         average_checkpoints([first, last], [0.5, 0.5], tmp_path / "out", tp_size=1, pp_size=1)
     assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_directory_that_a_training_writes_into_is_refused(tmp_path: Path) -> None:
+    """The staging directory of its save would be removed like one that an interrupted save has left."""
+    write_run(tmp_path / "run", {2: 1, 4: 1})
+    readers = [open_checkpoint(path) for path in last_checkpoints(tmp_path / "run", 2)]
+    save = tmp_path / "of a training"
+    being_written = stage_directory(save, 6)
+    with ExitStack() as held:
+        reserve(tmp_path / "logs", save, "train.py", held)
+        with raises_naming(CheckpointError, save, "train.py"):
+            average_checkpoints(readers, [0.5, 0.5], save, tp_size=1, pp_size=1)
+        assert being_written.is_dir()
+    average_checkpoints(readers, [0.5, 0.5], save, tp_size=1, pp_size=1)
