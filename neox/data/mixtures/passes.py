@@ -1,4 +1,23 @@
-"""Passes over the documents of a dataset, which can be read in samples of any length."""
+"""Passes over the documents of a dataset, which can be read in samples of any length.
+
+A pass is a stream of tokens: documents in random order, joined. How far it has been read is its state, an array.
+Samples are a function of the state and their length:
+
+    GptNeoxPasses    all passes of a run as gpt-neox joins and shuffles them, for one length
+        state        [samples read]
+    LanePass         one pass, for any length, in lanes
+        state        [tokens read of lane 0, of lane 1, ...]
+
+The lanes divide the stream into equal stretches. Samples are taken from the lanes in turn, so that neighbours in a long
+document do not follow each other in training:
+
+    stream    | document 7 | document 2 |    document 9    | document 4 |  document 0  | ...
+    lanes     |--------- lane 0 ---------|--------- lane 1 ---------|--------- lane 2 ---------|
+    samples   | 0 | 3 | 6 | 9 | 12 |  .  | 1 | 4 | 7 | 10 | 13 | .  | 2 | 5 | 8 | 11 | 14 | .  |
+
+Since each lane counts its tokens, the length of samples can change at any time, and no token is read twice. Less than a
+sample is left over at the end of each lane.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +28,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from neox.data.mixtures.lanes import Lanes, lane_bounds
 from neox.data.samples.index_maps import IndexMaps
 from neox.data.samples.map_cache import load_or_build
 from neox.data.samples.rows import SampleCuts
@@ -17,22 +35,21 @@ from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _FORMAT = "neox pass 1"
 _SEED = 11  # keeps the draws apart from others with the same seed
+_LANE_TOKENS = 1 << 20  # smallest size of a lane; what is left over at its end is a small part of it
+_MAX_LANES = 256
 _NUMBERS = 1 << 44  # numbers of samples, or of entries, of one pass; more than any pass has
 
 
 class DocumentPass(Protocol):
-    """Documents in an order, from which samples are cut.
+    """Documents in an order, from which samples are cut; a state says how far it has been read."""
 
-    A state says how far a pass has been read. It is an array, whose meaning is the pass's own.
-    """
-
-    def start(self) -> np.ndarray:
+    def first_state(self) -> np.ndarray:
         """Return the state before the first sample."""
 
-    def room(self, state: np.ndarray, length: int) -> int:
+    def samples_left(self, state: np.ndarray, length: int) -> int:
         """Return the number of samples of a length that are left after a state."""
 
-    def after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
+    def state_after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
         """Return the state after `count` further samples of a length."""
 
     def cuts(self, state: np.ndarray, length: int, numbers: np.ndarray) -> SampleCuts:
@@ -40,26 +57,23 @@ class DocumentPass(Protocol):
 
 
 class GptNeoxPasses:
-    """All passes of a run in gpt-neox's order, which joins them and shuffles samples of one length.
-
-    Its state is the number of samples that are read.
-    """
+    """All passes of a run in gpt-neox's order, which joins them and shuffles samples of one length."""
 
     def __init__(self, maps: IndexMaps, length: int) -> None:
         self.maps = maps
         self.length = length
 
-    def start(self) -> np.ndarray:
+    def first_state(self) -> np.ndarray:
         """Return the number of samples read, 0."""
         return np.zeros(1, dtype=np.int64)
 
-    def room(self, state: np.ndarray, length: int) -> int:
+    def samples_left(self, state: np.ndarray, length: int) -> int:
         """Return the number of samples that are left; none of another length."""
         if length != self.length:
             return 0
         return max(0, len(self.maps.shuffle_map) - int(state[0]))
 
-    def after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
+    def state_after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
         """Return the number of samples read after further ones."""
         return state + count
 
@@ -88,6 +102,70 @@ class GptNeoxPasses:
         return np.asarray(self.maps.document_map[touched == 0])
 
 
+def lane_bounds(tokens: int) -> np.ndarray:
+    """Return the first token of each lane, and the end of the last one, int64 [lanes + 1]."""
+    lanes = min(_MAX_LANES, max(1, tokens // _LANE_TOKENS))
+    return np.arange(lanes + 1, dtype=np.int64) * tokens // lanes
+
+
+class Lanes:
+    """The rest of a pass, as samples of one length.
+
+    Attributes:
+        bounds: First token of each lane, and the end of the last one, int64 [lanes + 1].
+        offsets: Number of tokens that are read of each lane, int64 [lanes].
+        length: Number of tokens of a sample's input. A sample shares its last token with the next one.
+        samples: Number of samples.
+    """
+
+    def __init__(self, bounds: np.ndarray, offsets: np.ndarray, length: int) -> None:
+        self.bounds = bounds
+        self.offsets = offsets
+        self.length = length
+        sizes = np.diff(bounds)
+        self._capacities = np.maximum(sizes - offsets - 1, 0) // length  # samples of each lane
+        # Lanes take turns until the first ones run out; then the others continue. A level begins when lanes run out.
+        #
+        #     capacity    round 0   round 1   round 2      levels  0 (lanes 0, 1, 2), 1 (lanes 0, 2), 3 (none)
+        #     lane 0: 3      0         3         5         firsts  0, 3, 7
+        #     lane 1: 1      1
+        #     lane 2: 3      2         4         6
+        self._levels = np.unique(np.append(self._capacities, 0))
+        self._active = [np.flatnonzero(self._capacities > level) for level in self._levels[:-1]]
+        counts = np.array([len(active) for active in self._active], dtype=np.int64)
+        self._firsts = np.append(0, np.cumsum(np.diff(self._levels) * counts))  # first sample of each level
+        self.samples = int(self._firsts[-1])
+
+    def starts(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the first token of samples in the stream.
+
+        Args:
+            numbers: Numbers of samples, from 0, below `samples`.
+        """
+        levels = np.searchsorted(self._firsts, numbers, side="right") - 1
+        starts = np.empty(len(numbers), dtype=np.int64)
+        for level in np.unique(levels):
+            in_level = levels == level
+            active = self._active[level]
+            rounds, turns = np.divmod(numbers[in_level] - self._firsts[level], len(active))
+            lanes = active[turns]
+            samples_before = self._levels[level] + rounds  # in the lane
+            starts[in_level] = self.bounds[lanes] + self.offsets[lanes] + samples_before * self.length
+        return starts
+
+    def offsets_after(self, count: int) -> np.ndarray:
+        """Return the tokens that are read of each lane after the first `count` samples, int64 [lanes]."""
+        if count == self.samples:
+            taken = self._capacities
+        else:
+            level = int(np.searchsorted(self._firsts, count, side="right")) - 1
+            active = self._active[level]
+            rounds, turns = divmod(count - int(self._firsts[level]), len(active))
+            taken = np.minimum(self._capacities, self._levels[level] + rounds)
+            taken[active[:turns]] += 1
+        return self.offsets + taken * self.length
+
+
 class DocumentOrder(NamedTuple):
     """Order of the documents of a pass.
 
@@ -102,8 +180,6 @@ class DocumentOrder(NamedTuple):
 
 class LanePass:
     """One pass over documents in random order, divided into lanes.
-
-    Its state is the number of tokens read of each lane.
 
     Attributes:
         indexed: Token dataset.
@@ -158,15 +234,15 @@ class LanePass:
         """Release the memory of the order. It is built or loaded again when it is needed."""
         self.__dict__.pop("order", None)
 
-    def start(self) -> np.ndarray:
+    def first_state(self) -> np.ndarray:
         """Return the number of tokens read of each lane, 0."""
         return np.zeros(len(self.bounds) - 1, dtype=np.int64)
 
-    def room(self, state: np.ndarray, length: int) -> int:
+    def samples_left(self, state: np.ndarray, length: int) -> int:
         """Return the number of samples that are left."""
         return self._lanes(state, length).samples
 
-    def after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
+    def state_after(self, state: np.ndarray, length: int, count: int) -> np.ndarray:
         """Return the number of tokens read of each lane after further samples."""
         return self._lanes(state, length).offsets_after(count)
 

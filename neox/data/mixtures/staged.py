@@ -1,4 +1,11 @@
-"""Samples of a run whose mixture of datasets changes."""
+"""Samples of a run whose mixture of datasets changes.
+
+samples of the run   0 ....... first ............. first ............................. num_samples
+segments             (before)  |--- segment 0 -----|------------- segment 1 -----------|
+shares, length                 | 0.7 0.3, 2048     | 0.2 0.8, 4096                     |
+_records                       0                   1                                   2
+(of each dataset: what was read before each segment, and after the last one)
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ import numpy as np
 
 from neox.data.mixtures.blend import blend_indices
 from neox.data.mixtures.ledger import DatasetRecord
-from neox.data.mixtures.stream import Cursor, DatasetStream
+from neox.data.mixtures.stream import DatasetStream, StreamCursor
 from neox.data.samples.map_cache import load_or_build
 from neox.data.samples.rows import RowLayout
 
@@ -44,13 +51,13 @@ class _SegmentOrder(NamedTuple):
 
     datasets: np.ndarray
     numbers: np.ndarray
-    cursors: Mapping[int, Cursor]
+    cursors: Mapping[int, StreamCursor]
 
 
 class StagedDataset:
     """Samples of several datasets, in shares and lengths that change from segment to segment.
 
-    Within a segment the datasets take turns as in a `BlendedDataset`. Each dataset is read on where the segment before
+    Within a segment the datasets take turns as in a `BlendedDataset`. Each dataset continues where the segment before
     has stopped. A batch must lie within a segment.
 
     Attributes:
@@ -85,10 +92,11 @@ class StagedDataset:
         self._records = [tuple(records)]  # before each segment, and after the last one
         self._orders: list[_SegmentOrder] = []
         for segment in segments:
-            self._orders.append(self._order(segment, cache_dir))
-            self._records.append(self._read_in(len(self._orders) - 1, segment.samples))
+            self._orders.append(self._build_order(segment, cache_dir))
+            self._records.append(self._records_within(len(self._orders) - 1, segment.samples))
 
-    def _order(self, segment: MixtureSegment, cache_dir: str | Path | None) -> _SegmentOrder:
+    def _build_order(self, segment: MixtureSegment, cache_dir: str | Path | None) -> _SegmentOrder:
+        """Build or load the order of the segment that follows the last record."""
         used = [number for number, share in enumerate(segment.shares) if share > 0]
         shares = np.array([segment.shares[number] for number in used])
 
@@ -104,7 +112,7 @@ class StagedDataset:
             cursors[number] = self.streams[number].after(reads, segment.seq_length)
         return _SegmentOrder(arrays["datasets"], arrays["numbers"], cursors)
 
-    def _read_in(self, number: int, samples: int) -> tuple[DatasetRecord, ...]:
+    def _records_within(self, number: int, samples: int) -> tuple[DatasetRecord, ...]:
         """Return what is read of each dataset after the first samples of a segment."""
         counts = np.bincount(self._orders[number].datasets[:samples], minlength=len(self.streams))
         length = self.segments[number].seq_length
@@ -113,10 +121,10 @@ class StagedDataset:
 
     def records_at(self, samples: int) -> tuple[DatasetRecord, ...]:
         """Return what is read of each dataset after the first `samples` samples of the run."""
-        number = self._segment(samples)
-        return self._read_in(number, samples - self.segments[number].first)
+        number = self._number_of_segment(samples)
+        return self._records_within(number, samples - self.segments[number].first)
 
-    def _segment(self, sample: int) -> int:
+    def _number_of_segment(self, sample: int) -> int:
         """Return the number of the segment of a sample."""
         return max(0, bisect_right(self.segments, sample, key=lambda segment: segment.first) - 1)
 
@@ -158,9 +166,9 @@ class StagedDataset:
             starts[chosen], lengths[chosen] = cursor.layout(numbers)
         return RowLayout(starts, lengths)
 
-    def _groups(self, indices: np.ndarray) -> tuple[list[tuple[np.ndarray, Cursor, np.ndarray]], int]:
+    def _groups(self, indices: np.ndarray) -> tuple[list[tuple[np.ndarray, StreamCursor, np.ndarray]], int]:
         """Return the samples of each dataset, which of them they are, and the length of all."""
-        number = self._segment(int(indices.min()))
+        number = self._number_of_segment(int(indices.min()))
         segment = self.segments[number]
         order = self._orders[number]
         places = indices - segment.first

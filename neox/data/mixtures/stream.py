@@ -1,4 +1,11 @@
-"""Endless samples of one dataset, which go on wherever an earlier run or stage has stopped."""
+"""Endless samples of one dataset, which continue wherever an earlier run or stage has stopped.
+
+    gpt-neox's order, if the run began with it      passes of the stream, each in an order of its own
+    |- read -|- rest, in samples of one length -|   |- documents that it left unread -|- pass 0 -|- pass 1 -| ...
+
+A `DatasetStream` is the whole line. `after` follows what has been read to a place in it, from which a `StreamCursor`
+reads samples of one length.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +38,29 @@ class DatasetStream:
     """Samples of one dataset, pass after pass, each in another order.
 
     A sample depends on the dataset, the seed, and the lengths and numbers of the samples read before it. It does not
-    depend on weights, other datasets or the length of the run. A dataset that was first read in gpt-neox's order goes
-    on with the rest of that order. If samples of another length are wanted, it goes on with those documents of it that
-    are unread.
+    depend on weights, other datasets or the length of the run. A dataset that was first read in gpt-neox's order
+    continues with the rest of that order. If samples of another length are wanted, it continues with those documents of
+    it that are unread.
     """
 
-    def __init__(self, part: TrainingDocuments, seed: int, gpt_neox: GptNeoxPasses | None = None) -> None:
+    def __init__(self, documents: TrainingDocuments, seed: int, gpt_neox: GptNeoxPasses | None = None) -> None:
         """Describe the stream.
 
         Args:
-            part: Documents to read.
+            documents: Documents to read.
             seed: Seed of the orders.
             gpt_neox: What was read first, in gpt-neox's order; None if there is nothing.
         """
-        self.rows = part.rows
-        self.documents = np.arange(part.documents.start, part.documents.stop, dtype=np.int32)
+        self.rows = documents.rows
+        self.documents = np.arange(documents.documents.start, documents.documents.stop, dtype=np.int32)
         self.seed = seed
-        self.cache_dir = part.cache_dir
+        self.cache_dir = documents.cache_dir
         self.first: DocumentPass = gpt_neox or self._pass(0)
 
     def samples_of_pass(self, length: int) -> int:
         """Return the number of samples of a length in one pass. Raises DataError if there is none."""
         whole = self._pass(0)
-        samples = whole.room(whole.start(), length)
+        samples = whole.samples_left(whole.first_state(), length)
         if not samples:
             raise DataError(
                 f"{self.rows.indexed.prefix}: its documents hold fewer than seq_length + 1 = {length + 1} tokens, not "
@@ -61,41 +68,48 @@ class DatasetStream:
             )
         return samples
 
-    def after(self, history: Sequence[SamplesRead], length: int) -> Cursor:
+    def after(self, history: Sequence[SamplesRead], length: int) -> StreamCursor:
         """Return the samples of a length that follow those of a history."""
-        self.samples_of_pass(length)
+        self.samples_of_pass(length)  # refuses a length that no pass has, which would never end
         current = self.first
-        state = current.start()
+        state = current.first_state()
         for read in history:
             count = read.samples
-            while count > (room := current.room(state, read.length)):
-                count -= room
-                current, state = self.following(current, current.after(state, read.length, room))
-            state = current.after(state, read.length, count)
-        return Cursor(self, current, state, length)
+            left = current.samples_left(state, read.length)
+            while count > left:
+                count -= left
+                current, state = self.following(current, current.state_after(state, read.length, left))
+                left = current.samples_left(state, read.length)
+            state = current.state_after(state, read.length, count)
+        return StreamCursor(self, current, state, length)
 
     def following(self, current: DocumentPass, state: np.ndarray) -> tuple[DocumentPass, np.ndarray]:
-        """Return what is read after a pass, and its first state."""
-        after: LanePass = self._pass(0)
+        """Return the pass that is read after another one, and its first state.
+
+        Args:
+            current: A pass.
+            state: Its state when no more samples are taken from it.
+        """
+        following = self._pass(0)
         if isinstance(current, GptNeoxPasses):
             unread = current.unread_documents(state, self.rows.indexed.sizes)
             if len(unread):
-                after = LanePass(self.rows.indexed, unread, -1, self.seed, self.cache_dir)
+                following = LanePass(self.rows.indexed, unread, -1, self.seed, self.cache_dir)
         elif isinstance(current, LanePass):
-            after = self._pass(current.number + 1)
-        return after, after.start()
+            following = self._pass(current.number + 1)
+        return following, following.first_state()
 
     def _pass(self, number: int) -> LanePass:
         return LanePass(self.rows.indexed, self.documents, number, self.seed, self.cache_dir)
 
 
-class _PassSamples(NamedTuple):
-    """Samples of one pass.
+class _CursorPass(NamedTuple):
+    """Pass that a cursor reads.
 
     Attributes:
-        first: Number of the first one.
+        first: Number of its first sample at the cursor.
         source: The pass.
-        state: State of the pass before it.
+        state: State of the pass before that sample.
     """
 
     first: int
@@ -103,14 +117,14 @@ class _PassSamples(NamedTuple):
     state: np.ndarray
 
 
-class Cursor:
+class StreamCursor:
     """Samples of one length from a place of a stream on, numbered from 0. Threads may read at the same time."""
 
     def __init__(self, stream: DatasetStream, current: DocumentPass, state: np.ndarray, length: int) -> None:
         self.stream = stream
         self.length = length
-        self._parts = [_PassSamples(0, current, state)]
-        self._end = current.room(state, length)  # of the samples of all parts
+        self._passes = [_CursorPass(0, current, state)]
+        self._end = current.samples_left(state, length)  # of the samples of all passes
         self._lock = Lock()
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
@@ -139,23 +153,23 @@ class Cursor:
         """Return which of the samples each pass has, and where they are cut."""
         with self._lock:
             self._extend(int(numbers.max(initial=0)))
-            firsts = [part.first for part in self._parts]
+            firsts = [each.first for each in self._passes]
         owners = np.searchsorted(firsts, numbers, side="right") - 1
         result = []
         for owner in np.unique(owners).tolist():
             chosen = owners == owner
-            part = self._parts[owner]
-            result.append((chosen, part.source.cuts(part.state, self.length, numbers[chosen] - part.first)))
+            first, source, state = self._passes[owner]
+            result.append((chosen, source.cuts(state, self.length, numbers[chosen] - first)))
         return result
 
     def _extend(self, number: int) -> None:
         """Add passes up to the one with a sample."""
         while number >= self._end:
-            last = self._parts[-1]
-            done = last.source.after(last.state, self.length, self._end - last.first)
+            last = self._passes[-1]
+            done = last.source.state_after(last.state, self.length, self._end - last.first)
             source, state = self.stream.following(last.source, done)
-            self._parts.append(_PassSamples(self._end, source, state))
-            self._end += source.room(state, self.length)
-            for part in self._parts[-_KEPT_ORDERS - 2 : -_KEPT_ORDERS - 1]:
-                if isinstance(part.source, LanePass):
-                    part.source.release()
+            self._passes.append(_CursorPass(self._end, source, state))
+            self._end += source.samples_left(state, self.length)
+            for old in self._passes[-_KEPT_ORDERS - 2 : -_KEPT_ORDERS - 1]:
+                if isinstance(old.source, LanePass):
+                    old.source.release()

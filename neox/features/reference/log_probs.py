@@ -113,7 +113,7 @@ def sums_of_batch(engine: Engine, batch: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         engine: The engine with the model.
-        batch: Fields of rows of pairs (`neox.data.preferences.layout_rows`), on the device.
+        batch: Fields of rows of pairs (`neox.data.answer_pairs.pair_rows.layout_rows`), on the device.
     """
     sums = partial(answer_sums, targets=AnswerTargets.of_batch(batch))
     shape = (*batch["pair_mask"].shape, ANSWERS_PER_PAIR)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
-from neox.data.mixtures import lanes
-from neox.data.mixtures.lanes import Lanes, lane_bounds
-from neox.data.mixtures.passes import GptNeoxPasses
+from neox.data.mixtures import passes
+from neox.data.mixtures.passes import GptNeoxPasses, Lanes, lane_bounds
 from neox.data.mixtures.stream import DatasetStream, SamplesRead
 from neox.data.samples.rows import TokenRows, TrainingDocuments
 from neox.errors import DataError
@@ -19,7 +18,7 @@ from tests.errors import raises_naming
 
 @pytest.fixture(autouse=True)
 def small_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "_LANE_TOKENS", 500)
+    monkeypatch.setattr(passes, "_LANE_TOKENS", 500)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from neox.data import IndexedDatasetBuilder
-from neox.data.mixtures import lanes
+from neox.data.mixtures import passes
 from neox.data.mixtures.ledger import DatasetRecord, after_skipping
 from neox.data.run_data import DataIterators, build_data_iterators
 from neox.plan import RunPlan
@@ -28,7 +28,7 @@ STEPS = 60
 
 @pytest.fixture(autouse=True)
 def small_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "_LANE_TOKENS", 700)
+    monkeypatch.setattr(passes, "_LANE_TOKENS", 700)
 
 
 @pytest.fixture(scope="module")
