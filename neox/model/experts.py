@@ -1,11 +1,23 @@
-"""Mixture of experts in place of a block's MLP: each token is computed by some experts, which a router chooses.
+"""Mixture-of-experts layer that replaces a block's MLP: a router chooses some experts for each token.
 
-Every tensor rank routes all tokens and holds a part of each expert's inner features, as of a dense MLP. The sum over
-tensor ranks comes after the experts. So routes and losses do not depend on the number of tensor ranks.
+    x [B, S, H]
+      |--> router ---------------------> experts, weights of each token [B, S, K]
+      |                                                |
+      |--> gather_rows: a row for each choice, sorted by expert [R, H]
+      |        (Exchange: to the data ranks that hold the experts)
+      |      dense_h_to_4h, activation, dense_4h_to_h  [R, H]
+      |        (Exchange: back)
+      |    combine_rows: weighted sum over the choices of a token [B, S, H]
+      |                                                |
+      '--> shared expert ----------------------------> + --> all-reduce over tensor ranks
+
+Every tensor rank routes all tokens and holds a shard of each expert's inner features, as of a dense MLP. The all-reduce
+over tensor ranks comes after the experts. So routes and losses do not depend on the number of tensor ranks.
 
 With `expert_model_parallel_size` data ranks hold different experts, and tokens travel to them (`Exchange`).
 
-Legend: B batch, S sequence, H hidden, E experts, K experts of a token, T tensor ranks, P ranks that divide experts.
+Legend: B batch, S sequence, H hidden, E experts, K experts of a token, R rows (choices of an expert by a token),
+I, O input and output features on this rank, T tensor ranks, P ranks that divide experts.
 """
 
 from __future__ import annotations
@@ -28,12 +40,12 @@ from neox.ops import (
     ExpertOrder,
     Routes,
     balance_loss,
-    from_experts,
+    combine_rows,
+    gather_rows,
     grouped_linear,
     linear,
     route,
     sort_by_expert,
-    to_experts,
     tokens_per_expert,
     z_loss,
 )
@@ -62,11 +74,12 @@ class Router(nn.Module):
 
     Attributes:
         bias: Bias of each expert's logit [E]; None without biases.
-        selection_bias: Number of each expert that is added to its scores for the choice; None for none.
-        counts: Tokens of each expert since the last update of the bias [E]; None without a bias.
+        selection_bias: Per-expert bias, added to the scores when experts are chosen, not when they are weighted [E];
+            None for none.
+        token_counts: Tokens of each expert since the last update of `selection_bias` [E]; None without one.
     """
 
-    counts: Tensor | None
+    token_counts: Tensor | None
 
     def __init__(self, network: Architecture, **options: Unpack[TensorOptions]) -> None:
         super().__init__()
@@ -76,17 +89,17 @@ class Router(nn.Module):
         if network.router_logit_bias:
             self.bias = nn.Parameter(torch.empty(network.num_experts, **options))
         self.selection_bias: nn.Parameter | None = None
-        counts = None
+        token_counts = None
         if network.router_bias:
             bias = torch.empty(network.num_experts, device=options.get("device"), dtype=torch.float32)
             self.selection_bias = nn.Parameter(bias, requires_grad=False)
-            counts = torch.zeros(network.num_experts, device=options.get("device"), dtype=torch.int64)
-        self.register_buffer("counts", counts, persistent=False)
+            token_counts = torch.zeros(network.num_experts, device=options.get("device"), dtype=torch.int64)
+        self.register_buffer("token_counts", token_counts, persistent=False)
 
     def reset(self) -> None:
-        """Start to count anew."""
-        if self.counts is not None:
-            self.counts.zero_()
+        """Reset the counts of tokens."""
+        if self.token_counts is not None:
+            self.token_counts.zero_()
 
     def forward(self, x: Tensor, experts: Tensor | None, is_text: Tensor | None = None) -> tuple[Tensor, Routes]:
         """Return logits [B, S, E] and routes of tokens [B, S, H].
@@ -111,9 +124,9 @@ class Router(nn.Module):
             experts=experts,
             is_text=is_text,
         )
-        is_first_pass = experts is None
-        if self.counts is not None and self.training and is_first_pass:
-            self.counts += _text_per_expert(routes, self.network.num_experts, is_text)
+        is_first_pass = experts is None  # recomputation must not count tokens again
+        if self.token_counts is not None and self.training and is_first_pass:
+            self.token_counts += text_tokens_per_expert(routes, self.network.num_experts, is_text)
         return logits, routes
 
 
@@ -143,25 +156,25 @@ class GroupedLinear(nn.Module):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        here = shard_size(experts, grid.ep_size, "number of experts")
-        weight = nn.Parameter(torch.empty(here, outputs, inputs, **options))
+        local_experts = shard_size(experts, grid.ep_size, "number of experts")
+        weight = nn.Parameter(torch.empty(local_experts, outputs, inputs, **options))
         self.weight = mark_divided_experts(mark_split(weight, grid.tp_size > 1), grid)
         self.grid = grid
         self.is_summand = is_summand
         self.bias: nn.Parameter | None = None
         if bias:
-            biases = nn.Parameter(torch.empty(here, outputs, **options))
+            biases = nn.Parameter(torch.empty(local_experts, outputs, **options))
             self.bias = mark_divided_experts(mark_split(biases, grid.tp_size > 1 and not is_summand), grid)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Multiply; `counts` [E] is the number of rows of each expert."""
-        product = grouped_linear(rows, self.weight, counts)
+    def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:
+        """Multiply rows [R, I] that are sorted by expert; `rows_per_expert` is [E/P]."""
+        product = grouped_linear(rows, self.weight, rows_per_expert)
         if self.bias is None:
             return product
         bias: Tensor = self.bias
         if self.is_summand and self.grid.tp_size > 1:
             bias = copy_to_tensor_ranks(bias, self.grid) / self.grid.tp_size
-        return product + bias.to(product.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
+        return product + bias.to(product.dtype).repeat_interleave(rows_per_expert, dim=0, output_size=len(rows))
 
 
 class Experts(nn.Module):
@@ -193,18 +206,18 @@ class Experts(nn.Module):
             weights: Factors of the outputs [N, K].
             order: Order of the rows of experts.
         """
-        rows = to_experts(x, order)
-        if self.grid.ep_size == 1:
-            return from_experts(self._outputs(rows, order.counts), weights, order)
-        exchange = Exchange.plan(order.counts, self.grid)
-        outputs = self._outputs(exchange.to_experts(rows), exchange.counts)
-        return from_experts(exchange.from_experts(outputs), weights, order)
-
-    def _outputs(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the output of each row's expert [R, H] for rows [R, H] that are sorted by expert."""
-        inner = self.activation(self.dense_h_to_4h(rows, counts))
-        outputs: Tensor = self.dense_4h_to_h(inner, counts)
-        return outputs
+        rows = gather_rows(x, order)  # [R, H]
+        rows_per_expert = order.rows_per_expert
+        exchange: Exchange | None = None
+        if self.grid.ep_size > 1:
+            exchange = Exchange.plan(rows_per_expert, self.grid)
+            rows = exchange.to_experts(rows)  # now those of this rank's experts, from all ranks
+            rows_per_expert = exchange.counts
+        inner = self.activation(self.dense_h_to_4h(rows, rows_per_expert))  # [R, W/T]
+        outputs = self.dense_4h_to_h(inner, rows_per_expert)  # [R, H]
+        if exchange is not None:
+            outputs = exchange.from_experts(outputs)
+        return combine_rows(outputs, weights, order)
 
 
 class ExpertMLP(TokenShares):
@@ -249,75 +262,83 @@ class ExpertMLP(TokenShares):
         partial, aux = self._partial(x, context)
         return Summand(partial, None), aux
 
-    # The number of rows of each expert is known on the host only. torch.compiler.disable imports the compiler at once.
+    # Not compiled: the number of rows of each expert is read on the host. (`torch.compiler.disable` would import the
+    # compiler at once, which takes seconds.)
     @_disable_dynamo
     def _partial(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
-        """Return this tensor rank's summand for all tokens [B, S, H], and what the experts report.
+        """Return this tensor rank's summand for all tokens [B, S, H], and what the experts report."""
+        # Sequence parallelism gives each tensor rank a share of the tokens; the router needs all of them.
+        tokens = x  # [B, S, H]
+        if self.shares > 1:
+            tokens = gather_tokens(x, self.grid)  # [B, S/T, H] -> [B, S, H]
 
-        The router computes the same on every tensor rank. What its results are multiplied with differs, so gradients
-        are summed where they leave the experts: of their inputs and of their weights.
-        """
-        whole = gather_tokens(x, self.grid) if self.shares > 1 else x
-        known = None
+        # Recomputation in the backward pass takes the experts of the forward pass, so that both compute the same.
+        chosen_before = None
         if context.routes is not None:
-            known = context.routes.get(self.number)
-        is_text = context.is_text
-        logits, routes = self.router(whole, known, is_text)
+            chosen_before = context.routes.get(self.number)
+        logits, routes = self.router(tokens, chosen_before, context.is_text)
         if context.routes is not None:
             context.routes[self.number] = routes.experts
-        order = self._order(routes.experts.flatten(0, 1), None if is_text is None else is_text.flatten())
-        tokens = copy_to_tensor_ranks(whole, self.grid).flatten(0, 1)
-        weights = copy_to_tensor_ranks(routes.weights, self.grid).flatten(0, 1)
-        partial = self.experts(tokens, weights, order).view_as(whole)
+
+        # Routing is replicated, but each tensor rank multiplies it with a different shard. Therefore gradients w.r.t.
+        # the experts' inputs and weights are all-reduced over tensor ranks (`copy_to_tensor_ranks`).
+        order = self._sort_choices(routes.experts, context.is_text)
+        inputs = copy_to_tensor_ranks(tokens, self.grid).flatten(0, 1)  # [B x S, H]
+        weights = copy_to_tensor_ranks(routes.weights, self.grid).flatten(0, 1)  # [B x S, K]
+        output = self.experts(inputs, weights, order).view_as(tokens)  # [B, S, H]
+
         if self.shared_expert is not None:
-            partial = partial + self._shared(self.shared_expert, x, whole)
-        aux: Aux = {}
-        if context.cache is None:
-            aux = self._report(logits, routes, order, is_text)
-        return partial, aux
+            shared = self.shared_expert.partial(x)  # gathers tokens by itself
+            if self.shared_expert_gate is not None:
+                gate = linear(tokens, self.shared_expert_gate.weight).sigmoid()  # [B, S, 1]
+                shared = shared * copy_to_tensor_ranks(gate, self.grid)
+            output = output + shared
 
-    def _order(self, experts: Tensor, is_text: Tensor | None) -> ExpertOrder:
-        """Return the order of rows for experts [N, K] of tokens, some of which are text, bool [N].
+        if context.cache is not None:
+            return output, {}  # generation has no losses
+        return output, self._report(logits, routes, order, context.is_text)
 
-        Tokens beyond an expert's capacity are dropped in training. It is a share of the text.
+    def _sort_choices(self, experts: Tensor, is_text: Tensor | None) -> ExpertOrder:
+        """Return the order of rows for the experts of tokens [B, S, K], some of which are text, bool [B, S].
+
+        Tokens beyond an expert's capacity are dropped in training. It is a multiple of an equal share of the text.
         """
-        most = None
+        experts = experts.flatten(0, 1)  # [B x S, K]
+        if is_text is not None:
+            is_text = is_text.flatten()
+        capacity = None
         if self.network.expert_capacity and self.training:
             tokens = len(experts) if is_text is None else int(is_text.sum())
-            share = tokens * experts.shape[1] / self.network.num_experts
-            most = max(1, int(self.network.expert_capacity * share))
-        return sort_by_expert(experts, self.network.num_experts, most, is_text)
-
-    def _shared(self, expert: MLP, x: Tensor, whole: Tensor) -> Tensor:
-        """Return this tensor rank's summand of the shared expert [B, S, H]."""
-        partial = expert.partial(x)
-        if self.shared_expert_gate is None:
-            return partial
-        gate = linear(whole, self.shared_expert_gate.weight).sigmoid()
-        return partial * copy_to_tensor_ranks(gate, self.grid)
+            equal_share = tokens * experts.shape[1] / self.network.num_experts
+            capacity = max(1, int(self.network.expert_capacity * equal_share))
+        return sort_by_expert(experts, self.network.num_experts, capacity, is_text)
 
     def _report(self, logits: Tensor, routes: Routes, order: ExpertOrder, is_text: Tensor | None) -> Aux:
-        """Return the losses, multiplied by their coefficients, and statistics, as means over blocks with experts."""
+        """Return the losses, multiplied by their coefficients, and statistics.
+
+        The numbers of all blocks are added up. That is meant for losses. Statistics are divided by the number of blocks
+        with experts, so that their sum is a mean.
+        """
         network = self.network
-        blocks = len(network.expert_blocks)
         aux = {}
         if network.balance_coefficient:
             balance = balance_loss(
-                routes.shares, routes.experts, per_sample=network.balance_per_sample, is_text=is_text
+                routes.probabilities, routes.experts, per_sample=network.balance_per_sample, is_text=is_text
             )
             aux[BALANCE_LOSS] = network.balance_coefficient * balance
         if network.z_coefficient:
             aux[Z_LOSS] = network.z_coefficient * z_loss(logits, is_text)
-        counts = _text_per_expert(routes, network.num_experts, is_text)
-        choices = counts.sum().clamp(min=1)
-        aux[LARGEST_SHARE] = counts.max() / (choices * blocks)
+        choices_per_expert = text_tokens_per_expert(routes, network.num_experts, is_text)  # [E]
+        choices = choices_per_expert.sum()
+        divisor = choices.clamp(min=1) * len(network.expert_blocks)
+        aux[LARGEST_SHARE] = choices_per_expert.max() / divisor
         if network.expert_capacity:
-            aux[DROPPED] = (counts.sum() - order.slots.numel()) / (choices * blocks)
+            aux[DROPPED] = (choices - order.choice_of_row.numel()) / divisor
         return aux
 
 
-def _text_per_expert(routes: Routes, num_experts: int, is_text: Tensor | None) -> Tensor:
-    """Return the number of choices of each expert by tokens that are not padding [E]."""
+def text_tokens_per_expert(routes: Routes, num_experts: int, is_text: Tensor | None) -> Tensor:
+    """Count the tokens of each expert that are not padding [E]."""
     if is_text is not None:
         is_text = is_text.flatten()
     return tokens_per_expert(routes.experts.flatten(0, 1), num_experts, is_text)
@@ -338,12 +359,12 @@ def move_selection_biases(model: nn.Module, grid: ParallelGrid) -> None:
     bias of a frozen router stays. All data ranks call it together.
     """
     for router in biased_routers(model):
-        assert router.counts is not None
+        assert router.token_counts is not None
         assert router.selection_bias is not None
         if not router.weight.requires_grad:
             continue
         if grid.dp_size > 1:
-            dist.all_reduce(router.counts, group=grid.dp_group)
-        counts = router.counts.float()
+            dist.all_reduce(router.token_counts, group=grid.dp_group)
+        counts = router.token_counts.float()
         router.selection_bias.add_((counts.mean() - counts).sign(), alpha=router.network.router_bias_rate)
-        router.counts.zero_()
+        router.token_counts.zero_()

@@ -19,13 +19,13 @@ from neox.ops.blocked_attention import blocked_attention
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.flex import block_mask_of
 from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
-from neox.ops.grouped_linear import ExpertOrder, from_experts, grouped_linear, sort_by_expert, to_experts
+from neox.ops.grouped_linear import ExpertOrder, combine_rows, gather_rows, grouped_linear, sort_by_expert
 from neox.ops.linear import add_product, linear
 from neox.ops.norms import NORMS, build_norm
 from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.position_bias import alibi_slopes, relative_buckets
 from neox.ops.rotary import rotary_divisors, rotary_factor, rotary_inv_freq, rotary_tables, rotate
-from neox.ops.routing import SCORES, Routes, balance_loss, route, sinkhorn, tokens_per_expert, z_loss
+from neox.ops.routing import ROUTERS, Routes, balance_loss, route, sinkhorn, tokens_per_expert, z_loss
 from neox.ops.softcap import softly_capped
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 from neox.ops.sparsity import block_layout, sparse_rule
@@ -40,7 +40,7 @@ __all__ = [
     "FP8_RECIPES",
     "NORMS",
     "MASKED_SCORE",
-    "SCORES",
+    "ROUTERS",
     "AttentionImpl",
     "ExpertOrder",
     "Fp8Recipe",
@@ -60,7 +60,8 @@ __all__ = [
     "build_norm",
     "core_attention",
     "dot_product_attention",
-    "from_experts",
+    "combine_rows",
+    "gather_rows",
     "grouped_linear",
     "explicit_attention",
     "label_scores",
@@ -81,7 +82,6 @@ __all__ = [
     "sparse_rule",
     "rule_of_heads",
     "scale_mask_softmax",
-    "to_experts",
     "tokens_per_expert",
     "unpadded_keys",
     "z_loss",

@@ -26,95 +26,95 @@ class ExpertOrder:
     """The order of rows that puts the tokens of each expert one after another.
 
     Attributes:
-        slots: Position of each row among the T x K choices [R].
-        places: Row of each choice [T x K]; R for those without a row.
-        counts: Number of rows of each expert [E].
+        choice_of_row: The choice, of T x K, that each row computes [R].
+        row_of_choice: The row of each choice [T x K]; R for those without a row.
+        rows_per_expert: Number of rows of each expert [E].
         top_k: Number of choices of a token K.
     """
 
-    slots: Tensor
-    places: Tensor
-    counts: Tensor
+    choice_of_row: Tensor
+    row_of_choice: Tensor
+    rows_per_expert: Tensor
     top_k: int
 
     @property
-    def sources(self) -> Tensor:
+    def token_of_row(self) -> Tensor:
         """Token of each row [R]."""
-        return self.slots // self.top_k
+        return self.choice_of_row // self.top_k
 
     @property
-    def dropped(self) -> int:
-        """Number of choices without a row: those that were dropped, and those of padding."""
-        return self.places.numel() - self.slots.numel()
+    def choices_without_row(self) -> int:
+        """Number of choices that were dropped, or are of padding."""
+        return self.row_of_choice.numel() - self.choice_of_row.numel()
 
 
 def sort_by_expert(
-    experts: Tensor, num_experts: int, most: int | None = None, is_text: Tensor | None = None
+    experts: Tensor, num_experts: int, capacity: int | None = None, is_text: Tensor | None = None
 ) -> ExpertOrder:
     """Sort the choices of experts [T, K]; an expert's tokens keep their order.
 
     Args:
         experts: Experts of each token [T, K].
         num_experts: Number of experts E.
-        most: Largest number of tokens of one expert. Later ones are dropped. None for no limit.
+        capacity: Largest number of tokens of one expert. Later ones are dropped. None for no limit.
         is_text: Which tokens are not padding, bool [T]; all if None. No expert computes padding.
     """
+    # Padding chooses expert E, one more than there are. It comes last and has no rows.
     if is_text is not None:
-        # Padding chooses one expert more, which comes last and has no rows.
         experts = experts.masked_fill(~is_text.unsqueeze(1), num_experts)
-    flat = experts.flatten()
+    expert_of_choice = experts.flatten()  # [T x K]
     counts = tokens_per_expert(experts, num_experts + 1)
-    slots = flat.argsort(stable=True)
-    places = torch.empty_like(slots)
-    if most is not None:
-        sorted_experts = flat[slots]
-        starts = counts.cumsum(0) - counts
-        rank_in_expert = torch.arange(slots.numel(), device=slots.device) - starts[sorted_experts]
-        slots = slots[(rank_in_expert < most) & (sorted_experts < num_experts)]
-        places.fill_(slots.numel())
-        counts = counts.clamp(max=most)
+    choice_of_row = expert_of_choice.argsort(stable=True)  # of all choices; those without a row are left out now
+
+    row_of_choice = torch.empty_like(choice_of_row)
+    if capacity is not None:
+        expert_of_row = expert_of_choice[choice_of_row]
+        first_rows = counts.cumsum(0) - counts  # [E + 1]
+        rank_in_expert = torch.arange(choice_of_row.numel(), device=experts.device) - first_rows[expert_of_row]
+        choice_of_row = choice_of_row[(rank_in_expert < capacity) & (expert_of_row < num_experts)]
+        row_of_choice.fill_(choice_of_row.numel())
+        counts = counts.clamp(max=capacity)
     elif is_text is not None:
-        slots = slots[: int(counts[:num_experts].sum())]  # padding comes last; the only number that the host reads
-        places.fill_(slots.numel())
-    counts = counts[:num_experts]
-    places[slots] = torch.arange(slots.numel(), device=slots.device)
-    return ExpertOrder(slots, places, counts, experts.shape[1])
+        choice_of_row = choice_of_row[: int(counts[:num_experts].sum())]  # the only number that the host reads
+        row_of_choice.fill_(choice_of_row.numel())
+    row_of_choice[choice_of_row] = torch.arange(choice_of_row.numel(), device=experts.device)
+    return ExpertOrder(choice_of_row, row_of_choice, counts[:num_experts], experts.shape[1])
 
 
-def to_experts(x: Tensor, order: ExpertOrder) -> Tensor:
-    """Copy tokens [T, H] to the rows of their experts [R, H]."""
-    rows: Tensor = _ToExperts.apply(x, order)
+def gather_rows(x: Tensor, order: ExpertOrder) -> Tensor:
+    """Copy each token to the rows of its experts: [T, H] -> [R, H]."""
+    rows: Tensor = _GatherRows.apply(x, order)
     return rows
 
 
-def from_experts(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
+def combine_rows(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
     """Add up the outputs of each token's experts, weighted: [R, H] and weights [T, K] -> [T, H].
 
     Choices without a row add nothing.
     """
-    total: Tensor = _FromExperts.apply(rows, weights.to(rows.dtype), order)
+    total: Tensor = _CombineRows.apply(rows, weights.to(rows.dtype), order)
     return total
 
 
 def _by_choice(rows: Tensor, order: ExpertOrder) -> Tensor:
     """Return rows [R, H] in the order of the choices [T, K, H], with zeros for those without a row."""
-    if order.dropped:
+    if order.choices_without_row:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return rows[order.places].unflatten(0, (-1, order.top_k))
+    return rows[order.row_of_choice].unflatten(0, (-1, order.top_k))
 
 
-class _ToExperts(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: ExpertOrder) -> Tensor:
         ctx.order = order
-        return x[order.sources]
+        return x[order.token_of_row]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _by_choice(grad, ctx.order).sum(1), None
 
 
-class _FromExperts(torch.autograd.Function):
+class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
         ctx.order = order
@@ -125,7 +125,7 @@ class _FromExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weights = ctx.saved_tensors
         order = ctx.order
-        grad_rows = grad[order.sources] * weights.flatten()[order.slots].unsqueeze(1)
+        grad_rows = grad[order.token_of_row] * weights.flatten()[order.choice_of_row].unsqueeze(1)
         grad_weights = torch.bmm(_by_choice(rows, order), grad.unsqueeze(2)).squeeze(2)
         return grad_rows, grad_weights, None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -29,12 +30,67 @@ class Routes(NamedTuple):
     Attributes:
         experts: Numbers of each token's experts [B, S, K].
         weights: Factors of their outputs in fp32 [B, S, K].
-        shares: Score of every expert as a share of the token's scores, in fp32 [B, S, E], for the balancing loss.
+        probabilities: Score of every expert, as a fraction of the token's scores, in fp32 [B, S, E]; for the balancing
+            loss.
     """
 
     experts: Tensor
     weights: Tensor
-    shares: Tensor
+    probabilities: Tensor
+
+
+def softmax_scores(logits: Tensor, top_k: int) -> Tensor:
+    """Return the softmax over experts [B, S, E]."""
+    return logits.softmax(-1)
+
+
+def sigmoid_scores(logits: Tensor, top_k: int) -> Tensor:
+    """Return the sigmoid of each logit [B, S, E]."""
+    return logits.sigmoid()
+
+
+def sinkhorn_scores(logits: Tensor, top_k: int) -> Tensor:
+    """Return scores as gpt-neox's Sinkhorn router weights experts [B, S, E]: sigmoid for K = 1, else softmax."""
+    if top_k == 1:
+        return logits.sigmoid()
+    return logits.softmax(-1)
+
+
+def balanced_assignment(logits: Tensor, is_text: Tensor | None) -> Tensor:
+    """Return `log_sinkhorn` over all tokens of text in a micro batch [B, S, E]."""
+    if is_text is None:
+        return log_sinkhorn(logits.flatten(0, 1)).view_as(logits)
+    assignment = logits.clone()
+    assignment[is_text] = log_sinkhorn(logits[is_text])
+    return assignment
+
+
+@dataclass(frozen=True)
+class RouterFunctions:
+    """How a router scores and chooses experts.
+
+    Attributes:
+        scores: Function of logits [B, S, E] and K that returns scores [B, S, E]. They weight the chosen experts, and
+            the experts with the highest ones are chosen.
+        training_choice: Function of logits and text [B, S] that returns other scores for the choice in training, which
+            balance the experts; None to choose by `scores` then, too.
+        normalizes_probabilities: Whether scores of a token have any sum, so that they are divided by it for the
+            balancing loss.
+    """
+
+    scores: Callable[[Tensor, int], Tensor]
+    training_choice: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    normalizes_probabilities: bool = False
+
+
+ROUTERS: Mapping[str, RouterFunctions] = MappingProxyType(
+    {
+        "sinkhorn": RouterFunctions(sinkhorn_scores, training_choice=balanced_assignment),
+        "topk": RouterFunctions(softmax_scores),
+        "sigmoid": RouterFunctions(sigmoid_scores, normalizes_probabilities=True),
+    }
+)
+"""Key of `neox.architecture.ROUTERS` -> functions."""
 
 
 def route(
@@ -51,81 +107,43 @@ def route(
     Args:
         logits: Scores of the router in fp32 [B, S, E].
         network: The network, whose `router` fields are used.
-        bias: Number that is added to each expert's scores for the choice [E].
-        training: Whether a router that balances in training only does so.
+        bias: Per-expert bias, added to the scores when experts are chosen, not when they are weighted [E].
+        training: Whether to apply balancing that is only used in training (Sinkhorn).
         experts: Experts that were chosen before [B, S, K], which are only weighted again. None to choose.
         is_text: Which tokens are not padding, bool [B, S]; all if None. The others' experts mean nothing.
     """
-    scores = SCORES[network.router](logits, network.experts_per_token)
+    router = ROUTERS[network.router]
+    scores = router.scores(logits, network.experts_per_token)  # [B, S, E]
+
     if experts is None:
         with torch.no_grad():
-            experts = _chosen(logits, scores, network, bias, training, is_text)
-    weights = scores.gather(-1, experts)
+            choice = scores  # [B, S, E]
+            if training and router.training_choice is not None:
+                choice = router.training_choice(logits, is_text)
+            if bias is not None:
+                choice = choice + bias
+            if network.router_groups:
+                choice = _in_best_groups(choice, network)
+            experts = choice.topk(network.experts_per_token, dim=-1).indices  # [B, S, K], the best first
+
+    weights = scores.gather(-1, experts)  # [B, S, K]
     if network.router_normalizes:
         weights = weights / weights.sum(-1, keepdim=True)
     if network.router_scale != 1.0:
         weights = weights * network.router_scale
-    shares = scores
-    if network.router == "sigmoid":
-        shares = scores / scores.sum(-1, keepdim=True)
-    return Routes(experts, weights, shares)
 
-
-def _softmax(logits: Tensor, top_k: int) -> Tensor:
-    return logits.softmax(-1)
-
-
-def _sigmoid(logits: Tensor, top_k: int) -> Tensor:
-    return logits.sigmoid()
-
-
-def _sigmoid_of_one(logits: Tensor, top_k: int) -> Tensor:
-    """Return gpt-neox's weights of its Sinkhorn router."""
-    if top_k == 1:
-        return logits.sigmoid()
-    return logits.softmax(-1)
-
-
-SCORES: Mapping[str, Callable[[Tensor, int], Tensor]] = MappingProxyType(
-    {"sinkhorn": _sigmoid_of_one, "topk": _softmax, "sigmoid": _sigmoid}
-)
-"""Router -> function of logits [B, S, E] and K that returns scores [B, S, E]."""
-
-
-def _chosen(
-    logits: Tensor,
-    scores: Tensor,
-    network: Architecture,
-    bias: Tensor | None,
-    training: bool,
-    is_text: Tensor | None,
-) -> Tensor:
-    """Return the experts of each token [B, S, K], the best first."""
-    top_k = network.experts_per_token
-    if network.router == "sinkhorn" and training:
-        scores = _balanced(logits, is_text)
-    if bias is not None:
-        scores = scores + bias
-    if network.router_groups:
-        scores = _in_best_groups(scores, network)
-    return scores.topk(top_k, dim=-1).indices
-
-
-def _balanced(logits: Tensor, is_text: Tensor | None) -> Tensor:
-    """Return `log_sinkhorn` of all tokens of text in a micro batch [B, S, E]."""
-    if is_text is None:
-        return log_sinkhorn(logits.flatten(0, 1)).view_as(logits)
-    scores = logits.clone()
-    scores[is_text] = log_sinkhorn(logits[is_text])
-    return scores
+    probabilities = scores
+    if router.normalizes_probabilities:
+        probabilities = scores / scores.sum(-1, keepdim=True)
+    return Routes(experts, weights, probabilities)
 
 
 def _in_best_groups(scores: Tensor, network: Architecture) -> Tensor:
     """Return scores [B, S, E] with -inf outside of each token's best groups of neighbouring experts.
 
-    The score of a group is the sum of its best ones.
+    A group's score is the sum of its `router_group_best` highest expert scores.
     """
-    by_group = scores.unflatten(-1, (network.router_groups, -1))
+    by_group = scores.unflatten(-1, (network.router_groups, -1))  # [B, S, groups, E / groups]
     group_scores = by_group.topk(network.router_group_best, dim=-1).values.sum(-1)  # [B, S, groups]
     best = group_scores.topk(network.router_top_groups, dim=-1).indices
     is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best, True)
@@ -164,10 +182,10 @@ def log_sinkhorn(logits: Tensor) -> Tensor:
 
 
 def tokens_per_expert(experts: Tensor, num_experts: int, is_text: Tensor | None = None) -> Tensor:
-    """Return how often each expert is among `experts` [..., K], as integers [..., E] for all but the last dim's rows.
+    """Count the tokens of each expert: [N, K] -> [E], or [B, N, K] -> [B, E] for each sample.
 
     Args:
-        experts: Numbers of experts [N, K], or [B, N, K] to count for each sample.
+        experts: Numbers of the experts of each token.
         num_experts: Number of experts E.
         is_text: Which tokens count, bool [N] or [B, N]; all if None.
     """
@@ -179,36 +197,37 @@ def tokens_per_expert(experts: Tensor, num_experts: int, is_text: Tensor | None 
     return counts.scatter_add_(-1, flat, counted)
 
 
-def balance_loss(shares: Tensor, experts: Tensor, *, per_sample: bool, is_text: Tensor | None = None) -> Tensor:
-    """Return E x the sum over experts of (fraction of choices x mean share), which is 1 if all experts are equal.
+def balance_loss(probabilities: Tensor, experts: Tensor, *, per_sample: bool, is_text: Tensor | None = None) -> Tensor:
+    """Return E x the sum over experts of (fraction of choices x mean probability), which is 1 if all experts are equal.
 
     Switch Transformer, arXiv:2101.03961, section 2.2. Megatron-LM's has this factor; that of transformers is K times
     as large.
 
     Args:
-        shares: Score of each expert as a share of a token's scores [B, S, E].
+        probabilities: Score of each expert, as a fraction of a token's scores [B, S, E].
         experts: Experts of each token [B, S, K].
         per_sample: Whether to return the mean over samples of each one's loss, which does not depend on how samples
             are divided into micro batches (Megatron-LM's `seq_aux_loss`). Samples of padding only count 0.
         is_text: Which tokens count, bool [B, S]; all if None.
     """
     if not per_sample:
-        shares = shares.flatten(0, 1).unsqueeze(0)
+        # All samples together are one.
+        probabilities = probabilities.flatten(0, 1).unsqueeze(0)
         experts = experts.flatten(0, 1).unsqueeze(0)
         is_text = None if is_text is None else is_text.flatten().unsqueeze(0)
-    num_experts = shares.shape[-1]
-    counts = tokens_per_expert(experts, num_experts, is_text)
+    num_experts = probabilities.shape[-1]
+    counts = tokens_per_expert(experts, num_experts, is_text)  # [B, E]
     if is_text is None:
         fractions = counts / experts[0].numel()
-        return num_experts * (fractions * shares.mean(1)).sum(-1).mean()
+        return num_experts * (fractions * probabilities.mean(1)).sum(-1).mean()
     tokens = is_text.sum(1, keepdim=True).clamp(min=1)  # [B, 1]
     fractions = counts / (tokens * experts.shape[-1])
-    means = (shares * is_text.unsqueeze(-1)).sum(1) / tokens
+    means = (probabilities * is_text.unsqueeze(-1)).sum(1) / tokens
     return num_experts * (fractions * means).sum(-1).mean()
 
 
 def z_loss(logits: Tensor, is_text: Tensor | None = None) -> Tensor:
-    """Return the mean square of the logarithm of the softmax's sum (ST-MoE, arXiv:2202.08906, equation 5).
+    """Return the mean squared log-sum-exp of the logits (ST-MoE, arXiv:2202.08906, equation 5).
 
     Args:
         logits: Scores of the router [B, S, E].

@@ -110,7 +110,7 @@ def test_padding_does_not_count_in_experts(kind):
     def outcome(rows: Tensor, **context) -> tuple[Tensor, dict[str, float], list[int] | None, Tensor]:
         module = mixture(ROUTERS[kind])
         output, aux = module(rows, BlockContext(torch.arange(rows.shape[1]), **context))
-        counts = None if module.router.counts is None else module.router.counts.tolist()
+        counts = None if module.router.token_counts is None else module.router.token_counts.tolist()
         losses = sum(loss for loss in aux.values() if loss.requires_grad)
         (gradient,) = torch.autograd.grad(output.square().sum() + losses, x)
         return output, {name: float(value.detach()) for name, value in aux.items()}, counts, gradient
@@ -136,7 +136,7 @@ def test_the_balance_of_text_is_that_of_transformers():
     is_text = torch.arange(9) < LENGTHS.unsqueeze(1)
     theirs = load_balancing_loss_func((logits.flatten(0, 1),), 6, 2, is_text.long())
     routes = route(logits, small_plan(**MIXTURE).architecture, is_text=is_text)
-    ours = balance_loss(routes.shares, routes.experts, per_sample=False, is_text=is_text)
+    ours = balance_loss(routes.probabilities, routes.experts, per_sample=False, is_text=is_text)
     assert 2 * ours.item() == pytest.approx(theirs.item(), rel=1e-6)
 
 

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neox.architecture import BALANCE_LOSS, DROPPED, LARGEST_SHARE, Z_LOSS, Architecture
+from neox.architecture import ROUTERS as ROUTER_NAMES
 from neox.architecture.experts import expert_parameters
 from neox.model import GPT, BlockContext, ExpertMLP, move_selection_biases
 from neox.model.mlp import MLP
-from neox.ops import ACTIVATIONS, balance_loss, route, sinkhorn
+from neox.ops import ACTIVATIONS, ROUTERS, balance_loss, route, sinkhorn, tokens_per_expert
 from neox.parallel import ParallelGrid
 from tests.plans import small_plan
 
@@ -253,13 +254,13 @@ def test_a_second_pass_keeps_the_routes_and_counts_no_token():
     routes: dict[int, Tensor] = {}
     x = hidden_states()
     first, _ = run(module, x, routes=routes)
-    counts = module.router.counts.clone()
+    counts = module.router.token_counts.clone()
     assert counts.sum() == x.shape[0] * x.shape[1] * 2
     with torch.no_grad():
         module.router.selection_bias.copy_(torch.arange(6.0))  # would choose others
     second, _ = run(module, x, routes=routes)
     assert torch.equal(first, second)
-    assert torch.equal(module.router.counts, counts)
+    assert torch.equal(module.router.token_counts, counts)
     third, _ = run(module, x)
     assert not torch.equal(first, third)
 
@@ -271,10 +272,20 @@ def test_selection_biases_move_towards_experts_with_few_tokens():
     module = mixture(network)
     with torch.no_grad():
         module.router.selection_bias.zero_()
-        module.router.counts.copy_(torch.tensor([1, 5, 3, 3, 0, 6]))
+        module.router.token_counts.copy_(torch.tensor([1, 5, 3, 3, 0, 6]))
     move_selection_biases(module, ParallelGrid.single())
     assert module.router.selection_bias.tolist() == [0.25, -0.25, 0.0, 0.0, 0.25, -0.25]
-    assert not module.router.counts.any()
+    assert not module.router.token_counts.any()
+
+
+def test_every_router_on_paper_has_its_functions():
+    assert set(ROUTERS) == set(ROUTER_NAMES)
+
+
+def test_tokens_are_counted_over_all_or_for_each_sample():
+    experts = torch.tensor([[[0, 2], [2, 1]], [[0, 1], [0, 2]]])  # [B, N, K]
+    assert tokens_per_expert(experts, 4).tolist() == [[1, 1, 2, 0], [2, 1, 1, 0]]
+    assert tokens_per_expert(experts.flatten(0, 1), 4).tolist() == [3, 2, 3, 0]
 
 
 def test_sinkhorn_gives_equal_shares_to_tokens_and_experts():
@@ -306,4 +317,6 @@ def test_the_balance_loss_of_one_block_is_that_of_transformers_divided_by_the_ex
     logits = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(4))
     routes = route(logits, network_of())
     theirs = load_balancing_loss_func((logits.flatten(0, 1),), num_experts=6, top_k=2)
-    assert balance_loss(routes.shares, routes.experts, per_sample=False).item() == pytest.approx(theirs.item() / 2)
+    assert balance_loss(routes.probabilities, routes.experts, per_sample=False).item() == pytest.approx(
+        theirs.item() / 2
+    )

@@ -63,9 +63,9 @@ def test_shapes_and_strides_are_those_that_the_kernel_of_gpus_takes():
 def test_an_experts_rows_keep_their_order_and_later_ones_are_dropped():
     experts = torch.tensor([[1, 0], [1, 2], [0, 1]])
     order = sort_by_expert(experts, 3)
-    assert order.sources.tolist() == [0, 2, 0, 1, 2, 1]
-    assert order.counts.tolist() == [2, 3, 1]
-    limited = sort_by_expert(experts, 3, most=2)
-    assert limited.sources.tolist() == [0, 2, 0, 1, 1]
-    assert limited.counts.tolist() == [2, 2, 1]
-    assert limited.dropped == 1
+    assert order.token_of_row.tolist() == [0, 2, 0, 1, 2, 1]
+    assert order.rows_per_expert.tolist() == [2, 3, 1]
+    limited = sort_by_expert(experts, 3, capacity=2)
+    assert limited.token_of_row.tolist() == [0, 2, 0, 1, 1]
+    assert limited.rows_per_expert.tolist() == [2, 2, 1]
+    assert limited.choices_without_row == 1
