@@ -13,16 +13,16 @@ def checkpoint_bytes(plan: RunPlan) -> int:
     Weights are written once for each tensor rank of a stage. The others are too, or by each data rank if data ranks
     divide them.
     """
-    setting = plan.memory_setting
+    run = plan.laid_out
     total = 0
     for stage in plan.stages:
-        count = count_parameters(plan.layers, stage, setting)
-        sharding = sharding_of(setting)(setting, count)
-        writers = setting.dp_size if sharding.shards_states else 1
-        of_tensor_rank = setting.bytes_per_number * count.held + writers * sharding.averages()
+        count = count_parameters(run, stage)
+        sharding = sharding_of(run)(run, count)
+        writers = run.layout.dp_size if sharding.shards_states else 1
+        of_tensor_rank = run.bytes_per_number * count.held + writers * sharding.averages()
         if not plan.config.checkpoint.no_save_optim:
             of_tensor_rank += writers * sharding.all_states()
-        total += setting.tp_size * of_tensor_rank
+        total += run.layout.tp_size * of_tensor_rank
     return total
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from neox.config.neox_config import NeoXConfig
 from neox.plan.inference import inference_bytes
 from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
-from neox.plan.memory.zero import sharding_of
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS, Gpu
 
@@ -165,16 +164,12 @@ def rank_bytes(plan: RunPlan, rank: int, *, training: bool) -> int:
 def rank_memory(plan: RunPlan, rank: int, *, on_cpu: bool) -> MemoryPlan:
     """Return the estimate of one rank in training."""
     stage, data_rank, _ = plan.grid.coordinates(rank)
-    setting = replace(plan.memory_setting, on_cpu=on_cpu)
-    if data_rank > 0:  # what all data ranks hold is saved by the first one
-        copies_states = setting.copies_states and sharding_of(setting).shards_states
-        setting = replace(setting, copies_weights=False, copies_states=copies_states)
-    return stage_memory(plan.layers, plan.stages[stage], setting)
+    return stage_memory(plan.laid_out_on(cpu=on_cpu), plan.stages[stage], data_rank)
 
 
 def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
     """Return the estimate of the fullest rank in training on its device."""
-    return fullest_stage(plan.layers, plan.stages, replace(plan.memory_setting, on_cpu=device.shared))
+    return fullest_stage(plan.laid_out_on(cpu=device.shared), plan.stages)
 
 
 def host_problem(plan: RunPlan, ranks: Sequence[int], host: str, available: int | None) -> str | None:

@@ -26,9 +26,9 @@ class ExpertTraffic(NamedTuple):
 
 def expert_traffic(plan: RunPlan) -> ExpertTraffic | None:
     """Return the communication of the stage with the most expert blocks; None without expert parallelism."""
-    setting = plan.memory_setting
+    run = plan.laid_out
     network = plan.architecture
-    if setting.ep_size == 1:
+    if run.layout.ep_size == 1:
         return None
     with_experts = frozenset(network.expert_blocks)
     blocks = 0
@@ -36,12 +36,12 @@ def expert_traffic(plan: RunPlan) -> ExpertTraffic | None:
         held = [layer.index - BLOCK_OFFSET for layer in stage.entries(plan.layers) if layer.kind == "block"]
         blocks = max(blocks, len(with_experts.intersection(held)))
     passes = 2  # forward and backward; each dispatches rows to their experts and combines the results
-    if setting.recompute_chunk and setting.recomputed_part == "full":
+    if run.recomputes_blocks:
         passes += 1
-    exchanges = 2 * passes * blocks * setting.accumulation_steps
-    rows = setting.tokens * network.experts_per_token
-    row_bytes = network.hidden_size * setting.bytes_per_number
-    sent = rows * row_bytes * (setting.ep_size - 1) // setting.ep_size
-    here = network.num_experts // setting.ep_size
-    most = setting.ep_size * setting.tokens * min(network.experts_per_token, here)
+    exchanges = 2 * passes * blocks * run.layout.accumulation_steps
+    rows = run.tokens * network.experts_per_token
+    row_bytes = network.hidden_size * run.bytes_per_number
+    sent = rows * row_bytes * (run.layout.ep_size - 1) // run.layout.ep_size
+    here = network.num_experts // run.layout.ep_size
+    most = run.layout.ep_size * run.tokens * min(network.experts_per_token, here)
     return ExpertTraffic(exchanges, exchanges * sent, rows, most)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from neox.architecture import training_flops_per_token
 from neox.plan.device import Device, gpu_device
@@ -109,10 +109,9 @@ def _flops_per_token(plan: RunPlan, seq_length: int) -> int:
 
 def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None) -> MemoryPlan:
     """Return the fullest rank's memory with or without recomputation of activations, all else equal."""
-    chunk = plan.config.training.checkpoint_num_layers if recompute else 0
     on_cpu = device is not None and device.shared
-    setting = replace(plan.memory_setting, recompute_chunk=chunk, on_cpu=on_cpu)
-    return fullest_stage(plan.layers, plan.stages, setting)
+    run = plan.laid_out_on(cpu=on_cpu).with_layout(recomputes=recompute)
+    return fullest_stage(run, plan.stages)
 
 
 def imbalance(plan: RunPlan) -> float:

@@ -1,24 +1,22 @@
-"""Comparison of a run's memory with its devices, and search for the nearest settings that fit."""
+"""Comparison of a run's memory with its devices, and search for the nearest layouts that fit."""
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import yaml
 
 from neox.architecture import POSITIONS, LayerPlan
 from neox.config.neox_config import NeoXConfig
-from neox.config.sections.deepspeed import DeepSpeedConfig
 from neox.plan.architecture import layer_plan
 from neox.plan.device import Device, gib, memory_on
 from neox.plan.inference import inference_bytes
-from neox.plan.memory import MemoryPlan, MemorySetting, at_zero_stage, fullest_stage
+from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import Division, StagePlan, plan_stages
@@ -31,25 +29,6 @@ _MOST_TRIED = 300
 _MOST_GROWTH = 64
 _MOST_GPUS = 64
 _MOST_TENSOR_RANKS = 8  # tensor ranks communicate within each layer, and a host seldom has more GPUs
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a run's network and keys allow the search.
-
-    Attributes:
-        num_layers: Blocks, which limit pipeline stages.
-        num_kv_heads: Heads of keys, which tensor ranks divide.
-        may_divide_tokens: Whether no other key forbids `sequence_parallel`.
-        deepspeed: DeepSpeed's keys, whose meaning depends on the ZeRO stage.
-        may_offload: Whether states may move to main memory, which is slow.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    may_divide_tokens: bool
-    deepspeed: DeepSpeedConfig
-    may_offload: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,82 +60,95 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
     if needed <= device.usable:
         return Fit(True, needed, world)
 
-    memory = memory_of_settings(plan)
-
-    def fits(setting: MemorySetting) -> bool:
-        return memory(setting).needed(on_cpu=device.shared) <= device.usable
-
-    start = replace(plan.memory_setting, on_cpu=device.shared)
-    limits = limits_of(plan)
+    memory = LayoutMemory(plan, device)
     growth = 1
     while growth <= (1 if device.shared else _MOST_GROWTH):
-        wider = replace(
-            start, dp_size=start.dp_size * growth, accumulation_steps=max(1, start.accumulation_steps // growth)
-        )
-        quick = replace(limits, may_offload=False)
-        found = nearest_setting(wider, quick, fits, moves) or nearest_setting(wider, limits, fits, moves)
+        wider = wider_layout(plan.layout, growth)
+        found = nearest_layout(wider, memory, smaller_layouts)
+        if found is None:
+            found = nearest_layout(wider, memory, smaller_or_offloading_layouts)
         if found is not None:
-            return Fit(False, needed, world * growth, setting_changes(start, found), memory(found))
+            return Fit(False, needed, world * growth, found.keys_changed_from(plan.layout), memory.of(found))
         growth *= 2
     return Fit(False, needed, world)
 
 
-def memory_of_settings(plan: RunPlan) -> Callable[[MemorySetting], MemoryPlan]:
-    """Return a function of a setting to the memory of its fullest rank, which remembers what it has computed."""
-    method = plan.config.parallelism.pipe_partition_method
-
-    @cache
-    def layers(tp_size: int) -> LayerPlan:  # the vocabulary's padding depends on the degree
-        return layer_plan(plan.config, plan.vocab_size, tp_size)
-
-    @cache
-    def stages(pp_size: int, tp_size: int, division: Division) -> tuple[StagePlan, ...]:
-        return plan_stages(layers(tp_size), pp_size, division, tp_size)
-
-    @cache
-    def memory(setting: MemorySetting) -> MemoryPlan:
-        division = Division(method, setting.pipeline_schedule, setting.virtual_stages)
-        return fullest_stage(layers(setting.tp_size), stages(setting.pp_size, setting.tp_size, division), setting)
-
-    return memory
-
-
-Moves = Callable[[MemorySetting, Limits], Iterator[MemorySetting]]
-"""Function that yields the settings one step away from a setting, within the limits of the run."""
-
-
-def limits_of(plan: RunPlan) -> Limits:
-    """Return the limits of the search for a run."""
-    network = plan.architecture
-    curriculum = plan.config.schedule.curriculum_learning
-    changes_lengths = curriculum is not None and curriculum.enabled
-    divides_inputs = plan.config.training.partition_activations
-    may_divide = not changes_lengths and not divides_inputs and not network.soft_prompt_tokens
-    return Limits(network.num_layers, network.num_kv_heads, may_divide, plan.config.deepspeed)
-
-
-def nearest_setting(
-    start: MemorySetting, limits: Limits, fits: Callable[[MemorySetting], bool], propose: Moves
-) -> MemorySetting | None:
-    """Return the setting that fits after the fewest moves; None if none fits within a maximum number of moves.
+class LayoutMemory:
+    """Memory of a run in other layouts than its own. Remembers what it has computed.
 
     Args:
-        start: The first setting.
-        limits: Limits of the run.
-        fits: Whether a setting fits in memory.
-        propose: Function that yields the settings one move away.
+        plan: The run.
+        device: What a rank runs on.
     """
-    if fits(start):
+
+    def __init__(self, plan: RunPlan, device: Device) -> None:
+        self._plan = plan
+        self._device = device
+        self._layers: dict[int, LayerPlan] = {}
+        self._stages: dict[tuple[int, int, str, int | None], tuple[StagePlan, ...]] = {}
+        self._memories: dict[Layout, MemoryPlan] = {}
+
+    def lay_out(self, layout: Layout) -> LaidOutRun:
+        """Return the run in a layout. The padding of its vocabulary depends on the tensor ranks."""
+        layers = self._layers.get(layout.tp_size)
+        if layers is None:
+            layers = layer_plan(self._plan.config, self._plan.vocab_size, layout.tp_size)
+            self._layers[layout.tp_size] = layers
+        return LaidOutRun(
+            config=self._plan.config,
+            layers=layers,
+            precision=self._plan.precision,
+            layout=layout,
+            on_cpu=self._device.shared,
+        )
+
+    def of(self, layout: Layout) -> MemoryPlan:
+        """Return the memory of the fullest rank in a layout."""
+        if layout not in self._memories:
+            run = self.lay_out(layout)
+            divided_by = (layout.pp_size, layout.tp_size, layout.pipeline_schedule, layout.virtual_stages)
+            if divided_by not in self._stages:
+                method = self._plan.config.parallelism.pipe_partition_method
+                division = Division(method, layout.pipeline_schedule, layout.virtual_stages)
+                self._stages[divided_by] = plan_stages(run.layers, layout.pp_size, division, layout.tp_size)
+            self._memories[layout] = fullest_stage(run, self._stages[divided_by])
+        return self._memories[layout]
+
+    def fits(self, layout: Layout) -> bool:
+        """Return whether a layout fits on the device."""
+        return self.of(layout).needed(on_cpu=self._device.shared) <= self._device.usable
+
+
+Proposals = Callable[[LaidOutRun], Iterator[Layout]]
+"""Function that yields the layouts one step away from that of a run."""
+
+
+def wider_layout(layout: Layout, growth: int) -> Layout:
+    """Return a layout on `growth` times as many devices: more data ranks, and as many fewer accumulation steps."""
+    return replace(
+        layout, dp_size=layout.dp_size * growth, accumulation_steps=max(1, layout.accumulation_steps // growth)
+    )
+
+
+def nearest_layout(start: Layout, memory: LayoutMemory, propose: Proposals) -> Layout | None:
+    """Return the layout that fits after the fewest steps from a start; None if none fits within a number of steps.
+
+    Args:
+        start: The first layout.
+        memory: Memory of layouts.
+        propose: Function that yields the layouts one step away.
+    """
+    if memory.fits(start):
         return start
     tried = {start}
     frontier = [start]
     for _ in range(_MOST_CHANGES):
-        following: list[MemorySetting] = []
-        for setting in frontier:
-            for candidate in propose(setting, limits):
+        following: list[Layout] = []
+        for layout in frontier:
+            for candidate in propose(memory.lay_out(layout)):
                 if candidate in tried or len(tried) >= _MOST_TRIED:
                     continue
-                if fits(candidate):
+                if memory.fits(candidate):
                     return candidate
                 tried.add(candidate)
                 following.append(candidate)
@@ -164,105 +156,75 @@ def nearest_setting(
     return None
 
 
-def moves(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
-    """Yield settings one step away that need less memory, cheapest in speed first; the batch stays the same."""
-    if setting.zero_stage == 0:
-        yield at_zero_stage(setting, 1, limits.deepspeed)
-    if setting.attention != "flash":
-        yield replace(setting, attention="flash")
-    if setting.micro_batch_size % 2 == 0:
+def smaller_layouts(run: LaidOutRun) -> Iterator[Layout]:
+    """Yield layouts one step away that need less memory, cheapest in speed first; the batch stays the same."""
+    layout = run.layout
+    if layout.zero_stage == 0:
+        yield replace(layout, zero_stage=1)
+    if layout.attention != "flash":
+        yield replace(layout, attention="flash")
+    if layout.micro_batch_size % 2 == 0:
         yield replace(
-            setting,
-            micro_batch_size=setting.micro_batch_size // 2,
-            accumulation_steps=setting.accumulation_steps * 2,
+            layout, micro_batch_size=layout.micro_batch_size // 2, accumulation_steps=layout.accumulation_steps * 2
         )
-    if not setting.recompute_chunk and setting.activation_budget == 1.0:  # a budget chooses what is recomputed
-        yield replace(setting, recompute_chunk=1)
-    elif setting.recomputed_part != "full" or setting.no_recompute_blocks:
-        yield replace(setting, recomputed_part="full", no_recompute_blocks=())
-    if setting.pp_size == 1 and setting.zero_stage in (1, 2) and setting.dp_size > 1:
-        yield at_zero_stage(setting, setting.zero_stage + 1, limits.deepspeed)
-    if setting.dp_size % (2 * math.lcm(setting.hpz_size, setting.cp_size)) == 0:
-        yield from _more_model_parallel(setting, limits)
-    if setting.tp_size > 1 and _can_divide_tokens(setting, setting.tp_size, limits):
-        yield replace(setting, sequence_parallel=True)
-    if limits.may_offload:
-        yield from _offload_moves(setting, limits)
+
+    has_budget = run.config.training.activation_memory_budget not in (None, 1.0)  # it chooses what is recomputed
+    if not layout.recomputes and not has_budget:
+        yield replace(layout, recomputes=True)
+    elif layout.recomputed_part != "full" or layout.no_recompute_blocks:
+        yield replace(layout, recomputed_part="full", no_recompute_blocks=())
+
+    if layout.pp_size == 1 and layout.zero_stage in (1, 2) and layout.dp_size > 1:
+        yield replace(layout, zero_stage=layout.zero_stage + 1)
+    if layout.dp_size % (2 * math.lcm(layout.hpz_size, layout.cp_size)) == 0:
+        yield from _more_model_parallel(run)
+    if layout.tp_size > 1 and _can_divide_tokens(run, layout.tp_size):
+        yield replace(layout, sequence_parallel=True)
 
 
-def _more_model_parallel(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
-    """Yield settings with twice the tensor ranks or pipeline stages, and half of the data ranks.
+def smaller_or_offloading_layouts(run: LaidOutRun) -> Iterator[Layout]:
+    """Yield `smaller_layouts`, and then those that offload more: slow, because states cross the bus at each step."""
+    yield from smaller_layouts(run)
+    layout = run.layout
+    if layout.zero_stage == 0:
+        return
+    if not layout.offloads_states:
+        if not run.on_cpu:
+            yield replace(layout, offloads_states=True)
+        return
+    if layout.zero_stage in (1, 2) and layout.pp_size == 1:
+        yield replace(layout, zero_stage=layout.zero_stage + 1)
+    if layout.zero_stage == 3 and not layout.offloads_weights:
+        yield replace(layout, offloads_weights=True)
+
+
+def _more_model_parallel(run: LaidOutRun) -> Iterator[Layout]:
+    """Yield layouts with twice the tensor ranks or pipeline stages, and half of the data ranks.
 
     Tensor ranks also come with divided tokens, which cost more communication and less memory.
     """
-    fewer = replace(setting, dp_size=setting.dp_size // 2, accumulation_steps=setting.accumulation_steps * 2)
-    tensor_ranks = setting.tp_size * 2
-    divides_tokens = not setting.sequence_parallel or setting.sequence_length % tensor_ranks == 0
-    if limits.num_kv_heads % tensor_ranks == 0 and tensor_ranks <= _MOST_TENSOR_RANKS and divides_tokens:
+    layout = run.layout
+    network = run.network
+    fewer = replace(layout, dp_size=layout.dp_size // 2, accumulation_steps=layout.accumulation_steps * 2)
+    tensor_ranks = layout.tp_size * 2
+    divides_tokens = not layout.sequence_parallel or run.sequence_length % tensor_ranks == 0
+    if network.num_kv_heads % tensor_ranks == 0 and tensor_ranks <= _MOST_TENSOR_RANKS and divides_tokens:
         yield replace(fewer, tp_size=tensor_ranks)
-        if _can_divide_tokens(setting, tensor_ranks, limits):
+        if _can_divide_tokens(run, tensor_ranks):
             yield replace(fewer, tp_size=tensor_ranks, sequence_parallel=True)
-    ranges = ranges_per_stage(setting.pipeline_schedule, 2 * setting.pp_size, setting.virtual_stages)
-    if setting.zero_stage <= 1 and setting.pp_size * 2 * ranges <= limits.num_layers:
-        yield replace(fewer, pp_size=setting.pp_size * 2)
+    ranges = ranges_per_stage(layout.pipeline_schedule, 2 * layout.pp_size, layout.virtual_stages)
+    if layout.zero_stage <= 1 and layout.pp_size * 2 * ranges <= network.num_layers:
+        yield replace(fewer, pp_size=layout.pp_size * 2)
 
 
-def _can_divide_tokens(setting: MemorySetting, tensor_ranks: int, limits: Limits) -> bool:
-    """Return whether this many tensor ranks can start to divide the tokens of a sample."""
-    is_free = limits.may_divide_tokens and not setting.sequence_parallel
-    return is_free and setting.sequence_length % tensor_ranks == 0
-
-
-def _offload_moves(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
-    """Yield settings that offload more. They are slow, because states cross the bus at each step."""
-    if setting.zero_stage == 0:
-        return
-    if not setting.offloads_states:
-        if not setting.on_cpu:
-            yield replace(setting, offloads_states=True)
-        return
-    if setting.zero_stage in (1, 2) and setting.pp_size == 1:
-        yield at_zero_stage(setting, setting.zero_stage + 1, limits.deepspeed)
-    if setting.zero_stage == 3 and not setting.offloads_weights:
-        yield replace(setting, offloads_weights=True)
-
-
-_KEYS_OF_SETTING = (
-    ("pp_size", "pipe_parallel_size"),
-    ("tp_size", "model_parallel_size"),
-    ("cp_size", "context_parallel_size"),
-    ("ep_size", "expert_model_parallel_size"),
-    ("pipeline_schedule", "pipeline_schedule"),
-    ("zero_stage", "zero_optimization.stage"),
-    ("micro_batch_size", "train_micro_batch_size_per_gpu"),
-    ("accumulation_steps", "gradient_accumulation_steps"),
-    ("virtual_stages", "virtual_stages"),
-    ("sequence_parallel", "sequence_parallel"),
-    ("tile_tokens", "mlp_tile_size"),
-    ("kept_inputs_on_cpu", "checkpoint_in_cpu"),
-)
-"""Fields of a setting that are values of keys."""
-
-
-def setting_changes(before: MemorySetting, after: MemorySetting) -> tuple[tuple[str, str], ...]:
-    """Name the keys that differ, and their new values."""
-    changes = []
-    for name, key in _KEYS_OF_SETTING:
-        value = getattr(after, name)
-        if value != getattr(before, name):
-            changes.append((key, json.dumps(value).strip('"')))
-    if after.recompute_chunk != before.recompute_chunk:
-        changes.append(("checkpoint_activations", str(after.recompute_chunk > 0).lower()))
-    if after.recompute_chunk and after.recomputed_part != before.recomputed_part:
-        changes.append(("recompute_granularity", after.recomputed_part))
-    if after.recompute_chunk and after.no_recompute_blocks != before.no_recompute_blocks:
-        changes.append(("no_recompute_layers", "null"))
-    if after.hpz_size != before.hpz_size:
-        copies = "null" if after.hpz_size == 1 else str(after.hpz_size)
-        changes.append(("zero_optimization.zero_hpz_partition_size", copies))
-    if after.attention != before.attention:
-        changes.append(("attention_config", '[[["flash"], "all"]]'))
-    return (*changes, *_offload_changes(before, after))
+def _can_divide_tokens(run: LaidOutRun, tensor_ranks: int) -> bool:
+    """Return whether this many tensor ranks can start to divide the tokens of a sample: no other key forbids it."""
+    curriculum = run.config.schedule.curriculum_learning
+    if curriculum is not None and curriculum.enabled:  # lengths change
+        return False
+    if run.config.training.partition_activations or run.network.soft_prompt_tokens:
+        return False
+    return not run.layout.sequence_parallel and run.sequence_length % tensor_ranks == 0
 
 
 def nested_keys(config: NeoXConfig, changes: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -285,18 +247,6 @@ def nested_keys(config: NeoXConfig, changes: Iterable[tuple[str, str]]) -> dict[
     return keys
 
 
-def _offload_changes(before: MemorySetting, after: MemorySetting) -> Iterator[tuple[str, str]]:
-    """Yield the keys that turn offloading on or off."""
-    if before.offloads_states and not after.offloads_states:
-        yield "zero_optimization.offload_optimizer.device", "none"
-    if before.offloads_weights and not after.offloads_weights:
-        yield "zero_optimization.offload_param.device", "none"
-    if after.offloads_states and not before.offloads_states:
-        yield "zero_optimization.offload_optimizer.device", "cpu"
-    if after.offloads_weights and not before.offloads_weights:
-        yield "zero_optimization.offload_param.device", "cpu"
-
-
 def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
     """Yield what flash attention would save if a GPU's run asks for the fused softmax, which keeps all scores."""
     network = plan.architecture
@@ -306,18 +256,14 @@ def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
     if "fused" not in plan.attention or set(network.attention) != {"global"}:
         return
 
-    def total(setting: MemorySetting) -> int:
-        return fullest_stage(plan.layers, plan.stages, setting).total
-
-    fused = plan.memory_setting
-    flash = replace(fused, attention="flash")
-    with_flash = gib(total(flash))
-    with_fused = gib(total(fused))
+    flash = plan.laid_out.with_layout(attention="flash")
+    with_flash = gib(fullest_stage(flash, plan.stages).total)
+    with_fused = gib(fullest_stage(plan.laid_out, plan.stages).total)
     sizes = []
     if with_flash != with_fused:
         sizes.append(f"{with_flash} instead of {with_fused}")
-    if fused.recompute_chunk:
-        without_recompute = total(replace(flash, recompute_chunk=0))
+    if plan.layout.recomputes:
+        without_recompute = fullest_stage(flash.with_layout(recomputes=False), plan.stages).total
         if without_recompute <= device.usable:
             sizes.append(f"{gib(without_recompute)} without checkpoint_activations, which fits")
     if not sizes:  # it saves nothing

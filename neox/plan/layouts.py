@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from neox.architecture import LayerPlan
 from neox.plan.architecture import layer_plan
-from neox.plan.memory import MemorySetting, at_zero_stage
+from neox.plan.layout import Layout
 from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 from neox.plan.rules.context import context_problems
 from neox.plan.run_plan import RunPlan
@@ -24,19 +25,17 @@ _SCHEDULES = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("dualpipe
 _GPUS_OF_HOST = 8
 
 
-def layouts(plan: RunPlan, start: MemorySetting) -> Iterator[MemorySetting]:
+def layouts(plan: RunPlan, *, on_cpu: bool = False) -> Iterator[Layout]:
     """Yield every layout of the run's GPUs that keeps the batch size and that the engine supports.
 
-    Args:
-        plan: The run.
-        start: Its memory setting. Layouts keep the fields that are not searched.
+    Layouts keep the fields of the run's own layout that are not searched.
     """
     for tp_size in _tensor_degrees(plan):
-        for cp_size in _context_degrees(plan, start, tp_size):
+        for cp_size in _context_degrees(plan, tp_size):
             for ep_size in _expert_degrees(plan):
                 for pp_size in range(1, plan.architecture.num_layers + 1):
                     degrees = _Degrees(tp_size, cp_size, ep_size, pp_size)
-                    yield from _layouts_of(degrees, plan, start)
+                    yield from _layouts_of(degrees, plan, on_cpu=on_cpu)
 
 
 class _Degrees(NamedTuple):
@@ -46,7 +45,7 @@ class _Degrees(NamedTuple):
     pp: int
 
 
-def _layouts_of(degrees: _Degrees, plan: RunPlan, start: MemorySetting) -> Iterator[MemorySetting]:
+def _layouts_of(degrees: _Degrees, plan: RunPlan, *, on_cpu: bool) -> Iterator[Layout]:
     """Yield the layouts with given degrees; none if the degrees do not divide the ranks and the batch."""
     same_weights, rest = divmod(plan.grid.world_size, degrees.tp * degrees.pp)
     if rest or same_weights % degrees.cp or same_weights % degrees.ep:
@@ -55,25 +54,24 @@ def _layouts_of(degrees: _Degrees, plan: RunPlan, start: MemorySetting) -> Itera
     if rest:
         return
     layout = replace(
-        start,
+        plan.layout,
         tp_size=degrees.tp,
         pp_size=degrees.pp,
         dp_size=same_weights,
         cp_size=degrees.cp,
-        gathers_keys=degrees.cp > 1 and plan.grid.cp_kind == "all_gather",
         ep_size=degrees.ep,
     )
     for batched in _micro_batches(layout, samples):
         for scheduled in _schedules(batched, plan):
-            yield from _memory_choices(scheduled, plan)
+            yield from _memory_choices(scheduled, plan, on_cpu=on_cpu)
 
 
-def _context_degrees(plan: RunPlan, start: MemorySetting, tp_size: int) -> Iterator[int]:
+def _context_degrees(plan: RunPlan, tp_size: int) -> Iterator[int]:
     """Yield the context degrees that leave each rank enough tokens of a sample, and the configured degree."""
     yield 1
     for cp_size in _CONTEXT_DEGREES:
-        is_long = start.sequence_length >= cp_size * _LEAST_TOKENS
-        if (is_long or cp_size == start.cp_size) and _allows_context(plan, cp_size, tp_size):
+        is_long = plan.laid_out.sequence_length >= cp_size * _LEAST_TOKENS
+        if (is_long or cp_size == plan.layout.cp_size) and _allows_context(plan, cp_size, tp_size):
             yield cp_size
 
 
@@ -99,14 +97,14 @@ def _tensor_degrees(plan: RunPlan) -> Iterator[int]:
             yield tp_size
 
 
-def _micro_batches(layout: MemorySetting, samples: int) -> Iterator[MemorySetting]:
+def _micro_batches(layout: Layout, samples: int) -> Iterator[Layout]:
     """Yield the possible micro batch sizes for a data rank's samples."""
     for size in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1):
         if samples % size == 0:
             yield replace(layout, micro_batch_size=size, accumulation_steps=samples // size)
 
 
-def _schedules(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
+def _schedules(layout: Layout, plan: RunPlan) -> Iterator[Layout]:
     """Yield the pipeline schedules of a layout; only the configured one without stages or with a custom partition."""
     if layout.pp_size == 1 or not _divides_blocks(plan):
         yield layout
@@ -124,34 +122,32 @@ def _divides_blocks(plan: RunPlan) -> bool:
     return plan.config.parallelism.pipe_partition_method.startswith("type:transformer")
 
 
-def _memory_choices(layout: MemorySetting, plan: RunPlan) -> Iterator[MemorySetting]:
+def _memory_choices(layout: Layout, plan: RunPlan, *, on_cpu: bool) -> Iterator[Layout]:
     """Yield ZeRO stages, offload, recomputation and sequence parallelism of a layout."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     if layout.pp_size > 1:
         stages = (0, 1)
     if layout.dp_size == 1 and layout.zero_stage in stages:  # there is nothing to shard
         stages = (layout.zero_stage,)
-    for stage in stages:
-        for chunk in (0, 1):
-            for divides in _sequence_parallel_choices(layout):
-                chosen = replace(
-                    at_zero_stage(layout, stage, plan.config.deepspeed),
-                    recompute_chunk=chunk,
-                    recomputed_part="full",
-                    no_recompute_blocks=(),
-                    sequence_parallel=divides,
-                )
-                for offloaded in _offload_choices(chosen):
-                    for hpz_size in _hpz_sizes(offloaded):
-                        yield replace(offloaded, hpz_size=hpz_size)
+    sequence_parallel = [False]
+    if layout.tp_size > 1 and plan.laid_out.sequence_length % layout.tp_size == 0:
+        sequence_parallel.append(True)
+    for stage, recomputes, divides in product(stages, (False, True), sequence_parallel):
+        chosen = replace(layout, zero_stage=stage, recomputes=recomputes, sequence_parallel=divides)
+        if recomputes:
+            chosen = replace(chosen, recomputed_part="full", no_recompute_blocks=())
+        for offloaded in _offload_choices(chosen, plan, on_cpu=on_cpu):
+            for hpz_size in _hpz_sizes(offloaded):
+                yield replace(offloaded, hpz_size=hpz_size)
 
 
-def _offload_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
+def _offload_choices(layout: Layout, plan: RunPlan, *, on_cpu: bool) -> Iterator[Layout]:
     """Yield the offload choices: nothing, optimizer states (ZeRO 1 to 3), or optimizer states and weights (ZeRO 3).
 
-    States or weights that are offloaded to files stay there.
+    States or weights that are offloaded to files stay there, and a CPU has nowhere to offload to.
     """
-    if layout.states_in_files or layout.weights_in_files or layout.on_cpu:
+    zero = plan.config.deepspeed.zero_optimization
+    if on_cpu or zero.states_directory is not None or zero.weights_directory is not None:
         yield layout
         return
     yield replace(layout, offloads_states=False, offloads_weights=False)
@@ -161,16 +157,10 @@ def _offload_choices(layout: MemorySetting) -> Iterator[MemorySetting]:
         yield replace(layout, offloads_states=True, offloads_weights=True)
 
 
-def _hpz_sizes(layout: MemorySetting) -> Iterator[int]:
+def _hpz_sizes(layout: Layout) -> Iterator[int]:
     """Yield the values of `zero_hpz_partition_size`: 1 for no second copy of the weights, and the ranks of one host."""
     yield 1
     in_host = _GPUS_OF_HOST // layout.tp_size
     crosses_hosts = 1 < in_host < layout.dp_size and layout.dp_size % in_host == 0
     if layout.zero_stage == 3 and not layout.offloads_weights and crosses_hosts:
         yield in_host
-
-
-def _sequence_parallel_choices(layout: MemorySetting) -> tuple[bool, ...]:
-    if layout.tp_size == 1 or layout.sequence_length % layout.tp_size:
-        return (False,)
-    return (False, True)

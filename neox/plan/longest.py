@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from neox.architecture import block_kinds
 from neox.config.neox_config import NeoXConfig
 from neox.plan.device import Device
-from neox.plan.fit import Limits, limits_of, memory_of_settings, moves, nearest_setting, setting_changes, settings_text
-from neox.plan.memory import MemorySetting
+from neox.plan.fit import LayoutMemory, nearest_layout, settings_text, smaller_or_offloading_layouts, wider_layout
+from neox.plan.layout import LaidOutRun, Layout
 from neox.plan.rules.context import networks_without_context_ranks
 from neox.plan.run_plan import RunPlan
 
@@ -44,16 +44,21 @@ def longest_sample(plan: RunPlan, device: Device) -> LongestSample | None:
         return None
     if device.shared and device.assumed:  # the size of the memory is unknown
         return None
-    memory = memory_of_settings(plan)
-
-    def fits(setting: MemorySetting) -> bool:
-        return memory(setting).needed(on_cpu=device.shared) <= device.usable
-
-    start = replace(plan.memory_setting, on_cpu=device.shared)
-    tokens = _longest_that_fits(start, network.soft_prompt_tokens, fits)
+    memory = LayoutMemory(plan, device)
+    tokens = _longest_that_fits(plan.layout, memory)
     if tokens == 0:
         return LongestSample(0)
-    return _doubled(plan, start, tokens, fits)
+
+    # The fewest changes with which twice as many tokens fit, on as few devices as possible.
+    longer = replace(plan.layout, seq_length=2 * tokens)
+    growth = 1
+    while growth <= (1 if device.shared else _MOST_GROWTH):
+        wider = wider_layout(longer, growth)
+        found = nearest_layout(wider, memory, _layouts_for_long_samples)
+        if found is not None:
+            return LongestSample(tokens, found.keys_changed_from(wider), plan.grid.world_size * growth)
+        growth *= 2
+    return LongestSample(tokens)
 
 
 def length_notes(plan: RunPlan, device: Device) -> Iterator[str]:
@@ -74,58 +79,30 @@ def length_notes(plan: RunPlan, device: Device) -> Iterator[str]:
     yield line
 
 
-def _longest_that_fits(setting: MemorySetting, prompt: int, fits: Callable[[MemorySetting], bool]) -> int:
+def _longest_that_fits(layout: Layout, memory: LayoutMemory) -> int:
     """Return the largest number of tokens of a sample that fits, by doubling and then bisection; 0 if none fits."""
-    unit = 2 * setting.cp_size if setting.cp_size > 1 else 1
-    if setting.sequence_parallel:
-        unit *= setting.tp_size
+
+    def fits(tokens: int) -> bool:
+        return memory.fits(replace(layout, seq_length=tokens))
+
+    unit = 2 * layout.cp_size if layout.cp_size > 1 else 1
+    if layout.sequence_parallel:
+        unit *= layout.tp_size
     step = math.lcm(unit, _STEP)
-    if not fits(_with_length(setting, step, prompt)):
+    if not fits(step):
         step = unit
     low = 0  # the largest number of steps that is known to fit
     high = 1  # the smallest number that is not
-    while high * step <= _LONGEST and fits(_with_length(setting, high * step, prompt)):
+    while high * step <= _LONGEST and fits(high * step):
         low = high
         high *= 2
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(_with_length(setting, middle * step, prompt)):
+        if fits(middle * step):
             low = middle
         else:
             high = middle
     return low * step
-
-
-def _with_length(setting: MemorySetting, tokens: int, prompt: int) -> MemorySetting:
-    """Return a setting with another sequence length."""
-    whole = tokens + prompt
-    predicted = setting.predicted_tokens
-    if predicted == setting.sequence_length:
-        predicted = whole
-    return replace(setting, sequence_length=whole, predicted_tokens=predicted)
-
-
-def _doubled(plan: RunPlan, start: MemorySetting, tokens: int, fits: Callable[[MemorySetting], bool]) -> LongestSample:
-    """Find the fewest changes with which twice as many tokens fit, on as few devices as possible."""
-    longer = _with_length(start, 2 * tokens, plan.architecture.soft_prompt_tokens)
-    limits = limits_of(plan)
-    width = plan.architecture.hidden_size
-    may_divide = divides_over_context_ranks(plan.config)
-
-    def all_moves(setting: MemorySetting, limits: Limits) -> Iterator[MemorySetting]:
-        yield from moves(setting, limits)
-        yield from _moves_of_long_samples(setting, width, may_divide=may_divide)
-
-    growth = 1
-    while growth <= (1 if start.on_cpu else _MOST_GROWTH):
-        wider = replace(
-            longer, dp_size=longer.dp_size * growth, accumulation_steps=max(1, longer.accumulation_steps // growth)
-        )
-        found = nearest_setting(wider, limits, fits, all_moves)
-        if found is not None:
-            return LongestSample(tokens, setting_changes(wider, found), plan.grid.world_size * growth)
-        growth *= 2
-    return LongestSample(tokens)
 
 
 def divides_over_context_ranks(config: NeoXConfig) -> bool:
@@ -133,20 +110,19 @@ def divides_over_context_ranks(config: NeoXConfig) -> bool:
     return next(networks_without_context_ranks(config), None) is None
 
 
-def _moves_of_long_samples(setting: MemorySetting, width: int, *, may_divide: bool) -> Iterator[MemorySetting]:
-    """Yield settings one step away that need less memory per sample; a larger context parallel degree comes last.
+def _layouts_for_long_samples(run: LaidOutRun) -> Iterator[Layout]:
+    """Yield layouts one step away that need less memory, with those that need less per sample.
 
-    Args:
-        setting: The setting.
-        width: Hidden size. It is a good tile size: tokens and weights of a tile's matrix products are equally large.
-        may_divide: Whether context parallelism is supported.
+    A larger context parallel degree comes last.
     """
-    recomputes_whole = setting.recompute_chunk > 0 and setting.recomputed_part == "full"
-    if not setting.tile_tokens and recomputes_whole and width < setting.queries:
-        yield replace(setting, tile_tokens=width)
-    if recomputes_whole and not setting.kept_inputs_on_cpu and not setting.on_cpu:
-        yield replace(setting, kept_inputs_on_cpu=True)
-    degree = 2 * setting.cp_size
-    if may_divide and setting.dp_size % degree == 0 and setting.sequence_length % (2 * degree) == 0:
-        gathers = setting.gathers_keys or setting.cp_size == 1
-        yield replace(setting, cp_size=degree, gathers_keys=gathers, accumulation_steps=2 * setting.accumulation_steps)
+    yield from smaller_or_offloading_layouts(run)
+    layout = run.layout
+    width = run.network.hidden_size  # a good tile: tokens and weights of its matrix products are equally large
+    if not layout.tile_tokens and run.recomputes_blocks and width < run.queries:
+        yield replace(layout, tile_tokens=width)
+    if run.recomputes_blocks and not layout.kept_inputs_on_cpu and not run.on_cpu:
+        yield replace(layout, kept_inputs_on_cpu=True)
+    degree = 2 * layout.cp_size
+    is_divisible = layout.dp_size % degree == 0 and run.sequence_length % (2 * degree) == 0
+    if is_divisible and divides_over_context_ranks(run.config):
+        yield replace(layout, cp_size=degree, accumulation_steps=2 * layout.accumulation_steps)

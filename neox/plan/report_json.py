@@ -72,7 +72,7 @@ def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
         "contents": stage_contents(plan, stage),
         "parameters": stage.parameters,
         "ranks": list(stage_ranks(plan, stage.index)),
-        "memory": _memory(stage_memory(plan.layers, stage, plan.memory_setting)),
+        "memory": _memory(stage_memory(plan.laid_out, stage)),
     }
 
 

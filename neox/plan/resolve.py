@@ -18,7 +18,8 @@ from neox.plan.batch import BatchPlan, batch_notes, solve_batch
 from neox.plan.batch_schedule import ramp_problems
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.fp8 import fp8_problems
-from neox.plan.memory import fullest_stage, memory_setting
+from neox.plan.layout import LaidOutRun, configured_layout
+from neox.plan.memory import fullest_stage
 from neox.plan.precision import UNKNOWN_HOSTS, Capabilities, Precision, choose_precision, settle_precision
 from neox.plan.rules import notes_without_effect, static_problems
 from neox.plan.rules.data_stages import order_problems
@@ -100,7 +101,8 @@ def derive_plan(
         notes = (*notes, _rows_note(layers, config))
     stages = _stages(config, layers, grid)
     attention = attention_impls(config)
-    setting = memory_setting(config, grid, batch, precision, attention)
+    layout = configured_layout(config, grid, batch, attention)
+    laid_out = LaidOutRun(config=config, layers=layers, precision=precision, layout=layout)
     deepspeed, translated = deepspeed_json(config, grid, batch, precision)
     notes = (*notes, *translated, *batch_notes(config, grid, batch), *map(str, notes_without_effect(config)))
     return RunPlan(
@@ -112,8 +114,8 @@ def derive_plan(
         padded_vocab_size=padded,
         layers=layers,
         stages=stages,
-        memory_setting=setting,
-        memory=fullest_stage(layers, stages, setting),
+        layout=layout,
+        memory=fullest_stage(laid_out, stages),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=deepspeed,
         notes=notes,

@@ -12,7 +12,8 @@ from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
 from neox.plan.batch import BatchPlan
 from neox.plan.batch_schedule import BatchSchedule
-from neox.plan.memory import MemoryPlan, MemorySetting
+from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.memory import MemoryPlan
 from neox.plan.precision import Precision
 from neox.plan.stages import StagePlan
 from neox.plan.topology import Topology
@@ -31,7 +32,7 @@ class RunPlan:
         padded_vocab_size: Rows of the embedding over all tensor ranks.
         layers: Layers with the names, full shapes and split dimensions of their parameters.
         stages: Pipeline stages, first to last.
-        memory_setting: What the memory estimate depends on, for ranks on GPUs.
+        layout: Degrees, micro batch, ZeRO stage and all else that a search for layouts varies.
         memory: Estimate for the fullest GPU.
         save_iterations: Completed steps after which a checkpoint is written, ascending; with `save`, the last step too.
         deepspeed: JSON object for DeepSpeed.
@@ -50,7 +51,7 @@ class RunPlan:
     padded_vocab_size: int
     layers: LayerPlan
     stages: tuple[StagePlan, ...]
-    memory_setting: MemorySetting
+    layout: Layout
     memory: MemoryPlan
     save_iterations: tuple[int, ...]
     deepspeed: Mapping[str, Any]
@@ -64,6 +65,17 @@ class RunPlan:
     def batch_schedule(self) -> BatchSchedule:
         """Samples and tokens of each step."""
         return BatchSchedule.of(self.config, self.batch)
+
+    @property
+    def laid_out(self) -> LaidOutRun:
+        """The run in its layout, on GPUs: what memory and time are estimated from."""
+        return self.laid_out_on(cpu=False)
+
+    def laid_out_on(self, *, cpu: bool) -> LaidOutRun:
+        """Return the run in its layout, on CPUs or on GPUs."""
+        return LaidOutRun(
+            config=self.config, layers=self.layers, precision=self.precision, layout=self.layout, on_cpu=cpu
+        )
 
     @property
     def architecture(self) -> Architecture:

@@ -1,29 +1,36 @@
 """Search for the fastest layouts of a run on its GPUs.
 
-Every layout keeps the batch, so that it trains the same. Layouts are ordered by a quick estimate of their time. The
-first ones that fit in memory are simulated and ordered again. A layout that adds gradients in another precision than
-the configured one trains something else: those are apart.
+Every layout keeps the batch, so that it trains the same. A layout passes these tests in order, and is rejected by the
+first one that it fails:
+
+    1. `layouts` yields it: degrees divide ranks, batch and parameters, and the engine has the combination.
+    2. `_may_fit`: weights, gradients and states fit, by a rough estimate.
+    3. Layouts are ordered by a quick estimate of their time; the first ones that fit in memory are simulated.
+    4. No rule refuses the configuration with the layout's keys, and its plan fits, too. What is reported of the layout
+       is computed from that plan.
+
+A layout that adds gradients in another precision than the configured one trains something else: those are apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 from neox.config.neox_config import yaml_text
 from neox.errors import ConfigError
-from neox.plan.device import Device
-from neox.plan.fit import memory_of_settings, nested_keys, setting_changes
+from neox.plan.device import Device, memory_on
+from neox.plan.fit import LayoutMemory, nested_keys
+from neox.plan.layout import LaidOutRun, Layout
 from neox.plan.layouts import layouts
-from neox.plan.memory import MemoryPlan, MemorySetting
+from neox.plan.memory import MemoryPlan
 from neox.plan.resolve import resolve
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.of_plan import network_shape, step_setting
-from neox.plan.time.setting import NetworkShape, StepSetting
-from neox.plan.time.simulation import quick_length, simulated_length
+from neox.plan.time.setting import NetworkShape
+from neox.plan.time.simulation import PipelineLength, quick_length, simulated_length
 from neox.plan.time.step import StepTime, estimate_step
 
 _MARGIN = 3
@@ -35,13 +42,13 @@ class Suggestion:
     """A layout that fits.
 
     Attributes:
-        setting: The layout.
+        run: The run in this layout.
         changes: Keys and values in which it differs from the configuration.
         time: Estimated time of a step.
         memory: Memory of the fullest rank.
     """
 
-    setting: MemorySetting
+    run: LaidOutRun
     changes: tuple[tuple[str, str], ...]
     time: StepTime
     memory: MemoryPlan
@@ -86,84 +93,75 @@ def suggest_layouts(
         raise ConfigError(
             "--suggest estimates decoders with attention in each block only; this network is another kind"
         )
-    timer = _Timer(plan, shape, gpu)
-    memory = memory_of_settings(plan)
-    start = replace(plan.memory_setting, on_cpu=device.shared)
-    before = {key: yaml_text(value) for key, value in (changed or {}).items()}
+    memory = LayoutMemory(plan, device)
 
-    def suggestion(setting: MemorySetting) -> Suggestion:
-        changes = {**before, **dict(setting_changes(start, setting))}
-        return Suggestion(setting, tuple(changes.items()), timer.exact(setting), memory(setting))
+    def seconds(layout: Layout, pipeline_length: PipelineLength) -> float:
+        return estimate_step(shape, step_setting(memory.lay_out(layout)), gpu, pipeline_length).seconds
 
-    def fits(setting: MemorySetting) -> bool:
-        return memory(setting).needed(on_cpu=device.shared) <= device.usable
+    def suggestion(of: RunPlan) -> Suggestion:
+        """Return what is to be told of a plan: the keys in which it differs from the configuration, time and memory."""
+        run = of.laid_out_on(cpu=device.shared)
+        changes = {key: yaml_text(value) for key, value in (changed or {}).items()}
+        changes |= dict(of.layout.keys_changed_from(plan.layout))
+        time = estimate_step(shape, step_setting(run), gpu, simulated_length)
+        return Suggestion(run, tuple(changes.items()), time, memory_on(of, device))
 
-    def fastest(settings: Iterable[MemorySetting]) -> tuple[Suggestion, ...]:
-        """Return the fastest of settings that are sorted by the quick estimate."""
-        found: list[Suggestion] = []
-        for setting in settings:
-            if len(found) == _MARGIN * count:
+    def fastest(candidates: Iterable[Layout]) -> tuple[Suggestion, ...]:
+        """Return the fastest of layouts that are sorted by the quick estimate."""
+        fitting: list[Layout] = []
+        for layout in candidates:
+            if len(fitting) == _MARGIN * count:
                 break
-            if fits(setting):
-                found.append(suggestion(setting))
-        found.sort(key=lambda layout: layout.time.seconds)
-        return tuple(islice((layout for layout in found if _is_accepted(plan, layout)), count))
+            if memory.fits(layout):
+                fitting.append(layout)
+        fitting.sort(key=lambda layout: seconds(layout, simulated_length))
+        accepted: list[Suggestion] = []
+        for layout in fitting:
+            if len(accepted) == count:
+                break
+            keys = nested_keys(plan.config, layout.keys_changed_from(plan.layout))
+            try:
+                of_layout = resolve(plan.config.updated(keys), plan.grid.world_size, plan.vocab_size)
+            except ConfigError:  # a rule refuses it
+                continue
+            found = suggestion(of_layout)
+            if found.memory.needed(on_cpu=device.shared) <= device.usable:
+                accepted.append(found)
+        return tuple(accepted)
 
-    candidates = [setting for setting in layouts(plan, start) if _may_fit(shape, setting, device)]
-    candidates.sort(key=timer.quick)
-    best = fastest(setting for setting in candidates if setting.sums_in_bf16 == start.sums_in_bf16)
-    others = fastest(setting for setting in candidates if setting.sums_in_bf16 != start.sums_in_bf16)
-    return Suggestions(suggestion(start), fits(start), best, others, len(candidates))
-
-
-def _is_accepted(plan: RunPlan, layout: Suggestion) -> bool:
-    """Return whether no rule refuses a layout."""
-    keys = nested_keys(plan.config, layout.changes)
-    try:
-        resolve(plan.config.updated(keys), plan.grid.world_size, plan.vocab_size)
-    except ConfigError:
-        return False
-    return True
-
-
-class _Timer:
-    """Estimates the time of a step for one network on one kind of GPU.
-
-    Args:
-        plan: The run.
-        shape: Its network.
-        gpu: The kind of GPU.
-    """
-
-    def __init__(self, plan: RunPlan, shape: NetworkShape, gpu: Gpu) -> None:
-        self._shape = shape
-        self._gpu = gpu
-        self._config = plan.config
-
-    def exact(self, setting: MemorySetting) -> StepTime:
-        """Return the estimate with a simulation of the pipeline."""
-        return estimate_step(self._shape, self._step(setting), self._gpu, simulated_length)
-
-    def _step(self, setting: MemorySetting) -> StepSetting:
-        return step_setting(setting, self._config)
-
-    def quick(self, setting: MemorySetting) -> float:
-        """Return about the seconds of a step."""
-        timed = estimate_step(self._shape, self._step(setting), self._gpu, quick_length)
-        return timed.seconds
+    candidates = []
+    for layout in layouts(plan, on_cpu=device.shared):
+        if _may_fit(shape, memory.lay_out(layout), device):
+            candidates.append(layout)
+    candidates.sort(key=lambda layout: seconds(layout, quick_length))
+    alike: list[Layout] = []
+    others: list[Layout] = []
+    for layout in candidates:
+        if memory.lay_out(layout).sums_in_bf16 == plan.laid_out.sums_in_bf16:
+            alike.append(layout)
+        else:
+            others.append(layout)
+    return Suggestions(
+        given=suggestion(plan),
+        given_fits=memory.fits(plan.layout),
+        best=fastest(alike),
+        other_numerics=fastest(others),
+        tried=len(candidates),
+    )
 
 
-def _may_fit(shape: NetworkShape, setting: MemorySetting, device: Device) -> bool:
+def _may_fit(shape: NetworkShape, run: LaidOutRun, device: Device) -> bool:
     """Return whether weights, gradients and states fit without activations: a cheap test before the whole estimate."""
-    divided = shape.expert_parameters * (1 - 1 / setting.ep_size)
-    held = (shape.parameters - divided) / setting.tp_size / setting.pp_size
-    size = setting.bytes_per_number
-    weights = held * size / (setting.dp_size if setting.zero_stage == 3 else 1)
-    gradients = held * size / (setting.dp_size if setting.zero_stage >= 2 else 1)
-    states = held * 8 / (setting.dp_size if setting.zero_stage >= 1 else 1)
-    if setting.offloads_states:
+    layout = run.layout
+    divided = shape.expert_parameters * (1 - 1 / layout.ep_size)
+    held = (shape.parameters - divided) / layout.tp_size / layout.pp_size
+    size = run.bytes_per_number
+    weights = held * size / (layout.dp_size if layout.zero_stage == 3 else 1)
+    gradients = held * size / (layout.dp_size if layout.zero_stage >= 2 else 1)
+    states = held * 8 / (layout.dp_size if layout.zero_stage >= 1 else 1)
+    if layout.offloads_states:
         states = 0.0
-    if setting.offloads_weights:
+    if layout.offloads_weights:
         weights = 0.0
     # The fullest stage may hold less than the mean if layers differ, so a part of the estimate is enough to refuse.
     return 0.8 * (weights + gradients + states) <= device.usable

@@ -170,8 +170,8 @@ def layouts_to_measure(found: Suggestions, count: int, *, is_changed: bool) -> l
 
 
 def _degrees(layout: Suggestion) -> tuple[int, ...]:
-    setting = layout.setting
-    return setting.pp_size, setting.tp_size, setting.cp_size, setting.ep_size
+    keys = layout.run.layout
+    return keys.pp_size, keys.tp_size, keys.cp_size, keys.ep_size
 
 
 def format_measurement(measurement: Measurement, ranks: int) -> str:
@@ -215,8 +215,8 @@ def _other_numerics(found: Suggestions) -> Iterator[str]:
 
 def _numerics(found: Suggestions) -> str:
     """Return how layouts of other numerics add gradients."""
-    steps = found.other_numerics[0].setting.accumulation_steps
-    if found.given.setting.sums_in_bf16:
+    steps = found.other_numerics[0].run.layout.accumulation_steps
+    if found.given.run.sums_in_bf16:
         return "it adds the gradients of micro batches in fp32, where the configured layout adds them in bf16"
     return f"it adds the gradients of {steps} micro batches in bf16, where the configured layout adds them in fp32"
 

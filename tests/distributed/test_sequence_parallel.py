@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,7 +155,7 @@ def drops_and_keeps() -> float:
         x = torch.randn(2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
         layer(x, BlockContext(positions, layer.attention.position_tables(positions, 256, x.dtype)))
     measured = sum(size for pointer, size in kept.items() if pointer not in weights)
-    return measured / block_bytes(plan.layers, replace(plan.memory_setting, on_cpu=True))
+    return measured / block_bytes(plan.laid_out_on(cpu=True))
 
 
 @pytest.mark.slow

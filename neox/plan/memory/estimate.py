@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neox.architecture import LayerPlan
+from neox.plan.layout import LaidOutRun
 from neox.plan.memory.activations import activation_bytes, kept_inputs_on_host
-from neox.plan.memory.parameters import ParameterCount, count_parameters
-from neox.plan.memory.setting import MemorySetting
-from neox.plan.memory.zero import Sharding, copied_bytes, file_bytes, host_bytes, sharding_of
+from neox.plan.memory.parameters import count_parameters
+from neox.plan.memory.zero import copied_bytes, file_bytes, host_bytes, sharding_of
 from neox.plan.stages import StagePlan
+
+_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -55,45 +56,45 @@ class MemoryPlan:
         return self.total
 
 
-def stage_memory(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> MemoryPlan:
-    """Return the memory of one rank of a pipeline stage."""
-    count = count_parameters(layers, stage, setting)
-    sharding = sharding_of(setting)(setting, count)
-    averages_here = 0
-    averages_on_host = 0
-    if setting.averages_on_host:
-        averages_on_host = sharding.averages()
+def stage_memory(run: LaidOutRun, stage: StagePlan, data_rank: int = 0) -> MemoryPlan:
+    """Return the memory of one rank of a pipeline stage. Background saves take the most on the first data rank."""
+    count = count_parameters(run, stage)
+    sharding = sharding_of(run)(run, count)
+
+    # Weights, gradients and optimizer states stay for the whole step.
+    weights = sharding.weights()
+    if run.config.preferences.copies_reference:
+        weights *= 2
+    gradients = sharding.gradients() + sharding.reduction_buckets()
+    logging = run.config.logging
+    if logging.log_gradient_noise_scale and not logging.gradient_noise_scale_cpu_offload:
+        gradients += _FP32 * count.trained  # the sum of gradients over several steps
+    optimizer = sharding.optimizer_states()
+    host = host_bytes(sharding) + kept_inputs_on_host(run, stage)
+    if run.config.optimizer.ema_device == "cpu" or run.layout.offloads_states:
+        host += sharding.averages()
     else:
-        averages_here = sharding.averages()
+        optimizer += sharding.averages()
+
+    # The rest of memory is used in turn, so the phase of a step that needs the most counts:
+    #
+    #     forward and backward passes | reduction after them | update
+    #     activations, and gathered   | the engine's bucket  | fp32 gradients, the optimizer's
+    #     weights or gradients        |                      | temporaries, a copy to compare with
+    passes = sharding.passes(activation_bytes(run, stage))
+    update = sharding.update() + sharding.copied_before_update()
     return MemoryPlan(
-        weights=sharding.weights() * (1 + setting.copies_reference),
-        gradients=sharding.gradients() + sharding.reduction_buckets() + _summed_gradients(setting, count),
-        optimizer=sharding.optimizer_states() + averages_here,
-        activations=_temporary_peak(layers, stage, sharding),
-        host=host_bytes(sharding) + averages_on_host + kept_inputs_on_host(layers, stage, setting),
-        copies=copied_bytes(sharding),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=max(passes, sharding.reduction_after_passes(), update),
+        host=host,
+        copies=copied_bytes(sharding, data_rank),
         files=file_bytes(sharding),
     )
 
 
-def fullest_stage(layers: LayerPlan, stages: Sequence[StagePlan], setting: MemorySetting) -> MemoryPlan:
+def fullest_stage(run: LaidOutRun, stages: Sequence[StagePlan]) -> MemoryPlan:
     """Return the memory of a rank of the stage that needs the most on its device."""
-    memories = [stage_memory(layers, stage, setting) for stage in stages]
-    return max(memories, key=lambda memory: memory.needed(on_cpu=setting.on_cpu))
-
-
-def _summed_gradients(setting: MemorySetting, count: ParameterCount) -> int:
-    """Return bytes of the fp32 sum of gradients over several steps, which the noise scale needs: trained x 4."""
-    if not setting.sums_gradients:
-        return 0
-    return 4 * count.trained
-
-
-def _temporary_peak(layers: LayerPlan, stage: StagePlan, sharding: Sharding) -> int:
-    """Return the bytes of the phase of a step that needs the most: passes, reduction after them, or update.
-
-    Passes hold activations, and gathered weights or a second sum of gradients. They are gone in the other two.
-    """
-    passes = sharding.passes(activation_bytes(layers, stage, sharding.setting))
-    update = sharding.update() + sharding.copied_before_update()
-    return max(passes, sharding.reduction_after_passes(), update)
+    memories = [stage_memory(run, stage) for stage in stages]
+    return max(memories, key=lambda memory: memory.needed(on_cpu=run.on_cpu))

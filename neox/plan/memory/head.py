@@ -7,8 +7,8 @@ The formulas use the terms of `activations.py`, and
 
 from __future__ import annotations
 
-from neox.architecture import LOSS_CHUNK, LayerPlan
-from neox.plan.memory.setting import MemorySetting
+from neox.architecture import LOSS_CHUNK
+from neox.plan.layout import LaidOutRun
 
 _FP32 = 4
 _INT64 = 8
@@ -16,7 +16,7 @@ _INT64 = 8
 _TEACHER_TEMPORARIES = 3 * _INT64 + 7 * _FP32
 
 
-def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
+def head_bytes(run: LaidOutRun) -> int:
     """Return the bytes of head and loss, which hold the logits of one chunk of tokens at a time.
 
     Kept until the backward pass: the gradients of the hidden states, predicted tokens x H x number, and of the head's
@@ -24,46 +24,46 @@ def head_bytes(layers: LayerPlan, setting: MemorySetting) -> int:
     weight's gradient in the weight's dtype. Preference losses copy the hidden states of answers, at worst of all
     tokens. A teacher's ids and logits take 12 x tokens x logits per token.
     """
-    if layers.architecture.score_head:
+    if run.network.score_head:
         return 0  # scores of a few tokens only
-    number = setting.bytes_per_number
-    hidden = layers.architecture.hidden_size
-    tokens = setting.micro_batch_size * setting.predicted_tokens // setting.cp_size
-    weight = layers.padded_vocab_size // setting.tp_size * hidden
+    number = run.bytes_per_number
+    hidden = run.network.hidden_size
+    tokens = run.layout.micro_batch_size * run.predicted_tokens // run.layout.cp_size
+    weight = run.layers.padded_vocab_size // run.layout.tp_size * hidden
     hidden_states = tokens * hidden * number
-    if setting.scores_answers:
+    if run.config.preferences.on_preferences:
         hidden_states *= 2
     weight_gradient = weight * number if number < _FP32 else 0
-    teacher = tokens * setting.teacher_logits * (_INT64 + _FP32)
-    return hidden_states + teacher + _FP32 * weight + max(_chunk_bytes(layers, setting, tokens), weight_gradient)
+    teacher = tokens * run.config.distillation.logits_of_token * (_INT64 + _FP32)
+    return hidden_states + teacher + _FP32 * weight + max(_chunk_bytes(run, tokens), weight_gradient)
 
 
-def _chunk_bytes(layers: LayerPlan, setting: MemorySetting, tokens: int) -> int:
+def _chunk_bytes(run: LaidOutRun, tokens: int) -> int:
     """Return the bytes of the temporaries of one chunk of tokens."""
-    vocabulary = layers.padded_vocab_size // setting.tp_size
-    largest_chunk = LOSS_CHUNK["cpu" if setting.on_cpu else "cuda"]
+    vocabulary = run.layers.padded_vocab_size // run.layout.tp_size
+    largest_chunk = LOSS_CHUNK["cpu" if run.on_cpu else "cuda"]
     rows = min(tokens, max(1, largest_chunk // vocabulary))
-    bytes_per_logit = setting.bytes_per_number
-    if layers.architecture.logit_softcap:
+    bytes_per_logit = run.bytes_per_number
+    if run.network.logit_softcap:
         bytes_per_logit *= 2  # the derivative of the softcap
-    if setting.teacher_logits or setting.on_cpu:
-        bytes_per_logit += _fp32_bytes(setting)
-    return rows * (vocabulary * bytes_per_logit + setting.teacher_logits * _TEACHER_TEMPORARIES)
+    if run.config.distillation.logits_of_token or run.on_cpu:
+        bytes_per_logit += _fp32_bytes(run)
+    return rows * (vocabulary * bytes_per_logit + run.config.distillation.logits_of_token * _TEACHER_TEMPORARIES)
 
 
-def _fp32_bytes(setting: MemorySetting) -> int:
+def _fp32_bytes(run: LaidOutRun) -> int:
     """Return the additional bytes per logit of distillation, and of any loss on a CPU, which compute in fp32.
 
     4 for a copy in fp32 unless the logits are fp32, and 4 for the logits divided by a temperature. On a GPU, 4 for the
     exponentials. A CPU adds exponentials up without keeping them; there the gradient counts if it is not fp32.
     """
-    number = setting.bytes_per_number
+    number = run.bytes_per_number
     total = 0
     if number < _FP32:
         total += _FP32
-    if setting.tempered_logits:
+    if run.config.distillation.tempers_all_logits:
         total += _FP32
-    if not setting.on_cpu:
+    if not run.on_cpu:
         return total + _FP32
     if number < _FP32:
         total += number

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from neox.architecture import LayerEntry, LayerPlan
+from neox.architecture import LayerEntry
 from neox.config.sections.optimizer_kind import State
-from neox.plan.memory.setting import MemorySetting
+from neox.plan.layout import LaidOutRun
 from neox.plan.stages import StagePlan
 
 
@@ -31,22 +31,22 @@ class ParameterCount:
     own_experts: int = 0
 
 
-def count_parameters(layers: LayerPlan, stage: StagePlan, setting: MemorySetting) -> ParameterCount:
+def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
     """Count the elements that one tensor rank of a stage holds and trains."""
     held = 0
     trained = 0
     divided = 0
     own_experts = 0
-    for spec in stage.parameter_specs(layers):
-        whole = spec.shard_numel(setting.tp_size)
-        elements = whole // setting.ep_size if spec.experts else whole
+    for spec in stage.parameter_specs(run.layers):
+        whole = spec.shard_numel(run.layout.tp_size)
+        elements = whole // run.layout.ep_size if spec.experts else whole
         held += elements
         if spec.trained:
             trained += elements
             divided += whole
             if elements != whole:
                 own_experts += elements
-    state_bytes = _state_bytes(stage.entries(layers), setting.optimizer_states)
+    state_bytes = _state_bytes(stage.entries(run.layers), run.config.optimizer.optimizer.states)
     return ParameterCount(held, trained, state_bytes, divided, own_experts)
 
 

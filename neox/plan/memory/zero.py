@@ -18,12 +18,15 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from neox.config.sections.optimizer_kind import PIECE
+from neox.plan.layout import LaidOutRun
 from neox.plan.memory.parameters import ParameterCount
-from neox.plan.memory.setting import MemorySetting
 
 _FP32 = 4
 # Elements that DeepSpeed's engine reduces at once if ZeRO does not reduce.
 _ENGINE_BUCKET = 500_000_000
+# DeepSpeed's defaults of ZeRO 3: elements gathered at once, and passed before a weight is used again.
+_LIVE_PARAMETERS = 1_000_000_000
+_REUSE_DISTANCE = 1_000_000_000
 # Bytes of an offloaded element that the host updates: its fp32 weight and gradient.
 _UPDATED_ON_HOST = _FP32 + _FP32
 
@@ -37,23 +40,23 @@ class Sharding(ABC):
 
     shards_states: ClassVar[bool] = True
 
-    def __init__(self, setting: MemorySetting, count: ParameterCount) -> None:
-        self.setting = setting
+    def __init__(self, run: LaidOutRun, count: ParameterCount) -> None:
+        self.run = run
         self.count = count
 
     @property
     def shard(self) -> int:
         """Trained elements that this data rank updates if data ranks divide the optimizer's states."""
-        return self.count.divided // self.setting.dp_size
+        return self.count.divided // self.run.layout.dp_size
 
     @property
     def _gradients_of_all(self) -> int:
         """Bytes of the accumulated gradients of all trained elements: trained x gradient."""
-        return self.setting.gradient_bytes * self.count.trained
+        return self.run.gradient_bytes * self.count.trained
 
     def weights(self) -> int:
         """Return bytes of weights: held x width."""
-        return self.setting.bytes_per_number * self.count.held
+        return self.run.bytes_per_number * self.count.held
 
     @abstractmethod
     def gradients(self) -> int:
@@ -61,17 +64,17 @@ class Sharding(ABC):
 
     def optimizer_states(self) -> int:
         """Return bytes of optimizer states and fp32 copies of weights on the device: none if they are offloaded."""
-        if self.setting.offloads_states:
+        if self.run.layout.offloads_states:
             return 0
         return self.all_states()
 
     def all_states(self) -> int:
         """Return bytes of this rank's optimizer states: trained x (states + 4 for an fp32 copy) / data ranks."""
-        return int((self.count.state_bytes + _FP32) * self.count.divided) // self.setting.dp_size
+        return int((self.count.state_bytes + _FP32) * self.count.divided) // self.run.layout.dp_size
 
     def averages(self) -> int:
         """Return bytes of the average of this rank's weights: trained x 4, / data ranks if they divide the states."""
-        if not self.setting.averages_weights:
+        if self.run.config.optimizer.ema_decay is None:
             return 0
         if not self.shards_states:
             return _FP32 * self.count.trained
@@ -99,7 +102,7 @@ class Sharding(ABC):
 
     def copied_before_update(self) -> int:
         """Return bytes of the copy of the fp32 weights that observed updates need: 4 for each updated element."""
-        if not self.setting.copies_before_update or self.setting.offloads_states:
+        if self.run.config.logging.log_stability_every is None or self.run.layout.offloads_states:
             return 0
         return _FP32 * self._updated_at_once()
 
@@ -109,14 +112,14 @@ class Sharding(ABC):
 
     def _temporaries(self, updated: int) -> int:
         """Return bytes of the optimizer's temporary tensors: fp32, of at most `PIECE` of the updated elements each."""
-        return _FP32 * self.setting.optimizer_temporaries * min(updated, PIECE)
+        return _FP32 * self.run.config.optimizer.optimizer.kind.temporaries * min(updated, PIECE)
 
     def exchanged_with_host(self) -> int:
         """Return bytes per trained element that offloading keeps in main memory next to the states.
 
         They are the updated weights, before they are copied to the GPU: width.
         """
-        return self.setting.bytes_per_number
+        return self.run.bytes_per_number
 
 
 class Unsharded(Sharding):
@@ -126,18 +129,18 @@ class Unsharded(Sharding):
 
     def gradients(self) -> int:
         """Return bytes of gradients: trained x width."""
-        return self.setting.bytes_per_number * self.count.trained
+        return self.run.bytes_per_number * self.count.trained
 
     def all_states(self) -> int:
         """Return bytes of optimizer states: trained x (states + 4 for an fp32 copy unless training is in fp32)."""
         per_element = self.count.state_bytes
-        if self.setting.precision != "fp32":
+        if self.run.precision != "fp32":
             per_element += _FP32
         return int(per_element * self.count.trained)
 
     def reduction_after_passes(self) -> int:
         """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
-        return _engine_bucket_bytes(self.setting, self.count)
+        return _engine_bucket_bytes(self.run, self.count)
 
     def _updated_at_once(self) -> int:
         return self.count.trained
@@ -145,7 +148,7 @@ class Unsharded(Sharding):
     def update(self) -> int:
         """Return bytes of fp32 gradients, trained x 4 unless training is in fp32, and of temporary tensors."""
         temporaries = self._temporaries(self.count.trained)
-        if self.setting.precision == "fp32":
+        if self.run.precision == "fp32":
             return temporaries
         return _FP32 * self.count.trained + temporaries
 
@@ -158,13 +161,14 @@ class Bf16Optimizer(Sharding):
 
     def gradients(self) -> int:
         """Return bytes of gradients: trained x gradient, and trained x width if bf16 gradients are not released."""
-        if self.setting.immediate_gradients:
+        bf16 = self.run.config.deepspeed.bf16
+        if bf16 is None or bf16.immediate_grad_update:
             return self._gradients_of_all
-        return self._gradients_of_all + self.setting.bytes_per_number * self.count.trained
+        return self._gradients_of_all + self.run.bytes_per_number * self.count.trained
 
     def reduction_after_passes(self) -> int:
         """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
-        return _engine_bucket_bytes(self.setting, self.count)
+        return _engine_bucket_bytes(self.run, self.count)
 
     def update(self) -> int:
         """Return bytes of the optimizer's temporary tensors."""
@@ -179,11 +183,11 @@ class _ReducedByZero(Sharding):
 
         GPU memory is reserved whole. A CPU's memory is taken only when it is written to: for trained elements at most.
         """
-        setting = self.setting
-        bucket = setting.reduce_bucket
-        if setting.on_cpu:
+        run = self.run
+        bucket = run.reduce_bucket
+        if run.on_cpu:
             bucket = min(bucket, self.count.trained)
-        return setting.bytes_per_number * bucket * setting.reduce_buffers
+        return run.bytes_per_number * bucket * (2 if run.overlaps_reduction else 1)
 
     def _shard_in_fp32(self, converted: int) -> int:
         """Return bytes of this rank's gradients joined and in fp32, with a copy before conversion or temporaries.
@@ -202,28 +206,28 @@ class Zero1(_ReducedByZero):
         The backward pass makes that shard only if reduction overlaps it; otherwise the update does.
         """
         total = self._gradients_of_all
-        if self.setting.offloads_states and self.setting.fp32_gradients and self.setting.reduce_buffers > 1:
+        if self.run.layout.offloads_states and self.run.fp32_gradients and self.run.overlaps_reduction:
             total += _FP32 * self.shard
         return total
 
     def held_during_passes(self) -> int:
         """Return the bytes of `_reduced_shard` if the reduction overlaps the backward pass, otherwise 0."""
-        if self.setting.reduce_buffers == 1:
+        if not self.run.overlaps_reduction:
             return 0
         return self._reduced_shard
 
     def reduction_after_passes(self) -> int:
         """Return the bytes of `_reduced_shard` if the reduction follows the backward pass, otherwise 0."""
-        if self.setting.reduce_buffers > 1:
+        if self.run.overlaps_reduction:
             return 0
         return self._reduced_shard
 
     @property
     def _reduced_shard(self) -> int:
         """Bytes of the buffer of this rank's reduced gradients: shard x width; 0 if they are offloaded."""
-        if self.setting.offloads_states:
+        if self.run.layout.offloads_states:
             return 0
-        return self.setting.bytes_per_number * self.shard
+        return self.run.bytes_per_number * self.shard
 
     def update(self) -> int:
         """Return bytes of the update: this rank's gradients in fp32, less the other ranks' gradients.
@@ -231,14 +235,14 @@ class Zero1(_ReducedByZero):
         Other ranks' gradients are released before the shard is joined and converted. With offload the host
         updates, and the device makes the reduced shard unless the backward pass did.
         """
-        setting = self.setting
-        if setting.offloads_states:
-            made_here = setting.fp32_gradients and setting.reduce_buffers == 1
+        run = self.run
+        if run.layout.offloads_states:
+            made_here = run.fp32_gradients and not run.overlaps_reduction
             return _FP32 * self.shard if made_here else 0
         converted = 0
-        if setting.precision != "fp32":
-            converted = setting.bytes_per_number * self.shard
-        released = setting.bytes_per_number * (self.count.trained - self.shard)
+        if run.precision != "fp32":
+            converted = run.bytes_per_number * self.shard
+        released = run.bytes_per_number * (self.count.trained - self.shard)
         return max(0, self._shard_in_fp32(converted) - released)
 
 
@@ -247,16 +251,16 @@ class Zero2(_ReducedByZero):
 
     def gradients(self) -> int:
         """Return bytes of gradients: shard x gradient. Offloaded ones stay only if they are fp32 sums of bf16 ones."""
-        if self.setting.offloads_states and not self.setting.fp32_gradients:
+        if self.run.layout.offloads_states and not self.run.fp32_gradients:
             return 0
-        return self.setting.gradient_bytes * self.count.divided // self.setting.dp_size
+        return self.run.gradient_bytes * self.count.divided // self.run.layout.dp_size
 
     def held_during_passes(self) -> int:
         """Return bytes of this backward pass's gradients: shard x width, if they are added to earlier or fp32 ones."""
-        is_only_sum = self.setting.accumulation_steps == 1 and not self.setting.fp32_gradients
-        if is_only_sum or self.setting.offloads_states:
+        is_only_sum = self.run.layout.accumulation_steps == 1 and not self.run.fp32_gradients
+        if is_only_sum or self.run.layout.offloads_states:
             return 0
-        return self.setting.bytes_per_number * self.count.divided // self.setting.dp_size
+        return self.run.bytes_per_number * self.count.divided // self.run.layout.dp_size
 
     def passes(self, activations: int) -> int:
         """Return bytes of both passes.
@@ -266,13 +270,13 @@ class Zero2(_ReducedByZero):
         number of ranks with the same experts. Activations are freed in the same order. The other types have one buffer
         for all gradients.
         """
-        setting = self.setting
+        run = self.run
         held = self.held_during_passes()
-        if not setting.fp32_gradients or held == 0:
+        if not run.fp32_gradients or held == 0:
             return activations + held
-        passed = 1 / setting.dp_size
+        passed = 1 / run.layout.dp_size
         if self.count.own_experts:
-            passed = setting.ep_size / setting.dp_size
+            passed = run.layout.ep_size / run.layout.dp_size
         return max(activations, int(activations * (1 - passed)) + held)
 
     def update(self) -> int:
@@ -280,27 +284,27 @@ class Zero2(_ReducedByZero):
 
         fp32 sums of bf16 gradients are joined already.
         """
-        setting = self.setting
-        if setting.offloads_states:
+        run = self.run
+        if run.layout.offloads_states:
             return 0
-        if setting.fp32_gradients:
+        if run.fp32_gradients:
             return self._temporaries(self.shard)
         converted = 0
-        if setting.gradient_bytes < _FP32:
-            converted = setting.bytes_per_number * self.shard
+        if run.gradient_bytes < _FP32:
+            converted = run.bytes_per_number * self.shard
         return self._shard_in_fp32(converted)
 
     def exchanged_with_host(self) -> int:
         """Return bytes of main memory per element: width for updated weights, and width for a sum of gradients."""
-        updated_weights = self.setting.bytes_per_number
+        updated_weights = self.run.bytes_per_number
         if self._sums_in_place:
             return updated_weights
-        return updated_weights + self.setting.bytes_per_number
+        return updated_weights + self.run.bytes_per_number
 
     @property
     def _sums_in_place(self) -> bool:
         """Whether gradients are added to fp32 sums, or there is only one backward pass in a step."""
-        return self.setting.fp32_gradients or self.setting.accumulation_steps == 1
+        return self.run.fp32_gradients or self.run.layout.accumulation_steps == 1
 
 
 class Zero3(_ReducedByZero):
@@ -311,71 +315,87 @@ class Zero3(_ReducedByZero):
 
         That copy is held x width / the data ranks that divide it (`hpz_size`).
         """
-        setting = self.setting
-        if setting.offloads_weights:
+        run = self.run
+        if run.layout.offloads_weights:
             return 0
-        whole = setting.bytes_per_number * self.count.held
-        if setting.hpz_size == 1:
-            return whole // setting.dp_size
-        return whole // setting.dp_size + whole // setting.hpz_size
+        whole = run.bytes_per_number * self.count.held
+        if run.layout.hpz_size == 1:
+            return whole // run.layout.dp_size
+        return whole // run.layout.dp_size + whole // run.layout.hpz_size
 
     def gradients(self) -> int:
         """Return bytes of gradients: shard x gradient; none if they are offloaded."""
-        if self.setting.offloads_states:
+        if self.run.layout.offloads_states:
             return 0
-        return self._gradients_of_all // self.setting.dp_size
+        return self._gradients_of_all // self.run.layout.dp_size
 
     def held_during_passes(self) -> int:
         """Return bytes of the weights of layers at work: width x the smaller of held and gathered elements.
 
         Nothing is gathered by one data rank, unless it copies offloaded weights to a GPU.
         """
-        setting = self.setting
-        copies_from_host = setting.offloads_weights and not setting.on_cpu
-        if setting.dp_size == 1 and not copies_from_host:
+        run = self.run
+        copies_from_host = run.layout.offloads_weights and not run.on_cpu
+        if run.layout.dp_size == 1 and not copies_from_host:
             return 0
-        return setting.bytes_per_number * min(self.count.held, setting.gathered)
+        return run.bytes_per_number * min(self.count.held, _gathered_at_once(run))
 
     def update(self) -> int:
         """Return bytes of the update: fp32 gradients and temporaries of one sub-group; none if the host updates."""
-        if self.setting.offloads_states:
+        if self.run.layout.offloads_states:
             return 0
         updated = self._updated_at_once()
         return _FP32 * updated + self._temporaries(updated)
 
     def _updated_at_once(self) -> int:
-        return min(self.shard, self.setting.sub_group)
+        return min(self.shard, self.run.config.deepspeed.zero_optimization.updated_at_once)
 
     def exchanged_with_host(self) -> int:
         """Return bytes of main memory per trained element: its accumulated gradient."""
-        return self.setting.gradient_bytes
+        return self.run.gradient_bytes
 
 
-def _engine_bucket_bytes(setting: MemorySetting, count: ParameterCount) -> int:
+def _engine_bucket_bytes(run: LaidOutRun, count: ParameterCount) -> int:
     """Return bytes of a bucket in which DeepSpeed's engine reduces accumulated gradients.
 
     Elements of a bucket x (gradient + bytes of the communicated type, if that is another one); none for one data rank.
     Experts that data ranks divide are averaged one by one, in place.
     """
-    if setting.dp_size == 1:
+    if run.layout.dp_size == 1:
         return 0
-    per_element = setting.gradient_bytes
-    if setting.communicated_bytes != setting.gradient_bytes:
-        per_element += setting.communicated_bytes
+    per_element = run.gradient_bytes
+    if run.communicated_bytes != run.gradient_bytes:
+        per_element += run.communicated_bytes
     return per_element * min(count.trained - count.own_experts, _ENGINE_BUCKET)
+
+
+def _gathered_at_once(run: LaidOutRun) -> int:
+    """Return the elements that ZeRO 3 gathers in advance, or keeps between two uses if they are more.
+
+    A weight is kept until the backward pass if the layers that come before that, each once in the forward and once in
+    the backward pass, have fewer elements than the distance of reuse. The limit of live weights does not release it.
+    """
+    zero = run.config.deepspeed.zero_optimization
+    live = zero.stage3_max_live_parameters
+    if live is None:
+        live = _LIVE_PARAMETERS
+    reuse = zero.stage3_max_reuse_distance
+    if reuse is None:
+        reuse = _REUSE_DISTANCE
+    return max(live, reuse // 2)
 
 
 _STAGES: Mapping[int, type[Sharding]] = MappingProxyType({0: Unsharded, 1: Zero1, 2: Zero2, 3: Zero3})
 
 
-def sharding_of(setting: MemorySetting) -> type[Sharding]:
+def sharding_of(run: LaidOutRun) -> type[Sharding]:
     """Return how the data ranks of a run divide weights, gradients and states."""
-    if setting.precision == "bf16" and not setting.offloads_states:
-        accumulates_in_fp32 = setting.zero_stage == 1 and setting.fp32_gradients
-        is_pipeline = setting.zero_stage == 0 and setting.pp_size > 1
+    if run.precision == "bf16" and not run.layout.offloads_states:
+        accumulates_in_fp32 = run.layout.zero_stage == 1 and run.fp32_gradients
+        is_pipeline = run.layout.zero_stage == 0 and run.layout.pp_size > 1
         if accumulates_in_fp32 or is_pipeline:
             return Bf16Optimizer
-    return _STAGES[setting.zero_stage]
+    return _STAGES[run.layout.zero_stage]
 
 
 def host_bytes(sharding: Sharding) -> int:
@@ -384,39 +404,46 @@ def host_bytes(sharding: Sharding) -> int:
     shard x (states + 4 for the fp32 weight + 4 for its gradient + what is exchanged) + held x width / data ranks. What
     is in files does not count, but for the states of one sub-group.
     """
-    setting = sharding.setting
+    run = sharding.run
+    zero = run.config.deepspeed.zero_optimization
     count = sharding.count
-    if not setting.offloads_states:
+    if not run.layout.offloads_states:
         return 0
     of_states = _UPDATED_ON_HOST + count.state_bytes
     exchanged = sharding.exchanged_with_host()
     weights = 0
-    if setting.offloads_weights and not setting.weights_in_files:
-        weights = setting.bytes_per_number * count.held
-    if setting.states_in_files:
-        sub_group = int(of_states) * min(sharding.shard, setting.sub_group)
-        return int(exchanged * count.divided + weights) // setting.dp_size + sub_group
-    return int((of_states + exchanged) * count.divided + weights) // setting.dp_size
+    if run.layout.offloads_weights and zero.weights_directory is None:
+        weights = run.bytes_per_number * count.held
+    if zero.states_directory is not None:
+        sub_group = int(of_states) * min(sharding.shard, zero.updated_at_once)
+        return int(exchanged * count.divided + weights) // run.layout.dp_size + sub_group
+    return int((of_states + exchanged) * count.divided + weights) // run.layout.dp_size
 
 
 def file_bytes(sharding: Sharding) -> int:
     """Return bytes on a local disk: shard x (states + 4 + 4) and held x width / data ranks, if in files."""
-    setting = sharding.setting
+    run = sharding.run
+    zero = run.config.deepspeed.zero_optimization
     count = sharding.count
     total: float = 0
-    if setting.states_in_files:
+    if zero.states_directory is not None:
         total += (_UPDATED_ON_HOST + count.state_bytes) * count.trained
-    if setting.weights_in_files:
-        total += setting.bytes_per_number * count.held
-    return int(total) // setting.dp_size
+    if zero.weights_directory is not None:
+        total += run.bytes_per_number * count.held
+    return int(total) // run.layout.dp_size
 
 
-def copied_bytes(sharding: Sharding) -> int:
-    """Return bytes in main memory of the copies that a background save writes: all states, averages, held x width."""
-    setting = sharding.setting
+def copied_bytes(sharding: Sharding, data_rank: int) -> int:
+    """Return bytes in main memory of the copies that a background save writes: all states, averages, held x width.
+
+    The first data rank saves what all of them hold.
+    """
+    run = sharding.run
+    if not run.config.checkpoint.async_save:
+        return 0
     total = 0
-    if setting.copies_states:
+    if not run.config.checkpoint.no_save_optim and (data_rank == 0 or sharding.shards_states):
         total += sharding.all_states()
-    if setting.copies_weights:
-        total += setting.bytes_per_number * sharding.count.held + sharding.averages()
+    if data_rank == 0:
+        total += run.bytes_per_number * sharding.count.held + sharding.averages()
     return total

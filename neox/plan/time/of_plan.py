@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from neox.architecture import ACTIVATIONS, Architecture, LayerPlan, block_kinds
-from neox.config.neox_config import NeoXConfig
-from neox.plan.memory import MemorySetting
+from neox.plan.layout import LaidOutRun
 from neox.plan.pipeline_schedules import ranges_per_stage
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS, Gpu
@@ -56,10 +55,10 @@ def _active_width(network: Architecture) -> int:
 def estimate_of_plan(plan: RunPlan, gpu: Gpu) -> StepTime | None:
     """Return the estimated time of a step; None if it is not estimated: other networks, offload to files."""
     shape = network_shape(plan.layers)
-    setting = plan.memory_setting
-    if shape is None or setting.states_in_files or setting.weights_in_files:
+    zero = plan.config.deepspeed.zero_optimization
+    if shape is None or zero.states_directory is not None or zero.weights_directory is not None:
         return None
-    return estimate_step(shape, step_setting(setting, plan.config), gpu)
+    return estimate_step(shape, step_setting(plan.laid_out), gpu)
 
 
 class StepPicture(NamedTuple):
@@ -84,7 +83,7 @@ def step_picture(plan: RunPlan) -> StepPicture:
     Times are estimated if `gpu_type` and the network allow it. Otherwise a forward pass through a stage takes 1, and a
     backward pass 2.
     """
-    setting = step_setting(plan.memory_setting, plan.config)
+    setting = step_setting(plan.laid_out)
     shown = min(setting.micro_batches, _SHOWN_FOR_EACH_STAGE * setting.pp)
     shape = network_shape(plan.layers)
     kind = plan.config.runner.gpu_type
@@ -99,49 +98,41 @@ def step_picture(plan: RunPlan) -> StepPicture:
     return StepPicture(timeline, shown, gradients, f"seconds, estimated for {kind}")
 
 
-def step_setting(setting: MemorySetting, config: NeoXConfig) -> StepSetting:
-    """Return what the time of a step depends on.
-
-    Args:
-        setting: The layout, as the memory estimate has it.
-        config: The configuration, which chooses kernels.
-    """
-    partly_recomputed = setting.recompute_chunk > 0 and setting.recomputed_part != "full"
-    zero = config.deepspeed.zero_optimization
-    may_compile = setting.zero_stage < 3 and not partly_recomputed
+def step_setting(run: LaidOutRun) -> StepSetting:
+    """Return what the time of a step depends on."""
+    layout = run.layout
+    compile_layers = run.config.training.compile_layers
+    may_compile = layout.zero_stage < 3 and not run.recomputes_attention
+    recompute: Recompute = "none"
+    if run.recomputes_blocks:
+        recompute = "full"
+    elif layout.recomputes:
+        recompute = "core_attn"
     return StepSetting(
-        sequence=setting.sequence_length,
-        micro_batch=setting.micro_batch_size,
-        micro_batches=setting.accumulation_steps,
-        tp=setting.tp_size,
-        pp=setting.pp_size,
-        cp=setting.cp_size,
-        context="all_gather" if setting.gathers_keys else "ulysses",
-        dp=setting.dp_size // setting.cp_size,
-        ep=setting.ep_size,
-        host_states=setting.offloads_states,
-        host_weights=setting.offloads_weights,
-        schedule=setting.pipeline_schedule,
-        chunks=ranges_per_stage(setting.pipeline_schedule, setting.pp_size, setting.virtual_stages),
-        zero_stage=setting.zero_stage,
-        copies=setting.hpz_size,
-        weight_bytes=1 if zero.zero_quantized_weights else 2,
-        recompute=_recompute(setting),
-        fp8=config.training.fp8 is not None,
-        gradient_bytes=setting.communicated_bytes,
-        fused=may_compile and config.training.compile_layers is not False,
-        flash=setting.attention == "flash",
-        sequence_parallel=setting.sequence_parallel,
-        overlaps_gradients=setting.pp_size == 1 and setting.reduce_buffers > 1,
+        sequence=run.sequence_length,
+        micro_batch=layout.micro_batch_size,
+        micro_batches=layout.accumulation_steps,
+        tp=layout.tp_size,
+        pp=layout.pp_size,
+        cp=layout.cp_size,
+        context="all_gather" if run.gathers_keys else "ulysses",
+        dp=layout.dp_size // layout.cp_size,
+        ep=layout.ep_size,
+        host_states=layout.offloads_states,
+        host_weights=layout.offloads_weights,
+        schedule=layout.pipeline_schedule,
+        chunks=ranges_per_stage(layout.pipeline_schedule, layout.pp_size, layout.virtual_stages),
+        zero_stage=layout.zero_stage,
+        copies=layout.hpz_size,
+        weight_bytes=1 if run.config.deepspeed.zero_optimization.zero_quantized_weights else 2,
+        recompute=recompute,
+        fp8=run.config.training.fp8 is not None,
+        gradient_bytes=run.communicated_bytes,
+        fused=may_compile and compile_layers is not False,
+        flash=layout.attention == "flash",
+        sequence_parallel=layout.sequence_parallel,
+        overlaps_gradients=layout.pp_size == 1 and run.overlaps_reduction,
     )
-
-
-def _recompute(setting: MemorySetting) -> Recompute:
-    if not setting.recompute_chunk:
-        return "none"
-    if setting.recomputed_part == "full":
-        return "full"
-    return "core_attn"
 
 
 def likely_gpu(plan: RunPlan) -> tuple[str, Gpu]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from neox.plan import gpu_device, host_device, memory_problem, plan_as_dict
@@ -108,7 +106,7 @@ def test_flash_that_saves_nothing_is_not_proposed():
 
 
 def memory_with_flash(plan):
-    return fullest_stage(plan.layers, plan.stages, replace(plan.memory_setting, attention="flash")).total
+    return fullest_stage(plan.laid_out.with_layout(attention="flash"), plan.stages).total
 
 
 def test_tensor_ranks_may_divide_tokens_where_memory_is_short():

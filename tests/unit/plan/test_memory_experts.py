@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +27,9 @@ def divided_plan(degree: int, stage: int, **keys: Any) -> RunPlan:
     return plan_of(RANKS, **EXPERTS, expert_model_parallel_size=degree, zero_optimization=zero, **keys)
 
 
-def sharding(plan: RunPlan, **changes: Any) -> Sharding:
-    setting = replace(plan.memory_setting, **changes)
-    return sharding_of(setting)(setting, count_parameters(plan.layers, plan.stages[0], setting))
+def sharding(plan: RunPlan) -> Sharding:
+    run = plan.laid_out
+    return sharding_of(run)(run, count_parameters(run, plan.stages[0]))
 
 
 def numbers(plan: RunPlan) -> tuple[int, int]:
@@ -78,6 +77,6 @@ def test_a_new_gradient_of_all_experts_is_held_next_to_their_sum() -> None:
     for bucket in (largest, largest - 1):
         plan = divided_plan(2, 2, zero={"reduce_bucket_size": bucket}, gradient_accumulation_steps=2)
         # so many tokens that passes hold more than the update
-        setting = replace(plan.memory_setting, micro_batch_size=64)
-        activations[bucket] = stage_memory(plan.layers, plan.stages[0], setting).activations
+        run = plan.laid_out.with_layout(micro_batch_size=64)
+        activations[bucket] = stage_memory(run, plan.stages[0]).activations
     assert activations[largest - 1] - activations[largest] == 4 * largest

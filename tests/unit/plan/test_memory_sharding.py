@@ -26,12 +26,12 @@ WIDE = {**SIZES, "hidden_size": 512, "train_micro_batch_size_per_gpu": 1}
 
 
 def memory_of(plan, **changes):
-    return stage_memory(plan.layers, plan.stages[0], replace(plan.memory_setting, **changes))
+    return stage_memory(plan.laid_out.with_layout(**changes), plan.stages[0])
 
 
 def sharding(plan, **changes):
-    setting = replace(plan.memory_setting, **changes)
-    return sharding_of(setting)(setting, count_parameters(plan.layers, plan.stages[0], setting))
+    run = plan.laid_out.with_layout(**changes)
+    return sharding_of(run)(run, count_parameters(run, plan.stages[0]))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def sharding(plan, **changes):
     ],
 )
 def test_the_kind_of_sharding_is_the_optimizer_that_deepspeed_chooses(keys, kind):
-    assert sharding_of(small_plan(2, **keys).memory_setting) is kind
+    assert sharding_of(small_plan(2, **keys).laid_out) is kind
 
 
 @pytest.mark.parametrize(
@@ -110,23 +110,26 @@ class TestUpdate:
     """What is needed while there are no activations."""
 
     def test_half_precision_gradients_are_converted(self):
-        plan = plan_of(2, **WIDE, fp16={"enabled": True}, zero_optimization={"stage": 2})
-        half = sharding(plan, precision="fp16").update()
-        full = sharding(plan, precision="fp32").update()
-        assert half > full == 4 * sharding(plan).shard
+        zero = {"zero_optimization": {"stage": 2}}
+        half = sharding(plan_of(2, **WIDE, precision="fp16", **zero))
+        full = sharding(plan_of(2, **WIDE, precision="fp32", **zero))
+        assert half.update() > full.update() == 4 * half.shard
 
     def test_zero_1_releases_other_ranks_gradients_first(self):
         plan = plan_of(8, **WIDE, fp16={"enabled": True}, zero_optimization={"stage": 2})
         assert sharding(plan, zero_stage=1).update() < sharding(plan).update()
 
     def test_zero_3_updates_a_sub_group_at_once(self):
-        keys = {**WIDE, **BF16, "zero_optimization": {"stage": 3, "sub_group_size": 1000}}
-        assert sharding(plan_of(2, **keys)).update() < sharding(plan_of(2, **keys), sub_group=10**9).update()
+        of_size = {}
+        for size in (1000, 10**9):
+            zero = {"stage": 3, "sub_group_size": size}
+            of_size[size] = sharding(plan_of(2, **WIDE, **BF16, zero_optimization=zero)).update()
+        assert of_size[1000] < of_size[10**9]
 
     def test_temporary_tensors_are_no_larger_than_a_piece(self):
         plan = small_plan(optimizer={"type": "madgrad_wd"})
         held = sharding(plan)
-        huge = type(held)(held.setting, replace(held.count, trained=100 * PIECE))
+        huge = type(held)(held.run, replace(held.count, trained=100 * PIECE))
         assert 0 < held.update() <= 8 * held.count.trained
         assert huge.update() == 8 * PIECE  # two tensors in fp32
 
@@ -193,7 +196,9 @@ class TestReduction:
 
     def test_a_cpu_touches_only_what_it_uses_of_a_bucket(self):
         plan = small_plan(2, zero_optimization={"stage": 1})
-        assert sharding(plan, on_cpu=True).reduction_buckets() == 4 * plan.layers.numel
+        run = plan.laid_out_on(cpu=True)
+        held = sharding_of(run)(run, count_parameters(run, plan.stages[0]))
+        assert held.reduction_buckets() == 4 * plan.layers.numel
         assert sharding(plan).reduction_buckets() > 4 * plan.layers.numel
 
 

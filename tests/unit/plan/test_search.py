@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
 import pytest
 
 from neox.config import NeoXConfig
+from neox.config.neox_config import known_keys
 from neox.errors import ConfigError
 from neox.plan import RunPlan, gpu_device, resolve
-from neox.plan.fit import memory_of_settings, nested_keys, setting_changes
+from neox.plan.fit import LayoutMemory, nested_keys
+from neox.plan.layout import KEYS_OF_LAYOUT, Layout
 from neox.plan.layouts import layouts
-from neox.plan.memory import at_zero_stage
+from neox.plan.memory import fullest_stage
 from neox.plan.search import Suggestions, suggest_layouts
 from neox.plan.time import GPUS, estimate_step
 from neox.plan.time.of_plan import likely_gpu, network_shape, step_setting
@@ -46,12 +49,12 @@ def test_the_best_is_that_of_trying_everything(world: int, gpu: str, keys: dict[
     found = suggest_layouts(plan, device, GPUS[gpu])
     shape = network_shape(plan.layers)
     assert shape is not None
-    memory = memory_of_settings(plan)
+    memory = LayoutMemory(plan, device)
     times = []
-    for setting in layouts(plan, plan.memory_setting):
-        alike = setting.sums_in_bf16 == plan.memory_setting.sums_in_bf16
-        if alike and memory(setting).needed(on_cpu=False) <= device.usable:
-            times.append(estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]))
+    for layout in layouts(plan):
+        run = memory.lay_out(layout)
+        if run.sums_in_bf16 == plan.laid_out.sums_in_bf16 and memory.fits(layout):
+            times.append(estimate_step(shape, step_setting(run), GPUS[gpu]))
     assert found.best[0].time.seconds <= 1.02 * min(time.seconds for time in times)
     seconds = [layout.time.seconds for layout in found.best]
     assert seconds == sorted(seconds)
@@ -60,7 +63,7 @@ def test_the_best_is_that_of_trying_everything(world: int, gpu: str, keys: dict[
 def test_schedules_are_searched_that_have_enough_layers_and_micro_batches() -> None:
     plan = make_plan(8)
     tried = set()
-    for layout in layouts(plan, plan.memory_setting):
+    for layout in layouts(plan):
         tried.add((layout.pp_size, layout.pipeline_schedule, layout.virtual_stages))
     assert (2, "interleaved", 4) in tried
     assert (8, "dualpipev", None) in tried
@@ -84,8 +87,30 @@ def test_every_layout_fits_and_its_keys_give_it() -> None:
                 flat[dotted] = value
         again = resolve(NeoXConfig.from_flat(flat), 8, 50_000)
         assert again.batch.train_batch_size == plan.batch.train_batch_size
-        same = {"no_recompute_blocks": ()}
-        assert replace(again.memory_setting, **same) == replace(layout.setting, **same)
+        assert again.layout == layout.run.layout
+
+
+def test_each_field_of_a_layout_has_its_key() -> None:
+    names = [field.name for field in fields(Layout) if field.name != "dp_size"]  # it follows from the ranks
+    assert list(KEYS_OF_LAYOUT) == names
+    flat = {key.partition(".")[0] for key, _ in KEYS_OF_LAYOUT.values()}
+    assert flat <= set(known_keys())
+
+
+def test_memory_of_a_layout_is_that_of_the_plan_with_its_keys() -> None:
+    """A key that no layout changes counts as given: chunks of four recomputed blocks are not one block each."""
+    plan = make_plan(8, num_layers=4, checkpoint_activations=True, checkpoint_num_layers=4)
+    memory = LayoutMemory(plan, gpu_device(plan))
+    compared = 0
+    for layout in islice(layouts(plan), 0, None, 25):
+        try:
+            of_keys = again(plan, layout.keys_changed_from(plan.layout))
+        except ConfigError:
+            continue
+        assert of_keys.layout == layout
+        assert of_keys.memory == memory.of(layout)
+        compared += layout.recomputes
+    assert compared > 5
 
 
 @pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 1, "overlap_comm": False}, {"stage": 0}])
@@ -97,8 +122,12 @@ def test_stages_that_are_proposed_are_those_of_the_plan_with_them(zero: dict[str
     plan = make_plan(8, zero_optimization=zero, **types)
     for stage in (1, 2, 3):
         keys = nested_keys(plan.config, [("zero_optimization.stage", str(stage))])
-        again = resolve(plan.config.updated(keys), 8, plan.vocab_size).memory_setting
-        assert at_zero_stage(plan.memory_setting, stage, plan.config.deepspeed) == again
+        again = resolve(plan.config.updated(keys), 8, plan.vocab_size)
+        proposed = plan.laid_out.with_layout(zero_stage=stage)
+        assert proposed.layout == again.layout
+        assert proposed.fp32_gradients == again.laid_out.fp32_gradients
+        assert proposed.overlaps_reduction == again.laid_out.overlaps_reduction
+        assert fullest_stage(proposed, plan.stages) == again.memory
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -106,9 +135,9 @@ def test_layouts_that_add_gradients_in_another_precision_are_apart(stage: int) -
     """ZeRO 0 in bf16 adds micro batches in bf16, the others in fp32: that trains something else, faster or not."""
     plan = make_plan(8, zero_optimization={"stage": stage}, train_micro_batch_size_per_gpu=1)
     found = suggest_layouts(plan, gpu_device(plan, 79.1 * GIB), GPUS["h100"])
-    assert plan.memory_setting.sums_in_bf16 == (stage == 0)
-    assert {layout.setting.sums_in_bf16 for layout in found.best} == {stage == 0}
-    assert {layout.setting.sums_in_bf16 for layout in found.other_numerics} == {stage != 0}
+    assert plan.laid_out.sums_in_bf16 == (stage == 0)
+    assert {layout.run.sums_in_bf16 for layout in found.best} == {stage == 0}
+    assert {layout.run.sums_in_bf16 for layout in found.other_numerics} == {stage != 0}
 
 
 def test_networks_without_an_estimate_are_refused() -> None:
@@ -138,19 +167,17 @@ def assert_best_of_all(plan: RunPlan, gpu: str, memory_gib: float) -> Suggestion
     found = suggest_layouts(plan, device, GPUS[gpu])
     shape = network_shape(plan.layers)
     assert shape is not None
-    memory = memory_of_settings(plan)
-    start = plan.memory_setting
+    memory = LayoutMemory(plan, device)
     times = []
-    for setting in layouts(plan, start):
-        alike = setting.sums_in_bf16 == start.sums_in_bf16
-        if alike and memory(setting).needed(on_cpu=False) <= device.usable:
-            times.append((estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]).seconds, setting))
-    for _, setting in sorted(times, key=itemgetter(0)):
+    for layout in layouts(plan):
+        run = memory.lay_out(layout)
+        if run.sums_in_bf16 == plan.laid_out.sums_in_bf16 and memory.fits(layout):
+            times.append((estimate_step(shape, step_setting(run), GPUS[gpu]).seconds, layout))
+    for best, layout in sorted(times, key=itemgetter(0)):
         try:
-            again(plan, setting_changes(start, setting))
+            again(plan, layout.keys_changed_from(plan.layout))
         except ConfigError:
             continue
-        best = estimate_step(shape, step_setting(setting, plan.config), GPUS[gpu]).seconds
         assert found.best[0].time.seconds <= 1.02 * best
         return found
     raise AssertionError("no layout fits")
@@ -169,19 +196,19 @@ LONG = {
 def test_expert_degrees_are_searched() -> None:
     plan = make_plan(8, **MIXTURE, num_layers=4, zero_optimization={"stage": 2})
     found = assert_best_of_all(plan, "h100", 79.1)
-    assert {layout.ep_size for layout in layouts(plan, plan.memory_setting)} == {1, 2, 4}
+    assert {layout.ep_size for layout in layouts(plan)} == {1, 2, 4}
     for suggestion in found.best:
-        assert again(plan, suggestion.changes).grid.ep_size == suggestion.setting.ep_size
+        assert again(plan, suggestion.changes).grid.ep_size == suggestion.run.layout.ep_size
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "ulysses"])
 def test_context_degrees_are_searched(kind: str) -> None:
     plan = make_plan(8, **LONG, context_parallel_kind=kind)
     found = assert_best_of_all(plan, "a100-40", 39.4)
-    assert any(layout.setting.cp_size > 1 for layout in found.best), "two samples for eight ranks"
+    assert any(layout.run.layout.cp_size > 1 for layout in found.best), "two samples for eight ranks"
     for suggestion in found.best:
         grid = again(plan, suggestion.changes).grid
-        assert (grid.cp_size, grid.dp_size) == (suggestion.setting.cp_size, suggestion.setting.dp_size)
+        assert (grid.cp_size, grid.dp_size) == (suggestion.run.layout.cp_size, suggestion.run.layout.dp_size)
 
 
 def test_offload_is_suggested_if_nothing_else_fits() -> None:
@@ -191,14 +218,14 @@ def test_offload_is_suggested_if_nothing_else_fits() -> None:
     for suggestion in found.best:
         zero = again(plan, suggestion.changes).config.deepspeed.zero_optimization
         assert zero.offloads_optimizer
-        assert zero.offloads_weights == suggestion.setting.offloads_weights
+        assert zero.offloads_weights == suggestion.run.layout.offloads_weights
     fits_without = assert_best_of_all(plan, "h200", 139.8).best[0]
-    assert not fits_without.setting.offloads_states
+    assert not fits_without.run.layout.offloads_states
 
 
 def test_offload_that_is_configured_can_be_left_out() -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     plan = make_plan(2, zero_optimization=zero)
     best = suggest_layouts(plan, gpu_device(plan), GPUS["h100"]).best[0]
-    assert not best.setting.offloads_states
+    assert not best.run.layout.offloads_states
     assert not again(plan, best.changes).config.deepspeed.zero_optimization.offloads_optimizer

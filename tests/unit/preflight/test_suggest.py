@@ -39,7 +39,7 @@ def test_half_of_the_measured_layouts_have_other_degrees() -> None:
     found, _ = find_layouts(plan, gpu_device(plan), "a100-40", {}, 60)
     chosen = layouts_to_measure(found, 6, is_changed=True)
     assert chosen[:3] == list(found.best[:3])
-    degrees = [(layout.setting.pp_size, layout.setting.tp_size) for layout in chosen]
+    degrees = [(layout.run.layout.pp_size, layout.run.layout.tp_size) for layout in chosen]
     assert len(chosen) == 6
     assert len(set(degrees[3:]) - set(degrees[:3])) == 3
 
