@@ -26,7 +26,7 @@ from neox.checkpoint import (
     last_checkpoints,
     open_checkpoint,
 )
-from neox.checkpoint.fetching import add_checkpoint_cache
+from neox.checkpoint.remote.fetching import add_checkpoint_cache
 from neox.errors import ConfigError, run_script
 from neox.log import setup_logging
 from neox.plan import config_from_files

@@ -13,7 +13,7 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser, add_overrides
 from neox.checkpoint import CONFIG, checkpoint_at, with_steps
-from neox.checkpoint.fetching import add_checkpoint_cache
+from neox.checkpoint.remote.fetching import add_checkpoint_cache
 from neox.config import NeoXConfig
 from neox.convert import choose_family, to_hf, upload, write_peft_adapter
 from neox.errors import ConfigError, refusals, run_script

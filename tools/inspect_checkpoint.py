@@ -23,8 +23,8 @@ from neox.checkpoint import (
     summarize,
     tensor_stats,
 )
-from neox.checkpoint.fetching import add_checkpoint_cache, all_files, without_optimizer
 from neox.checkpoint.inspection import Summary, TensorStats
+from neox.checkpoint.remote.fetching import add_checkpoint_cache, all_files, without_optimizer
 from neox.errors import run_script
 from neox.plan import config_from_files
 

@@ -16,7 +16,7 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
 from neox.checkpoint import checkpoint_at, open_checkpoint, reshard
-from neox.checkpoint.fetching import add_checkpoint_cache
+from neox.checkpoint.remote.fetching import add_checkpoint_cache
 from neox.errors import run_script
 from neox.log import setup_logging
 from neox.plan import config_from_files

@@ -30,8 +30,8 @@ from neox.checkpoint import (
     resize_vocabulary,
     rows_of_file,
 )
-from neox.checkpoint.fetching import add_checkpoint_cache
-from neox.checkpoint.resizing import NewRows
+from neox.checkpoint.derived.resizing import NewRows
+from neox.checkpoint.remote.fetching import add_checkpoint_cache
 from neox.config import NeoXConfig
 from neox.convert.hf_tokenizer import write_grown_tokenizer
 from neox.errors import ConfigError, run_script

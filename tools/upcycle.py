@@ -20,7 +20,7 @@ from torch import Tensor
 from neox.architecture import ParameterSpec, build_layer_plan
 from neox.arguments import ScriptParser
 from neox.checkpoint import checkpoint_at, open_checkpoint, upcycle
-from neox.checkpoint.fetching import add_checkpoint_cache
+from neox.checkpoint.remote.fetching import add_checkpoint_cache
 from neox.config import NeoXConfig
 from neox.errors import run_script
 from neox.log import setup_logging

@@ -1,28 +1,27 @@
 """Checkpoints on disk: names, atomic saves, manifests, safe reading at any parallel degrees, and tools."""
 
-from neox.checkpoint.averaged_weights import LoadedWeights, Parts
-from neox.checkpoint.averaging import average_checkpoints, checkpoint_weights, last_checkpoints
 from neox.checkpoint.chat_template import (
     find_chat_template,
     saved_chat_template,
     write_chat_template,
 )
-from neox.checkpoint.finding import (
-    checkpoint_at,
-    damaged_weights,
-    find_checkpoint,
-    keep_last,
-    why_incomplete,
-    with_steps,
+from neox.checkpoint.derived.averaging import average_checkpoints, checkpoint_weights, last_checkpoints
+from neox.checkpoint.derived.resizing import (
+    VocabularySize,
+    mean_of_all,
+    mean_of_pieces,
+    resize_vocabulary,
+    rows_of_file,
 )
-from neox.checkpoint.fitting import why_unfit
+from neox.checkpoint.derived.rewriting import reshard
+from neox.checkpoint.derived.upcycling import upcycle
 from neox.checkpoint.generation_settings import (
     add_end_ids,
     find_generation_settings,
     saved_generation_settings,
     write_generation_settings,
 )
-from neox.checkpoint.gpt_neox_optimizer import WRITER
+from neox.checkpoint.gpt_neox.optimizer_state import WRITER
 from neox.checkpoint.identity import (
     check_same_adapters,
     check_same_model,
@@ -45,12 +44,17 @@ from neox.checkpoint.names import (
     layer_file,
     mp_rank_file,
 )
-from neox.checkpoint.optimizer_formats import ORDER
-from neox.checkpoint.optimizer_reader import OptimizerReader, saved_layout
-from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.resizing import VocabularySize, mean_of_all, mean_of_pieces, resize_vocabulary, rows_of_file
-from neox.checkpoint.rewriting import reshard
-from neox.checkpoint.staging import (
+from neox.checkpoint.optimizer.file_formats import ORDER
+from neox.checkpoint.optimizer.state_reader import OptimizerReader, saved_layout
+from neox.checkpoint.save_directory.finding import (
+    checkpoint_at,
+    damaged_weights,
+    find_checkpoint,
+    keep_last,
+    why_incomplete,
+    with_steps,
+)
+from neox.checkpoint.save_directory.staging import (
     checkpoint_directories,
     commit,
     delete_checkpoint,
@@ -60,8 +64,11 @@ from neox.checkpoint.staging import (
     stage_directory,
     staging_path,
 )
-from neox.checkpoint.superseded import SUPERSEDED, supersede_after, supersede_all
-from neox.checkpoint.tensor_files import (
+from neox.checkpoint.save_directory.superseded import SUPERSEDED, supersede_after, supersede_all
+from neox.checkpoint.weights.averaged_files import LoadedWeights, Parts
+from neox.checkpoint.weights.fitting import why_unfit
+from neox.checkpoint.weights.reader import CheckpointReader
+from neox.checkpoint.weights.tensor_files import (
     WRITE_BYTES,
     load_file,
     neox_state,
@@ -72,7 +79,6 @@ from neox.checkpoint.tensor_files import (
     write_layer,
     write_run,
 )
-from neox.checkpoint.upcycling import upcycle
 
 __all__ = [
     "upcycle",

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from neox.architecture import LayerPlan
-from neox.checkpoint.optimizer_formats import Key
+from neox.checkpoint.optimizer.file_formats import Key
 from neox.engine.deepspeed_patches import counts_in_norm
 from neox.engine.weights import weight_layers
 from neox.errors import CheckpointError

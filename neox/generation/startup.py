@@ -18,7 +18,7 @@ from neox.checkpoint import (
     find_checkpoint,
     find_generation_settings,
 )
-from neox.checkpoint.fetching import with_local_load
+from neox.checkpoint.remote.fetching import with_local_load
 from neox.config import NeoXConfig, for_inference
 from neox.engine import from_first_rank, initialize_distributed, shutdown
 from neox.errors import CheckpointError, ConfigError, refusals

@@ -93,7 +93,7 @@ def shard_size(total: int, tp_size: int, what: str) -> int:
 def shard(full: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tensor:
     """Return a tensor rank's part of a full parameter, as a view if there is one section.
 
-    Replicated parameters are whole on every rank. `neox.checkpoint.reshard.merge` is the inverse.
+    Replicated parameters are whole on every rank. `neox.checkpoint.weights.shards.merge` is the inverse.
 
     Raises:
         ValueError: If the split dimension is not divisible by `tp_size`.

@@ -153,7 +153,9 @@ def quantizer_problems(config: NeoXConfig) -> list[Problem]:
 def is_complete(checkpoint: Path) -> bool:
     """Return whether a checkpoint has all files of its manifest in full; False if that cannot be checked here."""
     try:
-        from neox.checkpoint.finding import why_incomplete  # torch, which a launcher of other hosts can do without
+        from neox.checkpoint.save_directory.finding import (
+            why_incomplete,  # torch, which a launcher of other hosts can do without
+        )
     except ModuleNotFoundError:
         return False
     return why_incomplete(checkpoint, hashes=False) == []

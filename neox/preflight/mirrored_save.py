@@ -14,7 +14,7 @@ from neox.preflight.data_decisions import DecidedConfig
 from neox.storage import shown
 
 if TYPE_CHECKING:
-    from neox.checkpoint.fetching import RemoteCheckpoint
+    from neox.checkpoint.remote.fetching import RemoteCheckpoint
 
 _log = get_logger(__name__)
 _IDENTITY_FILES = (RUN_FILE, "configs/config.yml")
@@ -36,7 +36,7 @@ def restore_save(config: NeoXConfig) -> None:
     refused = _other_run(config, newest)
     if refused is not None:
         raise ConfigError([config.problem_about(refused, "save", "checkpoint_mirror")])
-    from neox.checkpoint.fetching import fetch_checkpoint  # torch
+    from neox.checkpoint.remote.fetching import fetch_checkpoint  # torch
 
     fetch_checkpoint(newest, Path(str(config.checkpoint.save)))
 
@@ -73,9 +73,9 @@ def _newer_in_mirror(config: NeoXConfig) -> RemoteCheckpoint | None:
     if keys.save is None or keys.checkpoint_mirror is None or keys.overwrite:
         return None
     from neox.checkpoint import checkpoint_directories  # torch
-    from neox.checkpoint.fetching import RemoteCheckpoint
-    from neox.checkpoint.mirror import Mirror
     from neox.checkpoint.names import parse_step_directory
+    from neox.checkpoint.remote.fetching import RemoteCheckpoint
+    from neox.checkpoint.remote.mirror import Mirror
 
     local = [0]
     save = Path(keys.save)

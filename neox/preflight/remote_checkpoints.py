@@ -29,7 +29,7 @@ def with_local_load(config: NeoXConfig, *, trains: bool) -> NeoXConfig:
         return config
     if trains and not _is_remote(with_own_run(config).config):
         return config  # `save` holds this run, and is resumed
-    from neox.checkpoint.fetching import with_local_load  # torch
+    from neox.checkpoint.remote.fetching import with_local_load  # torch
 
     return with_local_load(config, trains=trains)
 
@@ -49,7 +49,7 @@ def planned_load(config: NeoXConfig, *, trains: bool) -> DecidedConfig:
             return restored
     if not _is_remote(config) or (trains and not _is_remote(with_own_run(config).config)):
         return DecidedConfig(config)
-    from neox.checkpoint import fetching  # torch
+    from neox.checkpoint.remote import fetching  # torch
 
     keys = config.checkpoint
     address = str(keys.load)
@@ -77,7 +77,7 @@ def _is_own_mirror(config: NeoXConfig) -> bool:
     """Return whether `load` is the run's own mirror, which says that its checkpoints are to be resumed."""
     if not _is_remote(config):
         return False
-    from neox.checkpoint.fetching import returns_to_save  # torch
+    from neox.checkpoint.remote.fetching import returns_to_save  # torch
 
     return returns_to_save(config)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from neox.checkpoint import CheckpointReader, OptimizerReader
-from neox.checkpoint.optimizer_formats import FP32
+from neox.checkpoint.optimizer.file_formats import FP32
 from neox.convert.verification import load_reference_model
 from neox.engine import Engine
 from neox.generation.load import load_model

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from neox.checkpoint import compare_checkpoints, find_checkpoint, open_checkpoint, read_manifest
 from neox.checkpoint.manifest import is_unfetched
-from neox.checkpoint.mirror import Mirror
+from neox.checkpoint.remote.mirror import Mirror
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
 from tests.unit.corpus.s3_server import KEYS, FailingApp, error, s3_server
@@ -58,7 +58,7 @@ def go_on(
     Returns:
         Sizes of the files that this rank's machine has fetched.
     """
-    from neox.checkpoint.fetching import with_local_load
+    from neox.checkpoint.remote.fetching import with_local_load
     from neox.engine import initialize_distributed, open_engine, save_checkpoint
 
     os.environ.update({**KEYS, "AWS_ENDPOINT_URL": endpoint})

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from neox.checkpoint import compare_checkpoints, open_checkpoint
-from neox.checkpoint.mirror import Mirror
+from neox.checkpoint.remote.mirror import Mirror
 from tests.end_to_end.launched_runs import CPU_ONLY, ROOT, LaunchedRun
 from tests.unit.corpus.s3_server import FailingApp, error, s3_server
 

@@ -10,7 +10,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from neox.checkpoint import OptimizerReader
-from neox.checkpoint.optimizer_formats import FP32
+from neox.checkpoint.optimizer.file_formats import FP32
 from neox.engine.build_engine import build_engine, build_model
 from neox.engine.checkpoints.run_files import files_of_run
 from neox.engine.checkpoints.run_start import RunStart, check_local_copy, choose_start, share_partial_copy, start_before

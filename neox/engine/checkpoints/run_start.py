@@ -26,10 +26,10 @@ from neox.checkpoint import (
     supersede_all,
     why_incomplete,
 )
-from neox.checkpoint.fetching import find_remote, partial_copy
-from neox.checkpoint.finding import WITHOUT_LOAD, names_checkpoint
 from neox.checkpoint.names import parse_step_directory
-from neox.checkpoint.partial_copies import origin_of
+from neox.checkpoint.remote.fetching import find_remote, partial_copy
+from neox.checkpoint.remote.partial_copies import origin_of
+from neox.checkpoint.save_directory.finding import WITHOUT_LOAD, names_checkpoint
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
 from neox.engine.checkpoints.saving import layout_of
 from neox.engine.distributed import all_succeeded, from_first_rank

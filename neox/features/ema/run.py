@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint import AVERAGED_STEPS, CheckpointReader, Parts, averaged_file
-from neox.checkpoint.optimizer_formats import Key
+from neox.checkpoint.optimizer.file_formats import Key
 from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel, all_succeeded
 from neox.engine.optimizer_tensors import parameter_names
 from neox.engine.weights import gathered, weight_layers

@@ -15,8 +15,8 @@ import fsspec
 import pytest
 
 from neox.checkpoint import commit, find_checkpoint, keep_last, stage_directory, why_incomplete
-from neox.checkpoint.fetching import cached_checkpoint, with_local_load, without_optimizer
-from neox.checkpoint.mirror import SUPERSEDED_MANIFEST, Mirror
+from neox.checkpoint.remote.fetching import cached_checkpoint, with_local_load, without_optimizer
+from neox.checkpoint.remote.mirror import SUPERSEDED_MANIFEST, Mirror
 from neox.engine import SaveReport, TrainState
 from neox.errors import CheckpointError
 from neox.features.mirror_uploads.run import MirrorUploads
@@ -307,7 +307,7 @@ def test_a_mirror_never_lacks_a_complete_checkpoint(
 
 def test_uploads_that_are_killed_leave_nothing_half_committed(s3: FailingApp, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "save", 5)
-    imports = "from pathlib import Path\nfrom neox.checkpoint.mirror import Mirror\n"
+    imports = "from pathlib import Path\nfrom neox.checkpoint.remote.mirror import Mirror\n"
     program = f"{imports}Mirror({RUN!r}).upload(Path({str(path)!r}))"
     reached: list[str] = []
 

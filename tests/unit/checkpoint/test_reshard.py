@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from neox.architecture import ParameterSpec
-from neox.checkpoint.reshard import merge
+from neox.checkpoint.weights.shards import merge
 from neox.parallel import shard
 
 DEGREES = st.sampled_from((1, 2, 3, 6))

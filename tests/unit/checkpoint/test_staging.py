@@ -26,7 +26,7 @@ from neox.checkpoint import (
     staging_path,
     why_incomplete,
 )
-from neox.checkpoint import staging as staging_module
+from neox.checkpoint.save_directory import staging as staging_module
 from neox.errors import CheckpointError
 from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, small_plan, write_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from neox.architecture import Constant, FromKey, Normal, ParameterSpec, Uniform
-from neox.checkpoint.reshard import merge
+from neox.checkpoint.weights.shards import merge
 from neox.model import GPT, build_layer, initial_weights, initialize
 from neox.model.initial_weights import draw
 from neox.parallel import ParallelGrid, Topology

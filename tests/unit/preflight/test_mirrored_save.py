@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from neox.checkpoint import commit, stage_directory
-from neox.checkpoint.mirror import SUPERSEDED_MANIFEST, Mirror
+from neox.checkpoint.remote.mirror import SUPERSEDED_MANIFEST, Mirror
 from neox.config import NeoXConfig
 from neox.engine import TrainState
 from neox.errors import CheckpointError, ConfigError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from neox.checkpoint import commit, stage_directory
-from neox.checkpoint.mirror import Mirror
+from neox.checkpoint.remote.mirror import Mirror
 from neox.config import NeoXConfig
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.errors import DataError

@@ -16,7 +16,7 @@ from neox.checkpoint import (
     open_checkpoint,
     resize_vocabulary,
 )
-from neox.checkpoint.resizing import VocabularySize
+from neox.checkpoint.derived.resizing import VocabularySize
 from neox.config import NeoXConfig
 from neox.convert import to_hf
 from neox.convert.verification import single_rank_plan

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from neox.checkpoint.manifest import Manifest, check_manifest, hash_file, is_unfetched, parse_manifest, read_manifest
-from neox.checkpoint.mirror import Mirror
 from neox.checkpoint.names import LATEST, MANIFEST, parse_optimizer_file, parse_step_directory, step_directory
-from neox.checkpoint.partial_copies import holds_tensors, in_threads, origin_of, promise_files, write_origin
-from neox.checkpoint.staging import checkpoint_directories
+from neox.checkpoint.remote.mirror import Mirror
+from neox.checkpoint.remote.partial_copies import holds_tensors, in_threads, origin_of, promise_files, write_origin
+from neox.checkpoint.save_directory.staging import checkpoint_directories
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError, os_errors
 from neox.files import fsync_path, lock_file, write_text

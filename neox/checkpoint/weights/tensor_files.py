@@ -19,8 +19,8 @@ from torch import Tensor
 from neox.architecture import LayerEntry
 from neox.checkpoint.manifest import is_unfetched
 from neox.checkpoint.names import CONFIG, ROWS, layer_file, mp_rank_file
-from neox.checkpoint.partial_copies import fetch_file
-from neox.checkpoint.reshard import neox_shard
+from neox.checkpoint.remote.partial_copies import fetch_file
+from neox.checkpoint.weights.shards import neox_shard
 from neox.errors import CheckpointError, os_errors
 from neox.plan.run_identity import RUN_FILE, RunIdentity, identity_text
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from neox.architecture import VOCABULARY, ParameterSpec, build_layer_plan
+from neox.checkpoint.derived.rewriting import identity_of, rewrite
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.reshard import fit_vocabulary
-from neox.checkpoint.rewriting import identity_of, rewrite
-from neox.checkpoint.tensor_files import load_file
+from neox.checkpoint.weights.reader import CheckpointReader
+from neox.checkpoint.weights.shards import fit_vocabulary
+from neox.checkpoint.weights.tensor_files import load_file
 from neox.errors import CheckpointError
 from neox.tokenizer import TokenizerIdentity
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from neox.checkpoint.names import LATEST, parse_step_directory
-from neox.checkpoint.staging import PENDING, checkpoint_directories
+from neox.checkpoint.save_directory.staging import PENDING, checkpoint_directories
 from neox.errors import CheckpointError, os_errors
 from neox.files import write_text
 from neox.log import get_logger

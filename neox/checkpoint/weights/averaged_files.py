@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from neox.checkpoint.names import averaged_file, canonical_parameter, parse_averaged_file
-from neox.checkpoint.tensor_files import load_file
-from neox.checkpoint.weight_files import WeightSource
+from neox.checkpoint.weights.layer_sources import WeightSource
+from neox.checkpoint.weights.tensor_files import load_file
 from neox.errors import CheckpointError
 
 LoadedWeights = Literal["trained", "ema"]

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from neox.checkpoint.gpt_neox_experts import convert_experts, has_experts
-from neox.checkpoint.gpt_neox_layers import layer_weights
+from neox.checkpoint.gpt_neox.expert_forms import convert_experts, has_experts
+from neox.checkpoint.gpt_neox.layer_forms import layer_weights
 from neox.checkpoint.names import layer_file, mp_rank_file, parse_layer_file, parse_mp_rank_file
-from neox.checkpoint.tensor_files import load_file
+from neox.checkpoint.weights.tensor_files import load_file
 from neox.errors import CheckpointError
 
 _SEQUENTIAL = re.compile(r"^(?:module\.)?sequential\.(\d+)\.(.+)$")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from neox.architecture import Architecture, ParameterSpec, build_layer_plan
+from neox.checkpoint.derived.rewriting import Identity, check_degree, identity_of, rewrite
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.checkpoint.reader import CheckpointReader
-from neox.checkpoint.rewriting import Identity, check_degree, identity_of, rewrite
+from neox.checkpoint.weights.reader import CheckpointReader
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError
 from neox.plan import EXPERT_FIELDS, architecture_of, architecture_settings

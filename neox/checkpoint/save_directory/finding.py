@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from neox.checkpoint.fetching import Choice, cached_checkpoint, without_optimizer
 from neox.checkpoint.manifest import check_manifest, read_manifest
 from neox.checkpoint.names import (
     LATEST,
@@ -20,8 +19,14 @@ from neox.checkpoint.names import (
     parse_step_directory,
     step_directory,
 )
-from neox.checkpoint.staging import PENDING, checkpoint_directories, delete_checkpoint, is_kept_from_deletion
-from neox.checkpoint.weight_files import open_source
+from neox.checkpoint.remote.fetching import Choice, cached_checkpoint, without_optimizer
+from neox.checkpoint.save_directory.staging import (
+    PENDING,
+    checkpoint_directories,
+    delete_checkpoint,
+    is_kept_from_deletion,
+)
+from neox.checkpoint.weights.layer_sources import open_source
 from neox.errors import CheckpointError, ConfigError, NoCheckpointError
 from neox.log import get_logger
 from neox.storage import CHECKPOINT_CACHE, is_remote

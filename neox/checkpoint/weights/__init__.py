@@ -1,0 +1,1 @@
+"""Weights on disk: the files, and reading them at any tensor-parallel degree (`CheckpointReader`)."""
