@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Figures of the launcher: dry run, start and end of a training, end after a rank's death, orphans after random kills.
+"""Figures of the launcher: start and end of a training, end after a rank's death, orphans after random kills.
 
     python benchmarks/launch.py --kills 20 --random 100 --out benchmarks/results/launch.json
 
@@ -17,7 +17,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import statistics
 import subprocess
@@ -29,28 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.end_to_end.launched_runs import ROLES, ROOT, LaunchedRun, command_line
-
-
-def dry_run_seconds(gpus: int, repeat: int) -> dict[str, float]:
-    """Seconds of a dry run of 20B, the whole process: by the clock, and of CPU time (which others' load hides less)."""
-    command = [sys.executable, str(ROOT / "deepy.py"), "train.py", "-d", str(ROOT / "configs"), "20B.yml"]
-    command += ["--hosts", str(gpus // 8), "--gpus", "8", "--dry-run", "--json"]
-    seconds, cpu = [], []
-    for _ in range(repeat):
-        started, used = time.perf_counter(), _children_cpu_seconds()
-        subprocess.run(command, check=True, capture_output=True)
-        seconds.append(time.perf_counter() - started)
-        cpu.append(_children_cpu_seconds() - used)
-    return {
-        "best": round(min(seconds), 3),
-        "median": round(statistics.median(seconds), 3),
-        "cpu_best": round(min(cpu), 3),
-    }
-
-
-def _children_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def start_and_end(directory: Path, repeat: int) -> list[dict[str, float]]:
@@ -118,15 +95,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="runs whose rank is killed")
     parser.add_argument("--random", type=int, default=100, help="runs of which any process is killed at any moment")
     parser.add_argument("--at-once", type=int, default=2, help="randomly killed runs at a time")
-    parser.add_argument("--repeat", type=int, default=10, help="dry runs of each size")
     parser.add_argument("--starts", type=int, default=5, help="trainings that are started")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
     random.seed(arguments.seed)
     figures: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()}
-    for gpus in (96, 4096):
-        figures[f"dry_run_20B_{gpus}_gpus_seconds"] = dry_run_seconds(gpus, arguments.repeat)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         figures["start_and_end_seconds"] = start_and_end(directory, arguments.starts)
