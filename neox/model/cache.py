@@ -36,10 +36,13 @@ from neox.ops import (
 
 
 class CacheForm(NamedTuple):
-    """Shape of one block's cache on this rank.
+    """Shape of one block's cache of keys and values on this rank.
+
+    Each kind of attention says its own in `cache_form`; a block with a window keeps only the tokens in it. `slots` and
+    `shape` alone turn it into the size of tensors.
 
     Attributes:
-        tokens: Largest number of tokens that it has to hold; None for all.
+        tokens: Largest number of tokens that it has to hold, such as a window's; None for all.
         heads: Number of key and value heads.
         width: Width of a head's keys.
         value_width: Number of leading dimensions of the keys that are also the values; 0 if values are stored
@@ -50,6 +53,17 @@ class CacheForm(NamedTuple):
     heads: int
     width: int
     value_width: int = 0
+
+    def slots(self, max_length: int) -> int:
+        """Return T, the number of tokens that are kept of at most `max_length`."""
+        if self.tokens is None:
+            return max_length
+        return min(self.tokens, max_length)
+
+    def shape(self, blocks: int, batch: int, max_length: int) -> tuple[int, ...]:
+        """Return the shape of the memory of some blocks, [L, B, K, 2, T, D], or [L, B, K, 1, T, D] for only keys."""
+        kept = 1 if self.value_width else 2
+        return blocks, batch, self.heads, kept, self.slots(max_length), self.width
 
 
 class StateForm(NamedTuple):
@@ -72,7 +86,7 @@ class BlockState(NamedTuple):
 
 
 class SlotStore(NamedTuple):
-    """Memory of all blocks of a cache that have the same `CacheForm` and number of slots.
+    """Memory of all blocks of a cache that have the same `CacheForm`.
 
     Attributes:
         blocks: Numbers of the blocks on this rank.
@@ -107,7 +121,7 @@ class KVCache:
         dtype: Type of keys and values.
 
     Attributes:
-        stores: The memory of keys, one tensor for all blocks that have the same form and number of slots.
+        stores: The memory of keys, one tensor for all blocks that have the same form.
         states: Number of a block that keeps a state -> its tensors, [B, ...] each.
         batch: Number of sequences.
         device: Device of the cache.
@@ -137,20 +151,18 @@ class KVCache:
         self.max_length = max_length + architecture.soft_prompt_tokens
         self.longest = self.max_length
         self.states: dict[int, tuple[Tensor, ...]] = {}
-        blocks_of: dict[tuple[int, CacheForm], list[int]] = {}
+        blocks_of: dict[CacheForm, list[int]] = {}
         for number, form in enumerate(forms):
             assert form is not None, "the network generates by steps"
             if isinstance(form, StateForm):
                 self.states[number] = tuple(torch.zeros((batch, *shape), device=device) for shape in form.shapes)
                 continue
-            slots = self.max_length if form.tokens is None else min(form.tokens, self.max_length)
-            blocks_of.setdefault((slots, form), []).append(number)
+            blocks_of.setdefault(form, []).append(number)
         self.stores: list[SlotStore] = []
-        for (slots, form), blocks in blocks_of.items():
-            kept = 1 if form.value_width else 2
-            pairs = torch.zeros((len(blocks), batch, form.heads, kept, slots, form.width), device=device, dtype=dtype)
-            store = SlotStore(tuple(blocks), pairs, form.value_width, is_ring=slots < self.max_length)
-            self.stores.append(store)
+        for form, blocks in blocks_of.items():
+            pairs = torch.zeros(form.shape(len(blocks), batch, self.max_length), device=device, dtype=dtype)
+            is_ring = form.slots(self.max_length) < self.max_length
+            self.stores.append(SlotStore(tuple(blocks), pairs, form.value_width, is_ring))
         self.batch = batch
         self.device = torch.device(device or "cpu")
         self.length = 0
