@@ -47,11 +47,26 @@ def parameter_groups(
     """
     members: dict[_GroupKey, list[nn.Parameter]] = {}
     for _, parameter in named_parameters:
-        if parameter.requires_grad:
-            key = _key(parameter, weight_decay, hidden_apart=hidden_apart)
-            members.setdefault(key, []).append(parameter)
+        if not parameter.requires_grad:
+            continue
+        decayed = decays(parameter)
+        decay = weight_decay if decayed else 0.0
+        own_decay: float | None = getattr(parameter, "group_weight_decay", None)
+        if own_decay is not None:
+            decayed = own_decay > 0
+            decay = own_decay
+        key = _GroupKey(
+            hidden=hidden_apart and is_hidden(parameter),
+            decayed=decayed,
+            decay=decay,
+            factor=float(getattr(parameter, "lr_factor", 1.0)),
+            group_factor=float(getattr(parameter, "group_lr_factor", 1.0)),
+            divided=holds_divided_experts(parameter),
+        )
+        members.setdefault(key, []).append(parameter)
+
     groups = []
-    for key in sorted(members, key=_order):
+    for key in sorted(members, key=_GroupKey.order):
         factor = scale * key.factor
         group: dict[str, Any] = {"params": members[key], "weight_decay": key.decay / factor}
         if factor * key.group_factor != 1.0:
@@ -83,23 +98,9 @@ class _GroupKey(NamedTuple):
     group_factor: float
     divided: bool
 
-
-def _key(parameter: nn.Parameter, weight_decay: float, *, hidden_apart: bool) -> _GroupKey:
-    """Return what a parameter has in common with others of its group."""
-    decayed = decays(parameter)
-    decay = weight_decay if decayed else 0.0
-    given: float | None = getattr(parameter, "group_weight_decay", None)
-    if given is not None:
-        decayed = given > 0
-        decay = given
-    group_factor = float(getattr(parameter, "group_lr_factor", 1.0))
-    hidden = hidden_apart and is_hidden(parameter)
-    divided = holds_divided_experts(parameter)
-    return _GroupKey(hidden, decayed, decay, _factor(parameter), group_factor, divided)
-
-
-def _order(key: _GroupKey) -> tuple[bool, bool, float, float, float, bool]:
-    return not key.hidden, not key.decayed, key.factor, key.group_factor, key.decay, key.divided
+    def order(self) -> tuple[bool, bool, float, float, float, bool]:
+        """Return what groups are sorted by: hidden and decayed ones come first. Checkpoints number groups so."""
+        return not self.hidden, not self.decayed, self.factor, self.group_factor, self.decay, self.divided
 
 
 def planned_groups(plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
@@ -120,7 +121,3 @@ def planned_groups(plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Param
 def is_hidden(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix between hidden states."""
     return getattr(parameter, "hidden", False)
-
-
-def _factor(parameter: nn.Parameter) -> float:
-    return float(getattr(parameter, "lr_factor", 1.0))
