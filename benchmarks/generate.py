@@ -175,7 +175,7 @@ def compare(args: argparse.Namespace, plan: RunPlan, device: torch.device, direc
             return False
 
         def our_side(prompts: Tensor = prompts) -> list[list[int]]:
-            return [row.tokens for row in decode(ours, prompts.tolist(), params, NoText(), stopped=stamp)]
+            return [row.tokens for row in decode(ours, prompts.tolist(), params, NoText(), should_stop=stamp)]
 
         def their_side(inputs: Tensor = inputs) -> list[list[int]]:
             new = {"max_new_tokens": args.new, "min_new_tokens": args.new, "do_sample": False, "pad_token_id": 0}

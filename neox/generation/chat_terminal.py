@@ -135,8 +135,8 @@ def converse(
                 return conversation
             try:
                 started = time.monotonic()
-                with interrupts.stopping(group) as stopped:
-                    result = _answer(model, ids, params, chat, codec, number, write, stopped)
+                with interrupts.stopping(group) as should_stop:
+                    result = _answer(model, ids, params, chat, codec, number, write, should_stop)
                     was_stopped = interrupts.requested
             except GenerationError as error:
                 conversation.withdraw()
@@ -203,7 +203,7 @@ def _answer(
     codec: Tokenizer,
     number: int,
     write: Callable[[str], None],
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> Continuation:
     """Generate one answer, and show it as it comes."""
     stream = AnswerStream(chat.form.begin)
@@ -211,7 +211,9 @@ def _answer(
     def on_text(_: int, text: str) -> None:
         write(stream.push(text))
 
-    (result,) = decode(model, [ids], chat.ending(params), codec, numbers=[number], on_text=on_text, stopped=stopped)
+    (result,) = decode(
+        model, [ids], chat.ending(params), codec, sequence_ids=[number], on_text=on_text, should_stop=should_stop
+    )
     write(stream.finish())
     return result
 
@@ -251,14 +253,14 @@ class _Interrupts:
         self.requested = False
         self._is_answering = True
 
-        def stopped() -> bool:
+        def should_stop() -> bool:
             agreed = [self.requested]
             if group is not None:
                 dist.broadcast_object_list(agreed, src=0, group=group)
             return agreed[0]  # `requested` may have changed meanwhile: for the next token
 
         try:
-            yield stopped
+            yield should_stop
         finally:
             self._is_answering = False
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from neox.generation.decoding import Continuation, LanguageModel, OnText, beam_search, check_ids, decode
+from neox.generation.beam_search import beam_search
+from neox.generation.decoding import LanguageModel, OnText, check_ids, decode
 from neox.generation.request import Prompt, SamplingParams, encode_prompts
 from neox.log import progress
 from neox.parallel import ParallelGrid
@@ -62,7 +63,7 @@ def generate(
     codec: Tokenizer,
     *,
     batch_size: int = 8,
-    numbers: Sequence[int] | None = None,
+    sequence_ids: Sequence[int] | None = None,
     on_text: OnText | None = None,
     keep_logits: bool = False,
     on_batch: Callable[[int], object] | None = None,
@@ -75,7 +76,8 @@ def generate(
         params: Sampling settings.
         codec: Tokenizer.
         batch_size: Prompts per batch; beam search takes one at a time.
-        numbers: Number of each prompt in the whole run, which decides its random numbers; by default its number here.
+        sequence_ids: Number of each prompt in the whole run, which decides its random numbers; by default its number
+            here.
         on_text: Function that is called with (prompt number, new text) during generation; not with beams.
         keep_logits: Whether completions hold their logits.
         on_batch: Function that is called after each batch with its number of prompts.
@@ -88,14 +90,14 @@ def generate(
     """
     ids = encode_prompts(prompts, codec, params, model.max_length)
     check_ids(ids, model)
-    if numbers is None:
-        numbers = range(len(ids))
+    if sequence_ids is None:
+        sequence_ids = range(len(ids))
     if params.num_beams > 1:
         batch_size = 1
-    completed: dict[int, Completion] = {}
-    order = sorted(range(len(ids)), key=lambda n: -len(ids[n]))
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
+    completions: dict[int, Completion] = {}
+    longest_first = sorted(range(len(ids)), key=lambda n: -len(ids[n]))
+    for start in range(0, len(longest_first), batch_size):
+        batch = longest_first[start : start + batch_size]  # numbers of prompts
         started = time.perf_counter()
         if params.num_beams > 1:
             results = [beam_search(model, ids[batch[0]], params, codec)]
@@ -105,38 +107,30 @@ def generate(
                 [ids[n] for n in batch],
                 params,
                 codec,
-                numbers=[numbers[n] for n in batch],
-                on_text=None if on_text is None else _renumbered(on_text, batch),
+                sequence_ids=[sequence_ids[n] for n in batch],
+                on_text=None if on_text is None else _with_prompt_number(on_text, batch),
                 keep_logits=keep_logits,
             )
         seconds = time.perf_counter() - started
         for n, result in zip(batch, results, strict=True):
             prompt = prompts[n]
-            context = prompt if isinstance(prompt, str) else codec.decode_shown(prompt)
-            completed[n] = _completion(context, result, seconds, keep_logits)
-        if on_batch:
+            completions[n] = Completion(
+                context=prompt if isinstance(prompt, str) else codec.decode_shown(prompt),
+                text=result.text,
+                length=len(result.tokens),
+                finished=result.finished,
+                duration=seconds,
+                tokens=tuple(result.tokens),
+                logits=[row.tolist() for row in result.logits] if keep_logits else None,
+            )
+        if on_batch is not None:
             on_batch(len(batch))
-    return [completed[n] for n in range(len(ids))]
+    return [completions[n] for n in range(len(ids))]
 
 
-def _renumbered(on_text: OnText, numbers: Sequence[int]) -> OnText:
+def _with_prompt_number(on_text: OnText, numbers: Sequence[int]) -> OnText:
     """Return a callback for rows of a batch that calls `on_text` with the prompts' numbers."""
     return lambda row, text: on_text(numbers[row], text)
-
-
-def _completion(context: str, result: Continuation, seconds: float, keep_logits: bool) -> Completion:
-    logits = None
-    if keep_logits:
-        logits = [row.tolist() for row in result.logits]
-    return Completion(
-        context=context,
-        text=result.text,
-        length=len(result.tokens),
-        finished=result.finished,
-        duration=seconds,
-        tokens=tuple(result.tokens),
-        logits=logits,
-    )
 
 
 def generate_all(
@@ -154,9 +148,10 @@ def generate_all(
     def generate_part(numbers: Sequence[int]) -> list[Completion]:
         part = [prompts[n] for n in numbers]
         if grid.rank != 0:
-            return generate(model, part, params, codec, batch_size=batch_size, numbers=numbers)
+            return generate(model, part, params, codec, batch_size=batch_size, sequence_ids=numbers)
         with progress("generate", len(part), "prompts") as bar:
-            return generate(model, part, params, codec, batch_size=batch_size, numbers=numbers, on_batch=bar.update)
+            update = bar.update
+            return generate(model, part, params, codec, batch_size=batch_size, sequence_ids=numbers, on_batch=update)
 
     return over_replicas(range(len(prompts)), generate_part, grid)
 

@@ -61,7 +61,7 @@ def interact(
         if prompt is None:
             return
         try:
-            (done,) = generate(model, [prompt], params, codec, numbers=[number], on_text=on_text)
+            (done,) = generate(model, [prompt], params, codec, sequence_ids=[number], on_text=on_text)
         except GenerationError as error:
             write(f"{error}\n")
             continue

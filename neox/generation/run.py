@@ -76,7 +76,7 @@ def run_generation(
     def generate_part(numbers: Sequence[int]) -> list[Completion]:
         part = [prompts[n] for n in numbers]
         return generate(
-            model, part, params, codec, batch_size=batch_size, numbers=numbers, keep_logits=keys.return_logits
+            model, part, params, codec, batch_size=batch_size, sequence_ids=numbers, keep_logits=keys.return_logits
         )
 
     with progress("generate", len(todo), "prompts") if grid.rank == 0 else nullcontext() as bar:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +18,14 @@ from neox.errors import GenerationError
 from neox.generation.request import SamplingParams
 
 _IMPOSSIBLE = float("-inf")
+_SEED_STRIDE = 1_000_003
+_SEQUENCE_STRIDE = 7_919
+"""Primes that keep the seeds of sequences apart: other seeds or sequences give other generators."""
+_NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): the weights are broken or overflow in "
+    "this precision; check the training loss of this checkpoint, try an earlier one, or set inference_precision: "
+    "fp32"
+)
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -29,7 +36,8 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
         seen: Tokens in the context, bool [B, V].
         penalty: Divisor of positive and factor of negative logits.
     """
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lowered, logits)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -42,14 +50,14 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """Keep the fewest tokens of each row [B, V], most probable first, whose probabilities together reach `p`."""
     ordered, order = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    drop = before >= p
-    drop[:, 0] = False
+    more_probable = probabilities.cumsum(dim=-1) - probabilities  # of all tokens before each one in the order
+    drop = more_probable >= p
+    drop[:, 0] = False  # the most probable one stays
     return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), _IMPOSSIBLE)
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token per row by inverting the cumulative distribution.
+    """Draw one token per row: the first token v with p(0) + ... + p(v) > uniform.
 
     Args:
         logits: Logits [B, V].
@@ -59,20 +67,21 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
         Ids [B].
     """
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
-    # `right=True` finds the first token whose sum is greater, so one of probability zero is never drawn.
+    # Rounding leaves the last sum a little off 1. `right=True` finds a sum that is greater, not equal, so that a token
+    # of probability 0 is never drawn.
     chosen = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
     return chosen.squeeze(1).clamp_(max=logits.size(-1) - 1)
 
 
-def sequence_uniforms(seed: int, sequences: Sequence[int], length: int) -> Tensor:
+def sequence_uniforms(seed: int, sequence_ids: Sequence[int], length: int) -> Tensor:
     """Return random numbers in [0, 1) for whole sequences, float64 [B, length].
 
     Each sequence has a generator of its own, seeded by `seed` and its number. So its numbers do not depend on its batch
     or on the ranks that compute it.
     """
     rows = []
-    for sequence in sequences:
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + sequence * 7_919) % 2**63)
+    for sequence in sequence_ids:
+        generator = torch.Generator().manual_seed((seed * _SEED_STRIDE + sequence * _SEQUENCE_STRIDE) % 2**63)
         rows.append(torch.rand(length, generator=generator, dtype=torch.float64))
     return torch.stack(rows)
 
@@ -81,26 +90,24 @@ def check_logits(logits: Tensor) -> None:
     """Raise GenerationError if logits [B, V] are not finite; argmax would choose a token without an error."""
     # A row's maximum is NaN if any element is, and infinite after an overflow.
     if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-        raise_not_finite()
-
-
-def raise_not_finite() -> NoReturn:
-    """Raise the GenerationError for logits that are not finite."""
-    raise GenerationError(
-        "the model's logits are not finite (NaN or infinity): the weights are broken or overflow in "
-        "this precision; check the training loss of this checkpoint, try an earlier one, or set inference_precision: "
-        "fp32"
-    )
+        raise GenerationError(_NOT_FINITE)
 
 
 class TokenChooser:
-    """Chooser of the next tokens of a batch, which keeps the step and the tokens seen by each sequence."""
+    """Chooses the next tokens of a batch, one call for each step.
+
+    Attributes:
+        step: Number of tokens that were chosen for each sequence.
+        uniforms: Random numbers of each sequence and step, [B, max_new_tokens]; None for greedy decoding.
+        seen: Tokens in the context of each sequence, bool [B, V]; None without a repetition penalty.
+        end_tokens: Ids that are impossible during the first `min_new_tokens`.
+    """
 
     def __init__(
         self,
         params: SamplingParams,
         prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
+        sequence_ids: Sequence[int],
         vocab_size: int,
         eod: int,
         device: torch.device,
@@ -110,18 +117,18 @@ class TokenChooser:
         Args:
             params: Sampling settings.
             prompts: Token ids of each sequence.
-            numbers: Number of each sequence, which seeds its random numbers together with `params.seed`.
+            sequence_ids: Number of each sequence, which seeds its random numbers together with `params.seed`.
             vocab_size: Size of the vocabulary V.
-            eod: End-of-document id; it and `params.stop_ids` are impossible during the first `min_new_tokens`.
+            eod: End-of-document id, an end token beside `params.stop_ids`.
             device: Device of the logits.
         """
         self.params = params
-        self.ends = tuple(token for token in (eod, *params.stop_ids) if token < vocab_size)
         self.step = 0
-        self.uniforms = None
+        self.end_tokens = tuple(token for token in (eod, *params.stop_ids) if token < vocab_size)
+        self.uniforms: Tensor | None = None
         if params.samples:
-            self.uniforms = sequence_uniforms(params.seed, numbers, params.max_new_tokens).to(device)
-        self.seen = None
+            self.uniforms = sequence_uniforms(params.seed, sequence_ids, params.max_new_tokens).to(device)
+        self.seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
             self.seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
             for row, prompt in enumerate(prompts):
@@ -129,23 +136,10 @@ class TokenChooser:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose ids [B] from logits [B, V]. Raises GenerationError if they are not finite."""
-        params = self.params
         if self.uniforms is None and self.seen is None:
             ids = self._most_probable(logits)
-            self.step += 1
-            return ids
-        check_logits(logits)
-        scores = logits.float()
-        if self.seen is not None:
-            scores = penalize_repetition(scores, self.seen, params.repetition_penalty)
-        if self.step < params.min_new_tokens:
-            scores = exclude(scores, self.ends)
-        if self.uniforms is None:
-            ids = scores.argmax(dim=-1)
         else:
-            ids = draw(filter_logits(scores, params), self.uniforms[:, self.step])
-        if self.seen is not None:
-            self.seen.scatter_(1, ids[:, None], True)
+            ids = self._from_scores(logits)
         self.step += 1
         return ids
 
@@ -154,9 +148,26 @@ class TokenChooser:
         values, ids = logits.max(dim=-1)  # the lower id wins a tie
         # The maximum shows a NaN or positive infinity in a row, and a row of negative infinities.
         if not all(map(math.isfinite, values.tolist())):
-            raise_not_finite()
-        if self.step < self.params.min_new_tokens and not set(self.ends).isdisjoint(ids.tolist()):
-            ids = exclude(logits, self.ends).argmax(dim=-1)
+            raise GenerationError(_NOT_FINITE)
+        must_go_on = self.step < self.params.min_new_tokens
+        if must_go_on and not set(self.end_tokens).isdisjoint(ids.tolist()):
+            ids = exclude(logits, self.end_tokens).argmax(dim=-1)
+        return ids
+
+    def _from_scores(self, logits: Tensor) -> Tensor:
+        """Choose after the repetition penalty, or draw, or both."""
+        check_logits(logits)
+        scores = logits.float()
+        if self.seen is not None:
+            scores = penalize_repetition(scores, self.seen, self.params.repetition_penalty)
+        if self.step < self.params.min_new_tokens:
+            scores = exclude(scores, self.end_tokens)
+        if self.uniforms is None:
+            ids = scores.argmax(dim=-1)
+        else:
+            ids = draw(filter_logits(scores, self.params), self.uniforms[:, self.step])
+        if self.seen is not None:
+            self.seen.scatter_(1, ids[:, None], True)
         return ids
 
 

@@ -102,12 +102,12 @@ class GenerationQueue:
         async with self.lock:
             deadline = time.monotonic() + self.limits.seconds
 
-            def stopped() -> bool:
+            def should_stop() -> bool:
                 return stop.is_set() or self.closing.is_set() or time.monotonic() > deadline
 
             def run() -> tuple[list[Continuation], bool]:
                 results = decode(
-                    self.model, request.prompts, request.params, self.codec, on_text=on_text, stopped=stopped
+                    self.model, request.prompts, request.params, self.codec, on_text=on_text, should_stop=should_stop
                 )
                 return results, time.monotonic() > deadline
 

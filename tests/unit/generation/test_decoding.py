@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from neox.errors import GenerationError
+from neox.generation.beam_search import beam_search
 from neox.generation.completion import generate
-from neox.generation.decoding import beam_search, decode
+from neox.generation.decoding import decode
 from neox.generation.request import SamplingParams
 from tests.errors import raises_naming
 from tests.unit.generation.toy import ToyCodec, ToyModel, hashed, next_letter
@@ -64,7 +65,7 @@ def test_samples_do_not_depend_on_the_batch():
     for size in (2, 5):
         assert [c.text for c in generate(ToyModel(hashed), prompts, params, CODEC, batch_size=size)] == reference
     assert reference[1] != reference[3], "the same prompt twice is two samples"
-    part = generate(ToyModel(hashed), prompts[3:], params, CODEC, numbers=[3, 4])
+    part = generate(ToyModel(hashed), prompts[3:], params, CODEC, sequence_ids=[3, 4])
     assert [c.text for c in part] == reference[3:]
     assert texts(prompts, hashed, **{**settings, "seed": 6}) != reference
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from neox.errors import NeoXError
-from neox.generation.decoding import beam_search
+from neox.generation.beam_search import beam_search
 from neox.generation.request import SamplingParams
 from neox.generation.runner import CachedDecoding, ModelRunner
 from tests.errors import raises_naming

@@ -62,7 +62,7 @@ def test_cache_batch_and_padding_change_nothing(settings):
     params = SamplingParams(max_new_tokens=24, min_new_tokens=8, **settings)
     model = golden_model("v2_pp2_mp1_dp1_fp32")
     together = [c.tokens for c in generate(model, PROMPTS, params, TOKENIZER)]
-    alone = [generate(model, [p], params, TOKENIZER, numbers=[n])[0].tokens for n, p in enumerate(PROMPTS)]
+    alone = [generate(model, [p], params, TOKENIZER, sequence_ids=[n])[0].tokens for n, p in enumerate(PROMPTS)]
     model.recompute = True
     recomputed = [c.tokens for c in generate(model, PROMPTS, params, TOKENIZER)]
     assert together == alone == recomputed
