@@ -46,9 +46,9 @@ from neox.preflight.checks import (
 from neox.preflight.data_amounts import with_amounts
 from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
-from neox.preflight.own_run import with_own_run, with_warmup_of_counted
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
 from neox.preflight.remote_data import planned_data, with_local_data
+from neox.preflight.resume_from_save import resume_from_save, with_warmup_of_counted
 from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
 from neox.problems import Problem, in_file_order
 
@@ -172,7 +172,7 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
     """Plan a job whose files are here, or, in a dry run, are left out of the checks."""
     own = DecidedConfig(config)
     if job.trains:
-        own = with_own_run(config)
+        own = resume_from_save(config)
         config = own.config
     vocabulary = read_vocabulary(config)
     problems = [

@@ -20,7 +20,7 @@ from pathlib import Path
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch.command_line import find_script
-from neox.launch.hosts.doctor import Checks, HostReport, examine, format_reports
+from neox.launch.hosts.doctor import HostChecks, HostReport, examine_hosts, format_reports
 from neox.launch.hosts.machine import native_formats
 from neox.launch.hosts.placement import Placement, choose_hosts, place_ranks
 from neox.launch.launcher_choice import chosen_launcher
@@ -38,9 +38,9 @@ from neox.preflight.fit_hosts import fit_hosts, too_few_hosts
 from neox.preflight.host_checks import capabilities_of, check_compilers, check_memory, hosts_without_room
 from neox.preflight.job_command import JobCommand, print_to_stderr
 from neox.preflight.next_steps import next_steps
-from neox.preflight.own_run import finished_note, unfinished_note
 from neox.preflight.planning import Job, PlannedJob, plan_job
 from neox.preflight.restarts import Restarts
+from neox.preflight.resume_from_save import finished_note, unfinished_note
 from neox.preflight.run_directory import claim_curves, write_run_directory
 from neox.preflight.spare_hosts import can_change_hosts, with_spares
 from neox.storage import ids_file
@@ -246,7 +246,7 @@ class StartRun(JobCommand):
         self, spec: LaunchSpec, restarts: Restarts | None = None, *, lost: frozenset[str] = frozenset()
     ) -> list[HostReport]:
         """Check every host, with the paths of this configuration. Those that were lost are not waited for."""
-        checks = Checks(
+        checks = HostChecks(
             save_paths=() if self.save is None else (str(self.save),),
             local_paths=nvme_paths(self.config),
             data_paths=tuple(self._files_of_every_host()),
@@ -257,7 +257,7 @@ class StartRun(JobCommand):
             lost=lost,
             awaited=frozenset() if restarts is None else restarts.hosts.awaited,
         )
-        return examine(spec, checks, self.environment)
+        return examine_hosts(spec, checks, self.environment)
 
     # -- after the last start
 

@@ -25,7 +25,7 @@ from neox.plan import config_from_files, resolve, static_problems
 from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
 from neox.plan.schedule import schedule_of
 from neox.preflight.data_decisions import DecidedConfig
-from neox.preflight.own_run import with_own_run, with_warmup_of_counted
+from neox.preflight.resume_from_save import resume_from_save, with_warmup_of_counted
 from tests.plans import SMALL, small_plan
 
 
@@ -189,7 +189,7 @@ def resumed(folder: Path, saved: dict, now: dict, steps: tuple[int, ...] = (15,)
         (configs.parent / RUN_FILE).write_text(identity_text(run_identity(before)))
     (folder / "latest").write_text(f"global_step{steps[-1]}")
     flat = {**BASE, **saved, **now, "load": str(folder), "save": str(folder), **keys}
-    return with_own_run(NeoXConfig.from_flat(flat))
+    return resume_from_save(NeoXConfig.from_flat(flat))
 
 
 @pytest.mark.parametrize("style", ["WSD", "constant"])

@@ -1,4 +1,4 @@
-"""Checks of all hosts, in parallel, before a run starts. The result is a table and the first thing to fix."""
+"""HostChecks of all hosts, in parallel, before a run starts. The result is a table and the first thing to fix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LEGEND = (
 
 
 @dataclass(frozen=True)
-class Checks:
+class HostChecks:
     """What to check on every host.
 
     Attributes:
@@ -91,7 +91,7 @@ class HostReport:
     awaited: bool = False
 
 
-def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) -> list[HostReport]:
+def examine_hosts(spec: LaunchSpec, checks: HostChecks, environment: Mapping[str, str]) -> list[HostReport]:
     """Check all hosts in parallel.
 
     Args:
@@ -119,7 +119,7 @@ def examine(spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]) ->
         reports = list(pool.map(ask, numbers))
     if problem:
         reports[0].problems.append(problem)
-    _judge(reports, spec, checks, code_hash(code_root()))
+    _judge_hosts(reports, spec, checks, code_hash(code_root()))
     if checks.links:
         _check_links([report for report in reports if not report.problems], spec, checks, environment)
     return reports
@@ -151,7 +151,7 @@ class _Countdown:
 def _ask(
     spec: LaunchSpec,
     number: int,
-    checks: Checks,
+    checks: HostChecks,
     environment: Mapping[str, str],
     marker: str | None,
     others_are_done: threading.Event | None = None,
@@ -263,8 +263,8 @@ def _read_answer(report: HostReport, done: subprocess.CompletedProcess[str], spe
         report.problems.append(f"the check ended with status {done.returncode}: {last}")
 
 
-def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code: str) -> None:
-    """Add problems to the reports.
+def _judge_hosts(reports: Sequence[HostReport], spec: LaunchSpec, checks: HostChecks, code: str) -> None:
+    """Add problems to the reports: what is wrong on each host, and how it differs from most hosts.
 
     Args:
         reports: Reports of all hosts.
@@ -278,9 +278,15 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
     _compare_versions(answered, "python", "Python", "install the same version")
     _compare_versions(answered, "torch", "torch", "run `make install` there")
     _compare_versions(answered, "deepspeed", "deepspeed", "run `make install` there")
-    _compare_products(answered)
+    usual_seconds = median_low(report.answer["product_seconds"] for report in answered)
     with_accelerators = sum(report.answer["accelerators"] > 0 for report in answered)
     for report in answered:
+        times = report.answer["product_seconds"] / usual_seconds
+        if times > _MOST_PRODUCT_TIMES:
+            report.problems.append(
+                f"its processor takes {times:.0f} times as long for a small product as the median of the hosts: look "
+                "for other programs, power limits and heat, or leave it out"
+            )
         if report.answer["code"] != code:
             report.problems.append(
                 f"the project's code differs: its hash is {report.answer['code']} there and {code} here; copy or check "
@@ -292,9 +298,15 @@ def _judge(reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, code
         if not report.answer["product"]:
             report.problems.append("its processor multiplies wrongly: leave it out, and have it repaired")
         _judge_accelerators(report, others_have_some=2 * with_accelerators >= len(answered))
-        _judge_port(report, spec)
+        port_state = report.answer["port"]
+        if port_state not in (None, "free"):
+            report.problems.append(
+                f"master port {spec.master_port}: {port_state}; leave master_port out, or set another"
+            )
         _judge_paths(report, checks)
-        _judge_clock(report)
+        clock_difference = report.answer["clock"] - time.time()
+        if abs(clock_difference) > _MAX_CLOCK_SECONDS + report.seconds:
+            report.problems.append(f"its clock is {clock_difference:+.0f} s off: synchronise it (NTP)")
 
 
 def _compare_versions(answered: Sequence[HostReport], key: str, name: str, remedy: str) -> None:
@@ -307,18 +319,6 @@ def _compare_versions(answered: Sequence[HostReport], key: str, name: str, remed
             report.problems.append(f"{name} is not installed: {remedy}")
         elif version != usual:
             report.problems.append(f"{name} is {version}, elsewhere {usual}: {remedy}")
-
-
-def _compare_products(answered: Sequence[HostReport]) -> None:
-    """Add a problem to each report of a host whose processor multiplies much more slowly than those of most hosts."""
-    usual = median_low(report.answer["product_seconds"] for report in answered)
-    for report in answered:
-        times = report.answer["product_seconds"] / usual
-        if times > _MOST_PRODUCT_TIMES:
-            report.problems.append(
-                f"its processor takes {times:.0f} times as long for a small product as the median of the hosts: look "
-                "for other programs, power limits and heat, or leave it out"
-            )
 
 
 def _judge_accelerators(report: HostReport, *, others_have_some: bool) -> None:
@@ -335,13 +335,7 @@ def _judge_accelerators(report: HostReport, *, others_have_some: bool) -> None:
         report.problems.append(f"{slots} slots, but only {accelerators} accelerator(s): lower slots or num_gpus")
 
 
-def _judge_port(report: HostReport, spec: LaunchSpec) -> None:
-    state = report.answer["port"]
-    if state not in (None, "free"):
-        report.problems.append(f"master port {spec.master_port}: {state}; leave master_port out, or set another")
-
-
-def _judge_paths(report: HostReport, checks: Checks) -> None:
+def _judge_paths(report: HostReport, checks: HostChecks) -> None:
     states = report.answer["paths"]
     if report.answer["shared"] is False:
         report.problems.append(
@@ -358,7 +352,7 @@ def _judge_paths(report: HostReport, checks: Checks) -> None:
 
 
 def _check_links(
-    reports: Sequence[HostReport], spec: LaunchSpec, checks: Checks, environment: Mapping[str, str]
+    reports: Sequence[HostReport], spec: LaunchSpec, checks: HostChecks, environment: Mapping[str, str]
 ) -> None:
     """Measure the links between hosts, and add the speeds and problems to the reports."""
     if len(reports) < 2:
@@ -375,12 +369,6 @@ def _check_links(
         report.link_speed = result.speed
         if result.problem:
             report.problems.append(result.problem)
-
-
-def _judge_clock(report: HostReport) -> None:
-    difference = report.answer["clock"] - time.time()
-    if abs(difference) > _MAX_CLOCK_SECONDS + report.seconds:
-        report.problems.append(f"its clock is {difference:+.0f} s off: synchronise it (NTP)")
 
 
 @contextmanager
@@ -435,6 +423,11 @@ def _row(report: HostReport) -> tuple[str, ...]:
     answer = report.answer
     free_bytes = [state["free"] for state in answer.get("paths", {}).values()]
     versions = [str(answer.get(key, "-")) for key in ("python", "torch", "deepspeed", "code", "accelerators")]
+    verdict = "ok"
+    if report.problems:
+        verdict = "PROBLEM"
+    elif report.notes:
+        verdict = f"ok ({'; '.join(report.notes)})"
     return (
         report.host.name,
         str(len(report.host.slots)),
@@ -443,7 +436,7 @@ def _row(report: HostReport) -> tuple[str, ...]:
         _gibibytes(min(free_bytes, default=None)),
         "-" if report.link_speed is None else f"{report.link_speed / 1e6:,.0f}",
         f"{report.seconds:.1f}",
-        _verdict(report),
+        verdict,
     )
 
 
@@ -451,11 +444,3 @@ def _gibibytes(size: int | None) -> str:
     if size is None:
         return "-"
     return f"{size / 2**30:.0f} GiB"
-
-
-def _verdict(report: HostReport) -> str:
-    if report.problems:
-        return "PROBLEM"
-    if report.notes:
-        return f"ok ({'; '.join(report.notes)})"
-    return "ok"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.launch.hosts import doctor
-from neox.launch.hosts.doctor import Checks, HostReport, examine, format_reports
+from neox.launch.hosts.doctor import HostChecks, HostReport, examine_hosts, format_reports
 from neox.launch.spec import Host, LaunchSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +33,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 def judge(*answers: dict[str, Any]) -> list[HostReport]:
     names = [f"host{number}" for number in range(len(answers))]
     reports = [HostReport(Host(name, (0, 1)), said) for name, said in zip(names, answers, strict=True)]
-    doctor._judge(reports, spec(*names), Checks(save_paths=("/save",), data_paths=("/data",)), code="abc")
+    doctor._judge_hosts(reports, spec(*names), HostChecks(save_paths=("/save",), data_paths=("/data",)), code="abc")
     return reports
 
 
@@ -80,8 +80,8 @@ def test_each_problem_is_named_with_its_remedy() -> None:
 
 
 def test_asking_this_machine(tmp_path: Path) -> None:
-    checks = Checks(save_paths=(str(tmp_path / "save" / "checkpoints"),), data_paths=(str(tmp_path / "none.bin"),))
-    (report,) = examine(spec("localhost"), checks, os.environ)
+    checks = HostChecks(save_paths=(str(tmp_path / "save" / "checkpoints"),), data_paths=(str(tmp_path / "none.bin"),))
+    (report,) = examine_hosts(spec("localhost"), checks, os.environ)
     assert report.answer["python"] == sys.version.split()[0]
     assert report.answer["product"] is True
     assert report.answer["torch"] != "missing"
@@ -89,16 +89,16 @@ def test_asking_this_machine(tmp_path: Path) -> None:
     assert problem.startswith(f"{tmp_path / 'none.bin'} ")
     assert not (tmp_path / "save").exists()
     (tmp_path / "save" / "checkpoints").mkdir(parents=True)
-    examine(spec("localhost"), checks, os.environ)
+    examine_hosts(spec("localhost"), checks, os.environ)
     assert not list((tmp_path / "save" / "checkpoints").iterdir())
-    (report,) = examine(spec("localhost", python="/nowhere/python"), Checks(), os.environ)
+    (report,) = examine_hosts(spec("localhost", python="/nowhere/python"), HostChecks(), os.environ)
     assert "/nowhere/python" in report.problems[0]
     assert not report.unreachable
 
 
 def test_a_host_that_ssh_cannot_reach() -> None:
-    checks = Checks(always_ssh=True, ssh_port=9)  # nothing listens there
-    (report,) = examine(spec("127.0.0.1"), checks, os.environ)
+    checks = HostChecks(always_ssh=True, ssh_port=9)  # nothing listens there
+    (report,) = examine_hosts(spec("127.0.0.1"), checks, os.environ)
     assert report.unreachable
     assert report.problems[0].startswith("ssh failed")
 
@@ -106,7 +106,7 @@ def test_a_host_that_ssh_cannot_reach() -> None:
 def test_a_save_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     save = tmp_path / "file" / "checkpoints"
-    (report,) = examine(spec("localhost"), Checks(save_paths=(str(save),)), os.environ)
+    (report,) = examine_hosts(spec("localhost"), HostChecks(save_paths=(str(save),)), os.environ)
     here, there = report.problems
     assert here.startswith(f"{save} ")
     assert here.endswith("Not a directory")

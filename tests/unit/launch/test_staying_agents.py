@@ -15,7 +15,7 @@ import pytest
 
 from neox.config.sections.runner import RunnerConfig
 from neox.launch import Host, LaunchSpec
-from neox.launch.hosts.doctor import Checks, examine
+from neox.launch.hosts.doctor import HostChecks, examine_hosts
 from neox.launch.lifeline import is_alive
 from neox.launch.orders import Orders, encode_order, end_order, signal_order, start_order
 from neox.launch.supervisor import supervisor
@@ -224,7 +224,7 @@ def test_a_lost_host_is_given_up_when_the_others_have_answered(tmp_path: Path, e
     (tmp_path / "ssh").write_text(f"""#!/bin/sh\ncase "$*" in *host-b*) exec sleep 60;; esac\n{SSH}""")
     described = spec(tmp_path, "first", "", (A, B))
     started = time.monotonic()
-    reports = examine(described, Checks(seconds=50, always_ssh=True, lost=frozenset({"host-b"})), environment)
+    reports = examine_hosts(described, HostChecks(seconds=50, always_ssh=True, lost=frozenset({"host-b"})), environment)
     assert time.monotonic() - started < 45
     assert reports[0].answer
     assert not reports[1].answer

@@ -18,8 +18,8 @@ from neox.errors import CheckpointError, ConfigError
 from neox.features.mirror_uploads.run import MirrorUploads
 from neox.plan import with_trained_model
 from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
-from neox.preflight.own_run import with_own_run
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
+from neox.preflight.resume_from_save import resume_from_save
 from tests.plans import SMALL, small_plan
 from tests.unit.corpus.s3_server import FailingApp, error, s3_server
 
@@ -50,7 +50,7 @@ def put_checkpoint(save: Path, step: int, config: NeoXConfig) -> Path:
 
 def resumed_step(config: NeoXConfig) -> str | None:
     """The checkpoint with which a start goes on."""
-    started = with_own_run(with_local_load(config, trains=True)).config
+    started = resume_from_save(with_local_load(config, trains=True)).config
     if started.checkpoint.load is None:
         return None
     return (Path(started.checkpoint.load) / "latest").read_text()

@@ -21,7 +21,7 @@ from neox.plan.run_identity import (
     run_identity,
     starting_weights,
 )
-from neox.preflight.own_run import finished_note, unfinished_note, with_own_run
+from neox.preflight.resume_from_save import finished_note, resume_from_save, unfinished_note
 from neox.run_events import append_event
 from tests.plans import SMALL, small_plan
 
@@ -77,9 +77,9 @@ def test_the_plan_names_the_weights_that_a_run_starts_from(tmp_path: Path) -> No
 
 def test_a_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
     config = make_config(save=str(tmp_path), load="base", finetune=True)
-    assert with_own_run(config).config == config
+    assert resume_from_save(config).config == config
     put_checkpoint(tmp_path, 4, config)
-    decided = with_own_run(config)
+    decided = resume_from_save(config)
     resumed = decided.config
     assert decided.problems == ()
     assert resumed.checkpoint.load == str(tmp_path)
@@ -90,8 +90,8 @@ def test_a_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
 def test_another_runs_checkpoints_are_refused(tmp_path: Path) -> None:
     put_checkpoint(tmp_path, 4, make_config(seed=2))
     config = make_config(save=str(tmp_path))
-    assert [problem.keys for problem in with_own_run(config).problems] == [("save",)]
-    assert with_own_run(make_config(save=str(tmp_path), overwrite=True)).problems == ()
+    assert [problem.keys for problem in resume_from_save(config).problems] == [("save",)]
+    assert resume_from_save(make_config(save=str(tmp_path), overwrite=True)).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_hash_of_an_older_version_is_no_other_run(tmp_path: Path, keys: dict[str
     put_config(tmp_path, 4, config)
     run_file = tmp_path / "global_step4" / RUN_FILE
     run_file.write_text(identity_text(replace(run_identity(config), run_id="of 0.1")))
-    decided = with_own_run(make_config(save=str(tmp_path), **keys))
+    decided = resume_from_save(make_config(save=str(tmp_path), **keys))
     assert (decided.problems == ()) is same
 
 
@@ -119,8 +119,8 @@ def test_checkpoints_without_an_identity_are_not_replaced(tmp_path: Path) -> Non
     found = find_run(tmp_path)
     assert found is not None
     assert (found.iteration, found.identity) == (3, None)
-    assert with_own_run(make_config(save=str(tmp_path))).problems != ()
-    assert with_own_run(make_config(save=str(tmp_path), load=str(tmp_path))).problems == ()
+    assert resume_from_save(make_config(save=str(tmp_path))).problems != ()
+    assert resume_from_save(make_config(save=str(tmp_path), load=str(tmp_path))).problems == ()
 
 
 def test_a_checkpoint_whose_replacement_was_killed_is_one_of_the_run(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_latest_decides_which_checkpoint_is_resumed(tmp_path: Path) -> None:
 def finished(directory: Path, **keys: Any) -> str | None:
     """What is said at a start with two steps in all; the run directory is `directory`/run."""
     config = make_config(save=str(directory / "save"), **{"train_iters": 2, **keys})
-    return finished_note(with_own_run(config).config, directory / "run")
+    return finished_note(resume_from_save(config).config, directory / "run")
 
 
 def put_complete_checkpoint(directory: Path, step: int) -> Path:
@@ -249,5 +249,5 @@ def test_a_jump_of_the_learning_rate_is_told(tmp_path: Path, iterations: int, ju
     put_checkpoint(tmp_path, 8, config)
     put_config(tmp_path, 8, config)
     again = make_config(save=str(tmp_path), lr_decay_iters=iterations, lr_decay_style="cosine")
-    notes = with_own_run(again).notes
+    notes = resume_from_save(again).notes
     assert any("learning rate" in note for note in notes) is jumps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from neox.config import NeoXConfig
@@ -28,8 +27,8 @@ _JUMP = 0.05  # share of the learning rate
 _EPOCHS = "num_train_epochs"
 
 
-def with_own_run(config: NeoXConfig) -> DecidedConfig:
-    """Let a run load its own checkpoints from `save`; those of another run are a problem.
+def resume_from_save(config: NeoXConfig) -> DecidedConfig:
+    """Let a run resume from its own checkpoints in `save`; those of another run are a problem.
 
     The schedule of the checkpoint that is loaded replaces the configuration's if `use_checkpoint_lr_scheduler` is set.
     """
@@ -40,17 +39,32 @@ def with_own_run(config: NeoXConfig) -> DecidedConfig:
     if keys.save is not None and not keys.overwrite:
         found = find_run(Path(keys.save))
     if found is None:
-        return _with_schedule(config)
-    own = _loading(config, found)
-    if own.problems:
-        return own
-    scheduled = _with_schedule(own.config)
-    notes = (*own.notes, *scheduled.notes, *_changes(scheduled.config, _loaded(own.config, found)))
+        return _with_schedule_of_checkpoint(config)
+
+    resumed = config
+    notes: tuple[str, ...] = ()
+    if not resumes_own_directory(config):
+        if not found.is_run_of(config):
+            return DecidedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
+        note = f"{keys.save} holds this run at iteration {found.iteration}: it is resumed"
+        dropped = [key for key in ("load", *FIRST_LOAD_KEYS) if config.given(key)]
+        if dropped:
+            note += f", so {', '.join(f'`{key}`' for key in dropped)} have no effect"
+        notes = (note,)
+        source = config.source("save").derived("load")
+        resumed = config.updated({"load": keys.save}, without=FIRST_LOAD_KEYS, source=source)
+
+    loaded = found
+    step = resumed.checkpoint.iteration
+    if step is not None and step != found.iteration:  # it chooses among the checkpoints that were found
+        loaded = FoundRun(chosen_checkpoint(Path(resumed.checkpoint.load or ""), step), step, found.identity)
+    scheduled = _with_schedule_of_checkpoint(resumed)
+    notes += (*scheduled.notes, *_changes_since(loaded, scheduled.config))
     return DecidedConfig(scheduled.config, notes, scheduled.problems)
 
 
-def _with_schedule(config: NeoXConfig) -> DecidedConfig:
-    """Let a run go on with the schedule of the checkpoint that it loads, or at least with its warm-up."""
+def _with_schedule_of_checkpoint(config: NeoXConfig) -> DecidedConfig:
+    """Let a run continue the schedule of the checkpoint that it loads, or at least its warm-up."""
     scheduled = with_saved_schedule(config)
     if scheduled.problems or config.schedule.use_checkpoint_lr_scheduler or static_problems(scheduled.config):
         return scheduled
@@ -59,35 +73,36 @@ def _with_schedule(config: NeoXConfig) -> DecidedConfig:
 
 
 def with_warmup_of_counted(config: NeoXConfig) -> DecidedConfig:
-    """Let a run whose length was counted in its data go on with its warm-up (`with_own_run` knew no length)."""
+    """Let a run whose length was counted in its data continue its warm-up (`resume_from_save` knew no length)."""
     is_counted = config.source("train_iters").rule == _EPOCHS
     if not is_counted or config.schedule.use_checkpoint_lr_scheduler or static_problems(config):
         return DecidedConfig(config)
     return with_saved_warmup(config)
 
 
-def _loaded(config: NeoXConfig, found: FoundRun) -> FoundRun:
-    """Return the run at the checkpoint that is loaded, which `iteration` may choose among those that were found."""
-    step = config.checkpoint.iteration
-    if step is None or step == found.iteration:
-        return found
-    return FoundRun(chosen_checkpoint(Path(config.checkpoint.load or ""), step), step, found.identity)
-
-
-def _loading(config: NeoXConfig, found: FoundRun) -> DecidedConfig:
-    """Let a run load the checkpoints that `save` holds; those of another run are a problem."""
-    keys = config.checkpoint
-    if resumes_own_directory(config):
-        return DecidedConfig(config)
-    if not found.is_run_of(config):
-        return DecidedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
-    note = f"{keys.save} holds this run at iteration {found.iteration}: it is resumed"
-    dropped = [key for key in ("load", *FIRST_LOAD_KEYS) if config.given(key)]
-    if dropped:
-        note += f", so {', '.join(f'`{key}`' for key in dropped)} have no effect"
-    source = config.source("save").derived("load")
-    resumed = config.updated({"load": keys.save}, without=FIRST_LOAD_KEYS, source=source)
-    return DecidedConfig(resumed, (note,))
+def _changes_since(loaded: FoundRun, config: NeoXConfig) -> tuple[str, ...]:
+    """Return notes on a run that has nothing left to do, and on what differs from its checkpoint's configuration."""
+    notes = []
+    steps = config.training.train_iters
+    if steps is not None and loaded.iteration >= steps:
+        notes.append(f"{loaded.checkpoint} has all {steps} iterations: there is nothing left to train")
+    changes = list(changed_keys(config, loaded))
+    if not changes:
+        return tuple(notes)
+    listed = "; ".join(changes[:_MOST_CHANGES])
+    if len(changes) > _MOST_CHANGES:
+        listed += f"; and {len(changes) - _MOST_CHANGES} more"
+    notes.append(f"changed since {loaded.checkpoint.name}: {listed}")
+    saved = saved_config(loaded.checkpoint)
+    if saved is not None and not static_problems(saved) and steps is not None:
+        before = schedule_of(saved).lr(loaded.iteration)
+        now = schedule_of(config).lr(loaded.iteration)
+        if abs(now - before) > _JUMP * max(abs(now), abs(before)):
+            notes.append(
+                f"the learning rate of the next step is {now:.3g}; the schedule of {loaded.checkpoint.name} gives "
+                f"{before:.3g} there"
+            )
+    return tuple(notes)
 
 
 def finished_note(config: NeoXConfig, directory: Path) -> str | None:
@@ -97,7 +112,7 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     sends checkpoints or metrics elsewhere, because some of them may be unsent.
 
     Args:
-        config: The configuration, which loads the run's own checkpoints (`with_own_run`).
+        config: The configuration, which loads the run's own checkpoints (`resume_from_save`).
         directory: The run directory.
     """
     keys = config.checkpoint
@@ -107,7 +122,10 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     found = find_run(Path(keys.save))
     if found is None or found.iteration < steps or keys.iteration not in (None, found.iteration):
         return None
-    if _sends_elsewhere(config) or not _ended_by_itself(directory) or not is_complete(found.checkpoint):
+    logging = config.logging
+    if keys.checkpoint_mirror is not None or logging.use_mlflow or logging.use_comet or logging.use_trackio:
+        return None
+    if not _ended_by_itself(directory) or not is_complete(found.checkpoint):
         return None
     key = _EPOCHS if config.source("train_iters").rule == _EPOCHS else "train_iters"
     return (
@@ -135,12 +153,6 @@ def unfinished_note(config: NeoXConfig) -> str | None:
     return f"{found.checkpoint} has {found.iteration:,} of {steps:,} steps; to continue from there, {command}"
 
 
-def _sends_elsewhere(config: NeoXConfig) -> bool:
-    logging = config.logging
-    trackers = (logging.use_mlflow, logging.use_comet, logging.use_trackio)
-    return config.checkpoint.checkpoint_mirror is not None or any(trackers)
-
-
 def _ended_by_itself(directory: Path) -> bool:
     """Return whether the last recorded start of a run ended with status 0; True if none is recorded."""
     status: int | None = 0
@@ -150,32 +162,3 @@ def _ended_by_itself(directory: Path) -> bool:
         elif event["event"] == "end":
             status = event.get("status")
     return status == 0
-
-
-def _learning_rate_jump(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
-    """Yield a note if the learning rate of the next step is not the one that the checkpoint's configuration gives."""
-    saved = saved_config(found.checkpoint)
-    if saved is None or static_problems(saved) or config.training.train_iters is None:
-        return
-    before = schedule_of(saved).lr(found.iteration)
-    now = schedule_of(config).lr(found.iteration)
-    if abs(now - before) > _JUMP * max(abs(now), abs(before)):
-        yield (
-            f"the learning rate of the next step is {now:.3g}; the schedule of {found.checkpoint.name} gives "
-            f"{before:.3g} there"
-        )
-
-
-def _changes(config: NeoXConfig, found: FoundRun) -> tuple[str, ...]:
-    """Return notes on a run that has nothing left to do, and on what differs from its checkpoint's configuration."""
-    notes = []
-    steps = config.training.train_iters
-    if steps is not None and found.iteration >= steps:
-        notes.append(f"{found.checkpoint} has all {steps} iterations: there is nothing left to train")
-    changes = list(changed_keys(config, found))
-    if changes:
-        more = len(changes) - _MOST_CHANGES
-        listed = "; ".join(changes[:_MOST_CHANGES]) + (f"; and {more} more" if more > 0 else "")
-        notes.append(f"changed since {found.checkpoint.name}: {listed}")
-        notes += _learning_rate_jump(config, found)
-    return tuple(notes)
