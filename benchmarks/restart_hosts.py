@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.soak_training import wait
 from neox.launch.agent.warm_start import WAITING_NAME
-from neox.launch.lifeline import is_alive
+from neox.launch.processes import is_alive
 from neox.run_events import read_events
 from tests.end_to_end.launched_runs import ROOT, command_line, write_config
 from tests.end_to_end.network_namespaces import TwoMachines, two_machines, why_not

@@ -26,7 +26,7 @@ SSH_FAILED = 255
 SSH_OPTIONS = (
     "-oBatchMode=yes",
     "-oConnectTimeout=6",
-    # Notice a cut network after 30 seconds, as the agents do (`neox.launch.lifeline`).
+    # Notice a cut network after 30 seconds, as the agents do (`neox.launch.agent.lifeline`).
     "-oServerAliveInterval=5",
     "-oServerAliveCountMax=5",
 )

@@ -17,7 +17,7 @@ from typing import IO
 
 from neox.errors import LaunchError, refusals
 from neox.files import lock_file
-from neox.launch.lifeline import process_start
+from neox.launch.processes import process_start
 from neox.launch.spec import new_run_id
 from neox.log import get_logger
 

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 from neox.config import NeoXConfig
 from neox.errors import EvaluationError, GenerationError, install_command
-from neox.launch.command_line import INFERENCE
 from neox.launch.hosts.machine import available_memory, smallest_memory
 from neox.launch.hosts.placement import Placement
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
 from neox.plan.device import gib, rank_memory
+from neox.preflight.command_line import INFERENCE
 from neox.problems import Problem
 
 if TYPE_CHECKING:

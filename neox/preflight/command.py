@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from neox.launch.command_line import TOOLS, find_lone_tool, find_script, parse_arguments
 from neox.launch.environment import child_environment
 from neox.log import setup_logging
+from neox.preflight.command_line import TOOLS, find_lone_tool, find_script, parse_arguments
 from neox.preflight.planning import read_config
 
 
@@ -49,7 +49,7 @@ def main() -> int:
 def _run_tool(name: str, words: Sequence[str]) -> int | None:
     """Run a tool, which has no configuration, and return its exit status; None if the name is not a tool's."""
     if Path(name).stem in TOOLS:
-        from neox.launch.tool_runs import launch_tool
+        from neox.preflight.tool_runs import launch_tool
 
         return launch_tool(find_script(name), words, child_environment())
     tool = find_lone_tool(name)

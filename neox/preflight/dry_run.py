@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import LaunchError
-from neox.launch.command_line import INFERENCE
 from neox.launch.commands import format_commands
 from neox.launch.hosts.host_groups import host_groups, ranks_of_hosts
 from neox.launch.hosts.placement import ChosenBy, Placement
@@ -16,6 +15,7 @@ from neox.launch.launcher_choice import chosen_launcher
 from neox.launch.spec import LaunchSpec
 from neox.plan import RunPlan, format_plan, plan_as_dict
 from neox.plan.report import labelled
+from neox.preflight.command_line import INFERENCE
 from neox.preflight.job_command import JobCommand, print_to_stderr
 from neox.preflight.planning import PlannedJob
 from neox.preflight.plot import draw_schedules

@@ -12,7 +12,6 @@ from typing import Any
 from neox import is_own_script
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
-from neox.launch.command_line import find_script
 from neox.launch.commands import deepspeed_command, host_commands
 from neox.launch.environment import forwarded_secrets, launch_environment
 from neox.launch.hosts.machine import native_formats
@@ -21,6 +20,7 @@ from neox.launch.launcher_choice import chosen_launcher, launcher_command, launc
 from neox.launch.spec import LaunchSpec
 from neox.plan import Capabilities, encode_payload
 from neox.plan.device import memory_on
+from neox.preflight.command_line import find_script
 from neox.preflight.planning import Job, PlannedJob, plan_job
 from neox.preflight.run_directory import run_directory
 from neox.preflight.spare_hosts import can_change_hosts

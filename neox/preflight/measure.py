@@ -15,7 +15,7 @@ from types import FrameType
 
 from neox.errors import LaunchError
 from neox.features.on_paper import PAPERS
-from neox.launch.lifeline import exit_status, parent_death_hook
+from neox.launch.processes import exit_status, parent_death_hook
 from neox.log import progress
 from neox.metrics import METRICS_FILE, curves
 from neox.plan.search import Suggestion

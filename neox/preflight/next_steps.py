@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Iterator
 from shlex import join
 
-from neox.launch.command_line import overrides
 from neox.plan import RunPlan
 from neox.plan.export_form import export_note
 from neox.preflight.chat_checks import carries_chat_template
+from neox.preflight.command_line import overrides
 
 _STARTED_FROM = ("load", "iteration", "load_weights")
 """Keys of the weights that a run began with. The commands after it take those that it has saved."""

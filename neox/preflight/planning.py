@@ -9,7 +9,6 @@ from pathlib import Path
 
 from neox.config import LoadedConfig, NeoXConfig, for_inference, load_config
 from neox.errors import ConfigError, LaunchError
-from neox.launch.command_line import INFERENCE, overrides
 from neox.launch.hosts.placement import Placement, choose_hosts
 from neox.launch.hosts.remote import path_state
 from neox.launch.hosts.rendezvous import master_port_problem
@@ -43,6 +42,7 @@ from neox.preflight.checks import (
     quantizer_problems,
     task_problems,
 )
+from neox.preflight.command_line import INFERENCE, overrides
 from neox.preflight.data_amounts import with_amounts
 from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples

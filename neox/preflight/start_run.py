@@ -19,7 +19,6 @@ from pathlib import Path
 
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError, UnreachableHostError
-from neox.launch.command_line import find_script
 from neox.launch.hosts.doctor import HostChecks, HostReport, examine_hosts, format_reports
 from neox.launch.hosts.machine import native_formats
 from neox.launch.hosts.placement import Placement, choose_hosts, place_ranks
@@ -33,6 +32,7 @@ from neox.plan import Capabilities, RunPlan
 from neox.plan.fp8 import fp8_problems
 from neox.plan.precision import settle_precision
 from neox.preflight.checks import nvme_paths
+from neox.preflight.command_line import find_script
 from neox.preflight.data_checks import data_prefixes
 from neox.preflight.fit_hosts import fit_hosts, too_few_hosts
 from neox.preflight.host_checks import capabilities_of, check_compilers, check_memory, hosts_without_room

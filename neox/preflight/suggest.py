@@ -13,7 +13,6 @@ from neox.config import NeoXConfig
 from neox.config.loader import OVERRIDES
 from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
-from neox.launch.command_line import plain_command
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
 from neox.plan.device import Device, gib
@@ -24,6 +23,7 @@ from neox.plan.time import GPUS
 from neox.plan.time.gpus import CPU_CORE
 from neox.plan.time.of_plan import likely_gpu
 from neox.plan.time.step import StepTime
+from neox.preflight.command_line import plain_command
 from neox.preflight.job_command import JobCommand, print_to_stderr
 from neox.preflight.measure import STEPS, Measurement, measure_layouts
 

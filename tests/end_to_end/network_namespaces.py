@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from neox.launch.lifeline import is_alive
+from neox.launch.processes import is_alive
 
 
 def why_not() -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.launch.lifeline import is_alive
+from neox.launch.processes import is_alive
 from tests.end_to_end.launched_runs import ROOT, LaunchedRun
 from tests.end_to_end.network_namespaces import TwoMachines, two_machines, why_not
 

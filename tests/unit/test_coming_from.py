@@ -13,9 +13,9 @@ import yaml
 
 from neox.config import NeoXConfig
 from neox.config.keys import UNSUPPORTED
-from neox.launch.command_line import parse_arguments
 from neox.plan import config_from_files, gpu_device, resolve
 from neox.plan.device import memory_on
+from neox.preflight.command_line import parse_arguments
 from neox.preflight.planning import read_config
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from neox.errors import LaunchError
 from neox.files import write_text
-from neox.launch.lifeline import is_alive, process_start
+from neox.launch.processes import is_alive, process_start
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
 HOST_VARIABLE = "NEOX_HOST"

@@ -50,6 +50,7 @@ from neox.launch.agent.agent_files import (
     create_agent_directory,
     take_secrets,
 )
+from neox.launch.agent.lifeline import follow_launcher, is_unanswered, ssh_ports
 from neox.launch.agent.plain_output import PlainOutput
 from neox.launch.agent.preemption import PreemptionSource, PreemptionWatch
 from neox.launch.agent.rank_ending import EndReason, EndState, RankEnding, RanksToKill
@@ -61,8 +62,8 @@ from neox.launch.environment import remove_stale_locks
 from neox.launch.events import Event, encode_event, text_events
 from neox.launch.failures import EXIT_HANG
 from neox.launch.hosts.vendors import variables_of_rank
-from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, ssh_ports
 from neox.launch.orders import Orders
+from neox.launch.processes import exit_status
 from neox.launch.run_lock import lock_directories
 from neox.launch.spec import LaunchSpec
 

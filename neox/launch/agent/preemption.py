@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from neox.launch.lifeline import parent_death_hook, signal_group
+from neox.launch.processes import parent_death_hook, signal_group
 
 _COMMAND_SECONDS = 10.0
 

@@ -17,7 +17,7 @@ from neox.launch.commands import rank_command
 from neox.launch.environment import child_environment, complete_on_host
 from neox.launch.events import Event
 from neox.launch.hosts.vendors import device_variables, variables_of_rank
-from neox.launch.lifeline import process_state
+from neox.launch.processes import process_state
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.status.event_log import RUN_DIRECTORY_VARIABLE
 

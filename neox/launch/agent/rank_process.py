@@ -15,7 +15,7 @@ from typing import IO, BinaryIO
 from neox.launch.events import Event, LineBuffer, text_events
 from neox.launch.failures import begins_failure, failure_text, lacks_memory
 from neox.launch.hosts.machine import memory_kills
-from neox.launch.lifeline import parent_death_hook, process_state, signal_group
+from neox.launch.processes import parent_death_hook, process_state, signal_group
 
 _MAX_KEPT_LINES = 1000  # stacks of many threads may follow the reason of an abort
 _MAX_TAIL_LINES = 200

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from signal import SIGKILL
 
 from neox.launch.agent.agent_files import PROGRESS_VARIABLE
-from neox.launch.lifeline import parent_death_hook, signal_group
+from neox.launch.processes import parent_death_hook, signal_group
 
 # Nothing reads them before process groups are set up. A spare host, or one of a run that shrinks, gets other ranks.
 MAY_DIFFER = ("MASTER_ADDR", "MASTER_PORT", PROGRESS_VARIABLE, "RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")

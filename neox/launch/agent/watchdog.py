@@ -12,7 +12,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from neox.launch.lifeline import signal_group
+from neox.launch.processes import signal_group
 
 
 class Watchdog:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from neox.errors import run_script
-from neox.launch.lifeline import parent_death_hook
+from neox.launch.processes import parent_death_hook
 
 LEAST_FRACTION = 0.25
 """Smallest acceptable speed of a link, as a fraction of the median speed."""

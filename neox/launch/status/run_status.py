@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from neox.errors import DataError
-from neox.launch.lifeline import is_alive, process_start
+from neox.launch.processes import is_alive, process_start
 from neox.launch.run_lock import LOCK_FILE, is_training
 from neox.metrics import METRICS_FILE, curves, read_metrics
 from neox.run_events import interruptions, of_newest_run, read_events, rollbacks

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from neox.launch.events import LineBuffer
-from neox.launch.lifeline import exit_status, parent_death_hook
 from neox.launch.orders import LauncherOrder, encode_order, start_order
+from neox.launch.processes import exit_status, parent_death_hook
 from neox.launch.spec import LaunchSpec
 
 _LIFELINE_SECONDS = 3.0

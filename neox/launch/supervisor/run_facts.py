@@ -9,7 +9,7 @@ from pathlib import Path
 
 from neox.files import write_text
 from neox.launch.failures import EXIT_HANG
-from neox.launch.lifeline import exit_status
+from neox.launch.processes import exit_status
 from neox.launch.spec import LaunchSpec
 from neox.launch.supervisor.outcome import EndKind, Failure, RunEnd, end_by_failure, explain, find_cause
 

@@ -39,8 +39,8 @@ from types import FrameType
 from typing import IO, TextIO
 
 from neox.launch.agent.agent_files import ANSWER_SECONDS, INTERRUPT_RANKS
+from neox.launch.agent.lifeline import LOST_SECONDS
 from neox.launch.events import Event, decode_event
-from neox.launch.lifeline import LOST_SECONDS
 from neox.launch.orders import end_order
 from neox.launch.spec import LaunchSpec
 from neox.launch.supervisor.agent_processes import AgentProcesses

@@ -10,7 +10,7 @@ import pytest
 
 from neox.launch import acknowledge_stop, busy_saving
 from neox.launch.agent.agent_files import ANSWER_SECONDS, PROGRESS_VARIABLE, RankActivity, agent_pid
-from neox.launch.lifeline import process_start
+from neox.launch.processes import process_start
 
 
 def test_a_long_step_has_time_to_answer_and_a_stuck_one_has_not(tmp_path: Path) -> None:

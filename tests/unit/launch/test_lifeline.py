@@ -6,7 +6,8 @@ import os
 import threading
 from pathlib import Path
 
-from neox.launch.lifeline import exit_status, follow_launcher, is_unanswered, ssh_ports
+from neox.launch.agent.lifeline import follow_launcher, is_unanswered, ssh_ports
+from neox.launch.processes import exit_status
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 ROW = "   1: 0100000A:{here:04X} 0200000A:{there:04X} 01 024:000 01:017A {repeats:08X}     0 {probes:8d} 1\n"

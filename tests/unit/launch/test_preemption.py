@@ -10,7 +10,7 @@ import pytest
 
 from neox.launch.agent import preemption
 from neox.launch.agent.preemption import PreemptionSource, PreemptionWatch, ProbedNotice
-from neox.launch.lifeline import is_alive
+from neox.launch.processes import is_alive
 
 
 def watch(command: str | None = None, file: str | None = None, groups: list[int] | None = None) -> PreemptionWatch:

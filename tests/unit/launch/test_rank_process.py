@@ -15,7 +15,7 @@ from neox.launch.agent.rank_process import RankProcess
 from neox.launch.agent.watchdog import Watchdog
 from neox.launch.events import Event
 from neox.launch.failures import failure_cause, lacks_memory
-from neox.launch.lifeline import is_alive
+from neox.launch.processes import is_alive
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -16,8 +16,8 @@ import pytest
 from neox.config.sections.runner import RunnerConfig
 from neox.launch import Host, LaunchSpec
 from neox.launch.hosts.doctor import HostChecks, examine_hosts
-from neox.launch.lifeline import is_alive
 from neox.launch.orders import Orders, encode_order, end_order, signal_order, start_order
+from neox.launch.processes import is_alive
 from neox.launch.supervisor import supervisor
 from neox.launch.supervisor.agent_processes import AgentProcesses
 from neox.launch.supervisor.launchers import launch

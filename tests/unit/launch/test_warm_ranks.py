@@ -18,7 +18,7 @@ from neox.config.sections.runner import RunnerConfig
 from neox.launch import Host, LaunchSpec
 from neox.launch.agent.warm_ranks import MAY_DIFFER, RankAssignment, WarmRanks
 from neox.launch.agent.warm_start import RANK_NAME, WAITING_NAME
-from neox.launch.lifeline import is_alive
+from neox.launch.processes import is_alive
 from neox.launch.supervisor.agent_processes import AgentProcesses
 from neox.launch.supervisor.launchers import launch
 

@@ -16,7 +16,6 @@ import yaml
 from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDatasetBuilder
 from neox.data.run_data import build_data_iterators
-from neox.launch.command_line import parse_arguments
 from neox.launch.hosts.remote import path_state
 from neox.plan import resolve
 from neox.plan.data_lines import data_lines
@@ -32,6 +31,7 @@ from neox.preflight.checks import (
     quantizer_problems,
     task_problems,
 )
+from neox.preflight.command_line import parse_arguments
 from neox.preflight.data_amounts import training_tokens, with_amounts
 from neox.preflight.data_checks import data_problems, missing_data
 from neox.preflight.next_steps import next_steps

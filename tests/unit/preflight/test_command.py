@@ -12,11 +12,11 @@ import yaml
 from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.errors import ConfigError, LaunchError
-from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import Capabilities, gpu_device
 from neox.plan.schedule import schedule_of
 from neox.plan.time.of_plan import step_picture
+from neox.preflight.command_line import find_script, parse_arguments
 from neox.preflight.data_decisions import DecidedConfig, epoch_samples, with_train_iters
 from neox.preflight.planning import Job, plan_job, read_config
 from neox.preflight.plot import _curves, draw_schedules

@@ -9,10 +9,10 @@ import pytest
 
 from neox.errors import LaunchError
 from neox.launch import Host
-from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.hosts.doctor import HostReport
 from neox.launch.hosts.placement import ChosenBy, Placement
 from neox.preflight import host_checks
+from neox.preflight.command_line import find_script, parse_arguments
 from neox.preflight.host_checks import check_compilers, check_memory, hosts_without_room
 from neox.preflight.planning import read_config
 from neox.preflight.restarts import Restarts

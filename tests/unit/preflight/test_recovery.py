@@ -10,8 +10,8 @@ import pytest
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.launch import Host
-from neox.launch.command_line import parse_arguments
 from neox.launch.hosts.placement import ChosenBy, Placement
+from neox.preflight.command_line import parse_arguments
 from neox.preflight.dry_run import DryRun
 from neox.preflight.planning import read_config
 from neox.preflight.recovery import recovery_lines

@@ -18,10 +18,10 @@ from neox.checkpoint.remote.mirror import Mirror
 from neox.config import NeoXConfig
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.errors import DataError
-from neox.launch.command_line import find_script, parse_arguments
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import Capabilities
 from neox.plan.run_identity import run_identity
+from neox.preflight.command_line import find_script, parse_arguments
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.remote_checkpoints import with_local_load
 from neox.preflight.remote_data import with_local_data

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from neox.errors import ConfigError
-from neox.launch.command_line import find_lone_tool, find_script, overrides, parse_arguments
+from neox.preflight.command_line import find_lone_tool, find_script, overrides, parse_arguments
 
 
 def test_flags_become_keys() -> None:

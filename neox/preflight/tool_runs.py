@@ -13,12 +13,12 @@ from pathlib import Path
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import LaunchError
-from neox.launch.command_line import add_host_flags
 from neox.launch.hosts.placement import place_ranks
 from neox.launch.hosts.rendezvous import master_port_problem
 from neox.launch.launcher_choice import new_spec
 from neox.launch.run_lock import reserve
 from neox.launch.supervisor.launchers import launch
+from neox.preflight.command_line import add_host_flags
 from neox.problems import COMMAND_LINE
 
 
