@@ -2,7 +2,14 @@
 
 from neox.architecture.activations import ACTIVATIONS, Activation
 from neox.architecture.adapters import add_adapters
-from neox.architecture.architecture import WITHOUT_LOGITS, Architecture, Difference, Pairs, frozen
+from neox.architecture.architecture import (
+    WITHOUT_LOGITS,
+    Architecture,
+    Difference,
+    NetworkFields,
+    Pairs,
+    frozen,
+)
 from neox.architecture.attention import Attention
 from neox.architecture.block_kind import BlockKind, MicroBatch
 from neox.architecture.blocks import BLOCKS, block_kinds, generates_by_steps
@@ -92,6 +99,7 @@ __all__ = [
     "LayerKind",
     "LayerPlan",
     "MicroBatch",
+    "NetworkFields",
     "NormSlots",
     "Lora",
     "MLPKind",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
 from math import nextafter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -42,6 +43,14 @@ WITHOUT_LOGITS: Mapping[str, Any] = MappingProxyType(
     {"tie_word_embeddings": False, "head_bias": False, "logit_multiplier": 1.0, "logit_softcap": 0.0}
 )
 """Fields that only a language model head uses -> their values in a network with a score head."""
+
+
+class NetworkFields(Enum):
+    """Fields of a network that are compared with a checkpoint's."""
+
+    ALL = "all"
+    FIXED = "those that stay the same in fine-tuning"
+    ADJUSTABLE = "those that fine-tuning may change"
 
 
 class Difference(NamedTuple):
@@ -257,13 +266,12 @@ class Architecture:
         """Return the architecture that `to_dict` described."""
         return cls(**{name: frozen(value) for name, value in values.items()})
 
-    def differences(self, saved: Mapping[str, Any], *, finetune: bool | None = None) -> list[Difference]:
+    def differences(self, saved: Mapping[str, Any], among: NetworkFields = NetworkFields.ALL) -> list[Difference]:
         """List the fields in which a checkpoint's network is another one.
 
         Args:
             saved: Field name -> value, as far as the checkpoint stores them; other fields are not compared.
-            finetune: True for the fields that may differ under `finetune: true`, False for those that may not, None
-                for both.
+            among: The fields that are compared.
 
         Returns:
             One `Difference` per field, in the order of the fields.
@@ -275,8 +283,11 @@ class Architecture:
                 continue
             if not checked.metadata.get("compared", True) or checked.name in self.unused_fields:
                 continue
-            is_compared = checked.metadata.get("stored", True) or self.positions == "learned"
-            may_differ = checked.metadata.get("finetune", False)
-            if is_compared and finetune in (None, may_differ):
+            if not checked.metadata.get("stored", True) and self.positions != "learned":
+                continue
+            group = NetworkFields.FIXED
+            if checked.metadata.get("finetune", False):
+                group = NetworkFields.ADJUSTABLE
+            if among in (NetworkFields.ALL, group):
                 found.append(Difference(checked.name, saved[checked.name], wanted))
         return found

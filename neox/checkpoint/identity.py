@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from neox.architecture import NetworkFields
 from neox.errors import CheckpointError
 from neox.plan import RunPlan, architecture_settings, setting_differences
 
@@ -67,14 +68,13 @@ def check_same_model(
     Raises:
         CheckpointError: With a table of the settings that differ and must not.
     """
-    # None asks for all settings, False for those that must not differ even in fine-tuning.
-    refused = setting_differences(args, plan.config, finetune=False if finetune else None)
+    refused = setting_differences(args, plan.config, NetworkFields.FIXED if finetune else NetworkFields.ALL)
     if refused:
         raise CheckpointError(
             f"{path} is of another model:\n{_difference_table(refused)}\n"
             "give the checkpoint's values, or another checkpoint"
         )
-    return setting_differences(args, plan.config, finetune=True)
+    return setting_differences(args, plan.config, NetworkFields.ADJUSTABLE)
 
 
 def _difference_table(differences: Mapping[str, tuple[Any, Any]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from neox.architecture import Architecture, LayerPlan, Lora, add_adapters, build_layer_plan
+from neox.architecture import Architecture, LayerPlan, Lora, NetworkFields, add_adapters, build_layer_plan
 from neox.config.neox_config import NeoXConfig, key_sections, section_classes
 from neox.config.sections.base import Section
 from neox.errors import ConfigError
@@ -82,20 +82,20 @@ def _saved(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def setting_differences(
-    saved: Mapping[str, Any], config: NeoXConfig, *, finetune: bool | None = None
+    saved: Mapping[str, Any], config: NeoXConfig, among: NetworkFields = NetworkFields.ALL
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which a checkpoint's network is another one.
 
     Args:
         saved: YAML key -> value, as far as the checkpoint stores them; only these are compared.
         config: The configuration that loads it.
-        finetune: True for settings that may differ in fine-tuning, False for those that may not, None for both.
+        among: The fields of the network whose settings are compared.
 
     Returns:
         Key -> (the checkpoint's value, this configuration's).
     """
     settings = architecture_settings(config)
-    differences = architecture_of(config).differences(saved_architecture(saved), finetune=finetune)
+    differences = architecture_of(config).differences(saved_architecture(saved), among)
     changed = {}
     for difference in differences:
         for key in FIELD_KEYS[difference.field].keys:

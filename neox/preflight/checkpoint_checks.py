@@ -6,6 +6,7 @@ import zipfile
 from itertools import chain
 from pathlib import Path
 
+from neox.architecture import NetworkFields
 from neox.config import NeoXConfig
 from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_on, other_optimizer
 from neox.config.yaml_file import read_file
@@ -110,7 +111,7 @@ def finetune_notes(config: NeoXConfig) -> list[str]:
     if not keys.finetune or keys.load is None:
         return []
     chosen = chosen_checkpoint(Path(keys.load), keys.iteration)
-    differing = _differences(_saved_config(chosen), config, finetune=True)
+    differing = _differences(_saved_config(chosen), config, NetworkFields.ADJUSTABLE)
     return [f"finetune: {difference} ({chosen})" for difference in differing.values()]
 
 
@@ -151,8 +152,8 @@ def _contents_problems(config: NeoXConfig, key: str, checkpoint: Path, *, traini
         problem = _optimizer_problem(checkpoint, saved, config)
         if problem is not None:
             return [config.problem_about(problem, key, "optimizer.type")]
-    finetune = False if training and config.checkpoint.finetune else None
-    differing = _differences(saved, config, finetune=finetune)
+    among = NetworkFields.FIXED if training and config.checkpoint.finetune else NetworkFields.ALL
+    differing = _differences(saved, config, among)
     if not differing:
         return []
     advice = "give the checkpoint's values, or another directory"
@@ -167,19 +168,19 @@ def chosen_checkpoint(load: Path, iteration: int | None) -> Path:
     return load / f"global_step{iteration}"
 
 
-def _differences(saved: NeoXConfig | None, config: NeoXConfig, *, finetune: bool | None) -> dict[str, str]:
+def _differences(saved: NeoXConfig | None, config: NeoXConfig, among: NetworkFields) -> dict[str, str]:
     """Return the settings of the network in which a checkpoint of this program differs, with both values as text.
 
     Args:
         saved: The checkpoint's configuration; None for a checkpoint of another program, whose tensors the ranks
             compare.
         config: The configuration that loads it.
-        finetune: True for settings that may differ in fine-tuning, False for those that may not, None for both.
+        among: The fields of the network whose settings are compared.
     """
     if saved is None:
         return {}
     try:
-        found = setting_differences(architecture_settings(saved), config, finetune=finetune)
+        found = setting_differences(architecture_settings(saved), config, among)
     except (ConfigError, TypeError):
         return {}
     differing = {}

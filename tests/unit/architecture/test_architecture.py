@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from neox.architecture import Architecture
+from neox.architecture import Architecture, NetworkFields
 from neox.config import NeoXConfig
 from neox.plan import architecture_of, architecture_settings, saved_architecture, yaml_keys
 from neox.plan.architecture_keys import FIELD_KEYS
@@ -67,8 +67,12 @@ def test_only_stored_fields_are_compared():
 )
 def test_what_may_differ_in_finetuning(keys, field, may):
     saved = saved_architecture(architecture_settings(NeoXConfig.from_flat(SMALL)))
-    assert field in [d.field for d in of(**keys).differences(saved, finetune=may)]
-    assert field not in [d.field for d in of(**keys).differences(saved, finetune=not may)]
+    own, other = NetworkFields.FIXED, NetworkFields.ADJUSTABLE
+    if may:
+        own, other = other, own
+    assert field in [d.field for d in of(**keys).differences(saved, own)]
+    assert field not in [d.field for d in of(**keys).differences(saved, other)]
+    assert field in [d.field for d in of(**keys).differences(saved)]
 
 
 def test_each_norm_has_its_epsilon():
