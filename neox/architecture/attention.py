@@ -78,7 +78,8 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     sinks = []
     if architecture.attention_sinks:
         sinks.append(ParameterSpec("attention.sinks", (architecture.num_attention_heads,), 0, init=ZEROS))
-    return (*sinks, *projection, *_query_key_norms(architecture), *output)
+    norms = QUERY_KEY_NORMS[architecture.qk_norm](architecture)
+    return (*sinks, *projection, *norms, *output)
 
 
 def _latent_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -116,11 +117,6 @@ def _latent_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     if architecture.attention_output_bias:
         parameters.append(row_parallel_bias("attention.dense.bias", architecture))
     return tuple(parameters)
-
-
-def _query_key_norms(architecture: Architecture) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of norms of queries and keys."""
-    return QUERY_KEY_NORMS[architecture.qk_norm](architecture)
 
 
 def _neox_query_key_norm(architecture: Architecture) -> tuple[ParameterSpec, ...]:

@@ -173,8 +173,8 @@ class PipelineSteps:
         self._weights = weights
         self._grid = grid
         stage = engine.module.stage
-        self._is_first = stage.parts[0].is_first
-        self._is_last = stage.parts[-1].is_last
+        self._is_first = stage.ranges[0].is_first
+        self._is_last = stage.ranges[-1].is_last
         self._device = device
         self._token_shares = grid.tp_size if grid.topology.sequence_parallel else 1
         self._length: int | None = None  # of the last step: DeepSpeed keeps buffers of that shape

@@ -56,6 +56,16 @@ _LOCAL = "local"  # of blocks with a window and a rotary base of their own
 class SelfAttention(nn.Module):
     """Multi-head attention with heads split over tensor ranks; causal unless the network is bidirectional.
 
+        x [B, S, H] ─ query_key_value ─ norms of q and k ─ positions ─ q [B, S, N, D], k and v [B, S, K, D]
+                                                                         │
+            training and scoring    _core: pairs that see each other, then a kernel. Context ranks first
+                                    exchange tokens for heads, or gather all keys and values.
+            generation              _cached: write k and v to their slots, attend to all slots
+                                                                         │
+        [B, S, H] ─ dense, reduced over tensor ranks ─────── outputs of heads [B, S, N * D]
+
+    `recompute` may repeat the upper two thirds (`full_attn`) or `_core` (`core_attn`) in the backward pass.
+
     Rows of the fused projection: [heads, 3, D] with as many heads of keys and values as of queries, as in NeoX;
     otherwise this rank's queries, then its keys, then its values.
 

@@ -203,7 +203,11 @@ class KVCache:
         for number, tensors in self.states.items():
             by_number[number] = BlockState(tensors, is_text)
         for store in self.stores:
-            views = self._ring_layers(store) if store.is_ring else self._whole_layers(store, new_tokens)
+            views: Sequence[LayerCache | RingLayer]
+            if store.is_ring:
+                views = [RingLayer(pairs, self.length, self.start) for pairs in store.pairs.unbind(0)]
+            else:
+                views = self._whole_layers(store, new_tokens)
             by_number.update(zip(store.blocks, views, strict=True))
         return [by_number[number] for number in sorted(by_number)]
 
@@ -219,10 +223,6 @@ class KVCache:
             LayerCache(n, k, v, mask, causal, positions)
             for n, k, v in zip(new, keys.unbind(0), values.unbind(0), strict=True)
         ]
-
-    def _ring_layers(self, store: SlotStore) -> list[RingLayer]:
-        """Return the views of blocks that keep a window."""
-        return [RingLayer(pairs, self.length, self.start) for pairs in store.pairs.unbind(0)]
 
     def check_room(self, new_tokens: int) -> None:
         """Raise NeoXError if new tokens do not fit."""

@@ -136,14 +136,14 @@ def forward_over_stages(stage: Stage, tokens: Tensor, context: Context, dtype: t
     if context.begins:
         length += stage.architecture.soft_prompt_tokens
     x = tokens
-    for number, part in enumerate(stage.parts):
-        if part.previous is not None and part.previous != grid.pp_rank:
+    for number, stage_range in enumerate(stage.ranges):
+        if stage_range.previous is not None and stage_range.previous != grid.pp_rank:
             x = torch.empty(batch, length, stage.architecture.hidden_size, device=tokens.device, dtype=dtype)
-            dist.recv(x, src=_rank_of_stage(grid, part.previous), group=grid.pp_group)
+            dist.recv(x, src=_rank_of_stage(grid, stage_range.previous), group=grid.pp_group)
         x, _ = stage.forward(x, context, number)
-        if part.following is not None and part.following != grid.pp_rank:
-            dist.send(x.contiguous(), dst=_rank_of_stage(grid, part.following), group=grid.pp_group)
-    if not stage.parts[-1].is_last:
+        if stage_range.following is not None and stage_range.following != grid.pp_rank:
+            dist.send(x.contiguous(), dst=_rank_of_stage(grid, stage_range.following), group=grid.pp_group)
+    if not stage.ranges[-1].is_last:
         return None
     return x
 

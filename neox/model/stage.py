@@ -1,5 +1,13 @@
 """The forward pass of the layers on one rank: the whole network, or one pipeline stage.
 
+    tokens [B, S] ─ Embedding ─ SoftPrompt ─┬─ Block ─ Block ─ ... ─ Block ─┬─ FinalNorm ─ hidden [B, S, H] ─ head
+                                            └──────── BlockContext ─────────┘
+                                        made once for all blocks from `Context`
+
+A pipeline stage has one range of these layers, or several: a forward pass of a stage runs one range (`StageRange`). Its
+input is then the hidden states of the range before, on another stage (`neox.model.handoff`). In generation each block
+also gets its view of the cache; in training, chunks of blocks may be computed again in the backward pass.
+
 Legend: B batch, S sequence, H hidden, V vocabulary, T tensor ranks.
 """
 
@@ -59,7 +67,7 @@ class Stage:
 
     Attributes:
         layers: The modules.
-        parts: One part for each range.
+        ranges: The ranges of layers, ascending.
         blocks: The transformer blocks in order.
         head_stage: Number of the pipeline stage that holds the head.
     """
@@ -70,35 +78,35 @@ class Stage:
         self.grid = grid
         self.architecture = plan.architecture
         self.layers = layers
-        self.parts: list[StagePart] = []
+        self.ranges: list[StageRange] = []
         self.blocks: list[Block] = []
         for held in ranges:
-            part = StagePart(plan, grid, layers, held, first_block=len(self.blocks))
-            self.parts.append(part)
-            self.blocks += part.blocks
+            stage_range = StageRange(plan, grid, layers, held, first_block=len(self.blocks))
+            self.ranges.append(stage_range)
+            self.blocks += stage_range.blocks
         head_index = plan.layers.head.index
         self.head_stage = _holder(plan, head_index)
         self._words = cast(Embedding | None, layers.get(0))
         self._head = layers.get(head_index)
         self._sentence_head = cast(SentenceHead | None, layers.get(head_index + 1))
 
-    def forward(self, x: Tensor, context: Context, part: int = 0) -> tuple[Tensor, Aux]:
+    def forward(self, x: Tensor, context: Context, active: int = 0) -> tuple[Tensor, Aux]:
         """Run the layers of one range.
 
         Args:
             x: Token ids [B, S] if the range begins with the embedding; else the hidden states [B, S, H] of the range
                 before. In training with sequence parallelism, each tensor rank has its share of these [B, S/T, H].
             context: What is known of the tokens.
-            part: Number of the range on this stage.
+            active: Number of the range on this stage.
 
         Returns:
             Hidden states for the next range, or for the head after the last one, and the losses of these blocks.
         """
         length = x.shape[1]
-        if self.parts[part].is_first and context.begins:
+        if self.ranges[active].is_first and context.begins:
             length += self.architecture.soft_prompt_tokens
-        x, aux = self.parts[part].forward(x, context)
-        if context.cache is not None and part == len(self.parts) - 1:
+        x, aux = self.ranges[active].forward(x, context)
+        if context.cache is not None and active == len(self.ranges) - 1:
             context.cache.advance(length)
         return x, aux
 
@@ -125,7 +133,7 @@ class Stage:
         return KVCache(self.architecture, forms, batch, max_length, device=device, dtype=dtype)
 
 
-class StagePart:
+class StageRange:
     """One range of neighbouring layers on a stage.
 
     Args:

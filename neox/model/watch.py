@@ -13,7 +13,7 @@ from torch import Tensor
 
 from neox.model.attention import SelfAttention
 from neox.model.block import Block
-from neox.model.stage import StagePart
+from neox.model.stage import StageRange
 from neox.ops import largest_score
 
 
@@ -24,7 +24,7 @@ class ForwardWatch:
 
     Args:
         blocks: Blocks by their index in the layer plan.
-        parts: Parts of the stage that runs them.
+        ranges: Ranges of the stage that run them.
         compiled: Whether the blocks are compiled. What observes them then stays outside of the graphs.
 
     Attributes:
@@ -33,12 +33,12 @@ class ForwardWatch:
         elements: Number of elements of each block's output.
     """
 
-    def __init__(self, blocks: Mapping[int, Block], parts: Sequence[StagePart], *, compiled: bool) -> None:
+    def __init__(self, blocks: Mapping[int, Block], ranges: Sequence[StageRange], *, compiled: bool) -> None:
         self.logits: dict[int, Tensor] = {}
         self.squares: dict[int, Tensor] = {}
         self.elements: dict[int, int] = {}
         self._blocks = blocks
-        self._parts = parts
+        self._ranges = ranges
         self._attentions: dict[SelfAttention, int] = {}
         for index, block in blocks.items():
             if block.attention is not None:
@@ -53,15 +53,15 @@ class ForwardWatch:
         self.logits.clear()
         self.squares.clear()
         self.elements.clear()
-        for part in self._parts:
-            part.observe_scores = self._see_scores
+        for layers in self._ranges:
+            layers.observe_scores = self._see_scores
         for index, block in self._blocks.items():
             block.watch = partial(self._observe_output, index)
 
     def stop(self) -> None:
         """Observe no longer."""
-        for part in self._parts:
-            part.observe_scores = None
+        for layers in self._ranges:
+            layers.observe_scores = None
         for block in self._blocks.values():
             block.watch = None
 

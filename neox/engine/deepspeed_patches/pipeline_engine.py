@@ -85,7 +85,7 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
             return bool(super().is_last_stage())
         if self.stage_id != self.module.loss_stage:
             return False
-        return self._active_range is None or self.module.stage.parts[self._active_range].is_last
+        return self._active_range is None or self.module.stage.ranges[self._active_range].is_last
 
     def _loss_stage_global_rank(self) -> int:
         """Return the rank whose stage computes the loss: the first stage with DualPipeV."""
@@ -119,7 +119,7 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
     def _running(self, work: Pass) -> Iterator[None]:
         """Let DeepSpeed's methods work on the range of a pass while the context lasts."""
         self._active_range = work.chunk
-        self.module.active_part = work.chunk
+        self.module.active_range = work.chunk
         try:
             yield
         finally:
@@ -131,7 +131,7 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
         if self.is_first_stage():
             self.pipe_buffers["inputs"][self._buffer(Pass(False, 0, micro_batch))] = given
         if self.is_last_stage():
-            last = Pass(False, len(self.module.stage.parts) - 1, micro_batch)
+            last = Pass(False, len(self.module.stage.ranges) - 1, micro_batch)
             self.pipe_buffers["labels"][self._buffer(last)] = targets
 
     def _forward_pass(self, work: Pass) -> None:

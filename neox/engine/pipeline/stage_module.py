@@ -88,7 +88,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
 
     Attributes:
         stage: The layers of this rank.
-        active_part: Number of the range of layers that `forward` runs.
+        active_range: Number of the range of layers that `forward` runs.
         loss_stage: Stage that holds the last layer, and computes the loss.
         pp_ranks: Rank of each stage, with this rank's data and tensor coordinates.
         sharers: Group of the tensor ranks if hidden states are replicated in it; otherwise None.
@@ -98,7 +98,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         loss_factor: DeepSpeed multiplies the objective's loss by this before its backward pass.
     """
 
-    active_part = 0
+    active_range = 0
     targets: tuple[Tensor, ...] | None = None
     loss_factor = 1.0
 
@@ -147,14 +147,14 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
             exist by then and be lost.
         """
         previous_aux: Aux = {}
-        part = self.stage.parts[self.active_part]
-        if part.is_first:
+        layers = self.stage.ranges[self.active_range]
+        if layers.is_first:
             x, context = self._handoff.unpack_batch(given)
         else:
             x, context, previous_aux = self._handoff.unpack(given)
         context = replace(context, divided=self._divides_samples)
-        x, aux = self.stage.forward(x, context, self.active_part)
-        if not part.is_last:
+        x, aux = self.stage.forward(x, context, self.active_range)
+        if not layers.is_last:
             x = attach_losses(x, aux, self.loss_factor)
             return self._handoff.pack(x, context, add_aux(previous_aux, aux))
         assert self.targets is not None

@@ -43,7 +43,7 @@ class Stability(Feature):
         self._optimizer = model.optimizer
         compiled = compiles_layers(model.plan.config, on_gpu=model.device.type == "cuda")
         stage: Any = model.deepspeed_engine.module.stage
-        self._watch = ForwardWatch(_blocks(model.plan, stage), stage.parts, compiled=compiled)
+        self._watch = ForwardWatch(_blocks(model.plan, stage), stage.ranges, compiled=compiled)
         self._is_divided = model.divides_optimizer
         self._ranges = model.counted_ranges()
         self._sums: dict[str, Tensor] = {}

@@ -27,7 +27,7 @@ def gradients(kept=None):
     grid = ParallelGrid.single()
     model = GPT(plan, grid)
     if kept is not None:
-        (part,) = model.stage.parts
+        (part,) = model.stage.ranges
         part.recomputation = replace(part.recomputation, kept_inputs=kept)
     torch.manual_seed(3)
     tokens = torch.arange(32).reshape(2, 16)
