@@ -201,7 +201,7 @@ def engine_side(shape: Shape, args: argparse.Namespace, dtype: str, device: torc
 
     def step() -> Tensor:
         result = engine.train_batch(endless)
-        assert not result.skipped
+        assert not result.update_skipped
         return torch.tensor(result.loss)
 
     return Side(side_name("neox", args, dtype), step)

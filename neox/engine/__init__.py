@@ -9,7 +9,7 @@ from neox.engine.checkpoints.saving import save_checkpoint
 from neox.engine.distributed import all_succeeded, from_first_rank, initialize_distributed, shutdown
 from neox.engine.engine import Engine
 from neox.engine.feature import Feature, MakeFeatures, TrainedModel
-from neox.engine.label_weights import EvaluationResult
+from neox.engine.micro_batches import EvaluationResult
 from neox.engine.reports import SaveReport, StepReport, StepResult, TrainState
 
 __all__ = [

@@ -28,11 +28,10 @@ from neox.engine.deepspeed_patches.startup import import_muon_uncompiled
 from neox.engine.distributed import grid_mpu
 from neox.engine.engine import Engine
 from neox.engine.feature import MakeFeatures, TrainedModel, no_features
-from neox.engine.label_weights import LabelWeights
 from neox.engine.measurements import NoTimers, PassTimers, StepTimers, Timers
+from neox.engine.micro_batches import LabelWeights, MicroBatchRunner, PipelineRunner, WholeNetworkRunner
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline.stage_module import PipelineGPT
-from neox.engine.steps import PipelineSteps, PlainSteps, Steps
 from neox.errors import LaunchError
 from neox.launch.hosts.machine import LEAST_CAPABILITY
 from neox.log import get_logger
@@ -104,23 +103,23 @@ def build_engine(
     biases = _selection_biases(model)
     timers = _timers(plan, grid, device)
     weights = LabelWeights.of(plan, objective, grid, device)
-    steps: Steps
+    runner: MicroBatchRunner
     if isinstance(model, PipelineGPT):
         pipeline = _deepspeed_engine(PipelineEngine, plan, model, model.mpu(), optimizer)
-        steps = PipelineSteps(pipeline, objective, weights, grid, device)
+        runner = PipelineRunner(pipeline, objective, weights, grid, device)
     else:
         plain = _deepspeed_engine(PlainEngine, plan, model, grid_mpu(grid), optimizer)
-        steps = PlainSteps(plain, objective, weights, grid, device, timers)
-    steps.engine.step_timers = timers
+        runner = WholeNetworkRunner(plain, objective, weights, grid, device, timers)
+    runner.engine.step_timers = timers
     for parameter, bias in biases:
         parameter.data = bias
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state. The learning rate is
     # 0 so far, so weights did not change, but the counter of steps and momenta did.
     optimizer.state.clear()
     if isinstance(optimizer, Muon):
-        _locate_matrices(optimizer, plan, grid, steps.engine)
-    trained = TrainedModel(plan, grid, device, objective, steps.engine, optimizer)
-    return Engine(trained, steps, timers, run_files, make_features(trained, start))
+        _locate_matrices(optimizer, plan, grid, runner.engine)
+    trained = TrainedModel(plan, grid, device, objective, runner.engine, optimizer)
+    return Engine(trained, runner, timers, run_files, make_features(trained, start))
 
 
 def _selection_biases(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:

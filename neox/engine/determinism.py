@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 
 import numpy as np
 import torch
 
-from neox.errors import LaunchError, TrainingError
+from neox.errors import LaunchError
 from neox.parallel import derive_seed
 from neox.plan import RunPlan
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_VALUES = (":4096:8", ":16:8")
 """Workspaces with which cuBLAS repeats its results, as NVIDIA documents them."""
-_NO_ALGORITHM = "does not have a deterministic implementation"
+NO_ALGORITHM = "does not have a deterministic implementation"
+"""What torch says of an operation that it refuses in a deterministic run, after its name."""
 
 
 def use_deterministic_algorithms(plan: RunPlan, environment: MutableMapping[str, str]) -> None:
@@ -56,18 +56,3 @@ def use_deterministic_algorithms(plan: RunPlan, environment: MutableMapping[str,
     seed = plan.config.training.seed
     random.seed(derive_seed(seed, "python"))
     np.random.seed(derive_seed(seed, "numpy") % 2**32)
-
-
-@contextmanager
-def readable_refusal() -> Iterator[None]:
-    """Replace torch's error about an operation without a deterministic algorithm by one that says what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        operation, found, _ = str(error).partition(_NO_ALGORITHM)
-        if not found:
-            raise
-        raise TrainingError(
-            f"deterministic: {operation.strip()} has no deterministic algorithm on this device; set `deterministic: "
-            "false`, or choose settings of the network without it"
-        ) from error

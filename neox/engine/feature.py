@@ -10,8 +10,8 @@ call every point on all features, in the order of the table `neox.features.table
                    on_start(state)
     a step         batches(engine, ...)    micro batches on their way to the model
                    before_passes(engine)   after the batches are complete, so reference models have run
-                     forward and backward passes, reduction of gradients; fp16 may skip the update from here on
-                   before_update(engine)   ZeRO 3 updates in several calls: before each of them, before clipping
+                     forward and backward passes, reduction of gradients; an update that is skipped ends here
+                   before_update(engine)   ZeRO 3 updates in several calls: before each of them
                      the optimizer
                    after_update(engine)    after each of them
                    after_step(engine, result)   also of a skipped step: what it returns is logged
@@ -142,7 +142,11 @@ class Feature:
         """Handle the moment before the forward and backward passes of a step, whose batches are complete."""
 
     def before_update(self, engine: Engine) -> None:
-        """Handle the moment before each part of an update: gradients are reduced, and not clipped yet."""
+        """Handle the moment before each part of an update.
+
+        Gradients are reduced, and clipped already if DeepSpeed's wrapper clips (the table of `neox.engine.engine`).
+        A skipped update has no such moment, unless the optimizer itself finds out (fp32 with ZeRO 0).
+        """
 
     def after_update(self, engine: Engine) -> None:
         """Handle the moment after each part of an update."""

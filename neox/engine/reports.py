@@ -16,12 +16,12 @@ class TrainState:
 
     Attributes:
         iteration: Number of completed steps, counted from 1 over all resumes.
-        skipped: Number of steps of this process that did not change the weights.
+        skipped_updates: Number of steps of this process that did not change the weights.
         nonfinite: Number of those that the rule about losses and norms that are not finite counted.
     """
 
     iteration: int = 0
-    skipped: int = 0
+    skipped_updates: int = 0
     nonfinite: int = 0
 
 
@@ -34,7 +34,7 @@ class StepResult:
         grad_norm: L2 norm of the whole model's gradient before clipping; inf if it is not finite.
         loss_scale: Loss scale of fp16; 1 in other precisions.
         lr: Learning rate of this step.
-        skipped: Whether the weights were left unchanged.
+        update_skipped: Whether the weights were left unchanged (`neox.engine.engine` says what moves all the same).
         timers: Seconds in each part of the step on this rank, with `wall_clock_breakdown`.
         computing: Seconds of forward and backward passes on this rank, without what it waited for other ranks; 0 if
             hosts are not compared.
@@ -45,7 +45,7 @@ class StepResult:
     grad_norm: float
     loss_scale: float
     lr: float
-    skipped: bool
+    update_skipped: bool
     timers: Mapping[str, float] = field(default_factory=dict)
     computing: float = field(default=0.0, compare=False)
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class StepReport:
             "train/learning_rate": self.result.lr,
             "train/loss_scale": self.result.loss_scale,
             "train/grad_norm": self.result.grad_norm,
-            "train/skipped": float(self.result.skipped),
+            "train/skipped": float(self.result.update_skipped),
             "train/batch_size": float(self.samples),
             "train/seq_length": float(self.seq_length),
             "runtime/samples_per_sec": self.samples_per_second,

@@ -87,7 +87,7 @@ class NonFiniteRule:
 
     def counts(self, result: StepResult) -> bool:
         """Return whether the step counts as not finite; call once a step."""
-        is_scale_shrinking = self.dynamic_loss_scale and result.skipped and result.loss_scale > 1.0
+        is_scale_shrinking = self.dynamic_loss_scale and result.update_skipped and result.loss_scale > 1.0
         finite_norm = math.isfinite(result.grad_norm) or is_scale_shrinking
         bad = not (math.isfinite(result.loss) and finite_norm)
         self.in_a_row = self.in_a_row + 1 if bad else 0
@@ -102,7 +102,7 @@ class NonFiniteRule:
         if self.in_a_row == 0:
             return
         found = f"iteration {iteration}: loss {result.loss}, gradient norm {result.grad_norm}"
-        if not result.skipped:
+        if not result.update_skipped:
             raise NotFiniteError(
                 f"{found}: not finite, and the step was applied; go back to the last checkpoint", iteration
             )

@@ -142,7 +142,7 @@ class Trainer:
         result = self.engine.train_batch(self._train_batches)
         seconds = time.perf_counter() - started
         self.state.iteration = self.engine.iteration
-        self.state.skipped += result.skipped
+        self.state.skipped_updates += result.update_skipped
         self.state.nonfinite += self.rule.counts(result)
         report = StepReport(
             result=result,

@@ -54,11 +54,11 @@ def test_runs_repeat_bit_for_bit_also_after_a_restart(tmp_path):
 def refused_operation():
     """Name of the error when an operation has no deterministic algorithm, and whether a later run is as usual."""
     from neox.engine import initialize_distributed
-    from neox.engine.determinism import readable_refusal
+    from neox.engine.engine import readable_errors
 
     initialize_distributed(tiny_plan(1, **KEYS))
     try:
-        with readable_refusal():
+        with readable_errors(1):
             torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
     except TrainingError as error:
         message = str(error)

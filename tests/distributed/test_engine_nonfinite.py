@@ -63,7 +63,7 @@ def test_a_poisoned_step_changes_nothing(layouts):
     plans = [tiny_plan(2, train_micro_batch_size_per_gpu=2, **layout) for layout in layouts]
     for rank_answers in run_ranks(2, steps_with_one_poisoned, plans):
         for layout, (results, unchanged, moved) in zip(layouts, rank_answers, strict=True):
-            assert [r.skipped for r in results] == [False, True, False], layout
+            assert [r.update_skipped for r in results] == [False, True, False], layout
             assert math.isnan(results[1].loss), layout
             assert results[1].grad_norm == math.inf, layout
             assert unchanged, layout
@@ -84,7 +84,7 @@ def train_on_poison(plan):
     try:
         trainer.fit()
     except TrainingError as error:
-        return engine.iteration, trainer.state.skipped, str(error)
+        return engine.iteration, trainer.state.skipped_updates, str(error)
     return None
 
 

@@ -63,7 +63,7 @@ def train(plans, spikes):
         Trainer(plan, engine, open_data(), open_data).fit()
         spikes = feature_of(engine, LossSpikes)
         last_losses = spikes.state(engine).get("last_losses", ())
-        return steps, samples, losses, spikes.skipped, tuple(last_losses)
+        return steps, samples, losses, spikes.skipped_batches, tuple(last_losses)
 
     return [run(plan, raised) for plan, raised in zip(plans, spikes, strict=True)]
 

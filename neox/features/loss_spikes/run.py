@@ -94,21 +94,21 @@ class LossSpikes(Feature):
         plan: The run.
 
     Attributes:
-        skipped: First and last step of each range whose batches were skipped.
+        skipped_batches: First and last step of each range whose batches were skipped.
         may_roll_back: Whether the run is rolled back after a spike.
     """
 
     def __init__(self, plan: RunPlan) -> None:
         self._keys = plan.config.healing
         self.may_roll_back = self._keys.loss_spike_action == "rollback"
-        self.skipped: tuple[tuple[int, int], ...] = ()
+        self.skipped_batches: tuple[tuple[int, int], ...] = ()
         self._skipped_before: tuple[tuple[int, int], ...] = ()  # before the last rollback
         self._spike: Spike | None = None  # at the last step, if this rank saw one
         self._band = LossBand(self._keys.loss_spike_factor, self._keys.loss_spike_window)
 
     def load(self, engine: Engine, start: RunStart) -> None:
         """Take the ranges that were skipped, and the losses of the run's own checkpoint: other data has other ones."""
-        self.skipped = tuple((first, last) for first, last in start.saved.get(SKIPPED, ()))
+        self.skipped_batches = tuple((first, last) for first, last in start.saved.get(SKIPPED, ()))
         losses: Sequence[float] = ()
         if start.own_directory:
             losses = start.saved.get(LAST_LOSSES, ())
@@ -117,8 +117,8 @@ class LossSpikes(Feature):
     def state(self, engine: Engine) -> Mapping[str, Any]:
         """Return the skipped ranges, and the losses with which the next ones are compared."""
         saved: dict[str, Any] = {}
-        if self.skipped:
-            saved[SKIPPED] = [list(steps) for steps in self.skipped]
+        if self.skipped_batches:
+            saved[SKIPPED] = [list(steps) for steps in self.skipped_batches]
         if self._band.losses:
             saved[LAST_LOSSES] = list(self._band.losses)
         return saved
@@ -133,10 +133,11 @@ class LossSpikes(Feature):
 
     def allows_rollback(self, engine: Engine, step: int) -> bool:
         """Return whether there were fewer than `loss_spike_max_rollbacks` rollbacks."""
-        self._skipped_before = self.skipped
-        if len(self.skipped) < self._keys.loss_spike_max_rollbacks:
+        self._skipped_before = self.skipped_batches
+        if len(self.skipped_batches) < self._keys.loss_spike_max_rollbacks:
             return True
-        self._report(f"no rollback: the run was rolled back {len(self.skipped)} times (loss_spike_max_rollbacks)")
+        count = len(self.skipped_batches)
+        self._report(f"no rollback: the run was rolled back {count} times (loss_spike_max_rollbacks)")
         return False
 
     def after_rollback(self, engine: Engine, back_to: int | None, step: int) -> None:
@@ -144,7 +145,7 @@ class LossSpikes(Feature):
         if back_to is None:
             self._report("no rollback: there is no checkpoint before the spike")
             return
-        self.skipped = (*self._skipped_before, (back_to + 1, step))
+        self.skipped_batches = (*self._skipped_before, (back_to + 1, step))
         decision = f"back to step {back_to}; the batches of steps {back_to + 1} to {step} are skipped"
         self._report(decision, back_to=back_to)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.engine import Engine
-from neox.engine.steps import to_device
+from neox.engine.micro_batches import to_device
 from neox.features.reference.log_probs import sums_of_batch
 from neox.objectives import Batch
 

@@ -60,7 +60,7 @@ class Stability(Feature):
         """Return the numbers of a step that was observed."""
         if not self._observes:
             return {}
-        return self.finish(result.grad_norm, skipped=result.skipped)
+        return self.finish(result.grad_norm, skipped=result.update_skipped)
 
     def start(self) -> None:
         """Observe the next step."""

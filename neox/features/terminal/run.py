@@ -165,7 +165,7 @@ def _neox_line(interval: Interval) -> str:
         parts.append(f"grad norm: {last.result.grad_norm:.3f}")
     parts += [
         f"loss scale: {last.result.loss_scale:.1f}",
-        f"number of skipped iterations: {state.skipped:3d}",
+        f"number of skipped iterations: {state.skipped_updates:3d}",
         f"number of nan iterations: {state.nonfinite:3d}",
         f"tokens/sec: {interval.tokens_per_second:,.0f}",
         f"peak memory: {last.peak_memory / 2**30:.2f} GiB",

@@ -14,7 +14,7 @@ from neox.metrics import METRICS_FILE, curves, draw, read_metrics, smoothed, tra
 
 
 def report(loss=2.5, norm=1.25):
-    result = StepResult({"lm_loss": loss}, grad_norm=norm, loss_scale=1.0, lr=1e-3, skipped=False)
+    result = StepResult({"lm_loss": loss}, grad_norm=norm, loss_scale=1.0, lr=1e-3, update_skipped=False)
     return StepReport(result, seconds=0.5, samples=8, seq_length=256, flops=5e11)
 
 

@@ -56,7 +56,7 @@ class Sent(QueuedTracker):
 
 
 def report(loss: float) -> StepReport:
-    result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
+    result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, update_skipped=False)
     return StepReport(result, seconds=0.5, samples=8, seq_length=256, flops=5e11, reading=0.01)
 
 

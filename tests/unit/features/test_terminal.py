@@ -11,7 +11,7 @@ from tests.plans import small_plan
 
 
 def report(loss, seconds=0.5):
-    result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
+    result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, update_skipped=False)
     return StepReport(result, seconds, samples=8, seq_length=128, flops=1e12, reading=0.01, peak_memory=2**30)
 
 
@@ -19,7 +19,7 @@ def lines_of(capsys, epoch_samples=0, **keys):
     plan = small_plan(**{"log_interval": 2, **keys})
     terminal = TerminalLine(replace(plan, epoch_samples=epoch_samples))
     for iteration in range(1, 11):
-        terminal.on_step(TrainState(iteration=iteration, skipped=1), report(float(iteration)))
+        terminal.on_step(TrainState(iteration=iteration, skipped_updates=1), report(float(iteration)))
     return capsys.readouterr().out.splitlines()
 
 

@@ -28,7 +28,7 @@ EVALUATION = {"validation/lm_loss": 3.0, "validation/lm_loss_ppl": math.exp(3.0)
 
 
 def report(loss):
-    result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, skipped=False)
+    result = StepResult({"lm_loss": loss}, grad_norm=1.25, loss_scale=1.0, lr=1e-3, update_skipped=False)
     return StepReport(result, seconds=0.5, samples=8, seq_length=256, flops=5e11, reading=0.01)
 
 

@@ -10,11 +10,11 @@ from neox.engine import StepResult
 from neox.errors import TrainingError
 from neox.train.stopping import NonFiniteRule, StopSignals, ignore_signals
 
-GOOD = StepResult({"lm_loss": 2.0}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)
+GOOD = StepResult({"lm_loss": 2.0}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, update_skipped=False)
 
 
 def bad(loss=math.nan, norm=math.inf, scale=1.0, skipped=True):
-    return StepResult({"lm_loss": loss}, grad_norm=norm, loss_scale=scale, lr=1e-3, skipped=skipped)
+    return StepResult({"lm_loss": loss}, grad_norm=norm, loss_scale=scale, lr=1e-3, update_skipped=skipped)
 
 
 def check(rule, result, iteration):

@@ -30,7 +30,7 @@ class IdleEngine:
         next(batches)
         self.iteration += 1
         self.at_step.get(self.iteration, lambda: None)()
-        return StepResult({"lm_loss": 2.0}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, skipped=False)
+        return StepResult({"lm_loss": 2.0}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, update_skipped=False)
 
     def eval_batch(self, batches):
         next(batches)
