@@ -10,7 +10,8 @@ from neox.convert import choose_family
 from neox.plan import config_from_files, resolve
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "neox/README.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
+PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md")]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "neox/README.md", *(str(page.relative_to(ROOT)) for page in PAGES)]
 FOLDERS = ("benchmarks", "configs", "docs", "neox", "requirements", "tests", "tools")
 # A folder of gpt-neox, whose tools are compared with ours.
 NOT_OURS = "tools/ckpts/"
