@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from neox.config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.time import GPUS, NetworkShape, StepSetting, StepTime, estimate_step
+from neox.plan.architecture import layer_plan
+from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.time import GPUS, StepTime, TrainingSystem, estimate_step
 
 ROWS = Path(__file__).with_name("published_runs.tsv")
 GPU_TYPES = {"A100-80": "a100-80", "A100-40": "a100-40", "H100": "h100", "H100-96 at 500 W": "h100-96"}
@@ -51,73 +55,94 @@ def read_rows() -> list[Row]:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
-def shape_of(row: Row) -> NetworkShape:
-    """Return the network of a run."""
-    hidden = int(row["hidden"])
-    heads = int(row["heads"])
-    return NetworkShape(
-        layers=int(row["layers"]),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=int(row["kv_heads"]),
-        head_dim=hidden // heads,
-        mlp_width=int(row["mlp_width"]),
-        gated="Llama" in row["network"],
-        vocabulary=int(row["vocab"]),
-        tied="tied head" in row["network"],
+def network_keys(row: Row) -> dict[str, Any]:
+    """Return the keys of a run's network."""
+    return {
+        "num_layers": int(row["layers"]),
+        "hidden_size": int(row["hidden"]),
+        "num_attention_heads": int(row["heads"]),
+        "num_kv_heads": int(row["kv_heads"]),
+        "mlp_width": int(row["mlp_width"]),
+        "activation": "swiglu" if "Llama" in row["network"] else "gelu",
+        "no_weight_tying": "tied head" not in row["network"],
+        "pos_emb": "rotary",
+        "seq_length": int(row["seq_length"]),
+        "max_position_embeddings": int(row["seq_length"]),
+        "make_vocab_size_divisible_by": 1,
+    }
+
+
+def system_of(row: Row) -> TrainingSystem:
+    """Return how the system of a run trains."""
+    llama = "Llama" in row["network"]
+    torchtitan = row["id"].startswith("titan")
+    gpt_neox = row["network"].startswith("GPT-NeoX")
+    return TrainingSystem(
+        keeps_gathered=int(row["pp"]) > 1,
+        fused="compiled" in row["precision"] or not (torchtitan or gpt_neox),
+        in_ring=True,
+        overlaps_tensor="async TP" in row["precision"],
+        overlaps_gradients=llama,
+        recomputes_half=torchtitan and row["recompute"].startswith("selective"),
+        blocking_handoff=gpt_neox,
+        divided_handoff=not gpt_neox,
+        network=12.5 if gpt_neox else 0.0,  # four cards a host, as its remark says
     )
 
 
-def settings_of(row: Row) -> Iterator[StepSetting]:
+def runs_of(row: Row) -> Iterator[tuple[LaidOutRun, TrainingSystem]]:
     """Yield how a run was trained, once for each combination of what its row leaves out."""
     llama = "Llama" in row["network"]
-    torchtitan = row["id"].startswith("titan")
     pp = int(row["pp"])
     cp = int(row["cp"])
     dp = int(row["dp"])
     schedule = "interleaved" if "interleaved" in row["schedule"] and pp > 1 else "1f1b"
     micro_batches = (int(row["micro_batch"]),) if row["micro_batch"] else MICRO_BATCHES
-    chunks = (1,)
+    virtual_stages: tuple[int | None, ...] = (None,)
     if schedule == "interleaved":
-        chunks = (int(row["virtual_stages"]),) if row["virtual_stages"] else VIRTUAL_STAGES
-    balances = (True, False) if cp > 1 and torchtitan else (True,)
+        virtual_stages = (int(row["virtual_stages"]),) if row["virtual_stages"] else VIRTUAL_STAGES
+    balances = (True, False) if cp > 1 and row["id"].startswith("titan") else (True,)
     recompute = row["recompute"].split(",")[0]
-    if recompute == "selective":
-        recompute = "half_of_products" if torchtitan else "core_attn"
-    gpt_neox = row["network"].startswith("GPT-NeoX")
-    for micro_batch, chunk, balanced in product(micro_batches, chunks, balances):
+    keys = network_keys(row)
+    if llama:
+        keys["fp32_allreduce"] = True
+    if "fp8" in row["precision"]:
+        keys["fp8"] = "tensorwise"
+    config = NeoXConfig.from_flat(keys)
+    layers = layer_plan(config, int(row["vocab"]), 1)
+    for micro_batch, ranges, balanced in product(micro_batches, virtual_stages, balances):
         samples = int(row["global_batch"] or dp * micro_batch) // dp
         is_sensible = bool(row["micro_batch"]) or samples // micro_batch >= pp  # else stages wait most of the time
         if samples % micro_batch or not is_sensible:
             continue
-        yield StepSetting(
-            sequence=int(row["seq_length"]),
-            micro_batch=micro_batch,
-            micro_batches=samples // micro_batch,
-            tp=int(row["tp"]),
-            pp=pp,
-            cp=cp,
-            dp=dp,
-            schedule=schedule,
-            chunks=chunk,
+        layout = Layout(
+            pp_size=pp,
+            tp_size=int(row["tp"]),
+            cp_size=cp,
+            ep_size=1,
+            dp_size=dp * cp,
+            pipeline_schedule=schedule,
+            virtual_stages=ranges,
             zero_stage=int(row["zero"]),
-            keeps_gathered=pp > 1,
-            recompute=recompute,  # type: ignore[arg-type]  # checked by the table's own values
-            fp8="fp8" in row["precision"],
-            gradient_bytes=4 if llama else 2,
-            fused="compiled" in row["precision"] or not (torchtitan or gpt_neox),
-            flash=llama,
+            micro_batch_size=micro_batch,
+            accumulation_steps=samples // micro_batch,
             sequence_parallel="sequence_parallel" in row["recompute"] or (llama and row["tp"] != "1"),
-            overlaps_tensor="async TP" in row["precision"],
-            overlaps_gradients=llama,
-            balanced_context=balanced,
-            blocking_handoff=gpt_neox,
-            divided_handoff=not gpt_neox,
-            network=12.5 if gpt_neox else 0.0,  # four cards a host, as its remark says
+            tile_tokens=0,
+            kept_inputs_on_cpu=False,
+            recomputes=recompute != "none",
+            recomputed_part="full" if recompute == "full" else "core_attn",
+            no_recompute_blocks=(),
+            hpz_size=1,
+            attention="flash" if llama else "eager",
+            offloads_states=False,
+            offloads_weights=False,
+            seq_length=int(row["seq_length"]),
         )
+        run = LaidOutRun(config=config, layers=layers, precision="bf16", layout=layout)
+        yield run, replace(system_of(row), balanced_context=balanced)
 
 
-def published_seconds(row: Row, shape: NetworkShape, time: StepTime, setting: StepSetting) -> float:
+def published_seconds(row: Row, run: LaidOutRun, time: StepTime) -> float:
     """Return the published time of a step, from whichever figure the row has."""
     if row["step_seconds"]:
         return float(row["step_seconds"])
@@ -125,23 +150,23 @@ def published_seconds(row: Row, shape: NetworkShape, time: StepTime, setting: St
         return time.tokens / time.ranks / float(row["tokens_per_s_per_gpu"])
     operations = time.model_flops
     if "count recomputation" in row["remark"]:
-        hidden = shape.hidden
-        per_token = 96 * shape.layers * hidden**2
-        share = 1 + setting.sequence / (6 * hidden) + shape.vocabulary / (16 * shape.layers * hidden)
+        layers = run.network.num_layers
+        hidden = run.network.hidden_size
+        per_token = 96 * layers * hidden**2
+        share = 1 + run.sequence_length / (6 * hidden) + run.layers.padded_vocab_size / (16 * layers * hidden)
         operations = per_token * share * time.tokens
     return operations / time.ranks / float(row["tflops_per_gpu"]) / 1e12
 
 
 def predict(row: Row) -> Prediction:
     """Compare one published run with its prediction."""
-    shape = shape_of(row)
     ratios = []
-    for setting in settings_of(row):
+    for run, system in runs_of(row):
         try:
-            time = estimate_step(shape, setting, GPUS[GPU_TYPES[row["gpu"]]])
+            time = estimate_step(run, GPUS[GPU_TYPES[row["gpu"]]], system)
         except ConfigError:  # a schedule that does not take this number of micro batches was not the one
             continue
-        ratios.append(time.seconds / published_seconds(row, shape, time, setting))
+        ratios.append(time.seconds / published_seconds(row, run, time))
     return Prediction(row["id"], min(ratios), max(ratios), len(ratios) == 1)
 
 

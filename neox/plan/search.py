@@ -28,10 +28,9 @@ from neox.plan.memory import MemoryPlan
 from neox.plan.resolve import resolve
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import Gpu
-from neox.plan.time.of_plan import network_shape, step_setting
-from neox.plan.time.setting import NetworkShape
 from neox.plan.time.simulation import PipelineLength, quick_length, simulated_length
 from neox.plan.time.step import StepTime, estimate_step
+from neox.plan.time.system import expert_parameters, has_estimate, held_parameters
 
 _MARGIN = 3
 """Layouts that are simulated for each one that is asked for, because the quick estimate may order them wrongly."""
@@ -88,22 +87,21 @@ def suggest_layouts(
     Raises:
         ConfigError: The time of this kind of network is not estimated.
     """
-    shape = network_shape(plan.layers)
-    if shape is None:
+    if not has_estimate(plan.architecture):
         raise ConfigError(
             "--suggest estimates decoders with attention in each block only; this network is another kind"
         )
     memory = LayoutMemory(plan, device)
 
     def seconds(layout: Layout, pipeline_length: PipelineLength) -> float:
-        return estimate_step(shape, step_setting(memory.lay_out(layout)), gpu, pipeline_length).seconds
+        return estimate_step(memory.lay_out(layout), gpu, pipeline_length=pipeline_length).seconds
 
     def suggestion(of: RunPlan) -> Suggestion:
         """Return what is to be told of a plan: the keys in which it differs from the configuration, time and memory."""
         run = of.laid_out_on(cpu=device.shared)
         changes = {key: yaml_text(value) for key, value in (changed or {}).items()}
         changes |= dict(of.layout.keys_changed_from(plan.layout))
-        time = estimate_step(shape, step_setting(run), gpu, simulated_length)
+        time = estimate_step(run, gpu)
         return Suggestion(run, tuple(changes.items()), time, memory_on(of, device))
 
     def fastest(candidates: Iterable[Layout]) -> tuple[Suggestion, ...]:
@@ -131,7 +129,7 @@ def suggest_layouts(
 
     candidates = []
     for layout in layouts(plan, on_cpu=device.shared):
-        if _may_fit(shape, memory.lay_out(layout), device):
+        if _may_fit(memory.lay_out(layout), device):
             candidates.append(layout)
     candidates.sort(key=lambda layout: seconds(layout, quick_length))
     alike: list[Layout] = []
@@ -150,11 +148,13 @@ def suggest_layouts(
     )
 
 
-def _may_fit(shape: NetworkShape, run: LaidOutRun, device: Device) -> bool:
+def _may_fit(run: LaidOutRun, device: Device) -> bool:
     """Return whether weights, gradients and states fit without activations: a cheap test before the whole estimate."""
     layout = run.layout
-    divided = shape.expert_parameters * (1 - 1 / layout.ep_size)
-    held = (shape.parameters - divided) / layout.tp_size / layout.pp_size
+    tables = 1 if run.network.tie_word_embeddings else 2
+    parameters = held_parameters(run) + tables * run.layers.padded_vocab_size * run.network.hidden_size
+    divided = expert_parameters(run) * (1 - 1 / layout.ep_size)
+    held = (parameters - divided) / layout.tp_size / layout.pp_size
     size = run.bytes_per_number
     weights = held * size / (layout.dp_size if layout.zero_stage == 3 else 1)
     gradients = held * size / (layout.dp_size if layout.zero_stage >= 2 else 1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from neox.plan.layout import LaidOutRun
 from neox.plan.time.gpus import Gpu
-from neox.plan.time.setting import NetworkShape, StepSetting
+from neox.plan.time.system import Recompute, TrainingSystem, active_mlp_width, experts_per_token, mlp_matrices
 
 _HOP = 2e-6
 """Seconds from one rank of a ring to the next, whatever the size."""
@@ -99,12 +100,12 @@ def product_seconds(gpu: Gpu, rows: float, columns: float, inner: float, *, fp8:
     return max(compute, moved / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)) + gpu.kernel_seconds
 
 
-def ring_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, stride: int) -> float:
+def ring_seconds(gpu: Gpu, system: TrainingSystem, size: float, ranks: int, stride: int) -> float:
     """Return the time of an all-gather or a reduce-scatter of `size` bytes over ranks; an all-reduce is both.
 
     Args:
         gpu: The GPU, whose links it uses.
-        setting: Layout, which may name another network.
+        system: The training system, which may name another network.
         size: Bytes of the whole tensor.
         ranks: Ranks of the group.
         stride: Distance of neighbouring ranks of the group in the order of all ranks.
@@ -114,7 +115,7 @@ def ring_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, stride
     in_host = min(ranks, max(1, gpu.per_host // stride))
     link = gpu.link * gpu.link_efficiency
     if in_host < ranks:
-        network = (setting.network or gpu.network) * gpu.network_efficiency
+        network = (system.network or gpu.network) * gpu.network_efficiency
         link = min(link, network * in_host)
     return size * (ranks - 1) / ranks / (link * 1e9) + latency_seconds(gpu, ranks)
 
@@ -124,109 +125,119 @@ def latency_seconds(gpu: Gpu, ranks: int) -> float:
     return gpu.collective_seconds + (ranks - 1) * _HOP
 
 
-def forward_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> Seconds:
+def forward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Seconds:
     """Return the time of a block's forward pass for one micro batch."""
-    tokens = setting.micro_batch * setting.sequence / setting.cp
-    heads = shape.heads / setting.tp
-    kv_heads = max(1.0, shape.kv_heads / setting.tp)
-    width = shape.mlp_width / setting.tp
-    up = width * (shape.mlp_matrices - 1)
-    fp8 = setting.fp8
+    network = run.network
+    layout = run.layout
+    tokens = run.tokens
+    heads = network.num_attention_heads / layout.tp_size
+    kv_heads = max(1.0, network.num_kv_heads / layout.tp_size)
+    width = active_mlp_width(network) / layout.tp_size
+    up = width * (mlp_matrices(network) - 1)
+    fp8 = run.config.training.fp8 is not None
 
     def product(columns: float, inner: float) -> float:
         return product_seconds(gpu, tokens, columns, inner, fp8=fp8)
 
-    products = product((heads + 2 * kv_heads) * shape.head_dim, shape.hidden)
-    products += product(shape.hidden, heads * shape.head_dim)
-    products += product(up, shape.hidden) + product(shape.hidden, width)
+    products = product((heads + 2 * kv_heads) * network.head_dim, network.hidden_size)
+    products += product(network.hidden_size, heads * network.head_dim)
+    products += product(up, network.hidden_size) + product(network.hidden_size, width)
     return Seconds(
         products=products,
-        attention=attention_seconds(shape, setting, gpu, tokens, heads),
-        elementwise=_elementwise(shape, setting, gpu, tokens),
-        tensor=_tensor(shape, setting, gpu, tokens),
-        context=_context(shape, setting, gpu, tokens, kv_heads),
-        experts=_experts(shape, setting, gpu, tokens),
+        attention=attention_seconds(run, gpu, system, tokens, heads),
+        elementwise=_elementwise(run, gpu, system, tokens),
+        tensor=_tensor(run, gpu, system, tokens),
+        context=_context(run, gpu, system, tokens, kv_heads),
+        experts=_experts(run, gpu, system, tokens),
     )
 
 
-def attention_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float, heads: float) -> float:
+def attention_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float, heads: float) -> float:
     """Return the forward time of scores and weighted values.
 
     Fused attention skips the half of the keys that a causal mask hides.
     """
-    operations = 4 * tokens * setting.sequence * heads * shape.head_dim
-    if setting.cp > 1 and not setting.balanced_context:  # the last of cp parts sees 2 cp - 1 half parts, cp on average
-        operations *= (2 * setting.cp - 1) / setting.cp
-    if setting.flash:
-        narrow = max(1.0, 128 / shape.head_dim) ** 0.5
+    network = run.network
+    layout = run.layout
+    operations = 4 * tokens * run.sequence_length * heads * network.head_dim
+    if layout.cp_size > 1 and not system.balanced_context:
+        # The last of cp parts sees 2 cp - 1 half parts, cp on average.
+        operations *= (2 * layout.cp_size - 1) / layout.cp_size
+    if layout.attention == "flash":
+        narrow = max(1.0, 128 / network.head_dim) ** 0.5
         return operations / 2 * narrow / (gpu.peak_tflops * 1e12 * gpu.attention_efficiency) + gpu.kernel_seconds
     # Two batched products over a head's short sums; the scores go through memory for the products, softmax and dropout.
-    ramp = 1 + _RAMP / 2 / shape.head_dim / 2
+    ramp = 1 + _RAMP / 2 / network.head_dim / 2
     compute = operations / (gpu.peak_tflops * 1e12 * gpu.product_efficiency) * ramp
-    scores = tokens * setting.sequence * heads
+    scores = tokens * run.sequence_length * heads
     passes = 2 * 6 + 1
     return compute + passes * scores / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + 4 * gpu.kernel_seconds
 
 
-def _elementwise(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) -> float:
+def _elementwise(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float) -> float:
     """Return the forward time of norms, residuals, positions and the activation, by the tensors they move."""
-    hidden = tokens * shape.hidden
-    if setting.sequence_parallel:
-        hidden /= setting.tp
-    inner = tokens * shape.mlp_width / setting.tp
-    rotated = tokens * (shape.heads + shape.kv_heads) * shape.head_dim / setting.tp
-    if setting.fused:
-        elements = 8 * hidden + shape.mlp_matrices * inner + 2 * rotated
+    network = run.network
+    layout = run.layout
+    hidden = tokens * network.hidden_size
+    if layout.sequence_parallel:
+        hidden /= layout.tp_size
+    inner = tokens * active_mlp_width(network) / layout.tp_size
+    rotated = tokens * (network.num_attention_heads + network.num_kv_heads) * network.head_dim / layout.tp_size
+    if system.fuses(run):
+        elements = 8 * hidden + mlp_matrices(network) * inner + 2 * rotated
         kernels = 8
     else:
-        elements = 22 * hidden + (shape.mlp_matrices + 2) * inner + 8 * rotated
+        elements = 22 * hidden + (mlp_matrices(network) + 2) * inner + 8 * rotated
         kernels = 30
-    if setting.fp8:  # each factor of a product is scaled and written again
+    if run.config.training.fp8 is not None:  # each factor of a product is scaled and written again
         elements += 3 * hidden + 1.5 * inner
     return 2 * elements / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + kernels * gpu.kernel_seconds / 2
 
 
-def _tensor(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) -> float:
+def _tensor(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float) -> float:
     """Return the time of a block's two all-reduces over tensor ranks, or of gathers and scatters instead."""
-    if setting.tp == 1:
+    layout = run.layout
+    if layout.tp_size == 1:
         return 0.0
-    size = 2 * tokens * shape.hidden
-    whole = 4 * ring_seconds(gpu, setting, size, setting.tp, 1)
-    if setting.overlaps_tensor:
+    size = 2 * tokens * run.network.hidden_size
+    whole = 4 * ring_seconds(gpu, system, size, layout.tp_size, 1)
+    if system.overlaps_tensor:
         return whole * _EXPOSED_TENSOR
     return whole
 
 
-def _context(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float, kv_heads: float) -> float:
+def _context(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float, kv_heads: float) -> float:
     """Return the exposed communication time of context parallelism in a forward pass.
 
     A ring hides the exchange of keys and values behind attention. Each of its steps computes a partial output, which is
     merged into the accumulated output in fp32 by its logsumexp.
     """
-    if setting.cp == 1:
+    network = run.network
+    layout = run.layout
+    if layout.cp_size == 1:
         return 0.0
-    heads = shape.heads / setting.tp
-    if setting.context == "ulysses":  # queries, keys and values there, outputs back
-        here = 2 * tokens * (2 * heads + 2 * kv_heads) * shape.head_dim
-        return ring_seconds(gpu, setting, here, setting.cp, setting.tp) + latency_seconds(gpu, setting.cp)
-    size = 2 * 2 * tokens * setting.cp * kv_heads * shape.head_dim
-    sent = ring_seconds(gpu, setting, size, setting.cp, setting.tp)
-    if setting.context == "all_gather":
+    heads = network.num_attention_heads / layout.tp_size
+    if not system.in_ring and not run.gathers_keys:  # queries, keys and values there, outputs back
+        here = 2 * tokens * (2 * heads + 2 * kv_heads) * network.head_dim
+        return ring_seconds(gpu, system, here, layout.cp_size, layout.tp_size) + latency_seconds(gpu, layout.cp_size)
+    size = 2 * 2 * tokens * layout.cp_size * kv_heads * network.head_dim
+    sent = ring_seconds(gpu, system, size, layout.cp_size, layout.tp_size)
+    if run.gathers_keys and not system.in_ring:
         return sent
-    hidden = attention_seconds(shape, setting, gpu, tokens, heads)
-    merged = _MERGE_BYTES * tokens * heads * shape.head_dim * (setting.cp - 1)
+    hidden = attention_seconds(run, gpu, system, tokens, heads)
+    merged = _MERGE_BYTES * tokens * heads * network.head_dim * (layout.cp_size - 1)
     merging = merged / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
-    return max(0.0, sent - hidden) + merging + setting.cp * gpu.collective_seconds
+    return max(0.0, sent - hidden) + merging + layout.cp_size * gpu.collective_seconds
 
 
-def all_to_all_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, stride: int) -> float:
+def all_to_all_seconds(gpu: Gpu, system: TrainingSystem, size: float, ranks: int, stride: int) -> float:
     """Return the time of an all-to-all in which each rank sends equal parts of `size` bytes to all ranks.
 
     Transfers within a host and between hosts overlap.
 
     Args:
         gpu: The GPU and its links.
-        setting: Layout, which may specify another network.
+        system: The training system, which may name another network.
         size: Bytes that a rank sends, including the part that it keeps.
         ranks: Number of ranks in the group.
         stride: Distance between neighbouring ranks of the group in the order of all ranks.
@@ -234,44 +245,46 @@ def all_to_all_seconds(gpu: Gpu, setting: StepSetting, size: float, ranks: int, 
     if ranks == 1:
         return 0.0
     in_host = min(ranks, max(1, gpu.per_host // stride))
-    network = (setting.network or gpu.network) * gpu.network_efficiency
+    network = (system.network or gpu.network) * gpu.network_efficiency
     near = size * (in_host - 1) / ranks / (gpu.link * gpu.link_efficiency * 1e9)
     far = size * (ranks - in_host) / ranks / (network * 1e9)
     return max(near, far) + gpu.collective_seconds
 
 
-def _experts(shape: NetworkShape, setting: StepSetting, gpu: Gpu, tokens: float) -> float:
+def _experts(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float) -> float:
     """Return the time of a block's two all-to-alls (dispatch and combine), which are not overlapped."""
-    size = 2 * tokens * shape.experts_per_token * shape.hidden
-    return 2 * all_to_all_seconds(gpu, setting, size, setting.ep, setting.tp)
+    network = run.network
+    layout = run.layout
+    size = 2 * tokens * experts_per_token(network) * network.hidden_size
+    return 2 * all_to_all_seconds(gpu, system, size, layout.ep_size, layout.tp_size)
 
 
-def backward_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> Seconds:
+def backward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Seconds:
     """Return the time of a block's backward pass for one micro batch, with what it recomputes.
 
     Each product has two gradients. Fused attention computes five products backward for two forward, less efficiently.
     """
-    forward = forward_seconds(shape, setting, gpu)
+    forward = forward_seconds(run, gpu, system)
     attention = 2.0
-    if setting.flash:
+    if run.layout.attention == "flash":
         attention = 2.5 * 1.15
     result = Seconds(
         products=2 * forward.products,
         attention=attention * forward.attention,
         elementwise=2 * forward.elementwise,
         tensor=forward.tensor,
-        context=forward.context * (2 if setting.context == "ring" else 1),
+        context=forward.context * (2 if system.in_ring else 1),
         experts=forward.experts,
     )
-    return result + recomputed_seconds(forward, setting)
+    return result + recomputed_seconds(forward, system.recompute(run))
 
 
-def recomputed_seconds(forward: Seconds, setting: StepSetting) -> Seconds:
+def recomputed_seconds(forward: Seconds, recompute: Recompute) -> Seconds:
     """Return the part of a backward pass that repeats the forward pass."""
-    if setting.recompute == "full":
+    if recompute == "full":
         return forward
-    if setting.recompute == "core_attn":
+    if recompute == "core_attn":
         return Seconds(attention=forward.attention)
-    if setting.recompute == "half_of_products":
+    if recompute == "half_of_products":
         return Seconds(products=forward.products / 2, elementwise=forward.elementwise, tensor=forward.tensor / 2)
     return Seconds()

@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from neox.plan.layout import LaidOutRun
 from neox.plan.time.block import backward_seconds, forward_seconds, latency_seconds, product_seconds, ring_seconds
 from neox.plan.time.gpus import Gpu
-from neox.plan.time.setting import NetworkShape, StepSetting
 from neox.plan.time.simulation import PipelineLength, simulated_length
+from neox.plan.time.system import (
+    OURS,
+    TrainingSystem,
+    block_parameters,
+    expert_parameters,
+    held_parameters,
+    ranges_of_stage,
+    tokens_of_step,
+)
 
 _HIDDEN_SHARE = 0.85
 """Share of the backward pass behind which the reduction of gradients or the gathering of weights can hide."""
@@ -71,11 +80,14 @@ class StepTime:
         return self.tflops / self.peak_tflops
 
 
-def model_flops(shape: NetworkShape, setting: StepSetting) -> float:
+def model_flops(run: LaidOutRun) -> float:
     """Return the operations of one step: forward, and twice that backward."""
-    per_token = 6 * (shape.layers * shape.block_parameters + shape.vocabulary * shape.hidden)
-    per_token += 12 * shape.layers * shape.heads * shape.head_dim * setting.sequence
-    return float(per_token) * setting.tokens
+    network = run.network
+    head = run.layers.padded_vocab_size * network.hidden_size
+    per_token = 6 * (network.num_layers * block_parameters(network) + head)
+    heads = network.num_attention_heads * network.head_dim
+    per_token += 12 * network.num_layers * heads * run.sequence_length
+    return float(per_token) * tokens_of_step(run)
 
 
 class PassSeconds(NamedTuple):
@@ -92,18 +104,20 @@ class PassSeconds(NamedTuple):
     handoff: float
 
 
-def pass_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> PassSeconds:
+def pass_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> PassSeconds:
     """Estimate the times of the passes of one micro batch; the last range has the head, too."""
-    head = sum(_head(shape, setting, gpu))
-    per_chunk = shape.layers / setting.pp / setting.chunks
-    handoff = _handoff(shape, setting, gpu)
-    blocked = handoff if setting.blocking_handoff else 0.0
-    forward = per_chunk * forward_seconds(shape, setting, gpu).total + blocked
-    backward = per_chunk * backward_seconds(shape, setting, gpu).total + blocked
-    fronts = [[forward] * setting.chunks for _ in range(setting.pp)]
-    backs = [[backward] * setting.chunks for _ in range(setting.pp)]
-    last_stage = setting.pp - 1
-    if setting.schedule == "dualpipev":  # its last range is on the first stage
+    layout = run.layout
+    ranges = ranges_of_stage(run)
+    head = sum(_head(run, gpu, system))
+    per_chunk = run.network.num_layers / layout.pp_size / ranges
+    handoff = _handoff(run, gpu, system)
+    blocked = handoff if system.blocking_handoff else 0.0
+    forward = per_chunk * forward_seconds(run, gpu, system).total + blocked
+    backward = per_chunk * backward_seconds(run, gpu, system).total + blocked
+    fronts = [[forward] * ranges for _ in range(layout.pp_size)]
+    backs = [[backward] * ranges for _ in range(layout.pp_size)]
+    last_stage = layout.pp_size - 1
+    if layout.pipeline_schedule == "dualpipev":  # its last range is on the first stage
         last_stage = 0
     fronts[last_stage][-1] += head / 3
     backs[last_stage][-1] += head * 2 / 3
@@ -111,108 +125,124 @@ def pass_seconds(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> PassSec
 
 
 def estimate_step(
-    shape: NetworkShape, setting: StepSetting, gpu: Gpu, pipeline_length: PipelineLength = simulated_length
+    run: LaidOutRun, gpu: Gpu, system: TrainingSystem = OURS, pipeline_length: PipelineLength = simulated_length
 ) -> StepTime:
     """Estimate the time of one optimizer step.
 
     Args:
-        shape: The network.
-        setting: How it is trained.
+        run: The run in its layout.
         gpu: The GPUs.
+        system: The training system.
         pipeline_length: How the length of a step follows from its passes.
 
     Raises:
         ConfigError: The schedule does not take this number of micro batches.
     """
-    forward = forward_seconds(shape, setting, gpu)
-    backward = backward_seconds(shape, setting, gpu)
-    head_products, head_elementwise = _head(shape, setting, gpu)
+    network = run.network
+    layout = run.layout
+    forward = forward_seconds(run, gpu, system)
+    backward = backward_seconds(run, gpu, system)
+    head_products, head_elementwise = _head(run, gpu, system)
     head = head_products + head_elementwise
-    passes = pass_seconds(shape, setting, gpu)
-    length = pipeline_length(setting.schedule, passes.forward, passes.backward, setting.micro_batches, passes.handoff)
-    blocks = (forward + backward) * (shape.layers / setting.pp * setting.micro_batches)
-    busy = blocks.total + head * setting.micro_batches
-    in_blocks = shape.layers * shape.block_parameters + shape.idle_parameters - shape.expert_parameters
-    held = (in_blocks / setting.pp + shape.vocabulary * shape.hidden) / setting.tp
-    experts = shape.expert_parameters / setting.pp / setting.tp
+    passes = pass_seconds(run, gpu, system)
+    length = pipeline_length(
+        layout.pipeline_schedule, passes.forward, passes.backward, layout.accumulation_steps, passes.handoff
+    )
+    blocks = (forward + backward) * (network.num_layers / layout.pp_size * layout.accumulation_steps)
+    busy = blocks.total + head * layout.accumulation_steps
+    of_experts = expert_parameters(run)
+    in_blocks = held_parameters(run) - of_experts
+    held = (in_blocks / layout.pp_size + run.layers.padded_vocab_size * network.hidden_size) / layout.tp_size
+    experts = of_experts / layout.pp_size / layout.tp_size
     return StepTime(
-        products=blocks.products + head_products * setting.micro_batches,
+        products=blocks.products + head_products * layout.accumulation_steps,
         attention=blocks.attention,
-        elementwise=blocks.elementwise + head_elementwise * setting.micro_batches,
+        elementwise=blocks.elementwise + head_elementwise * layout.accumulation_steps,
         tensor=blocks.tensor,
         context=blocks.context,
         experts=blocks.experts,
         bubble=max(0.0, length - busy),
-        gradients=_gradients(setting, gpu, (held, experts), forward.total, backward.total, shape),
-        update=_update(setting, gpu, held, experts),
-        tokens=setting.tokens,
-        ranks=setting.ranks,
-        model_flops=model_flops(shape, setting),
+        gradients=_gradients(run, gpu, system, (held, experts), forward.total, backward.total),
+        update=_update(run, gpu, held, experts),
+        tokens=tokens_of_step(run),
+        ranks=layout.tp_size * layout.pp_size * layout.dp_size,
+        model_flops=model_flops(run),
         peak_tflops=gpu.peak_tflops,
     )
 
 
-def _head(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> tuple[float, float]:
+def _head(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> tuple[float, float]:
     """Return the time of head and loss for one micro batch, forward and backward: products, and elementwise work."""
-    tokens = setting.micro_batch * setting.sequence / setting.cp
-    rows = shape.vocabulary / setting.tp
-    products = 3 * product_seconds(gpu, tokens, rows, shape.hidden)
-    passes = 14 if setting.fused else 26  # bytes of a logit: in bf16 and in fp32, there and back
+    tokens = run.tokens
+    rows = run.layers.padded_vocab_size / run.layout.tp_size
+    products = 3 * product_seconds(gpu, tokens, rows, run.network.hidden_size)
+    passes = 14 if system.fuses(run) else 26  # bytes of a logit: in bf16 and in fp32, there and back
     return products, passes * tokens * rows / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
 
 
-def _handoff(shape: NetworkShape, setting: StepSetting, gpu: Gpu) -> float:
+def _handoff(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> float:
     """Return the time to send a micro batch's hidden states to the next stage."""
-    if setting.pp == 1:
+    layout = run.layout
+    if layout.pp_size == 1:
         return 0.0
-    size = 2 * setting.micro_batch * setting.sequence / setting.cp * shape.hidden
-    if setting.divided_handoff:
-        size /= setting.tp
-    stride = setting.tp * setting.cp * setting.dp
+    size: float = 2 * run.tokens * run.network.hidden_size
+    if system.divided_handoff:
+        size /= layout.tp_size
+    stride = layout.tp_size * layout.dp_size
     link = gpu.link * gpu.link_efficiency
     if stride >= gpu.per_host:
-        link = (setting.network or gpu.network) * gpu.network_efficiency
+        link = (system.network or gpu.network) * gpu.network_efficiency
     return size / (link * 1e9) + 2e-5
 
 
 def _gradients(
-    setting: StepSetting, gpu: Gpu, sizes: tuple[float, float], forward: float, backward: float, shape: NetworkShape
+    run: LaidOutRun,
+    gpu: Gpu,
+    system: TrainingSystem,
+    sizes: tuple[float, float],
+    forward: float,
+    backward: float,
 ) -> float:
     """Return the exposed time of reducing gradients and gathering weights.
 
     `sizes` are the elements on a tensor rank and stage: without experts, and of all experts.
     """
-    ranks = setting.dp * setting.cp
-    stride = setting.tp
+    layout = run.layout
+    ranks = layout.dp_size
+    stride = layout.tp_size
     if ranks == 1:
         return 0.0
     held, experts = sizes
 
     def exchange(element: float) -> float:
-        if setting.ep == 1:
-            return ring_seconds(gpu, setting, element * (held + experts), ranks, stride)
-        expert_bytes = element * experts / setting.ep
-        seconds = ring_seconds(gpu, setting, element * held, ranks, stride)
-        return seconds + ring_seconds(gpu, setting, expert_bytes, ranks // setting.ep, stride * setting.ep)
+        if layout.ep_size == 1:
+            return ring_seconds(gpu, system, element * (held + experts), ranks, stride)
+        expert_bytes = element * experts / layout.ep_size
+        seconds = ring_seconds(gpu, system, element * held, ranks, stride)
+        same_experts = ranks // layout.ep_size
+        return seconds + ring_seconds(gpu, system, expert_bytes, same_experts, stride * layout.ep_size)
 
-    reduce = exchange(setting.gradient_bytes)
-    gather = exchange(setting.weight_bytes)
-    if setting.host_weights:
+    weight_bytes = 1 if run.config.deepspeed.zero_optimization.zero_quantized_weights else 2
+    reduce = exchange(run.communicated_bytes)
+    gather = exchange(weight_bytes)
+    if layout.offloads_weights:
         gather += 2 * (held + experts) / ranks / (gpu.host_link * 1e9)
-    layers = shape.layers / setting.pp
-    if setting.zero_stage < 3:
-        hidden = _HIDDEN_SHARE * layers * backward if setting.overlaps_gradients else 0.0
-        times = setting.micro_batches if setting.zero_stage == 2 else 1  # ZeRO 2 keeps no whole gradients to add to
+    layers = run.network.num_layers / layout.pp_size
+    if layout.zero_stage < 3:
+        hidden = _HIDDEN_SHARE * layers * backward if system.overlaps(run) else 0.0
+        times = 1
+        if layout.zero_stage == 2:  # it keeps no whole gradients to add to
+            times = layout.accumulation_steps
         return times * max(0.0, reduce - hidden) + gather
     of_layers = (layers - 1) * latency_seconds(gpu, ranks)  # each layer has collectives of its own
     gather += of_layers
     reduce += of_layers
-    if setting.keeps_gathered:
+    if system.keeps_gathered:
         exposed = max(0.0, gather - _HIDDEN_SHARE * layers * forward)
         return exposed + max(0.0, reduce - _HIDDEN_SHARE * layers * backward)
     again = gather  # once more, from the second copy of the weights if there is one
-    if setting.copies > 1:
-        again = ring_seconds(gpu, setting, setting.weight_bytes * (held + experts), setting.copies, stride) + of_layers
+    if layout.hpz_size > 1:
+        again = ring_seconds(gpu, system, weight_bytes * (held + experts), layout.hpz_size, stride) + of_layers
 
     def of_micro_batch(gather_forward: float) -> float:
         exposed = max(0.0, gather_forward - _HIDDEN_SHARE * layers * forward)
@@ -220,19 +250,20 @@ def _gradients(
         ends = (gather_forward + again + reduce) / max(1.0, layers)  # of the first and last block, which nothing hides
         return exposed + ends
 
-    return of_micro_batch(gather) + (setting.micro_batches - 1) * of_micro_batch(again)
+    return of_micro_batch(gather) + (layout.accumulation_steps - 1) * of_micro_batch(again)
 
 
-def _update(setting: StepSetting, gpu: Gpu, held: float, experts: float) -> float:
+def _update(run: LaidOutRun, gpu: Gpu, held: float, experts: float) -> float:
     """Return the time of Adam: it reads and writes weight and two moments in fp32, reads a gradient, writes 2 bytes.
 
     If the host updates, gradients are copied to it and new weights are copied back.
     """
-    updated = held + experts / setting.ep
-    if setting.zero_stage:
-        updated = (held + experts) / (setting.dp * setting.cp)
+    layout = run.layout
+    updated = held + experts / layout.ep_size
+    if layout.zero_stage:
+        updated = (held + experts) / layout.dp_size
     moved = 2 * 12 + 4 + 2
-    if setting.host_states:
-        copied = setting.gradient_bytes + 2
+    if layout.offloads_states:
+        copied = run.communicated_bytes + 2
         return updated * (moved / gpu.host_memory + copied / gpu.host_link) / 1e9
     return moved * updated / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)

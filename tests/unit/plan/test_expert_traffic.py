@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from neox.plan import RunPlan, config_from_files, format_plan, plan_as_dict, resolve
 from neox.plan.expert_traffic import expert_traffic
 from neox.plan.figures import figures
-from neox.plan.time import GPUS, NetworkShape, StepSetting, estimate_step
+from neox.plan.time import GPUS, estimate_step
 from tests.plans import plan_of
 from tests.unit.plan.shipped import CONFIGS
 
@@ -92,40 +91,48 @@ def test_experts_that_every_rank_holds_exchange_nothing():
     assert estimate.experts == 0
 
 
-MIXTURE = NetworkShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    mlp_width=2 * 14336,
-    gated=True,
-    vocabulary=32000,
-    idle_parameters=32 * 6 * 3 * 4096 * 14336,
-    expert_parameters=32 * 8 * 3 * 4096 * 14336,
-    experts_per_token=2,
-)
-SETTING = StepSetting(sequence=4096, micro_batch=1, micro_batches=1, dp=16, zero_stage=1)
+MIXTURE: dict[str, Any] = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_kv_heads": 8,
+    "activation": "swiglu",
+    "use_bias_in_mlp": False,
+    "use_bias_in_attn_linear": False,
+    "attention_config": [[["flash"], "all"]],
+    "seq_length": 4096,
+    "max_position_embeddings": 4096,
+    "pos_emb": "rotary",
+    "moe_num_experts": 8,
+    "moe_top_k": 2,
+    "moe_ffn_hidden_size": 14336,
+    "moe_router_type": "topk",
+    "precision": "bf16",
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+}
 
 
 def test_the_time_of_exchanges_follows_from_links():
     gpu = GPUS["h100"]
-    within = estimate_step(MIXTURE, replace(SETTING, ep=8), gpu)
+    mixture = plan_of(16, 32000, **MIXTURE).laid_out
+    within = estimate_step(mixture.with_layout(ep_size=8), gpu)
     size = 2 * 4096 * 2 * 4096  # bytes of a block's rows
     transfer = size * 7 / 8 / (gpu.link * gpu.link_efficiency * 1e9)
     assert within.experts == pytest.approx(4 * 32 * (transfer + gpu.collective_seconds), rel=1e-6)
-    between = estimate_step(MIXTURE, replace(SETTING, ep=16), gpu)
+    between = estimate_step(mixture.with_layout(ep_size=16), gpu)
     slow = size * 8 / 16 / (gpu.network * gpu.network_efficiency * 1e9)
     assert between.experts == pytest.approx(4 * 32 * (slow + gpu.collective_seconds), rel=1e-6)
-    recomputed = estimate_step(MIXTURE, replace(SETTING, ep=8, recompute="full"), gpu)
+    recomputed = estimate_step(mixture.with_layout(ep_size=8, recomputes=True), gpu)
     assert recomputed.experts == pytest.approx(1.5 * within.experts)
 
 
 def test_divided_experts_have_less_to_reduce_and_without_zero_less_to_update():
     gpu = GPUS["h100"]
-    whole = estimate_step(MIXTURE, SETTING, gpu)
-    divided = estimate_step(MIXTURE, replace(SETTING, ep=16), gpu)
+    mixture = plan_of(16, 32000, **MIXTURE).laid_out
+    whole = estimate_step(mixture, gpu)
+    divided = estimate_step(mixture.with_layout(ep_size=16), gpu)
     assert divided.gradients < whole.gradients
     assert divided.update == whole.update  # ZeRO divides states over all data ranks either way
-    unsharded = replace(SETTING, zero_stage=0)
-    assert estimate_step(MIXTURE, replace(unsharded, ep=16), gpu).update < estimate_step(MIXTURE, unsharded, gpu).update
+    unsharded = mixture.with_layout(zero_stage=0)
+    assert estimate_step(unsharded.with_layout(ep_size=16), gpu).update < estimate_step(unsharded, gpu).update

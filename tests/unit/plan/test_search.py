@@ -19,7 +19,7 @@ from neox.plan.layouts import layouts
 from neox.plan.memory import fullest_stage
 from neox.plan.search import Suggestions, suggest_layouts
 from neox.plan.time import GPUS, estimate_step
-from neox.plan.time.of_plan import likely_gpu, network_shape, step_setting
+from neox.plan.time.of_plan import likely_gpu
 
 GIB = 2**30
 MEDIUM: dict[str, Any] = {
@@ -47,14 +47,12 @@ def test_the_best_is_that_of_trying_everything(world: int, gpu: str, keys: dict[
     plan = make_plan(world, **keys)
     device = gpu_device(plan, GPUS[gpu].memory_gib * GIB)
     found = suggest_layouts(plan, device, GPUS[gpu])
-    shape = network_shape(plan.layers)
-    assert shape is not None
     memory = LayoutMemory(plan, device)
     times = []
     for layout in layouts(plan):
         run = memory.lay_out(layout)
         if run.sums_in_bf16 == plan.laid_out.sums_in_bf16 and memory.fits(layout):
-            times.append(estimate_step(shape, step_setting(run), GPUS[gpu]))
+            times.append(estimate_step(run, GPUS[gpu]))
     assert found.best[0].time.seconds <= 1.02 * min(time.seconds for time in times)
     seconds = [layout.time.seconds for layout in found.best]
     assert seconds == sorted(seconds)
@@ -165,14 +163,12 @@ def assert_best_of_all(plan: RunPlan, gpu: str, memory_gib: float) -> Suggestion
     """Compare the search with the estimates of all layouts that fit and that the rules accept; return its result."""
     device = gpu_device(plan, memory_gib * GIB)
     found = suggest_layouts(plan, device, GPUS[gpu])
-    shape = network_shape(plan.layers)
-    assert shape is not None
     memory = LayoutMemory(plan, device)
     times = []
     for layout in layouts(plan):
         run = memory.lay_out(layout)
         if run.sums_in_bf16 == plan.laid_out.sums_in_bf16 and memory.fits(layout):
-            times.append((estimate_step(shape, step_setting(run), GPUS[gpu]).seconds, layout))
+            times.append((estimate_step(run, GPUS[gpu]).seconds, layout))
     for best, layout in sorted(times, key=itemgetter(0)):
         try:
             again(plan, layout.keys_changed_from(plan.layout))

@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from neox.plan.time import GPUS, NetworkShape, StepSetting, estimate_step
+from neox.plan.layout import LaidOutRun
+from neox.plan.time import GPUS, TrainingSystem, estimate_step
+from neox.plan.time.system import held_parameters
+from tests.plans import plan_of
 
-LLAMA_8B = NetworkShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp_width=14336, gated=True, vocabulary=128256
-)
-SETTING = StepSetting(sequence=8192, micro_batch=1, micro_batches=8, dp=8, zero_stage=1)
+LLAMA_8B: dict[str, Any] = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_kv_heads": 8,
+    "mlp_width": 14336,
+    "activation": "swiglu",
+    "norm": "rmsnorm",
+    "use_bias_in_mlp": False,
+    "use_bias_in_attn_linear": False,
+    "no_weight_tying": True,
+    "pos_emb": "rotary",
+    "attention_config": [[["flash"], "all"]],
+    "seq_length": 8192,
+    "max_position_embeddings": 8192,
+    "make_vocab_size_divisible_by": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 8,
+    "precision": "bf16",
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+}
+IN_RING = TrainingSystem(in_ring=True)
+SLOW_NETWORK = TrainingSystem(network=2.0)
+
+
+def llama(**keys: Any) -> LaidOutRun:
+    """Return a network of Llama 3's 8B in a layout on eight GPUs."""
+    return plan_of(8, 128256, **{**LLAMA_8B, **keys}).laid_out
 
 
 def test_parameters_and_operations_are_those_of_llama() -> None:
-    assert LLAMA_8B.parameters == pytest.approx(8.03e9, rel=0.01)
-    time = estimate_step(LLAMA_8B, SETTING, GPUS["h100"])
-    per_token = 6 * (LLAMA_8B.parameters - LLAMA_8B.vocabulary * LLAMA_8B.hidden) + 12 * 32 * 4096 * 8192
+    run = llama()
+    head = 128256 * 4096
+    assert held_parameters(run) + 2 * head == pytest.approx(8.03e9, rel=0.01)
+    time = estimate_step(run, GPUS["h100"])
+    per_token = 6 * (held_parameters(run) + head) + 12 * 32 * 4096 * 8192
     assert time.model_flops == pytest.approx(per_token * time.tokens, rel=1e-6)
     assert time.tokens == 8192 * 8 * 8
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))
 def test_parts_add_up_and_no_gpu_exceeds_its_peak(gpu: str) -> None:
-    time = estimate_step(LLAMA_8B, replace(SETTING, pp=2, dp=4, tp=2), GPUS[gpu])
+    time = estimate_step(llama().with_layout(pp_size=2, dp_size=4, tp_size=2), GPUS[gpu])
     parts = (
         time.products,
         time.attention,
@@ -42,86 +72,92 @@ def test_parts_add_up_and_no_gpu_exceeds_its_peak(gpu: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "slower",
-    [
-        {"recompute": "full"},
-        {"recompute": "core_attn"},
-        {"fused": False},
-        {"flash": False},
-        {"overlaps_gradients": False},
-        {"network": 1.0, "dp": 16, "micro_batches": 4},
-    ],
+    "slower", [{"recomputes": True}, {"recomputes": True, "recomputed_part": "core_attn"}, {"attention": "fused"}]
 )
-def test_what_takes_longer(slower: dict[str, object]) -> None:
-    fast = estimate_step(LLAMA_8B, SETTING, GPUS["h100"])
-    slow = estimate_step(LLAMA_8B, replace(SETTING, **slower), GPUS["h100"])  # type: ignore[arg-type]
+def test_layouts_that_take_longer(slower: dict[str, object]) -> None:
+    fast = estimate_step(llama(), GPUS["h100"])
+    slow = estimate_step(llama().with_layout(**slower), GPUS["h100"])
+    assert slow.tokens_per_gpu < fast.tokens_per_gpu
+
+
+@pytest.mark.parametrize("slower", [{"fused": False}, {"overlaps_gradients": False}])
+def test_systems_that_take_longer(slower: dict[str, Any]) -> None:
+    fast = estimate_step(llama(), GPUS["h100"])
+    slow = estimate_step(llama(), GPUS["h100"], TrainingSystem(**slower))
+    assert slow.tokens_per_gpu < fast.tokens_per_gpu
+
+
+def test_a_slow_network_takes_longer() -> None:
+    fast = estimate_step(llama(), GPUS["h100"])
+    wider = llama().with_layout(dp_size=16, accumulation_steps=4)
+    slow = estimate_step(wider, GPUS["h100"], TrainingSystem(network=1.0))
     assert slow.tokens_per_gpu < fast.tokens_per_gpu
 
 
 def test_copies_in_hosts_replace_gathers_between_hosts() -> None:
-    shared = replace(SETTING, zero_stage=3, dp=64, network=2.0)
-    copied = replace(shared, copies=8)
-    one_micro_batch = estimate_step(LLAMA_8B, replace(copied, micro_batches=1), GPUS["h100"]).gradients
-    without = estimate_step(LLAMA_8B, shared, GPUS["h100"]).gradients
-    assert estimate_step(LLAMA_8B, copied, GPUS["h100"]).gradients < 0.7 * without
-    assert one_micro_batch < estimate_step(LLAMA_8B, replace(shared, micro_batches=1), GPUS["h100"]).gradients
+    shared = llama().with_layout(zero_stage=3, dp_size=64)
+    copied = shared.with_layout(hpz_size=8)
+
+    def seconds(run: LaidOutRun) -> float:
+        return estimate_step(run, GPUS["h100"], SLOW_NETWORK).gradients
+
+    assert seconds(copied) < 0.7 * seconds(shared)
+    assert seconds(copied.with_layout(accumulation_steps=1)) < seconds(shared.with_layout(accumulation_steps=1))
 
 
 def test_quantised_weights_are_gathered_in_half_the_time() -> None:
-    shared = replace(SETTING, zero_stage=3, dp=64, network=2.0)
-    whole = estimate_step(LLAMA_8B, shared, GPUS["h100"]).gradients
-    assert estimate_step(LLAMA_8B, replace(shared, weight_bytes=1), GPUS["h100"]).gradients < 0.8 * whole
+    whole = llama().with_layout(zero_stage=3, dp_size=64)
+    zero = {"stage": 3, "overlap_comm": True, "zero_quantized_weights": True}
+    quantised = llama(zero_optimization=zero).with_layout(dp_size=64)
+    seconds = [estimate_step(run, GPUS["h100"], SLOW_NETWORK).gradients for run in (whole, quantised)]
+    assert seconds[1] < 0.8 * seconds[0]
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "ulysses"])
 def test_context_ranks_exchange_more_over_slower_links(kind: str) -> None:
-    divided = replace(SETTING, sequence=32768, cp=4, dp=2, context=kind)
-    fast = estimate_step(LLAMA_8B, divided, GPUS["h100"])
-    slow = estimate_step(LLAMA_8B, divided, replace(GPUS["h100"], link=45.0))
+    divided = llama(context_parallel_kind=kind).with_layout(seq_length=32768, cp_size=4)
+    fast = estimate_step(divided, GPUS["h100"])
+    slow = estimate_step(divided, replace(GPUS["h100"], link=45.0))
     assert fast.context > 0
     assert slow.context > 5 * fast.context
     assert slow.attention == fast.attention
 
 
 def test_few_heads_of_keys_favour_gathered_keys() -> None:
-    divided = replace(SETTING, sequence=32768, cp=2, dp=4)
-
     def seconds(kv_heads: int, kind: str) -> float:
-        shape = replace(LLAMA_8B, kv_heads=kv_heads)
-        return estimate_step(shape, replace(divided, context=kind), GPUS["h100"]).context  # type: ignore[arg-type]
+        run = llama(num_kv_heads=kv_heads, context_parallel_kind=kind)
+        return estimate_step(run.with_layout(seq_length=32768, cp_size=2), GPUS["h100"]).context
 
     assert seconds(1, "all_gather") < seconds(1, "ulysses")
     assert seconds(32, "all_gather") > 0.5 * seconds(32, "ulysses")
 
 
 def test_divided_experts_exchange_tokens_and_hold_fewer_parameters() -> None:
-    experts = 8 * 3 * 4096 * 14336 * 32
-    mixture = replace(
-        LLAMA_8B,
-        mlp_width=2 * 14336,
-        idle_parameters=experts * 6 // 8,
-        expert_parameters=experts,
-        experts_per_token=2.0,
+    experts = {"moe_num_experts": 8, "moe_top_k": 2, "moe_ffn_hidden_size": 14336, "moe_router_type": "topk"}
+    mixture = llama(**experts).with_layout(zero_stage=0)
+    active = mixture.layers.active_numel - 2 * 128256 * 4096
+    assert held_parameters(mixture) == pytest.approx(
+        active + mixture.layers.numel - mixture.layers.active_numel, rel=1e-3
     )
-    undivided_states = replace(SETTING, zero_stage=0)
-    whole = estimate_step(mixture, undivided_states, GPUS["h100"])
-    divided = estimate_step(mixture, replace(undivided_states, ep=8), GPUS["h100"])
+    whole = estimate_step(mixture, GPUS["h100"])
+    divided = estimate_step(mixture.with_layout(ep_size=8), GPUS["h100"])
     assert whole.experts == 0 < divided.experts
     assert divided.update < whole.update
     assert divided.gradients <= whole.gradients
 
 
 def test_states_and_weights_in_main_memory_take_time() -> None:
-    on_gpu = estimate_step(LLAMA_8B, replace(SETTING, zero_stage=3), GPUS["h100"])
-    states = estimate_step(LLAMA_8B, replace(SETTING, zero_stage=3, host_states=True), GPUS["h100"])
-    weights = estimate_step(LLAMA_8B, replace(SETTING, zero_stage=3, host_states=True, host_weights=True), GPUS["h100"])
+    run = llama().with_layout(zero_stage=3)
+    on_gpu = estimate_step(run, GPUS["h100"])
+    states = estimate_step(run.with_layout(offloads_states=True), GPUS["h100"])
+    weights = estimate_step(run.with_layout(offloads_states=True, offloads_weights=True), GPUS["h100"])
     assert states.update > 10 * on_gpu.update
     assert states.gradients == on_gpu.gradients
     assert weights.gradients > states.gradients
 
 
 def test_unbalanced_context_ranks_wait_for_the_last() -> None:
-    balanced = replace(SETTING, sequence=131072, cp=4, dp=2)
-    fast = estimate_step(LLAMA_8B, balanced, GPUS["h100"])
-    slow = estimate_step(LLAMA_8B, replace(balanced, balanced_context=False), GPUS["h100"])
+    run = llama().with_layout(seq_length=131072, cp_size=4)
+    fast = estimate_step(run, GPUS["h100"], IN_RING)
+    slow = estimate_step(run, GPUS["h100"], replace(IN_RING, balanced_context=False))
     assert slow.attention == pytest.approx(fast.attention * 7 / 4, rel=0.01)

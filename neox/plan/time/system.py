@@ -1,0 +1,135 @@
+"""Facts of a network that times depend on, and how training systems differ where a configuration does not say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, Architecture, block_kinds
+from neox.plan.layout import LaidOutRun
+from neox.plan.pipeline_schedules import ranges_per_stage
+
+Recompute = Literal["none", "core_attn", "half_of_products", "full"]
+"""What the backward pass repeats: nothing; scores and weighted values (Megatron-LM's `selective`); every second
+product and all elementwise work (torchtitan's `selective`); whole blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSystem:
+    """How a system trains where systems differ. The defaults are this project's; benchmarks time others.
+
+    Attributes:
+        keeps_gathered: With ZeRO 3: weights are gathered once a step and kept, not gathered for each pass.
+        overlaps_tensor: Collectives of tensor ranks run during products (async TP).
+        in_ring: Context ranks exchange keys and values in a ring, overlapped with attention. Otherwise they do as
+            `context_parallel_kind` says.
+        balanced_context: Each context rank holds an early and a late part of a sample, so that all attend to as many
+            tokens. Otherwise the last rank attends to the most, and the others wait for it.
+        blocking_handoff: A rank waits while it sends to the next stage (gpt-neox). Otherwise it computes.
+        divided_handoff: Each tensor rank sends its share of the hidden states. Otherwise each sends all.
+        network: Network bandwidth of one GPU in GB/s where it is not the GPU's usual one; 0 for that.
+        fused: Whether elementwise work runs in fused kernels; None: in compiled layers.
+        overlaps_gradients: Whether gradients are reduced during the backward pass; None: as `overlap_comm` says,
+            without pipeline stages.
+        recomputes_half: Recomputation repeats every second product, not the part that the layout says.
+    """
+
+    keeps_gathered: bool = False
+    overlaps_tensor: bool = False
+    in_ring: bool = False
+    balanced_context: bool = True
+    blocking_handoff: bool = False
+    divided_handoff: bool = True
+    network: float = 0.0
+    fused: bool | None = None
+    overlaps_gradients: bool | None = None
+    recomputes_half: bool = False
+
+    def fuses(self, run: LaidOutRun) -> bool:
+        """Return whether elementwise work runs in fused kernels."""
+        if self.fused is not None:
+            return self.fused
+        may_compile = run.layout.zero_stage < 3 and not run.recomputes_attention
+        return may_compile and run.config.training.compile_layers is not False
+
+    def overlaps(self, run: LaidOutRun) -> bool:
+        """Return whether gradients are reduced during the backward pass."""
+        if self.overlaps_gradients is not None:
+            return self.overlaps_gradients
+        return run.layout.pp_size == 1 and run.overlaps_reduction
+
+    def recompute(self, run: LaidOutRun) -> Recompute:
+        """Return what the backward pass repeats."""
+        if not run.layout.recomputes:
+            return "none"
+        if self.recomputes_half:
+            return "half_of_products"
+        return "full" if run.recomputes_blocks else "core_attn"
+
+
+OURS = TrainingSystem()
+
+
+def has_estimate(network: Architecture) -> bool:
+    """Return whether the time of a network is estimated.
+
+    It is not for blocks without attention, encoders and reward models.
+    """
+    has_other_head = network.bidirectional or network.score_head
+    return not has_other_head and all(kind.attention is not None for kind in block_kinds(network))
+
+
+def active_mlp_width(network: Architecture) -> int:
+    """Return the inner width of all MLPs and experts that compute a token in a block, as the mean over blocks."""
+    with_experts = len(network.expert_blocks)
+    of_experts = network.experts_per_token * network.expert_width + network.shared_expert_width
+    total = (network.num_layers - with_experts) * network.mlp_width + with_experts * of_experts
+    return total // network.num_layers
+
+
+def mlp_matrices(network: Architecture) -> int:
+    """Return the number of matrices of an MLP: three with a gate."""
+    return 3 if ACTIVATIONS[network.activation].width_factor > 1 else 2
+
+
+def block_parameters(network: Architecture) -> int:
+    """Return the elements of the matrices of one block that a token is computed with."""
+    heads = 2 * network.num_attention_heads + 2 * network.num_kv_heads
+    attention = network.hidden_size * network.head_dim * heads
+    return attention + mlp_matrices(network) * network.hidden_size * active_mlp_width(network)
+
+
+def experts_per_token(network: Architecture) -> float:
+    """Return the number of experts per token and block, as the mean over all blocks."""
+    return network.experts_per_token * len(network.expert_blocks) / network.num_layers
+
+
+def expert_parameters(run: LaidOutRun) -> int:
+    """Return the elements of all experts, over all blocks, which have equally many."""
+    blocks = run.network.expert_blocks
+    if not blocks:
+        return 0
+    layer = run.layers[BLOCK_OFFSET + min(blocks)]
+    return len(blocks) * sum(spec.numel for spec in layer.parameters if spec.experts)
+
+
+def held_parameters(run: LaidOutRun) -> int:
+    """Return the elements of the matrices of all blocks, with experts that a token is not computed with."""
+    network = run.network
+    active = network.num_layers * block_parameters(network)
+    if not network.num_experts:
+        return active
+    return active + expert_parameters(run) * (network.num_experts - network.experts_per_token) // network.num_experts
+
+
+def ranges_of_stage(run: LaidOutRun) -> int:
+    """Return the number of ranges of layers that a stage holds."""
+    layout = run.layout
+    return ranges_per_stage(layout.pipeline_schedule, layout.pp_size, layout.virtual_stages)
+
+
+def tokens_of_step(run: LaidOutRun) -> int:
+    """Return the tokens of one step over all ranks."""
+    layout = run.layout
+    samples = layout.micro_batch_size * layout.accumulation_steps * (layout.dp_size // layout.cp_size)
+    return run.sequence_length * samples
