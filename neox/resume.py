@@ -70,7 +70,7 @@ class ResumeLog(Generic[S]):
         self.path.unlink(missing_ok=True)
 
 
-def open_at(path: Path, size: int) -> BinaryIO:
+def open_truncated(path: Path, size: int) -> BinaryIO:
     """Open a file for appending after its first `size` bytes; what follows them is cut off.
 
     Raises:
@@ -87,7 +87,7 @@ def open_at(path: Path, size: int) -> BinaryIO:
 
 
 @contextmanager
-def only_run(output_prefix: str) -> Iterator[None]:
+def lock_output(output_prefix: str) -> Iterator[None]:
     """Lock the output for this process. Raises DataError if another run is writing it."""
     path = Path(f"{output_prefix}.lock")
     try:

@@ -97,7 +97,7 @@ def _averages_problems(config: NeoXConfig, checkpoint: Path, *, training: bool) 
     if config.checkpoint.load_weights != "ema":
         return []
     if training and not config.checkpoint.finetune:
-        rule = "does not go on with a training, whose optimizer has the trained weights; set finetune, or remove it"
+        rule = "does not resume a training, whose optimizer has the trained weights; set finetune, or remove it"
         return [config.problem("load_weights", rule, "finetune")]
     if not any(checkpoint.glob("averaged_dp_*")):
         rule = f"asks for the average of the weights, and {checkpoint} has none: its run had no ema_decay"
@@ -209,7 +209,7 @@ def _optimizer_problem(checkpoint: Path, saved: NeoXConfig | None, config: NeoXC
                 f"0.7 wrote it (GPT-NeoX-20B's full weights are of that kind); {WITHOUT_SAVED_OPTIMIZER}"
             )
     elif not any(_mentions(file, b"param_groups") for file in checkpoint.glob("mp_rank_*.pt")):
-        return f"{checkpoint} holds no optimizer state to go on with; {WITHOUT_SAVED_OPTIMIZER}"
+        return f"{checkpoint} holds no optimizer state to resume from; {WITHOUT_SAVED_OPTIMIZER}"
     if saved is None:
         return None
     there = saved.optimizer.optimizer.name

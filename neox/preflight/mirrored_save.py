@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run in `checkpoint_mirror`, with which a start on new hosts goes on, and its identity."""
+"""The newest checkpoint of a run in `checkpoint_mirror`, from which a start on new hosts resumes, and its identity."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def restore_save(config: NeoXConfig) -> None:
         config: The configuration of a training.
 
     Raises:
-        CheckpointError: If the mirror cannot be read, and `save` holds nothing to go on with; or files are damaged.
+        CheckpointError: If the mirror cannot be read, and `save` holds nothing to resume from; or files are damaged.
         ConfigError: If the checkpoint is of another run.
     """
     newest = _newer_in_mirror(config)
@@ -64,7 +64,7 @@ def planned_restore(config: NeoXConfig) -> DecidedConfig:
 def _newer_in_mirror(config: NeoXConfig) -> RemoteCheckpoint | None:
     """Return the newest complete checkpoint of the mirror if it is newer than those in `save`; else None.
 
-    If the mirror cannot be read, a run that has a checkpoint in `save` goes on with that, which is logged.
+    If the mirror cannot be read, a run that has a checkpoint in `save` resumes from that, which is logged.
 
     Raises:
         CheckpointError: If the mirror cannot be read, and `save` holds no checkpoint.
@@ -88,7 +88,7 @@ def _newer_in_mirror(config: NeoXConfig) -> RemoteCheckpoint | None:
         found = find_run(save)
         if found is None:
             raise CheckpointError(f"{error}. Nothing was started, because it may hold this run") from error
-        _log.warning("checkpoint_mirror: %s; this start goes on with %s", error, found.checkpoint)
+        _log.warning("checkpoint_mirror: %s; this start resumes from %s", error, found.checkpoint)
         return None
     newest = max(complete, default=-1)
     if newest < max(local) or (newest == max(local) and find_run(save) is not None):
@@ -97,7 +97,7 @@ def _newer_in_mirror(config: NeoXConfig) -> RemoteCheckpoint | None:
 
 
 def _other_run(config: NeoXConfig, newest: RemoteCheckpoint) -> str | None:
-    """Return why a run must not go on with a checkpoint of its mirror, which is another one's; None if it is its own.
+    """Return why a run must not resume from a checkpoint of its mirror, which is another one's; None if it is its own.
 
     Raises:
         CheckpointError: If the mirror cannot be read.

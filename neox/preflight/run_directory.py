@@ -57,7 +57,7 @@ def write_run_directory(directory: Path, plan: RunPlan, device: Device, commands
 def claim_curves(directory: Path, config: NeoXConfig) -> str | None:
     """Record which training writes its curves into a run directory, and return a note if it was another one before.
 
-    A training that begins at step 0 moves earlier curves aside. One that goes on appends to those that are there.
+    A training that begins at step 0 moves earlier curves aside. One that resumes appends to those that are there.
 
     Args:
         directory: The run directory, which is locked.
@@ -76,7 +76,7 @@ def claim_curves(directory: Path, config: NeoXConfig) -> str | None:
             begins = False
         if not begins:
             raise LaunchError(
-                f"log_dir: {directory} has the curves of {other}, and this run, which goes on from a checkpoint, would "
+                f"log_dir: {directory} has the curves of {other}, and this run, which resumes from a checkpoint, would "
                 f"continue them; set another log_dir, or remove {directory / RUN_FILE} if they are of the same run"
             )
         note = f"log_dir: {directory} has the curves of {other}; they are kept in files with a number"

@@ -67,11 +67,11 @@ def with_saved_schedule(config: NeoXConfig) -> DecidedConfig:
 
 
 def with_saved_warmup(config: NeoXConfig) -> DecidedConfig:
-    """Keep the steps of the warm-up if a run goes on with another length.
+    """Keep the steps of the warm-up if a run resumes with another length.
 
     `warmup` is a fraction of the length. Without this, a run that is extended while it holds or leaves its peak would
     fall back into the warm-up of a longer run. A shorter run that has no room for the steps has the warm-up of its
-    length, and nothing is kept before the length is known.
+    length, and no steps are kept before the length is known.
     """
     keys = config.checkpoint
     follows_keys = bool(config.value("override_lr_scheduler")) or config.schedule.lr_warmup_iters is not None

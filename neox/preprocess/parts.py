@@ -21,7 +21,7 @@ from neox.launch.agent.agent_files import PROGRESS_VARIABLE
 from neox.log import get_logger
 from neox.preprocess.run import PreprocessReport, finished, preprocess
 from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint
-from neox.resume import only_run
+from neox.resume import lock_output
 from neox.storage import size_of
 from neox.workers import worker_count
 
@@ -179,7 +179,7 @@ def _wait_for(parts: Iterable[PreprocessSettings]) -> None:
 
 def _join(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], started: float) -> PreprocessReport:
     """Join the parts of each key, and remove them. Raises DataError if all parts have too many bad inputs together."""
-    with only_run(settings.output_prefix):
+    with lock_output(settings.output_prefix):
         joined = {key: _join_key(settings, parts, key) for key in settings.keys}
     for part in parts:
         for key in settings.keys:

@@ -31,7 +31,7 @@ from neox.preprocess.settings import (
     state_path,
 )
 from neox.preprocess.work import EncodeWork, build_encoder, lines_of, text_size
-from neox.resume import ResumeLog, only_run
+from neox.resume import ResumeLog, lock_output
 from neox.storage import is_remote, shown, size_of
 from neox.tokenizer import Tokenizer
 from neox.workers import WorkerPool, read_ahead
@@ -110,7 +110,7 @@ def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> P
         TokenizerError: If the tokenizer cannot be built.
     """
     run = _Run(settings, may_be_empty)
-    with only_run(settings.output_prefix):
+    with lock_output(settings.output_prefix):
         return run.execute()
 
 

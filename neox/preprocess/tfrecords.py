@@ -25,7 +25,7 @@ from neox.data.token_files.sidecar import Sidecar, write_sidecar
 from neox.errors import DataError, needs_package, os_errors
 from neox.log import progress
 from neox.preprocess.settings import TokenizerSpec
-from neox.resume import only_run
+from neox.resume import lock_output
 
 _HEADER = struct.Struct("<QI")  # length of the data, and its checksum
 _LENGTH_BYTES = 8
@@ -283,7 +283,7 @@ def convert_tfrecords(
     built = tokenizer.build()
     budget = SkipBudget(skip_bad)
     with (
-        only_run(output_prefix),
+        lock_output(output_prefix),
         progress("records", unit="records") as bar,
         IndexedDatasetBuilder(output_prefix, best_dtype(built.vocab_size), sentences=True) as builder,
     ):

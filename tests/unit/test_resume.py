@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from neox.errors import DataError
-from neox.resume import ResumeLog, only_run, open_at
+from neox.resume import ResumeLog, lock_output, open_truncated
 from tests.errors import raises_naming
 
 
@@ -47,19 +47,19 @@ def test_a_damaged_state_starts_over_with_a_warning(
 
 def test_a_file_is_continued_after_the_bytes_that_count(tmp_path: Path) -> None:
     path = tmp_path / "data.partial"
-    with open_at(path, 0) as file:
+    with open_truncated(path, 0) as file:
         file.write(b"counted, not counted")
-    with open_at(path, 7) as file:
+    with open_truncated(path, 7) as file:
         file.write(b"!")
     assert path.read_bytes() == b"counted!"
     with raises_naming(DataError, path, "8 bytes"):
-        open_at(path, 9)
+        open_truncated(path, 9)
 
 
 def test_two_runs_cannot_write_one_output(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
-    with only_run(output), raises_naming(DataError, output), only_run(output):
+    with lock_output(output), raises_naming(DataError, output), lock_output(output):
         pass
-    with only_run(output):
+    with lock_output(output):
         assert (tmp_path / "out.lock").exists()
     assert not (tmp_path / "out.lock").exists()

@@ -20,7 +20,7 @@ from neox.corpus import BadInput, LineBlock, parse_records
 from neox.errors import DataError
 from neox.files import fsync_file
 from neox.log import progress
-from neox.resume import ResumeLog, open_at
+from neox.resume import ResumeLog, open_truncated
 from neox.workers import ordered_map
 from tools.web_text.chunks import RESULT_AS_JSON, START, Chunk, read_chunks
 from tools.web_text.documents import ChunkState
@@ -226,8 +226,8 @@ class DocumentIndex:
 
     def _open_columns(self, state: _Indexed) -> list[BinaryIO]:
         """Open all columns, the one of the chunks last, after the rows that the state counts."""
-        files = [open_at(self.directory / name, _width(name) * state.counts.documents_in) for name in self.names]
-        return [*files, open_at(self.directory / _CHUNKS, _width(_CHUNKS) * state.chunks)]
+        files = [open_truncated(self.directory / name, _width(name) * state.counts.documents_in) for name in self.names]
+        return [*files, open_truncated(self.directory / _CHUNKS, _width(_CHUNKS) * state.chunks)]
 
     def _write_state(self, state: _Indexed, columns: list[BinaryIO]) -> None:
         for file in columns:

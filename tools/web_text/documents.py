@@ -18,7 +18,7 @@ from neox.corpus import BadInput, LineBlock, Position, parse_records
 from neox.errors import DataError
 from neox.files import fsync_file, partial_path, replace_file
 from neox.log import get_logger, progress
-from neox.resume import ResumeLog, open_at
+from neox.resume import ResumeLog, open_truncated
 from neox.workers import ordered_map
 from tools.web_text.chunks import RESULT_AS_JSON, START, Chunk, Place, Reader, read_chunks
 from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes, total_bytes
@@ -232,10 +232,10 @@ def _open_outputs(targets: tuple[Path, Path], state: _Written) -> tuple[_Written
     """Open the partial files of an interrupted run, or those of a new run if they are incomplete."""
     kept, dropped = map(partial_path, targets)
     try:
-        return state, [open_at(kept, state.sizes[0]), open_at(dropped, state.sizes[1])]
+        return state, [open_truncated(kept, state.sizes[0]), open_truncated(dropped, state.sizes[1])]
     except DataError as error:
         _log.warning("the interrupted run cannot be resumed (%s): starting over", error)
-        return _Written(), [open_at(kept, 0), open_at(dropped, 0)]
+        return _Written(), [open_truncated(kept, 0), open_truncated(dropped, 0)]
 
 
 def _append(

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from neox.errors import ConfigError, DataError, install_command, os_errors
 from neox.files import check_writable, sha256_of, write_text
 from neox.log import get_logger
-from neox.resume import only_run
+from neox.resume import lock_output
 from neox.storage import is_remote, shown, state_of
 from tools.web_text.step import Job, S, Settings, Step, dropped_path, without
 
@@ -69,7 +69,7 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
     _check_paths(step, settings, files)
     try:
         check_writable(settings.output)
-        with only_run(f"{settings.output}.step"):
+        with lock_output(f"{settings.output}.step"):
             report = _run_or_keep(step, settings, files)
             if settings.report is not None:
                 text = json.dumps(without(report, "fresh"), indent=1, ensure_ascii=False)

@@ -28,7 +28,7 @@ from neox.data.token_files.sidecar import joined_sidecar, read_sidecar, write_si
 from neox.errors import DataError, os_errors
 from neox.files import fsync_file, replace_file
 from neox.log import get_logger
-from neox.resume import open_at
+from neox.resume import open_truncated
 
 _log = get_logger(__name__)
 _MERGED_DOCUMENTS = 1 << 16  # documents of several sequences that are merged at once
@@ -115,15 +115,15 @@ class IndexedDatasetBuilder:
         self._sizes = Path(f"{prefix}.sizes.partial")  # tokens of each sequence
         self._counts = Path(f"{prefix}.counts.partial")  # sequences of each document
         self._bin.parent.mkdir(parents=True, exist_ok=True)
-        self._ids_file = open_at(self._bin, self._state["tokens"] * self.dtype.itemsize)
-        self._sizes_file = open_at(self._sizes, self.num_sequences * 4)
+        self._ids_file = open_truncated(self._bin, self._state["tokens"] * self.dtype.itemsize)
+        self._sizes_file = open_truncated(self._sizes, self.num_sequences * 4)
         self._counts_file: BinaryIO | None = None
         if sentences:
-            self._counts_file = open_at(self._counts, self._state["documents"] * 4)
+            self._counts_file = open_truncated(self._counts, self._state["documents"] * 4)
         self._columns = Path(f"{columns_path(prefix)}.partial")
         self._columns_file: BinaryIO | None = None
         if columns:
-            self._columns_file = open_at(self._columns, self._state["columns_bytes"])
+            self._columns_file = open_truncated(self._columns, self._state["columns_bytes"])
 
     @property
     def num_documents(self) -> int:
