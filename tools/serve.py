@@ -26,7 +26,7 @@ from neox.arguments import ScriptParser
 from neox.errors import ConfigError, NeoXError, install_command, refusals, run_script
 from neox.generation.chat_format import find_chat_format
 from neox.generation.load import load_model
-from neox.generation.request_fields import Limits
+from neox.generation.request_fields import RequestLimits
 from neox.generation.server import make_app
 from neox.generation.startup import add_plan_arguments, choose_checkpoint, plan_from_arguments, use_end_ids
 from neox.log import get_logger, setup_logging
@@ -52,7 +52,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def main() -> None:
-    limits = Limits()
+    limits = RequestLimits()
     parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser, "-o")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")

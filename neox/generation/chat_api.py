@@ -12,7 +12,7 @@ from neox.generation.chat_format import NO_TEMPLATE, AnswerStream, ChatFormat
 from neox.generation.decoding import Continuation, LanguageModel
 from neox.generation.request_fields import (
     BadRequest,
-    Limits,
+    RequestLimits,
     boolean,
     check_prompt,
     fields_of,
@@ -55,7 +55,9 @@ _WHOLE = "chat.completion"
 _PART = "chat.completion.chunk"
 
 
-def parse_chat_request(body: Any, model: LanguageModel, chat: ChatFormat | None, limits: Limits) -> GenerationRequest:
+def parse_chat_request(
+    body: Any, model: LanguageModel, chat: ChatFormat | None, limits: RequestLimits
+) -> GenerationRequest:
     """Check a decoded JSON body.
 
     Args:
@@ -88,7 +90,7 @@ def parse_chat_request(body: Any, model: LanguageModel, chat: ChatFormat | None,
     return GenerationRequest(prompts, n, params, stream, with_usage, ChatAnswers(chat, n))
 
 
-def _longest(fields: dict[str, Any], limits: Limits) -> int:
+def _longest(fields: dict[str, Any], limits: RequestLimits) -> int:
     """Remove `max_completion_tokens` and its older name `max_tokens`; by default as many as the server allows."""
     newer = token_limit(fields, "max_completion_tokens", limits.max_tokens, limits)
     older = token_limit(fields, "max_tokens", limits.max_tokens, limits)

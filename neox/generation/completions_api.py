@@ -10,7 +10,7 @@ from neox.generation.answers import GenerationRequest, envelope
 from neox.generation.decoding import Continuation, LanguageModel
 from neox.generation.request_fields import (
     BadRequest,
-    Limits,
+    RequestLimits,
     boolean,
     check_prompt,
     fields_of,
@@ -36,7 +36,7 @@ _KIND = "text_completion"
 _DEFAULT_TOKENS = 16
 
 
-def parse_request(body: Any, model: LanguageModel, codec: Tokenizer, limits: Limits) -> GenerationRequest:
+def parse_request(body: Any, model: LanguageModel, codec: Tokenizer, limits: RequestLimits) -> GenerationRequest:
     """Check a decoded JSON body. Raises BadRequest naming the field."""
     fields = fields_of(body, _NEUTRAL)
     n = number(fields, "n", 1, int, 1, limits.sequences)

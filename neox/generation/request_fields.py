@@ -39,7 +39,7 @@ class BadRequest(GenerationError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits of one request.
 
     Attributes:
@@ -102,7 +102,7 @@ def check_prompt(prompt: Sequence[int], params: SamplingParams, model: LanguageM
         raise BadRequest(f"`{field}` has token ids outside 0..{model.vocab_size - 1}", field=field)
 
 
-def sampling_of(fields: dict[str, Any], limits: Limits, longest: int) -> SamplingParams:
+def sampling_of(fields: dict[str, Any], limits: RequestLimits, longest: int) -> SamplingParams:
     """Remove the sampling settings from `fields`; the temperature is 1 if it is not given.
 
     Args:
@@ -127,7 +127,7 @@ def sampling_of(fields: dict[str, Any], limits: Limits, longest: int) -> Samplin
         raise BadRequest(str(error)) from error
 
 
-def token_limit(fields: dict[str, Any], name: str, default: int, limits: Limits) -> int:
+def token_limit(fields: dict[str, Any], name: str, default: int, limits: RequestLimits) -> int:
     """Remove a number of new tokens from `fields` and return it, or the default as far as the limit allows it."""
     limit: int = number(fields, name, min(default, limits.max_tokens), int, 1, limits.max_tokens)
     return limit

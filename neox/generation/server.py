@@ -24,7 +24,7 @@ from neox.generation.chat_api import parse_chat_request
 from neox.generation.chat_format import ChatFormat
 from neox.generation.completions_api import parse_request
 from neox.generation.decoding import Continuation, LanguageModel, OnText, decode
-from neox.generation.request_fields import BadRequest, Limits, error_json, refusal_json
+from neox.generation.request_fields import BadRequest, RequestLimits, error_json, refusal_json
 from neox.log import get_logger
 from neox.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class GenerationQueue:
     """
 
     def __init__(
-        self, model: LanguageModel, codec: Tokenizer, limits: Limits, closing: threading.Event | None = None
+        self, model: LanguageModel, codec: Tokenizer, limits: RequestLimits, closing: threading.Event | None = None
     ) -> None:
         """Make an empty queue. Once `closing` is set, all generations end with what there is."""
         self.model = model
@@ -198,7 +198,7 @@ def make_app(
     *,
     name: str,
     chat: ChatFormat | None = None,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     hosts: tuple[str, ...] = (),
     closing: threading.Event | None = None,
 ) -> Starlette:
@@ -219,7 +219,7 @@ def make_app(
     from starlette.middleware import Middleware
     from starlette.routing import Route
 
-    service = Service(GenerationQueue(model, codec, limits or Limits(), closing), name, chat)
+    service = Service(GenerationQueue(model, codec, limits or RequestLimits(), closing), name, chat)
     return Starlette(
         routes=[
             Route("/v1/completions", service.completions, methods=["POST"]),
@@ -253,7 +253,7 @@ class _HostFilter:
         await self.app(scope, receive, send)
 
 
-async def _read_json(http: Request, limits: Limits) -> Any:
+async def _read_json(http: Request, limits: RequestLimits) -> Any:
     """Return the decoded body. Raises BadRequest if it is too large, too slow or not JSON.
 
     The content type is required: browsers send it to other sites only after a preflight request.

@@ -63,71 +63,81 @@ class Distillation:
         """Weights of the divergence and of the cross entropy in the trained loss."""
         return (self.share, 1.0 - self.share)
 
-    @property
-    def _row_temperature(self) -> float:
-        """Temperature of the softmax over all tokens; 1 for the reverse divergence, which uses only K tokens."""
-        if self.direction == "reverse":
-            return 1.0
-        return self.temperature
-
     def __call__(
         self, logits: Tensor, here: slice, first_column: int, *, needs_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the weighted sums of divergence and cross entropy over a chunk, and the trained loss's gradient."""
+        """Return the weighted sums of divergence and cross entropy over a chunk, and the trained loss's gradient.
+
+        Args:
+            logits: This rank's logits of the chunk [r, V/T].
+            here: Tokens of the chunk.
+            first_column: This rank's first token of the vocabulary.
+            needs_gradient: Whether to compute the gradient w.r.t. the logits.
+        """
         scores = logits.float()
-        weights = self.weights[here]
+        weights = self.weights[here]  # [r]
         ids = torch.cat((self.teacher.ids[here], self.labels[here].unsqueeze(1)), dim=1)  # [r, K + 1]
         columns, elsewhere = _own_columns(ids - first_column, scores.shape[1])
-        rows = _RowStatistics.of(scores, columns, elsewhere, self._row_temperature, self.grid)
-        divergences, teacher_gradient, softmax_factor = self._divergences(rows, here)
-        cross_entropies = rows.log_sums - rows.picked[:, -1]
-        parts = torch.stack(((weights * divergences).sum(), (weights * cross_entropies).sum()))
+        # The reverse divergence needs no softmax over all tokens.
+        row_temperature = self.temperature if self.direction == "forward" else 1.0
+        rows = _RowStatistics.of(scores, columns, elsewhere, row_temperature, self.grid)
+
+        log_p = (self.teacher.logits[here].float() / self.temperature).log_softmax(1)  # [r, K]
+        if self.direction == "forward":
+            divergence = self._forward(rows, log_p)
+        else:
+            divergence = self._reverse(rows, log_p)
+        cross_entropies = rows.log_sums - rows.picked[:, -1]  # [r]
+        parts = torch.stack(((weights * divergence.values).sum(), (weights * cross_entropies).sum()))
         if not needs_gradient:
             return parts, None
+
+        # All logits get the softmax (of the divergence, and of the cross entropy), the picked ones also their own part.
         divergence_share, entropy_share = self.factors
         divergence_weights = (divergence_share * weights).unsqueeze(1)  # [r, 1]
         entropy_weights = (entropy_share * weights).unsqueeze(1)
-        gradient = self._softmax_gradient(scores, rows, softmax_factor * divergence_weights, entropy_weights)
-        picked = torch.cat((teacher_gradient * divergence_weights, -entropy_weights), dim=1)
+        tempered_factors = divergence.softmax_factor * divergence_weights
+        if row_temperature == 1.0:
+            gradient = scores.sub_(rows.log_sums.unsqueeze(1)).exp_().mul_(tempered_factors + entropy_weights)
+        else:
+            tempered = (scores / row_temperature).sub_(rows.tempered_log_sums.unsqueeze(1)).exp_()
+            tempered.mul_(tempered_factors)
+            gradient = scores.sub_(rows.log_sums.unsqueeze(1)).exp_().mul_(entropy_weights).add_(tempered)
+        picked = torch.cat((divergence.teacher_gradient * divergence_weights, -entropy_weights), dim=1)
         gradient.scatter_add_(1, columns, picked.masked_fill(elsewhere, 0.0))
         return parts, gradient.to(logits.dtype)
 
-    def _softmax_gradient(
-        self, scores: Tensor, rows: _RowStatistics, tempered_factors: Tensor, factors: Tensor
-    ) -> Tensor:
-        """Return the part of the gradient that all logits get: the softmax with and without temperature, times factors.
-
-        Args:
-            scores: This rank's logits [r, V/T]; overwritten with the result.
-            rows: Statistics of the rows.
-            tempered_factors: Factors of the softmax of the logits divided by the temperature [r, 1].
-            factors: Factors of the softmax without temperature [r, 1].
-        """
-        if self._row_temperature == 1.0:
-            return scores.sub_(rows.log_sums.unsqueeze(1)).exp_().mul_(tempered_factors + factors)
-        tempered = (scores / self.temperature).sub_(rows.tempered_log_sums.unsqueeze(1)).exp_().mul_(tempered_factors)
-        return scores.sub_(rows.log_sums.unsqueeze(1)).exp_().mul_(factors).add_(tempered)
-
-    def _divergences(self, rows: _RowStatistics, here: slice) -> tuple[Tensor, Tensor, float]:
-        """Return the divergences of a chunk, and their derivatives.
-
-        Returns:
-            The divergences [r]; their derivatives with respect to the logits of the teacher's tokens [r, K]; and the
-            factor of the softmax in the derivatives with respect to all logits.
-        """
+    def _forward(self, rows: _RowStatistics, log_p: Tensor) -> _Divergence:
+        """Return t^2 sum of p (log p - log q), where q is the student's softmax over all tokens."""
         temperature = self.temperature
-        log_p = (self.teacher.logits[here].float() / temperature).log_softmax(1)
-        own = rows.picked[:, :-1] / temperature
-        if self.direction == "forward":
-            p = log_p.exp()
-            log_q = own - rows.tempered_log_sums.unsqueeze(1)
-            divergences = (p * (log_p - log_q)).sum(1)
-            return temperature**2 * divergences, -temperature * p, temperature
-        log_q = own.log_softmax(1)
-        q = log_q.exp()
+        p = log_p.exp()  # [r, K]
+        log_q = rows.picked[:, :-1] / temperature - rows.tempered_log_sums.unsqueeze(1)
+        values = temperature**2 * (p * (log_p - log_q)).sum(1)
+        return _Divergence(values, teacher_gradient=-temperature * p, softmax_factor=temperature)
+
+    def _reverse(self, rows: _RowStatistics, log_p: Tensor) -> _Divergence:
+        """Return t^2 sum of q' (log q' - log p), where q' is the student's softmax over the teacher's tokens."""
+        temperature = self.temperature
+        log_q = (rows.picked[:, :-1] / temperature).log_softmax(1)
+        q = log_q.exp()  # [r, K]
         difference = log_q - log_p
         divergences = (q * difference).sum(1)
-        return temperature**2 * divergences, temperature * q * (difference - divergences.unsqueeze(1)), 0.0
+        teacher_gradient = temperature * q * (difference - divergences.unsqueeze(1))
+        return _Divergence(temperature**2 * divergences, teacher_gradient, softmax_factor=0.0)
+
+
+class _Divergence(NamedTuple):
+    """Divergences of a chunk and their derivatives.
+
+    Attributes:
+        values: t^2 times the divergences [r].
+        teacher_gradient: Derivatives by the logits of the teacher's tokens, apart from the softmax [r, K].
+        softmax_factor: Factor of the softmax over all tokens in the derivatives by all logits.
+    """
+
+    values: Tensor
+    teacher_gradient: Tensor
+    softmax_factor: float
 
 
 class _RowStatistics(NamedTuple):

@@ -1,6 +1,6 @@
 """Optimizers, parameter groups and the learning-rate schedule."""
 
-from neox.optim.build import CLASSES, build_optimizer
+from neox.optim.classes import CLASSES, build_optimizer
 from neox.optim.clipping import EXPERTS, ClippedOptimizer, ExpertGroups, NormScope
 from neox.optim.groups import is_hidden, parameter_groups, planned_groups
 from neox.optim.muon import MatrixPart, Muon

@@ -11,7 +11,7 @@ import pytest
 
 from neox.generation.chat_api import parse_chat_request
 from neox.generation.chat_format import ChatFormat
-from neox.generation.request_fields import BadRequest, Limits
+from neox.generation.request_fields import BadRequest, RequestLimits
 from neox.tokenizer import build_tokenizer
 from neox.tokenizer.chat import ChatTemplate
 from tests.unit.generation.toy import ToyModel, hashed
@@ -38,7 +38,7 @@ HISTORY = '<user>weather?<assistant>{"name": "get_weather", "arguments": {"town"
 def prompt_of(messages: list[Any], template: str = QWEN, **fields: Any) -> str:
     """Text that the model gets."""
     chat = ChatFormat(ChatTemplate(template, {}), CODEC)
-    request = parse_chat_request({"messages": messages, "max_tokens": 4, **fields}, MODEL, chat, Limits())
+    request = parse_chat_request({"messages": messages, "max_tokens": 4, **fields}, MODEL, chat, RequestLimits())
     return CODEC.decode(list(request.prompts[0]))
 
 

@@ -28,7 +28,7 @@ from neox.generation.chat_format import ChatFormat
 from neox.generation.completion import generate
 from neox.generation.completions_api import parse_request
 from neox.generation.request import SamplingParams
-from neox.generation.request_fields import Limits
+from neox.generation.request_fields import RequestLimits
 from neox.generation.text_stream import TextStream
 from neox.parallel import ParallelGrid
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
@@ -303,7 +303,7 @@ def test_special_tokens_are_found_by_stop_strings_and_not_shown(tokenizers_):
 def test_an_echo_and_its_continuation_are_one_text(tokenizers_, form):
     tokenizer = tokenizers_[form]
     model = scripted([tokenizer.eod], 0, tokenizer.vocab_size)
-    limits = Limits(sequences=4, max_tokens=16)
+    limits = RequestLimits(sequences=4, max_tokens=16)
 
     def echoes(prompt):
         return parse_request({"prompt": prompt, "echo": True}, model, tokenizer, limits).answers.echoes

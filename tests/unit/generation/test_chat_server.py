@@ -15,7 +15,7 @@ from neox.generation.chat_api import parse_chat_request
 from neox.generation.chat_format import AnswerStream, ChatFormat
 from neox.generation.decoding import decode
 from neox.generation.request import SamplingParams
-from neox.generation.request_fields import Limits
+from neox.generation.request_fields import RequestLimits
 from neox.tokenizer import build_tokenizer
 from neox.tokenizer.chat import ChatTemplate
 from tests.unit.generation.toy import CHAT_TEMPLATE, ToyModel, hashed, shouting
@@ -42,7 +42,7 @@ HISTORY = [
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    with served(make_app(MODEL, CODEC, name="toy", chat=CHAT, limits=Limits(max_tokens=300))) as address:
+    with served(make_app(MODEL, CODEC, name="toy", chat=CHAT, limits=RequestLimits(max_tokens=300))) as address:
         yield openai.OpenAI(base_url=f"{address}v1", api_key="none", max_retries=0)
 
 
@@ -167,7 +167,7 @@ def test_a_special_token_ends_an_answer(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     chat = ChatFormat(ChatTemplate(template, {}), tokenizer)
     model = ToyModel(shouting, vocab_size=tokenizer.vocab_size)
-    request = parse_chat_request({"messages": HISTORY[-1:], "max_tokens": 5}, model, chat, Limits())
+    request = parse_chat_request({"messages": HISTORY[-1:], "max_tokens": 5}, model, chat, RequestLimits())
     assert request.params.stop_ids == (end,)
     assert request.prompts == (tuple(tokenizer.encode_bare("user\ntwo é<|im_end|>")),)
 

@@ -8,7 +8,7 @@ import pytest
 
 from neox.errors import GenerationError
 from neox.generation.completions_api import parse_request
-from neox.generation.request_fields import BadRequest, Limits
+from neox.generation.request_fields import BadRequest, RequestLimits
 from tests.errors import raises_naming
 from tests.unit.generation.toy import ToyCodec, ToyModel, hashed, next_letter
 
@@ -21,7 +21,7 @@ CODEC = ToyCodec()
 
 
 def client(model=None, **limits):
-    app = make_app(model or ToyModel(next_letter), CODEC, name="toy", limits=Limits(**limits))
+    app = make_app(model or ToyModel(next_letter), CODEC, name="toy", limits=RequestLimits(**limits))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
@@ -132,9 +132,9 @@ def test_what_cannot_be_done_is_refused_by_name(body, message):
 
 def test_neutral_values_of_what_does_not_exist_pass():
     body = {"prompt": "a", "logprobs": None, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "user": "me"}
-    assert parse_request(body, ToyModel(next_letter), CODEC, Limits()).prompts == ((1,),)
+    assert parse_request(body, ToyModel(next_letter), CODEC, RequestLimits()).prompts == ((1,),)
     with pytest.raises(BadRequest):
-        parse_request({**body, "suffix": "x"}, ToyModel(next_letter), CODEC, Limits())
+        parse_request({**body, "suffix": "x"}, ToyModel(next_letter), CODEC, RequestLimits())
 
 
 def test_the_time_limit_ends_a_generation_with_what_there_is():
@@ -173,7 +173,7 @@ def test_hostile_bodies_are_refused_and_not_an_error_of_the_server(body, message
 def test_a_body_that_does_not_come_and_a_sender_that_leaves():
     def answer(*messages, **limits):
         """Speak ASGI by hand: the messages, then silence; return the status of the answer."""
-        app = make_app(ToyModel(next_letter), CODEC, name="toy", limits=Limits(**limits))
+        app = make_app(ToyModel(next_letter), CODEC, name="toy", limits=RequestLimits(**limits))
         left, sent = list(messages), []
 
         async def receive():
@@ -248,7 +248,7 @@ def test_a_reader_that_leaves_a_stream_ends_its_work():
         from neox.generation.server import _stream
 
         model = ToyModel(rule, max_length=100_000)
-        queue = GenerationQueue(model, CODEC, Limits(max_tokens=90_000))
+        queue = GenerationQueue(model, CODEC, RequestLimits(max_tokens=90_000))
         body = {"prompt": "a", "max_tokens": 90_000, "temperature": 0, "stream": True}
         stream = _stream(queue, parse_request(body, model, CODEC, queue.limits), "toy")
         first = await anext(stream)
@@ -309,7 +309,7 @@ def test_a_mistake_of_ours_is_told_too():
 
 def test_limits_that_allow_nothing_are_refused():
     with raises_naming(GenerationError, "max_tokens"):
-        Limits(max_tokens=0)
+        RequestLimits(max_tokens=0)
 
 
 def test_models_and_the_page():
