@@ -53,9 +53,13 @@ def training_flops_per_token(layers: LayerPlan, sequence: int, *, predicted: int
     blocks, head = forward_flops_per_token(layers, sequence, predicted)
     total = 3 * (blocks + head)
     for layer in layers:
-        if layer.kind == "block":
-            total -= _frozen_flops(layer)
-    if not _head_is_trained(layers):
+        if layer.kind != "block":
+            continue
+        for spec in layer.parameters:
+            if spec.is_matrix and not spec.trained:
+                total -= 2 * spec.active_numel
+    head_owner = layers.head if layers.head.parameters else layers[0]  # a tied head uses the embedding's weight
+    if not head_owner.parameters[0].trained:
         total -= head
     return total
 
@@ -82,15 +86,6 @@ def recomputed_flops_per_token(layers: LayerPlan, sequence: int, parts: Iterable
     return total
 
 
-def _frozen_flops(block: LayerEntry) -> int:
-    """Return the operations of the gradients that frozen matrices of a block do not need, for one token."""
-    total = 0
-    for spec in block.parameters:
-        if spec.is_matrix and not spec.trained:
-            total += 2 * spec.active_numel
-    return total
-
-
 def _projection_flops(block: LayerEntry) -> int:
     """Return the operations of a block's queries, keys and values for one token; 0 for blocks without them."""
     total = 0
@@ -98,9 +93,3 @@ def _projection_flops(block: LayerEntry) -> int:
         if spec.is_matrix and spec.name.startswith("attention.") and not spec.name.startswith("attention.dense."):
             total += 2 * spec.numel
     return total
-
-
-def _head_is_trained(layers: LayerPlan) -> bool:
-    """Return whether the head's weight, or the embedding's that it uses, is trained."""
-    owner = layers.head if layers.head.parameters else layers[0]
-    return owner.parameters[0].trained

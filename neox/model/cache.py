@@ -407,8 +407,8 @@ class RingLayer(NamedTuple):
         filled = min(self.length + 1, slots)
         mask = None
         if self.start is not None:
-            held = held_indices(torch.arange(filled, device=q.device), slots, self.length)
-            mask = (held >= self.start.unsqueeze(1))[:, None, None]  # [B, 1, 1, filled]
+            tokens = tokens_in_slots(torch.arange(filled, device=q.device), slots, self.length)
+            mask = (tokens >= self.start.unsqueeze(1))[:, None, None]  # [B, 1, 1, filled]
         keys, values = self.pairs[:, :, :, :filled].unbind(2)
         out = dot_product_attention(q.transpose(1, 2), keys, values, mask, scale)
         return out.transpose(1, 2)
@@ -440,7 +440,7 @@ class RingLayer(NamedTuple):
         return out.transpose(1, 2)
 
 
-def held_indices(slots: Tensor, number: int, last: int | Tensor) -> Tensor:
+def tokens_in_slots(slots: Tensor, number: int, last: int | Tensor) -> Tensor:
     """Return the index of the token in each of these slots of a ring; negative for empty slots.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.model.cache import BlockState, KVCache, LayerCache, RingLayer, held_indices, keys_and_values
+from neox.model.cache import BlockState, KVCache, LayerCache, RingLayer, keys_and_values, tokens_in_slots
 from neox.ops import explicit_attention, masked_bias
 
 
@@ -67,7 +67,7 @@ class CacheStep:
             indices = self.slots
             if store.is_ring:
                 slot = self.slot % store.slots
-                indices = held_indices(self.slots[: store.slots], store.slots, self.slot)
+                indices = tokens_in_slots(self.slots[: store.slots], store.slots, self.slot)
             unseen = self._unseen(indices, store.pairs.dtype)
             positions = None
             if not store.is_ring:

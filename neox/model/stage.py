@@ -80,8 +80,8 @@ class Stage:
         self.layers = layers
         self.ranges: list[StageRange] = []
         self.blocks: list[Block] = []
-        for held in ranges:
-            stage_range = StageRange(plan, grid, layers, held, first_block=len(self.blocks))
+        for layer_range in ranges:
+            stage_range = StageRange(plan, grid, layers, layer_range, first_block=len(self.blocks))
             self.ranges.append(stage_range)
             self.blocks += stage_range.blocks
         head_index = plan.layers.head.index
@@ -140,7 +140,7 @@ class StageRange:
         plan: Plan of the run.
         grid: Process groups.
         layers: Index in the layer plan -> module, as `Stage` takes it.
-        held: The range.
+        layer_range: The range.
         first_block: Number of its first block among those of the stage.
 
     Attributes:
@@ -156,24 +156,29 @@ class StageRange:
     observe_scores: Callable[[SelfAttention, Tensor, Tensor], None] | None = None
 
     def __init__(
-        self, plan: RunPlan, grid: ParallelGrid, layers: Mapping[int, nn.Module], held: LayerRange, first_block: int
+        self,
+        plan: RunPlan,
+        grid: ParallelGrid,
+        layers: Mapping[int, nn.Module],
+        layer_range: LayerRange,
+        first_block: int,
     ) -> None:
         self.grid = grid
         self.prompt_length = plan.architecture.soft_prompt_tokens
         self._is_bidirectional = plan.architecture.bidirectional
-        self.is_first = held.start == 0
-        self.is_last = held.stop == len(plan.layers)
+        self.is_first = layer_range.start == 0
+        self.is_last = layer_range.stop == len(plan.layers)
         self.previous: int | None = None
         self.following: int | None = None
         if not self.is_first:
-            self.previous = _holder(plan, held.start - 1)
+            self.previous = _holder(plan, layer_range.start - 1)
         if not self.is_last:
-            self.following = _holder(plan, held.stop)
+            self.following = _holder(plan, layer_range.stop)
         self._embedding: Embedding | None = None
         self._prompt: SoftPrompt | None = None
         self._norm: nn.Module | None = None
         numbers = []
-        for index in held:
+        for index in layer_range:
             kind = plan.layers[index].kind
             if kind == "embedding":
                 self._embedding = cast(Embedding, layers[index])

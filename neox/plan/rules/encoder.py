@@ -16,17 +16,13 @@ _SHORTEST = 4  # tokens of a sample: [CLS], two of text and [SEP]; a second sent
 def encoder_problems(config: NeoXConfig) -> Iterator[Problem]:
     """Yield the rules about masked language modelling that are broken."""
     if config.model.objective == "masked_lm":
-        yield from _attention(config)
+        if causal := listed(name for name, kind in asked_kinds(config).items() if not kind.bidirectional):
+            message = f"`attention_config` asks for {causal}, which see earlier tokens only; use global or flash"
+            yield config.problem_about(message, "attention_config", _KEY)
         yield from _lengths(config)
     elif config.model.num_tokentypes:  # Megatron-LM's 0 means that there are none
         objective = config.describe_setting(_KEY)
         yield config.problem("num_tokentypes", f"does not exist with {objective}; remove it", _KEY)
-
-
-def _attention(config: NeoXConfig) -> Iterator[Problem]:
-    if causal := listed(name for name, kind in asked_kinds(config).items() if not kind.bidirectional):
-        message = f"`attention_config` asks for {causal}, which see earlier tokens only; use global or flash"
-        yield config.problem_about(message, "attention_config", _KEY)
 
 
 def _lengths(config: NeoXConfig) -> Iterator[Problem]:
