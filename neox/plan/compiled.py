@@ -16,7 +16,7 @@ def compile_obstacle(config: NeoXConfig) -> tuple[str, str] | None:
         return "apply_query_key_layer_scaling", reason
     if config.training.mlp_tile_size is not None:
         return "mlp_tile_size", "as the compiler chooses what of a layer is computed again; remove one of them"
-    if config.training.checkpoint_activations and config.training.part_to_recompute != "full":
+    if config.training.checkpoint_activations and config.training.normalized_granularity != "full":
         return "recompute_granularity", "as the compiler chooses what of a layer is computed again; remove one of them"
     return None
 

@@ -147,7 +147,7 @@ def configured_layout(
         offloads_states=zero.offloads_optimizer,
         offloads_weights=zero.offloads_weights,
         recomputes=training.checkpoint_activations,
-        recomputed_part=training.part_to_recompute,
+        recomputed_part=training.normalized_granularity,
         no_recompute_blocks=training.no_recompute_layers or (),
         kept_inputs_on_cpu=training.checkpoint_in_cpu,
         tile_tokens=training.mlp_tile_size or 0,

@@ -62,7 +62,14 @@ class Condition:
 
 @dataclass(frozen=True)
 class OnlyWith(Condition):
-    """Marks a field that has an effect only if another key is on (several markers: if any is)."""
+    """Marks a field that has an effect only if another key is on."""
+
+
+@dataclass(frozen=True)
+class OnlyWithAny:
+    """Marks a field that has an effect only if at least one of several keys is on."""
+
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,14 @@ def markers(info: FieldInfo, kind: type[Marker]) -> tuple[Marker, ...]:
     return tuple(item for item in info.metadata if isinstance(item, kind))
 
 
+def effect_conditions(info: FieldInfo) -> tuple[OnlyWith, ...]:
+    """Return the conditions of which one must be on for a field to have an effect; none if it always has one."""
+    conditions = markers(info, OnlyWith)
+    for marker in markers(info, OnlyWithAny):
+        conditions += tuple(OnlyWith(key) for key in marker.keys)
+    return conditions
+
+
 def status_of(info: FieldInfo) -> str:
     """Return the status of a field: `works`, `refused` or `no effect`."""
     if markers(info, NoEffect):
@@ -133,7 +148,7 @@ def any_of(conditions: Iterable[Condition]) -> str:
 def in_words(info: FieldInfo) -> str:
     """Return sentences that say under which conditions a field works; nothing if it always does."""
     sentences = []
-    if effect := markers(info, OnlyWith):
+    if effect := effect_conditions(info):
         sentences.append(f"Only with {any_of(effect)}.")
     for values, needs in _by_values(markers(info, Requires)).items():
         sentences.append(_sentence(values, f"needs {' and '.join(needs)}."))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Discriminator, Field, Tag
 
 from neox.config.sections.base import Section
-from neox.config.sections.conditions import Excludes, OnlyWith, Requires
+from neox.config.sections.conditions import Excludes, OnlyWith, OnlyWithAny, Requires
 from neox.config.sections.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from neox.errors import ConfigError
 
@@ -277,7 +277,7 @@ class DataConfig(Section):
     document that does not end with the end-of-document token does not predict the next one's first token either."""
 
     document_boundaries: Annotated[
-        DocumentBoundaries, OnlyWith("reset_attention_mask"), OnlyWith("eod_mask_loss"), OnlyWith("fim_rate")
+        DocumentBoundaries, OnlyWithAny(("reset_attention_mask", "eod_mask_loss", "fim_rate"))
     ] = "index"
     """Where documents end, for reset_attention_mask, eod_mask_loss and `fim_level: sample`. `index`: where they were
     joined, whatever their tokens are. `eod`: after each end-of-document token (gpt-neox, Megatron-LM), for files whose

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from neox.config.sections.conditions import Excludes, OnlyWith, Requires
+from neox.config.sections.conditions import Excludes, OnlyWith, OnlyWithAny, Requires
 from neox.features.loss_spikes.keys import LossSpikeKeys
 from neox.features.replica_check.keys import ReplicaCheckKeys
 
@@ -45,7 +45,7 @@ class HealingConfig(LossSpikeKeys, ReplicaCheckKeys):
     preemption_file: str | None = None
     """File whose appearance on a host means that the host is about to be preempted. All ranks then save and exit."""
 
-    preemption_seconds: Annotated[float, OnlyWith("preemption_command"), OnlyWith("preemption_file")] = Field(
+    preemption_seconds: Annotated[float, OnlyWithAny(("preemption_command", "preemption_file"))] = Field(
         5.0, gt=0, le=3600
     )
     """Seconds between two checks for a preemption notice."""

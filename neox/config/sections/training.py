@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from neox.config.sections.base import Section
-from neox.config.sections.conditions import Excludes, OnlyWith, Requires
+from neox.config.sections.conditions import Excludes, OnlyWith, OnlyWithAny, Requires
 from neox.config.sections.numbers import (
     DropRate,
     Fraction,
@@ -166,7 +166,7 @@ class TrainingConfig(CharPerplexityKeys):
     activation_memory_budget: Annotated[
         Fraction | None,
         Excludes("checkpoint_activations", reason="both choose what is recomputed"),
-        Excludes("compile_layers", (False,), reason="it needs compiled layers", advice="remove the second"),
+        Excludes("compile_layers", (False,), reason="it needs compiled layers", advice="remove compile_layers"),
     ] = None
     """Fraction of the activations of compiled layers that is kept, from 0 (recompute layers from their inputs) to 1.
     torch's partitioner chooses what is recomputed in the backward pass."""
@@ -197,11 +197,11 @@ class TrainingConfig(CharPerplexityKeys):
         """Return the part of a block that is recomputed in the backward pass."""
         if not self.checkpoint_activations or block in (self.no_recompute_layers or ()):
             return "none"
-        return self.part_to_recompute
+        return self.normalized_granularity
 
     @property
-    def part_to_recompute(self) -> RecomputedPart:
-        """Part of the recomputed blocks: recompute_granularity without Megatron's name."""
+    def normalized_granularity(self) -> RecomputedPart:
+        """`recompute_granularity`, with gpt-neox's name `core_attn` for Megatron's `selective`."""
         if self.recompute_granularity == "selective":
             return "core_attn"
         return self.recompute_granularity
@@ -217,10 +217,10 @@ class CheckpointConfig(MirrorKeys, ForwardCheckKeys):
     load: str | None = None
     """Directory to resume from, or its address in object storage."""
 
-    iteration: Annotated[NonNegativeInt | None, OnlyWith("load"), OnlyWith("save")] = None
+    iteration: Annotated[NonNegativeInt | None, OnlyWithAny(("load", "save"))] = None
     """Iteration of the checkpoint to load, by default the newest complete one."""
 
-    load_weights: Annotated[Literal["trained", "ema"], OnlyWith("load"), OnlyWith("save")] = "trained"
+    load_weights: Annotated[Literal["trained", "ema"], OnlyWithAny(("load", "save"))] = "trained"
     """Weights that are read from a checkpoint for text, evaluation, and fine-tuning: the trained ones, or their average
     (ema_decay)."""
 
@@ -232,7 +232,7 @@ class CheckpointConfig(MirrorKeys, ForwardCheckKeys):
     release (v1.0, v2.0). Keys whose meaning or default has changed are read as they were then. It is asked for if files
     of several years differ in meaning and do not tell it (docs/gpt-neox-files.md)."""
 
-    allow_other_tokenizer: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = False
+    allow_other_tokenizer: Annotated[bool, OnlyWithAny(("load", "save"))] = False
     """Allow loading a checkpoint that was trained with another tokenizer. By default this is refused, because the same
     ids mean other tokens to the model. It is not needed if the tokenizer only has additional tokens."""
 
@@ -240,7 +240,7 @@ class CheckpointConfig(MirrorKeys, ForwardCheckKeys):
     """Start anew in a `save` directory that holds checkpoints: they are moved to its directory `superseded`. Without
     it the checkpoints of this same run are resumed, and those of another run are refused."""
 
-    checkpoint_verify: Annotated[bool, OnlyWith("load"), OnlyWith("save")] = True
+    checkpoint_verify: Annotated[bool, OnlyWithAny(("load", "save"))] = True
     """Compare the sha256 of every file when loading; if false, only file sizes."""
 
     checkpoint_scale: Annotated[

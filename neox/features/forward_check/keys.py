@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from neox.config.sections.base import Section
-from neox.config.sections.conditions import Excludes, OnlyWith
+from neox.config.sections.conditions import Excludes, OnlyWithAny
 
 
 class ForwardCheckKeys(Section):
@@ -13,8 +13,7 @@ class ForwardCheckKeys(Section):
 
     checkpoint_validation_with_forward_pass: Annotated[
         bool,
-        OnlyWith("load"),
-        OnlyWith("save"),
+        OnlyWithAny(("load", "save")),
         Excludes("objective", ("masked_lm",), reason="the check is for causal networks"),
     ] = False
     """Keep the logits of a fixed input in checkpoints, and compare them after loading."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from neox.config.sections.base import Section
-from neox.config.sections.conditions import OnlyWith, Requires
+from neox.config.sections.conditions import OnlyWith, OnlyWithAny, Requires
 from neox.config.sections.numbers import NonNegativeInt, PositiveInt
 
 
@@ -19,10 +19,10 @@ class ProfilerKeys(Section):
     profile_backend: Annotated[Literal["pytorch"], OnlyWith("profile")] = "pytorch"
     """The profiler."""
 
-    profile_step_start: Annotated[NonNegativeInt, OnlyWith("profile"), OnlyWith("memory_profiling")] = 10
+    profile_step_start: Annotated[NonNegativeInt, OnlyWithAny(("profile", "memory_profiling"))] = 10
     """First step that is profiled; steps count from 0."""
 
-    profile_step_stop: Annotated[PositiveInt, OnlyWith("profile"), OnlyWith("memory_profiling")] = 12
+    profile_step_stop: Annotated[PositiveInt, OnlyWithAny(("profile", "memory_profiling"))] = 12
     """Step before which profiling ends."""
 
     memory_profiling: bool = False

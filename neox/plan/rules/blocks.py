@@ -182,7 +182,7 @@ def _without_attention(config: NeoXConfig, kinds: Mapping[str, BlockKind]) -> It
     if not names:
         return
     training = config.training
-    if training.checkpoint_activations and training.part_to_recompute != "full":
+    if training.checkpoint_activations and training.normalized_granularity != "full":
         rule = f"needs attention, which blocks {names} lack; use full"
         yield config.problem("recompute_granularity", rule, _ATTENTION)
     if all(kind.attention is None for kind in kinds.values()):

@@ -18,6 +18,7 @@ from neox.config.sections.conditions import (
     Requires,
     Values,
     any_of,
+    effect_conditions,
     markers,
 )
 from neox.problems import Note, Problem
@@ -61,7 +62,7 @@ def idle_notes(config: NeoXConfig) -> Iterator[Note]:
     idle: dict[tuple[OnlyWith, ...], list[str]] = {}
     for given in _given_fields(config):
         if not given.is_default and not _has_effect(config, given):
-            idle.setdefault(markers(given.info, OnlyWith), []).append(given.path)
+            idle.setdefault(effect_conditions(given.info), []).append(given.path)
     for conditions, keys in idle.items():
         settings = ", ".join(map(config.describe_setting, keys))
         verb = "has" if len(keys) == 1 else "have"
@@ -101,7 +102,7 @@ def _exclusions(config: NeoXConfig, given: _Given) -> Iterator[Problem]:
 
 
 def _has_effect(config: NeoXConfig, given: _Given) -> bool:
-    conditions = markers(given.info, OnlyWith)
+    conditions = effect_conditions(given.info)
     return not conditions or any(_is_on(config, condition, given.path) for condition in conditions)
 
 

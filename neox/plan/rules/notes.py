@@ -159,7 +159,7 @@ def _attention_notes(config: NeoXConfig) -> Iterator[Note]:
         key = "attention_config"
         yield Note((key,), f"{config.describe_setting(key)} describes {described} layers: the first {layers} are used")
     training = config.training
-    recomputes_scores = training.checkpoint_activations and training.part_to_recompute == "core_attn"
+    recomputes_scores = training.checkpoint_activations and training.normalized_granularity == "core_attn"
     if recomputes_scores and config.model.pos_emb != "rpe" and set(attention_impls(config)) == {"flash"}:
         key = "recompute_granularity"
         why = "flash attention, which every layer has, keeps no scores to release"

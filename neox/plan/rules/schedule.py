@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from neox.config.neox_config import NeoXConfig
-from neox.config.sections.conditions import OnlyWith, any_of, markers
+from neox.config.sections.conditions import any_of, effect_conditions
 from neox.config.sections.schedule import CurriculumSchedule, CurriculumSettings, SchedulerParams, SchedulerSettings
 from neox.plan.schedule import schedule_of
 from neox.problems import Problem
@@ -81,7 +81,7 @@ def _wsd(config: NeoXConfig) -> Iterator[Problem]:
 def _deepspeed_schedule(config: NeoXConfig, scheduler: SchedulerSettings) -> Iterator[Problem]:
     params = scheduler.params
     for key in sorted(params.model_fields_set):
-        conditions = markers(SchedulerParams.model_fields[key], OnlyWith)
+        conditions = effect_conditions(SchedulerParams.model_fields[key])
         if not any(condition.is_on(scheduler.type) for condition in conditions):
             kind = config.describe_setting("scheduler.type")
             rule = f"is no parameter of {kind}, only with {any_of(conditions)}; remove it"
