@@ -4,7 +4,7 @@ from neox.engine import deepspeed_patches  # isort: skip  (its log filters must 
 from neox.engine.build_engine import initialize_engine
 from neox.engine.checkpoints.background_saves import BackgroundSaves
 from neox.engine.checkpoints.loading import build_loaded_model, open_engine, roll_back
-from neox.engine.checkpoints.run_start import RunStart
+from neox.engine.checkpoints.run_start import RunStart, StartMode
 from neox.engine.checkpoints.saving import save_checkpoint
 from neox.engine.distributed import all_succeeded, from_first_rank, initialize_distributed, shutdown
 from neox.engine.engine import Engine
@@ -20,6 +20,7 @@ __all__ = [
     "MakeFeatures",
     "SaveReport",
     "RunStart",
+    "StartMode",
     "StepReport",
     "StepResult",
     "TrainState",

@@ -59,11 +59,9 @@ class Trainer:
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
         self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
-        # The last iteration that was saved, and the last one that was evaluated, first on validation data and then
-        # by further evaluations.
-        self._saved: int | None = None
-        self._evaluated: int | None = None
-        self._evaluated_further: int | None = None
+        self._saved: int | None = None  # last iteration that was saved
+        self._evaluated: int | None = None  # last iteration that was evaluated on validation data
+        self._evaluated_further: int | None = None  # last iteration with further evaluations
         keys = plan.config.checkpoint
         self._background = BackgroundSaves(engine) if keys.async_save and keys.save is not None else None
         self._open_data = open_data

@@ -1,4 +1,22 @@
-"""Loading: weights, the optimizer's state and the position of a checkpoint, in any layout."""
+"""Loading: from the choice of a checkpoint to an engine with its weights, optimizer state and position, in any layout.
+
+    rank 0      choose_start           which checkpoint, and what of it (`run_start`); every rank gets the answer
+    all ranks   build_model            initial weights
+      machine   share_partial_copy     fetches the files that its ranks read, if they are in object storage
+      machine   check_local_copy       compares them with the manifest, unless rank 0 has checked the same directory
+      rank      read_weights           its layers, tensor rows and experts, before DeepSpeed wraps the model: the fp32
+                                       weights of the optimizer are copies of these
+    all ranks   build_engine           DeepSpeed, optimizer, features
+      rank      load_optimizer         RESUME only: fp32 weights, states, loss scale, counters, learning rate
+      features  load                   each its own state
+
+At other degrees nothing is converted. The optimizer holds tensors of this run's layout; `optimizer_tensors` says which
+elements of which parameters each of them holds, and exactly these are read from the checkpoint, however it is divided:
+
+    parameter of the network   [ 0 ......................... 4095 ]
+    checkpoint, 2 data ranks   [ file 0           | file 1         ]
+    here, 3 data ranks         [ rank 0   | rank 1    | rank 2     ]     rank 1 reads from both files
+"""
 
 from __future__ import annotations
 
@@ -13,7 +31,14 @@ from neox.checkpoint import OptimizerReader
 from neox.checkpoint.optimizer.file_formats import FP32
 from neox.engine.build_engine import build_engine, build_model
 from neox.engine.checkpoints.run_files import files_of_run
-from neox.engine.checkpoints.run_start import RunStart, check_local_copy, choose_start, share_partial_copy, start_before
+from neox.engine.checkpoints.run_start import (
+    RunStart,
+    StartMode,
+    check_local_copy,
+    choose_start,
+    share_partial_copy,
+    start_before,
+)
 from neox.engine.deepspeed_patches import SwappedStage3
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
@@ -35,9 +60,6 @@ def open_engine(
     plan: RunPlan, grid: ParallelGrid, device: torch.device, make_features: MakeFeatures = no_features
 ) -> Engine:
     """Build the engine with what the configuration says: initial weights, or the content of `load`.
-
-    Rank 0 decides which checkpoint is read (`choose_start`). Weights are loaded into the model before DeepSpeed wraps
-    it, because the optimizer's fp32 weights are copies of them; the optimizer's state afterwards.
 
     Args:
         plan: The run.
@@ -83,7 +105,7 @@ def resume(engine: Engine, start: RunStart) -> None:
         CheckpointError: On all ranks, if something is missing in the checkpoint.
     """
     assert start.checkpoint is not None
-    assert start.with_optimizer, "an optimizer that has taken steps cannot be reset without its saved state"
+    assert start.mode is StartMode.RESUME, "an optimizer that has taken steps cannot be reset without its saved state"
     _load_weights(engine.deepspeed_engine.module, engine.plan, engine.grid, start, start.checkpoint)
     _load_state(engine, start)
 
@@ -148,7 +170,7 @@ def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Ru
                 grid,
                 path,
                 weights=start.weights,
-                finetune=start.finetune,
+                finetune=start.mode is StartMode.FINETUNE,
                 gpt_neox_date=date,
             )
 
@@ -159,7 +181,7 @@ def _load_state(engine: Engine, start: RunStart) -> None:
     """Load the optimizer's state, set the engine's position, and let features load theirs."""
     engine.start_at(start.iteration)
     path = start.checkpoint
-    if path is not None and start.with_optimizer:
+    if path is not None and start.mode is StartMode.RESUME:
         all_succeeded(lambda: load_optimizer(engine, path), f"loading the optimizer's state from {path}")
     else:
         engine.schedule.seek(start.iteration)

@@ -1,10 +1,24 @@
-"""Start of a run: which checkpoint it loads, which parts of it, and whether every machine has the same files."""
+"""The start of a run: which checkpoint it loads, which parts of it, and whether every machine has the same files.
+
+`choose_start` runs on rank 0 only; every rank gets its `RunStart`. From top to bottom:
+
+    save holds this run's checkpoints?   yes -> that directory is loaded, whatever `load` and `finetune` say
+                                         no  -> the directory of `load`
+    no directory, or `load` = `save` and nothing in it yet    -> INITIAL   initial weights
+    the newest complete checkpoint of it, or that of `iteration`; its model is compared with the plan's
+      `finetune`                                              -> FINETUNE  its weights only, at iteration 0
+      `no_load_optim`                                         -> WEIGHTS   its weights and position
+      else                                                    -> RESUME    also the optimizer, in whatever layout
+
+`neox.engine.checkpoints.loading` does what is chosen.
+"""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +65,19 @@ _log = get_logger(__name__)
 _WITHOUT_SAVED = "restore one from a copy, or move them all away to start from the beginning"
 
 
+class StartMode(Enum):
+    """What a run takes from a checkpoint."""
+
+    INITIAL = auto()
+    """Nothing: it begins with initial weights."""
+    FINETUNE = auto()
+    """The weights. The run begins at iteration 0, and positions, attention and head may differ (`finetune`)."""
+    WEIGHTS = auto()
+    """The weights and the position. The optimizer begins without a state (`no_load_optim`)."""
+    RESUME = auto()
+    """Everything, at any parallel degrees."""
+
+
 @dataclass(frozen=True)
 class RunStart:
     """How a run starts.
@@ -58,24 +85,22 @@ class RunStart:
     Attributes:
         run: Identity of the run, which its checkpoints carry.
         checkpoint: Source of the weights; None for initial weights.
+        mode: What is taken from the checkpoint.
         iteration: Number of completed steps.
-        with_optimizer: Whether the optimizer's state is loaded too.
         changed: What differs between the saved layout and this run's: (saved value, value here) by name.
         new_prompt: Whether a soft prompt has its initial values.
-        finetune: Whether positions, attention and head may differ from the checkpoint's.
         weights: Weights that are read: the trained ones, or their average.
-        saved: Plain values that the checkpoint of a resumed run stores next to the weights, by name; features read
+        saved: Plain values that the checkpoint of a resumed run stores beside the weights, by name; features read
             theirs. Empty for a run that begins.
         own_directory: Whether the checkpoint is one of this run's own, in `save`.
     """
 
     run: RunIdentity
     checkpoint: Path | None = None
+    mode: StartMode = StartMode.INITIAL
     iteration: int = 0
-    with_optimizer: bool = False
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     new_prompt: bool = True
-    finetune: bool = False
     weights: LoadedWeights = "trained"
     saved: Mapping[str, Any] = field(default_factory=dict)
     own_directory: bool = False
@@ -93,70 +118,70 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> RunStart:
 
     Args:
         plan: The run.
-        load: Directory to load from instead of the key `load`.
+        load: Directory to load from instead of that of the configuration.
 
     Raises:
         CheckpointError: If there is no complete checkpoint, or it belongs to another model.
     """
     keys = plan.config.checkpoint
     run = run_identity(plan.config)
-    finetune = keys.finetune
-    without_optimizer = keys.no_load_optim
-    _put_back_replaced(keys.save)
-    if load is None:
-        load = _run_in_save(plan)
-        if load is not None:
-            finetune = False
-            without_optimizer = False
-        elif keys.load is not None:
+    if keys.save is not None:
+        # A save that was killed between its two renames has left the earlier checkpoint under another name.
+        with os_errors(CheckpointError, f"save: {keys.save}: the rest of an interrupted save cannot be renamed"):
+            recover_replaced(Path(keys.save))
+
+    # Which directory. This run's own checkpoints go before `load`, and are resumed in any case: `finetune` and
+    # `no_load_optim` were for its first start.
+    own = _run_in_save(plan) if load is None else None
+    mode = StartMode.RESUME
+    if own is not None:
+        load = own
+    else:
+        if load is None and keys.load is not None:
             load = Path(keys.load)
+        if keys.finetune:
+            mode = StartMode.FINETUNE
+        elif keys.no_load_optim:
+            mode = StartMode.WEIGHTS
     is_own_directory = load is not None and keys.save is not None and load.resolve() == Path(keys.save).resolve()
     if load is None or (is_own_directory and _is_empty(load)):
         return RunStart(run)
-    _copy_if_absent(load, plan)
+    # A launcher on another machine has fetched a checkpoint in object storage to its own disk; this one has none yet.
+    address = cached_address(load, keys.checkpoint_cache_dir)
+    if address is not None and not load.exists():
+        partial_copy(find_remote(address, keys.iteration), load)
+
+    # Which checkpoint in it, and whether it is of this model.
     way_out = _WITHOUT_SAVED if is_own_directory else WITHOUT_LOAD
     path = find_checkpoint(load, keys.iteration, verify=keys.checkpoint_verify, way_out=way_out)
-    reader = _open_same_model(path, plan, finetune=finetune)
+    reader = _open_same_model(path, plan, finetune=mode is StartMode.FINETUNE)
     if is_own_directory:
         run = read_identity(path) or run
         supersede_after(load, path)
-    if finetune:
+
+    # What is taken from it.
+    if mode is StartMode.FINETUNE:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
-        return RunStart(run, path, new_prompt=1 in reader.new_layers, finetune=True, weights=keys.load_weights)
-    resumed = RunStart(
+        return RunStart(run, path, mode, new_prompt=1 in reader.new_layers, weights=keys.load_weights)
+    start = RunStart(
         run,
         path,
+        mode,
         reader.iteration,
         new_prompt=False,
         saved=dict(reader.client_state),
         own_directory=is_own_directory,
     )
-    if without_optimizer:
+    if mode is StartMode.WEIGHTS:
         _log.info("no_load_optim: the optimizer starts without a state at iteration %d", reader.iteration)
-        return resumed
+        return start
     changed = _changed_layout(plan, saved_layout(path, reader.client_state))
     if "optimizer" in changed and not goes_on(*changed["optimizer"]):
         raise CheckpointError(other_optimizer(path, *changed["optimizer"]))
     if changed:
         differences = ", ".join(f"{name} {saved} -> {here}" for name, (saved, here) in changed.items())
         _log.info("the checkpoint was saved with another layout: %s", differences)
-    return replace(resumed, with_optimizer=True, changed=changed)
-
-
-def _put_back_replaced(save: str | None) -> None:
-    """Put a checkpoint of `save` back whose replacement was killed. Raises CheckpointError if the disk refuses."""
-    if save is None:
-        return
-    with os_errors(CheckpointError, f"save: {save}: the rest of an interrupted save cannot be renamed"):
-        recover_replaced(Path(save))
-
-
-def _copy_if_absent(load: Path, plan: RunPlan) -> None:
-    """Make the partial copy of a checkpoint in object storage that the launcher has made on another machine's disk."""
-    keys = plan.config.checkpoint
-    address = cached_address(load, keys.checkpoint_cache_dir)
-    if address is not None and not load.exists():
-        partial_copy(find_remote(address, keys.iteration), load)
+    return replace(start, changed=changed)
 
 
 def start_before(plan: RunPlan, step: int) -> RunStart | None:

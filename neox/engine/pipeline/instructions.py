@@ -7,6 +7,23 @@ what it receives and sends:
 
 Messages are asked for one pass ahead, so that they travel while a pass is computed. Nobody waits for a message to be
 taken.
+
+Two stages, `1f1b`, two micro batches. F1 is the forward pass of micro batch 1, B1 its backward pass:
+
+    stage 0   load F0 send | load ask(B0) F1 send | ask(B1) receive B0 | receive B1, reduce | tied, rest, update
+    stage 1   load receive F0 | ask(F1) B0 send | load receive F1 | B1 send, reduce | tied, rest, update
+
+A stage may hold several ranges of layers. It finds its neighbours by their places in the network: the range after place
+3 is at place 4, and `stage_of` says who holds it. Two stages with two ranges each, `interleaved`; F1.0 is the forward
+pass of range 1 and micro batch 0:
+
+    place                  0         1         2         3
+    stage, range           0, 0      1, 0      0, 1      1, 1
+    order on stage 0       F0.0 F0.1 F1.0 F1.1 F0.2 B1.0 F0.3 B1.1 F1.2 B0.0 F1.3 B0.1 B1.2 B1.3 B0.2 B0.3
+    order on stage 1       F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 F0.3 B0.1 F1.2 B1.2 F1.3 B1.3 B0.2 B0.3
+
+So the output of F0.1 on stage 1 (place 1) goes to F1.1 on stage 0 (place 2), and the gradients of B1.1 on stage 0 go
+back to B0.1 on stage 1. `PassOrder.input_of` and `output_of` do this for every pass.
 """
 
 from __future__ import annotations

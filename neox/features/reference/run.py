@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.checkpoint import REFERENCE, REFERENCE_FROM, find_checkpoint, hash_of_weights
-from neox.engine import Engine, Feature, RunStart, TrainedModel, build_loaded_model, from_first_rank
+from neox.engine import Engine, Feature, RunStart, StartMode, TrainedModel, build_loaded_model, from_first_rank
 from neox.engine.feature import DataArguments
 from neox.errors import CheckpointError
 from neox.features.reference.copy import WeightsCopy, with_reference
@@ -120,11 +120,11 @@ def first_start(plan: RunPlan, start: RunStart) -> RunStart:
     saved_in = start.saved.get(REFERENCE_FROM)
     if keys.finetune and keys.load is not None:
         path = find_checkpoint(Path(keys.load), keys.iteration, verify=keys.checkpoint_verify)
-        first = RunStart(start.run, path, finetune=True, weights=keys.load_weights)
+        first = RunStart(start.run, path, StartMode.FINETUNE, weights=keys.load_weights)
     elif saved_in is not None:
         directory, weights = saved_in
         path = find_checkpoint(directory, verify=keys.checkpoint_verify, way_out="bring it back")
-        first = RunStart(start.run, path, finetune=True, weights=weights)
+        first = RunStart(start.run, path, StartMode.FINETUNE, weights=weights)
     if identity is None or weights_identity(first) != identity:
         raise CheckpointError(
             f"reference_model: copy: the run goes on from iteration {start.iteration}, and the weights that it began "
