@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from neox.launch.agent.warm_start import IMPORTING_NAME, WAITING_NAME
+
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = {
     "launcher": "deepy.py",
@@ -109,8 +111,10 @@ class LaunchedRun:
         return marked_pids(self.mark, role)
 
     def rank_pid(self, rank: int) -> int:
-        """The process of one rank."""
+        """The process of one rank. One that waits to become it has the same variables, and may have a lower id."""
         for pid in self.pids("rank"):
+            if Path(f"/proc/{pid}/comm").read_text().strip() in (IMPORTING_NAME, WAITING_NAME):
+                continue
             if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 return pid
         raise AssertionError(f"rank {rank} does not run")

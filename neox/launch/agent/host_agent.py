@@ -1,4 +1,4 @@
-"""Agent of one host: starts the host's ranks, follows them, and ends them together.
+"""Agent of one host: starts the host's ranks, monitors them, and ends them together.
 
 `python -m neox.launch.agent.host_agent SPEC --node_rank N [--lifeline] [--plain]`
 
