@@ -35,7 +35,7 @@ from neox.data.samples.fill_in_middle import FillInMiddle
 from neox.data.teacher_file import DistillationBatchIterator, TeacherFile
 from neox.errors import DataError
 from neox.log import get_logger
-from neox.plan.readings import readings
+from neox.plan.dataset_shares import shares_of_stages
 from neox.plan.run_plan import RunPlan
 from neox.tokenizer import Tokenizer, tokenizer_of
 
@@ -212,7 +212,7 @@ def _factory(plan: RunPlan, tokenizer: Tokenizer, cache_dir: str | Path | None) 
     assert config.model.seq_length is not None
 
     def training_shares(sizes: Sequence[int], pass_tokens: Sequence[int]) -> Sequence[float]:
-        return readings(config, plan.batch_schedule, sizes, pass_tokens=pass_tokens)[0].shares
+        return shares_of_stages(config, plan.batch_schedule, sizes, pass_tokens=pass_tokens)[0].shares
 
     follows_sizes = data.train_data_temperature is not None or data.max_passes is not None
     return DatasetFactory(

@@ -16,15 +16,15 @@ from neox.plan.check import check_config, check_run, config_from_files, decides_
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.device import Device, gpu_device, host_device
 from neox.plan.expert_keys import EXPERT_FIELDS
-from neox.plan.fit import memory_problem
 from neox.plan.memory import MemoryPlan
 from neox.plan.payload import decode_payload, encode_payload
 from neox.plan.precision import Capabilities, Precision, saved_precision
-from neox.plan.report import format_plan
-from neox.plan.report_json import plan_as_dict
+from neox.plan.report.as_json import plan_as_dict
+from neox.plan.report.text import format_plan
 from neox.plan.resolve import resolve
 from neox.plan.rules import missing_for_training, static_problems
 from neox.plan.run_plan import RunPlan
+from neox.plan.search.fit import memory_problem
 from neox.plan.stages import LayerRange, StagePlan
 from neox.plan.topology import Topology
 from neox.plan.trained_model import model_directory, with_trained_model

@@ -11,7 +11,7 @@ from neox.config import NeoXConfig
 from neox.config.sections.data import split_shares
 from neox.errors import ConfigError, DataError
 from neox.plan import RunPlan
-from neox.plan.data_lines import notes_on_passes
+from neox.plan.report.data_lines import notes_on_passes
 from neox.problems import Problem
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from neox.launch.hosts.placement import ChosenBy, Placement
 from neox.launch.launcher_choice import chosen_launcher
 from neox.launch.spec import LaunchSpec
 from neox.plan import RunPlan, format_plan, plan_as_dict
-from neox.plan.report import labelled
+from neox.plan.report.text import labelled
 from neox.preflight.command_line import INFERENCE
 from neox.preflight.job_command import JobCommand, print_to_stderr
 from neox.preflight.planning import PlannedJob

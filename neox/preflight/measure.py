@@ -18,7 +18,7 @@ from neox.features.on_paper import PAPERS
 from neox.launch.processes import exit_status, parent_death_hook
 from neox.log import progress
 from neox.metrics import METRICS_FILE, curves
-from neox.plan.search import Suggestion
+from neox.plan.search.fastest import Suggestion
 
 STEPS = 8
 """Number of steps that each layout trains for."""

@@ -16,9 +16,9 @@ from neox.files import write_text
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
 from neox.plan.device import Device, gib
-from neox.plan.fit import nested_keys
-from neox.plan.search import Suggestion, Suggestions, suggest_layouts
-from neox.plan.search_start import divisible_config
+from neox.plan.search.divisible import divisible_config
+from neox.plan.search.fastest import Suggestion, Suggestions, suggest_layouts
+from neox.plan.search.fit import nested_keys
 from neox.plan.time import GPUS
 from neox.plan.time.gpus import CPU_CORE
 from neox.plan.time.of_plan import likely_gpu

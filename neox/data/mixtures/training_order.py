@@ -30,7 +30,7 @@ from neox.data.mixtures.stream import DatasetStream
 from neox.data.samples.gpt_dataset import GPTDataset
 from neox.data.samples.rows import TrainingDocuments
 from neox.log import get_logger
-from neox.plan.readings import readings
+from neox.plan.dataset_shares import shares_of_stages
 from neox.plan.run_plan import RunPlan
 
 _log = get_logger(__name__)
@@ -130,7 +130,7 @@ def in_stages(plan: RunPlan, documents: Sequence[TrainingDocuments], steps: int,
         sizes.append(each.rows.indexed.num_tokens)
         read.append(origin.before(key).tokens)
     first_step = schedule.steps(origin.start)
-    planned = readings(plan.config, schedule, sizes, read=read, from_step=first_step)
+    planned = shares_of_stages(plan.config, schedule, sizes, read=read, from_step=first_step)
     segments = []
     end = _samples_of_run(plan)
     for number in reversed(range(len(planned))):

@@ -1,6 +1,6 @@
 """Memory estimate of one rank in training, put together from its parts.
 
-Not counted: the CUDA context, communication buffers and fragmentation; `fit.py` keeps a reserve for them.
+Not counted: the CUDA context, communication buffers and fragmentation; `device.py` keeps a reserve for them.
 """
 
 from __future__ import annotations

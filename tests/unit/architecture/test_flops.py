@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neox.architecture import recomputed_flops_per_token, training_flops_per_token
-from neox.plan.figures import figures
+from neox.plan.report.run_totals import run_totals
 from tests.plans import small_plan
 
 
@@ -14,7 +14,7 @@ def test_six_per_parameter_and_attention():
     head = p.padded_vocab_size * hidden
     attention = layers * 12 * length * hidden  # scores and their use, forward and backward
     assert training_flops_per_token(p.layers, length) == 6 * (matrices + head) + attention
-    assert figures(p).flops_per_token == 6 * (matrices + head) + attention
+    assert run_totals(p).flops_per_token == 6 * (matrices + head) + attention
     again = {"full": 2 * matrices + attention // 3, "full_attn": layers * 6 * hidden**2 + attention // 3}
     for part, expected in {**again, "core_attn": attention // 3, "none": 0}.items():
         assert recomputed_flops_per_token(p.layers, length, [part] * layers) == expected

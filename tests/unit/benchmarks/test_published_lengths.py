@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.published_lengths import table
 from neox.config import load_config
 from neox.plan import gpu_device, resolve
-from neox.plan.longest import longest_sample
+from neox.plan.search.longest_sequence import longest_sample
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "long-context.md").read_text(encoding="utf-8")

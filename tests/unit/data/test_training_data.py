@@ -16,7 +16,7 @@ from neox.data.mixtures import passes
 from neox.data.mixtures.ledger import DatasetRecord, after_skipping
 from neox.data.run_data import DataIterators, build_data_iterators
 from neox.plan import RunPlan
-from neox.plan.readings import readings
+from neox.plan.dataset_shares import shares_of_stages
 from neox.tokenizer import build_tokenizer
 from tests.plans import SIZES, plan_of
 
@@ -105,7 +105,7 @@ def test_stages_read_what_is_planned_with_and_without_interruptions(folder: Path
         step = stop
     assert all(np.array_equal(one, other) for one, other in zip(whole, pieces, strict=True))
     counts = read_counts(whole)
-    planned = readings(plan.config, plan.batch_schedule, TOKENS)
+    planned = shares_of_stages(plan.config, plan.batch_schedule, TOKENS)
     for number, tokens in enumerate(TOKENS):
         wanted = sum(reading.tokens * reading.shares[number] for reading in planned)
         lengths = sum(reading.mixture.seq_length for reading in planned)

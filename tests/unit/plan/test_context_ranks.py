@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from neox.plan.report_json import plan_as_dict
+from neox.plan.report.as_json import plan_as_dict
 from neox.plan.topology import Topology
 from tests.plans import SMALL, problem_keys, small_plan
 

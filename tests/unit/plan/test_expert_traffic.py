@@ -8,7 +8,7 @@ import pytest
 
 from neox.plan import RunPlan, config_from_files, format_plan, plan_as_dict, resolve
 from neox.plan.expert_traffic import expert_traffic
-from neox.plan.figures import figures
+from neox.plan.report.run_totals import run_totals
 from neox.plan.time import GPUS, estimate_step
 from tests.plans import plan_of
 from tests.unit.plan.shipped import CONFIGS
@@ -86,7 +86,7 @@ def test_mixtral_on_64_ranks_resolves_and_shows_its_exchanges():
 def test_experts_that_every_rank_holds_exchange_nothing():
     plan = mixtral()
     assert expert_traffic(plan) is None
-    estimate = figures(plan).estimate
+    estimate = run_totals(plan).estimate
     assert estimate is not None
     assert estimate.experts == 0
 

@@ -15,8 +15,8 @@ from neox.plan.device import (
     rank_memory,
     usable_bytes,
 )
-from neox.plan.fit import check_fit, flash_advice
 from neox.plan.memory import fullest_stage
+from neox.plan.search.fit import check_fit, flash_advice
 from tests.plans import SIZES, plan_of
 from tests.unit.plan.shipped import shipped
 

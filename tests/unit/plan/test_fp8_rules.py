@@ -10,7 +10,7 @@ from neox.config import NeoXConfig, load_config
 from neox.config.neox_config import for_inference
 from neox.errors import ConfigError
 from neox.plan import Capabilities, resolve
-from neox.plan.report import format_plan
+from neox.plan.report.text import format_plan
 from tests.plans import SMALL, problem_keys, problems_of, small_plan
 
 FP8 = {"precision": "bf16", "fp8": "tensorwise"}

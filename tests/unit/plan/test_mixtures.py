@@ -12,8 +12,8 @@ import pytest
 from neox.config import load_config
 from neox.errors import ConfigError
 from neox.plan import RunPlan, decode_payload, encode_payload, format_plan, plan_as_dict
-from neox.plan.data_lines import notes_on_passes, validation_lines
-from neox.plan.readings import readings
+from neox.plan.dataset_shares import shares_of_stages
+from neox.plan.report.data_lines import notes_on_passes, validation_lines
 from tests.plans import SIZES, plan_of
 
 PATHS = {"train_data_paths": ["a", "b", "c"], "train_iters": 100}
@@ -26,7 +26,7 @@ def staged(*stages: dict[str, Any], **keys: Any) -> RunPlan:
 
 
 def shares_of(plan: RunPlan, sizes: list[int], **options: Any) -> list[list[float]]:
-    found = readings(plan.config, plan.batch_schedule, sizes, **options)
+    found = shares_of_stages(plan.config, plan.batch_schedule, sizes, **options)
     return [[round(share, 6) for share in reading.shares] for reading in found]
 
 

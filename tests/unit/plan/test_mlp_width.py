@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neox.plan.report import format_plan
+from neox.plan.report.text import format_plan
 from tests.plans import small_plan
 
 GATED = {"activation": "swiglu"}

@@ -8,7 +8,7 @@ from neox.config.loader import load_config
 from neox.errors import ConfigError
 from neox.plan import resolve
 from neox.plan.parameter_groups import group_lines, group_members
-from neox.plan.report_json import plan_as_dict
+from neox.plan.report.as_json import plan_as_dict
 from tests.plans import SMALL, problem_keys, small_plan
 
 BIASES = {"match": "attention.*bias", "lr_factor": 0.1, "weight_decay": 0}

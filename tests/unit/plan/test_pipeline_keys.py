@@ -9,7 +9,7 @@ import pytest
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan import resolve
-from neox.plan.figures import figures
+from neox.plan.report.run_totals import run_totals
 from tests.plans import SIZES, plan_of
 
 STAGES = {"pipe_parallel_size": 2, "num_layers": 8, "gradient_accumulation_steps": 4}
@@ -83,7 +83,7 @@ def test_virtual_stages_do_nothing_with_another_schedule() -> None:
 
 def test_less_waiting_costs_activations() -> None:
     plans = [plan_of(2, **{**SIZES, **STAGES, **keys}) for keys in ({}, INTERLEAVED, DUAL)]
-    one, interleaved, dual = (figures(plan).bubble for plan in plans)
+    one, interleaved, dual = (run_totals(plan).bubble for plan in plans)
     assert one == pytest.approx(1 / 5)
     assert interleaved == pytest.approx(1 / 9)
     assert dual < one

@@ -11,8 +11,8 @@ import pytest
 from neox.config import NeoXConfig
 from neox.plan import format_plan, host_device, plan_as_dict, resolve
 from neox.plan.device import GIB
-from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
-from neox.plan.report import PUBLISHED_MFU
+from neox.plan.report.run_totals import imbalance, memory_with, run_totals, stage_ranks
+from neox.plan.report.text import PUBLISHED_MFU
 from tests.plans import SIZES, plan_of
 from tests.unit.plan.shipped import shipped
 
@@ -123,37 +123,37 @@ class TestText:
             here = host_device(plan, [0], "here", 4 * GIB, training=True)
             assert ("MFU" in format_plan(plan, here)) is known
             assert "GPU" not in format_plan(plan, here)
-            assert (figures(plan, here).days is not None) is known
+            assert (run_totals(plan, here).days is not None) is known
 
 
 class TestFigures:
     def test_flops_are_about_six_per_parameter(self):
         for name in ("20B", "1-3B", "175B"):
             plan = shipped(name, 96)
-            assert figures(plan).flops_per_token == pytest.approx(6 * plan.layers.numel, rel=0.15)
+            assert run_totals(plan).flops_per_token == pytest.approx(6 * plan.layers.numel, rel=0.15)
 
     def test_bubble_and_days(self):
         plan = shipped("20B", 96, "peak_theoretical_tflops=312", "expected_mfu=0.38")
-        found = figures(plan)
+        found = run_totals(plan)
         assert found.bubble == pytest.approx(3 / 35)
         assert found.tokens == 150_000 * 1536 * 2048
         seconds = found.tokens * found.flops_per_token / (96 * 312e12 * 0.38)
         assert found.days == pytest.approx(seconds / 86400)
-        assert figures(shipped("125M", 8)).bubble == 0
+        assert run_totals(shipped("125M", 8)).bubble == 0
 
     def test_the_time_is_estimated_where_the_gpu_is_known_and_no_speed_is_given(self):
         plan = shipped("20B", 96)
-        found = figures(plan)
+        found = run_totals(plan)
         assert found.estimate is not None
         assert found.days == pytest.approx(found.estimate.seconds * 150_000 / 86400)
         for given in ("expected_mfu=0.4", "peak_theoretical_tflops=312", "gpu_type=null"):
-            assert figures(shipped("20B", 96, given)).estimate is None
-        slower = figures(shipped("20B", 96, "gradient_accumulation_steps=8", "train_batch_size=null"))
+            assert run_totals(shipped("20B", 96, given)).estimate is None
+        slower = run_totals(shipped("20B", 96, "gradient_accumulation_steps=8", "train_batch_size=null"))
         assert slower.mfu < found.mfu, "a stage waits longer with fewer micro batches"
 
     def test_an_estimate_names_what_published_runs_reached(self):
         reached = {"a100": [], "h100": []}
-        flops_8b = figures(shipped("llama/3-8B", 128)).flops_per_token
+        flops_8b = run_totals(shipped("llama/3-8B", 128)).flops_per_token
         with open(PUBLISHED, encoding="utf-8") as stream:
             for row in csv.DictReader(stream, delimiter="\t"):
                 kind = row["gpu"][:4].lower()

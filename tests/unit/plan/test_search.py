@@ -13,11 +13,11 @@ from neox.config import NeoXConfig
 from neox.config.neox_config import known_keys
 from neox.errors import ConfigError
 from neox.plan import RunPlan, gpu_device, resolve
-from neox.plan.fit import LayoutMemory, nested_keys
 from neox.plan.layout import KEYS_OF_LAYOUT, Layout
-from neox.plan.layouts import layouts
 from neox.plan.memory import fullest_stage
-from neox.plan.search import Suggestions, suggest_layouts
+from neox.plan.search.candidates import layouts
+from neox.plan.search.fastest import Suggestions, suggest_layouts
+from neox.plan.search.fit import LayoutMemory, nested_keys
 from neox.plan.time import GPUS, estimate_step
 from neox.plan.time.of_plan import likely_gpu
 

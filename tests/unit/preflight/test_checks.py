@@ -18,7 +18,7 @@ from neox.data import IndexedDatasetBuilder
 from neox.data.run_data import build_data_iterators
 from neox.launch.hosts.remote import path_state
 from neox.plan import resolve
-from neox.plan.data_lines import data_lines
+from neox.plan.report.data_lines import data_lines
 from neox.plan.rules import notes_without_effect
 from neox.preflight import checks
 from neox.preflight.chat_checks import label_notes, packed_conversation_notes

@@ -9,8 +9,8 @@ import pytest
 from neox.config import NeoXConfig, load_config
 from neox.errors import ConfigError
 from neox.plan import gpu_device, resolve
-from neox.plan.fit import nested_keys
-from neox.plan.search_start import divisible_config
+from neox.plan.search.divisible import divisible_config
+from neox.plan.search.fit import nested_keys
 from neox.preflight.suggest import find_layouts, layouts_to_measure, write_keys
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from neox.plan.readings import readings
+from neox.plan.dataset_shares import shares_of_stages
 from neox.plan.run_plan import RunPlan
 
 MANY_PASSES = 4
@@ -17,19 +17,19 @@ def data_lines(plan: RunPlan) -> Iterator[str]:
     if plan.config.data.train_data_paths is None or not plan.dataset_tokens:
         return
     pass_tokens = plan.pass_tokens or plan.dataset_tokens
-    found = readings(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens)
-    for reading in found:
+    found = shares_of_stages(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens)
+    for of_stage in found:
         shares = []
-        for path, share, size in zip(dataset_names(plan), reading.shares, pass_tokens, strict=True):
+        for path, share, size in zip(dataset_names(plan), of_stage.shares, pass_tokens, strict=True):
             if share:
-                shares.append(f"{path} {100 * share:.3g} % ({share * reading.tokens / size:.3g} passes)")
+                shares.append(f"{path} {100 * share:.3g} % ({share * of_stage.tokens / size:.3g} passes)")
         stage = ""
         if len(found) > 1:
-            stage = f"{reading.mixture.name} from step {reading.mixture.step:,}: "
+            stage = f"{of_stage.mixture.name} from step {of_stage.mixture.step:,}: "
         length = ""
-        if reading.mixture.seq_length != plan.batch_schedule.full_length:
-            length = f" in samples of {reading.mixture.seq_length:,}"
-        yield f"{stage}{reading.tokens:,} tokens{length}: {', '.join(shares)}"
+        if of_stage.mixture.seq_length != plan.batch_schedule.full_length:
+            length = f" in samples of {of_stage.mixture.seq_length:,}"
+        yield f"{stage}{of_stage.tokens:,} tokens{length}: {', '.join(shares)}"
 
 
 def validation_lines(plan: RunPlan) -> Iterator[str]:
@@ -49,8 +49,8 @@ def notes_on_passes(plan: RunPlan) -> list[str]:
         return []
     pass_tokens = plan.pass_tokens or plan.dataset_tokens
     read = [0.0] * len(pass_tokens)
-    for reading in readings(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens):
-        read = [before + share * reading.tokens for before, share in zip(read, reading.shares, strict=True)]
+    for of_stage in shares_of_stages(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens):
+        read = [before + share * of_stage.tokens for before, share in zip(read, of_stage.shares, strict=True)]
     notes = []
     for name, tokens, size in zip(dataset_names(plan), read, pass_tokens, strict=True):
         if size and tokens > MANY_PASSES * size:

@@ -13,7 +13,7 @@ from neox.plan.layout import Layout
 from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 from neox.plan.rules.context import context_problems
 from neox.plan.run_plan import RunPlan
-from neox.plan.search_start import TENSOR_DEGREES
+from neox.plan.search.divisible import TENSOR_DEGREES
 
 _CONTEXT_DEGREES = (2, 4, 8, 16, 32)
 _LEAST_TOKENS = 2048

@@ -17,7 +17,7 @@ _SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunTotals:
     """Tokens, compute and time of a run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Figures:
     estimate: StepTime | None = None
 
 
-def figures(plan: RunPlan, device: Device | None = None) -> Figures:
+def run_totals(plan: RunPlan, device: Device | None = None) -> RunTotals:
     """Return the tokens, compute and time of a plan on a device, by default on a GPU of `gpu_memory_gib`."""
     config = plan.config
     seq_length = config.model.seq_length or 0
@@ -57,7 +57,7 @@ def figures(plan: RunPlan, device: Device | None = None) -> Figures:
     if operations is not None and peak is not None:
         operations_per_second = plan.grid.world_size * peak * 1e12 * mfu
         days = operations / operations_per_second / _SECONDS_PER_DAY
-    return Figures(
+    return RunTotals(
         tokens_per_step=plan.batch.train_batch_size * seq_length,
         tokens=tokens,
         flops_per_token=_flops_per_token(plan, seq_length),

@@ -9,10 +9,16 @@ from dataclasses import dataclass, replace
 from neox.architecture import block_kinds
 from neox.config.neox_config import NeoXConfig
 from neox.plan.device import Device
-from neox.plan.fit import LayoutMemory, nearest_layout, settings_text, smaller_or_offloading_layouts, wider_layout
 from neox.plan.layout import LaidOutRun, Layout
 from neox.plan.rules.context import networks_without_context_ranks
 from neox.plan.run_plan import RunPlan
+from neox.plan.search.fit import (
+    LayoutMemory,
+    nearest_layout,
+    settings_text,
+    smaller_or_offloading_layouts,
+    wider_layout,
+)
 
 _STEP = 256  # lengths are multiples of this, if this many tokens fit
 _LONGEST = 2**30

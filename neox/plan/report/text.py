@@ -10,19 +10,19 @@ from typing import Any
 from neox.architecture import Architecture
 from neox.features.on_paper import PAPERS
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
-from neox.plan.data_lines import data_lines, fim_lines, preference_lines, validation_lines
 from neox.plan.defaults import all_defaults, notable_defaults
 from neox.plan.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.expert_traffic import expert_traffic
-from neox.plan.figures import Figures, figures, imbalance, memory_with, stage_ranks
-from neox.plan.fit import flash_advice, memory_problem
 from neox.plan.inference import inference_bytes
-from neox.plan.longest import length_notes
 from neox.plan.parameter_groups import group_lines
-from neox.plan.report_json import count, plain, stage_contents
+from neox.plan.report.as_json import count, plain, stage_contents
+from neox.plan.report.data_lines import data_lines, fim_lines, preference_lines, validation_lines
+from neox.plan.report.run_totals import RunTotals, imbalance, memory_with, run_totals, stage_ranks
 from neox.plan.run_identity import resumes_own_directory, starting_weights
 from neox.plan.run_plan import RunPlan
 from neox.plan.schedule import schedule_of
+from neox.plan.search.fit import flash_advice, memory_problem
+from neox.plan.search.longest_sequence import length_notes
 from neox.plan.stages import StagePlan
 from neox.plan.value_sources import all_values, derived_values
 
@@ -193,7 +193,7 @@ def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
 
 
 def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
-    found = figures(plan, device)
+    found = run_totals(plan, device)
     yield f"loss      mean over {_loss_mean(plan)} (loss_normalization)"
     for paper in PAPERS:
         yield from labelled(paper.label, paper.plan_lines(plan.config))
@@ -218,7 +218,7 @@ def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
         yield f"saves     {saves}, the last after step {plan.save_iterations[-1]:,}{sizes}"
 
 
-def _expert_lines(plan: RunPlan, found: Figures) -> Iterator[str]:
+def _expert_lines(plan: RunPlan, found: RunTotals) -> Iterator[str]:
     """Yield the communication and load of expert parallelism; nothing without it."""
     traffic = expert_traffic(plan)
     if traffic is None:
@@ -253,7 +253,7 @@ def _disk_size(size: int) -> str:
     return gib(size)
 
 
-def _time_of_run(plan: RunPlan, found: Figures, device: Device) -> str:
+def _time_of_run(plan: RunPlan, found: RunTotals, device: Device) -> str:
     """Return the time that a run takes and what was assumed; nothing if the speed of its device is not known."""
     if found.days is None or found.peak_tflops is None:
         return ""

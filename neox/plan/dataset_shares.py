@@ -14,7 +14,7 @@ from neox.plan.mixtures import Mixture
 _ENOUGH = 1e-9  # part of a stage that may be missing due to rounding
 
 
-class Reading(NamedTuple):
+class StageShares(NamedTuple):
     """What is read in a stage.
 
     Attributes:
@@ -43,7 +43,7 @@ def shares_by_weight(mixture: Mixture, sizes: Sequence[int]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def readings(
+def shares_of_stages(
     config: NeoXConfig,
     schedule: BatchSchedule,
     sizes: Sequence[int],
@@ -51,7 +51,7 @@ def readings(
     pass_tokens: Sequence[int] | None = None,
     read: Sequence[int] | None = None,
     from_step: int = 0,
-) -> list[Reading]:
+) -> list[StageShares]:
     """Return what is read in each stage.
 
     Args:
@@ -77,7 +77,7 @@ def readings(
         tokens = max(0, schedule.samples(last) - schedule.samples(first)) * mixture.seq_length
         shares = _limited(config, mixture, shares_by_weight(mixture, sizes), tokens, left)
         left = [amount - share * tokens for amount, share in zip(left, shares, strict=True)]
-        result.append(Reading(mixture, tokens, tuple(shares)))
+        result.append(StageShares(mixture, tokens, tuple(shares)))
     return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from neox.config.neox_config import NeoXConfig, yaml_text
 from neox.plan.batch import BATCH_KEYS, MICRO, STEPS, TOTAL, solve_batch
-from neox.plan.fit import nested_keys
+from neox.plan.search.fit import nested_keys
 from neox.plan.topology import model_ranks_of, solve_grid
 from neox.problems import Problem
 

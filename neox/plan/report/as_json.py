@@ -11,13 +11,13 @@ from pydantic import BaseModel
 from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.device import Device, gpu_device, memory_on
 from neox.plan.expert_traffic import expert_traffic
-from neox.plan.figures import figures, imbalance, memory_with, stage_ranks
-from neox.plan.fit import check_fit, flash_advice
-from neox.plan.longest import length_notes, longest_sample
 from neox.plan.memory import MemoryPlan, stage_memory
 from neox.plan.parameter_groups import group_lines
+from neox.plan.report.run_totals import imbalance, memory_with, run_totals, stage_ranks
 from neox.plan.run_identity import starting_weights
 from neox.plan.run_plan import RunPlan
+from neox.plan.search.fit import check_fit, flash_advice
+from neox.plan.search.longest_sequence import length_notes, longest_sample
 from neox.plan.stages import StagePlan
 from neox.plan.value_sources import all_values, deepspeed_sources, derived_values
 
@@ -52,7 +52,7 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "stages": [_stage(plan, stage) for stage in plan.stages],
         "imbalance": imbalance(plan),
         "memory": _memory_and_fit(plan, device),
-        "figures": asdict(figures(plan, device)),
+        "figures": asdict(run_totals(plan, device)),
         "expert_traffic": None if traffic is None else traffic._asdict(),
         "save_iterations": len(plan.save_iterations),
         "checkpoint_bytes": checkpoint_bytes(plan),

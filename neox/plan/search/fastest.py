@@ -21,12 +21,12 @@ from typing import Any
 from neox.config.neox_config import yaml_text
 from neox.errors import ConfigError
 from neox.plan.device import Device, memory_on
-from neox.plan.fit import LayoutMemory, nested_keys
 from neox.plan.layout import LaidOutRun, Layout
-from neox.plan.layouts import layouts
 from neox.plan.memory import MemoryPlan
 from neox.plan.resolve import resolve
 from neox.plan.run_plan import RunPlan
+from neox.plan.search.candidates import layouts
+from neox.plan.search.fit import LayoutMemory, nested_keys
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.simulation import PipelineLength, quick_length, simulated_length
 from neox.plan.time.step import StepTime, estimate_step
@@ -82,7 +82,7 @@ def suggest_layouts(
         device: What a rank has of memory.
         gpu: The kind of GPU, for the time.
         count: Number of layouts to return.
-        changed: Keys in which the plan differs from the user's configuration (`neox.plan.search_start`), with values.
+        changed: Keys in which the plan differs from the user's configuration (see `divisible.py`), with values.
 
     Raises:
         ConfigError: The time of this kind of network is not estimated.
