@@ -32,7 +32,7 @@ from neox.corpus import BadInput, Document, LineBlock, parse_texts, read_blocks,
 from neox.data import IndexedDatasetBuilder, best_dtype
 from neox.errors import NeoXError, run_script
 from neox.tokenizer import build_tokenizer, train_tokenizer
-from neox.tokenizer.flat import make_encoder
+from neox.tokenizer.accelerators import make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT_SUFFIXES = (

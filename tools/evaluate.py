@@ -21,8 +21,8 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser
 from neox.checkpoint import CheckpointReader
 from neox.errors import run_script
+from neox.evaluation.evaluate import check_tasks, evaluate_tasks
 from neox.evaluation.results import check_writable, flat_metrics, format_table, write_harness_report, write_results
-from neox.evaluation.run import check_tasks, evaluate_tasks
 from neox.features.trackers.scores import report_scores
 from neox.generation.load import load_model
 from neox.generation.startup import (

@@ -36,7 +36,7 @@ from neox.preprocess import (
 from neox.preprocess.sentences import LINES
 from neox.storage import is_remote
 from neox.tokenizer import TOKENIZER_TYPES, TokenizerKind, train_tokenizer
-from neox.tokenizer.flat import ACCELERATORS
+from neox.tokenizer.accelerators import ACCELERATORS
 
 
 def parser() -> argparse.ArgumentParser:

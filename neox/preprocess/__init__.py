@@ -1,7 +1,7 @@
 """Preprocessing of documents to token datasets, on one machine or several."""
 
-from neox.preprocess.parts import RankInfo, preprocess_on_rank
-from neox.preprocess.run import PreprocessReport, check_settings, preprocess
+from neox.preprocess.preprocess_run import PreprocessReport, check_settings, preprocess
+from neox.preprocess.rank_parts import RankInfo, preprocess_on_rank
 from neox.preprocess.settings import ChatSettings, PreferenceSettings, PreprocessSettings, TokenizerSpec
 
 __all__ = [

@@ -15,7 +15,7 @@ from neox.errors import TokenizerError, needs_package
 from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import PreprocessSettings
 from neox.tokenizer import Tokenizer
-from neox.tokenizer.flat import choose_encoder, first_difference, longest_piece
+from neox.tokenizer.accelerators import choose_encoder, first_difference, longest_piece
 from neox.tokenizer.words import cut_reason
 
 # The tokenizer is about a hundred times slower than an accelerator, so only a short text of each block is checked.

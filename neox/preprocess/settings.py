@@ -137,7 +137,7 @@ class PreprocessSettings:
         workers: Number of processes, at most one per core; 0 means one per core.
         memory_mb: Memory of all processes together in MiB; 0 means 3 GiB, and 256 MiB for each worker.
         skip_bad: Number of bad inputs that may be skipped.
-        accelerator: Name of an accelerator, one of `neox.tokenizer.flat.ACCELERATORS`.
+        accelerator: Name of an accelerator, one of `neox.tokenizer.accelerators.ACCELERATORS`.
         restart: Whether an interrupted run is discarded, and complete data are written again.
         num_documents: Number of documents for the progress display, if it is known.
         log_interval: Number of documents between two log lines; None writes none.

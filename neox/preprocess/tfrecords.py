@@ -44,7 +44,7 @@ _FLOAT_LIST = 2
 _INT64_LIST = 3
 
 
-class Pair(NamedTuple):
+class MaskedPair(NamedTuple):
     """Sentences of a record. Masked tokens have their original ids again.
 
     Attributes:
@@ -217,7 +217,7 @@ def _floats(data: bytes) -> np.ndarray:
     return np.frombuffer(packed, dtype="<f4")
 
 
-def read_pair(features: dict[str, np.ndarray]) -> Pair:
+def read_pair(features: dict[str, np.ndarray]) -> MaskedPair:
     """Return the sentences of a record from its features.
 
     Raises:
@@ -239,7 +239,7 @@ def read_pair(features: dict[str, np.ndarray]) -> Pair:
     if not all(len(part) for part in parts):
         raise ValueError("a sentence is empty")
     follows = not features.get("next_sentence_labels", np.zeros(1)).any()
-    return Pair(tuple(parts), follows)
+    return MaskedPair(tuple(parts), follows)
 
 
 def _unmasked(features: dict[str, np.ndarray]) -> np.ndarray:
@@ -313,7 +313,7 @@ def convert_tfrecords(
     return builder.num_documents, builder.num_tokens
 
 
-def _pairs(inputs: Sequence[str | Path], vocab_size: int, budget: SkipBudget) -> Iterator[Pair]:
+def _pairs(inputs: Sequence[str | Path], vocab_size: int, budget: SkipBudget) -> Iterator[MaskedPair]:
     """Yield the sentences of all records. Bad ones are skipped within the budget."""
     for path in inputs:
         with os_errors(DataError, f"{path} cannot be read"):

@@ -1,7 +1,6 @@
-"""Tokenizers, which convert between text and ids. `flat` encodes many texts at once (it needs numpy)."""
+"""Tokenizers, which convert between text and ids. `accelerators` encodes many texts at once (it needs numpy)."""
 
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
-from neox.tokenizer.build import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
 from neox.tokenizer.huggingface import (
     ADDED_TOKENS_DECODER,
     BERT_SPECIALS,
@@ -24,6 +23,7 @@ from neox.tokenizer.identity import (
     saved_tokenizer_identity,
     write_tokenizer_identity,
 )
+from neox.tokenizer.tokenizer_types import TOKENIZER_TYPES, build_tokenizer, tokenizer_of
 from neox.tokenizer.train import TOKENIZER_KINDS, TokenizerKind, tokenizer_files, train_tokenizer
 
 __all__ = [

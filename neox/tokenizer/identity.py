@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
-from neox.tokenizer.build import build_tokenizer
 from neox.tokenizer.huggingface import HFTokenizer
 from neox.tokenizer.saved_parts import read_part, write_part
+from neox.tokenizer.tokenizer_types import build_tokenizer
 
 if TYPE_CHECKING:
     from neox.config import NeoXConfig

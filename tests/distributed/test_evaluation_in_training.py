@@ -9,7 +9,7 @@ import torch
 from neox.config import NeoXConfig
 from neox.engine import initialize_distributed, initialize_engine
 from neox.errors import EvaluationError
-from neox.evaluation.run import evaluate_in_training
+from neox.evaluation.evaluate import evaluate_in_training
 from neox.features.eval_tasks.run import EvalTasks
 from neox.plan import resolve
 from neox.tokenizer import build_tokenizer

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from neox.evaluation.evaluate import evaluate_tasks
 from neox.evaluation.results import flat_metrics
-from neox.evaluation.run import evaluate_tasks
 from neox.generation.completion import generate_all
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams

@@ -16,7 +16,7 @@ from neox.corpus import BadInput, LineBlock, Position, read_blocks
 from neox.preprocess import ChatSettings, PreferenceSettings, PreprocessSettings, TokenizerSpec
 from neox.preprocess.chat import ChatEncoder
 from neox.preprocess.encode import EncodedBlock, EncodeJob
-from neox.preprocess.preferences import PreferenceEncoder
+from neox.preprocess.preference_lines import PreferenceEncoder
 from neox.tokenizer import build_tokenizer
 from neox.tokenizer.chat import ChatRenderer, ChatTemplate, own_chat_template
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from neox.config import NeoXConfig
 from neox.convert import to_hf
-from neox.evaluation.run import evaluate_tasks
+from neox.evaluation.evaluate import evaluate_tasks
 from neox.generation.completion import generate
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams

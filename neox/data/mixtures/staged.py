@@ -1,10 +1,11 @@
 """Samples of a run whose mixture of datasets changes.
 
-samples of the run   0 ....... first ............. first ............................. num_samples
-segments             (before)  |--- segment 0 -----|------------- segment 1 -----------|
-shares, length                 | 0.7 0.3, 2048     | 0.2 0.8, 4096                     |
-_records                       0                   1                                   2
-(of each dataset: what was read before each segment, and after the last one)
+    samples of the run   0 ....... first ............. first ............................. num_samples
+    segments             (before)  |--- segment 0 -----|------------- segment 1 -----------|
+    shares, length                 | 0.7 0.3, 2048     | 0.2 0.8, 4096                     |
+    _records                       0                   1                                   2
+
+Record 0 is what was read of each dataset before the first segment, and record n what was read after n segments.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from neox.checkpoint import add_end_ids
 from neox.engine import Engine, Feature, RunStart, TrainedModel, from_first_rank
-from neox.evaluation.run import check_tasks, evaluate_in_training
+from neox.evaluation.evaluate import check_tasks, evaluate_in_training
 from neox.tokenizer import tokenizer_of
 
 

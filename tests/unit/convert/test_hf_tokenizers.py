@@ -16,7 +16,7 @@ from neox.data.token_files.indexed_dataset import best_dtype
 from neox.errors import TokenizerError
 from neox.families import FAMILIES
 from neox.tokenizer import HFTokenizer, build_tokenizer
-from neox.tokenizer.flat import choose_encoder
+from neox.tokenizer.accelerators import choose_encoder
 from tests.errors import raises_naming
 
 LINES = ("the cat sat on the mat\n", "a dog and the cat é ü 猫 😀\r\n", "  indented\n\tline it's we'll 12345\n")

@@ -8,6 +8,7 @@ import pytest
 from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.errors import DataError, EvaluationError
+from neox.evaluation.evaluate import evaluate_tasks
 from neox.evaluation.lambada import lambada
 from neox.evaluation.perplexity import (
     bits_per_byte,
@@ -18,7 +19,6 @@ from neox.evaluation.perplexity import (
     wikitext,
     word_perplexity,
 )
-from neox.evaluation.run import evaluate_tasks
 from neox.evaluation.scoring import Scorer
 from neox.evaluation.tasks import token_documents, unknown_harness_tasks
 from neox.parallel import ParallelGrid

@@ -7,6 +7,7 @@ import torch
 
 from neox.convert import to_hf
 from neox.errors import ConfigError, EvaluationError
+from neox.evaluation.evaluate import evaluate_tasks
 from neox.evaluation.harness import (
     check_loading,
     check_names,
@@ -15,7 +16,6 @@ from neox.evaluation.harness import (
     open_tasks,
     sampling_params,
 )
-from neox.evaluation.run import evaluate_tasks
 from neox.evaluation.scoring import Scorer
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams

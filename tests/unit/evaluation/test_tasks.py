@@ -7,7 +7,7 @@ import pytest
 from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder, Sidecar, write_sidecar
 from neox.errors import EvaluationError
-from neox.evaluation.run import SCORERS
+from neox.evaluation.evaluate import SCORERS
 from neox.evaluation.tasks import KINDS, check_file_tasks, parse_tasks
 from neox.tokenizer import build_tokenizer
 from tests.errors import raises_naming

@@ -24,8 +24,8 @@ from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer
 from tests.errors import raises_naming
-from tests.unit.preprocess.test_parts import run_ranks
-from tests.unit.preprocess.test_run import VOCAB, as_lines, documents
+from tests.unit.preprocess.test_preprocess_run import VOCAB, as_lines, documents
+from tests.unit.preprocess.test_rank_parts import run_ranks
 from tools.dataset.command import parser
 
 ROOT = Path(__file__).parents[3]

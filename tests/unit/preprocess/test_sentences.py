@@ -17,7 +17,7 @@ from neox.data import BuilderState, IndexedDataset, IndexedDatasetBuilder
 from neox.data.masked.masking import MaskingVocabulary
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
-from neox.preprocess.parts import RankInfo, preprocess_on_rank
+from neox.preprocess.rank_parts import RankInfo, preprocess_on_rank
 from neox.preprocess.sentences import LINES, sentence_splitter
 from neox.tokenizer import build_tokenizer
 from tests.errors import raises_naming

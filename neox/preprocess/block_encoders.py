@@ -1,4 +1,4 @@
-"""Work of the processes of a preprocessing run, which encode blocks of lines."""
+"""Encoders of blocks of lines, as the processes of a preprocessing run choose and call them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from neox.corpus import BadInput, LineBlock
 from neox.preprocess.chat import ChatEncoder
 from neox.preprocess.encode import BlockEncoder, EncodedBlock, EncodeJob
-from neox.preprocess.preferences import PreferenceEncoder
+from neox.preprocess.preference_lines import PreferenceEncoder
 from neox.tokenizer import Tokenizer
 
 
@@ -22,10 +22,11 @@ class EncodeWork:
         """Return the encoded block. A bad input is returned unchanged, so that it keeps its place in the order."""
         if isinstance(item, BadInput):
             return item
-        return self._encoder.encode(item)
+        return self.encoder.encode(item)
 
     @cached_property
-    def _encoder(self) -> BlockEncoder | ChatEncoder | PreferenceEncoder:
+    def encoder(self) -> BlockEncoder | ChatEncoder | PreferenceEncoder:
+        """Encoder of this process."""
         return build_encoder(self.job)
 
 

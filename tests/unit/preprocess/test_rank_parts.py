@@ -10,7 +10,7 @@ from neox.corpus import read_filter
 from neox.data.token_files.sidecar import read_sidecar
 from neox.errors import DataError
 from neox.preprocess import PreprocessSettings, RankInfo, TokenizerSpec, preprocess, preprocess_on_rank
-from neox.preprocess.parts import split_files
+from neox.preprocess.rank_parts import split_files
 from tests.errors import raises_naming
 
 VOCAB = str(Path(__file__).parents[2] / "golden" / "data" / "tokenizer.json")

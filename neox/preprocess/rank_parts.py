@@ -2,6 +2,10 @@
 
 Each rank makes a part from neighbouring inputs, and rank 0 joins the parts. The result has the same bytes as on one
 machine. A part is a run of its own: an interrupted one is resumed, and a complete one is kept.
+
+    rank 0   inputs a, b    -> PREFIX.part0000of0003_text_document   |
+    rank 1   input c        -> PREFIX.part0001of0003_text_document   | -> rank 0 waits and joins -> PREFIX_text_document
+    rank 2   inputs d, e    -> PREFIX.part0002of0003_text_document   |
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from neox.errors import DataError
 from neox.files import write_text
 from neox.launch.agent.agent_files import PROGRESS_VARIABLE
 from neox.log import get_logger
-from neox.preprocess.run import PreprocessReport, finished, preprocess
+from neox.preprocess.preprocess_run import PreprocessReport, finished, preprocess
 from neox.preprocess.settings import PreprocessSettings, describe_run, fingerprint
 from neox.resume import lock_output
 from neox.storage import size_of
@@ -195,7 +199,9 @@ def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings],
     text_bytes = 0
     filtered = 0
     for part in parts:
-        sidecar = _sidecar(part.prefix(key))
+        sidecar = read_sidecar(part.prefix(key))
+        if sidecar is None:
+            raise DataError(f"{part.prefix(key)}.json has disappeared: give the same command again")
         sidecars.append(sidecar)
         skipped += sidecar.settings["skipped"]
         text_bytes += sidecar.settings["text_bytes"]
@@ -226,11 +232,3 @@ def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings],
     whole = replace(joined, settings={**joined.settings, **description, **result}, crc32=builder.progress["crc32"])
     write_sidecar(prefix, whole)
     return whole
-
-
-def _sidecar(prefix: str) -> Sidecar:
-    """Return the sidecar of a part. Raises DataError if somebody has removed it."""
-    found = read_sidecar(prefix)
-    if found is None:
-        raise DataError(f"{prefix}.json has disappeared: give the same command again")
-    return found

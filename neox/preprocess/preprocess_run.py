@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
 from neox.corpus import BadInput, LineBlock, SkipBudget, first_lines, parse_texts, read_blocks
-from neox.data import BuilderState, IndexedDatasetBuilder, best_dtype
+from neox.data import IndexedDatasetBuilder, best_dtype
 from neox.data.token_files.columns import columns_path
 from neox.data.token_files.sidecar import Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, refusals
 from neox.log import Progress, get_logger, progress
+from neox.preprocess.block_encoders import EncodeWork, build_encoder, lines_of, text_size
 from neox.preprocess.encode import EncodedBlock, EncodeJob, load_ftfy
 from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import (
@@ -30,7 +31,6 @@ from neox.preprocess.settings import (
     share_memory,
     state_path,
 )
-from neox.preprocess.work import EncodeWork, build_encoder, lines_of, text_size
 from neox.resume import ResumeLog, lock_output
 from neox.storage import is_remote, shown, size_of
 from neox.tokenizer import Tokenizer
@@ -109,19 +109,19 @@ def preprocess(settings: PreprocessSettings, *, may_be_empty: bool = False) -> P
             the same output.
         TokenizerError: If the tokenizer cannot be built.
     """
-    run = _Run(settings, may_be_empty)
+    run = _PreprocessRun(settings, may_be_empty)
     with lock_output(settings.output_prefix):
         return run.execute()
 
 
 def check_settings(settings: PreprocessSettings) -> None:
     """Raise the errors of `preprocess` that can be found before reading: missing inputs, tokenizers or packages."""
-    assert _Run(settings, may_be_empty=True).tokenizer
+    assert _PreprocessRun(settings, may_be_empty=True).tokenizer
 
 
 def finished(settings: PreprocessSettings) -> PreprocessReport | None:
     """Return the report of a complete run with the same inputs and settings; None if there is none."""
-    return _Run(settings, may_be_empty=True).finished()
+    return _PreprocessRun(settings, may_be_empty=True).finished()
 
 
 class _Display:
@@ -150,13 +150,18 @@ class _Display:
             _log.info("%d documents, %.1f documents/s", documents, documents / (time.monotonic() - self._started))
 
 
-class _Run:
+class _PreprocessRun:
     """One run.
 
-    ```
-    inputs -> blocks of lines -> workers: encoded blocks -> builders -> datasets
-              (_read_blocks)     (_encode)                  (_collect)  (_finish)
-    ```
+        inputs -> blocks of lines -> workers: encoded blocks -> builders -> datasets
+                  (_read_blocks)     (_encode)                  (_collect)  (_finish)
+
+    On disk it goes through these states; the last column is what a later run with the same settings does:
+
+        PREFIX.*.partial                 written, but no state is saved yet             starts over
+        PREFIX.*.partial, state file     interrupted: the state says where              continues there
+        PREFIX.bin, .idx                 complete, but not yet described                starts over
+        PREFIX.bin, .idx, .json          complete; the sidecar names the run            returns its report
 
     Attributes:
         settings: Settings of the run.
@@ -257,20 +262,21 @@ class _Run:
                     f"{prefix} holds data of another tokenizer ({sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids): "
                     "name another --output-prefix, or replace it with --restart"
                 )
-            held = f"{prefix} holds {sidecar.documents:,} documents of {', '.join(sidecar.inputs)}"
+            contents = f"{prefix} holds {sidecar.documents:,} documents of {', '.join(sidecar.inputs)}"
             if not set(sidecar.inputs) & set(map(shown, self.files)):
-                raise DataError(f"{held}: name another --output-prefix, or replace them with --restart")
+                raise DataError(f"{contents}: name another --output-prefix, or replace them with --restart")
             _log.warning(
-                "%s, or was made with other settings: it is replaced, and runs that were trained on it go on with "
-                "other data",
-                held,
+                "%s, or was made with other settings: it is replaced, and runs that were trained on it continue "
+                "with other data",
+                contents,
             )
 
     def _open_builders(self) -> tuple[RunState, dict[str, IndexedDatasetBuilder]]:
         """Return the state of an interrupted run and the builders that continue it, or a new state and new builders."""
         state = None
-        if not self.settings.restart:
-            state = self._interrupted_state()
+        # A state needs the name of the run, whose vocabulary is hashed for it: not without a file.
+        if not self.settings.restart and state_path(self.settings.output_prefix).exists():
+            state = self.log.read()
         if state is not None:
             try:
                 builders = self._builders(state)
@@ -281,11 +287,6 @@ class _Run:
                 return state, builders
         state = RunState()
         return state, self._builders(state)
-
-    def _interrupted_state(self) -> RunState | None:
-        if not state_path(self.settings.output_prefix).exists():  # the name of the run is not needed then
-            return None
-        return self.log.read()
 
     def _builders(self, state: RunState) -> dict[str, IndexedDatasetBuilder]:
         """Return the builder of each key in the given state. Raises DataError if the partial files hold less."""
@@ -333,7 +334,8 @@ class _Run:
         """
         job = EncodeJob(self.settings, self.dtype.str, tuple(self._sample()), self.shares.piece_bytes)
         first = next(blocks, None)
-        if first is not None and self._encodes_here(first):
+        may_encode_here = self.settings.accelerator in ("auto", "off")
+        if isinstance(first, LineBlock) and may_encode_here and len(first.data) <= _SMALL_BLOCK:
             settings = replace(self.settings, accelerator="off")
             encoder = build_encoder(replace(job, settings=settings), self.tokenizer)
             yield replace(encoder.encode(first), accelerator=None)
@@ -344,12 +346,6 @@ class _Run:
         with WorkerPool(EncodeWork(job), self.shares.workers, name=lines_of) as pool:
             for _, result in pool.map(items, limit=self.shares.in_flight_bytes, size=text_size):
                 yield result
-
-    def _encodes_here(self, block: LineBlock | BadInput) -> TypeGuard[LineBlock]:
-        """Return whether a first block is encoded in this process."""
-        if isinstance(block, BadInput) or self.settings.accelerator not in ("auto", "off"):
-            return False
-        return len(block.data) <= _SMALL_BLOCK
 
     def _sample(self) -> list[str]:
         """Return the first texts of the first input, with which an accelerator is checked."""
@@ -379,9 +375,10 @@ class _Run:
         """
         budget = SkipBudget(self.settings.skip_bad, lambda bad: _log.warning("skipped %s", bad), skipped=start.skipped)
         state = start
-        file_numbers: deque[int] = deque()
+        file_numbers: deque[int] = deque()  # of the blocks that are read and not yet written; results keep their order
+        input_bytes = sum(map(size_of, self.files))
         documents = self.settings.num_documents
-        total = documents or self._input_bytes
+        total = documents or input_bytes
         with progress("tokenizing", total, "documents" if documents else "B") as bar:
             display = _Display(bar, by_documents=bool(documents), log_interval=self.settings.log_interval)
             with closing(self._encode(self._read_blocks(start, file_numbers, display))) as results:
@@ -393,13 +390,21 @@ class _Run:
                             continue
                         for bad in result.bad:
                             budget.add(bad)
-                        self._note(result)
+                        self.not_strict += result.not_strict
+                        self.losses.update(result.losses)
+                        if self.accelerator is None and result.note and input_bytes >= _LARGE_INPUT:
+                            _log.warning(result.note)  # the accelerator is slow or not there
+                        self.accelerator = self.accelerator or result.accelerator
+                        written = {}
+                        for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
+                            builder.add_documents(encoded.ids, encoded.lengths, encoded.counts, encoded.metadata)
+                            written[key] = builder.progress
                         state = RunState(
                             file=file_number,
                             position=result.end,
                             skipped=budget.skipped,
                             text_bytes=state.text_bytes + result.text_bytes,
-                            builders=_write(result, builders),
+                            builders=written,
                             filtered=state.filtered + result.filtered,
                         )
                         display.written(builders[self.settings.keys[0]].num_documents)
@@ -409,18 +414,6 @@ class _Run:
                     self._save_last_state(state, builders)
                     raise
         return replace(state, skipped=budget.skipped)
-
-    @cached_property
-    def _input_bytes(self) -> int:
-        return sum(map(size_of, self.files))
-
-    def _note(self, result: EncodedBlock) -> None:
-        """Remember the accelerator and count lines. Warn about a slow accelerator if the input is large."""
-        self.not_strict += result.not_strict
-        self.losses.update(result.losses)
-        if self.accelerator is None and result.note and self._input_bytes >= _LARGE_INPUT:
-            _log.warning(result.note)
-        self.accelerator = self.accelerator or result.accelerator
 
     def _save_state(self, state: RunState, builders: Mapping[str, IndexedDatasetBuilder]) -> None:
         for builder in builders.values():
@@ -513,12 +506,3 @@ def _check_flags(settings: PreprocessSettings) -> None:
         raise DataError("--append-eod is for whole documents, not for sentences; leave it out")
     if settings.mask_before:
         raise DataError("--mask-before-token is for whole documents, not for sentences; leave it out")
-
-
-def _write(result: EncodedBlock, builders: Mapping[str, IndexedDatasetBuilder]) -> dict[str, BuilderState]:
-    """Append the documents of a block to the dataset of each key, and return the states of the builders."""
-    states = {}
-    for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
-        builder.add_documents(encoded.ids, encoded.lengths, encoded.counts, encoded.metadata)
-        states[key] = builder.progress
-    return states

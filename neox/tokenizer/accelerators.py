@@ -125,7 +125,7 @@ class FastokensEncoder:
 
 
 @dataclass(frozen=True)
-class Choice:
+class EncoderChoice:
     """Result of `choose_encoder`.
 
     Attributes:
@@ -152,7 +152,7 @@ def make_encoder(tokenizer: Tokenizer, name: str) -> FlatEncoder:
     raise TokenizerError(f"accelerator {name!r} is unknown; known: {', '.join(ACCELERATORS)}")
 
 
-def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> Choice:
+def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> EncoderChoice:
     """Choose an encoder. It gives the same ids as the tokenizer for difficult texts and for a sample of the input.
 
     Args:
@@ -165,9 +165,9 @@ def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> 
         TokenizerError: If the name is unknown, or the accelerator given by name does not pass.
     """
     if wanted == "off":
-        return Choice(PlainEncoder(tokenizer))
+        return EncoderChoice(PlainEncoder(tokenizer))
     if wanted != "auto":
-        return Choice(_checked_encoder(tokenizer, wanted, sample))
+        return EncoderChoice(_checked_encoder(tokenizer, wanted, sample))
     rejected: list[str] = []
     for name in ("fastokens", "words"):
         try:
@@ -175,8 +175,8 @@ def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> 
         except TokenizerError as error:
             rejected.append(str(error))
         else:
-            return Choice(encoder, _note(name, rejected))
-    return Choice(PlainEncoder(tokenizer), _note("off", rejected))
+            return EncoderChoice(encoder, _note(name, rejected))
+    return EncoderChoice(PlainEncoder(tokenizer), _note("off", rejected))
 
 
 def _checked_encoder(tokenizer: Tokenizer, name: str, sample: Sequence[str]) -> FlatEncoder:

@@ -192,7 +192,7 @@ def test_data_of_other_inputs_are_not_replaced_unless_asked(tmp_path: Path) -> N
 DIES = """
 import os, signal, sys
 from neox.data import IndexedDatasetBuilder
-import neox.preprocess.run as run
+import neox.preprocess.preprocess_run as run
 from neox.preprocess import PreprocessSettings, TokenizerSpec
 if __name__ == "__main__":
     run._SECONDS_BETWEEN_STATES = 0
@@ -381,7 +381,7 @@ def test_the_first_ids_are_on_disk_before_a_worker_starts(tmp_path: Path, monkey
             seen.append((tmp_path / "out_text_document.bin.partial").read_bytes())
             raise DataError("no workers")
 
-    monkeypatch.setattr("neox.preprocess.run.WorkerPool", NoPool)
+    monkeypatch.setattr("neox.preprocess.preprocess_run.WorkerPool", NoPool)
     with raises_naming(DataError, "no workers"):
         preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
     assert seen[0]

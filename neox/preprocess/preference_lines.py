@@ -40,7 +40,7 @@ Messages = list[Message]
 _SYSTEM_OF_TEXTS = "`system` beside texts (write prompt and answers as messages)"
 
 
-class Answer(NamedTuple):
+class AnswerText(NamedTuple):
     """Text of a prompt and one answer to it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     losses: tuple[str, ...] = ()
 
 
-class Row(NamedTuple):
+class PreferenceLine(NamedTuple):
     """Line of the input.
 
     Attributes:
@@ -67,7 +67,7 @@ class Row(NamedTuple):
         desirable: Whether the only answer is a good one; None for two answers.
     """
 
-    answers: tuple[Answer, ...]
+    answers: tuple[AnswerText, ...]
     desirable: bool | None
 
     @property
@@ -76,7 +76,7 @@ class Row(NamedTuple):
         return set().union(*(answer.losses for answer in self.answers))
 
 
-class Document(NamedTuple):
+class EncodedAnswer(NamedTuple):
     """Ids of a prompt and one answer to it.
 
     Attributes:
@@ -165,18 +165,18 @@ class PreferenceEncoder:
             losses=losses,
         )
 
-    def pair(self, record: Any) -> tuple[Document, Document]:
+    def pair(self, record: Any) -> tuple[EncodedAnswer, EncodedAnswer]:
         """Return both answers of a line. Raises BadRecord if the line is bad."""
         chosen, rejected = self._documents(self._row(record))
         return chosen, rejected
 
-    def completion(self, record: Any) -> Document:
+    def completion(self, record: Any) -> EncodedAnswer:
         """Return the only answer of a line, which needs no judgement. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
         return self._document(self._completion(_with_prompt(record)))
 
-    def _documents(self, row: Row) -> list[Document]:
+    def _documents(self, row: PreferenceLine) -> list[EncodedAnswer]:
         """Return the ids of the answers of a line. Raises BadRecord if they cannot be trained on.
 
         Both answers begin at the same token, as in TRL: if one of them divides a token of the other, the earlier one.
@@ -188,7 +188,7 @@ class PreferenceEncoder:
         self._check(documents)
         return documents
 
-    def _row(self, record: Any) -> Row:
+    def _row(self, record: Any) -> PreferenceLine:
         """Return the answers of a line. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
@@ -197,7 +197,7 @@ class PreferenceEncoder:
             return self._labelled_row(record)
         return self._paired_row(record)
 
-    def _paired_row(self, record: Mapping[str, Any]) -> Row:
+    def _paired_row(self, record: Mapping[str, Any]) -> PreferenceLine:
         """Return the answers of a line with two answers. Raises BadRecord if the line is bad."""
         for key in (CHOSEN, REJECTED):
             if key not in record:
@@ -219,7 +219,7 @@ class PreferenceEncoder:
         for key, value in ((CHOSEN, chosen), (REJECTED, rejected)):
             answers.append(self._answer(prompt, key, value, record))
         begin = min(answer.begin for answer in answers)
-        return Row(tuple(answer._replace(begin=begin) for answer in answers), None)
+        return PreferenceLine(tuple(answer._replace(begin=begin) for answer in answers), None)
 
     def _with_names(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a line with the names that `fields` give. Raises BadRecord if it lacks one of their keys."""
@@ -228,7 +228,7 @@ class PreferenceEncoder:
         found = {name: find_value(record, key) for name, key in self.preferences.fields}
         return {**record, **found}
 
-    def _labelled_row(self, record: Mapping[str, Any]) -> Row:
+    def _labelled_row(self, record: Mapping[str, Any]) -> PreferenceLine:
         """Return the answer of a line that judges one answer. Raises BadRecord if the line is bad."""
         answer = self._completion(record)
         key = LABEL if LABEL in record or _KTO_TAG not in record else _KTO_TAG
@@ -237,9 +237,9 @@ class PreferenceEncoder:
         desirable = record[key]
         if not isinstance(desirable, bool | int | float) or desirable not in (0, 1):
             raise BadRecord(f"{key!r} is {kind_of(desirable)}, not true or false (or 1 or 0)")
-        return Row((answer,), bool(desirable))
+        return PreferenceLine((answer,), bool(desirable))
 
-    def _completion(self, record: Mapping[str, Any]) -> Answer:
+    def _completion(self, record: Mapping[str, Any]) -> AnswerText:
         """Return the answer of a line with one answer. Raises BadRecord if it has none."""
         for key in (PROMPT, COMPLETION):
             if key not in record:
@@ -247,7 +247,7 @@ class PreferenceEncoder:
         completion = _as_given(COMPLETION, record[COMPLETION])
         return self._answer(_prompt_of(record, completion), COMPLETION, completion, record)
 
-    def _answer(self, prompt: Any, key: str, value: Any, record: Mapping[str, Any]) -> Answer:
+    def _answer(self, prompt: Any, key: str, value: Any, record: Mapping[str, Any]) -> AnswerText:
         """Return the text of a prompt and an answer of a line. Raises BadRecord if they are bad."""
         if isinstance(prompt, str) and isinstance(value, str):
             if not prompt:
@@ -256,7 +256,7 @@ class PreferenceEncoder:
                 raise BadRecord(f"{key!r} is empty")
             has_end = value.endswith(self.tokenizer.eod_token)
             lost = (_SYSTEM_OF_TEXTS,) if record.get(SYSTEM) else ()
-            answer = Answer(prompt + value, len(prompt), ends_with_eod=not has_end, is_document=True, losses=lost)
+            answer = AnswerText(prompt + value, len(prompt), ends_with_eod=not has_end, is_document=True, losses=lost)
             return self._checked(answer)
         before = add_system(record, _messages(PROMPT, prompt))
         if isinstance(value, str) and value:
@@ -278,9 +278,9 @@ class PreferenceEncoder:
         except ChatError as error:
             raise BadRecord(str(error)) from None
         append_eod = self.job.settings.append_eod
-        return self._checked(Answer(text, len(begin), append_eod, is_document=False, losses=losses))
+        return self._checked(AnswerText(text, len(begin), append_eod, is_document=False, losses=losses))
 
-    def _checked(self, answer: Answer) -> Answer:
+    def _checked(self, answer: AnswerText) -> AnswerText:
         """Return an answer whose text can be encoded at once. Raises BadRecord for others."""
         try:
             size = len(answer.text.encode())
@@ -290,7 +290,7 @@ class PreferenceEncoder:
             raise BadRecord(f"its text has {size:,} bytes, more than the {self.job.piece_bytes:,} that memory allows")
         return answer
 
-    def _document(self, answer: Answer) -> Document:
+    def _document(self, answer: AnswerText) -> EncodedAnswer:
         """Return the ids of an answer and of its prompt. Raises BadRecord if one of them has no tokens."""
         encoding = self.tokenizer.backend.encode(answer.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
@@ -305,9 +305,9 @@ class PreferenceEncoder:
             raise BadRecord("an answer has no tokens")
         if trained[0]:
             raise BadRecord("it has no prompt: no token comes before the answer")
-        return Document(ids, np.where(trained, ids, np.int32(IGNORED)))
+        return EncodedAnswer(ids, np.where(trained, ids, np.int32(IGNORED)))
 
-    def _check(self, documents: Sequence[Document]) -> None:
+    def _check(self, documents: Sequence[EncodedAnswer]) -> None:
         """Raise BadRecord if two answers have the same ids, or a row of training cannot hold them."""
         if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
             raise BadRecord(f"{CHOSEN!r} and {REJECTED!r} have the same tokens, so that nothing is preferred")

@@ -9,7 +9,7 @@ import pytest
 
 from neox.errors import TokenizerError
 from neox.tokenizer import Tokenizer, build_tokenizer, train_tokenizer
-from neox.tokenizer.flat import _DIFFICULT_TEXTS, choose_encoder, first_difference, make_encoder
+from neox.tokenizer.accelerators import _DIFFICULT_TEXTS, choose_encoder, first_difference, make_encoder
 from neox.tokenizer.words import cut, cut_reason
 from tests.errors import raises_naming
 
@@ -111,7 +111,7 @@ def test_tokenizers_that_may_not_be_cut_are_recognized(tmp_path: Path) -> None:
 
 def test_a_wrong_accelerator_is_passed_over_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = build_tokenizer("HFTokenizer", GOLDEN)
-    wrong = "neox.tokenizer.flat.FastokensEncoder.encode_flat"
+    wrong = "neox.tokenizer.accelerators.FastokensEncoder.encode_flat"
 
     def off_by_one(self: object, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids = [tokenizer.encode(text) for text in texts]
