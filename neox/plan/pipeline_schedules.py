@@ -127,15 +127,14 @@ class Interleaved(PipelineSchedule):
 
     def order(self, stage: int, stages: int, ranges: int, micro_batches: int) -> list[Pass]:
         """Return the passes of one stage in one step."""
-        forward = _by_groups(stages, ranges, micro_batches)
-        backward = [Pass(True, ranges - 1 - work.chunk, work.micro_batch) for work in forward]
+        forward, backward = _by_groups(stages, ranges, micro_batches)
         groups = micro_batches // stages
         longest = stages + micro_batches % stages
         total = len(forward)
         warmup = total
         if groups > 1:
             warmup = min(2 * (stages - stage - 1) + (ranges - 1) * longest, total)
-        order = forward[:warmup]
+        order = list(forward[:warmup])
         for number in range(total - warmup):
             order.append(forward[number + warmup])
             order.append(backward[number])
@@ -143,18 +142,23 @@ class Interleaved(PipelineSchedule):
         return order
 
 
-def _by_groups(stages: int, ranges: int, micro_batches: int) -> list[Pass]:
-    """Return forward passes, a group of about as many micro batches as stages through all ranges, then the next."""
-    order: list[Pass] = []
+@cache
+def _by_groups(stages: int, ranges: int, micro_batches: int) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """Return forward and backward passes: about as many micro batches as stages through all ranges, then the next ones.
+
+    All stages have them in this order, only the warm-up before the first backward pass differs.
+    """
+    forward: list[Pass] = []
     first = 0
     while first < micro_batches:
         last = first + stages
         if micro_batches - last < stages:
             last = micro_batches
         for chunk in range(ranges):
-            order.extend(Pass(False, chunk, number) for number in range(first, last))
+            forward.extend(Pass(False, chunk, number) for number in range(first, last))
         first = last
-    return order
+    backward = [Pass(True, ranges - 1 - work.chunk, work.micro_batch) for work in forward]
+    return tuple(forward), tuple(backward)
 
 
 class DualPipeV(PipelineSchedule):
@@ -222,7 +226,8 @@ class DualPipeV(PipelineSchedule):
 
 def forward_order(stages: int, ranges: int, micro_batches: int) -> list[Pass]:
     """Return the passes of each stage in an evaluation, which takes any number of micro batches."""
-    return _by_groups(stages, ranges, micro_batches)
+    forward, _ = _by_groups(stages, ranges, micro_batches)
+    return list(forward)
 
 
 PIPELINE_SCHEDULES: Mapping[str, PipelineSchedule] = MappingProxyType(
