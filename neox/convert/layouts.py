@@ -1,6 +1,18 @@
-"""Layouts of tensors: one parameter of ours as Hugging Face tensors, and back.
+"""Order of rows: one parameter of ours as Hugging Face tensors, and back.
 
-A family names the layout of each module in a `TensorSource`. `ROWS` has the functions of each name.
+A family names the layout of each module in a `TensorSource`, whose docstring has an example with q_proj, k_proj and
+v_proj. `ROWS` has the two functions of each name. On the way in, and in the other direction on the way out:
+
+    q_proj [N D, H]   k_proj [K D, H]   v_proj [K D, H]            tensors of `Family.mappings`
+         |                  |                 |
+         +------------------+-----------------+
+         |
+          joined [(N + 2 K) D, H]                                  `from_hf_layout`
+          |   interleaved: rows of each head from neighbours to halves
+          |   K = N: [3, N, D, H] -> [N, 3, D, H]
+          ours [(N + 2 K) D, H]                                    `ROWS["heads"].from_hf`
+
+N query heads, K key heads, D width of a head, H hidden size. A bias has no H.
 """
 
 from __future__ import annotations
@@ -67,8 +79,8 @@ def _heads_to_hf(tensor: Tensor, source: TensorSource, architecture: Architectur
     heads = architecture.num_attention_heads
     rest = tensor.shape[1:]
     if architecture.num_kv_heads == heads:
-        by_head = tensor.reshape(heads, 3, architecture.head_dim, *rest)
-        tensor = by_head.transpose(0, 1).reshape(tensor.shape)
+        by_head = tensor.reshape(heads, 3, architecture.head_dim, *rest)  # q0 k0 v0 q1 k1 v1
+        tensor = by_head.transpose(0, 1).reshape(tensor.shape)  # q0 q1 k0 k1 v0 v1
     queries, keys, values = tensor.split(_head_rows(architecture))
     if source.interleaved:
         order = _halves_to_neighbours(architecture)
@@ -87,9 +99,9 @@ def _heads_from_hf(joined: Tensor, source: TensorSource, architecture: Architect
         joined = torch.cat([_reorder_heads(queries, order), _reorder_heads(keys, order), values])
     heads = architecture.num_attention_heads
     if architecture.num_kv_heads != heads:
-        return joined
-    by_kind = joined.reshape(3, heads, architecture.head_dim, *joined.shape[1:])
-    return by_kind.transpose(0, 1).reshape(joined.shape)
+        return joined  # q q q q k k v v on both sides
+    by_kind = joined.reshape(3, heads, architecture.head_dim, *joined.shape[1:])  # q0 q1 k0 k1 v0 v1
+    return by_kind.transpose(0, 1).reshape(joined.shape)  # q0 k0 v0 q1 k1 v1
 
 
 def _grouped_heads_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:

@@ -185,7 +185,7 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
         candidates = [FAMILIES[wanted]]
     unable = family_refusals(architecture, candidates)
     if not unable:
-        return next(family for family in candidates if not family.problems(architecture))
+        return next(family for family in candidates if not family.inexpressible_fields(architecture))
     lines = ["this model has no Hugging Face form:"]
     for refusal in unable:
         lines.append(f"  {refusal.describe(config)}")

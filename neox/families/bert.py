@@ -117,7 +117,7 @@ BERT = Family(
     model_type="bert",
     class_name="BertForPreTraining",
     title="BERT",
-    network={**_NETWORK, "residual": "post_norm", "embedding_norm": True},
+    fixed_fields={**_NETWORK, "residual": "post_norm", "embedding_norm": True},
     config=_config(num_layers=12, hidden_size=768, heads=12, mlp_width=3072, vocab_size=30522),
     tensors=_tensors(
         embedding_norms={"norm": "LayerNorm"},
@@ -136,7 +136,7 @@ MEGATRON_BERT = Family(
     model_type="megatron-bert",
     class_name="MegatronBertForPreTraining",
     title="Megatron-LM's BERT",
-    network={**_NETWORK, "residual": "sequential", "embedding_norm": False},
+    fixed_fields={**_NETWORK, "residual": "sequential", "embedding_norm": False},
     config=_config(num_layers=24, hidden_size=1024, heads=16, mlp_width=4096, vocab_size=29056),
     tensors=_tensors(
         embedding_norms={},

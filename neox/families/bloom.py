@@ -26,7 +26,7 @@ BLOOM = Family(
     class_name="BloomForCausalLM",
     score_class="BloomForSequenceClassification",
     title="BLOOM",
-    network={
+    fixed_fields={
         "norm": "layernorm",
         "residual": "sequential",
         "activation": "gelu_tanh",
@@ -43,7 +43,7 @@ BLOOM = Family(
         ALL_GLOBAL,
         Derived("mlp_width", four_times_hidden),
         Size("seq_length", "max_positions", 2048),
-        Switch("tie_word_embeddings", "tie_word_embeddings", True),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=True),
         Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
         Fixed("apply_residual_connection_post_layernorm", False),
         Dropout("attention_dropout", "attention_dropout"),

@@ -241,7 +241,7 @@ def _entries(
         Size("intermediate_size", "mlp_width"),
         Activation("hidden_act", GATED_ACTIVATIONS, "silu"),
         Size("max_position_embeddings", "max_positions", max_positions),
-        Switch("tie_word_embeddings", "tie_word_embeddings", False),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=False),
         Number("rms_norm_eps", "norm_epsilon", 1e-6),
         LatentHeads(),
         LatentRotary(),
@@ -298,13 +298,13 @@ DEEPSEEK_V3 = Family(
     class_name="DeepseekV3ForCausalLM",
     score_class="DeepseekV3ForSequenceClassification",
     title="DeepSeek-V3",
-    network={**NETWORK, "router": "sigmoid", "router_bias": True},
+    fixed_fields={**NETWORK, "router": "sigmoid", "router_bias": True},
     config=_entries(
         attention=(Fixed("rope_interleave", True),),
         experts=(
             Fixed("scoring_func", "sigmoid"),
             Fixed("topk_method", "noaux_tc"),
-            Switch("norm_topk_prob", "router_normalizes", True),
+            Switch("norm_topk_prob", "router_normalizes", default=True),
             ExpertGroups(8, 4, best=2),
             Written(FURTHER_LAYERS, 0),
         ),
@@ -323,7 +323,7 @@ DEEPSEEK_V2 = Family(
     class_name="DeepseekV2ForCausalLM",
     score_class="DeepseekV2ForSequenceClassification",
     title="DeepSeek-V2",
-    network={**NETWORK, "router": "topk"},
+    fixed_fields={**NETWORK, "router": "topk"},
     config=_entries(
         attention=(Fixed("mlp_bias", False),),
         experts=(

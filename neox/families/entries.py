@@ -1,4 +1,6 @@
-"""Entries of `config.json` as data: how each one is checked, read into our fields, and written from them.
+"""Kinds of entries of `config.json`: how each one is checked, read into our fields, and written from them.
+
+`shared_entries` has particular entries (rotary positions, windows, ids) that several families list.
 
 A family lists its entries in the order of its file. They are read in this order, so an entry may use the fields that
 earlier ones have read. "Fields" are those of `Architecture` and of `ModelSettings`, whose names differ.
@@ -43,7 +45,7 @@ SETTINGS = frozenset(field.name for field in fields(ModelSettings))
 Fields = Mapping[str, Any]
 """Name -> value of fields of `Architecture` and `ModelSettings`."""
 Rule = Callable[[Fields], Any]
-"""Computes a value from the fields that have been read so far."""
+"""Computes a missing value from the fields that earlier entries have read, such as `query_heads`."""
 
 
 class ConfigEntries:

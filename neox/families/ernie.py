@@ -14,7 +14,7 @@ ERNIE = Family(
     model_type="ernie4_5",
     class_name="Ernie4_5ForCausalLM",
     title="ERNIE 4.5",
-    network=NETWORK,
+    fixed_fields=NETWORK,
     config=(
         *llama_entries(
             max_positions=131072,
@@ -25,7 +25,7 @@ ERNIE = Family(
             tied=True,
         ),
         ALL_GLOBAL,
-        Switch("use_bias", "qkv_bias", False),
+        Switch("use_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
         Derived("mlp_bias", lambda known: known["qkv_bias"]),
         # transformers' default is 0, and it does not train the embedding of the padding token

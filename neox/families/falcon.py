@@ -35,9 +35,9 @@ _BLOCK = "transformer.h.{i}."
 class _DecoderForm(ConfigEntries):
     """Residual and number of key heads: of the newer form (40B and later), or of the older one (7B)."""
 
-    _NEW = Switch("new_decoder_architecture", "new", False)
-    _ONE_KEY_HEAD = Switch("multi_query", "one", True)
-    _PARALLEL = Switch("parallel_attn", "parallel", True)
+    _NEW = Switch("new_decoder_architecture", "new", default=False)
+    _ONE_KEY_HEAD = Switch("multi_query", "one", default=True)
+    _PARALLEL = Switch("parallel_attn", "parallel", default=True)
     _KEY_HEADS = Size("num_kv_heads", "num_kv_heads", query_heads, null=query_heads)
     _NORMS = Size("num_ln_in_parallel_attn", "norms", None, null=None)
 
@@ -94,7 +94,7 @@ FALCON = Family(
     class_name="FalconForCausalLM",
     score_class="FalconForSequenceClassification",
     title="Falcon",
-    network={"norm": "layernorm"},
+    fixed_fields={"norm": "layernorm"},
     config=(
         Size("num_hidden_layers", "num_layers", 32),
         Size("hidden_size", "hidden_size", 4544, other_keys=("n_embed",)),
@@ -105,9 +105,9 @@ FALCON = Family(
         Size("ffn_hidden_size", "mlp_width", four_times_hidden, null=four_times_hidden),
         Activation("activation", PLAIN_ACTIVATIONS, "gelu"),
         Size("max_position_embeddings", "max_positions", 2048),
-        Switch("tie_word_embeddings", "tie_word_embeddings", True),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=True),
         Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        Switch("bias", "qkv_bias", False),
+        Switch("bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
         Derived("mlp_bias", lambda known: known["qkv_bias"]),
         Fixed("alibi", False),

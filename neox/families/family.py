@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from neox.architecture import BLOCK_OFFSET, WITHOUT_LOGITS, Architecture, LayerKind, LayerPlan
+from neox.architecture import BLOCK_OFFSET, WITHOUT_LOGITS, Architecture, LayerKind, LayerPlan, ParameterSpec
 from neox.errors import ConversionError
 from neox.families.entries import SETTINGS, ConfigEntries, Fields, ModelSettings
 
-_PLAIN_SETTINGS = ModelSettings(
+_PLACEHOLDERS = ModelSettings(
     dtype="fp32",
     initializer_range=0.02,
     attention_dropout=0.0,
@@ -20,16 +20,7 @@ _PLAIN_SETTINGS = ModelSettings(
     eod=None,
     bos=None,
 )
-"""Settings with which `Family.problems` writes a `config.json`: any that every family can express."""
-
-
-_ENDINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "scale": "weight",  # gpt-neox's name in RMSNorm
-        "selection_bias": "e_score_correction_bias",  # DeepSeek's name
-    }
-)
-"""Last part of our parameter names -> that of transformers' keys, if they differ."""
+"""Settings for the round trip in `Family.inexpressible_fields`. Every family can express them."""
 
 Layout = Literal[
     "same",
@@ -42,30 +33,51 @@ Layout = Literal[
     "latent_queries",
     "latent_keys",
 ]
-"""Order of rows; its functions are the entry of the same name in `neox.convert.layouts.ROWS`."""
+"""Order of the rows of a tensor on both sides. `neox.convert.layouts.ROWS` has the functions of each name.
+
+    name                 theirs                                      ours
+    same                 the modules, one after another              the same
+    heads                all queries, all keys, all values, in one   q k v of head 0, q k v of head 1, ...; the same as
+                         module or three                             theirs if there are fewer key heads
+    grouped_heads        of each key head: its queries, key, value   as for heads (Falcon)
+    swapped_halves       gate, value                                 value, gate
+    experts              modules of each expert                      one stack [experts, rows, columns]
+    stacked_experts      one stack [experts, columns, rows]          one stack [experts, rows, columns]
+    alternating_experts  such a stack, with gate and up rows         one stack [experts, rows, columns]: up rows, then
+                         in turn: gate, up, gate, up                 gate rows
+    latent_queries       of each head: plain rows, rotary rows       of each head: rotary rows by halves, plain rows
+                         by neighbours                               (DeepSeek)
+    latent_keys          latent vector, rotary rows by neighbours    latent vector, rotary rows by halves
+
+Rotary positions turn two rows of a head together: neighbours (0 1)(2 3), or one row of each half (0 2)(1 3).
+"""
 
 
 @dataclass(frozen=True)
 class TensorSource:
     """Hugging Face modules that hold one module of ours, and how our tensors are made from theirs.
 
-    Our tensor is the concatenation of theirs along dimension 0, optionally rearranged. The same holds for weights and
-    biases.
+    Our tensor is the concatenation of theirs along dimension 0, in another order of rows if `layout` says so. The same
+    holds for weights and biases. Llama, for example, has this source:
+
+        "attention.query_key_value": TensorSource(
+            tuple(f"model.layers.{{i}}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")), layout="heads"
+        )
+
+    Layer 5 of the plan is block 3 of Llama, so that `Family.mappings` yields for it
+
+        attention.query_key_value.weight  <-  model.layers.3.self_attn.q_proj.weight    q0 q0 q1 q1
+        q0 q0 k0 k0 v0 v0 q1 q1 k1 k1 ...     model.layers.3.self_attn.k_proj.weight    k0 k0 k1 k1
+                                              model.layers.3.self_attn.v_proj.weight    v0 v0 v1 v1
+
+    with the rows of two heads of two dimensions each. `neox.convert.layouts` reorders them, both ways.
 
     Attributes:
         modules: Names without `.weight`; `{i}` is the number of the block from 0, `{e}` that of an expert.
         transpose: Whether weights are stored [in, out] (GPT-2's Conv1D) instead of [out, in].
-        layout: Order of the rows. "same": the order of the concatenation. "heads": theirs are queries, keys and values
-            one after another (in one module or in three); ours are queries, keys and values of each head, or one after
-            another if there are fewer key heads. "grouped_heads": theirs are, for each key head, its queries, its keys
-            and its values (Falcon). "swapped_halves": theirs are ours with the second half first (gate, then values).
-            "experts": each expert has all of the modules, and ours are stacked [experts, rows, columns].
-            "stacked_experts": theirs are stacked too, as [experts, columns, rows]. "alternating_experts": in addition,
-            their rows of gate and up projection alternate. "latent_queries": the rotary rows are the last ones of each
-            head there, and are interleaved. "latent_keys": the same for the rows after those of the latent vector.
-        interleaved: With "heads", whether rotary embeddings rotate neighbouring dimensions of a head (GPT-J) instead of
-            dimensions of the first and second half.
-        endings: `weight` or `bias` -> suffix of the key after the module's name, if it is not `.weight` or `.bias`.
+        layout: Order of the rows.
+        interleaved: With "heads", whether rotary positions turn neighbours in their files (GPT-J).
+        endings: Theirs for `weight` or `bias`, if not `.weight` or `.bias`: what follows the module's name in a key.
     """
 
     modules: tuple[str, ...]
@@ -73,6 +85,32 @@ class TensorSource:
     layout: Layout = "same"
     interleaved: bool = False
     endings: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def keys(self, parameter: ParameterSpec, block: int) -> tuple[str, ...]:
+        """Return the keys of the tensors that one of our parameters is made from.
+
+        Args:
+            parameter: The parameter; the last part of its name is `weight` or `bias`, mostly.
+            block: Number of its block.
+        """
+        own_ending = parameter.name.rpartition(".")[2]
+        ending = _THEIR_ENDINGS.get(own_ending, own_ending)
+        ending = self.endings.get(ending, f".{ending}")
+        experts = parameter.experts if self.layout == "experts" else 1
+        keys = []
+        for expert in range(experts):
+            for module in self.modules:
+                keys.append(module.format(i=block, e=expert) + ending)
+        return tuple(keys)
+
+
+_THEIR_ENDINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "scale": "weight",  # gpt-neox's name in RMSNorm
+        "selection_bias": "e_score_correction_bias",  # DeepSeek's name
+    }
+)
+"""Last part of our parameter's name -> theirs, if they differ."""
 
 
 def same_tensors(prefix: str, modules: Mapping[str, str]) -> dict[str, TensorSource]:
@@ -90,7 +128,7 @@ def separate_projections(attention: str, *, interleaved: bool = False) -> Tensor
 
     Args:
         attention: Beginning of their names.
-        interleaved: Whether rotary positions turn neighbouring dimensions.
+        interleaved: As of `TensorSource`.
     """
     modules = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
     return TensorSource(modules, layout="heads", interleaved=interleaved)
@@ -133,18 +171,17 @@ class Family:
         class_name: Model class, as in `architectures` of `config.json`.
         score_class: Class of its sequence classification models; None if transformers has none.
         title: Name for messages and model cards.
-        network: Fields of `Architecture` that are the same in all of its models. Fields that neither this nor
+        fixed_fields: Fields of `Architecture` that are the same in all of its models. Fields that neither this nor
             `config` gives have the defaults of `Architecture`.
-        config: Entries of `config.json`, in its order. Entries that hold a field of `network` overwrite it.
+        config: Entries of `config.json`, in its order. They overwrite `fixed_fields`.
         tensors: Kind of layer -> our module's name -> its source.
         block_tensors: Residual -> our modules of a block that have other sources in networks with that residual.
         base_prefix: Prefix of keys that is missing in files of the model without its head.
-        key_aliases: Other end of a key -> its end, for keys that some versions of transformers write.
+        key_aliases: End of a key in files of some versions of transformers -> its end as `tensors` gives it.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
         other_names: Further name of an entry of `config.json` that transformers reads -> its name.
         further_layers_key: Key in `config.json` of the number of layers behind the last block that are left out, with
             a warning (DeepSeek-V3's, which predict further tokens). Empty if there are none.
-        transformers: Lowest version of transformers that reads exports.
         tokenizer_pattern: Pattern by which `AutoTokenizer` of transformers 5 splits texts for this `model_type`,
             whatever the exported tokenizer does; None if it follows the export.
     """
@@ -152,7 +189,7 @@ class Family:
     model_type: str
     class_name: str
     title: str
-    network: Fields
+    fixed_fields: Fields
     config: tuple[ConfigEntries, ...]
     tensors: Mapping[LayerKind, Mapping[str, TensorSource]]
     base_prefix: str
@@ -162,7 +199,6 @@ class Family:
     other_names: Mapping[str, str] = field(default_factory=dict)
     score_class: str | None = None
     further_layers_key: str = ""
-    transformers: str = "4.57"
     tokenizer_pattern: str | None = None
 
     @property
@@ -177,12 +213,12 @@ class Family:
         return "AutoModelForPreTraining" if self.is_encoder else "AutoModelForCausalLM"
 
     def config_json(self, architecture: Architecture, settings: ModelSettings) -> dict[str, Any]:
-        """Return the contents of `config.json`. A field that cannot be expressed is written as one that can."""
+        """Return the contents of `config.json`, with other values for the `inexpressible_fields`."""
         gives_scores = architecture.score_head and self.score_class is not None
         class_name = self.score_class if gives_scores else self.class_name
         entries: dict[str, Any] = {"architectures": [class_name], "model_type": self.model_type}
-        for part in self.config:
-            entries.update(part.write(architecture, settings))
+        for config_entries in self.config:
+            entries.update(config_entries.write(architecture, settings))
         if gives_scores:
             entries.update(_ONE_LABEL)
         return entries
@@ -198,17 +234,19 @@ class Family:
             if key in hf and name in hf and hf[key] != hf[name]:
                 reasons.append(f"{name}: {hf[name]!r}: contradicts {key}: {hf[key]!r}")
         hf = {self.other_names.get(key, key): value for key, value in hf.items()}
-        for part in self.config:
-            reasons.extend(part.problems(hf))
-        if not reasons:
-            architecture, settings = self._read(hf)
-            if architecture.head_dim >= 1:
-                return architecture, settings
-            reasons = [
-                f"the hidden size, {architecture.hidden_size}, is less than the number of attention heads, "
-                f"{architecture.num_attention_heads}"
-            ]
-        raise ConversionError("this Hugging Face model cannot be imported:\n  " + "\n  ".join(reasons))
+        for entries in self.config:
+            reasons.extend(entries.problems(hf))
+        if reasons:
+            raise _not_importable(reasons)
+        architecture, settings = self._read(hf)
+        if architecture.head_dim < 1:
+            raise _not_importable(
+                [
+                    f"the hidden size, {architecture.hidden_size}, is less than the number of attention heads, "
+                    f"{architecture.num_attention_heads}"
+                ]
+            )
+        return architecture, settings
 
     def _problems_of_scores(self, hf: Mapping[str, Any]) -> Iterator[str]:
         """Yield the reasons why the `config.json` of a model with a score head cannot be read."""
@@ -226,50 +264,42 @@ class Family:
 
     def _read(self, hf: Mapping[str, Any]) -> tuple[Architecture, ModelSettings]:
         """Read a `config.json` without problems."""
-        found: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, **self.network}
-        for part in self.config:
-            found.update(part.read(hf, found))
-        if found.get("window"):  # Phi-3 with 128k tokens has a window of twice its context
+        found: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, **self.fixed_fields}
+        for entries in self.config:
+            found.update(entries.read(hf, found))
+        if found.get("window"):  # one wider than the context (Phi-3 with 128k tokens) hides nothing
             found["window"] = min(found["window"], found["max_positions"])
         settings = {name: found.pop(name) for name in SETTINGS}
         if _gives_scores(hf):
             found.update(WITHOUT_LOGITS, score_head=True)
         return Architecture(**found), ModelSettings(**settings)
 
-    def problems(self, architecture: Architecture) -> dict[str, str]:
-        """Return {field: why this family cannot express its value}: the fields that its `config.json` loses."""
-        expressed, _ = self._read(self.config_json(architecture, _PLAIN_SETTINGS))
+    def inexpressible_fields(self, architecture: Architecture) -> dict[str, str]:
+        """Return the fields that would not survive an export and an import again, with the reason for each."""
+        expressed, _ = self._read(self.config_json(architecture, _PLACEHOLDERS))
         found: dict[str, str] = {}
         for entry in fields(Architecture):
             if not entry.metadata.get("compared", True) or entry.name in architecture.unused_fields:
                 continue
             value = getattr(expressed, entry.name)
-            if entry.name == "score_head" and value != architecture.score_head:
-                found[entry.name] = f"transformers has no sequence classification class for {self.title}"
+            if value == getattr(architecture, entry.name):
                 continue
-            if value != getattr(architecture, entry.name):
+            if entry.name == "score_head":
+                found[entry.name] = f"transformers has no sequence classification class for {self.title}"
+            else:
                 found[entry.name] = f"its {entry.name} is {_shown(value)}"
         return found
 
     def mappings(self, layers: LayerPlan) -> Iterator[TensorMapping]:
         """Yield the mapping of every parameter, in the order of the layers."""
-        in_blocks = self.block_tensors.get(layers.architecture.residual, {})
         for layer in layers.weight_layers:
-            block = layer.index - BLOCK_OFFSET
             sources = SCORE_TENSORS if layer.kind == "score_head" else self.tensors[layer.kind]
             if layer.kind == "block":
-                sources = {**sources, **in_blocks}
+                sources = {**sources, **self.block_tensors.get(layers.architecture.residual, {})}
             for parameter in layer.parameters:
-                module, _, kind = parameter.name.rpartition(".")
-                source = sources[module]
-                ending = _ENDINGS.get(kind, kind)
-                keys = []
-                ending = source.endings.get(ending, f".{ending}")
-                number = parameter.experts if source.layout == "experts" else 1
-                for expert in range(number):
-                    for name in source.modules:
-                        keys.append(f"{name.format(i=block, e=expert)}{ending}")
-                yield TensorMapping(layer.index, parameter.name, tuple(keys), source)
+                source = sources[parameter.name.rpartition(".")[0]]
+                keys = source.keys(parameter, layer.index - BLOCK_OFFSET)
+                yield TensorMapping(layer.index, parameter.name, keys, source)
 
     def head_keys(self) -> set[str]:
         """Return the keys of the head, which files of a tied model may hold as a copy of the embedding."""
@@ -280,6 +310,10 @@ class Family:
                 keys.update(f"{name}.{ending}" for ending in endings)
         aliases = {alias for alias, key in self.key_aliases.items() if key in keys}
         return keys | aliases
+
+
+def _not_importable(reasons: Sequence[str]) -> ConversionError:
+    return ConversionError("this Hugging Face model cannot be imported:\n  " + "\n  ".join(reasons))
 
 
 def _problems_of_all(hf: Mapping[str, Any]) -> Iterator[str]:
@@ -300,7 +334,7 @@ def _gives_scores(hf: Mapping[str, Any]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a field's value for a message: of a tuple each different element once."""
+    """Return a field's value for a message; a tuple as its distinct elements."""
     if not isinstance(value, tuple):
         return str(value)
     return ", ".join(dict.fromkeys(map(str, value))) or "none"

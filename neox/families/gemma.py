@@ -59,9 +59,9 @@ def _sizes(
         Size("num_key_value_heads", "num_kv_heads", kv_heads, null=query_heads),
         Size("head_dim", "head_dim", 256),
         Size("intermediate_size", "mlp_width", mlp_width),
-        Switch("tie_word_embeddings", "tie_word_embeddings", True),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=True),
         Number("rms_norm_eps", "norm_epsilon", 1e-6),
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
         Off("use_bidirectional_attention"),
         Dropout("attention_dropout", "attention_dropout"),
@@ -73,7 +73,7 @@ GEMMA = Family(
     class_name="GemmaForCausalLM",
     score_class="GemmaForSequenceClassification",
     title="Gemma",
-    network={**NETWORK, "norm": "rmsnorm_1p"},
+    fixed_fields={**NETWORK, "norm": "rmsnorm_1p"},
     config=(
         *_sizes(hidden_size=3072, mlp_width=24576, num_layers=28, heads=16, kv_heads=16),
         # the first files say gelu and mean its approximation
@@ -93,7 +93,7 @@ GEMMA2 = Family(
     class_name="Gemma2ForCausalLM",
     score_class="Gemma2ForSequenceClassification",
     title="Gemma 2",
-    network={**NETWORK, "norm": "rmsnorm_1p", "residual": "sandwich"},
+    fixed_fields={**NETWORK, "norm": "rmsnorm_1p", "residual": "sandwich"},
     config=(
         *_sizes(hidden_size=2304, mlp_width=9216, num_layers=26, heads=8, kv_heads=4),
         HeadsDivideHidden(),
@@ -117,7 +117,7 @@ GEMMA3 = Family(
     class_name="Gemma3ForCausalLM",
     score_class="Gemma3TextForSequenceClassification",
     title="Gemma 3",
-    network={**NETWORK, "norm": "rmsnorm_1p", "residual": "sandwich", "qk_norm": "head"},
+    fixed_fields={**NETWORK, "norm": "rmsnorm_1p", "residual": "sandwich", "qk_norm": "head"},
     config=(
         *_sizes(hidden_size=2304, mlp_width=9216, num_layers=26, heads=8, kv_heads=4),
         HeadsDivideHidden(),

@@ -23,7 +23,7 @@ def _config(max_positions: int) -> tuple[ConfigEntries, ...]:
             rotary=Rotary(fraction_key="partial_rotary_factor", default_fraction=0.5),
         ),
         ALL_GLOBAL,
-        Switch("attention_bias", "qkv_bias", True),
+        Switch("attention_bias", "qkv_bias", default=True),
         # its default in transformers, 151329, would keep the embedding of that token from being trained there
         Written("pad_token_id", None),
         *ending_entries(),
@@ -35,7 +35,7 @@ GLM = Family(
     class_name="GlmForCausalLM",
     score_class="GlmForSequenceClassification",
     title="GLM-4",
-    network=NETWORK,
+    fixed_fields=NETWORK,
     config=_config(131072),
     tensors=llama_tensors(interleaved=True, fused_gate=True),
     base_prefix=BASE_PREFIX,
@@ -47,7 +47,7 @@ GLM4 = Family(
     class_name="Glm4ForCausalLM",
     score_class="Glm4ForSequenceClassification",
     title="GLM-4-0414",
-    network={**NETWORK, "residual": "sandwich"},
+    fixed_fields={**NETWORK, "residual": "sandwich"},
     config=_config(131072),
     tensors=llama_tensors(
         {

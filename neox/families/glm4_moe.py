@@ -26,7 +26,7 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     class_name="Glm4MoeForCausalLM",
     title="GLM-4.5",
-    network={**NETWORK, "router": "sigmoid", "router_bias": True},
+    fixed_fields={**NETWORK, "router": "sigmoid", "router_bias": True},
     config=(
         *llama_entries(
             max_positions=131072,
@@ -35,7 +35,7 @@ GLM4_MOE = Family(
             rotary=Rotary(fraction_key="partial_rotary_factor", default_fraction=0.5),
         ),
         ALL_GLOBAL,
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("attention_bias", "qkv_bias", default=False),
         Choice("use_qk_norm", "qk_norm", False, values={True: "head", False: "none"}),
         RoutedExperts("n_routed_experts", "num_experts", 128),
         ExpertSize("num_experts_per_tok", "experts_per_token", 8),
@@ -43,7 +43,7 @@ GLM4_MOE = Family(
         SharedExperts(1),
         FirstDenseBlocks(1),
         Factor("routed_scaling_factor", "router_scale", 1.0),
-        Switch("norm_topk_prob", "router_normalizes", True),
+        Switch("norm_topk_prob", "router_normalizes", default=True),
         ExpertGroups(1, 1, best=2),
         Written(FURTHER_LAYERS, 0),
         *ending_entries(),

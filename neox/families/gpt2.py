@@ -40,7 +40,7 @@ def gpt2_entries(
         Activation("activation_function", PLAIN_ACTIVATIONS, "gelu_new"),
         Size("n_positions", "max_positions", max_positions),
         Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        Switch("tie_word_embeddings", "tie_word_embeddings", tied),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=tied),
         Dropout("attn_pdrop", "attention_dropout", dropout),
         Dropout("resid_pdrop", "hidden_dropout", dropout),
         UnreadDropout("embd_pdrop", "hidden_dropout", dropout),
@@ -62,7 +62,7 @@ GPT2 = Family(
     class_name="GPT2LMHeadModel",
     score_class="GPT2ForSequenceClassification",
     title="GPT-2",
-    network={
+    fixed_fields={
         "norm": "layernorm",
         "residual": "sequential",
         "positions": "learned",

@@ -38,7 +38,7 @@ GPT_OSS = Family(
     class_name="GptOssForCausalLM",
     score_class="GptOssForSequenceClassification",
     title="gpt-oss",
-    network={
+    fixed_fields={
         **NETWORK,
         **SOFTMAX_EXPERTS,
         "router_normalizes": True,
@@ -60,7 +60,7 @@ GPT_OSS = Family(
         Fixed("swiglu_alpha", 1.702),
         Fixed("swiglu_limit", 7.0),
         WindowPattern(every=2, default_window=128),
-        Switch("attention_bias", "qkv_bias", True),
+        Switch("attention_bias", "qkv_bias", default=True),
         ATTENTION_BIASES_EQUAL,
         SeveralExperts("num_local_experts", "num_experts", 128),
         ExpertSize("num_experts_per_tok", "experts_per_token", 4),

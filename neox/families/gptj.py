@@ -17,7 +17,7 @@ GPTJ = Family(
     class_name="GPTJForCausalLM",
     score_class="GPTJForSequenceClassification",
     title="GPT-J",
-    network={
+    fixed_fields={
         "norm": "layernorm",
         "residual": "parallel_one_norm",
         "qkv_bias": False,

@@ -1,4 +1,4 @@
-"""Llama (`LlamaForCausalLM`): Llama 2, 3, 3.1, 3.2, and the many models that have its form.
+"""Llama (`LlamaForCausalLM`): Llama 2, 3, 3.1, 3.2, and models with the same architecture.
 
 Source: transformers, models/llama.
 """
@@ -15,14 +15,14 @@ LLAMA = Family(
     class_name="LlamaForCausalLM",
     score_class="LlamaForSequenceClassification",
     title="Llama",
-    network=NETWORK,
+    fixed_fields=NETWORK,
     config=(
         *llama_entries(),
         HeadsDivideHidden(),
         ALL_GLOBAL,
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
-        Switch("mlp_bias", "mlp_bias", False),
+        Switch("mlp_bias", "mlp_bias", default=False),
         *ending_entries(),
     ),
     tensors=llama_tensors(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from neox.architecture import LayerKind
 from neox.families.entries import (
@@ -16,6 +15,7 @@ from neox.families.entries import (
     Dropout,
     Fields,
     Number,
+    Rule,
     Size,
     Switch,
     hidden_per_head,
@@ -47,8 +47,8 @@ def llama_entries(
     *,
     max_positions: int = 2048,
     norm_epsilon: float = 1e-6,
-    num_kv_heads: Any = query_heads,
-    head_dim: Any = hidden_per_head,
+    num_kv_heads: int | Rule = query_heads,
+    head_dim: int | Rule = hidden_per_head,
     rotary: ConfigEntries | None = None,
     tied: bool = False,
 ) -> tuple[ConfigEntries, ...]:
@@ -69,7 +69,7 @@ def llama_entries(
         Size("intermediate_size", "mlp_width"),
         Activation("hidden_act", GATED_ACTIVATIONS, "silu"),
         Size("max_position_embeddings", "max_positions", max_positions),
-        Switch("tie_word_embeddings", "tie_word_embeddings", tied),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=tied),
         Number("rms_norm_eps", "norm_epsilon", norm_epsilon),
         Size("num_key_value_heads", "num_kv_heads", num_kv_heads, null=query_heads),
         Size("head_dim", "head_dim", head_dim, null=hidden_per_head),
@@ -84,9 +84,9 @@ def llama_tensors(
     """Return the sources of all tensors.
 
     Args:
-        extra: Further modules of a block that hold the same tensors on both sides, or other names: ours -> theirs.
-        interleaved: Whether rotary positions turn neighbouring dimensions of a head.
-        fused_gate: Whether the gate and the projection that it multiplies are one module, the gate first.
+        extra: Extra modules of a block whose tensors are copied unchanged, our name -> theirs. They may replace others.
+        interleaved: As of `TensorSource`.
+        fused_gate: Whether gate and up projection are fused, gate first.
     """
     gate = TensorSource((f"{_BLOCK}mlp.up_proj", f"{_BLOCK}mlp.gate_proj"))
     if fused_gate:

@@ -14,7 +14,7 @@ MISTRAL = Family(
     class_name="MistralForCausalLM",
     score_class="MistralForSequenceClassification",
     title="Mistral",
-    network=NETWORK,
+    fixed_fields=NETWORK,
     config=(
         *llama_entries(max_positions=131072, num_kv_heads=8),
         WindowInAllBlocks(default=4096),

@@ -24,7 +24,7 @@ MIXTRAL = Family(
     class_name="MixtralForCausalLM",
     score_class="MixtralForSequenceClassification",
     title="Mixtral",
-    network={**NETWORK, **SOFTMAX_EXPERTS, "router_normalizes": True},
+    fixed_fields={**NETWORK, **SOFTMAX_EXPERTS, "router_normalizes": True},
     config=(
         *with_experts_instead_of_mlps(
             llama_entries(max_positions=131072, norm_epsilon=1e-5, num_kv_heads=8, rotary=Rotary(default_base=1e6))

@@ -26,7 +26,7 @@ OLMO = Family(
     class_name="OlmoForCausalLM",
     score_class="OlmoForSequenceClassification",
     title="OLMo",
-    network={
+    fixed_fields={
         "norm": "non_parametric_layernorm",
         "norm_epsilon": 1e-5,
         "residual": "sequential",
@@ -42,8 +42,8 @@ OLMO = Family(
         Size("intermediate_size", "mlp_width", 11008),
         Activation("hidden_act", GATED_ACTIVATIONS, "silu"),
         Size("max_position_embeddings", "max_positions", 2048),
-        Switch("tie_word_embeddings", "tie_word_embeddings", False),
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=False),
+        Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
         Fixed("clip_qkv", None),
         Rotary(),

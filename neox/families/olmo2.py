@@ -15,11 +15,11 @@ OLMO2 = Family(
     class_name="Olmo2ForCausalLM",
     score_class="Olmo2ForSequenceClassification",
     title="OLMo-2",
-    network={**NETWORK, "residual": "sublayer_output_norm", "qk_norm": "full"},
+    fixed_fields={**NETWORK, "residual": "sublayer_output_norm", "qk_norm": "full"},
     config=(
         *llama_entries(norm_epsilon=1e-5),
         ALL_GLOBAL,
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
         # its default in transformers, 1, would keep the embedding of that token from being trained there
         Written("pad_token_id", None),

@@ -26,7 +26,7 @@ OLMO3 = Family(
     class_name="Olmo3ForCausalLM",
     score_class="Olmo3ForSequenceClassification",
     title="OLMo 3",
-    network=OLMO2.network,
+    fixed_fields=OLMO2.fixed_fields,
     config=(
         Size("num_hidden_layers", "num_layers", 32),
         Size("hidden_size", "hidden_size", 4096),
@@ -36,12 +36,12 @@ OLMO3 = Family(
         Size("intermediate_size", "mlp_width", 11008),
         Activation("hidden_act", GATED_ACTIVATIONS, "silu"),
         Size("max_position_embeddings", "max_positions", 2048),
-        Switch("tie_word_embeddings", "tie_word_embeddings", False),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=False),
         Number("rms_norm_eps", "norm_epsilon", 1e-5),
         WindowPattern(every=4),
         TwoRotaries(default_base=500000.0),
         Dropout("attention_dropout", "attention_dropout"),
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
         # its default in transformers, 1, would keep the embedding of that token from being trained there
         Written("pad_token_id", None),

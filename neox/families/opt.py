@@ -66,7 +66,7 @@ OPT = Family(
     class_name="OPTForCausalLM",
     score_class="OPTForSequenceClassification",
     title="OPT",
-    network={
+    fixed_fields={
         "residual": "sequential",
         "norm_epsilon": 1e-5,
         "positions": "learned",
@@ -84,8 +84,8 @@ OPT = Family(
         Size("ffn_dim", "mlp_width", 3072),
         Activation("activation_function", PLAIN_ACTIVATIONS, "relu"),
         _Positions("max_position_embeddings", "max_positions", 2048),
-        Switch("tie_word_embeddings", "tie_word_embeddings", True),
-        Switch("enable_bias", "qkv_bias", True),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=True),
+        Switch("enable_bias", "qkv_bias", default=True),
         ATTENTION_BIASES_EQUAL,
         Derived("mlp_bias", lambda known: known["qkv_bias"]),
         Choice(

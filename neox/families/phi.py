@@ -27,7 +27,7 @@ PHI = Family(
     class_name="PhiForCausalLM",
     score_class="PhiForSequenceClassification",
     title="Phi",
-    network={"norm": "layernorm", "residual": "parallel_one_norm", "head_bias": True},
+    fixed_fields={"norm": "layernorm", "residual": "parallel_one_norm", "head_bias": True},
     config=(
         Size("num_hidden_layers", "num_layers", 24),
         Size("hidden_size", "hidden_size", 2048),
@@ -38,7 +38,7 @@ PHI = Family(
         Size("intermediate_size", "mlp_width", 8192),
         Activation("hidden_act", PLAIN_ACTIVATIONS, "gelu_new"),
         Size("max_position_embeddings", "max_positions", 2048),
-        Switch("tie_word_embeddings", "tie_word_embeddings", False),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=False),
         Number("layer_norm_eps", "norm_epsilon", 1e-5),
         Rotary(fraction_key="partial_rotary_factor", default_fraction=0.5),
         Fixed("qk_layernorm", False),

@@ -97,7 +97,7 @@ PHI3 = Family(
     class_name="Phi3ForCausalLM",
     score_class="Phi3ForSequenceClassification",
     title="Phi-3",
-    network=NETWORK,
+    fixed_fields=NETWORK,
     config=(
         Size("num_hidden_layers", "num_layers", 32),
         Size("hidden_size", "hidden_size", 3072),
@@ -107,7 +107,7 @@ PHI3 = Family(
         Size("intermediate_size", "mlp_width", 8192),
         Activation("hidden_act", GATED_ACTIVATIONS, "silu"),
         Size("max_position_embeddings", "max_positions", 4096),
-        Switch("tie_word_embeddings", "tie_word_embeddings", False),
+        Switch("tie_word_embeddings", "tie_word_embeddings", default=False),
         Number("rms_norm_eps", "norm_epsilon", 1e-5),
         LongRotary(fraction_key="partial_rotary_factor", takes_scaling=False),
         WindowInAllBlocks(default=None),

@@ -27,7 +27,7 @@ _FULL, _SLIDING = LAYER_TYPES["global"], LAYER_TYPES["sliding_window"]
 class _Windows(ConfigEntries):
     """Attention of each block: `layer_types`, or else a window from block `max_window_layers` on, if it is used."""
 
-    _USED = Switch("use_sliding_window", "used", False)
+    _USED = Switch("use_sliding_window", "used", default=False)
     _WINDOW = Size("sliding_window", "window", 4096, null=None)
     _FIRST = Count("max_window_layers", "first", 28)
 
@@ -64,7 +64,7 @@ QWEN2 = Family(
     class_name="Qwen2ForCausalLM",
     score_class="Qwen2ForSequenceClassification",
     title="Qwen2",
-    network={**NETWORK, "qkv_bias": True},
+    fixed_fields={**NETWORK, "qkv_bias": True},
     config=(
         *llama_entries(max_positions=32768),
         _Windows(),
@@ -82,11 +82,11 @@ QWEN3 = Family(
     class_name="Qwen3ForCausalLM",
     score_class="Qwen3ForSequenceClassification",
     title="Qwen3",
-    network={**NETWORK, "qk_norm": "head"},
+    fixed_fields={**NETWORK, "qk_norm": "head"},
     config=(
         *llama_entries(max_positions=32768, head_dim=128),
         _Windows(),
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
         *ending_entries(),
     ),

@@ -31,7 +31,7 @@ def _experts(*, number: int, per_token: int, width: int) -> tuple[ConfigEntries,
         SeveralExperts("num_experts", "num_experts", number),
         ExpertSize("num_experts_per_tok", "experts_per_token", per_token),
         ExpertSize("moe_intermediate_size", "expert_width", width),
-        Switch("norm_topk_prob", "router_normalizes", False),
+        Switch("norm_topk_prob", "router_normalizes", default=False),
     )
 
 
@@ -54,12 +54,12 @@ QWEN2_MOE = Family(
     class_name="Qwen2MoeForCausalLM",
     score_class="Qwen2MoeForSequenceClassification",
     title="Qwen2-MoE",
-    network={**NETWORK, **SOFTMAX_EXPERTS, "shared_expert_gate": True},
+    fixed_fields={**NETWORK, **SOFTMAX_EXPERTS, "shared_expert_gate": True},
     config=(
         *with_equal_heads(llama_entries(max_positions=32768)),
         ALL_GLOBAL,
         _NoWindows("use_sliding_window", False),
-        Switch("qkv_bias", "qkv_bias", True),
+        Switch("qkv_bias", "qkv_bias", default=True),
         *_experts(number=60, per_token=4, width=1408),
         ExpertSize("shared_expert_intermediate_size", "shared_expert_width", 5632),
         *ending_entries(),
@@ -75,12 +75,12 @@ QWEN3_MOE = Family(
     class_name="Qwen3MoeForCausalLM",
     score_class="Qwen3MoeForSequenceClassification",
     title="Qwen3-MoE",
-    network={**NETWORK, **SOFTMAX_EXPERTS, "qk_norm": "head"},
+    fixed_fields={**NETWORK, **SOFTMAX_EXPERTS, "qk_norm": "head"},
     config=(
         *llama_entries(max_positions=32768, num_kv_heads=4),
         ALL_GLOBAL,
         _NoWindows("use_sliding_window", False),
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
         *_experts(number=128, per_token=8, width=768),
         *ending_entries(),

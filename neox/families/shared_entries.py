@@ -1,4 +1,7 @@
-"""Entries of `config.json` that several families have: activations, rotary positions, windows, dtype and ids."""
+"""Entries of `config.json` that several families list: activations, rotary positions, windows, dtype and ids.
+
+Their base classes, the kinds of entries, are in `entries`.
+"""
 
 from __future__ import annotations
 

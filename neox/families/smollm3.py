@@ -64,7 +64,7 @@ class _Windows(ConfigEntries):
 
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
         """Yield a reason for each of the three entries that is wrong."""
-        yield from Switch("use_sliding_window", "used", False).problems(hf)
+        yield from Switch("use_sliding_window", "used", default=False).problems(hf)
         yield from Size("sliding_window", "window", None, null=None).problems(hf)
         yield from layer_types_problems(hf)
 
@@ -94,14 +94,14 @@ SMOLLM3 = Family(
     class_name="SmolLM3ForCausalLM",
     score_class="SmolLM3ForSequenceClassification",
     title="SmolLM3",
-    network=NETWORK,
+    fixed_fields=NETWORK,
     config=(
         *llama_entries(max_positions=32768, num_kv_heads=4, rotary=Rotary(default_base=2000000.0), tied=True),
         _BlocksWithoutRotary(),
         _Windows(),
-        Switch("attention_bias", "qkv_bias", False),
+        Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
-        Switch("mlp_bias", "mlp_bias", False),
+        Switch("mlp_bias", "mlp_bias", default=False),
         # its default in transformers, 128004, would keep the embedding of that token from being trained there
         Written("pad_token_id", None),
         *ending_entries(),

@@ -45,7 +45,7 @@ def family_refusals(architecture: Architecture, families: Iterable[Family]) -> l
     """Return why families cannot express a network, the closest one first; nothing if one of them can."""
     refusals = []
     for family in families:
-        problems = family.problems(architecture)
+        problems = family.inexpressible_fields(architecture)
         if not problems:
             return []
         refusals.append(FamilyRefusal(family, problems))

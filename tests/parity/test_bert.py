@@ -210,10 +210,12 @@ def test_what_has_no_form_here_is_refused_by_name():
     with raises_naming(ConversionError, "is_decoder", lines=2):
         FAMILIES["bert"].read_config({**SIZES, "is_decoder": True})
     causal = small_plan().architecture
-    assert "bidirectional" in FAMILIES["bert"].problems(causal)
+    assert "bidirectional" in FAMILIES["bert"].inexpressible_fields(causal)
     for model_type, family in FAMILIES.items():
         if not family.is_encoder:
-            assert "bidirectional" in family.problems(small_plan(**ENCODERS["bert"]).architecture), model_type
+            assert "bidirectional" in family.inexpressible_fields(small_plan(**ENCODERS["bert"]).architecture), (
+                model_type
+            )
 
 
 def test_a_vocabulary_of_words_alone_is_imported(tmp_path):

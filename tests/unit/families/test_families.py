@@ -34,7 +34,7 @@ NEOX = FAMILIES["gpt_neox"]
 
 
 def comes_back(family, architecture):
-    assert family.problems(architecture) == {}
+    assert family.inexpressible_fields(architecture) == {}
     hf = family.config_json(architecture, SETTINGS)
     assert hf["model_type"] == family.model_type
     assert hf["architectures"] == [family.class_name]
@@ -73,9 +73,9 @@ def test_every_parameter_has_names_of_its_own(family):
 
 def test_fields_that_a_family_cannot_express_are_named():
     other = replace(ARCHITECTURE, positions="none", norm="other", activation="other", attention=(*BLOCKS, "other"))
-    assert list(NEOX.problems(other)) == ["activation", "norm", "positions", "attention"]
-    assert NEOX.problems(other)["attention"] == "its attention is global"
-    assert list(NEOX.problems(replace(ARCHITECTURE, attention_output_bias=False, window=4))) == [
+    assert list(NEOX.inexpressible_fields(other)) == ["activation", "norm", "positions", "attention"]
+    assert NEOX.inexpressible_fields(other)["attention"] == "its attention is global"
+    assert list(NEOX.inexpressible_fields(replace(ARCHITECTURE, attention_output_bias=False, window=4))) == [
         "attention_output_bias",
         "window",
     ]
@@ -210,14 +210,14 @@ def test_a_broken_config_json_is_refused_or_read(family):
             architecture, _ = FAMILIES[family].read_config(hf)
         except ConversionError:
             return
-        assert FAMILIES[family].problems(architecture) == {}
+        assert FAMILIES[family].inexpressible_fields(architecture) == {}
 
     check()
 
 
 def test_what_a_family_writes_can_be_read():
     for family in FAMILIES.values():
-        assert family.problems(family.read_config(family.config_json(ARCHITECTURE, SETTINGS))[0]) == {}
+        assert family.inexpressible_fields(family.read_config(family.config_json(ARCHITECTURE, SETTINGS))[0]) == {}
 
 
 def test_families_that_most_programs_read_come_first():
