@@ -38,6 +38,23 @@ class CompleteTokenizer:
     named: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _TokensOfFiles:
+    """Tokens that the files next to a `tokenizer.json` name. Special tokens are JSON values: texts or objects.
+
+    Attributes:
+        by_id: Id -> token.
+        origin: File that gives the ids.
+        named: Name, such as `pad_token` -> special token.
+        unnamed: Special tokens without one of the usual names.
+    """
+
+    by_id: Mapping[int, AddedToken]
+    origin: Path
+    named: Mapping[str, Any]
+    unnamed: Sequence[Any]
+
+
 def complete_tokenizer(directory: Path, backend: Tokenizer) -> CompleteTokenizer:
     """Add the tokens of the files next to a `tokenizer.json`, as transformers does.
 
@@ -49,66 +66,64 @@ def complete_tokenizer(directory: Path, backend: Tokenizer) -> CompleteTokenizer
         ConversionError: If a file cannot be read, or gives a token another id than it gets.
     """
     config = _read(directory / TOKENIZER_CONFIG)
-    named = _named_tokens(config)
-    further = _further_tokens(config)
-    by_id: dict[int, AddedToken] = {}
-    if config.get(ADDED_TOKENS_DECODER) is not None:
-        origin = directory / TOKENIZER_CONFIG
-        for number, value in config[ADDED_TOKENS_DECODER].items():
-            by_id[int(number)] = _token(value)
-    else:
-        origin = directory / ADDED_TOKENS
-        special_map = _read(directory / SPECIAL_TOKENS_MAP)
-        named |= _named_tokens(special_map)
-        further += _further_tokens(special_map)
-        special = set(map(_text, (*named.values(), *further)))
-        for text, number in _read(origin).items():
-            by_id[number] = AddedToken(text, special=text in special, normalized=text not in special)
-        by_id |= backend.get_added_tokens_decoder()
-    added = _add_missing(backend, by_id, [*named.values(), *further])
-    for number, token in by_id.items():
-        found = backend.token_to_id(token.content)
-        if found != number:
-            raise ConversionError(
-                f"{origin}: gives {token.content!r} id {number}, but tokenizer.json and the files next to it give it "
-                f"{found}: they belong to different tokenizers, or ids have gaps; save the tokenizer again with the "
-                "program that trained the model"
-            )
-    configured = _named_tokens(config)
-    names: dict[str, str] = {}
-    for key, value in named.items():
-        if key not in configured or _text(configured[key]) != _text(value):
-            names[key] = _text(value)
-    return CompleteTokenizer(backend, added, names)
+    files = _read_tokens(directory, config, backend)
 
+    # Tokens with an id come first, in the order of ids: those that the tokenizer lacks, or describes in another way.
+    present = list(backend.get_added_tokens_decoder().values())
+    known = {repr(token) for token in present}  # the text and all flags
+    to_add = [token for _, token in sorted(files.by_id.items()) if repr(token) not in known]
 
-def _add_missing(backend: Tokenizer, by_id: Mapping[int, AddedToken], special: Sequence[Any]) -> tuple[str, ...]:
-    """Add the tokens that a tokenizer lacks, or describes in another way, and return their texts.
-
-    Args:
-        backend: The tokenizer, which is changed.
-        by_id: Added tokens of the files.
-        special: Special tokens of the files, as JSON values.
-    """
-    known: set[str] = set()
-    texts: set[str] = set()
-    for token in backend.get_added_tokens_decoder().values():
-        known.add(repr(token))
-        texts.add(token.content)
-    of_files: dict[str, AddedToken] = {}
-    to_add: list[AddedToken] = []
-    for _, token in sorted(by_id.items()):
-        of_files[token.content] = token
-        if repr(token) not in known:
-            to_add.append(token)
-            texts.add(token.content)
-    for value in special:
-        token = of_files.get(_text(value), _token(value, special=True))
+    # Special tokens without an id follow, and get the next ones.
+    texts = {token.content for token in (*present, *to_add)}
+    for value in (*files.named.values(), *files.unnamed):
+        token = _token(value, special=True)
         if token.content not in texts:
             texts.add(token.content)
             to_add.append(token)
+
+    # The tokenizer counts ids itself, so files of another tokenizer show by ids that differ.
     backend.add_tokens(to_add)
-    return tuple(token.content for token in to_add)
+    for number, token in files.by_id.items():
+        found = backend.token_to_id(token.content)
+        if found != number:
+            raise ConversionError(
+                f"{files.origin}: gives {token.content!r} id {number}, but tokenizer.json and the files next to it "
+                f"give it {found}: they belong to different tokenizers, or ids have gaps; save the tokenizer again with "
+                "the program that trained the model"
+            )
+
+    in_config = {key: _text(value) for key, value in _named_tokens(config).items()}
+    missing_names: dict[str, str] = {}
+    for key, value in files.named.items():
+        if in_config.get(key) != _text(value):
+            missing_names[key] = _text(value)
+    return CompleteTokenizer(backend, tuple(token.content for token in to_add), missing_names)
+
+
+def _read_tokens(directory: Path, config: Mapping[str, Any], backend: Tokenizer) -> _TokensOfFiles:
+    """Read the files next to a `tokenizer.json`.
+
+    Args:
+        directory: Directory of the files.
+        config: Content of `tokenizer_config.json`.
+        backend: The tokenizer of `tokenizer.json`.
+    """
+    named = _named_tokens(config)
+    unnamed = _unnamed_tokens(config)
+    by_id: dict[int, AddedToken] = {}
+    if config.get(ADDED_TOKENS_DECODER) is not None:  # then transformers reads no other file
+        for number, value in config[ADDED_TOKENS_DECODER].items():
+            by_id[int(number)] = _token(value)
+        return _TokensOfFiles(by_id, directory / TOKENIZER_CONFIG, named, unnamed)
+    special_map = _read(directory / SPECIAL_TOKENS_MAP)
+    named |= _named_tokens(special_map)
+    unnamed += _unnamed_tokens(special_map)
+    special = {_text(value) for value in (*named.values(), *unnamed)}
+    origin = directory / ADDED_TOKENS
+    for text, number in _read(origin).items():  # it gives no flags
+        by_id[number] = AddedToken(text, special=text in special, normalized=text not in special)
+    by_id |= backend.get_added_tokens_decoder()  # tokenizer.json goes before
+    return _TokensOfFiles(by_id, origin, named, unnamed)
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +140,7 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _further_tokens(settings: Mapping[str, Any]) -> list[Any]:
+def _unnamed_tokens(settings: Mapping[str, Any]) -> list[Any]:
     """Return the special tokens without one of the usual names."""
     found: list[Any] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
