@@ -88,8 +88,8 @@ def complete_tokenizer(directory: Path, backend: Tokenizer) -> CompleteTokenizer
         if found != number:
             raise ConversionError(
                 f"{files.origin}: gives {token.content!r} id {number}, but tokenizer.json and the files next to it "
-                f"give it {found}: they belong to different tokenizers, or ids have gaps; save the tokenizer again with "
-                "the program that trained the model"
+                f"give it {found}: they belong to different tokenizers, or ids have gaps; save the tokenizer again with the "
+                "program that trained the model"
             )
 
     in_config = {key: _text(value) for key, value in _named_tokens(config).items()}

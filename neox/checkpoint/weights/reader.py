@@ -1,4 +1,26 @@
-"""Reading a checkpoint's weights at any tensor-parallel degree, one tensor at a time."""
+"""Reading a checkpoint's weights at any tensor-parallel degree, one tensor at a time.
+
+From the files of two tensor ranks to the shard of one of three:
+
+    layer_03-model_00-...pt            layer_03-model_01-...pt
+             |                                  |             `layer_sources`: layer files, or `mp_rank` files of one
+             |                                  |             stage, or averages of weights (`averaged_files`)
+    {name: tensor}                     {name: tensor}         names and experts of gpt-neox's years have become ours
+             |                                  |             (`gpt_neox.layer_forms`, `gpt_neox.expert_forms`)
+    q q q k v | q q q k v              ...                    `CheckpointReader.parts`: one tensor per rank; rows that
+    q q q q q q | k k | v v            ...                    gpt-neox ordered by heads are now in blocks, as ours are
+             |                                  |             (`gpt_neox.row_order`)
+             +----------------+-----------------+
+                              |                               `shards.merge`: split parameters. `shards.join`: also
+    Q Q Q Q Q Q Q Q Q Q Q Q | K K K K | V V V V               sums of biases, and means of copies that have drifted
+                              |                               `CheckpointReader.full`: rows of the vocabulary are fitted
+                              |                               to this padding, and adapters are added
+    Q Q Q Q | K | V   (rank 0 of 3)                           `CheckpointReader.shard`: its share of each section
+
+A shard of a plain split parameter skips the full tensor: `merge` takes only the rows that it needs. `fitting` compares
+names and shapes by the same road before a run, without reading a weight. `OptimizerReader` reads the optimizer's state
+by it, with the same `merge`.
+"""
 
 from __future__ import annotations
 
@@ -275,16 +297,22 @@ class CheckpointReader:
         read.
         """
         spec = self.spec(index, name)
+        has_adapters = bool(self._adapters_of(index, spec))
+
+        # Copies drift apart in gpt-neox. At the files' degree each rank continues with its own.
         is_replicated = spec.partition_dim is None and not spec.summed_in_neox and name not in VOCABULARY
-        if is_replicated and tp_size == self.tp_size and not self._adapters_of(index, spec):
+        if is_replicated and tp_size == self.tp_size and not has_adapters:
             own = self.parts(index, name)[tp_rank]
             self._refuse_other_shape(index, spec, own)
             return own
-        if spec.partition_dim is None or self.starts_as_embedding(index) or self._adapters_of(index, spec):
+
+        # Values that are computed from more than this rank's rows.
+        if spec.partition_dim is None or self.starts_as_embedding(index) or has_adapters:
             return shard(self.full(index, name), spec, tp_rank, tp_size)
         parts = self.parts(index, name)
         if joined_shape(spec, parts) != spec.shape:  # another padding, or another model
             return shard(self.full(index, name), spec, tp_rank, tp_size)
+
         return merge(spec, parts, spec.ranges(tp_rank, tp_size))
 
     def layer_shard(self, index: int, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
