@@ -33,15 +33,12 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
     """
     keys = config.checkpoint
     key = key_of_checkpoint(config, training=training)
-    directory = config.value(key)
-    if directory is None:
-        if training:
-            return []
+    if config.value(key) is None and not training:
         message = "neither `load` nor `save` is given: --set load=DIRECTORY names a checkpoint"
         return [Problem(("load", "save"), message)]
-    if is_remote(directory):  # of a dry run: nothing is fetched
+    load = _local_directory(config, key)
+    if load is None:
         return []
-    load = Path(directory)
     may_be_first_start = training and _saves_to(config, load)
     if not load.is_dir():
         if may_be_first_start:
@@ -71,11 +68,11 @@ def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
     """
     config = plan.config
     key = key_of_checkpoint(config, training=training)
-    directory = config.value(key)
-    if directory is None or is_remote(directory) or not Path(directory).is_dir():
+    load = _local_directory(config, key)
+    if load is None or not load.is_dir():
         return []
     keys = config.checkpoint
-    checkpoint = chosen_checkpoint(Path(directory), keys.iteration)
+    checkpoint = chosen_checkpoint(load, keys.iteration)
     if not any(checkpoint.glob("layer_*.pt")) and not any(checkpoint.glob("mp_rank_*.pt")):
         return []
     from neox.checkpoint import why_unfit  # torch, which a plan without a checkpoint does not need
@@ -90,6 +87,14 @@ def key_of_checkpoint(config: NeoXConfig, *, training: bool) -> str:
     if training or config.checkpoint.load:
         return "load"
     return "save"
+
+
+def _local_directory(config: NeoXConfig, key: str) -> Path | None:
+    """Return the directory that a key names, if one is given on this machine. A dry run fetches nothing."""
+    directory = config.value(key)
+    if directory is None or is_remote(directory):
+        return None
+    return Path(directory)
 
 
 def _averages_problems(config: NeoXConfig, checkpoint: Path, *, training: bool) -> list[Problem]:
