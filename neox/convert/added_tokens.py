@@ -69,12 +69,18 @@ def complete_tokenizer(directory: Path, backend: Tokenizer) -> CompleteTokenizer
     files = _read_tokens(directory, config, backend)
 
     # Tokens with an id come first, in the order of ids: those that the tokenizer lacks, or describes in another way.
-    present = list(backend.get_added_tokens_decoder().values())
-    known = {repr(token) for token in present}  # the text and all flags
-    to_add = [token for _, token in sorted(files.by_id.items()) if repr(token) not in known]
+    known: set[str] = set()
+    texts: set[str] = set()
+    for token in backend.get_added_tokens_decoder().values():
+        known.add(repr(token))  # the text and all flags
+        texts.add(token.content)
+    to_add: list[AddedToken] = []
+    for _, token in sorted(files.by_id.items()):
+        if repr(token) not in known:
+            texts.add(token.content)
+            to_add.append(token)
 
     # Special tokens without an id follow, and get the next ones.
-    texts = {token.content for token in (*present, *to_add)}
     for value in (*files.named.values(), *files.unnamed):
         token = _token(value, special=True)
         if token.content not in texts:
@@ -88,14 +94,14 @@ def complete_tokenizer(directory: Path, backend: Tokenizer) -> CompleteTokenizer
         if found != number:
             raise ConversionError(
                 f"{files.origin}: gives {token.content!r} id {number}, but tokenizer.json and the files next to it "
-                f"give it {found}: they belong to different tokenizers, or ids have gaps; save the tokenizer again with the "
-                "program that trained the model"
+                f"give it {found}: they belong to different tokenizers, or ids have gaps; save the tokenizer again "
+                "with the program that trained the model"
             )
 
-    in_config = {key: _text(value) for key, value in _named_tokens(config).items()}
+    in_config = _named_tokens(config)
     missing_names: dict[str, str] = {}
     for key, value in files.named.items():
-        if in_config.get(key) != _text(value):
+        if key not in in_config or _text(in_config[key]) != _text(value):
             missing_names[key] = _text(value)
     return CompleteTokenizer(backend, tuple(token.content for token in to_add), missing_names)
 
@@ -118,7 +124,7 @@ def _read_tokens(directory: Path, config: Mapping[str, Any], backend: Tokenizer)
     special_map = _read(directory / SPECIAL_TOKENS_MAP)
     named |= _named_tokens(special_map)
     unnamed += _unnamed_tokens(special_map)
-    special = {_text(value) for value in (*named.values(), *unnamed)}
+    special = set(map(_text, (*named.values(), *unnamed)))
     origin = directory / ADDED_TOKENS
     for text, number in _read(origin).items():  # it gives no flags
         by_id[number] = AddedToken(text, special=text in special, normalized=text not in special)
