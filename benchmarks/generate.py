@@ -20,7 +20,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -37,20 +37,26 @@ from neox.generation.request import SamplingParams
 from neox.model import build_layer
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan, resolve
+from neox.tokenizer import Tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class NoText:
+class NoText(Tokenizer):
     """Ids only: both sides are timed without a tokenizer."""
 
+    name = "no text"
+    vocab_size = 1
     eod = 0
 
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError
 
-    def decode(self, ids: object) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return ""
+
+    def _content(self) -> None:
+        return None
 
 
 def make_plan(args: argparse.Namespace) -> RunPlan:

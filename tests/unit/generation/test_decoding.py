@@ -79,6 +79,15 @@ def test_kept_logits_are_those_the_tokens_came_from():
     assert set(done.to_json()) == {"context", "text", "length", "finished", "duration", "logits"}
 
 
+def test_the_benchmark_decodes_without_a_tokenizer():
+    from benchmarks.generate import NoText as BenchmarkTokenizer
+
+    params = SamplingParams(max_new_tokens=3, min_new_tokens=3)
+    (done,) = decode(ToyModel(hashed), [[1, 2]], params, BenchmarkTokenizer())
+    assert len(done.tokens) == 3
+    assert done.text == ""
+
+
 def test_one_beam_is_greedy_and_more_find_what_is_no_less_probable():
     def log_probability(prompt, tokens):
         ids, total = list(prompt), 0.0
