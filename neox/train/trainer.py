@@ -159,9 +159,12 @@ class Trainer:
 
     def _has_rolled_back(self, report: StepReport) -> bool:
         """Go back to a checkpoint if a feature asks for it after a step."""
+        # Every feature is asked, because it looks at the step when it is, or ends the run.
         asks = [feature.wants_rollback(self.state, report) for feature in self.features]
-        may_roll_back = any(feature.may_roll_back for feature in self.features)  # else no rank need ask the others
-        if not may_roll_back or not self.engine.any_rank(any(asks)):
+        may_roll_back = any(feature.may_roll_back for feature in self.features)
+        if not may_roll_back:
+            return False  # the same on every rank, so none need ask the others
+        if not self.engine.any_rank(any(asks)):
             return False
         step = self.state.iteration
         if self._background is not None:
@@ -255,7 +258,8 @@ class Trainer:
                 totals[score] += value * result.amount
             total_weight += result.amount
             report_progress()
-        return {score: total / max(1.0, total_weight) for score, total in totals.items()}
+        divisor = max(1.0, total_weight)  # batches without any label have the mean 0 rather than NaN
+        return {score: total / divisor for score, total in totals.items()}
 
     def evaluate_further(self) -> None:
         """Report the further evaluations of features, such as scores of tasks, once per iteration."""
