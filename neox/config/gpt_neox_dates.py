@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.config.flat import FlatKeys, look_up
+from neox.config.gated_widths import LLAMA_MULTIPLE, geglu_width_of_v2, round_up, width_of_each_half
 from neox.config.keys import NEOX_KEYS
 from neox.config.older_keys import holds_converted_mlp
 from neox.config.sections.training import date_of_gpt_neox
@@ -105,12 +105,12 @@ def keys_since(values: Mapping[str, Any], day: date) -> Iterator[str]:
 def geglu_width(hidden: int, day: date) -> int:
     """Return the width of a `geglu` MLP for which no key gives a width, in the gpt-neox of a day."""
     if day < _GEGLU_OF_TWO:
-        return int(4 * 2 / 3 * hidden)
+        return geglu_width_of_v2(hidden)
     if day < _GEGLU_OF_A_THIRD:
         return 2 * hidden
-    width = math.ceil(int(4 * hidden * 2 / 3) / 2)  # of each half
+    width = width_of_each_half(4 * hidden)
     if day < _MULTIPLES_ARE_A_KEY:
-        return math.ceil(width / 256) * 256
+        return round_up(width, LLAMA_MULTIPLE)
     return width
 
 

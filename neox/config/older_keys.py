@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.config.flat import FlatKeys
+from neox.config.gated_widths import llama_width
 from neox.config.keys import NEOX_KEYS, UNSUPPORTED_IN_BLOCKS
 from neox.config.sections.deepspeed import ZeroSettings
 
 _LATER_SIZES = ("expansion_factor", "mlp_multiple_of")  # keys that came when `mlp_type` went
-_LLAMA_MULTIPLE = 256
 _OLDER_EXPERTS = frozenset(key for key, row in NEOX_KEYS.items() if row.section == "experts" and row.removed)
 _GATED: Mapping[str, str] = MappingProxyType(
     {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
@@ -108,8 +108,7 @@ def _set_llama_width(keys: FlatKeys) -> None:
             )
             keys.report(f"{message} with `mlp_type: llama`; remove one", "mlp_width", "intermediate_size", "mlp_type")
     elif isinstance(hidden, int) and hidden > 0:
-        multiples = -(-int(2 * hidden * 4 / 3) // _LLAMA_MULTIPLE)
-        values.setdefault("mlp_width", multiples * _LLAMA_MULTIPLE)
+        values.setdefault("mlp_width", llama_width(hidden))
 
 
 def _convert_bitsandbytes(keys: FlatKeys) -> None:

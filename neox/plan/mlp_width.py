@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Final
 
 from neox.architecture import ACTIVATIONS
+from neox.config.gated_widths import geglu_width_of_v2, round_up, width_of_each_half
 
 MLP_SIZES: Final = ("intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_width")
 """Keys that the width follows from, next to `hidden_size` and `activation`."""
@@ -37,7 +37,7 @@ def mlp_width(
     if width:
         return width
     if activation == "geglu" and not (intermediate_size or expansion_factor or multiple_of):
-        return int(4 * 2 / 3 * hidden)
+        return geglu_width_of_v2(hidden)
     if intermediate_size:
         size = intermediate_size
     elif expansion_factor:
@@ -45,6 +45,5 @@ def mlp_width(
     else:
         size = 4 * hidden
     if ACTIVATIONS[activation].width_factor == 2:
-        size = ceil(int(size * 2 / 3) / 2)
-    multiple = multiple_of or 1
-    return ceil(size / multiple) * multiple
+        size = width_of_each_half(size)
+    return round_up(size, multiple_of or 1)
