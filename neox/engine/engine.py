@@ -294,7 +294,7 @@ class Engine:
             self._before_overwrite = None
 
     def data_arguments(self) -> DataArguments:
-        """Return the arguments of `neox.data.build.build_data_iterators` that features give."""
+        """Return the arguments of `neox.data.run_data.build_data_iterators` that features give."""
         arguments: DataArguments = {}
         for feature in self.features:
             arguments |= feature.opening_data(self)

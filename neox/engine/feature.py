@@ -99,7 +99,7 @@ class TrainedModel:
 
 
 class DataArguments(TypedDict, total=False):
-    """Arguments of `neox.data.build.build_data_iterators` that features give.
+    """Arguments of `neox.data.run_data.build_data_iterators` that features give.
 
     Attributes:
         ledger: Record of what was read of each dataset, from which the data goes on.
@@ -127,7 +127,7 @@ class Feature:
         return {}
 
     def on_data(self, engine: Engine, data: Any) -> None:
-        """Handle the data (`neox.data.build.DataIterators`) that was opened."""
+        """Handle the data (`neox.data.run_data.DataIterators`) that was opened."""
 
     def on_start(self, state: TrainState) -> None:
         """Handle the start, before the first step."""

@@ -38,7 +38,10 @@ class UpdateStatistics(Feature):
         self._sums: dict[str, float] = defaultdict(float)
 
     def after_step(self, engine: Engine, result: StepResult) -> Mapping[str, float]:
-        """Return the statistics of the step, from the sums of all ranks."""
+        """Return the statistics of the step, from the sums of all ranks; none if the update was skipped."""
+        if result.update_skipped:  # our optimizer finds an overflow of fp32 only inside of its step
+            self._sums.clear()
+            return {}
         own = dict(self._sums)
         if not self._is_divided and engine.grid.dp_rank > 0:  # data ranks update the same tensors
             own = {}
