@@ -80,7 +80,7 @@ $(VENV)/transformers-4/.installed: requirements/requirements-transformers-4.txt 
 # MLflow and Trackio want an older pyarrow and pillow than the tests have: an environment of its own, in front of .venv
 test-trackers: $(VENV)/trackers/.installed  ## the tests of MLflow's own server, Comet and Trackio, with their packages
 	OMP_NUM_THREADS=1 $(VENV)/trackers/bin/python -m pytest \
-	  tests/unit/train/test_remote_trackers.py tests/end_to_end/test_trackers.py $(TEST_FLAGS)
+	  tests/unit/features/test_remote_trackers.py tests/end_to_end/test_trackers.py $(TEST_FLAGS)
 
 $(VENV)/trackers/.installed: requirements/requirements-comet.txt requirements/requirements-trackio.txt | $(VENV)/.installed-dev
 	rm -rf $(@D)

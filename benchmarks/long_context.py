@@ -34,7 +34,7 @@ from torch import nn
 from neox.config import NeoXConfig
 from neox.files import write_text
 from neox.model import GPT, Context
-from neox.model.stage import StagePart
+from neox.model.stage import StageRange
 from neox.objectives import CausalLM
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan, resolve
@@ -190,7 +190,7 @@ def _median_of(run: Callable[[], None], rounds: int, *, is_dense: bool) -> float
         for number in range(rounds + 1):
             begun = time.perf_counter()
             if is_dense:  # without blocks GPUs get a mask of all pairs
-                with patch.object(StagePart, "_block_masks", return_value={}):
+                with patch.object(StageRange, "_block_masks", return_value={}):
                     run()
             else:
                 run()

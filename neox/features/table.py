@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from neox.engine import Feature, RunStart, TrainedModel
+from neox.engine import Feature, MakeFeatures, RunStart, TrainedModel
 from neox.features.char_perplexity import run as char_perplexity
 from neox.features.ema import run as ema
 from neox.features.eval_tasks import run as eval_tasks
@@ -21,6 +21,7 @@ from neox.features.stragglers import run as stragglers
 from neox.features.terminal import run as terminal
 from neox.features.trackers import comet, metrics_file, mlflow, tensorboard, trackio, wandb
 from neox.features.update_statistics import run as update_statistics
+from neox.plan import RunPlan
 
 BUILDERS: tuple[Callable[[TrainedModel, RunStart], Feature | None], ...] = (
     replica_check.build,  # before anything else sees an update: differing weights end the run
@@ -35,7 +36,10 @@ BUILDERS: tuple[Callable[[TrainedModel, RunStart], Feature | None], ...] = (
     char_perplexity.build,
     eval_tasks.build,
     forward_check.build,  # runs the model, so its `load` comes after those that change weights
-    # What only reports, with the numbers of all those above:
+)
+"""Features that take part, in the order of their points. They are built when the model is."""
+
+REPORTERS: tuple[Callable[[RunPlan, int], Feature | None], ...] = (
     terminal.build,
     tensorboard.build,
     wandb.build,
@@ -46,17 +50,35 @@ BUILDERS: tuple[Callable[[TrainedModel, RunStart], Feature | None], ...] = (
     profiler.build,
     mirror_uploads.build,
 )
+"""Features that only report, with the numbers of all those above, and come after them. They are built from the plan and
+the number of the rank before the run touches its checkpoints: a package that is missing, or a directory that cannot be
+written, ends it with nothing changed."""
+
+
+def build_reporters(plan: RunPlan, rank: int) -> Sequence[Feature]:
+    """Build what reports on this rank.
+
+    Raises:
+        NeoXError: If one cannot be built, as for a tracker whose package is not installed.
+    """
+    built = [build(plan, rank) for build in REPORTERS]
+    return [feature for feature in built if feature is not None]
+
+
+def features_with(reporters: Sequence[Feature]) -> MakeFeatures:
+    """Return the function that builds all features of a run around what reports already."""
+
+    def build_all(model: TrainedModel, start: RunStart) -> Sequence[Feature]:
+        built = [build(model, start) for build in BUILDERS]  # all ranks together
+        return [*(feature for feature in built if feature is not None), *reporters]
+
+    return build_all
 
 
 def build_features(model: TrainedModel, start: RunStart) -> Sequence[Feature]:
     """Build the features that the configuration of a run asks for. All ranks call it together.
 
     Raises:
-        NeoXError: If one cannot be built, as for a tracker whose package is not installed.
+        NeoXError: If one cannot be built.
     """
-    features = []
-    for build in BUILDERS:
-        feature = build(model, start)
-        if feature is not None:
-            features.append(feature)
-    return features
+    return features_with(build_reporters(model.plan, model.grid.rank))(model, start)

@@ -1,4 +1,4 @@
-"""HostChecks of hosts that have been asked: what they multiply natively, and whether the run fits in their memory."""
+"""Checks of hosts that have been asked: what they multiply natively, and whether the run fits in their memory."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neox.data.run_data import DataIterators, build_data_iterators
 from neox.engine import initialize_distributed, open_engine, shutdown
-from neox.features.table import build_features
+from neox.features.table import build_reporters, features_with
 from neox.log import setup_logging
 from neox.plan import RunPlan
 from neox.train.failures import reported_failures
@@ -29,7 +29,8 @@ def _pretrain(plan: RunPlan) -> int:
     """Train on this rank, and return the exit code."""
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
-    engine = open_engine(plan, grid, device, build_features)
+    reporters = build_reporters(plan, grid.rank)
+    engine = open_engine(plan, grid, device, features_with(reporters))
 
     def open_data() -> DataIterators:
         return build_data_iterators(plan, grid.data_rank, engine.iteration, **engine.data_arguments())

@@ -25,7 +25,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingApp]:
 def train(save: Path, endpoint: str) -> int:
     """Train and save twice with a mirror, as the loop does; return the steps that all ranks have finished."""
     from neox.engine import SaveReport, TrainState, initialize_distributed, initialize_engine, save_checkpoint
-    from neox.train import mirror_uploads
+    from neox.features.mirror_uploads import run as mirror_uploads
 
     os.environ.update({**KEYS, "AWS_ENDPOINT_URL": endpoint})
     mirror_uploads._DEADLINE_SECONDS = 1.0

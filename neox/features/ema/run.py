@@ -30,6 +30,8 @@ _log = get_logger(__name__)
 def build(model: TrainedModel, start: RunStart) -> AveragedWeights | None:
     """Return the average; None without `ema_decay`."""
     if model.plan.config.optimizer.ema_decay is None:
+        if AVERAGED_STEPS in start.saved:
+            _log.info("the checkpoint's average of the weights is left out: ema_decay is not given")
         return None
     return AveragedWeights(model)
 

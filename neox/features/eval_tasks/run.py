@@ -23,14 +23,14 @@ class EvalTasks(Feature):
     def __init__(self, model: TrainedModel) -> None:
         self._plan = model.plan
         self._tokenizer = tokenizer_of(model.plan.config)
-        self._knows_end_ids = False
         from_first_rank(lambda: check_tasks(model.plan.config, self._tokenizer))
+
+    def load(self, engine: Engine, start: RunStart) -> None:
+        """Let the tokenizer's texts end as the run's settings of generation say; ids that it knows change nothing."""
+        add_end_ids(self._tokenizer, engine.run_files.generation_settings, str(self._plan.config.checkpoint.load))
 
     def further_evaluations(self, engine: Engine) -> Mapping[str, Mapping[str, float]]:
         """Return the scores. All ranks call it together."""
-        if not self._knows_end_ids:
-            self._knows_end_ids = True
-            add_end_ids(self._tokenizer, engine.run_files.generation_settings, str(self._plan.config.checkpoint.load))
         return {
             "tasks": evaluate_in_training(
                 self._plan, engine.deepspeed_engine, engine.grid, engine.device, self._tokenizer

@@ -77,8 +77,8 @@ class LossBand:
 
 
 def build(model: TrainedModel, start: RunStart) -> LossSpikes | None:
-    """Return the detection; None with `loss_spike_action: off`."""
-    if model.plan.config.healing.loss_spike_action == "off":
+    """Return the detection; None with `loss_spike_action: off`, unless the run has skipped batches before."""
+    if model.plan.config.healing.loss_spike_action == "off" and SKIPPED not in start.saved:
         return None
     return LossSpikes(model.plan)
 
@@ -100,6 +100,7 @@ class LossSpikes(Feature):
 
     def __init__(self, plan: RunPlan) -> None:
         self._keys = plan.config.healing
+        self._looks_for_spikes = self._keys.loss_spike_action != "off"  # else it only keeps what was skipped
         self.may_roll_back = self._keys.loss_spike_action == "rollback"
         self.skipped_batches: tuple[tuple[int, int], ...] = ()
         self._skipped_before: tuple[tuple[int, int], ...] = ()  # before the last rollback
@@ -110,7 +111,7 @@ class LossSpikes(Feature):
         """Take the ranges that were skipped, and the losses of the run's own checkpoint: other data has other ones."""
         self.skipped_batches = tuple((first, last) for first, last in start.saved.get(SKIPPED, ()))
         losses: Sequence[float] = ()
-        if start.own_directory:
+        if start.own_directory and self._looks_for_spikes:
             losses = start.saved.get(LAST_LOSSES, ())
         self._band = LossBand(self._keys.loss_spike_factor, self._keys.loss_spike_window, losses)
 
@@ -125,6 +126,8 @@ class LossSpikes(Feature):
 
     def wants_rollback(self, state: TrainState, report: StepReport) -> bool:
         """Return whether the loss of a step is a spike. With `loss_spike_action: warn` only report it."""
+        if not self._looks_for_spikes:
+            return False
         self._spike = self._band.judge(report.result.loss, state.iteration)
         if self._spike is not None and not self.may_roll_back:
             self._report("no rollback: loss_spike_action is warn")

@@ -12,7 +12,7 @@ from neox.checkpoint import checkpoint_directories, keep_last, read_manifest
 from neox.checkpoint.names import parse_step_directory, step_directory
 from neox.checkpoint.remote.mirror import SUPERSEDED_MANIFEST, Mirror
 from neox.checkpoint.save_directory.staging import kept_from_deletion
-from neox.engine import Feature, RunStart, SaveReport, TrainedModel, TrainState
+from neox.engine import Feature, SaveReport, TrainState
 from neox.errors import CheckpointError
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
@@ -23,11 +23,11 @@ _POLL_SECONDS = 0.2
 _DEADLINE_SECONDS = 300.0
 
 
-def build(model: TrainedModel, start: RunStart) -> MirrorUploads | None:
+def build(plan: RunPlan, rank: int) -> MirrorUploads | None:
     """Return the uploads, on rank 0; None without `checkpoint_mirror`."""
-    if model.grid.rank != 0 or model.plan.config.checkpoint.checkpoint_mirror is None:
+    if rank != 0 or plan.config.checkpoint.checkpoint_mirror is None:
         return None
-    return MirrorUploads(model.plan)
+    return MirrorUploads(plan)
 
 
 class MirrorUploads(Feature):

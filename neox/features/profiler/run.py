@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from neox.engine import Feature, RunStart, StepReport, TrainedModel, TrainState
+from neox.engine import Feature, StepReport, TrainState
 from neox.files import write_text
 from neox.log import get_logger
 from neox.plan import RunPlan
@@ -17,12 +17,12 @@ _ROWS = 60
 _EVENTS = 100_000  # allocations that a snapshot of a GPU's memory remembers
 
 
-def build(model: TrainedModel, start: RunStart) -> Profiler | None:
+def build(plan: RunPlan, rank: int) -> Profiler | None:
     """Return the profiler; None if nothing is profiled."""
-    keys = model.plan.config.logging
+    keys = plan.config.logging
     if not keys.profile and not keys.memory_profiling:
         return None
-    return Profiler(model.plan, model.grid.rank)
+    return Profiler(plan, rank)
 
 
 class Profiler(Feature):

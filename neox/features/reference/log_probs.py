@@ -29,7 +29,7 @@ def answer_log_probs(engine: Engine, pairs: AnswerPairs, *, adapters: bool = Tru
 
     Args:
         engine: The engine with the model.
-        pairs: AnswerPairs of answers. Those that are too long for a row get NaN.
+        pairs: Pairs of answers. Those that are too long for a row get NaN.
         adapters: Whether the adapters of `lora` are enabled.
     """
     switch: AbstractContextManager[None] = nullcontext()

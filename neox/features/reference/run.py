@@ -12,7 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from neox.checkpoint import REFERENCE, REFERENCE_FROM, find_checkpoint, hash_of_weights
+from neox.checkpoint import (
+    REFERENCE,
+    REFERENCE_FROM,
+    CheckpointReader,
+    LoadedWeights,
+    find_checkpoint,
+    hash_of_weights,
+)
 from neox.engine import Engine, Feature, RunStart, StartMode, TrainedModel, build_loaded_model, from_first_rank
 from neox.engine.feature import DataArguments
 from neox.errors import CheckpointError
@@ -120,11 +127,11 @@ def first_start(plan: RunPlan, start: RunStart) -> RunStart:
     saved_in = start.saved.get(REFERENCE_FROM)
     if keys.finetune and keys.load is not None:
         path = find_checkpoint(Path(keys.load), keys.iteration, verify=keys.checkpoint_verify)
-        first = RunStart(start.run, path, StartMode.FINETUNE, weights=keys.load_weights)
+        first = _finetuned(plan, start, path, keys.load_weights)
     elif saved_in is not None:
         directory, weights = saved_in
         path = find_checkpoint(directory, verify=keys.checkpoint_verify, way_out="bring it back")
-        first = RunStart(start.run, path, StartMode.FINETUNE, weights=weights)
+        first = _finetuned(plan, start, path, weights)
     if identity is None or weights_identity(first) != identity:
         raise CheckpointError(
             f"reference_model: copy: the run goes on from iteration {start.iteration}, and the weights that it began "
@@ -132,3 +139,10 @@ def first_start(plan: RunPlan, start: RunStart) -> RunStart:
             "others, in another `save`"
         )
     return first
+
+
+def _finetuned(plan: RunPlan, start: RunStart, path: Path, weights: LoadedWeights) -> RunStart:
+    """Return the start of a run from the weights of another one's checkpoint."""
+    reader = CheckpointReader(path, plan.layers, finetune=True, gpt_neox_date=plan.config.checkpoint.gpt_neox_date)
+    new_prompt = 1 in reader.new_layers  # as when the run began (`neox.engine.checkpoints.run_start`)
+    return RunStart(start.run, path, StartMode.FINETUNE, weights=weights, new_prompt=new_prompt)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from neox.engine import Feature, RunStart, SaveReport, StepReport, TrainedModel, TrainState
+from neox.engine import Feature, SaveReport, StepReport, TrainState
 from neox.plan import RunPlan
 
 _LINES_OF_SHORT_RUN = 20
 
 
-def build(model: TrainedModel, start: RunStart) -> TerminalLine | None:
+def build(plan: RunPlan, rank: int) -> TerminalLine | None:
     """Return the lines, on rank 0."""
-    return TerminalLine(model.plan) if model.grid.rank == 0 else None
+    return TerminalLine(plan) if rank == 0 else None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from neox.engine import RunStart, TrainedModel
 from neox.errors import ConfigError, needs_package
 from neox.features.trackers.journal import QueuedTracker, Row
 from neox.features.trackers.tracker import run_settings
@@ -15,11 +14,11 @@ from neox.plan import RunPlan
 _log = get_logger(__name__)
 
 
-def build(model: TrainedModel, start: RunStart) -> Comet | None:
+def build(plan: RunPlan, rank: int) -> Comet | None:
     """Return the tracker of rank 0; None if it is not configured."""
-    if model.grid.rank != 0 or not model.plan.config.logging.use_comet:
+    if rank != 0 or not plan.config.logging.use_comet:
         return None
-    return Comet(model.plan)
+    return Comet(plan)
 
 
 class Comet(QueuedTracker):

@@ -11,16 +11,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from neox.engine import RunStart, SaveReport, StepReport, TrainedModel, TrainState
+from neox.engine import SaveReport, StepReport, TrainState
 from neox.errors import TrainingError
 from neox.features.trackers.tracker import Tracker, cut_partial_line
 from neox.metrics import METRICS_FILE, PICTURE, STABILITY, STABILITY_PICTURE, draw, draw_stability
+from neox.plan import RunPlan
 
 
-def build(model: TrainedModel, start: RunStart) -> MetricsFile | None:
+def build(plan: RunPlan, rank: int) -> MetricsFile | None:
     """Return the tracker of rank 0; None without `log_dir`."""
-    directory = model.plan.config.logging.log_dir
-    if model.grid.rank != 0 or not directory:
+    directory = plan.config.logging.log_dir
+    if rank != 0 or not directory:
         return None
     return MetricsFile(directory)
 

@@ -6,7 +6,6 @@ import hashlib
 import re
 from typing import Any
 
-from neox.engine import RunStart, TrainedModel
 from neox.errors import ConfigError, needs_package
 from neox.features.trackers.journal import QueuedTracker, Row, first_line, short
 from neox.features.trackers.tracker import run_settings
@@ -17,11 +16,11 @@ _log = get_logger(__name__)
 _LONGEST_NAME = 250
 
 
-def build(model: TrainedModel, start: RunStart) -> MLflow | None:
+def build(plan: RunPlan, rank: int) -> MLflow | None:
     """Return the tracker of rank 0; None if it is not configured."""
-    if model.grid.rank != 0 or not model.plan.config.logging.use_mlflow:
+    if rank != 0 or not plan.config.logging.use_mlflow:
         return None
-    return MLflow(model.plan)
+    return MLflow(plan)
 
 
 class MLflow(QueuedTracker):

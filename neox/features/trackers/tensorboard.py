@@ -7,19 +7,19 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from neox.engine import RunStart, TrainedModel, TrainState
+from neox.engine import TrainState
 from neox.errors import ConfigError, TrainingError, install_command
 from neox.features.trackers.tracker import Tracker, run_settings
 from neox.objectives import build_objective
 from neox.plan import RunPlan
 
 
-def build(model: TrainedModel, start: RunStart) -> TensorBoard | None:
+def build(plan: RunPlan, rank: int) -> TensorBoard | None:
     """Return the tracker of rank 0; None if it is not configured."""
-    directory = model.plan.config.logging.tensorboard_dir
-    if model.grid.rank != 0 or not directory:
+    directory = plan.config.logging.tensorboard_dir
+    if rank != 0 or not directory:
         return None
-    return TensorBoard(directory, model.plan)
+    return TensorBoard(directory, plan)
 
 
 class TensorBoard(Tracker):

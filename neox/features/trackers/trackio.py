@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from neox.engine import RunStart, TrainedModel
 from neox.errors import ConfigError, needs_package
 from neox.features.trackers.journal import QueuedTracker, Row, short
 from neox.features.trackers.tracker import run_settings
@@ -14,11 +13,11 @@ from neox.plan import RunPlan
 _log = get_logger(__name__)
 
 
-def build(model: TrainedModel, start: RunStart) -> Trackio | None:
+def build(plan: RunPlan, rank: int) -> Trackio | None:
     """Return the tracker of rank 0; None if it is not configured."""
-    if model.grid.rank != 0 or not model.plan.config.logging.use_trackio:
+    if rank != 0 or not plan.config.logging.use_trackio:
         return None
-    return Trackio(model.plan)
+    return Trackio(plan)
 
 
 class Trackio(QueuedTracker):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from neox.engine import RunStart, TrainedModel, TrainState
+from neox.engine import TrainState
 from neox.errors import ConfigError, TrainingError, install_command
 from neox.features.trackers.tracker import Tracker, run_settings, tracker_directory
 from neox.log import get_logger
@@ -18,11 +18,11 @@ WANDB_RUN_ID_FILE = "wandb_run_id"
 """File in the run directory with the id of the wandb run that a resumed training continues."""
 
 
-def build(model: TrainedModel, start: RunStart) -> WandB | None:
+def build(plan: RunPlan, rank: int) -> WandB | None:
     """Return the tracker of rank 0; None if it is not configured."""
-    if model.grid.rank != 0 or not model.plan.config.logging.use_wandb:
+    if rank != 0 or not plan.config.logging.use_wandb:
         return None
-    return WandB(model.plan)
+    return WandB(plan)
 
 
 class WandB(Tracker):

@@ -1,4 +1,4 @@
-"""HostChecks of all hosts, in parallel, before a run starts. The result is a table and the first thing to fix."""
+"""Checks of all hosts, in parallel, before a run starts. The result is a table and the first thing to fix."""
 
 from __future__ import annotations
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from neox.features.loss_spikes.run import LossBand
+from neox.checkpoint import LAST_LOSSES, SKIPPED
+from neox.features.loss_spikes.run import LossBand, build
+from tests.plans import small_plan
 
 
 def filled(factor: float = 8.0, window: int = 20, center: float = 4.0) -> LossBand:
@@ -64,3 +67,16 @@ def test_a_band_goes_on_with_the_losses_of_an_earlier_one() -> None:
     assert LossBand(8.0, 20, losses).judge(6.0, 21) == filled().judge(6.0, 21)
     assert LossBand(8.0, 5, losses).losses == losses[-5:]
     assert LossBand(8.0, 30, losses).judge(6.0, 21) is None  # until the window is full
+
+
+def test_a_run_that_looks_for_no_spikes_keeps_what_it_has_skipped() -> None:
+    """`loss_spike_max_rollbacks` counts over all restarts, also those in between with another action."""
+    start = SimpleNamespace(saved={SKIPPED: [[5, 8]], LAST_LOSSES: [1.0] * 9}, own_directory=True)
+    model = SimpleNamespace(plan=small_plan(loss_spike_action="off"))
+    spikes = build(model, start)
+    assert spikes is not None
+    spikes.load(None, start)
+    report = SimpleNamespace(result=SimpleNamespace(loss=1e9))
+    assert not spikes.wants_rollback(SimpleNamespace(iteration=20), report)
+    assert spikes.state(None) == {SKIPPED: [[5, 8]]}
+    assert build(model, SimpleNamespace(saved={})) is None

@@ -8,7 +8,7 @@ import pytest
 from neox import features
 from neox.engine import Feature
 from neox.features.on_paper import PAPERS
-from neox.features.table import BUILDERS
+from neox.features.table import BUILDERS, REPORTERS
 
 LIBRARY = Path(features.__file__).parents[1]
 MAY_IMPORT = {"neox/train/pretrain.py": {"neox.features.table"}}
@@ -60,8 +60,8 @@ def test_no_feature_imports_another_one():
 
 
 def test_each_folder_of_a_feature_is_in_the_table():
-    listed = {build.__module__ for build in BUILDERS}
-    assert len(listed) == len(BUILDERS)
+    listed = {build.__module__ for build in (*BUILDERS, *REPORTERS)}
+    assert len(listed) == len(BUILDERS) + len(REPORTERS)
     folders = {folder.name for folder in (LIBRARY / "features").iterdir() if (folder / "__init__.py").is_file()}
     assert {name.split(".")[2] for name in listed} == folders
 

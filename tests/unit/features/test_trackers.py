@@ -175,7 +175,7 @@ def test_wandb_without_a_login_says_what_to_do(offline, monkeypatch, tmp_path):
 def kinds_on_first_rank(**keys):
     """Names of the classes of features that rank 0 builds."""
     model = SimpleNamespace(plan=small_plan(straggler_steps=0, **keys), grid=SimpleNamespace(rank=0))
-    return {type(feature).__name__ for feature in build_features(model, None)}
+    return {type(feature).__name__ for feature in build_features(model, SimpleNamespace(saved={}))}
 
 
 def test_absent_keys_mean_off(tmp_path):
