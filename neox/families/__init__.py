@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
 
-from neox.families.entries import ModelSettings
+from neox.families.config_entries import ModelSettings
 from neox.families.family import Family, TensorMapping, TensorSource
 
 _FIRST: Mapping[str, str] = MappingProxyType(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from neox.architecture import LayerKind
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     EQUAL_HEADS,
     ConfigEntries,

@@ -5,7 +5,7 @@ Source: transformers, models/bloom. ALiBi needs no length. The files of BigScien
 
 from __future__ import annotations
 
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     EQUAL_HEADS,
     Derived,

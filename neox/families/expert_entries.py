@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import Architecture
-from neox.families.entries import (
+from neox.families.config_entries import (
     ConfigEntries,
     Count,
     Derived,

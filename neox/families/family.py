@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from neox.architecture import BLOCK_OFFSET, WITHOUT_LOGITS, Architecture, LayerKind, LayerPlan, ParameterSpec
 from neox.errors import ConversionError
-from neox.families.entries import SETTINGS, ConfigEntries, Fields, ModelSettings
+from neox.families.config_entries import SETTINGS, ConfigEntries, Fields, ModelSettings
 
 _PLACEHOLDERS = ModelSettings(
     dtype="fp32",

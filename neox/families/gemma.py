@@ -8,7 +8,7 @@ window.
 
 from __future__ import annotations
 
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     ATTENTION_BIASES_EQUAL,
     Bound,

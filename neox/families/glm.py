@@ -6,7 +6,7 @@ values have biases; the gate comes first in one projection. The later models hav
 
 from __future__ import annotations
 
-from neox.families.entries import ALL_GLOBAL, ConfigEntries, Switch, Written
+from neox.families.config_entries import ALL_GLOBAL, ConfigEntries, Switch, Written
 from neox.families.family import Family
 from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
 from neox.families.shared_entries import Rotary, ending_entries

@@ -5,6 +5,7 @@ Source: transformers, models/glm4_moe; arXiv:2508.06471. The multi-token predict
 
 from __future__ import annotations
 
+from neox.families.config_entries import ALL_GLOBAL, Choice, Factor, Switch, Written
 from neox.families.deepseek import (
     EXPERT_TENSORS,
     FURTHER_LAYERS,
@@ -14,7 +15,6 @@ from neox.families.deepseek import (
     RoutedExperts,
     SharedExperts,
 )
-from neox.families.entries import ALL_GLOBAL, Choice, Factor, Switch, Written
 from neox.families.expert_entries import ExpertSize
 from neox.families.family import Family
 from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, NORMS_OF_HEADS, llama_entries, llama_tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     EQUAL_HEADS,
     ConfigEntries,

@@ -5,7 +5,7 @@ Source: transformers, models/gpt_neox. Fused query_key_value weights have rows [
 
 from __future__ import annotations
 
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     ATTENTION_BIASES_EQUAL,
     EQUAL_HEADS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from neox.families.entries import ATTENTION_BIASES_EQUAL, Fixed, Switch
+from neox.families.config_entries import ATTENTION_BIASES_EQUAL, Fixed, Switch
 from neox.families.expert_entries import (
     SOFTMAX_EXPERTS,
     ExpertSize,

@@ -5,7 +5,7 @@ Source: transformers, models/gptj. Attention has no biases. The MLP and the head
 
 from __future__ import annotations
 
-from neox.families.entries import Size
+from neox.families.config_entries import Size
 from neox.families.family import Family, TensorSource, separate_projections
 from neox.families.gpt2 import GPT2_NAMES, gpt2_entries
 from neox.families.shared_entries import ending_entries

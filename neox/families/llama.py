@@ -5,7 +5,7 @@ Source: transformers, models/llama.
 
 from __future__ import annotations
 
-from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Switch
+from neox.families.config_entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Switch
 from neox.families.family import Family
 from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
 from neox.families.shared_entries import HeadsDivideHidden, ending_entries

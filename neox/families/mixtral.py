@@ -5,7 +5,7 @@ Source: transformers, models/mixtral.
 
 from __future__ import annotations
 
-from neox.families.entries import Fixed
+from neox.families.config_entries import Fixed
 from neox.families.expert_entries import (
     SOFTMAX_EXPERTS,
     ExpertSize,

@@ -5,7 +5,7 @@ Source: transformers, models/olmo. Clipped queries, keys and values (`clip_qkv`,
 
 from __future__ import annotations
 
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     ATTENTION_BIASES_EQUAL,
     Derived,

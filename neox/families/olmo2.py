@@ -5,7 +5,7 @@ Source: transformers, models/olmo2.
 
 from __future__ import annotations
 
-from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Switch, Written
+from neox.families.config_entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Switch, Written
 from neox.families.family import Family
 from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, NORMS_OF_HEADS, llama_entries, llama_tensors
 from neox.families.shared_entries import ending_entries

@@ -5,7 +5,7 @@ Source: transformers, models/olmo3.
 
 from __future__ import annotations
 
-from neox.families.entries import (
+from neox.families.config_entries import (
     ATTENTION_BIASES_EQUAL,
     Derived,
     Dropout,

@@ -5,7 +5,7 @@ Source: transformers, models/olmoe.
 
 from __future__ import annotations
 
-from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Fixed, Switch, Written
+from neox.families.config_entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Fixed, Switch, Written
 from neox.families.expert_entries import (
     QWEN_EXPERTS,
     SOFTMAX_EXPERTS,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neox.architecture import Architecture
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     ATTENTION_BIASES_EQUAL,
     EQUAL_HEADS,

@@ -5,7 +5,7 @@ Source: transformers, models/phi.
 
 from __future__ import annotations
 
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     Derived,
     Dropout,

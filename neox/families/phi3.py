@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from neox.architecture import Architecture, rope_scaling_of, rope_scaling_settings
-from neox.families.entries import (
+from neox.families.config_entries import (
     Derived,
     Dropout,
     Fields,

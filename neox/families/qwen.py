@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from neox.architecture import Architecture
-from neox.families.entries import ATTENTION_BIASES_EQUAL, ConfigEntries, Count, Fields, ModelSettings, Size, Switch
+from neox.families.config_entries import (
+    ATTENTION_BIASES_EQUAL,
+    ConfigEntries,
+    Count,
+    Fields,
+    ModelSettings,
+    Size,
+    Switch,
+)
 from neox.families.family import Family
 from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, NORMS_OF_HEADS, llama_entries, llama_tensors
 from neox.families.shared_entries import (

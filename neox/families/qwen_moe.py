@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from neox.families.entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, ConfigEntries, Fixed, Switch
+from neox.families.config_entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, ConfigEntries, Fixed, Switch
 from neox.families.expert_entries import (
     QWEN_EXPERTS,
     SHARED_EXPERT,

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import Architecture, rope_scaling_of, rope_scaling_settings
-from neox.families.entries import (
+from neox.families.config_entries import (
     REQUIRED,
     ConfigEntries,
     Fields,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from neox.architecture import Architecture
-from neox.families.entries import (
+from neox.families.config_entries import (
     ATTENTION_BIASES_EQUAL,
     ConfigEntries,
     Fields,

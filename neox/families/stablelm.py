@@ -6,7 +6,7 @@ they have a LayerNorm without bias for each head.
 
 from __future__ import annotations
 
-from neox.families.entries import (
+from neox.families.config_entries import (
     ALL_GLOBAL,
     Choice,
     Derived,

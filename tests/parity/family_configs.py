@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from neox.families import FAMILIES
-from neox.families.entries import (
+from neox.families.config_entries import (
     Bound,
     Choice,
     ConfigEntries,

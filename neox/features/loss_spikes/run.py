@@ -86,9 +86,10 @@ def build(model: TrainedModel, start: RunStart) -> LossSpikes | None:
 class LossSpikes(Feature):
     """Detection of loss spikes in a run, and the reaction to them.
 
-    With `rollback`, in order: the loss of a step leaves the band; the run loads the newest checkpoint before the step,
-    and with it the band of that time; the batches from there to the step are skipped (`neox.features.ledger`); a new
-    checkpoint records the skipped range, so that a resume skips it too.
+    With `rollback`, in the order of `Trainer._has_rolled_back`: the loss of a step leaves the band; the run loads the
+    newest checkpoint before the step (`neox.engine.checkpoints.loading.roll_back`), and with it the band of that time;
+    the batches from there to the step are skipped (`neox.features.ledger`); a new checkpoint records the skipped range,
+    so that a resume skips it too.
 
     Args:
         plan: The run.

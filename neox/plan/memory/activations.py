@@ -20,6 +20,14 @@ The sum is in `activation_bytes`. What a key changes:
                                                  (`_expert_gradient_bytes`)
     precision                                    bytes of a number
     vocabulary, teacher_logits, train_impl       logits of a chunk (`head.py`)
+    num_layers, hidden_size, heads, qk_norm,     sizes of all of these, from the architecture
+        logit_softcap, soft_prompt_tuning
+    gradient_accumulation_steps                  micro batches that a schedule can have in flight
+    zero_optimization.stage, reduce_bucket_size  new gradients of experts
+    compile_layers, deterministic                temporaries that a compiler removes, kernels of attention
+
+The number that the plan reports is the largest of the phases of a step (`neox.plan.memory.estimate.stage_memory`):
+this sum, the reduction after the passes, and the update. So ZeRO's and the optimizer's keys can decide it, too.
 
 The formulas use these words:
 
