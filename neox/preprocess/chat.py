@@ -10,7 +10,6 @@ import numpy as np
 
 from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, kind_of
 from neox.data.token_files.indexed_dataset import IGNORED
-from neox.errors import TokenizerError
 from neox.preprocess.conversations import (
     ASSISTANT,
     Conversation,
@@ -75,16 +74,11 @@ class ChatEncoder:
         Raises:
             TokenizerError: If the tokenizer does not recognize special tokens, or the template is not valid.
         """
-        tokenizer = tokenizer or job.settings.tokenizer.build()
-        if not isinstance(tokenizer, HFTokenizer) or not tokenizer.special_in_text:
-            raise TokenizerError(
-                f"chat templates need a tokenizer that recognizes special tokens in texts, not {tokenizer.name}"
-            )
         self.job = job
         self.chat = chat
-        self.tokenizer = tokenizer
+        self.tokenizer = job.marks_tokenizer(tokenizer, "chat templates need")
         self.renderer = ChatRenderer(chat.template)
-        self.ends = AnswerEnds.of(chat.template, tokenizer)
+        self.ends = AnswerEnds.of(chat.template, self.tokenizer)
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         """Encode each conversation of a block."""

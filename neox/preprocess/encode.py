@@ -14,7 +14,7 @@ from neox.data.token_files.indexed_dataset import IGNORED
 from neox.errors import TokenizerError, needs_package
 from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import PreprocessSettings
-from neox.tokenizer import Tokenizer
+from neox.tokenizer import HFTokenizer, Tokenizer
 from neox.tokenizer.accelerators import choose_encoder, first_difference, longest_piece
 from neox.tokenizer.words import cut_reason
 
@@ -39,6 +39,21 @@ class EncodeJob:
     dtype: str
     sample: tuple[str, ...]
     piece_bytes: int
+
+    def marks_tokenizer(self, built: Tokenizer | None, purpose: str) -> HFTokenizer:
+        """Return the tokenizer for texts in which special tokens mark roles and answers.
+
+        Args:
+            built: The job's tokenizer, if it is already built.
+            purpose: Who needs it, as the subject of the message: `chat templates need`.
+
+        Raises:
+            TokenizerError: If it does not recognize special tokens in texts.
+        """
+        tokenizer = built or self.settings.tokenizer.build()
+        if not isinstance(tokenizer, HFTokenizer) or not tokenizer.special_in_text:
+            raise TokenizerError(f"{purpose} a tokenizer that recognizes special tokens in texts, not {tokenizer.name}")
+        return tokenizer
 
 
 @dataclass(frozen=True)

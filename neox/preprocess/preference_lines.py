@@ -10,7 +10,6 @@ import numpy as np
 
 from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, find_value, kind_of, missing_key
 from neox.data.token_files.indexed_dataset import IGNORED
-from neox.errors import TokenizerError
 from neox.preprocess.chat import common_length, is_trained, lost_in_template
 from neox.preprocess.conversations import (
     ASSISTANT,
@@ -25,7 +24,7 @@ from neox.preprocess.conversations import (
 )
 from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
 from neox.preprocess.settings import PreferenceSettings
-from neox.tokenizer import HFTokenizer, Tokenizer, positions
+from neox.tokenizer import Tokenizer, positions
 from neox.tokenizer.chat import ChatRenderer
 from neox.tokenizer.chat_messages import ChatError, Message
 
@@ -110,17 +109,11 @@ class PreferenceEncoder:
             tokenizer: Tokenizer of the job, if it is already built.
 
         Raises:
-            TokenizerError: If the tokenizer does not say which characters a token stands for, or the template is not
-                valid.
+            TokenizerError: If the tokenizer does not recognize special tokens in texts, or the template is not valid.
         """
-        tokenizer = tokenizer or job.settings.tokenizer.build()
-        if not isinstance(tokenizer, HFTokenizer) or not tokenizer.special_in_text:
-            raise TokenizerError(
-                f"preferences need a tokenizer that recognizes special tokens in texts, not {tokenizer.name}"
-            )
         self.job = job
         self.preferences = preferences
-        self.tokenizer = tokenizer
+        self.tokenizer = job.marks_tokenizer(tokenizer, "preferences need")
         self.renderer: ChatRenderer | None = None
         if preferences.template is not None:
             self.renderer = ChatRenderer(preferences.template)
