@@ -119,7 +119,9 @@ class Warmup:
     shape: str
 
     def lr(self, index: int) -> float:
-        """Return the learning rate at DeepSpeed's index, 0 <= index < steps."""
+        """Return the learning rate at DeepSpeed's index, -1 <= index < steps."""
+        if index < 0:
+            return self.first
         if self.shape == "log":
             risen = math.log(index + 1) / math.log(self.steps)
         else:
@@ -140,8 +142,6 @@ class WarmupLR(Schedule):
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
         index = step - 1
-        if index < 0:
-            return self.warmup.first
         if index < self.warmup.steps:
             return self.warmup.lr(index)
         return self.warmup.peak
@@ -161,8 +161,6 @@ class WarmupDecayLR(Schedule):
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
         index = step - 1
-        if index < 0:
-            return self.warmup.first
         if index < self.warmup.steps:
             return self.warmup.lr(index)
         left = (self.end_step - index) / max(1, self.end_step - self.warmup.steps)

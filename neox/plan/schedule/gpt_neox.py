@@ -143,13 +143,7 @@ class Annealing(Schedule):
 
     def saved_numbers(self) -> dict[str, Any]:
         """Return the numbers under gpt-neox's names."""
-        return {
-            "start_lr": self.peak,
-            "min_lr": self.lowest,
-            "warmup_iter": self.warmup_steps,
-            "end_iter": self.end_step,
-            "decay_style": self.style,
-        }
+        return _numbers_of_gpt_neox(self, self.style)
 
 
 @dataclass(frozen=True)
@@ -201,10 +195,15 @@ class WarmupStableDecay(Schedule):
 
     def saved_numbers(self) -> dict[str, Any]:
         """Return the numbers under gpt-neox's names."""
-        return {
-            "start_lr": self.peak,
-            "min_lr": self.lowest,
-            "warmup_iter": self.warmup_steps,
-            "end_iter": self.end_step,
-            "decay_style": "WSD",
-        }
+        return _numbers_of_gpt_neox(self, "WSD")
+
+
+def _numbers_of_gpt_neox(schedule: Annealing | WarmupStableDecay, style: str) -> dict[str, Any]:
+    """Return the numbers of a schedule under the names that gpt-neox stores them by."""
+    return {
+        "start_lr": schedule.peak,
+        "min_lr": schedule.lowest,
+        "warmup_iter": schedule.warmup_steps,
+        "end_iter": schedule.end_step,
+        "decay_style": style,
+    }
