@@ -79,6 +79,14 @@ def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
 def _memory_and_fit(plan: RunPlan, device: Device) -> dict[str, Any]:
     fit = check_fit(plan, device)
     longest = longest_sample(plan, device)
+    longest_length = None
+    changes_for_twice = None
+    world_for_twice = None
+    if longest is not None:
+        longest_length = longest.tokens
+        if longest.world:  # else no settings for twice the length were found
+            changes_for_twice = dict(longest.changes)
+            world_for_twice = longest.world
     return {
         **_memory(memory_on(plan, device)),
         "without_recompute": _memory(memory_with(plan, recompute=False, device=device)),
@@ -90,9 +98,9 @@ def _memory_and_fit(plan: RunPlan, device: Device) -> dict[str, Any]:
         "fits": fit.fits,
         "would_fit_with": dict(fit.changes),
         "would_fit_on": None if fit.memory_then is None else fit.world,
-        "longest_seq_length": None if longest is None else longest.tokens,
-        "twice_as_long_with": None if longest is None or not longest.world else dict(longest.changes),
-        "twice_as_long_on": longest.world or None if longest is not None else None,
+        "longest_seq_length": longest_length,
+        "twice_as_long_with": changes_for_twice,
+        "twice_as_long_on": world_for_twice,
     }
 
 

@@ -155,10 +155,15 @@ def _may_fit(run: LaidOutRun, device: Device) -> bool:
     parameters = held_parameters(run) + tables * run.layers.padded_vocab_size * run.network.hidden_size
     divided = expert_parameters(run) * (1 - 1 / layout.ep_size)
     held = (parameters - divided) / layout.tp_size / layout.pp_size
-    size = run.bytes_per_number
-    weights = held * size / (layout.dp_size if layout.zero_stage == 3 else 1)
-    gradients = held * size / (layout.dp_size if layout.zero_stage >= 2 else 1)
-    states = held * 8 / (layout.dp_size if layout.zero_stage >= 1 else 1)
+    weights = held * run.bytes_per_number
+    gradients = held * run.bytes_per_number
+    states = held * 8
+    if layout.zero_stage == 3:
+        weights /= layout.dp_size
+    if layout.zero_stage >= 2:
+        gradients /= layout.dp_size
+    if layout.zero_stage >= 1:
+        states /= layout.dp_size
     if layout.offloads_states:
         states = 0.0
     if layout.offloads_weights:
