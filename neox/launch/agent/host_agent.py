@@ -91,6 +91,11 @@ class SignalRequests:
     stacks: bool = False
     interrupt: bool = False
 
+    def forget_for_ranks(self) -> None:
+        """Forget what was asked for the ranks of an earlier start, which have ended. A stop holds for all starts."""
+        self.stacks = False
+        self.interrupt = False
+
     def install_handlers(self) -> None:
         """Handle the signals of this process. Only the main thread may call this."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_RANKS):
@@ -207,6 +212,7 @@ class HostAgent:
         while self.requests.stop is None:
             spec = self.orders.next_start(_HEARTBEAT_SECONDS)
             if spec is not None:
+                self.requests.forget_for_ranks()
                 return spec
             self.tell({"kind": "waiting"})  # a lost network is only noticed by writing
         return None

@@ -15,7 +15,7 @@ import pytest
 from neox.launch import host_name
 from neox.launch.agent import host_agent
 from neox.launch.agent.agent_files import HOST_VARIABLE, RankActivity, Silence
-from neox.launch.agent.host_agent import SignalRequests, StartOnHost
+from neox.launch.agent.host_agent import HostAgent, SignalRequests, StartOnHost
 from neox.launch.agent.rank_ending import EndState
 from neox.launch.agent.rank_group import host_variables
 from neox.launch.agent.rank_process import RankProcess
@@ -107,3 +107,21 @@ def test_stacks_are_shown_between_heartbeats_and_without_a_log_that_was_removed(
     kinds = [event["kind"] for event in events]
     assert kinds.count("alive") > kinds[: kinds.index("stacks")].count("alive") > 1
     assert (rank.code, kinds.count("stacks")) == (0, 1)
+
+
+def test_what_was_asked_between_two_starts_does_not_reach_the_ranks_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGUSR1 and an interrupt are for ranks that run; the ranks of the failed start have ended."""
+    spec = LaunchSpec("id", (Host("a", (0,)),), "::1", 1, "s.py", (), str(tmp_path), "/", str(tmp_path), sys.executable)
+    agent = HostAgent(spec, 0, lifeline=False, plain=False)
+    told: list[Event] = []
+    monkeypatch.setattr(agent, "tell", told.append)
+    orders = iter([None, spec])  # the second look finds the next start
+    monkeypatch.setattr(agent.orders, "next_start", lambda seconds: next(orders))
+    agent.requests.stacks = agent.requests.interrupt = True
+    assert agent._wait_for_next_start() is spec
+    assert told == [{"kind": "waiting"}]
+    assert agent.requests == SignalRequests()
+    agent.requests.stop = signal.SIGTERM
+    assert agent._wait_for_next_start() is None, "a stop ends the agent"
