@@ -26,6 +26,7 @@ from neox.plan.rules.data_stages import order_problems
 from neox.plan.rules.pipeline import schedule_problems
 from neox.plan.run_plan import RunPlan
 from neox.plan.stages import Division, StagePlan, plan_stages
+from neox.plan.time.gpus import GPUS
 from neox.plan.topology import Topology, solve_grid
 from neox.problems import Problem, in_file_order
 
@@ -47,7 +48,7 @@ def resolve(
     Raises:
         ConfigError: Every rule that the configuration breaks.
     """
-    config, precision_notes = settle_precision(config, capabilities)
+    config, precision_notes = settle_precision(config, _with_gpu_type(config, capabilities))
     problems = static_problems(config)
     precision = choose_precision(config, [])  # a contradiction is among the problems above
     grid = solve_grid(config, world_size, problems)
@@ -67,6 +68,14 @@ def resolve(
     if fp8_refusals:
         raise ConfigError(fp8_refusals)
     return plan
+
+
+def _with_gpu_type(config: NeoXConfig, known: Capabilities) -> Capabilities:
+    """Return capabilities in which the kind of GPU that is planned for answers, if no host was asked."""
+    gpu_type = config.runner.gpu_type
+    if known.bf16 is not None or gpu_type is None or GPUS[gpu_type].has_bf16:
+        return known
+    return replace(known, bf16=False, devices=f"{GPUS[gpu_type].name} (`gpu_type`)")
 
 
 def derive_plan(

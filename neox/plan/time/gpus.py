@@ -20,6 +20,7 @@ class Gpu:
         memory_gib: Memory that the driver reports, in GiB.
         peak_tflops: Dense peak in bf16 (fp16 if there is no bf16), in TFLOP/s.
         peak_fp8_tflops: Dense peak in fp8, in TFLOP/s; 0 without fp8.
+        has_bf16: Whether it multiplies bf16 natively.
         bandwidth: Memory bandwidth in TB/s.
         link: Bandwidth between GPUs of one host in GB/s, in one direction.
         network: Bandwidth of one GPU's share of the network cards in GB/s, in one direction.
@@ -41,6 +42,7 @@ class Gpu:
     memory_gib: float
     peak_tflops: float
     peak_fp8_tflops: float = 0.0
+    has_bf16: bool = True
     bandwidth: float
     link: float
     network: float
@@ -93,6 +95,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             name="V100 SXM2 32 GB",
             memory_gib=31.7,
             peak_tflops=125.0,
+            has_bf16=False,
             bandwidth=0.9,
             link=150.0,
             network=12.5,
@@ -150,6 +153,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             name="Ascend 910 32 GB",
             memory_gib=32.0,
             peak_tflops=256.0,
+            has_bf16=False,
             bandwidth=1.2,
             link=30.0,
             network=12.5,

@@ -118,6 +118,13 @@ class TestPrecision:
         travelled = decode_payload(encode_payload(plan))
         assert (travelled.precision, travelled.deepspeed) == (plan.precision, plan.deepspeed)
 
+    def test_kind_of_gpu_answers_if_no_host_was_asked(self, tiny):
+        asked = {**tiny, "precision": "auto"}
+        assert resolve(NeoXConfig.from_flat({**asked, "gpu_type": "v100"}), 1, 100).precision == "fp32"
+        assert resolve(NeoXConfig.from_flat({**asked, "gpu_type": "h100"}), 1, 100).precision == "bf16"
+        hosts = Capabilities(bf16=True)
+        assert resolve(NeoXConfig.from_flat({**asked, "gpu_type": "v100"}), 1, 100, hosts).precision == "bf16"
+
     def test_auto_beside_another_precision_is_a_contradiction(self, tiny):
         with pytest.raises(ConfigError, match="two precisions"):
             plan_of({**tiny, "precision": "auto", "bf16": {"enabled": True}})

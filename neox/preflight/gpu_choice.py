@@ -1,0 +1,141 @@
+"""Which kinds of GPU a training needs, how many of each, and how long it takes on them: `tools/which_gpu.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from neox.config.neox_config import NeoXConfig
+from neox.errors import ConfigError
+from neox.plan import gpu_device, resolve
+from neox.plan.precision import choose_precision
+from neox.plan.search.divisible import divisible_config
+from neox.plan.search.fastest import Suggestion, suggest_layouts
+from neox.plan.time import GPUS
+from neox.plan.time.gpus import Gpu
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Numbers of GPUs that are tried, the smallest first; more than `Gpu.per_host` are several hosts."""
+_GIB = 2**30
+_DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class GpuChoice:
+    """The smallest number of GPUs of one kind on which a run fits.
+
+    Attributes:
+        gpu_type: Value of `--gpu-type`.
+        name: Name of the GPU.
+        gpus: Number of GPUs; None if the run fits on none of the numbers that were tried.
+        memory_gib: Memory of the fullest rank in GiB.
+        tokens_per_second: Tokens of all GPUs together.
+        days: Days for the tokens of the run.
+        gpu_hours: Hours of all GPUs together.
+        price: What they cost, if the price of a GPU hour is known.
+        main_memory_gib: Main memory of a host in GiB that offloaded states and weights take.
+        changes: Keys in which the fastest layout differs from the configuration, with their values.
+        reason: Why the run needs another kind of GPU, if `gpus` is None.
+    """
+
+    gpu_type: str
+    name: str
+    gpus: int | None
+    memory_gib: float | None = None
+    main_memory_gib: float | None = None
+    tokens_per_second: float | None = None
+    days: float | None = None
+    gpu_hours: float | None = None
+    price: float | None = None
+    changes: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        """Return the attributes by name."""
+        return {**asdict(self), "changes": dict(self.changes)}
+
+
+def choose_gpus(
+    config: NeoXConfig,
+    vocab_size: int,
+    tokens: float,
+    kinds: Sequence[str] = tuple(GPUS),
+    counts: Sequence[int] = COUNTS,
+    hourly_price: float | None = None,
+) -> Iterator[GpuChoice]:
+    """Yield, for each kind of GPU, the smallest number of them on which a run fits, with its fastest layout.
+
+    Batch, precision and kernels are those of the configuration. Times are estimates of the planner.
+
+    Args:
+        config: The run. What it says of its GPUs is replaced.
+        vocab_size: Number of ids of the tokenizer.
+        tokens: Tokens that are trained.
+        kinds: Keys of `GPUS`.
+        counts: Numbers of GPUs that are tried, the smallest first.
+        hourly_price: Price of one GPU for an hour.
+
+    Raises:
+        ConfigError: There is no such GPU, the configuration is wrong, or its network's time is not estimated.
+    """
+    unknown = [kind for kind in kinds if kind not in GPUS]
+    if unknown:
+        raise ConfigError(f"there is no GPU {', '.join(unknown)}; known: {', '.join(GPUS)}")
+    for kind in kinds:
+        gpu = GPUS[kind]
+        of_kind = config.updated({"gpu_type": kind}, without=("gpu_memory_gib", "peak_theoretical_tflops"))
+        if not gpu.has_bf16 and choose_precision(config, []) == "bf16":
+            yield GpuChoice(kind, gpu.name, None, reason="it has no bf16: --set precision=fp16")
+            continue
+        for count in counts:
+            layout = _fastest(of_kind, vocab_size, gpu, count)
+            if layout is None:
+                continue
+            speed = layout.time.tokens_per_gpu * count
+            seconds = tokens / speed
+            hours = seconds / 3600 * count
+            yield GpuChoice(
+                gpu_type=kind,
+                name=gpu.name,
+                gpus=count,
+                memory_gib=layout.memory.needed(on_cpu=False) / _GIB,
+                main_memory_gib=layout.memory.main_memory * min(count, gpu.per_host) / _GIB,
+                tokens_per_second=speed,
+                days=seconds / _DAY,
+                gpu_hours=hours,
+                price=None if hourly_price is None else hours * hourly_price,
+                changes=layout.changes,
+            )
+            break
+        else:
+            yield GpuChoice(kind, gpu.name, None, reason=f"it does not fit on {', '.join(map(str, counts))}")
+
+
+def _fastest(config: NeoXConfig, vocab_size: int, gpu: Gpu, count: int) -> Suggestion | None:
+    """Return the fastest layout on a number of GPUs; None if none fits, or the batch cannot be divided over them."""
+    divided, changed = divisible_config(config, count)
+    try:
+        plan = resolve(divided, count, vocab_size)
+    except ConfigError:
+        if count > 1:
+            return None
+        raise  # not about the number of GPUs
+    found = suggest_layouts(plan, gpu_device(plan, gpu.memory_gib * _GIB), gpu, 1, changed)
+    return found.best[0] if found.best else None
+
+
+def format_choices(choices: Sequence[GpuChoice], title: str) -> str:
+    """Return a table of choices for a terminal."""
+    lines = [title, f"{'':34} GPUs   memory  main memory   tokens/s      days  GPU hours      price"]
+    for choice in choices:
+        start = f"{choice.name + ' (' + choice.gpu_type + ')':<34}"
+        if choice.gpus is None:
+            lines.append(f"{start}    -  {choice.reason}")
+            continue
+        price = "" if choice.price is None else f"{choice.price:11,.0f}"
+        memory = f"{choice.memory_gib:3.0f} GiB {choice.main_memory_gib:8,.0f} GiB"
+        time = f"{choice.tokens_per_second:10,.0f} {choice.days:9,.1f} {choice.gpu_hours:10,.0f}"
+        lines.append(f"{start} {choice.gpus:4}  {memory} {time}{price}")
+    if not any(choice.price is not None for choice in choices):
+        lines[1] = lines[1].removesuffix("      price")
+    return "\n".join(lines)

@@ -1,0 +1,63 @@
+"""`tools/which_gpu.py`: the smallest number of GPUs of each kind on which a run fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from neox.config import load_config
+from neox.errors import ConfigError
+from neox.plan import gpu_device, resolve
+from neox.plan.device import memory_on
+from neox.plan.search.divisible import divisible_config
+from neox.plan.search.fastest import suggest_layouts
+from neox.plan.search.fit import nested_keys
+from neox.plan.time import GPUS
+from neox.preflight.gpu_choice import choose_gpus
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [("a100-80", []), ("h100", ["lora={r: 16, alpha: 16}"])])
+def test_its_layout_fits_on_that_number_and_none_on_fewer(kind: str, overrides: list[str]) -> None:
+    config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=[*overrides, f"gpu_type={kind}"]).config
+    (choice,) = choose_gpus(config, 128_256, 1e9, [kind], hourly_price=2.0)
+    assert choice.gpus is not None
+    # as `--set KEY=VALUE ... --dry-run` plans it
+    plan = resolve(config.updated(nested_keys(config, choice.changes)), choice.gpus, 128_256)
+    device = gpu_device(plan)
+    needed = memory_on(plan, device).needed(on_cpu=False)
+    assert needed <= device.usable
+    assert choice.memory_gib == pytest.approx(needed / 2**30)
+    assert choice.gpu_hours == pytest.approx(1e9 / choice.tokens_per_second * choice.gpus / 3600)
+    assert choice.price == 2 * choice.gpu_hours
+    assert choice.days == pytest.approx(choice.gpu_hours / choice.gpus / 24)
+    if choice.gpus > 1:
+        fewer, changed = divisible_config(config, choice.gpus // 2)
+        smaller = resolve(fewer, choice.gpus // 2, 128_256)
+        assert not suggest_layouts(smaller, gpu_device(smaller), GPUS[kind], 1, changed).best
+    else:
+        assert overrides  # of the whole model, the states alone need more than one
+
+
+def test_bf16_needs_a_gpu_that_has_it() -> None:
+    config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=[]).config
+    (choice,) = choose_gpus(config, 128_256, 1e9, ["v100"])
+    assert choice.gpus is None
+    assert "precision=fp16" in choice.reason
+    (in_fp16,) = choose_gpus(config.updated({"precision": "fp16"}, without=["bf16"]), 128_256, 1e9, ["v100"])
+    assert in_fp16.gpus is not None
+
+
+def test_unknown_gpu_is_refused() -> None:
+    config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=[]).config
+    with pytest.raises(ConfigError, match="rtx-9090"):
+        list(choose_gpus(config, 128_256, 1e9, ["rtx-9090"]))
+
+
+def test_a_run_that_fits_on_no_number_says_which_were_tried() -> None:
+    config = load_config([CONFIGS / "175B.yml"], overrides=[]).config
+    (choice,) = choose_gpus(config, 50_257, 1e9, ["a100-40"], counts=[1, 2])
+    assert choice.gpus is None
+    assert "1, 2" in choice.reason

@@ -1,0 +1,58 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Show which kinds of GPU a training needs, how many of each, and how long and how expensive it is on them.
+
+python tools/which_gpu.py configs/llama/3-8B.yml
+python tools/which_gpu.py configs/llama/3-8B.yml lora.yml --tokens 5e7
+python tools/which_gpu.py configs/20B.yml --tokens 4e11 --gpu_type h100 a100-80 --gpus 64 96 128 --price 2.5
+
+A row is the smallest number of GPUs on which the run fits with its batch and precision, in its fastest layout. Nothing
+is started, and no GPU is asked: memory is planned, times are estimated for full power and fused kernels.
+"""
+
+from __future__ import annotations
+
+import json
+
+import _checkout  # noqa: F401
+
+from neox.arguments import ScriptParser, add_overrides
+from neox.config import load_config
+from neox.errors import ConfigError, run_script
+from neox.plan.time import GPUS
+from neox.preflight.gpu_choice import COUNTS, choose_gpus, format_choices
+from neox.preflight.tokenizer_checks import read_vocabulary
+
+
+def main() -> int:
+    """Run the tool."""
+    parser = ScriptParser(description=__doc__)
+    add = parser.add_argument
+    add("conf_file", nargs="+", help="YAML files of the run")
+    add("-d", "--conf_dir", help="directory that is searched first for configuration files")
+    add_overrides(parser)
+    add("--tokens", type=float, default=1e9, help="tokens to train (default: 1e9)")
+    add("--gpu_type", nargs="+", default=list(GPUS), help=f"kinds of GPU (default: all): {', '.join(GPUS)}")
+    add("--gpus", nargs="+", type=int, default=COUNTS, help="numbers of GPUs to try (default: powers of 2 up to 512)")
+    add("--price", type=float, help="price of one GPU for an hour")
+    add("--json", action="store_true", help="one JSON object a line, with the keys of the fastest layout")
+    args = parser.parse_args()
+    if not args.tokens > 0:
+        parser.error(f"--tokens {args.tokens:g}: a number above 0")
+    if min(args.gpus) < 1:
+        parser.error(f"--gpus {min(args.gpus)}: numbers from 1")
+    loaded = load_config(args.conf_file, conf_dir=args.conf_dir, overrides=args.set)
+    if loaded.problems:
+        raise ConfigError(loaded.problems)
+    vocab_size = read_vocabulary(loaded.config).size
+    choices = choose_gpus(loaded.config, vocab_size, args.tokens, args.gpu_type, sorted(args.gpus), args.price)
+    if args.json:
+        for choice in choices:
+            print(json.dumps(choice.as_json()), flush=True)
+        return 0
+    title = f"the smallest number of GPUs for {' '.join(args.conf_file)}; {args.tokens:,.0f} tokens; estimated"
+    print(format_choices(list(choices), title))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
