@@ -7,12 +7,14 @@ from neox.features.eval_tasks import paper as eval_tasks
 from neox.features.loss_spikes import paper as loss_spikes
 from neox.features.noise_scale import paper as noise_scale
 from neox.features.profiler import paper as profiler
+from neox.features.reference import paper as reference
 from neox.features.replica_check import paper as replica_check
 from neox.features.stability import paper as stability
 from neox.features.stragglers import paper as stragglers
 from neox.features.trackers import paper as trackers
 
 PAPERS = (
+    reference.PAPER,
     ema.PAPER,
     loss_spikes.PAPER,
     replica_check.PAPER,

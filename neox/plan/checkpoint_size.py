@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from neox.plan.memory.estimate import memory_of_features
 from neox.plan.memory.parameters import count_parameters
 from neox.plan.memory.zero import sharding_of
 from neox.plan.run_plan import RunPlan
 
 
 def checkpoint_bytes(plan: RunPlan) -> int:
-    """Return the bytes of the tensors in one checkpoint of all ranks: weights, optimizer states, averaged weights.
+    """Return the bytes of the tensors in one checkpoint of all ranks: weights, optimizer states, averages.
 
     Weights are written once for each tensor rank of a stage. The others are too, or by each data rank if data ranks
     divide them.
@@ -19,7 +20,7 @@ def checkpoint_bytes(plan: RunPlan) -> int:
         count = count_parameters(run, stage)
         sharding = sharding_of(run)(run, count)
         writers = run.layout.dp_size if sharding.shards_states else 1
-        of_tensor_rank = run.bytes_per_number * count.held + writers * sharding.averages()
+        of_tensor_rank = run.bytes_per_number * count.held + writers * memory_of_features(sharding).saved
         if not plan.config.checkpoint.no_save_optim:
             of_tensor_rank += writers * sharding.all_states()
         total += run.layout.tp_size * of_tensor_rank

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.feature import FeaturePaper
+from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
+from neox.plan.layout import LaidOutRun
 from neox.problems import Problem
+
+_FP32 = 4
 
 
 def problems(config: NeoXConfig) -> Iterator[Problem]:
@@ -21,6 +24,16 @@ def problems(config: NeoXConfig) -> Iterator[Problem]:
             yield config.problem("ema_decay", rule, key)
 
 
+def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
+    """The average has an fp32 element for each one that the optimizer updates on this rank, and is next to it."""
+    if run.config.optimizer.ema_decay is None:
+        return NO_MEMORY
+    average = _FP32 * rank.updated
+    if run.config.optimizer.ema_device == "cpu" or run.layout.offloads_states:
+        return FeatureMemory(host=average, saved=average)
+    return FeatureMemory(optimizer=average, saved=average)
+
+
 def plan_lines(config: NeoXConfig) -> Iterator[str]:
     """Yield what is kept as an average of the weights; nothing if there is none."""
     keys = config.optimizer
@@ -31,4 +44,4 @@ def plan_lines(config: NeoXConfig) -> Iterator[str]:
     yield f"of the weights in fp32, with decay {keys.ema_decay:g} after each {every}{evaluated} (ema_decay)"
 
 
-PAPER = FeaturePaper(problems=problems, plan_lines=plan_lines, label="average")
+PAPER = FeaturePaper(problems=problems, memory=memory, plan_lines=plan_lines, label="average")

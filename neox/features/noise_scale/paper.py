@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.feature import FeaturePaper
+from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
+from neox.plan.layout import LaidOutRun
 from neox.plan.precision import PRECISION_KEYS, choose_precision
 from neox.problems import Problem
+
+_FP32 = 4
 
 
 def problems(config: NeoXConfig) -> Iterator[Problem]:
@@ -28,4 +31,12 @@ def problems(config: NeoXConfig) -> Iterator[Problem]:
         yield config.problem("log_gradient_noise_scale", rule, "pipe_parallel_size", *PRECISION_KEYS)
 
 
-PAPER = FeaturePaper(problems=problems, off=("log_gradient_noise_scale=false",))
+def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
+    """The sum of several steps' gradients is fp32. In main memory it is not counted."""
+    logging = run.config.logging
+    if not logging.log_gradient_noise_scale or logging.gradient_noise_scale_cpu_offload:
+        return NO_MEMORY
+    return FeatureMemory(gradients=_FP32 * rank.gradients)
+
+
+PAPER = FeaturePaper(problems=problems, memory=memory, off=("log_gradient_noise_scale=false",))

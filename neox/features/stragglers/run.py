@@ -50,8 +50,8 @@ def slow_hosts(readings: Sequence[Reading]) -> dict[str, float]:
 
 
 def build(model: TrainedModel, start: RunStart) -> Stragglers | None:
-    """Return the comparison; None if it is off."""
-    if not model.plan.config.logging.straggler_steps:
+    """Return the comparison; None if it is off, or if there is one rank only."""
+    if not model.plan.config.logging.straggler_steps or model.grid.world_size == 1:
         return None
     return Stragglers(model.plan)
 
@@ -66,6 +66,8 @@ class Stragglers(Feature):
         plan: Plan of the run.
         host: Name of this host, by default the one in the hostfile, which the status of the run shows.
     """
+
+    needs_computing_time = True
 
     def __init__(self, plan: RunPlan, host: str | None = None) -> None:
         self._steps = plan.config.logging.straggler_steps

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from neox.features.on_paper import PAPERS
+from neox.plan.feature import NO_MEMORY, FeatureMemory, RankTensors
 from neox.plan.layout import LaidOutRun
 from neox.plan.memory.activations import activation_bytes, kept_inputs_on_host
 from neox.plan.memory.parameters import count_parameters
-from neox.plan.memory.zero import copied_bytes, file_bytes, host_bytes, sharding_of
+from neox.plan.memory.zero import Sharding, copied_bytes, file_bytes, host_bytes, sharding_of
 from neox.plan.stages import StagePlan
-
-_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class MemoryPlan:
     """Estimated bytes of one rank.
 
     Attributes:
-        weights: Weights on the device, including the copy of a reference model.
-        gradients: Gradients with the buffers of their reduction.
-        optimizer: Optimizer states, fp32 copies of weights and their average on the device.
+        weights: Weights on the device, and copies of them that features keep.
+        gradients: Gradients with the buffers of their reduction, and sums that features keep.
+        optimizer: Optimizer states, fp32 copies of weights and averages that features keep.
         activations: Peak of temporary memory: activations and logits, or what the update needs.
-        host: Main memory of offloaded states and weights, of averaged weights, and of inputs of recomputed blocks.
+        host: Main memory of offloaded states and weights, of features, and of inputs of recomputed blocks.
         copies: Main memory of the copies that background saves write.
         files: Files on a local disk with offloaded states and weights.
     """
@@ -60,38 +60,42 @@ def stage_memory(run: LaidOutRun, stage: StagePlan, data_rank: int = 0) -> Memor
     """Return the memory of one rank of a pipeline stage. Background saves take the most on the first data rank."""
     count = count_parameters(run, stage)
     sharding = sharding_of(run)(run, count)
+    features = memory_of_features(sharding)
 
     # Weights, gradients and optimizer states stay for the whole step.
-    weights = sharding.weights()
-    if run.config.preferences.copies_reference:
-        weights *= 2
-    gradients = sharding.gradients() + sharding.reduction_buckets()
-    logging = run.config.logging
-    if logging.log_gradient_noise_scale and not logging.gradient_noise_scale_cpu_offload:
-        gradients += _FP32 * count.trained  # the sum of gradients over several steps
-    optimizer = sharding.optimizer_states()
-    host = host_bytes(sharding) + kept_inputs_on_host(run, stage)
-    if run.config.optimizer.ema_device == "cpu" or run.layout.offloads_states:
-        host += sharding.averages()
-    else:
-        optimizer += sharding.averages()
+    weights = sharding.weights() + features.weights
+    gradients = sharding.gradients() + sharding.reduction_buckets() + features.gradients
+    optimizer = sharding.optimizer_states() + features.optimizer
+    host = host_bytes(sharding) + kept_inputs_on_host(run, stage) + features.host
 
     # The rest of memory is used in turn, so the phase of a step that needs the most counts:
     #
     #     forward and backward passes | reduction after them | update
     #     activations, and gathered   | the engine's bucket  | fp32 gradients, the optimizer's
-    #     weights or gradients        |                      | temporaries, a copy to compare with
+    #     weights or gradients        |                      | temporaries, copies of features
     passes = sharding.passes(activation_bytes(run, stage))
-    update = sharding.update() + sharding.copied_before_update()
+    update = sharding.update() + features.during_update
     return MemoryPlan(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=max(passes, sharding.reduction_after_passes(), update),
         host=host,
-        copies=copied_bytes(sharding, data_rank),
+        copies=copied_bytes(sharding, data_rank, features.saved),
         files=file_bytes(sharding),
     )
+
+
+def memory_of_features(sharding: Sharding) -> FeatureMemory:
+    """Return the bytes that all features together keep on one rank; each says in its `paper.py` what that is."""
+    rank = RankTensors(
+        weight_bytes=sharding.weights(),
+        gradients=sharding.count.trained,
+        updated=sharding.updated,
+        updated_at_once=sharding.updated_at_once,
+    )
+    kept = [paper.memory(sharding.run, rank) for paper in PAPERS]
+    return sum(kept, NO_MEMORY)
 
 
 def fullest_stage(run: LaidOutRun, stages: Sequence[StagePlan]) -> MemoryPlan:

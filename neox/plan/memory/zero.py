@@ -72,14 +72,6 @@ class Sharding(ABC):
         """Return bytes of this rank's optimizer states: trained x (states + 4 for an fp32 copy) / data ranks."""
         return int((self.count.state_bytes + _FP32) * self.count.divided) // self.run.layout.dp_size
 
-    def averages(self) -> int:
-        """Return bytes of the average of this rank's weights: trained x 4, / data ranks if they divide the states."""
-        if self.run.config.optimizer.ema_decay is None:
-            return 0
-        if not self.shards_states:
-            return _FP32 * self.count.trained
-        return _FP32 * self.shard
-
     def reduction_buckets(self) -> int:
         """Return bytes of the buffers in which gradients are reduced during the backward pass."""
         return 0
@@ -100,15 +92,15 @@ class Sharding(ABC):
     def update(self) -> int:
         """Return bytes that the update needs next to states and gradients, while there are no activations."""
 
-    def copied_before_update(self) -> int:
-        """Return bytes of the copy of the fp32 weights that observed updates need: 4 for each updated element."""
-        if self.run.config.logging.log_stability_every is None or self.run.layout.offloads_states:
-            return 0
-        return _FP32 * self._updated_at_once()
-
-    def _updated_at_once(self) -> int:
-        """Return the elements that one call of the optimizer updates on this rank."""
+    @property
+    def updated(self) -> int:
+        """Elements that the optimizer updates on this rank."""
         return self.shard
+
+    @property
+    def updated_at_once(self) -> int:
+        """Elements that one call of the optimizer updates on this rank."""
+        return self.updated
 
     def _temporaries(self, updated: int) -> int:
         """Return bytes of the optimizer's temporary tensors: fp32, of at most `PIECE` of the updated elements each."""
@@ -142,7 +134,9 @@ class Unsharded(Sharding):
         """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
         return _engine_bucket_bytes(self.run, self.count)
 
-    def _updated_at_once(self) -> int:
+    @property
+    def updated(self) -> int:
+        """All trained elements."""
         return self.count.trained
 
     def update(self) -> int:
@@ -344,10 +338,11 @@ class Zero3(_ReducedByZero):
         """Return bytes of the update: fp32 gradients and temporaries of one sub-group; none if the host updates."""
         if self.run.layout.offloads_states:
             return 0
-        updated = self._updated_at_once()
-        return _FP32 * updated + self._temporaries(updated)
+        return _FP32 * self.updated_at_once + self._temporaries(self.updated_at_once)
 
-    def _updated_at_once(self) -> int:
+    @property
+    def updated_at_once(self) -> int:
+        """Elements of one sub-group."""
         return min(self.shard, self.run.config.deepspeed.zero_optimization.updated_at_once)
 
     def exchanged_with_host(self) -> int:
@@ -433,10 +428,10 @@ def file_bytes(sharding: Sharding) -> int:
     return int(total) // run.layout.dp_size
 
 
-def copied_bytes(sharding: Sharding, data_rank: int) -> int:
-    """Return bytes in main memory of the copies that a background save writes: all states, averages, held x width.
+def copied_bytes(sharding: Sharding, data_rank: int, of_features: int) -> int:
+    """Return bytes in main memory of the copies that a background save writes: all states, held x width.
 
-    The first data rank saves what all of them hold.
+    The first data rank saves what all of them hold, and what features store.
     """
     run = sharding.run
     if not run.config.checkpoint.async_save:
@@ -445,5 +440,5 @@ def copied_bytes(sharding: Sharding, data_rank: int) -> int:
     if not run.config.checkpoint.no_save_optim and (data_rank == 0 or sharding.shards_states):
         total += sharding.all_states()
     if data_rank == 0:
-        total += run.bytes_per_number * sharding.count.held + sharding.averages()
+        total += run.bytes_per_number * sharding.count.held + of_features
     return total
