@@ -55,8 +55,13 @@ def initialize_engine(
     """Build the network with its initial weights and give it to DeepSpeed; all ranks call it together.
 
     Nothing is loaded: a run begins with `neox.engine.open_engine`.
+
+    Raises:
+        LaunchError: If the plan asks for something that this rank's device cannot do.
     """
-    _check_quantizer(plan, device)
+    quantizing = plan.config.deepspeed.zero_optimization.quantizing_keys
+    if quantizing and device.type == "cpu":  # DeepSpeed has no kernel for it
+        raise LaunchError(f"{quantizing[0]}: its kernel runs on GPUs only, and this rank has none; remove it")
     objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
     run = run_identity(plan.config)
@@ -64,13 +69,6 @@ def initialize_engine(
     for feature in engine.features:
         feature.load(engine, RunStart(run))
     return engine
-
-
-def _check_quantizer(plan: RunPlan, device: torch.device) -> None:
-    """Raise LaunchError if a key asks for quantized communication on a CPU, for which DeepSpeed has no kernel."""
-    keys = plan.config.deepspeed.zero_optimization.quantizing_keys
-    if keys and device.type == "cpu":
-        raise LaunchError(f"{keys[0]}: its kernel runs on GPUs only, and this rank has none; remove it")
 
 
 def build_engine(
@@ -85,7 +83,16 @@ def build_engine(
 ) -> Engine:
     """Give a model to DeepSpeed, with an optimizer; all ranks call it together.
 
-    Only this function and `build_model` know which kinds of engine there are.
+    Only this function and `build_model` know which kinds of engine there are. DeepSpeed's constructor changes what it
+    is given, so the order matters:
+
+        ours                                   DeepSpeed's constructor                     ours again
+        optimizer of the model's parameters -> wraps it (table of `neox.engine.engine`):   states are cleared
+                                                 the optimizer then holds fp32 copies,
+                                                 and some wrappers take a step
+        Muon                                -> flattens parameters                         learns where matrices are
+        biases of routers, in fp32          -> rounds all parameters to the precision      biases in fp32 again
+        settings, clipping with ZeRO 0      -> gets neither (`runtime_json`)               the optimizer clips
 
     Args:
         plan: The run.
@@ -97,55 +104,53 @@ def build_engine(
         run_files: What checkpoints say of the run.
         make_features: Builds what takes part in the training besides.
     """
-    optimizer = build_optimizer(plan, model.named_parameters(), _norm_scope(plan, grid))
+    # With ZeRO 0 our optimizer computes the norm of the gradient: over which ranks, and of which parameters.
+    norm_scope = None
+    if clips_itself(plan):
+        group = grid.model_group if grid.pp_size * grid.tp_size > 1 else None
+        norm_scope = NormScope(group, lambda parameter: counts_in_norm(parameter, grid), grid.ep_group)
+    optimizer = build_optimizer(plan, model.named_parameters(), norm_scope)
     if grid.ep_group is not None and grid.edp_group is not None:
         optimizer.expert_groups = ExpertGroups(same=grid.edp_group, divided=grid.ep_group)
-    biases = _selection_biases(model)
-    timers = _timers(plan, grid, device)
-    weights = LabelWeights.of(plan, objective, grid, device)
-    runner: MicroBatchRunner
+
+    # Biases of routers move in small steps, so they stay fp32.
+    biases: list[tuple[nn.Parameter, Tensor]] = []
+    for router in biased_routers(model):
+        assert router.selection_bias is not None
+        biases.append((router.selection_bias, router.selection_bias.detach().clone()))
+
+    deepspeed_engine: PlainEngine
     if isinstance(model, PipelineGPT):
-        pipeline = _deepspeed_engine(PipelineEngine, plan, model, model.mpu(), optimizer)
-        runner = PipelineRunner(pipeline, objective, weights, grid, device)
+        deepspeed_engine = _deepspeed_engine(PipelineEngine, plan, model, model.mpu(), optimizer)
     else:
-        plain = _deepspeed_engine(PlainEngine, plan, model, grid_mpu(grid), optimizer)
-        runner = WholeNetworkRunner(plain, objective, weights, grid, device, timers)
-    runner.engine.step_timers = timers
+        deepspeed_engine = _deepspeed_engine(PlainEngine, plan, model, grid_mpu(grid), optimizer)
     for parameter, bias in biases:
         parameter.data = bias
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state. The learning rate is
     # 0 so far, so weights did not change, but the counter of steps and momenta did.
     optimizer.state.clear()
-    if isinstance(optimizer, Muon):
-        _locate_matrices(optimizer, plan, grid, runner.engine)
-    trained = TrainedModel(plan, grid, device, objective, runner.engine, optimizer)
-    return Engine(trained, runner, timers, run_files, make_features(trained, start))
+    if isinstance(optimizer, Muon) and deepspeed_engine.optimizer is not optimizer:
+        tensors = tuple(optimizer_tensors(plan, grid, model, deepspeed_engine.optimizer, optimizer))
+        optimizer.parts = matrix_parts(grid, model, parameter_names(model, plan.layers), tensors)
+        optimizer.device = deepspeed_engine.device
 
+    trained = TrainedModel(plan, grid, device, objective, deepspeed_engine, optimizer)
+    features = make_features(trained, start)
 
-def _selection_biases(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """Return the biases of routers in fp32, which DeepSpeed rounds like all parameters: they move in small steps."""
-    found = []
-    for router in biased_routers(model):
-        assert router.selection_bias is not None
-        found.append((router.selection_bias, router.selection_bias.detach().clone()))
-    return found
-
-
-def _timers(plan: RunPlan, grid: ParallelGrid, device: torch.device) -> Timers:
-    """Return timers of a step's parts, or of its passes if only hosts are compared."""
+    timers: Timers = NoTimers()
     if plan.config.deepspeed.wall_clock_breakdown:
-        return StepTimers(device)
-    if plan.config.logging.straggler_steps and grid.world_size > 1:
-        return PassTimers(device)
-    return NoTimers()
+        timers = StepTimers(device)
+    elif any(feature.needs_computing_time for feature in features):
+        timers = PassTimers(device)
+    deepspeed_engine.step_timers = timers
 
-
-def _norm_scope(plan: RunPlan, grid: ParallelGrid) -> NormScope | None:
-    """Return the ranks and parameters of the gradient norm if our optimizer computes it; None if DeepSpeed does."""
-    if not clips_itself(plan):
-        return None
-    group = grid.model_group if grid.pp_size * grid.tp_size > 1 else None
-    return NormScope(group, lambda parameter: counts_in_norm(parameter, grid), grid.ep_group)
+    weights = LabelWeights.of(plan, objective, grid, device)
+    runner: MicroBatchRunner
+    if isinstance(deepspeed_engine, PipelineEngine):
+        runner = PipelineRunner(deepspeed_engine, objective, weights, grid, device)
+    else:
+        runner = WholeNetworkRunner(deepspeed_engine, objective, weights, grid, device, timers)
+    return Engine(trained, runner, timers, run_files, features)
 
 
 def _deepspeed_engine(
@@ -164,16 +169,6 @@ def _deepspeed_engine(
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
-
-
-def _locate_matrices(optimizer: Muon, plan: RunPlan, grid: ParallelGrid, engine: PlainEngine) -> None:
-    """Tell Muon which parts of matrices its tensors hold if DeepSpeed replaced the parameters by flat tensors."""
-    if engine.optimizer is optimizer:
-        return
-    tensors = tuple(optimizer_tensors(plan, grid, engine.module, engine.optimizer, optimizer))
-    names = parameter_names(engine.module, plan.layers)
-    optimizer.parts = matrix_parts(grid, engine.module, names, tensors)
-    optimizer.device = engine.device
 
 
 def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device: torch.device) -> nn.Module:

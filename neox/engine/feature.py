@@ -14,7 +14,8 @@ call every point on all features, in the order of the table `neox.features.table
                    before_update(engine)   ZeRO 3 updates in several calls: before each of them
                      the optimizer
                    after_update(engine)    after each of them
-                   after_step(engine, result)   also of a skipped step: what it returns is logged
+                   after_step(engine, result)   also of a skipped step: what it returns is logged; if a feature
+                                           has `needs_computing_time`, the result has the time of the passes
                    on_step(state, report)
                    wants_rollback(...)     if may_roll_back: whether the run goes back to a checkpoint; then
                                            allows_rollback, load, after_rollback, opening_data, on_data
@@ -112,6 +113,9 @@ class DataArguments(TypedDict, total=False):
 
 class Feature:
     """Something that takes part in a training. Every point does nothing unless it is overridden."""
+
+    needs_computing_time = False
+    """Whether it reads `StepResult.computing`, the time of forward and backward passes; the same on every rank."""
 
     # The start
 

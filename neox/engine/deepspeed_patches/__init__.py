@@ -10,9 +10,31 @@
 `startup`         versions that are refused, and what importing or starting DeepSpeed would compile
 `log`             lines that no user can act on
 
-Each correction says what DeepSpeed does and what is done here. `tests/unit/engine/test_deepspeed_patches.py` and
-`tests/distributed/test_deepspeed_patches.py` have a test of each that fails when DeepSpeed changes: the correction can
-go then, or must follow.
+Where DeepSpeed's code is left during a run, and for what; `neox.engine.engine` shows the same for one step:
+
+    point                        DeepSpeed                                here
+    ---------------------------  ---------------------------------------  ---------------------------------------------
+    import, first start          logs thousands of lines, compiles        hidden (`log`); compiles nothing (`startup`)
+    its configuration            clips with ZeRO 0 by a wrong norm        our optimizer clips (`runtime_json`)
+    zero.Init                    groups global ranks for hpZ              `copy_group` groups data ranks
+    constructor: weights         gives the first rank's to all            not if data ranks divide experts
+    constructor: wrapper         builds BF16_Optimizer, ZeRO 1 to 3       `BF16Optimizer`, `SwappedStage3`
+    backward                     does not scale the loss, fp16 with       scales it: `PlainEngine.backward`
+                                 ZeRO 0
+    a pipeline stage's passes    one range of layers, 1F1B, waits for     any order, any number of ranges, no waiting:
+                                 each message                             `PipelineEngine._exec_schedule`
+    reduction                    after the last pass                      of a range, during others (`RangeReduction`)
+    reduction: tied weights      sums `grad`, which ZeRO has moved        sums what ZeRO accumulates
+    reduction: experts           knows layers of its own only             averages over ranks with the same experts
+    reduction: one rank          copies all gradients and back            nothing
+    overflow of fp16             waits for each gradient                  waits once
+    update, bf16                 waits several times, clips everything    waits once, clips this rank's shard
+    update, ZeRO 3 on nvme       libaio and a compiler                    mapped files (`file_states`)
+    scores of a pipeline         one number, after the update             K numbers, before it
+    saved files                  all weights, a script                    optimizer states only; weights are layer files
+
+Each correction has a test that fails when DeepSpeed changes, in `tests/unit/engine/test_deepspeed_patches.py` or
+`tests/distributed/test_deepspeed_patches.py`: the correction can go then, or must follow.
 """
 
 from neox.engine.deepspeed_patches import log  # isort: skip  (its filters must exist before DeepSpeed is imported)
