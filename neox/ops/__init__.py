@@ -19,6 +19,7 @@ from neox.ops.blocked_attention import blocked_attention
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.flex import block_mask_of
 from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
+from neox.ops.gated_delta import gated_delta_recurrence, gated_delta_scan
 from neox.ops.grouped_linear import ExpertOrder, combine_rows, gather_rows, grouped_linear, sort_by_expert
 from neox.ops.linear import add_product, linear
 from neox.ops.norms import NORMS, build_norm
@@ -61,6 +62,8 @@ __all__ = [
     "core_attention",
     "dot_product_attention",
     "combine_rows",
+    "gated_delta_recurrence",
+    "gated_delta_scan",
     "gather_rows",
     "grouped_linear",
     "explicit_attention",

@@ -1,0 +1,215 @@
+"""The gated delta rule (Gated DeltaNet, arXiv:2412.06464): attention whose memory is one matrix for each head.
+
+Token t has a query q, a key k and a value v, forgets by a factor a = exp(log_decay), and writes with strength b:
+
+    S <- a S                    the state S [K, V] fades
+    S <- S + k b (v - k S)      what it holds for the key k moves towards v
+    o  = q S
+
+Keys and queries have length 1, and queries are divided by sqrt(K). `gated_delta_recurrence` does this token by token.
+`gated_delta_scan` computes the same by chunks of tokens. In a chunk of c tokens that begins with the state S,
+
+    d[i, j] = product of a over j + 1 ... i     decay between two tokens, 0 if i < j or of different documents
+    e[i]    = product of a over the chunk up to i
+    M       = strictly lower part of b k k^T d  what a token's write depends on
+    U, W    = (1 + M)^-1 (b v), (1 + M)^-1 (b e k)
+    writes  = U - W S
+    o       = (e q) S + (q k^T d) writes
+    S'      = e[c] S + (d[c] k)^T writes = (e[c] - (d[c] k)^T W) S + (d[c] k)^T U
+
+All but S' = A S + B is computed for all chunks at once.
+
+Legend: B batch, S sequence, G heads of queries and keys, N heads of values (a multiple of G), K width of keys, V width
+of values, C chunks, c tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DELTA_CHUNK: Final = 64
+"""Tokens of a chunk."""
+_SMALLEST: Final = 1e-6
+"""Summand of the squared length of queries and keys."""
+
+
+def gated_delta_recurrence(
+    queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply the rule token by token.
+
+    Args:
+        queries: [B, S, G, K].
+        keys: [B, S, G, K].
+        values: [B, S, N, V].
+        log_decay: Logarithm of the factor by which each token forgets, at most 0, [B, S, N].
+        strength: Strength of each token's write, [B, S, N].
+        state: State before the first token, [B, N, K, V].
+
+    Returns:
+        Outputs [B, S, N, V], and the state after the last token.
+    """
+    copies = values.shape[2] // keys.shape[2]
+    unit_queries, unit_keys = _of_unit_length(queries, keys)
+    unit_queries = unit_queries.repeat_interleave(copies, dim=2)  # [B, S, N, K]
+    unit_keys = unit_keys.repeat_interleave(copies, dim=2)
+    dtype = unit_keys.dtype
+    state = state.to(dtype)
+    outputs = []
+    for token in range(values.shape[1]):
+        key = unit_keys[:, token].unsqueeze(-2)  # [B, N, 1, K]
+        state = state * log_decay[:, token].to(dtype).exp()[..., None, None]
+        missing = values[:, token].to(dtype).unsqueeze(-2) - key @ state  # [B, N, 1, V]
+        state = state + key.mT @ (missing * strength[:, token].to(dtype)[..., None, None])
+        outputs.append((unit_queries[:, token].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(outputs, dim=1).to(values.dtype), state
+
+
+def gated_delta_scan(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    state: Tensor | None = None,
+    starts: Tensor | None = None,
+    chunk: int = DELTA_CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Apply the rule by chunks.
+
+    Args:
+        queries: As for `gated_delta_recurrence`.
+        keys: The same.
+        values: The same.
+        log_decay: The same.
+        strength: The same.
+        state: State before the first token; zeros if None.
+        starts: Index in the row at which each token's document starts, [B, S], without a `state`; None for one
+            document a row. No bit of a document depends on those before it.
+        chunk: Tokens of a chunk.
+
+    Returns:
+        Outputs [B, S, N, V], and the state after the last token, [B, N, K, V].
+    """
+    batch, length, groups, _ = keys.shape
+    heads = values.shape[2]
+    chunk = min(chunk, length)
+    missing = -length % chunk
+    q, k = _of_unit_length(queries, keys)
+    dtype = k.dtype
+    # Padding has keys of 0, so it writes nothing, and a decay of 1.
+    q = _by_chunks(q, chunk, missing).unsqueeze(2)  # [B, G, 1, C, c, K]
+    k = _by_chunks(k, chunk, missing).unsqueeze(2)
+    v = _by_chunks(values.to(dtype), chunk, missing).unflatten(1, (groups, -1))  # [B, G, N/G, C, c, V]
+    b = _by_chunks(strength.to(dtype).unsqueeze(-1), chunk, missing).unflatten(1, (groups, -1))  # [B, G, N/G, C, c, 1]
+    fading = _by_chunks(log_decay.to(dtype).unsqueeze(-1), chunk, missing).squeeze(-1).unflatten(1, (groups, -1))
+
+    # Decays between tokens, [B, G, N/G, C, c, c], from the beginning of the chunk, and over all of it.
+    between = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).tril()
+    from_before = fading.cumsum(-1).exp().unsqueeze(-1)  # [B, G, N/G, C, c, 1]
+    if starts is not None:
+        first = F.pad(starts.unsqueeze(1).float(), (0, missing), mode="replicate").long()
+        first = first.view(batch, 1, 1, -1, chunk)
+        tokens = torch.arange(length + missing, device=k.device).view(-1, chunk)  # [C, c]
+        between = between & (first.unsqueeze(-1) <= tokens.unsqueeze(-2))
+        from_before = from_before * (first < tokens[:, :1]).unsqueeze(-1)
+    decay = _DecaysBetween.apply(fading, between)
+    to_end = decay[..., -1, :].unsqueeze(-1)
+
+    # Writes of a chunk: [U, W] = (1 + M)^-1 [b v, b e k].
+    dependence = (k @ k.mT) * (decay * b)
+    wanted = torch.cat((v * b, k * (from_before * b)), dim=-1)
+    solved = torch.linalg.solve_triangular(dependence, wanted, upper=False, unitriangular=True)
+    own, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+
+    # States before each chunk, [B, G, N/G, C, K, V], and after the last.
+    kept_keys = (k * to_end).mT
+    written = kept_keys @ solved
+    added, removed = written.split((v.shape[-1], k.shape[-1]), dim=-1)
+    identity = torch.eye(k.shape[-1], dtype=dtype, device=k.device)
+    carried = identity * from_before[..., -1:, :] - removed
+    if state is None:
+        state = added.new_zeros(batch, heads, *added.shape[-2:])
+    before, last = _MatrixScan.apply(carried, added, state.to(dtype).unflatten(1, (groups, -1)))
+
+    writes = own - of_state @ before
+    outputs = (q * from_before) @ before + ((q @ k.mT) * decay) @ writes
+    outputs = outputs.flatten(1, 2).flatten(2, 3)[:, :, :length].transpose(1, 2)
+    return outputs.to(values.dtype), last.flatten(1, 2)
+
+
+def _of_unit_length(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries of length 1 / sqrt(K) and keys of length 1, in fp32 or a wider type."""
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    queries, keys = queries.to(dtype), keys.to(dtype)
+    queries = queries * torch.rsqrt(queries.square().sum(-1, keepdim=True) + _SMALLEST) * queries.shape[-1] ** -0.5
+    keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + _SMALLEST)
+    return queries, keys
+
+
+def _by_chunks(x: Tensor, chunk: int, missing: int) -> Tensor:
+    """Return tokens of heads [B, S, heads, width] by chunks, [B, heads, C, c, width], with padding at the end."""
+    if missing:
+        x = F.pad(x, (0, 0, 0, 0, 0, missing))
+    return x.transpose(1, 2).unflatten(2, (-1, chunk))
+
+
+class _DecaysBetween(torch.autograd.Function):
+    """exp(sum of log decays over j + 1 ... i) for tokens i and j of a chunk; 0 for those that do not see each other.
+
+    Each sum has only its own terms, so that a document's decays have no rounding of those before it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_decay: Tensor, visible: Tensor) -> Tensor:
+        """Return decays [..., i, j] for log decays [..., c] and the pairs that see each other, bool [..., i, j]."""
+        length = log_decay.shape[-1]
+        later = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).tril(-1)
+        terms = log_decay.unsqueeze(-1) * later  # term i of the sum that begins after j
+        decays = terms.cumsum(-2).exp_().mul_(visible)
+        ctx.save_for_backward(decays)
+        return decays
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the log decays: a token's is that of all sums which go over it."""
+        (decays,) = ctx.saved_tensors
+        of_sums = gradient * decays
+        of_ends = of_sums.sum(-1) - of_sums.sum(-2)  # of the sum up to i from the chunk's beginning
+        return of_ends.flip(-1).cumsum(-1).flip(-1), None
+
+
+class _MatrixScan(torch.autograd.Function):
+    """States S' = A S + B of one chunk after another."""
+
+    @staticmethod
+    def forward(ctx: Any, carried: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states before each chunk, [..., C, K, V], and the last one.
+
+        Args:
+            ctx: Context.
+            carried: A, [..., C, K, K].
+            added: B, [..., C, K, V].
+            state: The first state, [..., K, V].
+        """
+        before = torch.empty_like(added)
+        for chunk in range(added.shape[-3]):
+            before[..., chunk, :, :] = state
+            state = added[..., chunk, :, :] + carried[..., chunk, :, :] @ state
+        ctx.save_for_backward(carried, before)
+        return before, state
+
+    @staticmethod
+    def backward(ctx: Any, of_before: Tensor, of_last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients: those of states, from the last chunk to the first, and of A from these at once."""
+        carried, before = ctx.saved_tensors
+        of_added = torch.empty_like(before)
+        of_state = of_last
+        for chunk in reversed(range(before.shape[-3])):
+            of_added[..., chunk, :, :] = of_state
+            of_state = of_before[..., chunk, :, :] + carried[..., chunk, :, :].mT @ of_state
+        return of_added @ before.mT, of_added, of_state
