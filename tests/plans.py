@@ -74,6 +74,14 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "logit_multiplier": 0.5,
         "attention_sinks": True,
     },
+    "gated heads": {
+        "norm": "rmsnorm_1p",
+        "qk_norm": "head",
+        "head_dim": 12,
+        "num_kv_heads": 2,
+        "attention_output_gate": True,
+    },
+    "gated equal heads": {"attention_output_gate": True, "gpt_j_residual": True},
     "latent": {
         "norm": "rmsnorm",
         "attention_config": ["latent", "latent"],

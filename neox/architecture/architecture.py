@@ -109,6 +109,8 @@ class Architecture:
         attention_scale: Factor of attention's scores; 0 for 1 / sqrt(head_dim).
         attention_softcap: Bound c of attention's scores s, which become c tanh(s / c); 0 for none.
         attention_sinks: Whether each head has a trained score that takes part in the softmax and adds nothing.
+        attention_output_gate: Whether the outputs of attention's heads are multiplied by the sigmoid of a projection of
+            the hidden states.
         residual_multiplier: Factor of what a sublayer adds to the residual stream.
         embedding_multiplier: Factor of the tokens' vectors.
         position_multiplier: Factor of the positions' vectors.
@@ -182,6 +184,7 @@ class Architecture:
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
     attention_sinks: bool = False
+    attention_output_gate: bool = False
     residual_multiplier: float = 1.0
     embedding_multiplier: float = 1.0
     position_multiplier: float = 1.0

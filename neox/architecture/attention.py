@@ -59,7 +59,7 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     """Fused projection, norms of queries and keys, and output projection.
 
     Rows of the fused projection are [heads, 3, head_dim], or all queries, all keys, all values if there are fewer
-    heads of keys and values.
+    heads of keys and values. Those of a gate of the output follow, [heads, head_dim].
     """
     hidden = architecture.hidden_size
     queries = architecture.num_attention_heads * architecture.head_dim
@@ -68,6 +68,9 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     sections: tuple[int, ...] = ()
     if keys < queries:
         sections = (queries, keys, keys)
+    if architecture.attention_output_gate:
+        sections = (*(sections or (rows,)), queries)
+        rows += queries
     projection = [ParameterSpec("attention.query_key_value.weight", (rows, hidden), 0, sections=sections)]
     if architecture.qkv_bias:
         bias = ParameterSpec("attention.query_key_value.bias", (rows,), 0, init=ZEROS, sections=sections)

@@ -77,7 +77,7 @@ BLOCKS: Mapping[str, BlockKind] = MappingProxyType(
         "latent": _transformer(
             LATENT_ATTENTION,
             context_ranks="whose keys and values differ in width",
-            refused=("qk_norm", "use_qk_layernorm", "no_rotary_layers", "lora"),
+            refused=("qk_norm", "use_qk_layernorm", "no_rotary_layers", "attention_output_gate", "lora"),
         ),
         "sliding_window": _transformer(WINDOWED_ATTENTION),
         "gmlp": GMLP,

@@ -126,6 +126,25 @@ def _grouped_heads_from_hf(joined: Tensor, source: TensorSource, architecture: A
     return torch.cat([part.reshape(-1, *rest) for part in (queries, keys, values)])
 
 
+def _gated_heads_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return queries with the gate of each head, keys and values."""
+    qkv, gates = tensor.split((sum(_head_rows(architecture)), _head_rows(architecture)[0]))
+    queries, keys, values = _heads_to_hf(qkv, source, architecture)
+    by_head = (architecture.num_attention_heads, architecture.head_dim, *tensor.shape[1:])
+    queries_and_gates = torch.stack((queries.reshape(by_head), gates.reshape(by_head)), dim=1)  # q0 g0 q1 g1
+    return [queries_and_gates.flatten(0, 2), keys, values]
+
+
+def _gated_heads_from_hf(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
+    """Return our fused tensor: the inverse of `_gated_heads_to_hf`."""
+    rows, keys, values = _head_rows(architecture)
+    queries_and_gates, rest = joined.split((2 * rows, keys + values))
+    by_head = (architecture.num_attention_heads, 2, architecture.head_dim, *joined.shape[1:])
+    queries, gates = queries_and_gates.reshape(by_head).unbind(1)
+    qkv = _heads_from_hf(torch.cat([queries.flatten(0, 1), rest]), source, architecture)
+    return torch.cat([qkv, gates.flatten(0, 1)])
+
+
 def _experts_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
     """Return the modules of each expert of a stack [experts, rows, columns], one expert after another."""
     parts: list[Tensor] = []
@@ -208,6 +227,7 @@ ROWS: Mapping[str, RowLayout] = MappingProxyType(
         "same": RowLayout(_equal_parts, _unchanged),
         "heads": RowLayout(_heads_to_hf, _heads_from_hf),
         "grouped_heads": RowLayout(_grouped_heads_to_hf, _grouped_heads_from_hf),
+        "gated_heads": RowLayout(_gated_heads_to_hf, _gated_heads_from_hf),
         "experts": RowLayout(_experts_to_hf, _experts_from_hf),
         "stacked_experts": RowLayout(_stacked_experts_to_hf, _stacked_experts_from_hf),
         "alternating_experts": RowLayout(_alternating_experts_to_hf, _alternating_experts_from_hf),

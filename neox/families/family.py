@@ -26,6 +26,7 @@ Layout = Literal[
     "same",
     "heads",
     "grouped_heads",
+    "gated_heads",
     "swapped_halves",
     "experts",
     "stacked_experts",
@@ -40,6 +41,9 @@ Layout = Literal[
     heads                all queries, all keys, all values, in one   q k v of head 0, q k v of head 1, ...; the same as
                          module or three                             theirs if there are fewer key heads
     grouped_heads        of each key head: its queries, key, value   as for heads (Falcon)
+    gated_heads          as for heads, but in the first module    as for heads, then all gates
+                         the rows of each query head are followed
+                         by those of its gate (Qwen3-Next)
     swapped_halves       gate, value                                 value, gate
     experts              modules of each expert                      one stack [experts, rows, columns]
     stacked_experts      one stack [experts, columns, rows]          one stack [experts, rows, columns]

@@ -62,12 +62,12 @@ class SelfAttention(nn.Module):
                                     exchange tokens for heads, or gather all keys and values.
             generation              _cached: write k and v to their slots, attend to all slots
                                                                          │
-        [B, S, H] ─ dense, reduced over tensor ranks ─────── outputs of heads [B, S, N * D]
+        [B, S, H] ─ dense, reduced over tensor ranks ─────── outputs of heads [B, S, N * D], gated
 
     `recompute` may repeat the upper two thirds (`full_attn`) or `_core` (`core_attn`) in the backward pass.
 
     Rows of the fused projection: [heads, 3, D] with as many heads of keys and values as of queries, as in NeoX;
-    otherwise this rank's queries, then its keys, then its values.
+    otherwise this rank's queries, then its keys, then its values. With a gate of the output, the gates [N, D] follow.
 
     Args:
         architecture: The network.
@@ -84,6 +84,7 @@ class SelfAttention(nn.Module):
             `core_attn`: what follows the projection to queries, keys and values.
         score_scale: Factor of the attention scores, 1 / sqrt(D) unless the network says otherwise.
         softcap: Bound of the attention scores; 0 for none.
+        gates_output: Whether the outputs of heads are multiplied by a sigmoid before the output projection.
         sinks: Scores [N] that take part in the softmax and add nothing; None for none.
         tables_key: Which of the tables of positions in `BlockContext.tables` the block reads.
         softmax_scale: Factor that is divided out of the scores before the softmax, and multiplied back inside it: the
@@ -159,9 +160,12 @@ class SelfAttention(nn.Module):
         hidden = architecture.hidden_size
         heads = architecture.num_attention_heads
         rows = (heads + 2 * architecture.num_kv_heads) * self.head_dim
+        if architecture.attention_output_gate:
+            rows += heads * self.head_dim
         self.query_key_value = ColumnParallelLinear(
             hidden, rows, grid, bias=architecture.qkv_bias, multiply=linear, **options
         )
+        self.gates_output = architecture.attention_output_gate
         norms = query_key_norms(architecture, grid, **options)
         self._norm_names = tuple(norms)
         for name, norm in norms.items():
@@ -191,8 +195,8 @@ class SelfAttention(nn.Module):
             encode = partial(encoding, tables=tables)
             bias = encoding.score_bias(tables)
         if context.cache is not None:
-            return self._attend_with_cache(x, context, encode, bias).flatten(2)
-        q, k, v = self._queries_keys_values(x, encode)
+            return self._attend_with_cache(x, context, encode, bias)
+        q, k, v, gate = self._queries_keys_values(x, encode)
         if context.observes:
             assert context.observe_scores is not None
             context.observe_scores(self, q, k)
@@ -200,14 +204,14 @@ class SelfAttention(nn.Module):
             out = self._core(q, k, v, context, bias)
         else:
             out = self._maybe_recomputed("core_attn", self._core, q, k, v, context, bias)
-        return out.flatten(2)
+        return _gated(out.flatten(2), gate)
 
     def _attend_with_cache(
         self, x: Tensor, context: BlockContext, encode: Callable[[Tensor], Tensor] | None, bias: Tensor | None
     ) -> Tensor:
-        """Add the new tokens to the cache, and attend to all tokens in it: [B, S, H] -> [B, S, N, D]."""
-        q, k, v = self._queries_keys_values(x, encode)
-        return self._cached(q, k, v, context, bias)
+        """Add the new tokens to the cache, and attend to all tokens in it: [B, S, H] -> [B, S, N*D]."""
+        q, k, v, gate = self._queries_keys_values(x, encode)
+        return _gated(self._cached(q, k, v, context, bias).flatten(2), gate)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor | None, context: BlockContext, bias: Tensor | None) -> Tensor:
         """Attend to cached and new tokens: q [B, S, N, D], k and v [B, S, K, D] -> [B, S, N, D].
@@ -306,14 +310,24 @@ class SelfAttention(nn.Module):
 
     def _queries_keys_values(
         self, x: Tensor, encode: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, N, D], keys and values [B, S, K, D], normalised and with their positions.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries [B, S, N, D], keys and values [B, S, K, D], and the logits of the output's gate [B, S, N*D].
+
+        Queries and keys are normalised and have their positions. Without a gate its logits are None.
 
         Args:
             x: Hidden states [B, S, H].
             encode: Puts positions into queries and keys [B, S, heads, 1 or 2, D]; None leaves them as they are.
         """
-        qkv = self.query_key_value(x)
+        projected = self.query_key_value(x)
+        if not self.gates_output:
+            return *self._heads(projected, encode), None
+        rows = (self.heads_here + 2 * self.kv_heads_here) * self.head_dim
+        qkv, gate = projected.split((rows, self.heads_here * self.head_dim), dim=-1)
+        return *self._heads(qkv, encode), gate
+
+    def _heads(self, qkv: Tensor, encode: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, S, N, D], keys and values [B, S, K, D] of the fused projection."""
         if self._norm_names:
             queries, keys, values = self._normalised(*self._split(qkv))
             if encode is not None:
@@ -470,6 +484,11 @@ class SelfAttention(nn.Module):
         if self.encoding is None:
             return {}
         return {self.tables_key: self.encoding.tables(positions, keys, dtype, slots, lengths)}
+
+
+def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
+    """Multiply the outputs of heads [B, S, N*D] by the sigmoid of the gate's logits, if there are some."""
+    return out if gate is None else out * gate.sigmoid()
 
 
 class SparseSelfAttention(SelfAttention):

@@ -112,18 +112,18 @@ class LatentSelfAttention(SelfAttention, TokenShares):
 
     def _queries_keys_values(
         self, x: Tensor, encode: Callable[[Tensor], Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys [B, S, N, D] and values [B, S, N, V]."""
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return queries and keys [B, S, N, D] and values [B, S, N, V]; there is no gate."""
         queries, latents, rotated = self._queries_and_latents(x, encode)
         up = self.key_value_up(latents).unflatten(-1, (self.heads_here, -1))
         plain, values = up.split((self.plain_width, self.value_width), dim=-1)
         keys = torch.cat((rotated.expand(-1, -1, self.heads_here, -1), plain), dim=-1)
-        return queries, keys, values
+        return queries, keys, values, None
 
     def _attend_with_cache(
         self, x: Tensor, context: BlockContext, encode: Callable[[Tensor], Tensor] | None, bias: Tensor | None
     ) -> Tensor:
-        """Attend to the cached latent vectors with `key_value_up` absorbed: [B, S, H] -> [B, S, N, V]."""
+        """Attend to the cached latent vectors with `key_value_up` absorbed: [B, S, H] -> [B, S, N*V]."""
         queries, latents, rotated = self._queries_and_latents(x, encode)
         weight = self.key_value_up.weight.unflatten(0, (self.heads_here, -1))  # [N, P + V, C]
         to_keys, to_values = weight.split((self.plain_width, self.value_width), dim=1)
@@ -132,7 +132,7 @@ class LatentSelfAttention(SelfAttention, TokenShares):
         queries = torch.cat((latent_queries, rotated_queries), dim=-1)  # [B, S, N, C + R]
         keys = torch.cat((latents.unsqueeze(2), rotated), dim=-1)  # [B, S, 1, C + R]
         outputs = self._cached(queries, keys, None, context, bias)  # [B, S, N, C]
-        return torch.einsum("bsnc,nvc->bsnv", outputs, to_values)
+        return torch.einsum("bsnc,nvc->bsnv", outputs, to_values).flatten(2)
 
     @property
     def cache_form(self) -> CacheForm:

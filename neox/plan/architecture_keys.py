@@ -448,6 +448,7 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         ),
         "attention_softcap": later_key("attention_softcap", 0.0),
         "attention_sinks": later_key("attention_sinks", False),
+        "attention_output_gate": later_key("attention_output_gate", False),
         "residual_multiplier": later_key("residual_multiplier", 1.0),
         "embedding_multiplier": FieldKeys(
             ("embedding_multiplier", "use_mup", "mup_embedding_mult"),

@@ -309,6 +309,9 @@ class ModelConfig(Section):
     """Give each head a trained score that takes part in the softmax and adds nothing, so that the weights of tokens may
     add up to less than 1 (gpt-oss)."""
 
+    attention_output_gate: bool = False
+    """Multiply the outputs of attention's heads by the sigmoid of a projection of the hidden states (Qwen3-Next)."""
+
     logit_multiplier: Annotated[PositiveFloat, _NOT_MUP] = 1.0
     """Factor of the logits (Command-R's `logit_scale`; Granite divides by `logits_scaling`)."""
 

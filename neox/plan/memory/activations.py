@@ -385,6 +385,8 @@ def _operand_bytes(run: LaidOutRun) -> int:
         total += 2 * widths * number
     if network.qk_norm != "none":
         total += (heads + 3 * keys - 2 * stored_keys) * number // split
+    if network.attention_output_gate:  # its logits, which share memory with the values, its sigmoid, gated outputs
+        total += 3 * heads * number // split
     return total
 
 

@@ -36,6 +36,7 @@ _OF_ATTENTION = (
     "attention_dropout",
     "attention_softcap",
     "attention_sinks",
+    "attention_output_gate",
     "attention_multiplier",
     "apply_query_key_layer_scaling",
     "num_kv_heads",

@@ -96,7 +96,8 @@ def test_activations_are_what_autograd_keeps():
     )
     tiles = {"mlp_tile_size": 32}
     tiled = (tiles, {**tiles, **parallel}, {**tiles, **others[0]}, {**tiles, "norm_placement": "both"})
-    plain = ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned)
+    gated = {"attention_output_gate": True}
+    plain = ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned, gated)
     for keys in (*plain, *others, *masked, *tiled):
         flat = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 256, "pos_emb": "rotary"}
         flat |= {"num_layers": 2, "train_micro_batch_size_per_gpu": 2, "attention_config": [[["flash"], 2]]}
