@@ -45,7 +45,7 @@ from neox.checkpoint import check_manifest, checkpoint_directories, find_checkpo
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError
 from neox.plan import RunPlan, resolve
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES
 
 RANKS, VOCAB, SEQ, SAVE_EVERY = 2, 500, 32, 2
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}

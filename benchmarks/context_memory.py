@@ -25,7 +25,7 @@ from neox.model import GPT, Context
 from neox.objectives import CausalLM
 from neox.parallel import ParallelGrid, context_indices
 from neox.plan import RunPlan, host_device, resolve
-from neox.plan.device import memory_on
+from neox.plan.devices.device import memory_on
 from tests.distributed.spawn import run_ranks
 
 MIB = 2**20

@@ -32,7 +32,7 @@ from benchmarks.machine import describe
 from neox.config import NeoXConfig
 from neox.config.sections.optimizer_table import OPTIMIZERS, find_optimizer
 from neox.plan import Device, RunPlan, gpu_device, host_device, resolve
-from neox.plan.device import memory_on
+from neox.plan.devices.device import memory_on
 from tests.distributed.spawn import run_ranks
 
 VOCAB, SEQUENCE, BUCKET = 1000, 128, 400_000

@@ -15,7 +15,7 @@ from typing import Any
 
 from neox.config import NeoXConfig
 from neox.plan import RunPlan, gpu_device, resolve
-from neox.plan.device import memory_on
+from neox.plan.devices.device import memory_on
 from neox.plan.search.longest_sequence import longest_sample
 
 GIB = 2**30

@@ -20,8 +20,8 @@ from typing import Any
 
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.architecture import layer_plan
 from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.network.architecture import layer_plan
 from neox.plan.time import GPUS, StepTime, TrainingSystem, estimate_step
 
 ROWS = Path(__file__).with_name("published_runs.tsv")

@@ -8,7 +8,7 @@ from neox.architecture import BlockKind
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan import RunPlan, resolve
-from neox.plan.attention_config import asked_kinds
+from neox.plan.network.attention_config import asked_kinds
 from neox.problems import Problem
 
 # The fewest keys that resolve; everything else has its default.

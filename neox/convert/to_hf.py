@@ -42,7 +42,7 @@ from neox.families import FAMILIES, Family, ModelSettings
 from neox.log import get_logger
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, used_vocabulary
-from neox.plan.export_form import exported_norm, family_refusals
+from neox.plan.network.export_form import exported_norm, family_refusals
 from neox.tokenizer import GENERATION_CONFIG, HFTokenizer, identify, saved_tokenizer_identity, special_token
 from neox.tokenizer.chat import ChatTemplate, find_answer_form
 

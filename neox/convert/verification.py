@@ -18,8 +18,8 @@ from neox.families import FAMILIES
 from neox.model import GPT
 from neox.parallel import ParallelGrid
 from neox.plan import AttentionImpl, RunPlan, resolve
-from neox.plan.architecture_keys import ARCHITECTURE_KEYS
-from neox.plan.export_form import exported_norm
+from neox.plan.network.architecture_keys import ARCHITECTURE_KEYS
+from neox.plan.network.export_form import exported_norm
 from neox.tokenizer import Tokenizer
 
 _KERNEL_KEYS = frozenset({"scaled_upper_triang_masked_softmax_fusion", "precision"})

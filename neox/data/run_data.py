@@ -35,7 +35,7 @@ from neox.data.samples.fill_in_middle import FillInMiddle
 from neox.data.teacher_file import DistillationBatchIterator, TeacherFile
 from neox.errors import DataError
 from neox.log import get_logger
-from neox.plan.dataset_shares import shares_of_stages
+from neox.plan.batches.dataset_shares import shares_of_stages
 from neox.plan.run_plan import RunPlan
 from neox.tokenizer import Tokenizer, tokenizer_of
 

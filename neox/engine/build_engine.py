@@ -41,7 +41,7 @@ from neox.ops import DTYPES, FP8_RECIPES
 from neox.optim import ClippedOptimizer, ExpertGroups, Muon, NormScope, build_optimizer
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 from neox.plan import RunPlan
-from neox.plan.compiled import compiles_layers
+from neox.plan.devices.compiled import compiles_layers
 from neox.plan.run_identity import run_identity
 
 _log = get_logger(__name__)

@@ -18,8 +18,8 @@ from neox.model.context import Context
 from neox.model.embedding import LMHead
 from neox.model.stage import NetworkOutput, Stage
 from neox.parallel import ParallelGrid
+from neox.plan.ranks.stages import LayerRange
 from neox.plan.run_plan import RunPlan
-from neox.plan.stages import LayerRange
 
 
 class GPT(nn.Module):

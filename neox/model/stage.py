@@ -34,8 +34,8 @@ from neox.model.score_head import ScoreHead
 from neox.model.soft_prompt import SoftPrompt
 from neox.ops import unpadded_keys
 from neox.parallel import ParallelGrid, context_indices, gather_tokens
+from neox.plan.ranks.stages import LayerRange
 from neox.plan.run_plan import RunPlan
-from neox.plan.stages import LayerRange
 
 
 class NetworkOutput(NamedTuple):

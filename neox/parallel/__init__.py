@@ -47,7 +47,7 @@ from neox.parallel.layers import (
 )
 from neox.parallel.rng import RNGTracker, derive_seed
 from neox.parallel.token_shares import TokenShares, divide_tokens
-from neox.plan.topology import Topology
+from neox.plan.ranks.topology import Topology
 
 __all__ = [
     "Adapter",

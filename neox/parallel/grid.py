@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from neox.parallel.rng import RNGTracker, derive_seed
-from neox.plan.topology import Topology
+from neox.plan.ranks.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.conditions import status_of
 from neox.config.sections.deepspeed import ZeroSettings
-from neox.plan.batch import BatchPlan
-from neox.plan.pipeline_schedules import ranges_per_stage
-from neox.plan.precision import Precision
-from neox.plan.topology import Topology
+from neox.plan.batches.batch import BatchPlan
+from neox.plan.devices.precision import Precision
+from neox.plan.ranks.pipeline_schedules import ranges_per_stage
+from neox.plan.ranks.topology import Topology
 
 _ZERO_STATUS = {key: status_of(info) for key, info in ZeroSettings.model_fields.items()}
 # Read by DeepSpeed when it saves or loads a checkpoint itself, which it never does here.

@@ -16,9 +16,9 @@ from typing import Any
 from neox.architecture import Architecture, AttentionImpl, LayerPlan
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
-from neox.plan.batch import BatchPlan
-from neox.plan.precision import BYTES, Precision
-from neox.plan.topology import Topology
+from neox.plan.batches.batch import BatchPlan
+from neox.plan.devices.precision import BYTES, Precision
+from neox.plan.ranks.topology import Topology
 
 # Attention kernels, the one that keeps the most first.
 _MOST_MEMORY_FIRST: tuple[AttentionImpl, ...] = ("eager", "fused", "flash")

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from neox.architecture import Architecture
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError, LaunchError
-from neox.plan.batch import BatchPlan
+from neox.plan.batches.batch import BatchPlan
+from neox.plan.ranks.topology import Topology
 from neox.plan.resolve import derive_plan
 from neox.plan.run_plan import RunPlan
-from neox.plan.topology import Topology
 from neox.problems import Source
 
 

@@ -12,22 +12,22 @@ from neox.architecture import Architecture, LayerPlan, build_layer_plan
 from neox.config.keys import TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.architecture import architecture_of, padded_vocabulary, trained_layers, used_vocabulary
-from neox.plan.attention_config import attention_impls
-from neox.plan.batch import BatchPlan, batch_notes, solve_batch
-from neox.plan.batch_schedule import ramp_problems
+from neox.plan.batches.batch import BatchPlan, batch_notes, solve_batch
+from neox.plan.batches.batch_schedule import ramp_problems
 from neox.plan.deepspeed_json import deepspeed_json
-from neox.plan.fp8 import fp8_problems
+from neox.plan.devices.fp8 import fp8_problems
+from neox.plan.devices.precision import UNKNOWN_HOSTS, Capabilities, Precision, choose_precision, settle_precision
 from neox.plan.layout import LaidOutRun, configured_layout
 from neox.plan.memory import fullest_stage
-from neox.plan.precision import UNKNOWN_HOSTS, Capabilities, Precision, choose_precision, settle_precision
+from neox.plan.network.architecture import architecture_of, padded_vocabulary, trained_layers, used_vocabulary
+from neox.plan.network.attention_config import attention_impls
+from neox.plan.ranks.stages import Division, StagePlan, plan_stages
+from neox.plan.ranks.topology import Topology, solve_grid
 from neox.plan.rules import notes_without_effect, static_problems
 from neox.plan.rules.data_stages import order_problems
 from neox.plan.rules.pipeline import schedule_problems
 from neox.plan.run_plan import RunPlan
-from neox.plan.stages import Division, StagePlan, plan_stages
 from neox.plan.time.gpus import GPUS
-from neox.plan.topology import Topology, solve_grid
 from neox.problems import Problem, in_file_order
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from neox.config.neox_config import NeoXConfig
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
-from neox.plan.architecture import architecture_of
-from neox.plan.precision import newest_checkpoint
+from neox.plan.devices.precision import newest_checkpoint
+from neox.plan.network.architecture import architecture_of
 from neox.storage import cache_folder, cached_address, is_remote, named_checkpoint
 
 RUN_FILE = "run.json"

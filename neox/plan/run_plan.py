@@ -10,13 +10,13 @@ from typing import Any
 from neox.architecture import Architecture, AttentionImpl, LayerPlan
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
-from neox.plan.batch import BatchPlan
-from neox.plan.batch_schedule import BatchSchedule
+from neox.plan.batches.batch import BatchPlan
+from neox.plan.batches.batch_schedule import BatchSchedule
+from neox.plan.devices.precision import Precision
 from neox.plan.layout import LaidOutRun, Layout
 from neox.plan.memory import MemoryPlan
-from neox.plan.precision import Precision
-from neox.plan.stages import StagePlan
-from neox.plan.topology import Topology
+from neox.plan.ranks.stages import StagePlan
+from neox.plan.ranks.topology import Topology
 
 
 @dataclass(frozen=True)

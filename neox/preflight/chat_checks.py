@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
 from neox.errors import DataError, TokenizerError
-from neox.plan.precision import newest_checkpoint
+from neox.plan.devices.precision import newest_checkpoint
 from neox.problems import Problem
 
 if TYPE_CHECKING:

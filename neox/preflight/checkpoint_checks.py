@@ -12,7 +12,7 @@ from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_o
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
 from neox.plan import RunPlan, architecture_settings, setting_differences
-from neox.plan.precision import newest_checkpoint
+from neox.plan.devices.precision import newest_checkpoint
 from neox.problems import Problem
 from neox.storage import is_remote
 

@@ -14,7 +14,7 @@ from neox.errors import EvaluationError, GenerationError, install_command
 from neox.launch.hosts.machine import available_memory, smallest_memory
 from neox.launch.hosts.placement import Placement
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
-from neox.plan.device import gib, rank_memory
+from neox.plan.devices.device import gib, rank_memory
 from neox.preflight.command_line import INFERENCE
 from neox.problems import Problem
 

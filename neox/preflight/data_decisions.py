@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from neox.config import NeoXConfig
 from neox.errors import DataError
-from neox.plan.batch import solve_batch
-from neox.plan.batch_schedule import BatchSchedule, ramp_problems
-from neox.plan.topology import solve_grid
+from neox.plan.batches.batch import solve_batch
+from neox.plan.batches.batch_schedule import BatchSchedule, ramp_problems
+from neox.plan.ranks.topology import solve_grid
 from neox.problems import Problem
 
 _EPOCHS = "num_train_epochs"

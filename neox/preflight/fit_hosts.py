@@ -12,9 +12,9 @@ from neox.launch.hosts.doctor import HostReport, format_reports
 from neox.launch.hosts.placement import Placement
 from neox.launch.hosts.replacement import ChosenHosts, choose_fit_hosts, most_usable_hosts
 from neox.launch.spec import Host
-from neox.plan.batch import MICRO, STEPS, TOTAL, BatchPlan, solve_batch
-from neox.plan.batch_schedule import RAMP_KEY, ramp_sizes
-from neox.plan.topology import model_ranks_of
+from neox.plan.batches.batch import MICRO, STEPS, TOTAL, BatchPlan, solve_batch
+from neox.plan.batches.batch_schedule import RAMP_KEY, ramp_sizes
+from neox.plan.ranks.topology import model_ranks_of
 from neox.problems import CODE, Problem
 
 

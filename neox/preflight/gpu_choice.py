@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
 from neox.plan import gpu_device, resolve
-from neox.plan.precision import choose_precision
+from neox.plan.devices.precision import choose_precision
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, suggest_layouts
 from neox.plan.time import GPUS

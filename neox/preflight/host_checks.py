@@ -8,7 +8,7 @@ from neox.errors import LaunchError
 from neox.launch.hosts.doctor import HostReport
 from neox.launch.hosts.vendors import can_build_kernels
 from neox.plan import Capabilities, RunPlan, host_device
-from neox.plan.device import host_problem
+from neox.plan.devices.device import host_problem
 from neox.preflight.checks import memory_problems, nvme_problems
 
 

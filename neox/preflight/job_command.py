@@ -19,7 +19,7 @@ from neox.launch.hosts.placement import Placement, choose_hosts
 from neox.launch.launcher_choice import chosen_launcher, launcher_command, launcher_problem, new_spec
 from neox.launch.spec import LaunchSpec
 from neox.plan import Capabilities, encode_payload
-from neox.plan.device import memory_on
+from neox.plan.devices.device import memory_on
 from neox.preflight.command_line import find_script
 from neox.preflight.planning import Job, PlannedJob, plan_job
 from neox.preflight.run_directory import run_directory

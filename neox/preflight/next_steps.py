@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shlex import join
 
 from neox.plan import RunPlan
-from neox.plan.export_form import export_note
+from neox.plan.network.export_form import export_note
 from neox.preflight.chat_checks import carries_chat_template
 from neox.preflight.command_line import overrides
 

@@ -24,7 +24,7 @@ from neox.plan import (
     static_problems,
     with_trained_model,
 )
-from neox.plan.export_form import export_note
+from neox.plan.network.export_form import export_note
 from neox.preflight.chat_checks import (
     chat_template_notes,
     chat_template_problems,

@@ -29,8 +29,8 @@ from neox.launch.supervisor.agent_processes import AgentProcesses
 from neox.launch.supervisor.launchers import launch
 from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.plan import Capabilities, RunPlan
-from neox.plan.fp8 import fp8_problems
-from neox.plan.precision import settle_precision
+from neox.plan.devices.fp8 import fp8_problems
+from neox.plan.devices.precision import settle_precision
 from neox.preflight.checks import nvme_paths
 from neox.preflight.command_line import find_script
 from neox.preflight.data_checks import data_prefixes

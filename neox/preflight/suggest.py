@@ -15,7 +15,7 @@ from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
-from neox.plan.device import Device, gib
+from neox.plan.devices.device import Device, gib
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, Suggestions, suggest_layouts
 from neox.plan.search.fit import nested_keys

@@ -13,7 +13,7 @@ from neox.errors import ConfigError
 from neox.model import GPT
 from neox.ops import DTYPES, FP8_RECIPES
 from neox.parallel import ParallelGrid, Topology
-from neox.plan.compiled import compiles_layers
+from neox.plan.devices.compiled import compiles_layers
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import tiny_plan, train_curves
 from tests.losses import causal_lm_loss

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.held_storages import HeldStorages, use_planned_products
 from neox.config import NeoXConfig
 from neox.plan import RunPlan, resolve
-from neox.plan.device import rank_memory
+from neox.plan.devices.device import rank_memory
 from tests.distributed.spawn import run_ranks
 
 VOCAB, LENGTH = 8000, 256

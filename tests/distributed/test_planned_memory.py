@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.memory import EXPERT_LAYOUTS, EXPERTS, device_of, plan_of, step_peaks
-from neox.plan.device import memory_on
+from neox.plan.devices.device import memory_on
 from tests.distributed.spawn import run_ranks
 
 

@@ -15,7 +15,7 @@ from neox.data import IndexedDatasetBuilder
 from neox.data.token_files.indexed_dataset import IGNORED
 from neox.launch.agent.agent_files import PROGRESS_VARIABLE
 from neox.plan import RunPlan
-from neox.plan.device import rank_memory
+from neox.plan.devices.device import rank_memory
 from tests.distributed.spawn import RankError, run_ranks
 from tests.distributed.training_runs import VOCAB, batches, tiny_plan
 

@@ -14,7 +14,7 @@ import yaml
 from neox.config import NeoXConfig
 from neox.config.keys import UNSUPPORTED
 from neox.plan import config_from_files, gpu_device, resolve
-from neox.plan.device import memory_on
+from neox.plan.devices.device import memory_on
 from neox.preflight.command_line import parse_arguments
 from neox.preflight.planning import read_config
 

@@ -30,7 +30,7 @@ from neox.data.mixtures.stream import DatasetStream
 from neox.data.samples.gpt_dataset import GPTDataset
 from neox.data.samples.rows import TrainingDocuments
 from neox.log import get_logger
-from neox.plan.dataset_shares import shares_of_stages
+from neox.plan.batches.dataset_shares import shares_of_stages
 from neox.plan.run_plan import RunPlan
 
 _log = get_logger(__name__)

@@ -33,7 +33,7 @@ from neox.engine.pipeline.instructions import (
     SendGradient,
 )
 from neox.engine.pipeline.messages import Form, Mailbox
-from neox.plan.pipeline_schedules import Pass
+from neox.plan.ranks.pipeline_schedules import Pass
 
 
 def _timed(part: str, instruction: Callable[..., Any]) -> Callable[..., Any]:

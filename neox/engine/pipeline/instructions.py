@@ -1,7 +1,7 @@
 """A pipeline schedule as DeepSpeed's engine runs it: the instructions of one stage in one step.
 
-The plan says in which order a stage runs its passes (`neox.plan.pipeline_schedules`). Here each pass is surrounded by
-what it receives and sends:
+`neox.plan.ranks.pipeline_schedules` says in which order a stage runs its passes. Here each pass is surrounded by what
+it receives and sends:
 
     load a batch | ask for what the next pass needs | wait for this pass's input | forward or backward | send the result
 
@@ -41,7 +41,7 @@ from deepspeed.runtime.pipe.schedule import (
     ReduceTiedGrads,
 )
 
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, Pass, PipelineSchedule, forward_order
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES, Pass, PipelineSchedule, forward_order
 
 
 class Message(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
+from neox.plan.devices.precision import PRECISION_KEYS, choose_precision
 from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
 from neox.plan.layout import LaidOutRun
-from neox.plan.precision import PRECISION_KEYS, choose_precision
 from neox.problems import Problem
 
 _FP32 = 4

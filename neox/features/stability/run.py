@@ -20,7 +20,7 @@ from neox.engine.deepspeed_patches import clips_itself
 from neox.metrics import STABILITY
 from neox.model import Block, ForwardWatch, Stage
 from neox.plan import RunPlan
-from neox.plan.compiled import compiles_layers
+from neox.plan.devices.compiled import compiles_layers
 
 _SUMS = ("gradient", "weight", "update", "activation", "elements")
 """Sums by layer: squares of gradients, weights, updates and activations, and the number of activations."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from neox.launch.spec import Host
-from neox.plan.topology import Topology
+from neox.plan.ranks.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ from neox.architecture import (
 )
 from neox.plan.layout import LaidOutRun
 from neox.plan.memory.head import head_bytes
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
-from neox.plan.stages import StagePlan
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES
+from neox.plan.ranks.stages import StagePlan
 
 _FP32 = 4
 

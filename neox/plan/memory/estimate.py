@@ -14,7 +14,7 @@ from neox.plan.layout import LaidOutRun
 from neox.plan.memory.activations import activation_bytes, kept_inputs_on_host
 from neox.plan.memory.parameters import count_parameters
 from neox.plan.memory.zero import Sharding, copied_bytes, file_bytes, host_bytes, sharding_of
-from neox.plan.stages import StagePlan
+from neox.plan.ranks.stages import StagePlan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import prod
 from neox.architecture import LayerEntry
 from neox.config.sections.optimizer_kind import State
 from neox.plan.layout import LaidOutRun
-from neox.plan.stages import StagePlan
+from neox.plan.ranks.stages import StagePlan
 
 
 @dataclass(frozen=True)

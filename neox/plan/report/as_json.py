@@ -8,18 +8,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
-from neox.plan.device import Device, gpu_device, memory_on
-from neox.plan.expert_traffic import expert_traffic
+from neox.plan.devices.device import Device, gpu_device, memory_on
 from neox.plan.memory import MemoryPlan, stage_memory
-from neox.plan.parameter_groups import group_lines
+from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
+from neox.plan.network.parameter_groups import group_lines
+from neox.plan.ranks.stages import StagePlan
 from neox.plan.report.run_totals import imbalance, memory_with, run_totals, stage_ranks
+from neox.plan.report.value_sources import all_values, deepspeed_sources, derived_values
 from neox.plan.run_identity import starting_weights
 from neox.plan.run_plan import RunPlan
 from neox.plan.search.fit import check_fit, flash_advice
 from neox.plan.search.longest_sequence import length_notes, longest_sample
-from neox.plan.stages import StagePlan
-from neox.plan.value_sources import all_values, deepspeed_sources, derived_values
+from neox.plan.time.expert_traffic import expert_traffic
 
 
 def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:

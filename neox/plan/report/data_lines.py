@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from neox.plan.dataset_shares import shares_of_stages
+from neox.plan.batches.dataset_shares import shares_of_stages
 from neox.plan.run_plan import RunPlan
 
 MANY_PASSES = 4

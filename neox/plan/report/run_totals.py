@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neox.architecture import training_flops_per_token
-from neox.plan.device import Device, gpu_device
+from neox.plan.devices.device import Device, gpu_device
 from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS

@@ -9,22 +9,22 @@ from typing import Any
 
 from neox.architecture import Architecture
 from neox.features.on_paper import PAPERS
-from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
-from neox.plan.defaults import all_defaults, notable_defaults
-from neox.plan.device import GIB, Device, gib, gpu_device, memory_on
-from neox.plan.expert_traffic import expert_traffic
-from neox.plan.inference import inference_bytes
-from neox.plan.parameter_groups import group_lines
+from neox.plan.devices.device import GIB, Device, gib, gpu_device, memory_on
+from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
+from neox.plan.memory.inference import inference_bytes
+from neox.plan.network.parameter_groups import group_lines
+from neox.plan.ranks.stages import StagePlan
 from neox.plan.report.as_json import count, plain, stage_contents
 from neox.plan.report.data_lines import data_lines, fim_lines, preference_lines, validation_lines
+from neox.plan.report.defaults import all_defaults, notable_defaults
 from neox.plan.report.run_totals import RunTotals, imbalance, memory_with, run_totals, stage_ranks
+from neox.plan.report.value_sources import all_values, derived_values
 from neox.plan.run_identity import resumes_own_directory, starting_weights
 from neox.plan.run_plan import RunPlan
 from neox.plan.schedule import schedule_of
 from neox.plan.search.fit import flash_advice, memory_problem
 from neox.plan.search.longest_sequence import length_notes
-from neox.plan.stages import StagePlan
-from neox.plan.value_sources import all_values, derived_values
+from neox.plan.time.expert_traffic import expert_traffic
 
 _LABEL_WIDTH = 10
 _LONGEST_VALUE = 70

@@ -17,7 +17,7 @@ from neox.architecture import (
 )
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.attention_config import FLASH, SLIDING_WINDOW, asked_kinds, attention_kinds, fused_softmax_key
+from neox.plan.network.attention_config import FLASH, SLIDING_WINDOW, asked_kinds, attention_kinds, fused_softmax_key
 from neox.problems import Problem
 
 _ATTENTION = "attention_config"

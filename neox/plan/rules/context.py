@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.attention_config import asked_kinds, fused_softmax_key
+from neox.plan.network.attention_config import asked_kinds, fused_softmax_key
 from neox.plan.rules.blocks import listed
 from neox.plan.rules.network import nearest_multiples
 from neox.plan.rules.parallelism import uneven_lengths

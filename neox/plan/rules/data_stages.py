@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.data import DataStage
-from neox.plan.batch import BatchPlan
-from neox.plan.batch_schedule import BatchSchedule
+from neox.plan.batches.batch import BatchPlan
+from neox.plan.batches.batch_schedule import BatchSchedule
 from neox.problems import Problem
 
 _KEY = "data_stages"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.precision import PRECISION_KEYS, choose_precision
+from neox.plan.devices.precision import PRECISION_KEYS, choose_precision
 from neox.problems import Problem
 
 _STAGE = "zero_optimization.stage"

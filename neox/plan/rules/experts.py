@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.experts import ExpertsConfig
-from neox.plan.expert_keys import expert_blocks
+from neox.plan.network.expert_keys import expert_blocks
 from neox.plan.rules.network import nearest_multiples
 from neox.problems import Problem
 

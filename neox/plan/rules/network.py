@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from neox.architecture import rope_scaling_problem
 from neox.config.neox_config import NeoXConfig
-from neox.plan.architecture_keys import rotated_dimensions, size_of_head
-from neox.plan.attention_config import asked_kinds
-from neox.plan.expert_keys import expert_blocks
-from neox.plan.mlp_width import mlp_width
+from neox.plan.network.architecture_keys import rotated_dimensions, size_of_head
+from neox.plan.network.attention_config import asked_kinds
+from neox.plan.network.expert_keys import expert_blocks
+from neox.plan.network.mlp_width import mlp_width
 from neox.problems import Problem
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")

@@ -11,9 +11,9 @@ from neox.config.keys import NEOX_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.features.on_paper import PAPERS
-from neox.plan.attention_config import asked_kinds, attention_impls, described_kinds
 from neox.plan.feature import NO_SAVES
-from neox.plan.mlp_width import MLP_SIZES, mlp_width
+from neox.plan.network.attention_config import asked_kinds, attention_impls, described_kinds
+from neox.plan.network.mlp_width import MLP_SIZES, mlp_width
 from neox.plan.rules.fields import idle_notes
 from neox.plan.rules.preferences import dropout_notes
 from neox.problems import Note

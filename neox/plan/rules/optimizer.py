@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.config.sections.optimizer_table import plain_name
-from neox.plan.parameter_groups import static_group_problems
-from neox.plan.precision import choose_precision
+from neox.plan.devices.precision import choose_precision
+from neox.plan.network.parameter_groups import static_group_problems
 from neox.problems import Problem
 
 _TYPE = "optimizer.type"

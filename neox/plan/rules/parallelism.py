@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.partition import partition_problem
-from neox.plan.pipeline_schedules import ranges_per_stage
+from neox.plan.ranks.partition import partition_problem
+from neox.plan.ranks.pipeline_schedules import ranges_per_stage
 from neox.plan.rules.network import nearest_multiples
 from neox.problems import Problem
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.batch import STEPS, BatchPlan
-from neox.plan.batch_schedule import RAMP_KEY, BatchSchedule
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
-from neox.plan.topology import Topology
+from neox.plan.batches.batch import STEPS, BatchPlan
+from neox.plan.batches.batch_schedule import RAMP_KEY, BatchSchedule
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES
+from neox.plan.ranks.topology import Topology
 from neox.problems import Problem
 
 

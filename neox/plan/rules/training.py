@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.compiled import compile_obstacle
+from neox.plan.devices.compiled import compile_obstacle
 from neox.problems import Problem
 
 # More checkpoints than this are a mistake, and listing them would take longer than refusing them.

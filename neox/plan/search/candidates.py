@@ -8,9 +8,9 @@ from itertools import product
 from typing import NamedTuple
 
 from neox.architecture import LayerPlan
-from neox.plan.architecture import layer_plan
 from neox.plan.layout import Layout
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
+from neox.plan.network.architecture import layer_plan
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 from neox.plan.rules.context import context_problems
 from neox.plan.run_plan import RunPlan
 from neox.plan.search.divisible import TENSOR_DEGREES

@@ -7,9 +7,9 @@ from math import gcd
 from typing import Any
 
 from neox.config.neox_config import NeoXConfig, yaml_text
-from neox.plan.batch import BATCH_KEYS, MICRO, STEPS, TOTAL, solve_batch
+from neox.plan.batches.batch import BATCH_KEYS, MICRO, STEPS, TOTAL, solve_batch
+from neox.plan.ranks.topology import model_ranks_of, solve_grid
 from neox.plan.search.fit import nested_keys
-from neox.plan.topology import model_ranks_of, solve_grid
 from neox.problems import Problem
 
 TENSOR_DEGREES = (1, 2, 4, 8)

@@ -20,7 +20,7 @@ from typing import Any
 
 from neox.config.neox_config import yaml_text
 from neox.errors import ConfigError
-from neox.plan.device import Device, memory_on
+from neox.plan.devices.device import Device, memory_on
 from neox.plan.layout import LaidOutRun, Layout
 from neox.plan.memory import MemoryPlan
 from neox.plan.resolve import resolve

@@ -12,14 +12,14 @@ import yaml
 
 from neox.architecture import POSITIONS, LayerPlan
 from neox.config.neox_config import NeoXConfig
-from neox.plan.architecture import layer_plan
-from neox.plan.device import Device, gib, memory_on
-from neox.plan.inference import inference_bytes
+from neox.plan.devices.device import Device, gib, memory_on
 from neox.plan.layout import LaidOutRun, Layout
 from neox.plan.memory import MemoryPlan, fullest_stage
-from neox.plan.pipeline_schedules import ranges_per_stage
+from neox.plan.memory.inference import inference_bytes
+from neox.plan.network.architecture import layer_plan
+from neox.plan.ranks.pipeline_schedules import ranges_per_stage
+from neox.plan.ranks.stages import Division, StagePlan, plan_stages
 from neox.plan.run_plan import RunPlan
-from neox.plan.stages import Division, StagePlan, plan_stages
 
 # Largest heads that torch's flash kernels serve.
 _FLASH_HEAD_DIM = 256

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from neox.architecture import block_kinds
 from neox.config.neox_config import NeoXConfig
-from neox.plan.device import Device
+from neox.plan.devices.device import Device
 from neox.plan.layout import LaidOutRun, Layout
 from neox.plan.rules.context import networks_without_context_ranks
 from neox.plan.run_plan import RunPlan

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, Pass, PipelineSchedule
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES, Pass, PipelineSchedule
 
 
 class TimedPass(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, Architecture, block_kinds
 from neox.plan.layout import LaidOutRun
-from neox.plan.pipeline_schedules import ranges_per_stage
+from neox.plan.ranks.pipeline_schedules import ranges_per_stage
 
 Recompute = Literal["none", "core_attn", "half_of_products", "full"]
 """What the backward pass repeats: nothing; scores and weighted values (Megatron-LM's `selective`); every second

@@ -10,7 +10,7 @@ import pytest
 from neox.architecture import Architecture, NetworkFields
 from neox.config import NeoXConfig
 from neox.plan import architecture_of, architecture_settings, saved_architecture, yaml_keys
-from neox.plan.architecture_keys import FIELD_KEYS
+from neox.plan.network.architecture_keys import FIELD_KEYS
 from tests.plans import NETWORKS, SMALL
 
 

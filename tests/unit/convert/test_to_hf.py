@@ -18,7 +18,7 @@ from neox.convert.hf_directory import new_directory
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError
 from neox.parallel import shard
-from neox.plan.export_form import export_note
+from neox.plan.network.export_form import export_note
 from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 

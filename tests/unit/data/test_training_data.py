@@ -16,7 +16,7 @@ from neox.data.mixtures import passes
 from neox.data.mixtures.ledger import DatasetRecord, after_skipping
 from neox.data.run_data import DataIterators, build_data_iterators
 from neox.plan import RunPlan
-from neox.plan.dataset_shares import shares_of_stages
+from neox.plan.batches.dataset_shares import shares_of_stages
 from neox.tokenizer import build_tokenizer
 from tests.plans import SIZES, plan_of
 

@@ -20,7 +20,7 @@ from neox.engine.pipeline.instructions import (
 )
 from neox.errors import LaunchError
 from neox.parallel import ParallelGrid, Topology
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 from tests.plans import SIZES, plan_of
 
 

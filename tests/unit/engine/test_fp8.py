@@ -12,7 +12,7 @@ from neox.errors import LaunchError
 from neox.model import GPT
 from neox.ops import FP8_RECIPES
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
-from neox.plan.fp8 import fp8_matrices
+from neox.plan.devices.fp8 import fp8_matrices
 from tests.plans import MIXTURES, NETWORKS, small_plan
 
 FP8 = {"precision": "bf16", "fp8": "tensorwise"}

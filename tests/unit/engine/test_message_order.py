@@ -38,7 +38,7 @@ from neox.engine.pipeline.instructions import (
     SendGradient,
 )
 from neox.engine.pipeline.messages import Mailbox
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES
 from tests.distributed.training_runs import tiny_plan
 
 TENSOR = torch.zeros(1)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from neox.plan.ranks.topology import Topology
 from neox.plan.report.as_json import plan_as_dict
-from neox.plan.topology import Topology
 from tests.plans import SMALL, problem_keys, small_plan
 
 TWO = {"context_parallel_size": 2}

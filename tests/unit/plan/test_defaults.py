@@ -7,7 +7,7 @@ import pytest
 from neox.architecture import NORMS
 from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.plan import format_plan
-from neox.plan.defaults import notable_defaults
+from neox.plan.report.defaults import notable_defaults
 from tests.plans import SIZES, plan_of
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from neox.plan import RunPlan, config_from_files, format_plan, plan_as_dict, resolve
-from neox.plan.expert_traffic import expert_traffic
 from neox.plan.report.run_totals import run_totals
 from neox.plan.time import GPUS, estimate_step
+from neox.plan.time.expert_traffic import expert_traffic
 from tests.plans import plan_of
 from tests.unit.plan.shipped import CONFIGS
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from neox.config import NeoXConfig
 from neox.plan import architecture_of
-from neox.plan.export_form import export_note
+from neox.plan.network.export_form import export_note
 from tests.plans import SMALL
 
 

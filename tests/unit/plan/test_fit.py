@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from neox.plan import gpu_device, host_device, memory_problem, plan_as_dict
-from neox.plan.device import (
+from neox.plan.devices.device import (
     GIB,
     PROCESS_BYTES,
     gib,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from neox.plan import config_from_files, format_plan, gpu_device, memory_problem, resolve
-from neox.plan.device import gib
-from neox.plan.inference import inference_bytes
+from neox.plan.devices.device import gib
+from neox.plan.memory.inference import inference_bytes
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[3] / "configs"

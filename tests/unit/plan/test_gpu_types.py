@@ -9,8 +9,8 @@ import pytest
 
 from neox.config.sections.runner import GpuType
 from neox.plan import config_from_files, format_plan, gpu_device, plan_as_dict, resolve
-from neox.plan.checkpoint_size import checkpoint_bytes, kept_checkpoints
-from neox.plan.device import GIB
+from neox.plan.devices.device import GIB
+from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.time.gpus import GPUS
 from tests.plans import SIZES, plan_of
 from tests.unit.plan.shipped import shipped

@@ -7,7 +7,7 @@ import pytest
 from neox.config import NeoXConfig, for_inference
 from neox.errors import ConfigError
 from neox.plan import resolve
-from neox.plan.inference import inference_bytes
+from neox.plan.memory.inference import inference_bytes
 from neox.problems import COMMAND_LINE, Source
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "pos_emb": "rotary"}

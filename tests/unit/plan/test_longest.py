@@ -9,7 +9,7 @@ import pytest
 
 from neox.config import NeoXConfig
 from neox.plan import gpu_device, resolve
-from neox.plan.device import memory_on
+from neox.plan.devices.device import memory_on
 from neox.plan.report.as_json import plan_as_dict
 from neox.plan.report.text import format_plan
 from neox.plan.search.longest_sequence import longest_sample

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from neox.config import NeoXConfig
 from neox.plan import resolve
-from neox.plan.device import rank_memory
+from neox.plan.devices.device import rank_memory
 from neox.plan.memory import stage_memory
 from neox.plan.memory.activations import block_bytes
 from tests.distributed.spawn import run_ranks

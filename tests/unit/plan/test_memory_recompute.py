@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from neox.plan.device import gpu_device
+from neox.plan.devices.device import gpu_device
 from neox.plan.memory import stage_memory
 from neox.plan.search.fit import check_fit
 from tests.plans import plan_of, small_plan

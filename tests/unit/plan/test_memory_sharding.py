@@ -11,9 +11,9 @@ from neox.architecture import LOSS_CHUNK
 from neox.config.sections.optimizer_kind import PIECE
 from neox.errors import ConfigError
 from neox.plan import format_plan
-from neox.plan.checkpoint_size import checkpoint_bytes
-from neox.plan.device import host_device, memory_on
+from neox.plan.devices.device import host_device, memory_on
 from neox.plan.memory import stage_memory
+from neox.plan.memory.checkpoint_size import checkpoint_bytes
 from neox.plan.memory.parameters import count_parameters
 from neox.plan.memory.zero import Bf16Optimizer, Unsharded, Zero1, Zero2, Zero3, sharding_of
 from tests.plans import SIZES, plan_of, small_plan

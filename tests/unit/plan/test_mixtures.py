@@ -12,7 +12,7 @@ import pytest
 from neox.config import load_config
 from neox.errors import ConfigError
 from neox.plan import RunPlan, decode_payload, encode_payload, format_plan, plan_as_dict
-from neox.plan.dataset_shares import shares_of_stages
+from neox.plan.batches.dataset_shares import shares_of_stages
 from neox.plan.report.data_lines import notes_on_passes, validation_lines
 from tests.plans import SIZES, plan_of
 

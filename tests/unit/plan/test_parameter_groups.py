@@ -7,7 +7,7 @@ import pytest
 from neox.config.loader import load_config
 from neox.errors import ConfigError
 from neox.plan import resolve
-from neox.plan.parameter_groups import group_lines, group_members
+from neox.plan.network.parameter_groups import group_lines, group_members
 from neox.plan.report.as_json import plan_as_dict
 from tests.plans import SMALL, problem_keys, small_plan
 

@@ -10,7 +10,7 @@ import pytest
 
 from neox.config import NeoXConfig
 from neox.plan import format_plan, host_device, plan_as_dict, resolve
-from neox.plan.device import GIB
+from neox.plan.devices.device import GIB
 from neox.plan.report.run_totals import imbalance, memory_with, run_totals, stage_ranks
 from neox.plan.report.text import PUBLISHED_MFU
 from tests.plans import SIZES, plan_of

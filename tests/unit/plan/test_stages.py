@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neox.config.sections.runner import PipelineScheduleName
-from neox.plan.partition import (
+from neox.plan.ranks.partition import (
     LAYER_CLASS_NAMES,
     partition_balanced,
     partition_layers,
     partition_problem,
     partition_uniform,
 )
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, Pass
-from neox.plan.stages import Division, plan_stages
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES, Pass
+from neox.plan.ranks.stages import Division, plan_stages
 from tests.plans import SIZES, plan_of
 
 

@@ -11,8 +11,8 @@ from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch import Host
 from neox.launch.hosts.doctor import HostReport
 from neox.launch.hosts.placement import ChosenBy, Placement
-from neox.plan.batch import solve_batch
-from neox.plan.batch_schedule import ramp_problems
+from neox.plan.batches.batch import solve_batch
+from neox.plan.batches.batch_schedule import ramp_problems
 from neox.preflight.fit_hosts import FitHosts, fit_hosts
 from neox.preflight.spare_hosts import can_change_hosts, with_spares
 

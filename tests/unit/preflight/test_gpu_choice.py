@@ -9,7 +9,7 @@ import pytest
 from neox.config import load_config
 from neox.errors import ConfigError
 from neox.plan import gpu_device, resolve
-from neox.plan.device import memory_on
+from neox.plan.devices.device import memory_on
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import suggest_layouts
 from neox.plan.search.fit import nested_keys

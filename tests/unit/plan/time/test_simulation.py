@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neox.errors import ConfigError
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.time.simulation import Timeline, simulate, simulated_length
 
 CHUNKS = {"1f1b": (1,), "interleaved": (2, 3, 4), "dualpipev": (2,)}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from neox.architecture import BLOCK_OFFSET, BLOCKS, POSITIONS
-from neox.plan.architecture import layer_plan
-from neox.plan.precision import BYTES
+from neox.plan.devices.precision import BYTES
+from neox.plan.network.architecture import layer_plan
+from neox.plan.ranks.stages import Division, plan_stages
 from neox.plan.run_plan import RunPlan
-from neox.plan.stages import Division, plan_stages
 
 
 def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from neox.config.neox_config import NeoXConfig, section_classes
-from neox.plan.batch import MICRO, STEPS, TOTAL
-from neox.plan.precision import PRECISION_KEYS
+from neox.plan.batches.batch import MICRO, STEPS, TOTAL
+from neox.plan.devices.precision import PRECISION_KEYS
 from neox.plan.run_plan import RunPlan
 from neox.problems import Source
 

@@ -18,10 +18,10 @@ from neox.architecture import (
 )
 from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.config.sections.model import SoftPromptSettings
-from neox.plan.attention_config import SLIDING_WINDOW, attention_kinds, paper_kinds
-from neox.plan.expert_keys import EXPERT_FIELDS
-from neox.plan.field_keys import FieldKeys, Keys, copied, keys_if, later_key, read_if, same, unless_default
-from neox.plan.mlp_width import MLP_SIZES, mlp_width
+from neox.plan.network.attention_config import SLIDING_WINDOW, attention_kinds, paper_kinds
+from neox.plan.network.expert_keys import EXPERT_FIELDS
+from neox.plan.network.field_keys import FieldKeys, Keys, copied, keys_if, later_key, read_if, same, unless_default
+from neox.plan.network.mlp_width import MLP_SIZES, mlp_width
 
 
 def _is_rotary(positions: str) -> bool:

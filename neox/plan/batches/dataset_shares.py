@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.batch_schedule import BatchSchedule
-from neox.plan.mixtures import Mixture
+from neox.plan.batches.batch_schedule import BatchSchedule
+from neox.plan.batches.mixtures import Mixture
 
 _ENOUGH = 1e-9  # part of a stage that may be missing due to rounding
 

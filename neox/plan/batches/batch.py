@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.topology import Topology
+from neox.plan.ranks.topology import Topology
 from neox.problems import Problem
 
 TOTAL = "train_batch_size"

@@ -8,8 +8,8 @@ from itertools import chain, pairwise
 
 from neox.architecture import WORD_EMBEDDINGS, LayerEntry, LayerPlan, ParameterSpec
 from neox.config.neox_config import NeoXConfig
-from neox.plan.partition import partition_layers
-from neox.plan.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
+from neox.plan.ranks.partition import partition_layers
+from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 
 
 @dataclass(frozen=True)

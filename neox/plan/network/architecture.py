@@ -10,8 +10,8 @@ from neox.architecture import Architecture, LayerPlan, Lora, NetworkFields, add_
 from neox.config.neox_config import NeoXConfig, key_sections, section_classes
 from neox.config.sections.base import Section
 from neox.errors import ConfigError
-from neox.plan.architecture_keys import ARCHITECTURE_KEYS, FIELD_KEYS
-from neox.plan.parameter_groups import with_parameter_groups, with_trained_rows
+from neox.plan.network.architecture_keys import ARCHITECTURE_KEYS, FIELD_KEYS
+from neox.plan.network.parameter_groups import with_parameter_groups, with_trained_rows
 
 # Stored by every program that writes a checkpoint's settings. Those without the key `objective` train causal networks.
 _STORED_BY_ALL = "hidden_size"

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.schedule import CurriculumSettings
-from neox.plan.batch import BATCH_KEYS, MICRO, BatchPlan
-from neox.plan.mixtures import Mixture, mixtures_of
+from neox.plan.batches.batch import BATCH_KEYS, MICRO, BatchPlan
+from neox.plan.batches.mixtures import Mixture, mixtures_of
 from neox.problems import Problem
 
 RAMP_KEY = "rampup_batch_size"

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig, yaml_text
-from neox.plan.architecture_keys import epsilon_key
-from neox.plan.precision import PRECISION_KEYS
+from neox.plan.devices.precision import PRECISION_KEYS
+from neox.plan.network.architecture_keys import epsilon_key
+from neox.plan.report.value_sources import all_values
 from neox.plan.run_plan import RunPlan
-from neox.plan.value_sources import all_values
 
 _LINE_WIDTH = 110
 _OF_NETWORK = ("norm", "pos_emb", "activation", "no_weight_tying")

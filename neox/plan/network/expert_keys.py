@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from neox.architecture import Architecture
-from neox.plan.field_keys import FieldKeys, Keys, read_if, unless_default
-from neox.plan.mlp_width import MLP_SIZES, mlp_width
+from neox.plan.network.field_keys import FieldKeys, Keys, read_if, unless_default
+from neox.plan.network.mlp_width import MLP_SIZES, mlp_width
 
 _NUMBER: Final = "moe_num_experts"
 

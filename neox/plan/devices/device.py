@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.inference import inference_bytes
 from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
+from neox.plan.memory.inference import inference_bytes
 from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS, Gpu
 

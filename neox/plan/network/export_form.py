@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from neox.architecture import Architecture
 from neox.config import NeoXConfig
 from neox.families import FAMILIES, Family
-from neox.plan.architecture import architecture_keys
+from neox.plan.network.architecture import architecture_keys
 
 
 def exported_norm(norm: str) -> str:

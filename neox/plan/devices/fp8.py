@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.architecture import ADAPTER, FP8_MULTIPLE, POSITIONS, LayerPlan, ParameterSpec
-from neox.plan.precision import Capabilities
+from neox.plan.devices.precision import Capabilities
 from neox.plan.run_plan import RunPlan
 from neox.problems import Problem
 

@@ -1,0 +1,1 @@
+"""The network and its parameters, from YAML keys and back."""

@@ -1,0 +1,1 @@
+"""Ranks: degrees of parallelism, the layers of each pipeline stage, and the order of its passes."""
