@@ -1,6 +1,15 @@
-"""Derivation of a `RunPlan` from a configuration: degrees, batch, layers, stages. Pure: no file, GPU or environment.
+"""Derivation of a `RunPlan` from a configuration. Pure: no file, GPU or environment.
 
-Ranks get what `resolve` has decided as one argument of their command (`payload`), and derive the rest from it.
+    on the launcher (`resolve`)                        also on every rank (`derive_plan`)
+    ----------------------------------------------    -----------------------------------------------------------
+    capabilities of the hosts -> precision             degrees, vocabulary -> padded vocabulary
+    number of ranks -> grid (degrees)                  architecture -> layers -> which parameters are trained
+    grid -> batch                                      layers, grid -> stages
+    ids of the tokenizer -> vocabulary                 grid, batch -> layout -> memory of the fullest stage
+    configuration -> architecture                      configuration -> DeepSpeed's JSON, notes
+    rules: whatever is wrong is refused, all at once
+
+Ranks get what is decided on the left as one argument of their command (`payload`), with a digest of the rest.
 """
 
 from __future__ import annotations
@@ -53,18 +62,28 @@ def resolve(
     precision = choose_precision(config, [])  # a contradiction is among the problems above
     grid = solve_grid(config, world_size, problems)
     batch = solve_batch(config, None if grid is None else grid.data_size, problems)
+
+    # What follows from a batch is checked only if there is one.
     if batch is not None:
         problems += ramp_problems(config, batch)
         problems += schedule_problems(config, grid, batch)
     if batch is not None and not problems:
         problems += order_problems(config, batch)
+
     used = used_vocabulary(config, vocab_size)
     problems += _vocabulary_problems(config, used)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(in_file_order(problems))
-    notes = [*precision_notes, *_ids_without_rows_note(vocab_size, used)]
+
+    notes = list(precision_notes)
+    if used != vocab_size:
+        which = f"id {used} has" if vocab_size == used + 1 else f"ids {used} to {vocab_size - 1} have"
+        notes.append(
+            f"the tokenizer has {vocab_size:,} ids, and the imported model's embedding {used:,} rows: {which} no row, "
+            "and text that holds them is refused (tools/resize_vocabulary.py gives them rows)"
+        )
     plan = derive_plan(config, architecture_of(config), grid, batch, precision, used, notes)
-    fp8_refusals = list(fp8_problems(plan, capabilities))
+    fp8_refusals = list(fp8_problems(plan, capabilities))  # shapes of weights on a tensor rank
     if fp8_refusals:
         raise ConfigError(fp8_refusals)
     return plan
@@ -87,7 +106,7 @@ def derive_plan(
     vocab_size: int,
     notes: Sequence[str] = (),
 ) -> RunPlan:
-    """Complete a plan from what `resolve` has decided, without checks; ranks do it, too.
+    """Complete a plan from what `resolve` has decided, without the rules; ranks do it, too.
 
     Args:
         config: The configuration, in which `precision` is decided.
@@ -101,19 +120,25 @@ def derive_plan(
     Raises:
         ConfigError: A pipeline stage would hold no parameters, or half of the loss.
     """
+    # Layers: names, full shapes, split dimensions and initial values of all parameters.
     padded = padded_vocabulary(config, vocab_size, grid.tp_size)
     layers = build_layer_plan(architecture, padded, head_parallelism=config.model.output_layer_parallelism)
     layers = trained_layers(layers, config, vocab_size)
-    if config.training.lora is not None:
-        notes = (*notes, *_adapter_notes(layers, config))
-    if config.tokenizer.train_only_added_tokens:
-        notes = (*notes, _rows_note(layers, config))
-    stages = _stages(config, layers, grid)
+    all_notes = [*notes, *_trained_share_notes(layers, config)]
+
+    # Stages: consecutive ranges of layers, as the pipeline schedule needs them.
+    stages = plan_stages(layers, grid.pp_size, Division.of(config), grid.tp_size)
+    _check_stages(config, layers, stages)
+
+    # The layout: from here on memory and time are functions of (config, layers, layout).
     attention = attention_impls(config)
     layout = configured_layout(config, grid, batch, attention)
     laid_out = LaidOutRun(config=config, layers=layers, precision=precision, layout=layout)
+
     deepspeed, translated = deepspeed_json(config, grid, batch, precision)
-    notes = (*notes, *translated, *batch_notes(config, grid, batch), *map(str, notes_without_effect(config)))
+    all_notes += translated
+    all_notes += batch_notes(config, grid, batch)
+    all_notes += map(str, notes_without_effect(config))
     return RunPlan(
         config=config,
         grid=grid,
@@ -127,42 +152,56 @@ def derive_plan(
         memory=fullest_stage(laid_out, stages),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=deepspeed,
-        notes=notes,
+        notes=tuple(all_notes),
         attention=attention,
     )
 
 
-def _adapter_notes(layers: LayerPlan, config: NeoXConfig) -> list[str]:
-    """Return how much `lora` trains. Raises ConfigError if no layer has an adapter."""
-    if layers.architecture.soft_prompt_tokens:
-        rule = "and `soft_prompt_tuning` each train nothing else; give one of them"
-        raise ConfigError(config.problem("lora", rule, "soft_prompt_tuning"))
-    trained = layers.trained_numel
-    if not trained:
-        raise ConfigError(config.problem("lora", "has targets that no block of this network has"))
-    percentage = 100 * trained / layers.numel
-    return [f"lora: {trained:,} of {layers.numel:,} parameters are trained ({percentage:.2g} %)"]
+def _trained_share_notes(layers: LayerPlan, config: NeoXConfig) -> Iterator[str]:
+    """Yield how much of the network `lora` or `train_only_added_tokens` trains.
+
+    Raises:
+        ConfigError: `lora` has nothing to train, or two such keys are given.
+    """
+    if config.training.lora is not None:
+        if layers.architecture.soft_prompt_tokens:
+            rule = "and `soft_prompt_tuning` each train nothing else; give one of them"
+            raise ConfigError(config.problem("lora", rule, "soft_prompt_tuning"))
+        trained = layers.trained_numel
+        if not trained:
+            raise ConfigError(config.problem("lora", "has targets that no block of this network has"))
+        percentage = 100 * trained / layers.numel
+        yield f"lora: {trained:,} of {layers.numel:,} parameters are trained ({percentage:.2g} %)"
+    if config.tokenizer.train_only_added_tokens:
+        rows = len(config.tokenizer.added_tokens)
+        trained = 0
+        for spec in layers.parameters:
+            if spec.trained:
+                trained += spec.numel // spec.shape[0] * rows
+        yield f"train_only_added_tokens: {trained:,} of {layers.numel:,} parameters are trained, without weight decay"
 
 
-def _rows_note(layers: LayerPlan, config: NeoXConfig) -> str:
-    """Return how much `train_only_added_tokens` trains."""
-    rows = len(config.tokenizer.added_tokens)
-    trained = 0
-    for spec in layers.parameters:
-        if spec.trained:
-            trained += spec.numel // spec.shape[0] * rows
-    return f"train_only_added_tokens: {trained:,} of {layers.numel:,} parameters are trained, without weight decay"
-
-
-def _ids_without_rows_note(vocab_size: int, used: int) -> list[str]:
-    """Return a note if a tokenizer has more ids than the embedding of an imported model has rows."""
-    if used == vocab_size:
-        return []
-    which = f"id {used} has" if vocab_size == used + 1 else f"ids {used} to {vocab_size - 1} have"
-    return [
-        f"the tokenizer has {vocab_size:,} ids, and the imported model's embedding {used:,} rows: {which} no row, and "
-        "text that holds them is refused (tools/resize_vocabulary.py gives them rows)"
-    ]
+def _check_stages(config: NeoXConfig, layers: LayerPlan, stages: Sequence[StagePlan]) -> None:
+    """Raise ConfigError if the heads of one loss are on two stages, or if a stage has nothing to train."""
+    key = "pipe_partition_method"
+    last_head = len(layers) - 1
+    for stage in stages:
+        if stage.holds(last_head) and not stage.holds(layers.head.index):
+            rule = "divides the heads of one loss over stages; use type:transformer"
+            raise ConfigError(config.problem(key, rule))
+    for stage in stages:
+        for layer_range in stage.ranges:
+            in_range = replace(stage, ranges=(layer_range,)).parameter_specs(layers)
+            if any(spec.trained for spec in in_range):
+                continue
+            where = f"stage {stage.index}"
+            if len(stage.ranges) > 1:
+                where = f"a range of layers of stage {stage.index}"
+            rule = f"leaves {where} without parameters to train; use type:transformer|mlp"
+            if config.optimizer.parameter_groups:
+                problem = config.problem(key, f"{rule}, or freeze less", "parameter_groups", "pipe_parallel_size")
+                raise ConfigError(problem)
+            raise ConfigError(config.problem(key, rule))
 
 
 def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[Problem]:
@@ -182,28 +221,3 @@ def _vocabulary_problems(config: NeoXConfig, vocab_size: int) -> Iterator[Proble
     if explicit % config.parallelism.model_parallel_size:
         degree = "model_parallel_size"
         yield config.problem(key, f"is not a multiple of {config.describe_setting(degree)}; remove it", degree)
-
-
-def _nothing_to_train(config: NeoXConfig, stage: StagePlan) -> Problem:
-    """Return the problem of a stage with a range whose parameters are all frozen, or that has none."""
-    key = "pipe_partition_method"
-    rule = f"leaves stage {stage.index} without parameters to train; use type:transformer|mlp"
-    if len(stage.ranges) > 1:
-        rule = f"leaves a range of layers of stage {stage.index} without parameters to train; use type:transformer|mlp"
-    if config.optimizer.parameter_groups:
-        return config.problem(key, f"{rule}, or freeze less", "parameter_groups", "pipe_parallel_size")
-    return config.problem(key, rule)
-
-
-def _stages(config: NeoXConfig, layers: LayerPlan, grid: Topology) -> tuple[StagePlan, ...]:
-    """Return the pipeline stages. Raises ConfigError if a stage would have nothing to train or half of a loss."""
-    stages = plan_stages(layers, grid.pp_size, Division.of(config), grid.tp_size)
-    last_head = len(layers) - 1
-    if any(stage.holds(last_head) and not stage.holds(layers.head.index) for stage in stages):
-        rule = "divides the heads of one loss over stages; use type:transformer"
-        raise ConfigError(config.problem("pipe_partition_method", rule))
-    for stage in stages:
-        parts = [replace(stage, ranges=(layer_range,)) for layer_range in stage.ranges]
-        if not all(any(spec.trained for spec in part.parameter_specs(layers)) for part in parts):
-            raise ConfigError(_nothing_to_train(config, stage))
-    return stages
