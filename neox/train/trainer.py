@@ -158,7 +158,10 @@ class Trainer:
         return report
 
     def _has_rolled_back(self, report: StepReport) -> bool:
-        """Go back to a checkpoint if a feature asks for it after a step."""
+        """Go back to a checkpoint if a feature asks for it after a step.
+
+        The head of `neox.features.loss_spikes.run` goes through an example.
+        """
         # Every feature is asked, because it looks at the step when it is, or ends the run.
         asks = [feature.wants_rollback(self.state, report) for feature in self.features]
         may_roll_back = any(feature.may_roll_back for feature in self.features)

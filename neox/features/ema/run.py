@@ -1,7 +1,22 @@
 """Exponential moving average of the trained weights (`ema_decay`), divided over ranks as the optimizer's weights are.
 
-The optimizer updates fp32 tensors on this rank, whatever DeepSpeed wraps around it: whole parameters, or parts of them
+The optimizer updates fp32 tensors on this rank, whatever DeepSpeed wraps around it: whole parameters, or shards of them
 (`neox.engine.optimizer_tensors`). The average has a tensor for each of these.
+
+A checkpoint stores the average, and the number of steps that it has followed, from which the decay of the next steps
+follows. `ema_decay` itself is the configuration's at each start.
+
+    in the checkpoint               content                                               written by   read by
+    client state, averaged_steps    the number of steps                                   `state`      `load`
+    averaged_dp_0000_mp_01_...pt    layer -> parameter -> (first element, fp32 values)    `files`      `read`
+
+    2 data ranks wrote    averaged_dp_0000: from 0, 2048 values   averaged_dp_0001: from 2048, 2048 values
+                            |  AveragedFiles.state            joined to the parameter of a saved tensor rank
+                            |  CheckpointReader.shard         joined or cut along the split dimension, for this degree
+                            v
+    3 data ranks read     the elements that their optimizer tensors hold (`OptimizerTensor.fragments`)
+
+`CheckpointReader(weights="ema")` gives generation, exports and fine-tuning the same weights.
 """
 
 from __future__ import annotations

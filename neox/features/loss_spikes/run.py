@@ -1,6 +1,24 @@
 """Detection of loss spikes, and rollback to a checkpoint before the spike, after which its batches are skipped.
 
 PaLM's authors did the same by hand (arXiv:2204.02311, section 5.1).
+
+A spike at step 500 with `loss_spike_action: rollback`, and a checkpoint at 400. All of it is in
+`Trainer._has_rolled_back`, after the update of step 500 and its report:
+
+    LossSpikes.wants_rollback     `LossBand.judge`: is the loss above median + factor x deviation of the last losses?
+    Engine.any_rank               one rank that says so is enough
+    BackgroundSaves.wait          a save that is under way ends first
+    LossSpikes.allows_rollback    no, after loss_spike_max_rollbacks; Ledger.allows_rollback: can samples be skipped?
+    loading.roll_back             rank 0 chooses the newest checkpoint before 500 (`run_start.start_before`), that of
+                                  400; later ones move to `superseded/`. Weights, optimizer, learning rate and counters
+                                  are loaded, then every feature's state: the average of weights, the ledger and the
+                                  losses in the band are those of step 400
+    LossSpikes.after_rollback     steps 401 to 500 are noted as skipped, and reported
+    Ledger.after_rollback         the data goes on behind the samples of step 500
+    Trainer._open_data            opened anew, so that step 401 reads what step 501 would have read
+    Trainer.save                  the checkpoint of 400 again, which now knows what is skipped; a resume skips it too
+
+Training goes on with step 401.
 """
 
 from __future__ import annotations
@@ -84,12 +102,7 @@ def build(model: TrainedModel, start: RunStart) -> LossSpikes | None:
 
 
 class LossSpikes(Feature):
-    """Detection of loss spikes in a run, and the reaction to them.
-
-    With `rollback`, in the order of `Trainer._has_rolled_back`: the loss of a step leaves the band; the run loads the
-    newest checkpoint before the step (`neox.engine.checkpoints.loading.roll_back`), and with it the band of that time;
-    the batches from there to the step are skipped (`neox.features.ledger`); a new checkpoint records the skipped range,
-    so that a resume skips it too.
+    """Detection of loss spikes in a run, and the reaction to them, in the order above.
 
     Args:
         plan: The run.

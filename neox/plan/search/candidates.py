@@ -1,4 +1,19 @@
-"""Search space of layouts: parallel degrees, schedule, micro batch size, ZeRO, offload, recomputation."""
+"""Search space of layouts: parallel degrees, schedule, micro batch size, ZeRO, offload, recomputation.
+
+`layouts` never yields a layout in which
+
+    a parameter or head cannot be divided by the tensor ranks                        `_tensor_degrees`
+    a context rank has fewer than 2,048 tokens, or a rule refuses context ranks      `_context_degrees`
+    experts cannot be divided by the expert ranks                                    `_expert_degrees`
+    ranks are no multiple of the degrees, or the batch no multiple of data ranks     `_layouts_of`
+    a micro batch is larger than 64, or does not divide a data rank's samples        `_micro_batches`
+    a stage would have a range without blocks, or the schedule too few micro         `_schedules`
+      batches
+    there are pipeline stages and ZeRO 2 or 3, or nothing to shard                   `_memory_choices`
+    states go to a host from ZeRO 0, or weights below ZeRO 3                         `_offload_choices`
+
+`fastest` says what else rejects a layout.
+"""
 
 from __future__ import annotations
 
