@@ -33,7 +33,7 @@ from neox.engine.micro_batches import LabelWeights, MicroBatchRunner, PipelineRu
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline.stage_module import PipelineGPT
 from neox.errors import LaunchError
-from neox.launch.hosts.machine import LEAST_CAPABILITY
+from neox.launch.hosts.device_facts import LEAST_CAPABILITY
 from neox.log import get_logger
 from neox.model import GPT, Block, biased_routers, build_layer, share_parameters
 from neox.objectives import Objective, build_objective

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
 from neox.engine.determinism import use_deterministic_algorithms
 from neox.errors import CheckpointError, LaunchError, NeoXError
-from neox.launch.hosts.vendors import unused_devices
+from neox.launch.hosts.vendors import VENDORS, refused_backend, unused_devices
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
@@ -62,10 +63,8 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     if not dist.is_initialized():
         asked = plan.config.runner.distributed_backend
         backend = choose_backend(asked, device)
-        if backend != asked and plan.config.given("distributed_backend"):
-            _log.info(
-                "distributed_backend: %s needs GPUs, which this machine does not have; %s is used", asked, backend
-            )
+        if backend != asked != "auto":
+            _log.info("distributed_backend: %s needs accelerators, and these are CPU ranks; %s is used", asked, backend)
         # DeepSpeed would bind the device to the group. NCCL then runs all messages of a group on one stream, in the
         # order in which a rank asks for them, and a stage that expects its next message before it sends waits for ever.
         # Without a bound device each pair of ranks has a communicator of its own.
@@ -131,9 +130,24 @@ def _has_own_device(environment: Mapping[str, str]) -> bool:
 
 
 def choose_backend(asked: str, device: torch.device) -> str:
-    """Return the torch.distributed backend: the one asked for, but gloo on a CPU."""
-    if device.type == "cpu" and asked == "nccl":
+    """Return the backend of torch.distributed: gloo on CPUs; elsewhere the one asked for, by default the accelerator's.
+
+    Args:
+        asked: Value of `distributed_backend`.
+        device: Device of this rank.
+
+    Raises:
+        LaunchError: The device cannot communicate over the backend asked for.
+    """
+    if device.type == "cpu":
         return "gloo"
+    if asked == "auto":
+        backend: str = get_accelerator().communication_backend_name()
+        return backend
+    vendors = [vendor for vendor in VENDORS if vendor.accelerator == device.type]
+    refusals = [refused_backend(asked, vendor) for vendor in vendors]
+    if refusals and None not in refusals:
+        raise LaunchError(f"distributed_backend: {refusals[0]}")
     return asked
 
 

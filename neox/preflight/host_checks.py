@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from neox.errors import LaunchError
+from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.doctor import HostReport
-from neox.launch.hosts.vendors import can_build_kernels
+from neox.launch.hosts.vendors import VENDORS, Vendor, can_build_kernels, present_devices, refused_backend
 from neox.plan import Capabilities, RunPlan, host_device
 from neox.plan.devices.device import host_problem
 from neox.preflight.checks import memory_problems, nvme_problems
@@ -54,6 +54,32 @@ def check_compilers(plan: RunPlan, reports: Sequence[HostReport], environment: M
             f"nothing was started: {keys[0]}: DeepSpeed builds its kernel with nvcc, which is missing on "
             f"{', '.join(lacking)} (PATH, CUDA_HOME): install CUDA's toolkit there, or remove the key"
         )
+
+
+def check_backend(plan: RunPlan, reports: Sequence[HostReport], environment: Mapping[str, str]) -> None:
+    """Check that the accelerators of every host can communicate over the backend that was asked for.
+
+    Args:
+        plan: The plan.
+        reports: Report of each host; none if all ranks are on this machine, or no host was asked.
+        environment: Variables of the ranks.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    backend = plan.config.runner.distributed_backend
+    by_host: dict[str, Vendor] = {}
+    for report in reports:
+        for vendor in VENDORS:
+            if report.answer["accelerators"] and report.answer.get("vendor") == vendor.name:
+                by_host[report.host.name] = vendor
+    vendor_here, _ = present_devices()
+    if not reports and vendor_here is not None and not vendor_here.hides_all(environment):
+        by_host["this machine"] = vendor_here
+    for host, vendor in by_host.items():
+        refusal = refused_backend(backend, vendor)
+        if refusal is not None:
+            raise ConfigError([plan.config.problem("distributed_backend", f"{refusal} ({host})")])
 
 
 def hosts_without_room(plan: RunPlan, reports: Sequence[HostReport], *, training: bool) -> dict[str, str]:

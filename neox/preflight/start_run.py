@@ -35,7 +35,13 @@ from neox.preflight.checks import nvme_paths
 from neox.preflight.command_line import find_script
 from neox.preflight.data_checks import data_prefixes
 from neox.preflight.fit_hosts import fit_hosts, too_few_hosts
-from neox.preflight.host_checks import capabilities_of, check_compilers, check_memory, hosts_without_room
+from neox.preflight.host_checks import (
+    capabilities_of,
+    check_backend,
+    check_compilers,
+    check_memory,
+    hosts_without_room,
+)
 from neox.preflight.job_command import JobCommand, print_to_stderr
 from neox.preflight.next_steps import next_steps
 from neox.preflight.planning import Job, PlannedJob, plan_job
@@ -211,6 +217,8 @@ class StartRun(JobCommand):
             notes += precision_notes
         if start.job.runs_model:
             check_memory(plan, reports, training=start.job.trains)
+            if reports or start.job.placement.is_local:
+                check_backend(plan, reports, self.environment)
         if start.job.trains:
             check_compilers(plan, reports, self.environment)
         print_to_stderr("note", notes)

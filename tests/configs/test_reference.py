@@ -43,6 +43,7 @@ def test_every_field_is_documented():
 # Keys whose default is not gpt-neox's, and why.
 OTHER_DEFAULTS = {
     "gradient_accumulation_steps": "derived from the batch where it is absent",
+    "distributed_backend": "nccl on the GPUs that gpt-neox knows, and elsewhere what serves the accelerator",
     "log_interval": "later gpt-neox's",
     "dataset_impl": "what train_impl needs",
     "mlp_multiple_of": "1, but where it is absent `geglu` is as wide as in v2.0",

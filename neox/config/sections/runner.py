@@ -109,8 +109,10 @@ class RunnerConfig(Section):
     no_ssh_check: Annotated[bool, OnlyWith("launcher", ("pdsh",))] = False
     """Do not try ssh to the hosts first."""
 
-    distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    """Backend of torch.distributed. On a machine without a GPU it is gloo; a log line says so if nccl was asked for."""
+    distributed_backend: Literal["auto", "nccl", "hccl", "xccl", "ccl", "gloo"] = "auto"
+    """Backend of torch.distributed. `auto`: that of the accelerator, nccl for NVIDIA and AMD, hccl for Ascend and
+    Gaudi, xccl for Intel, and gloo on CPUs. Another accelerator's backend is refused; gloo serves each. CPU ranks use
+    gloo in any case, and a log line says so if another was named."""
 
     comment: Annotated[str | None, OnlyWith("launcher", ("slurm",))] = None
     """Comment passed to slurm."""

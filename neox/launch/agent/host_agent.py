@@ -61,7 +61,7 @@ from neox.launch.commands import warm_command
 from neox.launch.environment import remove_stale_locks
 from neox.launch.events import Event, encode_event, text_events
 from neox.launch.failures import EXIT_HANG
-from neox.launch.hosts.vendors import variables_of_rank
+from neox.launch.hosts.vendors import torch_problem, variables_of_rank
 from neox.launch.orders import Orders
 from neox.launch.processes import exit_status
 from neox.launch.run_lock import lock_directories
@@ -318,6 +318,7 @@ class StartOnHost:
 
         Raises:
             LauncherGoneError: Nothing reads this agent's events any more. All ranks have been killed.
+            LaunchError: The installed torch cannot use this host's accelerators.
         """
         self.activity.log_dir.mkdir(parents=True, exist_ok=True)
         create_agent_directory(self.spec.run_id, self.node_rank)
@@ -326,6 +327,9 @@ class StartOnHost:
                 self._print_line(f"{self.host.name}: removed {lock}, left by a build whose process has ended")
             self.tell({"kind": "node", "host": self.host.name, "pid": os.getpid()})
             environment = host_variables(self.spec, self.node_rank, self.host, secrets, self.activity.file)
+            problem = torch_problem(environment)
+            if problem is not None:  # under slurm and mpirun nobody else has asked this host
+                raise LaunchError(f"{self.host.name} has {problem}")
             self.ranks.start(self.spec, self.node_rank, environment, warm_ranks)
             self.preemption.start()
             self.follow_ranks(warm_ranks)

@@ -31,11 +31,15 @@ _MIN_FREE_BYTES = 2**30
 _MOST_PRODUCT_TIMES = 4.0  # the median time of a small product
 _NOTICE_SHARE = 0.5  # of the time for an answer, in which the preemption command must end
 _GRACE_SECONDS = 0.5  # for a host that was lost, after all others have answered
-_TITLES = ("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "memory", "free", "link", "s", "")
+_TITLES = (
+    *("host", "slots", "python", "torch", "deepspeed", "code", "acc.", "driver"),
+    *("memory", "free", "link", "s", ""),
+)
 _LEGEND = (
-    "slots: ranks that start there; code: hash of the project's files; acc.: GPUs that ranks may use; memory: main "
-    "memory that is available; free: disk space where the run writes and reads; link: MB/s over one TCP connection to "
-    "another host; s: seconds until the answer"
+    "slots: ranks that start there; torch: version, and what it is built for; code: hash of the project's files; acc.: "
+    "accelerators that ranks may use; driver: its version, and that of the vendor's libraries; memory: main memory "
+    "that is available; free: disk space where the run writes and reads; link: MB/s over one TCP connection to another "
+    "host; s: seconds until the answer"
 )
 
 
@@ -278,6 +282,8 @@ def _judge_hosts(reports: Sequence[HostReport], spec: LaunchSpec, checks: HostCh
     _compare_versions(answered, "python", "Python", "install the same version")
     _compare_versions(answered, "torch", "torch", "run `make install` there")
     _compare_versions(answered, "deepspeed", "deepspeed", "run `make install` there")
+    _compare_versions(answered, "torch_build", "torch's build", "install the same build there")
+    _compare_versions(answered, "vendor", "the accelerators' vendor", "one run needs accelerators of one vendor")
     usual_seconds = median_low(report.answer["product_seconds"] for report in answered)
     with_accelerators = sum(report.answer["accelerators"] > 0 for report in answered)
     for report in answered:
@@ -310,14 +316,19 @@ def _judge_hosts(reports: Sequence[HostReport], spec: LaunchSpec, checks: HostCh
 
 
 def _compare_versions(answered: Sequence[HostReport], key: str, name: str, remedy: str) -> None:
-    """Add a problem to each report whose version is missing, or differs from that of most hosts."""
-    versions = Counter(report.answer[key] for report in answered)
+    """Add a problem to each report whose version is missing, or differs from that of most hosts.
+
+    Hosts without a version, because they have no accelerator or other code, are not compared.
+    """
+    versions = Counter(report.answer[key] for report in answered if report.answer.get(key) is not None)
+    if not versions:
+        return
     usual = versions.most_common(1)[0][0]
     for report in answered:
-        version = report.answer[key]
+        version = report.answer.get(key)
         if version == "missing":
             report.problems.append(f"{name} is not installed: {remedy}")
-        elif version != usual:
+        elif version not in (usual, None):
             report.problems.append(f"{name} is {version}, elsewhere {usual}: {remedy}")
 
 
@@ -328,7 +339,7 @@ def _judge_accelerators(report: HostReport, *, others_have_some: bool) -> None:
     if torch_problem is not None:
         report.problems.append(torch_problem)
     if accelerators == 0 and others_have_some:
-        report.problems.append("no accelerator, unlike other hosts: look at its driver (`nvidia-smi`), or leave it out")
+        report.problems.append("no accelerator, unlike other hosts: look at its driver, or leave it out")
     elif accelerators == 0:
         report.notes.append("no accelerator: CPU ranks")
     elif accelerators < slots:
@@ -422,7 +433,13 @@ def format_reports(reports: Sequence[HostReport]) -> str:
 def _row(report: HostReport) -> tuple[str, ...]:
     answer = report.answer
     free_bytes = [state["free"] for state in answer.get("paths", {}).values()]
-    versions = [str(answer.get(key, "-")) for key in ("python", "torch", "deepspeed", "code", "accelerators")]
+    torch = str(answer.get("torch", "-"))
+    if answer.get("torch_build") is not None:
+        torch += f" ({answer['torch_build']})"
+    accelerators = str(answer.get("accelerators", "-"))
+    if answer.get("vendor") is not None:
+        accelerators += f" {answer['vendor']}"
+    driver = ", ".join(filter(None, (answer.get("driver"), answer.get("library"))))
     verdict = "ok"
     if report.problems:
         verdict = "PROBLEM"
@@ -431,7 +448,12 @@ def _row(report: HostReport) -> tuple[str, ...]:
     return (
         report.host.name,
         str(len(report.host.slots)),
-        *versions,
+        str(answer.get("python", "-")),
+        torch,
+        str(answer.get("deepspeed", "-")),
+        str(answer.get("code", "-")),
+        accelerators,
+        driver or "-",
         _gibibytes(answer.get("memory")),
         _gibibytes(min(free_bytes, default=None)),
         "-" if report.link_speed is None else f"{report.link_speed / 1e6:,.0f}",

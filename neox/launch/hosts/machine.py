@@ -8,16 +8,13 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from neox.launch.hosts.vendors import present_devices, run_tool
+from neox.launch.hosts.vendors import NVIDIA, present_devices
 from neox.launch.spec import SlotId
 
 # Flags of /proc/cpuinfo. One of them is enough.
 _CPU_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
-LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
-"""Lowest compute capability of GPUs that multiply a number format natively."""
 _PRODUCT_SIZE = 192  # rows and columns of a matrix
 _PRODUCT_ATTEMPTS = 20  # within milliseconds, so that at least one is not interrupted
 
@@ -49,16 +46,11 @@ def count_accelerators() -> int:
 
 
 def smallest_memory() -> int | None:
-    """Return the memory of this machine's smallest GPU in bytes, or None if nvidia-smi reports none."""
-    mebibytes = [int(word) for word in _query_gpus("memory.total") if word.isdecimal()]
-    if not mebibytes:
+    """Return the memory of this machine's smallest accelerator in bytes, or None if its vendor's files do not say."""
+    vendor, _ = present_devices()
+    if vendor is None:
         return None
-    return min(mebibytes) * 2**20
-
-
-def _query_gpus(field: str) -> list[str]:
-    """Return a field of every GPU, as nvidia-smi prints it; an empty list if it does not run."""
-    return run_tool("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
+    return min(vendor.memory(Path("/")), default=None)
 
 
 # -- memory
@@ -148,19 +140,15 @@ def native_formats(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
         cpuinfo: The kernel's description of the CPU, which is read if this process sees no GPU.
 
     Returns:
-        `devices`: "GPUs" or "CPU"; `bf16`, `fp16`, `fp8`: True or False, None if it is not known (`fp8` of CPUs).
+        `devices`: "CPU", "GPUs" (NVIDIA's) or a text such as "Ascend devices"; `bf16`, `fp16`, `fp8`: True or False,
+        None if it is not known (`fp8` of CPUs).
         `bf16_is_slow`: True for CPUs that multiply bf16 natively, but train slower in it than in fp32.
     """
-    if count_accelerators():
-        return {"devices": "GPUs", **_formats_of_gpus(), "bf16_is_slow": False}
-    return {"devices": "CPU", **_formats_of_cpu(cpuinfo)}
-
-
-def _formats_of_gpus() -> dict[str, bool | None]:
-    versions = [float(word) for word in _query_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", word)]
-    if not versions:
-        return {"bf16": None, "fp16": None, "fp8": None}
-    return {name: min(versions) >= least for name, least in LEAST_CAPABILITY.items()}
+    vendor, _ = present_devices()
+    if vendor is None or vendor.hides_all(os.environ):
+        return {"devices": "CPU", **_formats_of_cpu(cpuinfo)}
+    name = "GPUs" if vendor is NVIDIA else f"{vendor.name} devices"
+    return {"devices": name, **vendor.formats(Path("/")), "bf16_is_slow": False}
 
 
 def _formats_of_cpu(cpuinfo: Path) -> dict[str, bool | None]:

@@ -28,7 +28,7 @@ from neox.launch.hosts.machine import (
     port_problem,
     product_seconds,
 )
-from neox.launch.hosts.vendors import can_build_kernels, torch_problem
+from neox.launch.hosts.vendors import accelerator_facts, can_build_kernels, torch_problem
 from neox.launch.spec import code_root
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -80,6 +80,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "deepspeed": _version("deepspeed"),
         "code": code_hash(code_root()),
         "accelerators": count_accelerators(),
+        **accelerator_facts(),
         "torch_problem": torch_problem(os.environ),
         "builds_kernels": can_build_kernels(os.environ),
         "formats": native_formats(),

@@ -1,4 +1,9 @@
-"""What is known of each vendor's accelerators without torch: device files, variables, and which torch can use them."""
+"""The vendors of accelerators, in one table: what is known of each without torch, and which torch can use which.
+
+Device files, variables that choose devices, those that other hosts get, names that DeepSpeed and torch.distributed
+have for them, and functions that ask for memory, formats and versions (`neox.launch.hosts.device_facts`). Whoever asks
+about accelerators before torch is imported reads this table.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +11,81 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from neox.launch.hosts import device_facts
+from neox.launch.hosts.device_facts import UNKNOWN_FORMATS, amd_gpus, intel_tiles, read_text, render_nodes, run_tool
 from neox.launch.spec import SlotId
 
-_AMD = "0x1002"
 _INTEL = "0x8086"
+_HABANA = "0x1da3"
 _INTEGRATED_INTEL = "0000:00:02.0"  # where the graphics of Intel's own processors are, on every machine that has them
-_LEAST_AMD_MEMORY = 2 * 2**30  # bytes; processors with graphics reserve less for them
+_CPU_RANKS = "set DS_ACCELERATOR=cpu for CPU ranks"
+_BUILD_NAMES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}  # fields of torch/version.py
 # Accelerators that a machine may have beside those that are counted here: NVIDIA's without files of their own and
-# without nvidia-smi, Windows' GPUs under WSL2, Jetson, Gaudi, Cambricon, Kunlun. torch may know them.
-_OTHER_DEVICES = ("nvidiactl", "dxg", "nvhost-*", "nvgpu/*", "accel/accel*", "hl[0-9]*", "cambricon_dev*", "xpu[0-9]*")
+# without nvidia-smi, Windows' GPUs under WSL2, Jetson, other makers' of the kernel's class `accel`, Cambricon, Kunlun.
+# torch may know them.
+_OTHER_DEVICES = ("nvidiactl", "dxg", "nvhost-*", "nvgpu/*", "accel/accel*", "cambricon_dev*", "xpu[0-9]*")
 
 
-@dataclass(frozen=True)
+def _no_sizes(_root: Path) -> list[int]:
+    return []
+
+
+def _no_formats(_root: Path) -> dict[str, bool | None]:
+    return dict(UNKNOWN_FORMATS)
+
+
+def _nothing(_root: Path) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Vendor:
     """One vendor's accelerators.
 
+    The functions get the root directory of the machine. What they do not find is unknown: no sizes, None.
+
     Attributes:
         name: Name for messages.
+        accelerator: DeepSpeed's name for them (`DS_ACCELERATOR`), which is the type of their devices in torch.
+        backends: Backends of torch.distributed that are theirs, the usual one first. gloo serves all.
         visible: Variables that choose the devices of a process; the first one that is set decides.
         narrowed_by: Variable with which the driver itself hides devices, so that those of `visible` count what it
             leaves, from 0; None if the driver has none.
         for_ranks: Variables that the agent of a host sets for its ranks.
+        ascending: Whether these lists must be in ascending order.
         forwarded: Patterns of the variables that every host gets.
         torch_field: Field of `torch/version.py` that is set in builds for these devices; None if it is an extension.
         extension: Package that lets torch use these devices; None if torch itself does.
         install: What to install for these devices, for messages.
-        count: Function that counts the devices below the root directory of a machine.
+        status_command: Command that shows whether the driver finds the devices, for messages.
+        count: Counts the devices.
+        memory: Returns the memory of each device in bytes.
+        formats: Returns which of `bf16`, `fp16` and `fp8` every device multiplies natively.
+        driver: Returns the version of the driver.
+        library: Returns name and version of the vendor's libraries.
     """
 
     name: str
+    accelerator: str
+    backends: tuple[str, ...]
     visible: tuple[str, ...]
     for_ranks: tuple[str, ...]
     forwarded: tuple[str, ...]
     install: str
+    status_command: str
     count: Callable[[Path], int]
+    memory: Callable[[Path], list[int]] = _no_sizes
+    formats: Callable[[Path], dict[str, bool | None]] = _no_formats
+    driver: Callable[[Path], str | None] = _nothing
+    library: Callable[[Path], str | None] = _nothing
     narrowed_by: str | None = None
+    ascending: bool = False
     torch_field: str | None = None
     extension: str | None = None
 
@@ -76,6 +115,12 @@ class Vendor:
         if environment.get("DS_ACCELERATOR") == "cpu":
             return True
         return not self.visible_devices(1, environment)
+
+    def variables(self, devices: Sequence[SlotId]) -> dict[str, str]:
+        """Return the variables that show ranks these devices."""
+        if self.ascending:
+            devices = sorted(devices, key=lambda device: (isinstance(device, str), device))
+        return dict.fromkeys(self.for_ranks, ",".join(map(str, devices)))
 
 
 def _entries(text: str) -> tuple[SlotId, ...]:
@@ -115,39 +160,16 @@ def _count_nvidia(root: Path) -> int:
     return 0
 
 
-def _render_nodes(root: Path) -> list[Path]:
-    """Return the directory in `/sys` of each `/dev/dri/renderD*`."""
-    nodes = sorted((root / "dev/dri").glob("renderD*"))
-    return [root / "sys/class/drm" / node.name / "device" for node in nodes]
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
 def _count_amd(root: Path) -> int:
-    """Count AMD's render nodes on a machine with `/dev/kfd`, without the graphics of processors."""
-    if not (root / "dev/kfd").exists():
-        return 0
-    count = 0
-    for device in _render_nodes(root):
-        vendor = _read(device / "vendor")
-        memory = _read(device / "mem_info_vram_total")  # bytes
-        is_processor = memory is not None and memory.isdecimal() and int(memory) < _LEAST_AMD_MEMORY
-        if vendor in (_AMD, None) and not is_processor:  # a node that `/sys` says nothing about counts
-            count += 1
-    return count
+    return len(amd_gpus(root))
 
 
 def _count_intel(root: Path) -> int:
-    """Count Intel's render nodes, without the graphics of processors."""
+    """Count Intel's render nodes, without the graphics of processors; the tiles of a card are devices of their own."""
     count = 0
-    for device in _render_nodes(root):
-        if _read(device / "vendor") == _INTEL and device.resolve().name != _INTEGRATED_INTEL:
-            count += 1
+    for device in render_nodes(root):
+        if read_text(device / "vendor") == _INTEL and device.resolve().name != _INTEGRATED_INTEL:
+            count += intel_tiles(device)
     return count
 
 
@@ -155,46 +177,95 @@ def _count_ascend(root: Path) -> int:
     return len(_device_files(root, r"davinci\d+"))
 
 
+def _count_gaudi(root: Path) -> int:
+    """Count `/dev/accel/accel0`, ... of this maker, or `/dev/hl0`, ... of older drivers."""
+    count = 0
+    for file in (root / "dev/accel").glob("accel[0-9]*"):
+        count += read_text(root / "sys/class/accel" / file.name / "device/vendor") == _HABANA
+    return count or len(_device_files(root, r"hl\d+"))
+
+
 NVIDIA = Vendor(
-    "NVIDIA",
+    name="NVIDIA",
+    accelerator="cuda",
+    backends=("nccl",),
     visible=("CUDA_VISIBLE_DEVICES",),
     for_ranks=("CUDA_VISIBLE_DEVICES",),
     forwarded=("NCCL_*", "CUDA_*"),
     torch_field="cuda",
     install="torch with CUDA (pytorch.org's index for this driver)",
+    status_command="nvidia-smi",
     count=_count_nvidia,
+    memory=device_facts.nvidia_memory,
+    formats=device_facts.nvidia_formats,
+    driver=device_facts.nvidia_driver,
+    library=device_facts.nvidia_library,
 )
 AMD = Vendor(
-    "AMD",
+    name="AMD",
+    accelerator="cuda",
+    backends=("nccl",),  # RCCL by that name
     visible=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     narrowed_by="ROCR_VISIBLE_DEVICES",
     # Both alike: HIP reads the first if it is set, and programs that know only CUDA's read the second.
     for_ranks=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     forwarded=("NCCL_*", "RCCL_*", "HSA_*", "HIP_*", "ROCM_*", "MIOPEN_*", "GPU_MAX_HW_QUEUES"),
     torch_field="hip",
-    install="torch with ROCm (pytorch.org's index for this ROCm)",
+    install="torch with ROCm (requirements/requirements-rocm.txt)",
+    status_command="rocm-smi",
     count=_count_amd,
+    memory=device_facts.amd_memory,
+    formats=device_facts.amd_formats,
+    driver=device_facts.amd_driver,
+    library=device_facts.amd_library,
 )
 ASCEND = Vendor(
-    "Ascend",
+    name="Ascend",
+    accelerator="npu",
+    backends=("hccl",),
     visible=("ASCEND_RT_VISIBLE_DEVICES",),
     for_ranks=("ASCEND_RT_VISIBLE_DEVICES",),
-    forwarded=("HCCL_*", "ASCEND_*"),
+    ascending=True,  # else torch_npu counts no device
+    forwarded=("HCCL_*", "ASCEND_*", "ACL_*", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF", "INF_NAN_MODE_*"),
     extension="torch_npu",
-    install="torch_npu of the release that fits this CANN and torch",
+    install="torch_npu of the release that fits this CANN and torch (requirements/requirements-ascend.txt)",
+    status_command="npu-smi info",
     count=_count_ascend,
+    memory=device_facts.ascend_memory,
+    formats=device_facts.ascend_formats,
+    driver=device_facts.ascend_driver,
+    library=device_facts.ascend_library,
+)
+GAUDI = Vendor(
+    name="Gaudi",
+    accelerator="hpu",
+    backends=("hccl",),
+    visible=("HABANA_VISIBLE_MODULES",),
+    for_ranks=("HABANA_VISIBLE_MODULES",),
+    forwarded=("HABANA_*", "HCL_*", "HCCL_*", "PT_HPU_*"),
+    extension="habana_frameworks",
+    install="habana-torch-plugin of the release that fits this driver and torch",
+    status_command="hl-smi",
+    count=_count_gaudi,
+    memory=device_facts.gaudi_memory,
+    driver=device_facts.gaudi_driver,
 )
 INTEL = Vendor(
-    "Intel",
+    name="Intel",
+    accelerator="xpu",
+    backends=("xccl", "ccl"),
     visible=("ZE_AFFINITY_MASK",),
     for_ranks=("ZE_AFFINITY_MASK",),
     forwarded=("CCL_*", "ZE_*", "ZES_*", "SYCL_*", "ONEAPI_*", "I_MPI_*"),
     torch_field="xpu",
-    install="torch with XPU (pytorch.org's index for xpu)",
+    install="torch with XPU (requirements/requirements-xpu.txt)",
+    status_command="xpu-smi discovery",
     count=_count_intel,
+    memory=device_facts.intel_memory,
+    driver=device_facts.intel_driver,
 )
-VENDORS = (NVIDIA, AMD, ASCEND, INTEL)
-"""All vendors. If a machine has devices of several, those of the first count."""
+VENDORS = (NVIDIA, AMD, ASCEND, GAUDI, INTEL)
+"""All vendors. If a machine has devices of several, and torch can use each or none, those of the first count."""
 VISIBLE_VARIABLES = tuple(
     dict.fromkeys(
         name for vendor in VENDORS for name in (*vendor.visible, *vendor.for_ranks, vendor.narrowed_by) if name
@@ -204,12 +275,22 @@ VISIBLE_VARIABLES = tuple(
 
 
 def present_devices(root: Path = Path("/")) -> tuple[Vendor | None, int]:
-    """Return the vendor of this machine's accelerators and their number; None and 0 if none is found."""
+    """Return the vendor of this machine's accelerators and their number; None and 0 if none is found.
+
+    If there are several vendors' devices, such as a display's, those that the installed torch can use count.
+    """
+    found: list[tuple[Vendor, int]] = []
     for vendor in VENDORS:
         count = vendor.count(root)
         if count:
-            return vendor, count
-    return None, 0
+            found.append((vendor, count))
+    if not found:
+        return None, 0
+    if len(found) > 1:
+        for vendor, count in found:
+            if _lacking(vendor) is None:
+                return vendor, count
+    return found[0]
 
 
 def may_have_other_devices(root: Path = Path("/")) -> bool:
@@ -258,7 +339,9 @@ def device_variables(slots: Sequence[SlotId], environment: Mapping[str, str], ro
     devices = devices_of_slots(slots, vendor.visible_devices(present, environment))
     if devices is None:  # more ranks than devices: each rank says so, unless it needs no device
         return {}
-    return dict.fromkeys(vendor.for_ranks, ",".join(map(str, devices)))
+    # DeepSpeed would choose by what is installed, not by what this machine has.
+    accelerator = environment.get("DS_ACCELERATOR", vendor.accelerator)
+    return {"DS_ACCELERATOR": accelerator, **vendor.variables(devices)}
 
 
 def variables_of_rank(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
@@ -290,22 +373,14 @@ def torch_problem(environment: Mapping[str, str], root: Path = Path("/")) -> str
     vendor, count = present_devices(root)
     if vendor is None or vendor.hides_all(environment):
         return None
-    if vendor.extension is not None:
-        if importlib.util.find_spec(vendor.extension) is not None:
-            return None
-        found = f"{vendor.extension} is not installed"
-    else:
-        builds = torch_builds()
-        if builds is None or vendor.torch_field in builds:
-            return None
-        found = f"torch {_version('torch')} is built for {', '.join(sorted(builds)) or 'CPUs only'}"
-    return (
-        f"{count} {vendor.name} devices, but {found}: install {vendor.install}, or set DS_ACCELERATOR=cpu for CPU ranks"
-    )
+    lacking = _lacking(vendor)
+    if lacking is None:
+        return None
+    return f"{count} {vendor.name} devices, but {lacking}: install {vendor.install}, or {_CPU_RANKS}"
 
 
 def unused_devices(environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return which accelerators stay unused in a process whose torch finds no GPU, and why; None if there are none.
+    """Return which accelerators stay unused in a process whose torch finds none, and why; None if there are none.
 
     Args:
         environment: Variables of the process.
@@ -315,25 +390,61 @@ def unused_devices(environment: Mapping[str, str], root: Path = Path("/")) -> st
     vendor, count = present_devices(root)
     if problem is not None or vendor is None or vendor.hides_all(environment):
         return problem
-    if vendor.torch_field not in ("cuda", "hip"):  # torch.cuda serves both
+    if vendor.accelerator != "cuda":  # torch.cuda serves NVIDIA and AMD
         why = "which this project cannot train on yet"
     else:
-        why = f"which torch {_version('torch')} does not find: look at their driver"
-    return f"{count} {vendor.name} devices, {why}; or set DS_ACCELERATOR=cpu for CPU ranks"
+        torch = f"torch {_version('torch')} ({torch_build()})"
+        why = f"which {torch} does not find: does `{vendor.status_command}` show them?"
+    return f"{count} {vendor.name} devices, {why}; or {_CPU_RANKS}"
 
 
-def torch_builds() -> set[str] | None:
-    """Return which of `cuda`, `hip` and `xpu` the installed torch is built for; None if it is not found."""
+def _lacking(vendor: Vendor) -> str | None:
+    """Return what the installed torch lacks to use a vendor's devices; None if nothing, or if torch is not found."""
+    if vendor.extension is not None:
+        if importlib.util.find_spec(vendor.extension) is None:
+            return f"{vendor.extension} is not installed"
+        return _wrong_release(vendor.extension)
+    builds = torch_builds()
+    if builds is None or vendor.torch_field in builds:
+        return None
+    return f"torch {_version('torch')} is built for {torch_build() or 'CPUs'} only"
+
+
+def _wrong_release(extension: str) -> str | None:
+    """Return that an extension whose versions are torch's (torch_npu) is made for another torch; None if it is not."""
+    if extension != "torch_npu":
+        return None
+    own = re.match(r"\d+\.\d+", _version(extension))
+    torch = re.match(r"\d+\.\d+", _version("torch"))
+    if own is None or torch is None or own[0] == torch[0]:
+        return None
+    return f"{extension} {_version(extension)} does not fit torch {_version('torch')}"
+
+
+def torch_builds() -> dict[str, str] | None:
+    """Return for which of `cuda`, `hip` and `xpu` the installed torch is built, with versions; None without torch."""
     try:
         spec = importlib.util.find_spec("torch")
     except ValueError:  # it is being imported in an unusual way
         return None
     if spec is None or not spec.submodule_search_locations:
         return None
-    text = _read(Path(spec.submodule_search_locations[0]) / "version.py")
+    text = read_text(Path(spec.submodule_search_locations[0]) / "version.py")
     if text is None:
         return None
-    return {match[1] for match in re.finditer(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]", text, re.MULTILINE)}
+    fields = re.finditer(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)", text, re.MULTILINE)
+    return {match[1]: match[2] for match in fields}
+
+
+def torch_build() -> str | None:
+    """Return what the installed torch is built for, with its extensions, as `CUDA 12.8`; None for CPUs, or no torch."""
+    names = []
+    for field, build in (torch_builds() or {}).items():
+        names.append(f"{_BUILD_NAMES[field]} {build}")
+    for vendor in VENDORS:
+        if vendor.extension is not None and importlib.util.find_spec(vendor.extension) is not None:
+            names.append(f"{vendor.extension} {_version(vendor.extension)}")
+    return ", ".join(names) or None
 
 
 def _version(package: str) -> str:
@@ -343,13 +454,29 @@ def _version(package: str) -> str:
         return "(unknown)"
 
 
-def run_tool(program: str, *arguments: str) -> str:
-    """Return the output of a vendor's program; an empty text if it does not run."""
-    try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+def accelerator_facts(root: Path = Path("/")) -> dict[str, Any]:
+    """Return what people ask first about a machine's accelerators, whatever the environment shows of them.
+
+    Returns:
+        `vendor`, `driver`, `library` and `torch_build`; None for what is not known.
+    """
+    vendor, _ = present_devices(root)
+    facts: dict[str, Any] = {"vendor": None, "driver": None, "library": None, "torch_build": torch_build()}
+    if vendor is not None:
+        facts |= {"vendor": vendor.name, "driver": vendor.driver(root), "library": vendor.library(root)}
+    return facts
+
+
+def refused_backend(backend: str, vendor: Vendor) -> str | None:
+    """Return why a vendor's accelerators cannot communicate over a backend of torch.distributed; None if they can.
+
+    Args:
+        backend: Value of `distributed_backend`.
+        vendor: The vendor.
+    """
+    if backend in ("auto", "gloo", *vendor.backends):
+        return None
+    return f"{backend} does not serve {vendor.name} devices: set {vendor.backends[0]}, or auto"
 
 
 def can_build_kernels(environment: Mapping[str, str], root: Path = Path("/")) -> bool:

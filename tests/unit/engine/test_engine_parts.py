@@ -4,6 +4,8 @@ import logging
 
 import pytest
 import torch
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.accelerator.npu_accelerator import NPU_Accelerator
 
 from neox.engine import distributed
 from neox.engine.checkpoints.saving import layout_of, neox_client_state
@@ -99,10 +101,18 @@ def test_each_parameter_is_counted_once():
     assert [counts_in_norm(p, second) for p in (split, replicated, tied)] == [True, False, False]
 
 
-def test_nccl_on_a_cpu_becomes_gloo():
-    assert distributed.choose_backend("nccl", torch.device("cpu")) == "gloo"
+def test_the_backend_of_each_kind_of_device(monkeypatch):
+    for asked in ("auto", "nccl", "hccl", "gloo"):
+        assert distributed.choose_backend(asked, torch.device("cpu")) == "gloo"
     assert distributed.choose_backend("nccl", torch.device("cuda", 0)) == "nccl"
     assert distributed.choose_backend("gloo", torch.device("cuda", 0)) == "gloo"
+    assert distributed.choose_backend("ccl", torch.device("xpu", 0)) == "ccl"
+    for asked, kind in (("hccl", "cuda"), ("nccl", "xpu"), ("nccl", "hpu")):
+        with pytest.raises(LaunchError):
+            distributed.choose_backend(asked, torch.device(kind, 0))
+    for accelerator, backend in ((CUDA_Accelerator(), "nccl"), (NPU_Accelerator(), "hccl")):
+        monkeypatch.setattr(distributed, "get_accelerator", lambda chosen=accelerator: chosen)
+        assert distributed.choose_backend("auto", torch.device("cuda", 0)) == backend
 
 
 def test_a_world_that_is_not_the_plans_is_refused(monkeypatch):

@@ -70,6 +70,8 @@ def test_each_problem_is_named_with_its_remedy() -> None:
         last_line = format_reports(reports).splitlines()[-1]
         assert "host2" in last_line
         assert last_line.endswith(reports[2].problems[0])
+    (npu,) = judge(answer(vendor="Ascend", torch_problem="8 Ascend devices, but torch_npu is not installed"))
+    assert npu.problems == ["8 Ascend devices, but torch_npu is not installed"]
     old = answer(code="xyz")
     del old["preemption"]  # which hosts with the previous code do not send
     assert "xyz" in judge(answer(), old)[1].problems[0]
@@ -77,6 +79,29 @@ def test_each_problem_is_named_with_its_remedy() -> None:
     (cpu_host,) = judge(answer(accelerators=0))
     assert not cpu_host.problems
     assert len(cpu_host.notes) == 1
+
+
+def test_what_the_table_shows_of_accelerators() -> None:
+    ascend = {"vendor": "Ascend", "driver": "23.0.rc2", "library": "CANN 8.0.RC1", "torch_build": "torch_npu 2.13.0"}
+    here, plain = judge(answer(**ascend), answer(**ascend | {"library": None, "torch_build": None}))
+    assert not here.problems
+    lines = format_reports([here, plain]).splitlines()
+    for fact in ("2 Ascend", "23.0.rc2, CANN 8.0.RC1", "2.13.0 (torch_npu 2.13.0)"):
+        assert fact in lines[1]
+        assert (fact in lines[2]) is (fact == "2 Ascend")
+
+
+def test_hosts_of_other_vendors_and_other_builds_of_torch() -> None:
+    nvidia = {"vendor": "NVIDIA", "torch_build": "CUDA 12.8"}
+    reports = judge(
+        answer(**nvidia),
+        answer(**nvidia),
+        answer(vendor="AMD", torch_build="ROCm 6.4"),
+        answer(**nvidia | {"torch_build": "CUDA 13.0"}),
+    )
+    assert [len(report.problems) for report in reports] == [0, 0, 2, 1]
+    assert "CUDA 13.0" in reports[3].problems[0]
+    assert "AMD" in reports[2].problems[1]
 
 
 def test_asking_this_machine(tmp_path: Path) -> None:

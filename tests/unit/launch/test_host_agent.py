@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from neox.errors import LaunchError
 from neox.launch import host_name
 from neox.launch.agent import host_agent
 from neox.launch.agent.agent_files import HOST_VARIABLE, RankActivity, Silence
@@ -125,3 +126,15 @@ def test_what_was_asked_between_two_starts_does_not_reach_the_ranks_of_the_next(
     assert agent.requests == SignalRequests()
     agent.requests.stop = signal.SIGTERM
     assert agent._wait_for_next_start() is None, "a stop ends the agent"
+
+
+def test_a_host_whose_torch_cannot_use_its_devices_starts_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = LaunchSpec("id", (Host("a", (0,)),), "::1", 1, "s.py", (), str(tmp_path), "/", str(tmp_path), sys.executable)
+    monkeypatch.setattr(host_agent, "torch_problem", lambda environment: "8 Ascend devices, but torch_npu is missing")
+    start = StartOnHost(spec, 0, lambda event: None, SignalRequests(), Orders())
+    with pytest.raises(LaunchError, match="a has 8 Ascend devices"):
+        start.run({}, None)
+    assert not start.ranks.ranks
+    assert not start.directory.exists()

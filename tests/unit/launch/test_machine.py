@@ -8,6 +8,7 @@ import pytest
 
 from neox.launch.hosts import machine
 from neox.launch.hosts.machine import available_memory, memory_kills, native_formats, smallest_memory
+from neox.launch.hosts.vendors import NVIDIA
 
 
 @pytest.mark.parametrize(
@@ -19,11 +20,15 @@ def test_smallest_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: 
     command.write_text(f"#!/bin/sh\nprintf '{says}'\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(machine, "present_devices", lambda: (NVIDIA, 2))
     assert smallest_memory() == expected
 
 
 def test_memory_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "present_devices", lambda: (NVIDIA, 2))
+    assert smallest_memory() is None
+    monkeypatch.setattr(machine, "present_devices", lambda: (None, 0))
     assert smallest_memory() is None
 
 
@@ -41,7 +46,7 @@ def test_memory_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_formats_of_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, bf16: bool | None, fp16: bool | None
 ) -> None:
-    monkeypatch.setattr(machine, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(machine, "present_devices", lambda: (None, 0))
     if cpuinfo is not None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
     formats = native_formats(tmp_path / "cpuinfo")
@@ -60,7 +65,7 @@ def test_formats_of_a_cpu(
 def test_kinds_of_cpus_that_train_slowly_in_bf16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, slow: bool
 ) -> None:
-    monkeypatch.setattr(machine, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(machine, "present_devices", lambda: (None, 0))
     (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n")
     assert native_formats(tmp_path / "cpuinfo")["bf16_is_slow"] is slow
 
@@ -81,7 +86,9 @@ def test_formats_of_gpus(
     command.write_text(f"#!/bin/sh\nprintf '{says}'\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(machine, "count_accelerators", lambda: 2)
+    monkeypatch.setattr(machine, "present_devices", lambda: (NVIDIA, 2))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     expected = {"devices": "GPUs", "bf16": bf16, "fp16": fp16, "fp8": fp8, "bf16_is_slow": False}
     assert native_formats() == expected
 

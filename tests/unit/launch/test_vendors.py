@@ -29,33 +29,13 @@ from neox.launch.hosts.vendors import (
     variables_of_rank,
 )
 from neox.launch.spec import Host, LaunchSpec
+from tests.unit.launch.fake_machines import machine_with, render_node
 
 
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*VISIBLE_VARIABLES, "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
-
-
-def machine_with(root: Path, *files: str) -> Path:
-    """A root directory with these files below /dev."""
-    for file in files:
-        (root / "dev" / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / "dev" / file).touch()
-    return root
-
-
-def render_node(root: Path, number: int, vendor: str, *, place: str, memory: int | None = None) -> None:
-    """Add a render node as the kernel shows it."""
-    machine_with(root, f"dri/renderD{number}")
-    device = root / "sys/devices/pci" / place
-    device.mkdir(parents=True)
-    (device / "vendor").write_text(f"{vendor}\n")
-    if memory is not None:
-        (device / "mem_info_vram_total").write_text(f"{memory}\n")
-    link = root / f"sys/class/drm/renderD{number}/device"
-    link.parent.mkdir(parents=True)
-    link.symlink_to(device)
 
 
 def test_each_vendor_by_its_files(tmp_path: Path) -> None:
@@ -94,17 +74,19 @@ def test_gpus_of_wsl_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch
     command.write_text("#!/bin/sh\nprintf 'GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1)\\n'\n")
     command.chmod(0o755)
     assert present_devices(root) == (NVIDIA, 1)
-    assert device_variables((0,), {}, root) == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert device_variables((0,), {}, root) == {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
 
 
 def test_variables_of_each_vendor(tmp_path: Path) -> None:
     assert device_variables((0, 1), {}, tmp_path) == {"DS_ACCELERATOR": "cpu"}  # and no variable hides anything
     ascend = machine_with(tmp_path / "ascend", "davinci0", "davinci1")
-    assert device_variables((0, 1), {}, ascend) == {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}
+    assert device_variables((0, 1), {}, ascend) == {"DS_ACCELERATOR": "npu", "ASCEND_RT_VISIBLE_DEVICES": "0,1"}
+    assert device_variables((1, 0), {}, ascend)["ASCEND_RT_VISIBLE_DEVICES"] == "0,1"  # torch_npu wants them to ascend
     given = {"ASCEND_RT_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": ""}
-    assert device_variables((1,), given, ascend) == {"ASCEND_RT_VISIBLE_DEVICES": "7"}
+    assert device_variables((1,), given, ascend) == {"DS_ACCELERATOR": "npu", "ASCEND_RT_VISIBLE_DEVICES": "7"}
     amd = machine_with(tmp_path / "amd", "kfd", "dri/renderD128", "dri/renderD129")
-    assert device_variables((0, 1), {}, amd) == {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
+    both = {"DS_ACCELERATOR": "cuda", "HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert device_variables((0, 1), {}, amd) == both
     hidden = {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     assert device_variables((0, 1), {"HIP_VISIBLE_DEVICES": ""}, amd) == hidden
     assert device_variables((0, 1), {"DS_ACCELERATOR": "cpu"}, amd) == hidden
@@ -181,14 +163,14 @@ def test_a_torch_that_cannot_use_the_devices_is_an_error(tmp_path: Path, monkeyp
     nvidia = machine_with(tmp_path / "nvidia", "nvidia0")
     amd = machine_with(tmp_path / "amd", "kfd", "dri/renderD128")
     ascend = machine_with(tmp_path / "ascend", "davinci0")
-    for builds, right in (({"cuda"}, nvidia), ({"hip"}, amd)):
+    for builds, right in (({"cuda": "12.8"}, nvidia), ({"hip": "6.4"}, amd)):
         monkeypatch.setattr(vendors, "torch_builds", lambda builds=builds: builds)
         assert torch_problem({}, right) is None
         assert "does not find" in str(unused_devices({}, right))  # for example an old driver
         for other in {nvidia, amd, ascend} - {right}:
             assert torch_problem({}, other) is not None
             assert unused_devices({}, other) is not None
-    monkeypatch.setattr(vendors, "torch_builds", set)
+    monkeypatch.setattr(vendors, "torch_builds", dict)
     assert "CPUs only" in str(torch_problem({}, nvidia))
     assert "torch_npu" in str(torch_problem({}, ascend))
     assert torch_problem({"CUDA_VISIBLE_DEVICES": ""}, nvidia) is None
@@ -202,8 +184,42 @@ def test_a_torch_that_cannot_use_the_devices_is_an_error(tmp_path: Path, monkeyp
 
 def test_what_the_installed_torch_is_built_for() -> None:
     torch = pytest.importorskip("torch")
-    fields = {name for name in ("cuda", "hip", "xpu") if getattr(torch.version, name, None) is not None}
-    assert vendors.torch_builds() == fields
+    fields = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    assert vendors.torch_builds() == {name: build for name, build in fields.items() if build is not None}
+
+
+def test_the_release_of_torch_npu_must_be_that_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_npu 2.13.0 requires torch 2.13.0.* (its wheel's metadata)."""
+    ascend = machine_with(tmp_path, "davinci0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    versions = {"torch_npu": "2.13.0.post1", "torch": "2.13.0+cpu"}
+    monkeypatch.setattr(vendors, "version", versions.__getitem__)
+    assert torch_problem({}, ascend) is None
+    versions["torch_npu"] = "2.9.0"
+    assert "torch_npu 2.9.0 does not fit torch 2.13.0" in str(torch_problem({}, ascend))
+
+
+def test_of_several_vendors_devices_those_count_that_torch_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = machine_with(tmp_path, "nvidia0", "kfd", "dri/renderD128", "dri/renderD129")
+    monkeypatch.setattr(vendors, "torch_builds", lambda: {"hip": "6.4"})
+    assert present_devices(root) == (AMD, 2)
+    monkeypatch.setattr(vendors, "torch_builds", dict)
+    assert present_devices(root) == (NVIDIA, 1)
+
+
+def test_backends_that_serve_each_vendor() -> None:
+    usable = {
+        "NVIDIA": {"auto", "gloo", "nccl"},
+        "AMD": {"auto", "gloo", "nccl"},
+        "Ascend": {"auto", "gloo", "hccl"},
+        "Gaudi": {"auto", "gloo", "hccl"},
+        "Intel": {"auto", "gloo", "xccl", "ccl"},
+    }
+    for vendor in vendors.VENDORS:
+        for backend in ("auto", "gloo", "nccl", "hccl", "xccl", "ccl"):
+            assert (vendors.refused_backend(backend, vendor) is None) is (backend in usable[vendor.name])
 
 
 def test_devices_are_not_counted_if_cpu_ranks_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

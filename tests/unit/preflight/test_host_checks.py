@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from neox.errors import LaunchError
+from neox.errors import ConfigError, LaunchError
 from neox.launch import Host
 from neox.launch.hosts.doctor import HostReport
 from neox.launch.hosts.placement import ChosenBy, Placement
+from neox.launch.hosts.vendors import ASCEND, NVIDIA
 from neox.preflight import host_checks
 from neox.preflight.command_line import find_script, parse_arguments
-from neox.preflight.host_checks import check_compilers, check_memory, hosts_without_room
+from neox.preflight.host_checks import check_backend, check_compilers, check_memory, hosts_without_room
 from neox.preflight.planning import read_config
 from neox.preflight.restarts import Restarts
 from neox.preflight.start_run import StartRun
@@ -56,6 +57,25 @@ def test_hosts_without_a_compiler_for_a_kernel_that_deepspeed_builds(monkeypatch
     with pytest.raises(LaunchError, match="this machine"):
         check_compilers(plan, [], {})
     check_compilers(plan_of(world_size=4, **SMALL), reports, {})
+
+
+def test_a_backend_of_another_vendor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(world_size=4, **SMALL, distributed_backend="nccl")
+    reports = reports_of(ENOUGH, ENOUGH)
+    check_backend(plan, reports, {})
+    for report in reports:
+        report.answer |= {"accelerators": 2, "vendor": "NVIDIA"}
+    check_backend(plan, reports, {})
+    reports[1].answer["vendor"] = "Ascend"
+    with pytest.raises(ConfigError, match=r"hccl.*host1"):
+        check_backend(plan, reports, {})
+    check_backend(plan_of(world_size=4, **SMALL), reports, {})
+    monkeypatch.setattr(host_checks, "present_devices", lambda: (NVIDIA, 4))
+    check_backend(plan, [], {})
+    monkeypatch.setattr(host_checks, "present_devices", lambda: (ASCEND, 4))
+    with pytest.raises(ConfigError, match="this machine"):
+        check_backend(plan, [], {})
+    check_backend(plan, [], {"DS_ACCELERATOR": "cpu"})
 
 
 def test_a_spare_host_replaces_one_without_memory(tmp_path: Path) -> None:

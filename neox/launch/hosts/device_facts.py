@@ -1,0 +1,300 @@
+"""What the files and programs of each vendor say about the accelerators of a machine: memory, formats, versions.
+
+What none of them says is unknown (None, or left out), never guessed. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
+"""Lowest compute capability of NVIDIA's GPUs that multiply a number format natively."""
+UNKNOWN_FORMATS: Mapping[str, bool | None] = MappingProxyType({"bf16": None, "fp16": None, "fp8": None})
+_MIB = 2**20
+_AMD = "0x1002"
+_LEAST_AMD_MEMORY = 2 * 2**30  # bytes; processors with graphics reserve less for them
+_ASCEND = "usr/local/Ascend"  # where Huawei's installers put driver and CANN
+# Chips of Ascend's first generation. `910B` alone is one of them; 910B1 to 910B4 are the second, which has bf16.
+_FIRST_ASCENDS = ("910A", "910B", "910ProA", "910ProB", "910PremiumA")
+
+
+def run_tool(program: str, *arguments: str) -> str:
+    """Return the output of a vendor's program; an empty text if it does not run."""
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def read_text(path: Path) -> str | None:
+    """Return the text of a small file without the blanks around it; None if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def render_nodes(root: Path) -> list[Path]:
+    """Return the directory in `/sys` of each `/dev/dri/renderD*`."""
+    nodes = sorted((root / "dev/dri").glob("renderD*"))
+    return [root / "sys/class/drm" / node.name / "device" for node in nodes]
+
+
+def _module_version(root: Path, *modules: str) -> str | None:
+    """Return the version of the first kernel module that states one. Modules of the kernel itself state none."""
+    for module in modules:
+        version = read_text(root / "sys/module" / module / "version")
+        if version:
+            return version
+    return None
+
+
+def _version_in(path: Path, pattern: str) -> str | None:
+    found = re.search(pattern, read_text(path) or "", re.MULTILINE)
+    return None if found is None else found[1]
+
+
+def _bytes_of_mebibytes(words: Iterable[str]) -> list[int]:
+    """Return sizes in bytes; words such as `[N/A]` are left out."""
+    return [int(word) * _MIB for word in words if word.isdecimal()]
+
+
+# -- NVIDIA
+
+
+def _query_nvidia(field: str) -> list[str]:
+    """Return a field of every GPU, as nvidia-smi prints it; an empty list if it does not run."""
+    return run_tool("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
+
+
+def nvidia_memory(_root: Path) -> list[int]:
+    """Return the memory of each GPU in bytes, as nvidia-smi says."""
+    return _bytes_of_mebibytes(_query_nvidia("memory.total"))
+
+
+def nvidia_formats(_root: Path) -> dict[str, bool | None]:
+    """Return which formats every GPU multiplies natively, by its compute capability."""
+    versions = [float(word) for word in _query_nvidia("compute_cap") if re.fullmatch(r"\d+\.\d+", word)]
+    if not versions:
+        return dict(UNKNOWN_FORMATS)
+    return {name: min(versions) >= least for name, least in LEAST_CAPABILITY.items()}
+
+
+def nvidia_driver(root: Path) -> str | None:
+    """Return the version of the driver, from its file in `/proc` or from the title of nvidia-smi (WSL2)."""
+    version = _version_in(root / "proc/driver/nvidia/version", r"^NVRM version:.*?\s(\d+\.\d[\d.]*)\s")
+    if version is None:
+        found = re.search(r"Driver Version: (\S+)", run_tool("nvidia-smi"))
+        version = None if found is None else found[1]
+    return version
+
+
+def nvidia_library(_root: Path) -> str | None:
+    """Return the newest CUDA that the driver serves, from the title of nvidia-smi."""
+    found = re.search(r"CUDA Version: (\d[\d.]*)", run_tool("nvidia-smi"))
+    return None if found is None else f"CUDA {found[1]}"
+
+
+# -- AMD
+
+
+def amd_gpus(root: Path) -> list[tuple[Path, int | None]]:
+    """Return AMD's render nodes on a machine with `/dev/kfd`, without the graphics of processors.
+
+    Returns:
+        The directory of each in `/sys`, and its memory in bytes if the driver shows it there.
+    """
+    if not (root / "dev/kfd").exists():
+        return []
+    gpus = []
+    for device in render_nodes(root):
+        vendor = read_text(device / "vendor")
+        text = read_text(device / "mem_info_vram_total")  # bytes; partitions of a GPU have no such file
+        memory = int(text) if text is not None and text.isdecimal() else None
+        is_processor = memory is not None and memory < _LEAST_AMD_MEMORY
+        if vendor in (_AMD, None) and not is_processor:  # a node that `/sys` says nothing about counts
+            gpus.append((device, memory))
+    return gpus
+
+
+def amd_memory(root: Path) -> list[int]:
+    """Return the memory of each GPU in bytes, as the driver shows it in `/sys`, or else rocm-smi.
+
+    rocm-smi: https://rocm.docs.amd.com/projects/rocm_smi_lib, `--showmeminfo vram --json`.
+    """
+    sizes = [memory for _, memory in amd_gpus(root) if memory is not None]
+    if sizes:
+        return sizes
+    try:
+        cards = json.loads(run_tool("rocm-smi", "--showmeminfo", "vram", "--json"))
+    except ValueError:
+        return []
+    for card in cards.values():
+        value = card.get("VRAM Total Memory (B)", "") if isinstance(card, dict) else ""
+        if value.isdecimal():
+            sizes.append(int(value))
+    return sizes
+
+
+def amd_formats(root: Path) -> dict[str, bool | None]:
+    """Return which formats every GPU multiplies natively, by its target in `/sys/class/kfd`.
+
+    https://rocm.docs.amd.com/en/latest/reference/precision-support.html: bf16 since CDNA (gfx908) and RDNA 3 (gfx11).
+    fp8 as torch multiplies it here, the OCP formats: CDNA 4 (gfx950) and RDNA 4 (gfx12). CDNA 3 (gfx942) has others.
+    """
+    targets = []
+    for node in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        target = _version_in(
+            node, r"^gfx_target_version (\d+)$"
+        )  # 90402 is gfx942; the second-last two are hexadecimal
+        if target is not None and int(target):  # 0 for processors
+            targets.append(int(target))
+    if not targets:
+        return dict(UNKNOWN_FORMATS)
+    return {
+        "bf16": all(90008 <= target < 100000 or target >= 110000 for target in targets),
+        "fp16": all(target >= 90000 for target in targets),
+        "fp8": all(90500 <= target < 100000 or target >= 120000 for target in targets),
+    }
+
+
+def amd_driver(root: Path) -> str | None:
+    """Return the version of AMD's own kernel module; None for that of the kernel."""
+    return _module_version(root, "amdgpu")
+
+
+def amd_library(root: Path) -> str | None:
+    """Return the version of ROCm in its usual place, or where ROCM_PATH says."""
+    directory = Path(os.environ.get("ROCM_PATH", root / "opt/rocm"))
+    version = read_text(directory / ".info/version")
+    return f"ROCm {version}" if version else None
+
+
+# -- Ascend
+
+
+def _ascend_chips() -> list[tuple[str, int | None]]:
+    """Return name and memory (bytes) of each chip in the table of `npu-smi info`, which has two lines for each.
+
+    | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+    | Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
+    | 0     910B1               | OK            | 88.4        46                0    / 0             |
+    | 0                         | 0000:C1:00.0  | 0           0    / 0          4175 / 65536         |
+    """
+    table = run_tool("npu-smi", "info").partition("Process")[0]  # a table of processes follows
+    chips: list[tuple[str, int | None]] = []
+    name = None
+    for line in table.splitlines():
+        cells = line.strip().strip("|").split("|")
+        if len(cells) != 3:
+            continue
+        first = re.fullmatch(r"\d+\s+(\S*[A-Za-z_]\S*|\d{3,})", cells[0].strip())
+        if first is not None:
+            name = first[1].removeprefix("Ascend")
+        elif name is not None and re.fullmatch(r"\d+(\s+\d+)?", cells[0].strip()):
+            total = re.search(r"/\s*([1-9]\d*)\s*$", cells[2])  # of the last column
+            chips.append((name, None if total is None else int(total[1]) * _MIB))
+            name = None
+    return chips
+
+
+def ascend_memory(_root: Path) -> list[int]:
+    """Return the memory of each chip in bytes, as `npu-smi info` says."""
+    return [memory for _, memory in _ascend_chips() if memory is not None]
+
+
+def ascend_formats(_root: Path) -> dict[str, bool | None]:
+    """Return which formats every chip multiplies natively, by the names that `npu-smi info` prints.
+
+    torch_npu (`npu_get_soc_version`, `is_bf16_supported`): bf16 since 910B1.
+    """
+    known: set[bool | None] = set()
+    for name, _ in _ascend_chips():
+        if name in _FIRST_ASCENDS or name.startswith("310"):
+            known.add(False)
+        elif re.match(r"910(B\d|_93)", name):
+            known.add(True)
+        else:
+            known.add(None)
+    if False in known:
+        return {"bf16": False, "fp16": True, "fp8": False}
+    if known == {True}:
+        return {"bf16": True, "fp16": True, "fp8": None}
+    return dict(UNKNOWN_FORMATS)
+
+
+def ascend_driver(root: Path) -> str | None:
+    """Return the version of the driver."""
+    return _version_in(root / _ASCEND / "driver/version.info", r"^Version\s*=\s*(\S+)")
+
+
+def ascend_library(root: Path) -> str | None:
+    """Return the version of CANN, from the file in which torch_npu's `collect_env` looks for it."""
+    home = Path(os.environ.get("ASCEND_HOME_PATH", root / _ASCEND / "ascend-toolkit/latest"))
+    for path in sorted(home.glob("*/ascend_*_install.info")) + sorted(home.glob("ascend_*_install.info")):
+        version = _version_in(path, r"^version\s*=\s*(\S+)")
+        if version is not None:
+            return f"CANN {version}"
+    return None
+
+
+# -- Intel
+
+
+def intel_tiles(device: Path) -> int:
+    """Return how many devices a card is by default: one for each of its tiles (Level Zero's hierarchy FLAT).
+
+    Args:
+        device: Directory of its render node in `/sys`. Below it are a directory for each tile (driver xe), or one for
+            each GT (driver i915), which is a tile on cards for data centres and alone on others.
+    """
+    if os.environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() == "COMPOSITE":
+        return 1
+    tiles = list(device.glob("tile[0-9]*")) or list(device.glob("drm/card*/gt/gt[0-9]*"))
+    return max(1, len(tiles))
+
+
+def intel_memory(root: Path) -> list[int]:
+    """Return the memory of each card in bytes, as xpu-smi says, divided among its tiles.
+
+    https://intel.github.io/xpumanager: `xpu-smi discovery --dump 16` (Memory Physical Size).
+    """
+    tiles = max((intel_tiles(device) for device in render_nodes(root)), default=1)
+    sizes = re.findall(r"(\d+(?:\.\d+)?) MiB", run_tool("xpu-smi", "discovery", "--dump", "16"))
+    return [int(float(size) * _MIB) // tiles for size in sizes if float(size)]  # 0 for graphics of processors
+
+
+def intel_driver(root: Path) -> str | None:
+    """Return the version of Intel's own kernel module; None for those of the kernel."""
+    return _module_version(root, "xe", "i915")
+
+
+# -- Gaudi
+
+
+def _query_gaudi(field: str) -> list[str]:
+    """Return a field of every device, as hl-smi prints it.
+
+    https://docs.habana.ai/en/latest/Management_and_Monitoring/Embedded_System_Tools_Guide/
+    """
+    return run_tool("hl-smi", "-Q", field, "-f", "csv,noheader,nounits").split()
+
+
+def gaudi_memory(_root: Path) -> list[int]:
+    """Return the memory of each device in bytes, as hl-smi says."""
+    return _bytes_of_mebibytes(_query_gaudi("memory.total"))
+
+
+def gaudi_driver(root: Path) -> str | None:
+    """Return the version of the driver."""
+    version = _module_version(root, "habanalabs")
+    if version is None:
+        version = next(iter(_query_gaudi("driver_version")), None)
+    return version
