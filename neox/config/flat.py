@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from neox.config.keys import ACTIVATION_KEYS, ALIASES, UNSUPPORTED_IN_BLOCKS
+from neox.config.keys import ACTIVATION_KEYS, ALIASES, NEOX_KEYS, UNSUPPORTED_IN_BLOCKS
 from neox.problems import CODE, Problem, Source
 
 # Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
@@ -14,6 +14,14 @@ EXTRA_ARGS = "deepspeed_extra_args"
 ACTIVATION_BLOCK = "activation_checkpointing"
 VIRTUAL_STAGES_OF_RANK = "num_virtual_stages_per_pipeline_rank"
 LAYERS_OF_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
+_OF_DEEPSPEED = frozenset(
+    {
+        *(key for key, row in NEOX_KEYS.items() if row.section == "deepspeed"),
+        *("bfloat16", "optimizer", "scheduler"),
+    }
+)
+_NOT_DERIVED = ("optimizer.type", "optimizer.params.lr", "scheduler.type", "scheduler.params.warmup_num_steps")
+"""Settings of DeepSpeed that only the user knows."""
 
 
 class FlatKeys:
@@ -84,6 +92,18 @@ class FlatKeys:
                 self.report(f"`{key}` is given twice, at the top level and in {EXTRA_ARGS}; keep the first", key)
             else:
                 self.values[key] = value
+
+    def leave_out_auto(self) -> None:
+        """Leave out DeepSpeed's values `auto`: the plan derives what is absent.
+
+        The Hugging Face Trainer fills `auto` in, and DeepSpeed's own blocks leave it out. `_NOT_DERIVED` follow from
+        nothing here, and stay to be refused.
+        """
+        for key in [name for name in self.values if name in _OF_DEEPSPEED]:
+            if self.values[key] == "auto":
+                del self.values[key]
+            elif isinstance(self.values[key], Mapping):
+                self.values[key] = _without_auto(self.values[key], key)
 
     def spread_activation_checkpointing(self) -> None:
         """Replace DeepSpeed's block of this name by the flat keys that it stands for."""
@@ -162,6 +182,23 @@ class FlatKeys:
             other = f"`{alias.target}: {value}` ({self.sources.get(alias.target, 'given')})"
             message = f"`{name}: {given}` contradicts {other}; they are one setting, so remove one"
             self.report(message, name, alias.target)
+
+
+def _without_auto(block: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return a block without the values `auto`, at any depth.
+
+    Args:
+        block: The block.
+        path: Its dotted path.
+    """
+    rest: dict[str, Any] = {}
+    for name, value in block.items():
+        inside = f"{path}.{name}"
+        if isinstance(value, Mapping):
+            rest[name] = _without_auto(value, inside)
+        elif value != "auto" or inside in _NOT_DERIVED:
+            rest[name] = value
+    return rest
 
 
 def without(flat: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:

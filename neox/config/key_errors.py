@@ -119,7 +119,7 @@ def report_type_errors(flat: FlatKeys, section: type[BaseModel], error: Validati
         if len(text) > _LONGEST_VALUE:
             text = f"{text[: _LONGEST_VALUE - 3]}..."
         if found.value == "auto":
-            found.rules.append("`auto` is for the Hugging Face Trainer, which fills it in; remove the key")
+            found.rules.append("`auto` is for the Hugging Face Trainer, which fills it in; give the value")
         flat.report(f"`{found.shown}: {text}` {', or '.join(found.rules)}", key)
 
 

@@ -8,7 +8,8 @@ field of a section; a dotted one stands in a block. The column `status` says wha
 - `works`: the key is a field of that section.
 - `alias`: the key is another spelling of a setting (see `ALIASES`).
 - `refused`: the key is an error, with the reason, unless its value means off.
-- `dormant`: gpt-neox reads the key only together with a refused feature. Loads, with a note unless it is the default.
+- `dormant`: gpt-neox, or DeepSpeed, reads the key only together with a refused feature. Loads, with a note unless it is
+  the default.
 - `no effect`: what the key asks for is done differently here. Loads, with a note unless it is the default.
 
 A field of a section that is not in the table is this project's own key.
@@ -26,6 +27,10 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.config.sections.data import SPLITS
+
+_SWITCHES: Mapping[str, str] = MappingProxyType({"compile": "deepcompile", "tensor_parallel": "autotp_size"})
+"""Blocks of DeepSpeed -> the key that switches them on, if its name is not `enabled`."""
+_ON_IF_GIVEN = ("zero_optimization.zenflow", "datastates_ckpt")
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,25 @@ class NeoXKey:
         return datetime.date.fromisoformat(end) if end else None
 
     def is_off(self, value: Any) -> bool:
-        """Whether a value asks for nothing: the owner's default, None, or a block that is empty or not enabled.
+        """Whether a value asks for nothing: the owner's default, None, or a block that is off.
 
-        DeepSpeed leaves out values `auto`, which the Hugging Face Trainer fills in.
+        A block is off if the key that switches it is off, which may be that key's default. A block without such a key
+        is off if it is empty, or if all of its keys have their defaults; `_ON_IF_GIVEN` are on even then.
         """
-        if value is None or value == self.default or (self.since == "DeepSpeed" and value == "auto"):
+        if value is None or value == self.default:
             return True
         if self.type != "dict" or not isinstance(value, Mapping):
             return False
-        return not value.get("enabled", value.get("deepcompile", bool(value)))
+        switch = _SWITCHES.get(self.key, "enabled")
+        if switch in value:
+            return value[switch] in (False, 0, None)
+        if self.key in _ON_IF_GIVEN:
+            return False
+        default = NEOX_KEYS.get(f"{self.key}.{switch}")
+        if default is not None:
+            return not value or not default.default
+        inner = {name: NEOX_KEYS.get(f"{self.key}.{name}") for name in value}
+        return all(row is not None and row.is_off(value[name]) for name, row in inner.items())
 
 
 @dataclass(frozen=True)

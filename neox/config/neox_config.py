@@ -83,6 +83,7 @@ class NeoXConfig(Section):
         """
         keys = FlatKeys.normalised(flat, sources)
         keys.spread_extra_args()
+        keys.leave_out_auto()
         keys.spread_activation_checkpointing()
         keys.convert_virtual_stages()
         apply_date(keys)
@@ -161,10 +162,18 @@ class NeoXConfig(Section):
         """Yield the given keys, or dotted paths, that do not work here and ask for something, with their rows."""
         for given in self._given:
             inside = (path for path in UNSUPPORTED_IN_BLOCKS if path.startswith(f"{given}."))
+            refused: list[str] = []  # blocks whose own row says all about their keys
             for path in (given, *inside):
                 present, value = look_up(self._given, path)
-                if present and path in UNSUPPORTED and not UNSUPPORTED[path].is_off(value):
-                    yield path, UNSUPPORTED[path]
+                row = UNSUPPORTED.get(path)
+                if not present or row is None or row.is_off(value) or path.startswith(tuple(refused)):
+                    continue
+                _, around = look_up(self._given, path.rpartition(".")[0])
+                if isinstance(around, Mapping) and _is_switched_off(around):
+                    continue
+                if row.type == "dict" and row.status == "refused":
+                    refused.append(f"{path}.")
+                yield path, row
 
     def source(self, key: str) -> Source:
         """Return the source of a flat key or dotted path, of its alias, or of the block around it."""
@@ -223,6 +232,11 @@ class NeoXConfig(Section):
 
     def _key_and_value(self, key: str, value: Any = None) -> str:
         return f"`{key}: {yaml_text(self.value(key) if value is None else value)}`"
+
+
+def _is_switched_off(block: Mapping[str, Any]) -> bool:
+    """Return whether a block of DeepSpeed says that it is off, so that its other keys ask for nothing."""
+    return block.get("enabled", True) is False or block.get("device") == "none"
 
 
 def for_inference(config: NeoXConfig) -> NeoXConfig:

@@ -51,9 +51,9 @@ removed the key). `ports` are keys of its ports, `Megatron-LM` keys are Megatron
 keys are of its JSON only, `neox` keys belong to this project.
 
 Status: a key that `works` has an effect. An `alias` sets another key, and a contradiction is refused. A `refused` key
-is an error, with this reason, unless the value is the default or means off. A `dormant` key is read by gpt-neox only
+is an error, with this reason, unless the value is the default or means off. A `dormant` key is read by its owner only
 together with a refused feature, and what a key with `no effect` asks for is done in another way here; both load, with
-a note unless the value is the default.
+a note unless the value is the default. `auto` in a key of DeepSpeed's JSON is the value that the plan derives.
 """
 
 

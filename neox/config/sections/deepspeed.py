@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, NoEffect, OnlyWith, Refused, Requires
@@ -16,7 +16,6 @@ _SHARDED_WEIGHTS = OnlyWith("zero_optimization.stage", (3,))
 _SUB_GROUP = 1_000_000_000  # DeepSpeed's default
 _SUB_GROUP_IN_FILES = 100_000_000  # with states in files, of which one sub-group at a time is in memory
 _NEEDS_QUANTIZER = Requires("zero_optimization.stage", (3,), advice="or remove it")
-_NO_MICS = Refused("belongs to MiCS, which DeepSpeed has removed; use zero_hpz_partition_size")
 _NO_ROUNDED_WEIGHTS = Refused(
     "rounds stored frozen weights to 8-bit integers, so checkpoints and exports would be rounded too; remove it, or "
     "use zero_quantized_weights, which only rounds gathered copies"
@@ -26,19 +25,7 @@ _FORMATS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16
 _NEVER = 10**15  # steps
 
 
-class DeepSpeedBlock(Section):
-    """A block that DeepSpeed reads with a model of its own."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_auto(cls, block: Any) -> Any:
-        """Leave out `auto`, as DeepSpeed does: the Hugging Face Trainer fills it in, and DeepSpeed has its default."""
-        if not isinstance(block, dict):
-            return block
-        return {key: value for key, value in block.items() if value != "auto"}
-
-
-class OffloadSettings(DeepSpeedBlock):
+class OffloadSettings(Section):
     """`zero_optimization.offload_optimizer` and `offload_param`."""
 
     device: Annotated[
@@ -62,7 +49,7 @@ class OffloadSettings(DeepSpeedBlock):
         return self.nvme_path
 
 
-class ZeroSettings(DeepSpeedBlock):
+class ZeroSettings(Section):
     """DeepSpeed's `zero_optimization` block."""
 
     stage: Annotated[
@@ -109,18 +96,18 @@ class ZeroSettings(DeepSpeedBlock):
     sub_group_size: Annotated[PositiveInt | None, _SHARDED_WEIGHTS] = None
     """Number of elements that are updated at once (stage 3). By default 1e9, and 1e8 with states on NVMe, because the
     states of one sub-group are in host memory then."""
-    stage3_max_live_parameters: Annotated[int | None, _SHARDED_WEIGHTS] = None
+    stage3_max_live_parameters: Annotated[NonNegativeInt | None, _SHARDED_WEIGHTS] = None
     """Largest number of gathered parameters that are kept."""
-    stage3_max_reuse_distance: Annotated[int | None, _SHARDED_WEIGHTS] = None
+    stage3_max_reuse_distance: Annotated[NonNegativeInt | None, _SHARDED_WEIGHTS] = None
     """Gathered parameters are kept if they are used again within this many parameters."""
-    stage3_prefetch_bucket_size: Annotated[int | None, _SHARDED_WEIGHTS] = None
+    stage3_prefetch_bucket_size: Annotated[NonNegativeInt | None, _SHARDED_WEIGHTS] = None
     """Number of parameters that are fetched in advance."""
-    stage3_param_persistence_threshold: Annotated[int | None, _SHARDED_WEIGHTS] = None
+    stage3_param_persistence_threshold: Annotated[NonNegativeInt | None, _SHARDED_WEIGHTS] = None
     """Parameters with fewer elements are not sharded."""
     stage3_model_persistence_threshold: Annotated[NonNegativeInt | None, _SHARDED_WEIGHTS] = None
     """Largest number of elements that are not sharded, over all such parameters (DeepSpeed's default: any)."""
     zero_hpz_partition_size: Annotated[
-        PositiveInt | None,
+        NonNegativeInt | None,
         Requires("zero_optimization.stage", (3,), advice="or remove it"),
         Excludes(
             "zero_optimization.offload_param.device",
@@ -144,12 +131,14 @@ class ZeroSettings(DeepSpeedBlock):
     GPUs). It needs a CUDA toolkit, as zero_quantized_weights does."""
     zero_quantized_nontrainable_weights: Annotated[bool | None, _NO_ROUNDED_WEIGHTS] = None
     """Store the frozen weights of a model with adapters as 8-bit integers. Refused."""
-    mics_shard_size: Annotated[int | None, _NO_MICS] = None
-    """MiCS, which DeepSpeed 0.19 has removed."""
-    mics_hierarchical_params_gather: Annotated[bool | None, _NO_MICS] = None
-    """MiCS, which DeepSpeed 0.19 has removed."""
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, _NO_EFFECT] = None
     """DeepSpeed's way to save. It changes nothing here, with a note: layers are gathered one by one."""
+
+    @field_validator("zero_hpz_partition_size", mode="before")
+    @classmethod
+    def _one_rank_has_no_copy(cls, value: Any) -> Any:
+        """Read 0 and 1 as unset, which they mean to DeepSpeed with any stage."""
+        return None if value in (0, 1) and not isinstance(value, bool) else value
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -198,7 +187,7 @@ def _is_on(block: OffloadSettings | None) -> bool:
     return block is not None and block.device != "none"
 
 
-class Fp16Settings(DeepSpeedBlock):
+class Fp16Settings(Section):
     """DeepSpeed's `fp16` block, with two keys of gpt-neox v2.0."""
 
     enabled: bool | None = None
@@ -223,7 +212,7 @@ class Fp16Settings(DeepSpeedBlock):
     """Cast inputs to fp16."""
 
 
-class Bf16Settings(DeepSpeedBlock):
+class Bf16Settings(Section):
     """DeepSpeed's `bf16` block."""
 
     enabled: bool = False
@@ -266,7 +255,7 @@ class FlopsProfilerSettings(Section):
     """File that the profile is written to."""
 
 
-class CommsLoggerSettings(DeepSpeedBlock):
+class CommsLoggerSettings(Section):
     """DeepSpeed's `comms_logger` block."""
 
     enabled: bool = False

@@ -15,11 +15,11 @@ OFFLOADED = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
 @pytest.mark.parametrize(
     ("key", "other", "zero", "keys"),
     [
-        ("zero_hpz_partition_size", "zero_optimization.stage", {"stage": 2, "zero_hpz_partition_size": 1}, {}),
+        ("zero_hpz_partition_size", "zero_optimization.stage", {"stage": 2, "zero_hpz_partition_size": 2}, {}),
         (
             "zero_hpz_partition_size",
             "zero_optimization.offload_param.device",
-            {**OFFLOADED, "zero_hpz_partition_size": 1},
+            {**OFFLOADED, "zero_hpz_partition_size": 2},
             {},
         ),
         ("zero_quantized_weights", "zero_optimization.stage", {"stage": 2, "zero_quantized_weights": True}, {}),
@@ -39,6 +39,6 @@ OFFLOADED = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
     ],
 )
 def test_what_a_key_needs(key: str, other: str | None, zero: dict[str, Any], keys: dict[str, Any]) -> None:
-    (problem,) = problems_of(keys.get("model_parallel_size", 1), **{**SIZES, **keys, "zero_optimization": zero})
+    (problem,) = problems_of(2, **{**SIZES, **keys, "zero_optimization": zero})
     assert problem.keys[0] == f"zero_optimization.{key}"
     assert other is None or other in problem.keys
