@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from neox.run_events import interruptions, of_newest_run, read_events, rollbacks
 
@@ -24,6 +25,16 @@ _TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
 
 Curves = dict[str, dict[int, float]]
 """Values by name and iteration."""
+Measure = Literal["tokens", "seconds"]
+"""How far a run has come: trained tokens, or seconds of training steps."""
+Against = Literal["iteration", Measure]
+"""Horizontal axis of a picture."""
+AGAINST: tuple[Against, ...] = get_args(Against)
+_FACTORS: Mapping[Measure, Sequence[str]] = {
+    "tokens": ("train/batch_size", "train/seq_length"),
+    "seconds": ("runtime/iteration_time",),
+}
+"""The scalars of a step whose product is what the step adds to a measure."""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -90,7 +101,7 @@ def _before(iteration: int, all_curves: Curves) -> Curves:
     return kept
 
 
-def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -> bool:
+def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), against: Against = "iteration") -> bool:
     """Draw curves of one or several runs as PNG: training as lines, evaluations with points of different forms.
 
     Curves of one run have a colour each; that of an average of the weights is dashed, in the colour of the weights.
@@ -100,11 +111,14 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
         runs: Metrics files by label; the label of a single run is not shown.
         picture: File to write.
         names: Names of scalars, as for `curves`.
+        against: The horizontal axis. Runs whose metrics do not tell their tokens or seconds are left out.
 
     Returns:
         Whether there was something to draw.
     """
     found = {label: curves(path, names) for label, path in runs.items()}
+    if against != "iteration":
+        found = {label: lines for label, lines in found.items() if trained(runs[label], against)[0]}
     if not any(found.values()):
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
@@ -116,17 +130,17 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = ()) -
     for number, (run, lines) in enumerate(found.items()):
         kinds = list(dict.fromkeys(map(_of_weights, lines)))
         for name, points in lines.items():
-            iterations = sorted(points)
-            values = [points[iteration] for iteration in iterations]
             style = _style(name, kinds.index(_of_weights(name)))
             if len(found) > 1:
                 style["label"] = f"{run}: {name}"
                 style["color"] = f"C{number % 10}"
-            _draw_curve(axes, iterations, values, style, smooths=not _is_evaluation(name))
-    axes.set_xlabel("iteration")
+            places = places_of(runs[run], sorted(points), against)
+            values = [points[iteration] for iteration in sorted(points)]
+            draw_curve(axes, places, values, style, smooths=not _is_evaluation(name))
+    axes.set_xlabel(against)
     axes.set_ylabel(" ".join(names) or "loss")
     axes.grid(alpha=0.3)
-    if len(runs) == 1:
+    if len(runs) == 1 and against == "iteration":
         for path in runs.values():
             _add_interruptions(axes, path)
             _add_token_axis(axes, path)
@@ -235,15 +249,23 @@ def _style(name: str, number: int) -> dict[str, Any]:
     return style
 
 
-def _draw_curve(
-    axes: Axes, iterations: list[int], values: list[float], style: dict[str, Any], *, smooths: bool
+def draw_curve(
+    axes: Axes, places: Sequence[float], values: Sequence[float], style: Mapping[str, Any], *, smooths: bool
 ) -> None:
-    """Draw a curve; one of many points as a pale line with a smoothed one over it."""
+    """Draw a curve; one of many points as a pale line with a smoothed one over it.
+
+    Args:
+        axes: Where to draw.
+        places: Places of the points on the horizontal axis.
+        values: Their values.
+        style: Keywords of matplotlib.
+        smooths: Whether a curve of many points is smoothed.
+    """
     if not smooths or len(values) <= _POINTS_WITHOUT_SMOOTHING:
-        axes.plot(iterations, values, **style)
+        axes.plot(places, values, **style)
         return
-    (line,) = axes.plot(iterations, smoothed(values), zorder=3, **style)
-    axes.plot(iterations, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
+    (line,) = axes.plot(places, smoothed(values), zorder=3, **style)
+    axes.plot(places, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -256,25 +278,46 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def trained_tokens(path: Path) -> tuple[list[int], list[float]]:
-    """Return the iterations of a metrics file, from 0, and the tokens that each had trained; empty if unknown."""
-    steps = curves(path, ("train/batch_size", "train/seq_length"))
-    samples = steps.get("train/batch_size", {})
-    lengths = steps.get("train/seq_length", {})
-    if not samples or samples.keys() != lengths.keys():
+def trained(path: Path, measure: Measure) -> tuple[list[int], list[float]]:
+    """Return how far a run had come after each iteration of its metrics file.
+
+    Steps that were trained again count once. Evaluations, saves and restarts are no part of the seconds.
+
+    Args:
+        path: Metrics file.
+        measure: Tokens, or seconds of steps.
+
+    Returns:
+        The iterations, from 0, and the measure after each; empty if the file does not have it.
+    """
+    factors = _FACTORS[measure]
+    found = curves(path, factors)
+    steps = sorted(found.get(factors[0], {}))
+    if not steps or any(found.get(name, {}).keys() != set(steps) for name in factors):
         return [], []
     iterations = [0]
-    tokens = [0.0]
-    for iteration in sorted(samples):
-        since = iteration - iterations[-1]  # steps without a row had this batch, too
+    amounts = [0.0]
+    for iteration in steps:
+        since = iteration - iterations[-1]  # steps without a row were like this one
+        amount = math.prod(found[name][iteration] for name in factors)
         iterations.append(iteration)
-        tokens.append(tokens[-1] + since * samples[iteration] * lengths[iteration])
-    return iterations, tokens
+        amounts.append(amounts[-1] + since * amount)
+    return iterations, amounts
+
+
+def places_of(path: Path, iterations: Sequence[int], against: Against) -> list[float]:
+    """Return the places of iterations on the horizontal axis. The metrics file must have the measure (`trained`)."""
+    if against == "iteration":
+        return list(map(float, iterations))
+    known, amounts = trained(path, against)
+    import numpy as np  # with matplotlib
+
+    return np.interp(iterations, known, amounts).tolist()
 
 
 def _add_token_axis(axes: Axes, path: Path) -> None:
     """Add an axis of trained tokens above the picture of a run, if its metrics have them."""
-    iterations, tokens = trained_tokens(path)
+    iterations, tokens = trained(path, "tokens")
     if not iterations:
         return
     last_step = (tokens[-1] - tokens[-2]) / (iterations[-1] - iterations[-2])

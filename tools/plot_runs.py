@@ -2,6 +2,7 @@
 """Draw the curves of several runs in one picture.
 
 python tools/plot_runs.py runs/a runs/b=wider --output compare.png
+python tools/plot_runs.py runs/a runs/b --against tokens --output compare.png
 python tools/plot_runs.py runs/a/logs/metrics.jsonl runs/a/logs/metrics-1.jsonl --metric train/grad_norm --output x.png
 """
 
@@ -13,7 +14,7 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
 from neox.errors import DataError, run_script
-from neox.metrics import METRICS_FILE, draw
+from neox.metrics import AGAINST, METRICS_FILE, draw
 
 
 def metrics_file(run: str) -> Path:
@@ -43,6 +44,12 @@ def main() -> int:
     parser.add_argument(
         "--metric", action="append", default=[], metavar="NAME", help="metric to draw (default: all losses)"
     )
+    parser.add_argument(
+        "--against",
+        choices=AGAINST,
+        default="iteration",
+        help="horizontal axis: iteration (default), tokens or seconds",
+    )
     args = parser.parse_args()
     runs: dict[str, Path] = {}
     for argument in args.runs:
@@ -52,13 +59,13 @@ def main() -> int:
             run, _, label = argument.partition("=")
         runs[label or run] = metrics_file(run)
     try:
-        drawn = draw(runs, args.output, args.metric)
+        drawn = draw(runs, args.output, args.metric, args.against)
     except OSError as error:
         raise DataError(f"{args.output}: cannot be written ({error.strerror})") from error
     except (ValueError, KeyError) as error:
         raise DataError(f"one of {', '.join(map(str, runs.values()))} is not a metrics file ({error})") from error
     if not drawn:
-        raise DataError(f"no run has values of {', '.join(args.metric) or 'a loss'}")
+        raise DataError(f"no run has values of {', '.join(args.metric) or 'a loss'} against {args.against}")
     print(args.output)
     return 0
 

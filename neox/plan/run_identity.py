@@ -237,6 +237,11 @@ def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     yield from _changed_keys(config, saved_config(found.checkpoint), _is_learning_key)
 
 
+def learning_changes(before: NeoXConfig, now: NeoXConfig) -> Iterator[str]:
+    """Yield the keys that change what is learned, if two configurations differ in them, with both values."""
+    yield from _changed_keys(now, before, _is_learning_key)
+
+
 def network_changes(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     """Yield the keys of the network and of adapters that differ from the checkpoint's, with both values."""
     yield from _changed_keys(config, saved_config(found.checkpoint), _is_network_key)

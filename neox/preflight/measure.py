@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import FrameType
 
 from neox.errors import LaunchError
 from neox.features.on_paper import PAPERS
-from neox.launch.processes import exit_status, parent_death_hook
+from neox.launch.child_runs import ChildRuns, last_line
+from neox.launch.processes import exit_status
 from neox.log import progress
 from neox.metrics import METRICS_FILE, curves
 from neox.plan.search.fastest import Suggestion
@@ -25,7 +22,6 @@ STEPS = 8
 _FIRST_STEPS = 3
 """Number of first steps that are not timed: they compile, allocate memory and connect ranks."""
 _STEP_SECONDS = "runtime/iteration_time"
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTHING_BUT_STEPS = (
     "save=null",
     "load=null",
@@ -83,9 +79,9 @@ def measure_layouts(layouts: Sequence[Suggestion], command: Sequence[str], run_d
         raise LaunchError(f"cannot create a directory for measured runs next to {run_directory}: {error}") from None
     measured: list[MeasuredLayout] = []
     try:
-        with _MeasuredRuns(command) as runs, progress("measure", len(layouts), "layouts") as bar:
+        with ChildRuns() as runs, progress("measure", len(layouts), "layouts") as bar:
             for number, layout in enumerate(layouts):
-                found = runs.measure(layout, directory / str(number))
+                found = _measure(runs, command, layout, directory / str(number))
                 if runs.stopped_by is not None:
                     break
                 measured.append(found)
@@ -100,73 +96,25 @@ def _seconds_or_last(measured: MeasuredLayout) -> float:
     return float("inf") if measured.seconds is None else measured.seconds
 
 
-class _MeasuredRuns:
-    """Runner of measured runs, one at a time. A stop signal ends the current run; a second one kills its launcher.
-
-    Ranks end with their launcher, and the launcher ends with this process.
-
-    Args:
-        command: Command line of `deepy.py` that starts the run as configured.
-    """
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self.stopped_by: int | None = None
-        self._command = command
-        self._process: subprocess.Popen[bytes] | None = None
-        self._handlers: dict[int, object] = {}
-
-    def __enter__(self) -> _MeasuredRuns:
-        for number in _STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
-                self._handlers[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # returned by `signal.signal`
-
-    def measure(self, layout: Suggestion, directory: Path) -> MeasuredLayout:
-        """Train a layout for a few steps and return the median time of a step, or why there is none."""
-        directory.mkdir()
-        output = directory / "output.txt"
-        with output.open("wb") as file:
-            status = self._run([*self._command, *_measured_keys(layout, directory)], file.fileno())
-        if status != 0:
-            text = output.read_text(encoding="utf-8", errors="replace")
-            return MeasuredLayout(layout, None, _reason(text, status))
-        metrics = directory / METRICS_FILE
-        if not metrics.exists():
-            reason = f"{metrics} is not visible on this host; set log_dir to a path that all hosts share"
-            return MeasuredLayout(layout, None, reason)
-        seconds = curves(metrics, [_STEP_SECONDS]).get(_STEP_SECONDS, {})
-        counted = [value for iteration, value in seconds.items() if iteration > _FIRST_STEPS]
-        if not counted:
-            return MeasuredLayout(layout, None, f"the run ended after {len(seconds)} steps; train_iters is too small")
-        return MeasuredLayout(layout, median(counted))
-
-    def _run(self, command: Sequence[str], output: int) -> int:
-        """Run a command to its end and return its exit status."""
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
-            preexec_fn=parent_death_hook(signal.SIGTERM),
-        )
-        try:
-            if self.stopped_by is not None:  # a signal arrived during the start
-                self._process.terminate()
-            return exit_status(self._process.wait())
-        finally:
-            self._process.kill()  # after an error; ranks end with their launcher
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        is_second = self.stopped_by is not None
-        self.stopped_by = number
-        if self._process is None or self._process.returncode is not None:
-            return
-        os.kill(self._process.pid, signal.SIGKILL if is_second else signal.SIGTERM)
+def _measure(runs: ChildRuns, command: Sequence[str], layout: Suggestion, directory: Path) -> MeasuredLayout:
+    """Train a layout for a few steps and return the median time of a step, or why there is none."""
+    directory.mkdir()
+    output = directory / "output.txt"
+    with output.open("wb") as file:
+        process = runs.start([*command, *_measured_keys(layout, directory)], file.fileno())
+        status = exit_status(process.wait())
+    if status != 0:
+        text = output.read_text(encoding="utf-8", errors="replace")
+        return MeasuredLayout(layout, None, last_line(text, status))
+    metrics = directory / METRICS_FILE
+    if not metrics.exists():
+        reason = f"{metrics} is not visible on this host; set log_dir to a path that all hosts share"
+        return MeasuredLayout(layout, None, reason)
+    seconds = curves(metrics, [_STEP_SECONDS]).get(_STEP_SECONDS, {})
+    counted = [value for iteration, value in seconds.items() if iteration > _FIRST_STEPS]
+    if not counted:
+        return MeasuredLayout(layout, None, f"the run ended after {len(seconds)} steps; train_iters is too small")
+    return MeasuredLayout(layout, median(counted))
 
 
 def _measured_keys(layout: Suggestion, directory: Path) -> list[str]:
@@ -177,11 +125,3 @@ def _measured_keys(layout: Suggestion, directory: Path) -> list[str]:
     for key in keys:
         flags += ["--set", key]
     return flags
-
-
-def _reason(output: str, status: int) -> str:
-    """Return the reason of a failure: the last line that the run printed."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    if not lines:
-        return f"the run exited with status {status}"
-    return lines[-1].strip()

@@ -43,9 +43,12 @@ class Comet(QueuedTracker):
         offline = keys.comet_offline_directory
         if offline is not None:
             Path(offline).mkdir(parents=True, exist_ok=True)
+        tags = list(keys.comet_tags or ())
+        if keys.tracker_group is not None:
+            tags.append(keys.tracker_group)
         settings = self._comet.ExperimentConfig(
             name=keys.comet_experiment_name,
-            tags=list(keys.comet_tags or ()) or None,
+            tags=tags or None,
             offline_directory=offline,
             log_code=False,
             auto_output_logging=False,

@@ -14,6 +14,10 @@ class TrackerKeys(Section):
     tensorboard_dir: str | None = None
     """Directory for TensorBoard; off by default."""
 
+    tracker_group: str | None = None
+    """Group that the run belongs to, such as a sweep: the group of Weights & Biases (unless `wandb_group` is given) and
+    of Trackio, a tag `group` of MLflow, and a tag of Comet."""
+
     use_wandb: bool | None = None
     """Report to Weights & Biases; off by default."""
 

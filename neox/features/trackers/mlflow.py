@@ -54,7 +54,10 @@ class MLflow(QueuedTracker):
             self._run = found[0].info.run_id
             client.update_run(self._run, status="RUNNING")
         else:
-            created = client.create_run(number, tags={"neox_run": self.run_id}, run_name=keys.mlflow_run_name)
+            tags = {"neox_run": self.run_id}
+            if keys.tracker_group is not None:
+                tags["group"] = keys.tracker_group
+            created = client.create_run(number, tags=tags, run_name=keys.mlflow_run_name)
             self._run = created.info.run_id
         self._client = client
         known = found[0].data.params if found else {}

@@ -43,6 +43,7 @@ class Trackio(QueuedTracker):
         self._run = self._trackio.init(
             project=keys.trackio_project,
             name=keys.trackio_run_name or self.run_id,
+            group=keys.tracker_group,
             space_id=keys.trackio_space_id,
             config=config,
             resume="allow",

@@ -92,7 +92,8 @@ class WandB(Tracker):
             resumed: Whether the training is resumed.
             offline: Whether this start only writes to disk.
         """
-        group = self._plan.config.logging.wandb_group
+        keys = self._plan.config.logging
+        group = keys.wandb_group or keys.tracker_group
         last = file.read_text().split() if resumed and file.is_file() else []
         if len(last) == 1 and not offline:
             return last[0], group

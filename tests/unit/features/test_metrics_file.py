@@ -10,7 +10,7 @@ import pytest
 from neox.engine import SaveReport, StepReport, StepResult, TrainState
 from neox.errors import DataError, TrainingError
 from neox.features.trackers.metrics_file import MetricsFile
-from neox.metrics import METRICS_FILE, curves, draw, read_metrics, smoothed, trained_tokens
+from neox.metrics import METRICS_FILE, curves, draw, places_of, read_metrics, smoothed, trained
 
 
 def report(loss=2.5, norm=1.25):
@@ -173,10 +173,27 @@ def test_a_picture_of_a_long_run_has_tokens_and_a_smoothed_line(tmp_path):
             row = {"iteration": iteration, "kind": "step", "train/lm_loss": 2.0 + iteration % 4}
             batch = 4.0 if iteration <= 60 else 8.0
             stream.write(json.dumps({**row, "train/batch_size": batch, "train/seq_length": 16.0}) + "\n")
-    iterations, tokens = trained_tokens(file)
+    iterations, tokens = trained(file, "tokens")
     assert (iterations[0], iterations[-1]) == (0, 120)
     assert (tokens[0], tokens[30], tokens[-1]) == (0, 60 * 4 * 16, 60 * 4 * 16 + 60 * 8 * 16)
     assert draw({"run": file}, tmp_path / "loss.png")
+
+
+def test_curves_against_tokens_and_seconds(tmp_path):
+    file = tmp_path / METRICS_FILE
+    rows = []
+    for step, batch in ((1, 4.0), (2, 4.0), (3, 8.0)):
+        row = {"iteration": step, "kind": "step", "train/lm_loss": 2.0, "train/batch_size": batch}
+        rows.append({**row, "train/seq_length": 16.0, "runtime/iteration_time": 0.5})
+    rows.append({"iteration": 3, "kind": "validation", "validation/lm_loss": 2.5})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert places_of(file, [1, 3], "tokens") == [64, 256]
+    assert places_of(file, [2, 3], "seconds") == [1.0, 1.5]
+    for against in ("tokens", "seconds"):
+        assert draw({"run": file}, tmp_path / f"{against}.png", against=against)
+    file.write_text("".join(json.dumps({"iteration": 1, "kind": "step", "train/lm_loss": 2.0}) + "\n"))
+    assert trained(file, "seconds") == ([], [])
+    assert not draw({"run": file}, tmp_path / "none.png", against="tokens")
 
 
 def test_smoothing_keeps_ends_and_mean():

@@ -1,0 +1,240 @@
+"""Runs of a sweep with their plans, and what each of them has come to so far."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from neox.config import NeoXConfig
+from neox.errors import ConfigError, DataError, LaunchError, NeoXError
+from neox.files import write_text
+from neox.launch.agent.agent_files import Cause
+from neox.launch.status.run_status import run_status
+from neox.launch.supervisor.outcome import EndKind
+from neox.metrics import METRICS_FILE
+from neox.plan.report.run_totals import RunTotals, run_totals
+from neox.plan.run_identity import learning_changes
+from neox.preflight.command_line import parse_arguments
+from neox.preflight.job_command import JobCommand
+from neox.preflight.planning import read_config
+from neox.run_events import read_events
+from neox.shipped_files import scripts_root
+from tools.sweep.places import OTHER_HOST_KEYS, Place
+from tools.sweep.sweep_file import Sweep, SweepRun, override
+
+OUTPUT_FILE = "output.log"
+"""File in the directory of a run with what its commands have printed."""
+CHECKPOINTS = "checkpoints"
+"""Directory of the checkpoints in the directory of a run."""
+_SETTINGS_FILE = "sweep_run.json"
+_SECONDS_PER_DAY = 86_400
+
+
+class State(Enum):
+    """What a run of a sweep has come to; the value is its name in tables."""
+
+    WAITING = "waiting"
+    BEGUN = "begun"  # it was ended by a signal, or its launcher was killed: it will be resumed
+    DONE = "done"
+    DIVERGED = "diverged"  # its loss was not finite; that is a result
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run with its plan.
+
+    Attributes:
+        run: Its name and values.
+        directory: Its directory, which is its `log_dir`.
+        config: Its configuration.
+        command: The command that trains it, without the flags of a place.
+        steps: Number of its steps.
+        parameters: Number of its parameters.
+        totals: Its tokens, compute and time.
+        problems: What is missing for it or does not fit.
+        warnings: Further lines of its plan to show.
+    """
+
+    run: SweepRun
+    directory: Path
+    config: NeoXConfig
+    command: tuple[str, ...]
+    steps: int
+    parameters: int
+    totals: RunTotals
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.run.name
+
+    @property
+    def seconds(self) -> float | None:
+        """Planned duration; None if it cannot be planned."""
+        if self.totals.days is None:
+            return None
+        return self.totals.days * _SECONDS_PER_DAY
+
+    def record_settings(self) -> None:
+        """Write the settings of the run into its directory, for later calls. Raises OSError."""
+        flat = self.config.to_flat()
+        write_text(
+            self.directory / _SETTINGS_FILE, json.dumps({"values": dict(self.run.values), "config": flat}) + "\n"
+        )
+
+    def changes(self) -> tuple[str, ...]:
+        """Return the settings that have changed since the run was trained, with both values; none if it was not."""
+        try:
+            flat = json.loads((self.directory / _SETTINGS_FILE).read_text(encoding="utf-8"))["config"]
+            earlier = NeoXConfig.from_flat(flat)
+        except (OSError, ValueError, KeyError, ConfigError):
+            return ()
+        return tuple(learning_changes(earlier, self.config))
+
+    def last_end(self, since: float = 0.0) -> Mapping[str, Any] | None:
+        """Return the last recorded end of the run since a time in seconds; None if there is none."""
+        for event in reversed(read_events(self.directory)):
+            if event["time"] < since:
+                return None
+            if event["event"] == "end":
+                return event
+        return None
+
+    def state(self) -> State:
+        """Return what the run has come to, from the files in its directory."""
+        end = self.last_end()
+        if end is not None and end.get("reported") == Cause.NOT_FINITE:
+            return State.DIVERGED
+        try:
+            status = run_status(self.directory)
+        except DataError:
+            return State.FAILED if (self.directory / OUTPUT_FILE).exists() else State.WAITING
+        if status["state"] == "finished" and (status["step"] or 0) >= self.steps:
+            return State.DONE
+        if end is not None and status["state"] == "failed" and end.get("kind") != EndKind.HOST.value:
+            return State.FAILED
+        return State.BEGUN
+
+    @property
+    def metrics(self) -> Path:
+        """Its metrics file."""
+        return self.directory / METRICS_FILE
+
+
+def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
+    """Plan every run of a sweep.
+
+    Args:
+        sweep: The sweep.
+        place: Place for which runs are planned.
+
+    Raises:
+        ConfigError: The configuration of a run is wrong, or a sweep varies what a place decides; with every problem.
+        LaunchError: The hosts of the configuration cannot be found.
+    """
+    refused = {*OTHER_HOST_KEYS} & {*sweep.varied}
+    if refused and place.host is not None:
+        raise ConfigError(
+            f"{', '.join(refused)}: a place of the hostfile decides the ranks of a run; see slots_per_run"
+        )
+    planned = []
+    problems: list[str] = []
+    for run in sweep.runs:
+        try:
+            planned.append(_plan_run(sweep, run, place))
+        except LaunchError:
+            raise
+        except NeoXError as error:
+            for line in str(error).splitlines():
+                problems.append(f"{run.name}: {line}")
+    if problems:
+        raise ConfigError(problems)
+    return planned
+
+
+def _plan_run(sweep: Sweep, run: SweepRun, place: Place) -> PlannedRun:
+    """Plan one run as `deepy.py train.py ... --dry-run` does."""
+    directory = sweep.directory.absolute() / run.name
+    words = ["train.py", *sweep.configs]
+    if sweep.conf_dir is not None:
+        words += ["-d", sweep.conf_dir]
+    settings = {**sweep.settings, **run.values}
+    for key, value in settings.items():
+        words += ["--set", override(key, value)]
+    config = _config_of(words, place)
+    for text in _own_settings(config, sweep, run, directory, settings):
+        words += ["--set", text]
+    arguments = parse_arguments([*words, *place.flags, "--dry-run"])
+    config = read_config(arguments)
+    if not config.training.train_iters and not config.given("num_train_epochs"):
+        raise ConfigError("`train_iters` is missing")
+    job, planned, _ = JobCommand(arguments, config).plan_without_run()
+    plan = planned.plan
+    problems: list[str] = []
+    warnings = list(plan.notes)
+    for problem in planned.problems:
+        if problem in planned.too_large and (planned.device.assumed or job.placement.assumed):
+            warnings.append(str(problem))
+        else:
+            problems.append(str(problem))
+    return PlannedRun(
+        run=run,
+        directory=directory,
+        config=config,
+        command=(sys.executable, str(scripts_root() / "deepy.py"), *words),
+        steps=plan.config.training.train_iters or 0,
+        parameters=plan.layers.numel,
+        totals=run_totals(plan, planned.device),
+        problems=tuple(problems),
+        warnings=tuple(warnings),
+    )
+
+
+def _config_of(words: Sequence[str], place: Place) -> NeoXConfig:
+    return read_config(parse_arguments([*words, *place.flags, "--dry-run"]))
+
+
+def _own_settings(
+    config: NeoXConfig, sweep: Sweep, run: SweepRun, directory: Path, given: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the settings that are a run's own: its directories, and its names in trackers.
+
+    A run that would go on from its own `save` goes on from that of the sweep; other starting points stay.
+    """
+    save = str(directory / CHECKPOINTS)
+    keys = config.checkpoint
+    is_own = keys.load is not None and keys.save is not None and Path(keys.load).resolve() == Path(keys.save).resolve()
+    yield override("save", save)
+    if is_own and not keys.finetune:
+        yield override("load", save)
+    yield override("log_dir", str(directory))
+    if not config.given("keep_last_n_checkpoints"):
+        yield override("keep_last_n_checkpoints", 1)
+    trackers = config.logging
+    if trackers.tensorboard_dir is not None:
+        yield override("tensorboard_dir", str(Path(trackers.tensorboard_dir, sweep.name, run.name)))
+    names = {
+        "wandb_run_name": trackers.use_wandb,
+        "mlflow_run_name": trackers.use_mlflow,
+        "comet_experiment_name": trackers.use_comet,
+        "trackio_run_name": trackers.use_trackio,
+    }
+    for key, is_used in names.items():
+        if is_used and key not in given:
+            yield override(key, f"{sweep.name}/{run.name}")
+    if any(names.values()) and trackers.tracker_group is None:
+        yield override("tracker_group", sweep.name)
+
+
+def shown_command(command: Sequence[str]) -> str:
+    """Return a command as one would type it."""
+    return shlex.join(["python", *command[1:]])

@@ -1,0 +1,256 @@
+"""Results of a sweep: a row for each run, the table, and the picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from neox.files import atomic_write, write_text
+from neox.launch.status.run_status import duration
+from neox.metrics import Curves, Measure, curves, draw_curve, places_of, trained
+from tools.sweep.planned_run import PlannedRun, State
+from tools.sweep.sweep_file import Goal, Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TABLE = "table.csv"
+PICTURE = "sweep.png"
+_LAST_SHARE = 10
+"""The training loss of a run is the mean of its last steps: one of this many."""
+_LOGARITHMIC = 8.0
+"""Ratio of largest and smallest value from which an axis of values is logarithmic."""
+_MOST_LABELS = 20
+"""Runs of a picture that its legend names."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a run.
+
+    Attributes:
+        name: Name of the run.
+        values: What the sweep varies, by key.
+        state: What has become of it.
+        step: Number of its completed steps.
+        tokens: Tokens that it has trained; None if unknown.
+        seconds: Seconds of its steps; None if unknown.
+        train_loss: Mean training loss of its last steps; None before the first one.
+        validation_loss: Loss of its last evaluation; None before it.
+        score: Value by which runs are compared; None if it is not known yet.
+        host: Host of its last start, if it is known.
+        cause: Reason of its failure; empty if it has not failed.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    state: State
+    step: int = 0
+    tokens: float | None = None
+    seconds: float | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    score: float | None = None
+    host: str = ""
+    cause: str = ""
+
+
+def read_results(
+    sweep: Sweep, runs: Sequence[PlannedRun], causes: Mapping[str, str], hosts: Mapping[str, str]
+) -> list[RunResult]:
+    """Return the results of all runs, the best first and those without a score last.
+
+    Args:
+        sweep: The sweep.
+        runs: Its runs.
+        causes: Reasons of failures by name of the run.
+        hosts: Hosts by name of the run.
+    """
+    results = []
+    for run in runs:
+        results.append(_read_result(sweep, run, causes.get(run.name, ""), hosts.get(run.name, "")))
+    return sorted(results, key=lambda result: _order(result, sweep.goal))
+
+
+def _order(result: RunResult, goal: Goal) -> tuple[bool, float]:
+    if result.score is None or result.state is State.DIVERGED:
+        return True, 0.0
+    return False, result.score if goal == "min" else -result.score
+
+
+def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunResult:
+    """Read what a run has come to, from its metrics file."""
+    state = run.state()
+    values = {key: run.run.values.get(key) for key in sweep.varied}
+    if not run.metrics.exists():
+        return RunResult(run.name, values, state, host=host, cause=cause)
+    losses = curves(run.metrics)
+    steps = _of_group(losses, "train")
+    validation = _of_group(losses, "validation")
+    train_loss = None
+    if steps:
+        last = sorted(steps)[-max(1, len(steps) // _LAST_SHARE) :]
+        train_loss = mean(steps[step] for step in last)
+    validation_loss = validation[max(validation)] if validation else None
+    score = train_loss if validation_loss is None else validation_loss
+    if sweep.metric is not None:
+        points = curves(run.metrics, [sweep.metric]).get(sweep.metric)
+        score = points[max(points)] if points else None
+    return RunResult(
+        name=run.name,
+        values=values,
+        state=state,
+        step=max(steps, default=0),
+        tokens=_last(trained(run.metrics, "tokens")[1]),
+        seconds=_last(trained(run.metrics, "seconds")[1]),
+        train_loss=train_loss,
+        validation_loss=validation_loss,
+        score=score,
+        host=host,
+        cause=cause,
+    )
+
+
+def _of_group(losses: Curves, group: str) -> dict[int, float]:
+    """Return the trained loss of training or of an evaluation: the first of its group, before those of single sets."""
+    for name, points in losses.items():
+        if name.startswith(f"{group}/"):
+            return points
+    return {}
+
+
+def _last(values: Sequence[float]) -> float | None:
+    return values[-1] if values else None
+
+
+def write_results(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]) -> None:
+    """Write the table and the picture of a sweep into its directory. Raises OSError."""
+    columns = ["run", *sweep.varied, "state", "step", "tokens", "seconds", "train_loss", "validation_loss"]
+    if sweep.metric is not None:
+        columns.append(sweep.metric)
+    columns += ["host", "cause"]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for result in results:
+        row = [result.name, *result.values.values(), result.state.value, result.step, result.tokens, result.seconds]
+        row += [result.train_loss, result.validation_loss]
+        if sweep.metric is not None:
+            row.append(result.score)
+        writer.writerow([*row, result.host, result.cause])
+    write_text(sweep.directory / TABLE, text.getvalue())
+    _draw(sweep, runs, results)
+
+
+def format_table(sweep: Sweep, results: Sequence[RunResult]) -> str:
+    """Format results for a terminal, the best first."""
+    rows = [["run", "state", "step", "tokens", "time", "train loss", sweep.metric or "validation loss"]]
+    for result in results:
+        shown = result.score if sweep.metric is not None else result.validation_loss
+        rows.append(
+            [
+                result.name,
+                result.state.value,
+                f"{result.step:,}",
+                _amount(result.tokens),
+                "" if result.seconds is None else duration(result.seconds),
+                _number(result.train_loss),
+                _number(shown),
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _amount(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _draw(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]) -> None:
+    """Draw loss against tokens, loss against seconds, and the score against each varied key; a colour for each run."""
+    found: dict[str, PlannedRun] = {}
+    for run in runs:
+        if run.metrics.exists() and trained(run.metrics, "tokens")[0]:
+            found[run.name] = run
+    if not found:
+        return
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
+    from matplotlib.figure import Figure
+
+    panels = 2 + len(sweep.varied)
+    columns = min(panels, 3)
+    rows = math.ceil(panels / columns)
+    legend = min(len(found), _MOST_LABELS)
+    figure = Figure(figsize=(5.2 * columns, 4 * rows + 0.22 * math.ceil(legend / 3) + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    colors = {}
+    for number, name in enumerate(found):
+        colors[name] = colormaps["viridis"](number / max(1, len(found) - 1) * 0.92)
+    measures: tuple[Measure, ...] = ("tokens", "seconds")
+    for panel, measure in zip(axes, measures, strict=False):
+        for name, run in found.items():
+            _draw_run(panel, run, measure, colors[name])
+        panel.set_xlabel(measure)
+        panel.set_ylabel("loss (points: validation)")
+        panel.grid(alpha=0.3)
+    for panel, key in zip(axes[2:], sweep.varied, strict=False):
+        _draw_values(panel, key, results, colors)
+        panel.set_ylabel(sweep.metric or "final loss")
+    for panel in axes[panels:]:
+        panel.set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles[:_MOST_LABELS], labels[:_MOST_LABELS], loc="outside lower center", ncols=3, fontsize=8)
+    with atomic_write(sweep.directory / PICTURE) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+def _draw_run(axes: Axes, run: PlannedRun, measure: Measure, color: Any) -> None:
+    """Draw the training loss of a run as a line, and its validation loss as points of the same colour."""
+    losses = curves(run.metrics)
+    for group in ("train", "validation"):
+        points = _of_group(losses, group)
+        iterations = sorted(points)
+        places = places_of(run.metrics, iterations, measure)
+        values = [points[iteration] for iteration in iterations]
+        if group == "train":
+            draw_curve(axes, places, values, {"color": color, "label": run.name}, smooths=True)
+        else:
+            axes.plot(places, values, "o", color=color, markersize=4)
+
+
+def _draw_values(axes: Axes, key: str, results: Sequence[RunResult], colors: Mapping[str, Any]) -> None:
+    """Draw the score of each run against its value of a key; values that are no numbers stand side by side."""
+    values = []
+    words: dict[str, None] = {}
+    for result in results:
+        if result.name in colors:
+            values.append(result.values[key])
+            words[str(result.values[key])] = None
+    are_numbers = {*map(type, values)} <= {int, float}
+    for result in results:
+        if result.name not in colors or result.score is None:
+            continue
+        place = result.values[key] if are_numbers else list(words).index(str(result.values[key]))
+        axes.plot(place, result.score, "o", color=colors[result.name])
+    if not are_numbers:
+        axes.set_xticks(range(len(words)), list(words))
+    elif min(values) > 0 and max(values) >= _LOGARITHMIC * min(values):
+        axes.set_xscale("log")
+    axes.set_xlabel(key)
+    axes.grid(alpha=0.3)

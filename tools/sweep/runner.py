@@ -1,0 +1,286 @@
+"""Runner of the runs of a sweep: one at a time on each place, until none is left or a signal asks to end.
+
+    pending --start--> running --status 0 and all steps--> done
+       ^                  |------ loss not finite -------> diverged
+       |                  |------ its host is lost ------> pending again, at the front: it resumes elsewhere
+       |                  |------ another failure -------> once more on another host, if there is one; then failed
+       +---- the host answers again: it is used again
+
+A place whose last runs have both failed gets no more runs while others work: one broken host must not use up the queue.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from neox.errors import LaunchError
+from neox.launch.child_runs import ChildRuns, last_line
+from neox.launch.hosts.hostfile import is_this_machine
+from neox.launch.processes import exit_status
+from neox.launch.run_lock import training_in
+from neox.launch.status.run_status import duration
+from neox.launch.supervisor.outcome import EndKind
+from tools.sweep.places import Place
+from tools.sweep.planned_run import OUTPUT_FILE, PlannedRun, State
+
+_SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_TO_ANSWER = 20.0
+_SECONDS_TO_NEXT_QUESTION = 60.0
+"""Time after which a host that did not answer is asked again."""
+_SECONDS_OF_WAITING = 3600.0
+"""Time for which the runner waits if no host is left, as long as `deepy.py` waits for its hosts."""
+_FAILURES_OF_BAD_PLACE = 2
+
+
+@dataclass
+class _PlaceState:
+    """A place while the runner works.
+
+    Attributes:
+        place: The place.
+        run: The run that is trained there; None if it is free.
+        process: Its launcher.
+        started: Time of its start, in seconds since the epoch.
+        lost_since: Time at which its host was last found lost; None if it can be used.
+        failures: Number of runs that failed there one after another.
+        is_active: Whether it may get runs. A spare host may once another one is lost.
+    """
+
+    place: Place
+    run: PlannedRun | None = None
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    lost_since: float | None = None
+    failures: int = 0
+    is_active: bool = True
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the last runs on it have failed."""
+        return self.failures >= _FAILURES_OF_BAD_PLACE
+
+
+class SweepRunner:
+    """Trains runs on places.
+
+    Args:
+        runs: The runs to train, in their order.
+        places: Where they are trained.
+        redo: Names of those that are trained from the beginning.
+        environment: Variables of the commands that ask hosts.
+        say: Function that shows a line.
+        after_run: Function that is called whenever a run has ended.
+
+    Attributes:
+        causes: Reasons of the failures by name of the run.
+        hosts: Hosts of the last starts by name of the run.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[PlannedRun],
+        places: Sequence[Place],
+        *,
+        redo: Collection[str] = (),
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+        after_run: Callable[[SweepRunner], None],
+    ) -> None:
+        self.causes: dict[str, str] = {}
+        self.hosts: dict[str, str] = {}
+        self._environment = environment
+        self._say = say
+        self._after_run = after_run
+        self._pending = deque(runs)
+        self._redo = {*redo}
+        self._tried_on: dict[str, set[str]] = defaultdict(set)
+        self._states = [_PlaceState(place, is_active=not place.spare) for place in places]
+        self._waiting_since: float | None = None
+
+    def train(self) -> int | None:
+        """Train the runs until each has ended.
+
+        Returns:
+            Number of the signal that ended this early; None if there was none.
+
+        Raises:
+            LaunchError: A command cannot be started, or no host has answered for an hour.
+        """
+        with ChildRuns() as children:
+            while True:
+                for state in self._states:
+                    if state.process is not None and state.process.poll() is not None:
+                        self._take_end(state, stopping=children.stopped_by is not None)
+                if children.stopped_by is None:
+                    for state in self._states:
+                        self._start_on(state, children)
+                is_running = any(state.process for state in self._states)
+                if not is_running and (children.stopped_by is not None or not self._pending):
+                    return children.stopped_by
+                self._check_waiting()
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    # -- starts
+
+    def _usable_hosts(self) -> set[str]:
+        """Return the names of the hosts that may get runs: they answer, and their last runs have not failed."""
+        usable = set()
+        for state in self._states:
+            if state.is_active and state.lost_since is None and not state.is_bad:
+                usable.add(state.place.name)
+        return usable
+
+    def _start_on(self, state: _PlaceState, children: ChildRuns) -> None:
+        """Start the next run on a place, if the place is free and its host answers."""
+        if state.process is not None or not state.is_active or not self._pending:
+            return
+        if state.is_bad and self._usable_hosts():
+            return
+        run = self._next_run(state.place.name)
+        if run is None or not self._answers(state):
+            return
+        name = run.name
+        command = [*run.command, *state.place.flags]
+        if name in self._redo:
+            command.append("--overwrite")
+            self._redo.remove(name)  # a start after a failure resumes
+        run.directory.mkdir(parents=True, exist_ok=True)
+        run.record_settings()
+        state.started = time.time()
+        try:
+            with (run.directory / OUTPUT_FILE).open("ab") as file:
+                state.process = children.start(command, file.fileno())
+        except OSError as error:
+            raise LaunchError(f"{name} cannot be started: {error}") from error
+        state.run = run
+        self._pending.remove(run)
+        self.hosts[name] = state.place.name
+        self._tried_on[name].add(state.place.name)
+        where = f" on {state.place.name}" if state.place.name else ""
+        self._say(f"{name}: started{where}")
+
+    def _next_run(self, host: str) -> PlannedRun | None:
+        """Return the next run for a host; None if each is for another host, or an earlier process still saves it."""
+        for run in self._pending:
+            tried = self._tried_on[run.name]
+            if host in tried and self._usable_hosts() - tried:
+                continue
+            if training_in(run.directory) is None:
+                return run
+        return None
+
+    def _answers(self, state: _PlaceState) -> bool:
+        """Return whether the host of a place answers. One that was lost is asked again after a minute."""
+        if state.lost_since is not None and time.time() - state.lost_since < _SECONDS_TO_NEXT_QUESTION:
+            return False
+        if not self._is_reachable(state.place):
+            if state.lost_since is None:
+                self._say(f"{state.place.name} does not answer; it is asked again every minute")
+            self._lose(state)
+            return False
+        if state.lost_since is not None:
+            self._say(f"{state.place.name} answers again")
+        state.lost_since = None
+        return True
+
+    def _is_reachable(self, place: Place) -> bool:
+        command = place.asking_command(self._environment)
+        if command is None:
+            return True
+        try:
+            done = subprocess.run(
+                command,
+                env=dict(self._environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_SECONDS_TO_ANSWER,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+
+    def _lose(self, lost: _PlaceState) -> None:
+        """Take all places of a host out of use, and use a spare host instead."""
+        was_lost = lost.lost_since is not None
+        for state in self._states:
+            if state.place.name == lost.place.name:
+                state.lost_since = time.time()
+        for state in self._states:
+            if not state.is_active and not was_lost:
+                state.is_active = True
+                self._say(f"{state.place.name}, a spare host, is used instead")
+                return
+
+    def _check_waiting(self) -> None:
+        """Raise LaunchError if no host has answered for an hour."""
+        if any(state.is_active and state.lost_since is None for state in self._states):
+            self._waiting_since = None
+            return
+        if self._waiting_since is None:
+            self._waiting_since = time.time()
+        if time.time() - self._waiting_since > _SECONDS_OF_WAITING:
+            raise LaunchError("no host has answered for an hour; the same command goes on once they do")
+
+    # -- ends
+
+    def _take_end(self, state: _PlaceState, *, stopping: bool) -> None:
+        """Handle the end of the run on a place: it is over, or will be tried again."""
+        run = state.run
+        process = state.process
+        assert run is not None
+        assert process is not None
+        state.run = None
+        state.process = None
+        status = exit_status(process.returncode)
+        name = run.name
+        found = run.state()
+        took = duration(time.time() - state.started)
+        if status == 0 and found is State.DONE:
+            state.failures = 0
+            self.causes.pop(name, None)
+            self._say(f"{name}: done in {took}")
+        elif found is State.DIVERGED and run.last_end(state.started) is not None:
+            state.failures = 0
+            self.causes[name] = self._cause(run, state, status)
+            self._say(f"{name}: diverged ({self.causes[name]})")
+        elif stopping:
+            self._say(f"{name}: ended; it resumes from its last checkpoint")
+        elif self._is_host_lost(state, run):
+            self._say(f"{state.place.name} is lost; {name} is trained again elsewhere, or once the host is back")
+            self._lose(state)
+            self._tried_on[name].clear()
+            self._pending.appendleft(run)
+        else:
+            state.failures += 1
+            self.causes[name] = self._cause(run, state, status)
+            if self._usable_hosts() - self._tried_on[name]:
+                self._say(f"{name}: failed on {state.place.name} ({self.causes[name]}); it is tried on another host")
+                self._pending.append(run)
+            else:
+                self._say(f"{name}: failed ({self.causes[name]}); see {run.directory / OUTPUT_FILE}")
+        self._after_run(self)
+
+    def _is_host_lost(self, state: _PlaceState, run: PlannedRun) -> bool:
+        """Return whether a run has ended because its host is gone."""
+        place = state.place
+        if place.host is None or is_this_machine(place.host.name):
+            return False
+        end = run.last_end(state.started)
+        if end is not None and end.get("kind") == EndKind.HOST.value:
+            return True
+        return not self._is_reachable(place)
+
+    def _cause(self, run: PlannedRun, state: _PlaceState, status: int) -> str:
+        """Return why a run has failed, in a line."""
+        if status == 0 and not run.metrics.exists():
+            return f"{run.metrics} is not visible on this host; the directory of a sweep must be one that hosts share"
+        end = run.last_end(state.started)
+        if end is not None and end.get("cause"):
+            return str(end["cause"])
+        text = (run.directory / OUTPUT_FILE).read_text(encoding="utf-8", errors="replace")
+        return last_line(text, status)
