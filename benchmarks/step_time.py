@@ -25,7 +25,13 @@ from neox.plan.network.architecture import layer_plan
 from neox.plan.time import GPUS, StepTime, TrainingSystem, estimate_step
 
 ROWS = Path(__file__).with_name("published_runs.tsv")
-GPU_TYPES = {"A100-80": "a100-80", "A100-40": "a100-40", "H100": "h100", "H100-96 at 500 W": "h100-96"}
+GPU_TYPES = {
+    "A100-80": "a100-80",
+    "A100-40": "a100-40",
+    "H100": "h100",
+    "H100-96 at 500 W": "h100-96",
+    "910B": "ascend910b",
+}
 MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL_STAGES = (2, 3, 4, 8)
 
@@ -66,6 +72,7 @@ def network_keys(row: Row) -> dict[str, Any]:
         "activation": "swiglu" if "Llama" in row["network"] else "gelu",
         "no_weight_tying": "tied head" not in row["network"],
         "pos_emb": "rotary",
+        "gpt_j_residual": row["network"].startswith("GPT-NeoX"),
         "seq_length": int(row["seq_length"]),
         "max_position_embeddings": int(row["seq_length"]),
         "make_vocab_size_divisible_by": 1,
@@ -86,7 +93,7 @@ def system_of(row: Row) -> TrainingSystem:
         recomputes_half=torchtitan and row["recompute"].startswith("selective"),
         blocking_handoff=gpt_neox,
         divided_handoff=not gpt_neox,
-        network=12.5 if gpt_neox else 0.0,  # four cards a host, as its remark says
+        network=12.5 if row["id"] == "neox-20b" else 0.0,  # four cards a host, as its remark says
     )
 
 
@@ -133,7 +140,7 @@ def runs_of(row: Row) -> Iterator[tuple[LaidOutRun, TrainingSystem]]:
             recomputed_part="full" if recompute == "full" else "core_attn",
             no_recompute_blocks=(),
             hpz_size=1,
-            attention="flash" if llama else "eager",
+            attention="flash" if llama or "triangle attention" in row["remark"] else "eager",
             offloads_states=False,
             offloads_weights=False,
             seq_length=int(row["seq_length"]),

@@ -12,7 +12,19 @@ from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Refused
 from neox.config.sections.numbers import NonNegativeInt, Port, PositiveFloat, PositiveInt
 
-GpuType = Literal["v100", "a100-40", "a100-80", "h100", "h100-96", "h200", "b200", "mi300x", "ascend910"]
+GpuType = Literal[
+    "v100",
+    "a100-40",
+    "a100-80",
+    "h100",
+    "h100-96",
+    "h200",
+    "b200",
+    "mi250x",
+    "mi300x",
+    "ascend910",
+    "ascend910b",
+]
 """Kinds of GPUs whose figures are known; keys of `GPUS`."""
 
 PipelineScheduleName = Literal["1f1b", "interleaved", "dualpipev"]

@@ -183,25 +183,41 @@ def amd_library(root: Path) -> str | None:
 def _ascend_chips() -> list[tuple[str, int | None]]:
     """Return name and memory (bytes) of each chip in the table of `npu-smi info`, which has two lines for each.
 
+    The driver keeps 3 to 4 GiB of a chip for itself: what is used, less what the processes use that are listed below.
+    torch_npu reports 60.97 of 64 GiB (vllm-project/vllm-ascend#19), and here it is as much or a little less.
+
     | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
     | Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
     | 0     910B1               | OK            | 88.4        46                0    / 0             |
     | 0                         | 0000:C1:00.0  | 0           0    / 0          4175 / 65536         |
+    ...
+    | NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
+    | 0       0                 | 48988         | python                   | 13330                   |
     """
-    table = run_tool("npu-smi", "info").partition("Process")[0]  # a table of processes follows
-    chips: list[tuple[str, int | None]] = []
-    name = None
-    for line in table.splitlines():
+    names: list[str] = []
+    totals: dict[tuple[str, str], int] = {}  # mebibytes by numbers of NPU and chip
+    kept: dict[tuple[str, str], int] = {}
+    npu = ""
+    for line in run_tool("npu-smi", "info").splitlines():
         cells = line.strip().strip("|").split("|")
-        if len(cells) != 3:
+        numbers = cells[0].split()
+        if not numbers or not numbers[0].isdecimal():
             continue
-        first = re.fullmatch(r"\d+\s+(\S*[A-Za-z_]\S*|\d{3,})", cells[0].strip())
-        if first is not None:
-            name = first[1].removeprefix("Ascend")
-        elif name is not None and re.fullmatch(r"\d+(\s+\d+)?", cells[0].strip()):
-            total = re.search(r"/\s*([1-9]\d*)\s*$", cells[2])  # of the last column
-            chips.append((name, None if total is None else int(total[1]) * _MIB))
-            name = None
+        if len(cells) == 3 and len(numbers) == 2 and not numbers[1].isdecimal():
+            npu = numbers[0]
+            names.append(numbers[1].removeprefix("Ascend"))
+        elif len(cells) == 3:
+            usage = re.search(r"(\d+)\s*/\s*([1-9]\d*)\s*$", cells[2])  # of the last column
+            if usage is not None:
+                totals[npu, numbers[0]] = int(usage[2])
+                kept[npu, numbers[0]] = int(usage[1])
+        elif len(cells) > 3 and cells[3].strip().isdecimal() and tuple(numbers) in kept:
+            kept[numbers[0], numbers[1]] -= int(cells[3])
+    if len(totals) != len(names):
+        return [(name, None) for name in names]
+    chips: list[tuple[str, int | None]] = []
+    for name, (chip, total) in zip(names, totals.items(), strict=True):
+        chips.append((name, (total - max(0, kept[chip])) * _MIB))
     return chips
 
 

@@ -37,7 +37,7 @@ _LOSS_MEANS: Mapping[str, str] = MappingProxyType(
 )
 # Model FLOPs utilisation that published runs in 16 bits reached, in per cent of the peak, by the rows of
 # benchmarks/published_runs.tsv: the lowest and the highest.
-PUBLISHED_MFU: Mapping[str, tuple[int, int]] = MappingProxyType({"a100": (28, 56), "h100": (33, 43)})
+PUBLISHED_MFU: Mapping[str, tuple[int, int]] = MappingProxyType({"a100": (24, 56), "h100": (33, 43)})
 # Derived values that only repeat a key's value.
 _REPEATED = ("pp", "mp", "padded_vocab_size", "lr_decay_iters")
 

@@ -113,7 +113,7 @@ def ring_seconds(gpu: Gpu, system: TrainingSystem, size: float, ranks: int, stri
     if ranks == 1:
         return 0.0
     in_host = min(ranks, max(1, gpu.per_host // stride))
-    link = gpu.link * gpu.link_efficiency
+    link = gpu.link_between(in_host)
     if in_host < ranks:
         network = (system.network or gpu.network) * gpu.network_efficiency
         link = min(link, network * in_host)
@@ -135,6 +135,9 @@ def forward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Second
     width = active_mlp_width(network) / layout.tp_size
     up = width * (mlp_matrices(network) - 1)
     fp8 = run.config.training.fp8 is not None
+    sums = 2  # of attention and of the MLP
+    if network.parallel_residual and not layout.sequence_parallel:
+        sums = 1  # of both together; their inputs' gradients are summed one by one
 
     def product(columns: float, inner: float) -> float:
         return product_seconds(gpu, tokens, columns, inner, fp8=fp8)
@@ -146,7 +149,7 @@ def forward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Second
         products=products,
         attention=attention_seconds(run, gpu, system, tokens, heads),
         elementwise=_elementwise(run, gpu, system, tokens),
-        tensor=_tensor(run, gpu, system, tokens),
+        tensor=_tensor(run, gpu, system, tokens, sums),
         context=_context(run, gpu, system, tokens, kv_heads),
         experts=_experts(run, gpu, system, tokens),
     )
@@ -194,13 +197,13 @@ def _elementwise(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: floa
     return 2 * elements / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + kernels * gpu.kernel_seconds / 2
 
 
-def _tensor(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float) -> float:
-    """Return the time of a block's two all-reduces over tensor ranks, or of gathers and scatters instead."""
+def _tensor(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float, sums: int) -> float:
+    """Return the time of a block's all-reduces over tensor ranks in one pass, or of gathers and scatters instead."""
     layout = run.layout
     if layout.tp_size == 1:
         return 0.0
     size = 2 * tokens * run.network.hidden_size
-    whole = 4 * ring_seconds(gpu, system, size, layout.tp_size, 1)
+    whole = 2 * sums * ring_seconds(gpu, system, size, layout.tp_size, 1)
     if system.overlaps_tensor:
         return whole * _EXPOSED_TENSOR
     return whole
@@ -246,7 +249,7 @@ def all_to_all_seconds(gpu: Gpu, system: TrainingSystem, size: float, ranks: int
         return 0.0
     in_host = min(ranks, max(1, gpu.per_host // stride))
     network = (system.network or gpu.network) * gpu.network_efficiency
-    near = size * (in_host - 1) / ranks / (gpu.link * gpu.link_efficiency * 1e9)
+    near = size * (in_host - 1) / ranks / (gpu.link_between(in_host) * 1e9)
     far = size * (ranks - in_host) / ranks / (network * 1e9)
     return max(near, far) + gpu.collective_seconds
 
@@ -272,7 +275,7 @@ def backward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Secon
         products=2 * forward.products,
         attention=attention * forward.attention,
         elementwise=2 * forward.elementwise,
-        tensor=forward.tensor,
+        tensor=_tensor(run, gpu, system, run.tokens, 2),
         context=forward.context * (2 if system.in_ring else 1),
         experts=forward.experts,
     )

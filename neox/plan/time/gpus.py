@@ -23,6 +23,8 @@ class Gpu:
         has_bf16: Whether it multiplies bf16 natively.
         bandwidth: Memory bandwidth in TB/s.
         link: Bandwidth between GPUs of one host in GB/s, in one direction.
+        mesh: Whether each pair of GPUs of a host has a link of its own, so that n of them use n - 1 of a GPU's links.
+            Otherwise a switch gives any two the whole bandwidth.
         network: Bandwidth of one GPU's share of the network cards in GB/s, in one direction.
         per_host: GPUs of one host.
         multiprocessors: Streaming multiprocessors (compute units), over which a product's tiles are spread.
@@ -45,6 +47,7 @@ class Gpu:
     has_bf16: bool = True
     bandwidth: float
     link: float
+    mesh: bool = False
     network: float
     per_host: int = 8
     multiprocessors: int
@@ -58,6 +61,13 @@ class Gpu:
     host_memory: float = 25.0
     kernel_seconds: float = 4e-6
     collective_seconds: float = 12e-6
+
+    def link_between(self, ranks: int) -> float:
+        """Return the bandwidth in GB/s, in one direction, that a collective of some GPUs of one host reaches."""
+        reached = self.link * self.link_efficiency
+        if self.mesh and ranks < self.per_host:
+            reached *= max(1, ranks - 1) / (self.per_host - 1)
+        return reached
 
 
 # 312 TFLOP/s; NVLink 3 has 300 GB/s each way; hosts of 2021 had eight cards of 200 Gb/s (DGX A100).
@@ -136,6 +146,25 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             fp8_efficiency=0.60,
             attention_efficiency=0.45,
         ),
+        # One of the two dies of a module, which are devices of their own. AMD's figures of the module (383 TFLOP/s,
+        # 3.28 TB/s, 220 compute units) halved, and a node of Frontier (OLCF's user guide): four cards of 200 Gb/s for
+        # eight dies, 36 GB/s to main memory, 50 to 200 GB/s between two dies. Memory as rocm-smi reports it. Nobody
+        # publishes products and attention: assumed, so that 22B and 175B reach about the 38 and 36 % of the peak that
+        # trainings on Frontier reached (arXiv:2312.12705).
+        "mi250x": Gpu(
+            name="MI250X, one die of 64 GB",
+            memory_gib=63.98,
+            peak_tflops=191.5,
+            bandwidth=1.64,
+            link=100.0,
+            network=12.5,
+            multiprocessors=110,
+            product_efficiency=0.55,
+            attention_efficiency=0.30,
+            host_link=36.0,
+        ),
+        # Seven links of 64 GB/s each way. All-reduces of 2 and 8 GPUs reached 47.7 and 312.9 GB/s, and products 668
+        # TFLOP/s (stas00/ml-engineering, network/README.md and compute/accelerator/README.md).
         "mi300x": Gpu(
             name="MI300X 192 GB",
             memory_gib=191.5,
@@ -143,6 +172,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             peak_fp8_tflops=2614.0,
             bandwidth=5.3,
             link=448.0,
+            mesh=True,
+            link_efficiency=0.7,
             network=50.0,
             multiprocessors=304,
             product_efficiency=0.45,
@@ -153,12 +184,31 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             name="Ascend 910 32 GB",
             memory_gib=32.0,
             peak_tflops=256.0,
-            has_bf16=False,
             bandwidth=1.2,
             link=30.0,
             network=12.5,
             multiprocessors=32,
             product_efficiency=0.60,
+            attention_efficiency=0.35,
+        ),
+        # 910B1 in an Atlas 800T A2. Huawei publishes no data sheet. From a public `npu-smi` (arthurchiao.art, "GPU
+        # advanced notes 2"): 64 GB, 24 cores at 1.8 GHz, which multiply 16 x 16 x 16 in a cycle (HPCA 2021), 354
+        # TFLOP/s, and a card of 200 Gb/s each. Each pair of eight is linked by HCCS, 392 GB/s in both directions in all
+        # (there, "GPU data sheets"). torch_npu reports 60.97 GiB. Measured (gameofdimension/limulidae): products 328
+        # TFLOP/s where an A800 reaches 286 of 312; all-reduces of 2, 4 and 8 18, 45 and 126 GB/s on the links. Memory
+        # bandwidth is that of a die of the 910C (arXiv:2506.12708). 910B2 to B4 differ in cores and clock: give
+        # peak_theoretical_tflops.
+        "ascend910b": Gpu(
+            name="Ascend 910B 64 GB",
+            memory_gib=60.97,
+            peak_tflops=354.0,
+            bandwidth=1.6,
+            link=196.0,
+            mesh=True,
+            link_efficiency=0.62,
+            network=25.0,
+            multiprocessors=24,
+            product_efficiency=0.80,
             attention_efficiency=0.35,
         ),
     }

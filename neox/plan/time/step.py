@@ -189,7 +189,7 @@ def _handoff(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> float:
     if system.divided_handoff:
         size /= layout.tp_size
     stride = layout.tp_size * layout.dp_size
-    link = gpu.link * gpu.link_efficiency
+    link = gpu.link_between(2)
     if stride >= gpu.per_host:
         link = (system.network or gpu.network) * gpu.network_efficiency
     return size / (link * 1e9) + 2e-5

@@ -103,14 +103,15 @@ ASCEND_TABLE = """\
 | 0                         | 0000:C1:00.0  | 0           0    / 0          4175 / 65536         |
 +===========================+===============+====================================================+
 | 1     910B1               | OK            | 92.1        47                0    / 0             |
-| 0                         | 0000:01:00.0  | 0           0    / 0          4175 / 65536         |
+| 0                         | 0000:01:00.0  | 0           0    / 0          17505/ 65536         |
 +===========================+===============+====================================================+
 +---------------------------+---------------+----------------------------------------------------+
 | NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
 +===========================+===============+====================================================+
-| 0       0                 | 4711          | python                   | 1024 / 1                |
+| No running processes found in NPU 0                                                            |
+| 1       0                 | 48988         | python                   | 13330                   |
 """
-"""`npu-smi info` on a host of 910B, from https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/; a process is added."""
+"""`npu-smi info` on a host of 910B, from https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/, and a process."""
 
 
 def ascend_machine(root: Path) -> Path:

@@ -24,6 +24,7 @@ from tests.unit.launch.fake_machines import (
 )
 
 GIB = 2**30
+MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def _no_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 CASES = [
     (nvidia_machine, NVIDIA, 8, 80 * GIB, "535.129.03", "CUDA 12.2", (True, True, False)),
     (amd_machine, AMD, 8, 68702699520, "6.8.5", "ROCm 6.2.0-66", (True, True, False)),
-    (ascend_machine, ASCEND, 8, 64 * GIB, "23.0.rc2", "CANN 8.0.RC1", (True, True, None)),
+    (ascend_machine, ASCEND, 8, 61361 * MIB, "23.0.rc2", "CANN 8.0.RC1", (True, True, None)),
     (gaudi_machine, GAUDI, 2, 96 * GIB, "1.16.0-94aac46", None, (None, None, None)),
     (intel_machine, INTEL, 2, 64 * GIB, "backported from (1.24.2.17)", None, (None, None, None)),
 ]
@@ -77,7 +78,7 @@ def test_what_the_launcher_and_a_host_take_from_the_table(tmp_path: Path, monkey
     monkeypatch.setattr(machine, "present_devices", lambda: (ASCEND, 8))
     for name in (*vendors.VISIBLE_VARIABLES, "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
-    assert machine.smallest_memory() == 64 * GIB
+    assert machine.smallest_memory() == 61361 * MIB  # torch_npu reports 60.97 GiB, 62433 MiB
     formats = machine.native_formats()
     assert formats["devices"] == "Ascend devices"
     assert (formats["bf16"], formats["fp16"], formats["fp8"]) == (True, True, None)
@@ -93,7 +94,7 @@ def test_the_first_generation_of_ascend_has_no_bf16(tmp_path: Path, chip: str, b
     """Names as in torch_npu: Ascend910B is the first generation, Ascend910B1 the second; 910C is `Ascend910` alone."""
     add_tool(tmp_path / "bin", "npu-smi", ASCEND_TABLE.replace("910B1", f"Ascend{chip}"), "info")
     assert ASCEND.formats(tmp_path)["bf16"] is bf16
-    assert len(ASCEND.memory(tmp_path)) == 2
+    assert ASCEND.memory(tmp_path) == [61361 * MIB, 61361 * MIB]
 
 
 def test_two_chips_of_an_ascend_910c(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_two_chips_of_an_ascend_910c(tmp_path: Path) -> None:
 | 2     Ascend910           | OK            | -                    |
 | 1     5                   | 0000:97:00.0  | 0 / 0  2882 / 65536 |"""
     add_tool(tmp_path / "bin", "npu-smi", lines, "info")
-    assert ASCEND.memory(tmp_path) == [64 * GIB, 64 * GIB]
+    assert ASCEND.memory(tmp_path) == [(65536 - 2909) * MIB, (65536 - 2882) * MIB]
 
 
 @pytest.mark.parametrize(

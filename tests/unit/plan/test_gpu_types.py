@@ -11,6 +11,7 @@ from neox.config.sections.runner import GpuType
 from neox.plan import config_from_files, format_plan, gpu_device, plan_as_dict, resolve
 from neox.plan.devices.device import GIB
 from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
+from neox.plan.search.fit import memory_problem
 from neox.plan.time.gpus import GPUS
 from tests.plans import SIZES, plan_of
 from tests.unit.plan.shipped import shipped
@@ -54,6 +55,18 @@ def test_another_number_of_ranks_has_a_note_with_the_key_that_keeps_the_batch():
     kept = shipped("20B", 48, "train_batch_size=1536", "gradient_accumulation_steps=null")
     assert kept.batch.train_batch_size == 1536
     assert not any("planned_num_gpus" in note for note in kept.notes)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ascend910b", "Ascend 910B"), ("mi250x", "MI250X")])
+def test_the_shipped_20b_on_sixteen_accelerators_of_64_gb(kind, name):
+    """gpt-neox's 20B runs on 16 Ascend 910B (Ascend's ModelZoo); a MI250X is two devices."""
+    plan = shipped("20B", 16, f"gpu_type={kind}")
+    device = gpu_device(plan)
+    assert device.size < 64 * GIB
+    assert memory_problem(plan, device, training=True) is None
+    text = format_plan(plan, device)
+    assert name in text
+    assert "seconds a step" in text
 
 
 class TestCheckpoints:

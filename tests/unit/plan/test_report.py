@@ -174,7 +174,7 @@ class TestFigures:
         for kind, shares in reached.items():
             assert PUBLISHED_MFU[kind] == (round(100 * min(shares)), round(100 * max(shares)))
         text = format_plan(shipped("20B", 96))
-        assert "28 to 56 % MFU" in text
+        assert "24 to 56 % MFU" in text
         assert "pipeline bubble" not in text, "the run's line says how long stages wait"
 
     def test_ranks_of_stages(self):

@@ -161,3 +161,24 @@ def test_unbalanced_context_ranks_wait_for_the_last() -> None:
     fast = estimate_step(run, GPUS["h100"], IN_RING)
     slow = estimate_step(run, GPUS["h100"], replace(IN_RING, balanced_context=False))
     assert slow.attention == pytest.approx(fast.attention * 7 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "measured"),
+    [("mi300x", {2: 47.7, 8: 312.9}), ("ascend910b", {2: 18.0, 4: 45.0, 8: 126.0})],
+)
+def test_pairs_of_gpus_that_are_linked_one_by_one(gpu: str, measured: dict[int, float]) -> None:
+    """Bandwidth of all-reduces on the links, in GB/s.
+
+    stas00/ml-engineering, network/README.md (4 GiB); gameofdimension/limulidae (18, 30 and 72 GB/s of payload).
+    """
+    for ranks, bandwidth in measured.items():
+        assert GPUS[gpu].link_between(ranks) == pytest.approx(bandwidth, rel=0.17)
+    assert GPUS["h100"].link_between(2) == GPUS["h100"].link_between(8)
+
+
+def test_a_parallel_residual_is_summed_over_tensor_ranks_once() -> None:
+    layout = {"tp_size": 4, "dp_size": 2}
+    twice = estimate_step(llama().with_layout(**layout), GPUS["h100"])
+    once = estimate_step(llama(gpt_j_residual=True).with_layout(**layout), GPUS["h100"])
+    assert once.tensor == pytest.approx(twice.tensor * 3 / 4)  # the gradients of both inputs are still summed
