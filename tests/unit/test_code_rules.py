@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("neox", "tools/cluster", "tools/dataset", "tools/sweep", "tools/web_text")
+PACKAGES = ("neox", "tools/cluster", "tools/dataset", "tools/ladder", "tools/sweep", "tools/web_text")
 TREES = {
     str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
     for package in PACKAGES

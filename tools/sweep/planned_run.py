@@ -18,6 +18,7 @@ from neox.launch.agent.agent_files import Cause
 from neox.launch.status.run_status import run_status
 from neox.launch.supervisor.outcome import EndKind
 from neox.metrics import METRICS_FILE
+from neox.plan import RunPlan
 from neox.plan.report.run_totals import RunTotals, run_totals
 from neox.plan.run_identity import learning_changes
 from neox.preflight.command_line import parse_arguments
@@ -56,7 +57,7 @@ class PlannedRun:
         config: Its configuration.
         command: The command that trains it, without the flags of a place.
         steps: Number of its steps.
-        parameters: Number of its parameters.
+        plan: Its plan.
         totals: Its tokens, compute and time.
         problems: What is missing for it or does not fit.
         warnings: Further lines of its plan to show.
@@ -67,7 +68,7 @@ class PlannedRun:
     config: NeoXConfig
     command: tuple[str, ...]
     steps: int
-    parameters: int
+    plan: RunPlan
     totals: RunTotals
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -76,6 +77,11 @@ class PlannedRun:
     def name(self) -> str:
         """Its name."""
         return self.run.name
+
+    @property
+    def parameters(self) -> int:
+        """Number of its parameters."""
+        return self.plan.layers.numel
 
     @property
     def seconds(self) -> float | None:
@@ -192,7 +198,7 @@ def _plan_run(sweep: Sweep, run: SweepRun, place: Place) -> PlannedRun:
         config=config,
         command=(sys.executable, str(scripts_root() / "deepy.py"), *words),
         steps=plan.config.training.train_iters or 0,
-        parameters=plan.layers.numel,
+        plan=plan,
         totals=run_totals(plan, planned.device),
         problems=tuple(problems),
         warnings=tuple(warnings),

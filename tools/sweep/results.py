@@ -25,6 +25,8 @@ _LAST_SHARE = 10
 """The training loss of a run is the mean of its last steps: one of this many."""
 _LOGARITHMIC = 8.0
 """Ratio of largest and smallest value from which an axis of values is logarithmic."""
+_MOST_PANELS = 9
+"""Panels of a picture. A list whose runs differ in many keys has no room for all."""
 _MOST_LABELS = 20
 """Runs of a picture that its legend names."""
 
@@ -192,7 +194,7 @@ def _draw(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
     from matplotlib.figure import Figure
 
-    panels = 2 + len(sweep.varied)
+    panels = min(2 + len(sweep.varied), _MOST_PANELS)
     columns = min(panels, 3)
     rows = math.ceil(panels / columns)
     legend = min(len(found), _MOST_LABELS)
@@ -209,7 +211,7 @@ def _draw(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]
         panel.set_xlabel(measure)
         panel.set_ylabel("loss (points: validation)")
         panel.grid(alpha=0.3)
-    for panel, key in zip(axes[2:], sweep.varied, strict=False):
+    for panel, key in zip(axes[2:panels], sweep.varied, strict=False):
         _draw_values(panel, key, results, colors)
         panel.set_ylabel(sweep.metric or "final loss")
     for panel in axes[panels:]:

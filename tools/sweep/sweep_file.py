@@ -123,7 +123,7 @@ def read_sweep(path: Path) -> Sweep:
         directory=Path(values.get("directory", f"runs/{name}")),
         configs=tuple(configs),
         conf_dir=values.get("conf_dir"),
-        settings=_settings(parsed, "set", values.get("set") or {}),
+        settings=read_settings(parsed, "set", values.get("set") or {}),
         runs=_runs(parsed, kinds[0]),
         slots_per_run=slots,
         metric=values.get("metric"),
@@ -139,8 +139,13 @@ def place(parsed: ParsedFile, path: str) -> str:
     return f"{parsed.name}: `{path}`"
 
 
-def _settings(parsed: ParsedFile, path: str, given: Any) -> dict[str, Any]:
+def read_settings(parsed: ParsedFile, path: str, given: Any) -> dict[str, Any]:
     """Return keys with their values, `-` in keys as `_`.
+
+    Args:
+        parsed: The file.
+        path: Dotted path of the mapping in it.
+        given: The mapping.
 
     Raises:
         ConfigError: It is no mapping, or has a key that the sweep sets itself.
@@ -173,7 +178,7 @@ def _runs(parsed: ParsedFile, kind: str) -> tuple[SweepRun, ...]:
         raise ConfigError(f"{place(parsed, kind)} must be a list of `key: value` mappings, one for each run")
     else:
         for number, entry in enumerate(given):
-            values = _settings(parsed, f"list.{number}", entry)
+            values = read_settings(parsed, f"list.{number}", entry)
             name = values.pop("name", None)
             names.append(None if name is None else str(name))
             combinations.append(values)
@@ -194,7 +199,7 @@ def _runs(parsed: ParsedFile, kind: str) -> tuple[SweepRun, ...]:
 
 def _grid(parsed: ParsedFile, given: Any) -> Iterator[dict[str, Any]]:
     """Yield each combination of the values of several keys; the last key changes first."""
-    lists = _settings(parsed, "grid", given)
+    lists = read_settings(parsed, "grid", given)
     for key, values in lists.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{place(parsed, f'grid.{key}')} must be a list of values")
@@ -209,7 +214,7 @@ def _random(parsed: ParsedFile, given: Any) -> Iterator[dict[str, Any]]:
     count = given["runs"]
     if not isinstance(count, int) or count < 1 or not isinstance(given["seed"], int):
         raise ConfigError(f"{place(parsed, 'random.runs')} must be a whole number above 0, and `seed` a whole number")
-    of_keys = _settings(parsed, "random.values", given["values"])
+    of_keys = read_settings(parsed, "random.values", given["values"])
     found: list[str] = []
     for attempt in range(count * _TRIES):
         values = {}

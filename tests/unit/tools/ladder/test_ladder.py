@@ -1,0 +1,122 @@
+"""Ladders: sizes of a family, fits of known functions, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from neox.errors import ConfigError
+from neox.plan import config_from_files, resolve
+from tests.plans import small_plan
+from tools.ladder.family import Family, multiplied_parameters, shape_of
+from tools.ladder.fits import fit_learning_rate, fit_loss
+from tools.ladder.ladder_file import Ladder, read_ladder
+
+ROOT = Path(__file__).parents[4]
+
+
+def loss(parameters: Any, tokens: Any) -> Any:
+    """The function of Hoffmann et al. with its published numbers."""
+    return 1.69 + 406.4 / parameters**0.34 + 410.7 / tokens**0.28
+
+
+def test_a_known_loss_is_found_again_and_extrapolated() -> None:
+    parameters = np.repeat(np.geomspace(1e6, 1e8, 4), 2)
+    tokens = parameters * np.tile([5.0, 40.0], 4)
+    fit = fit_loss(parameters, tokens, loss(parameters, tokens))
+    assert fit.irreducible == pytest.approx(1.69, abs=0.01)
+    assert fit.of_parameters[1] == pytest.approx(0.34, abs=0.01)
+    assert fit.of_tokens is not None
+    assert fit.of_tokens[1] == pytest.approx(0.28, abs=0.01)
+    found = fit.predict(2e10, 4e11)
+    assert found.value == pytest.approx(loss(2e10, 4e11), rel=1e-3)
+    assert found.low <= found.value <= found.high
+
+
+def test_the_range_contains_the_truth_of_noisy_losses_and_grows_with_the_noise() -> None:
+    parameters = np.geomspace(1e6, 3e7, 5)
+    truth = 2.0 + 300 / parameters**0.35
+    widths = []
+    for noise in (0.001, 0.01):
+        noisy = truth * (1 + noise * np.random.default_rng(3).standard_normal(5))
+        fit = fit_loss(parameters, 20 * parameters, noisy)
+        assert fit.ratio == pytest.approx(20)
+        assert fit.of_tokens is None
+        found = fit.predict(3e8, 6e9)
+        assert found.low < 2.0 + 300 / 3e8**0.35 < found.high
+        widths.append(found.high - found.low)
+    assert widths[1] > 3 * widths[0]
+    with pytest.raises(ValueError, match="2 runs, but 3"):
+        fit_loss([1e6, 2e6], [1e7, 2e7], [3.0, 2.9])
+
+
+def test_the_best_learning_rate_of_known_parabolas() -> None:
+    def losses(best: float) -> dict[float, float]:
+        return {factor: 3 + (np.log(factor) - np.log(best)) ** 2 for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
+
+    same = fit_learning_rate({10**6: losses(1.3), 10**7: losses(1.3), 10**8: losses(1.3)})
+    assert same.factor(1e10).value == pytest.approx(1.3)
+    falling = fit_learning_rate({10**6: losses(2.0), 10**7: losses(1.0), 10**8: losses(0.5)})
+    assert falling.factor(1e9).value == pytest.approx(0.25)
+    noise = fit_learning_rate({10**6: losses(1.0), 10**7: losses(1.5), 10**8: losses(1.1)})
+    assert noise.slope == 0
+    assert noise.factor(1e10).low < 1.2 < noise.factor(1e10).high
+    assert fit_learning_rate({10**6: {0.5: 2.0, 1.0: 3.0, 2.0: float("inf")}}).at_edge == (10**6,)
+
+
+@pytest.mark.parametrize("wanted", [3e7, 1e8, 7e8, 3e9])
+def test_small_networks_have_the_shape_of_the_20b_model(wanted: float) -> None:
+    config = config_from_files([ROOT / "configs" / "20B.yml"])
+    target = resolve(config, 8, 50_257)
+    shape = shape_of(target, wanted)
+    small = resolve(config.updated({**shape, "pipe_parallel_size": 1, "model_parallel_size": 1}), 1, 50_257)
+    assert multiplied_parameters(small.layers) == pytest.approx(wanted, rel=0.25)
+    aspect = shape["hidden_size"] / shape["num_layers"]
+    assert 6144 / 44 / 1.6 < aspect < 6144 / 44 * 1.6
+    assert shape["hidden_size"] % shape["num_attention_heads"] == 0
+    # The matrices of 44 blocks and of the head: the number that 6 N D counts.
+    assert multiplied_parameters(target.layers) == pytest.approx(44 * 12 * 6144**2 + 50_432 * 6144, rel=1e-3)
+
+
+def test_batch_and_learning_rate_follow_the_rules() -> None:
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3}}
+    plan = small_plan(hidden_size=64, train_micro_batch_size_per_gpu=64, optimizer=optimizer, min_lr=1e-4)
+    length = plan.config.model.seq_length
+    shapes = ({"num_layers": 1, "hidden_size": 16}, {"num_layers": 2, "hidden_size": 16}, {"num_layers": 1})
+    ladder = Ladder("l", Path("runs/l"), ("a.yml",), shapes=shapes, tokens_per_parameter=(20.0,))
+    family = Family(ladder, plan, ranks=2)
+    assert [size.parameters for size in family.sizes] == sorted(size.parameters for size in family.sizes)
+    size = family.sizes[0]
+    run, place = family.run(size, 20.0, 2.0)
+    share = size.parameters / family.parameters
+    assert place.rate == pytest.approx(2 * 1e-3 * share ** (-1 / 3), rel=1e-3)
+    assert run.values["min_lr"] == pytest.approx(place.rate / 10, rel=1e-3)
+    assert run.values["train_batch_size"] == 2 * round(64 * share ** (2 / 3) / 2)
+    steps = run.values["train_iters"]
+    assert place.tokens == steps * run.values["train_batch_size"] * length
+    assert 20 * size.parameters <= place.tokens < 20 * size.parameters + run.values["train_batch_size"] * length
+    same = Family(dataclasses.replace(ladder, rate_exponent=0.0), plan, ranks=2)
+    assert same.rule_rate(1) == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sizes: [1e6, 2e6]\n", "at least 3 sizes"),
+        ("sizes: [1e6, 2e6, 3e6]\nshapes: [{}, {}, {}]\n", "one of `sizes`"),
+        ("sizes: [1e6, 2e6, -3e6]\n", "ladder.yml:2: `sizes`"),
+        ("sizes: [1e6, 2e6, 3e6]\nlearning_rate: {rate: 1}\n", "ladder.yml:3: `learning_rate`"),
+        ("sizes: [1e6, 2e6, 3e6]\nset: {save: x}\n", "ladder.yml:3: `save`"),
+        ("sizes: [1e6, 2e6, 3e6]\nsteps: 3\n", "ladder.yml:3: `steps` is no key"),
+    ],
+)
+def test_malformed_files_are_refused_by_place(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "ladder.yml"
+    file.write_text("configs: [a.yml]\n" + text)
+    with pytest.raises(ConfigError) as refused:
+        read_ladder(file)
+    assert words in str(refused.value)

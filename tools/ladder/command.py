@@ -1,0 +1,268 @@
+"""Command of ladders: plan the family of a target, train it in two stages, and predict the target."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from neox.arguments import ScriptParser
+from neox.errors import ConfigError, DataError, os_errors
+from neox.launch.hosts.placement import place_ranks
+from neox.launch.status.run_status import duration
+from neox.log import setup_logging
+from neox.plan import config_from_files
+from tools.ladder.family import Family, RunSize, Size, short
+from tools.ladder.fits import LossFit, RateFit, fit_learning_rate, fit_loss
+from tools.ladder.ladder_file import Ladder, read_ladder
+from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
+from tools.sweep.command import format_plans, sweep_over
+from tools.sweep.places import Place, find_places
+from tools.sweep.planned_run import PlannedRun, State, plan_runs
+from tools.sweep.results import read_results
+from tools.sweep.sweep_file import Sweep, SweepRun, override
+
+TARGET = "target"
+"""Name of the target's run."""
+_DESCRIPTION = """Predict the loss and the best learning rate of a large run from a family of small ones.
+
+python tools/ladder.py ladder.yml --dry-run          # the small runs, their planned time, and the target's
+python tools/ladder.py ladder.yml [-H hostfile]      # trains them (resumable, as tools/sweep.py), fits and predicts
+python tools/ladder.py ladder.yml --train_target     # then trains the target with the predicted learning rate
+
+ladder.yml, whose runs go to runs/ladder:
+
+    configs: [configs/20B.yml, my_data.yml]            # the target
+    sizes: [2.0e+7, 5.0e+7, 1.2e+8, 3.0e+8, 7.0e+8]    # parameters of the small runs
+    tokens_per_parameter: [10, 20, 40]                 # one number, or several to tell parameters from tokens
+
+docs/ladder.md has every key."""
+
+
+@dataclass(frozen=True)
+class LadderRun:
+    """A run of a ladder.
+
+    Attributes:
+        run: The run of the sweep.
+        size: Its place in the ladder.
+        ratio: Tokens for each parameter that it was asked to have.
+    """
+
+    run: SweepRun
+    size: RunSize
+    ratio: float
+
+
+def main() -> int:
+    """Run the command with this process's command line; return the exit status."""
+    setup_logging()
+    parser = ScriptParser(description=_DESCRIPTION)
+    parser.add_argument("ladder", type=Path, help="ladder file (YAML)")
+    parser.add_argument("-H", "--hostfile", help="hosts that each train one small run at a time")
+    parser.add_argument("--dry-run", action="store_true", help="show the runs and their plans, and start nothing")
+    parser.add_argument(
+        "--train_target", action="store_true", help="after the prediction: train the target, and state the error"
+    )
+    args = parser.parse_args()
+    ladder = read_ladder(args.ladder)
+    places = find_places(args.hostfile, ladder.slots_per_run)
+    (target,) = plan_runs(_target_sweep(ladder, {}), Place())
+    family = Family(ladder, target.plan, _ranks(ladder, places[0]))
+    first = list(_first_stage(ladder, family))
+    if args.dry_run:
+        print(_format_ladder(ladder, family, target, first, places))
+        return 0
+
+    # The smallest sizes, with every learning rate.
+    status = _train(ladder, first, places)
+    if status:
+        return status
+    rates = fit_learning_rate(_losses_by_factor(ladder, first, places[0]))
+
+    # The other sizes and amounts of tokens, with the rate that the first ones predict.
+    second = list(_second_stage(ladder, family, rates))
+    status = _train(ladder, [*first, *second], places)
+    if status:
+        return status
+    trained = _trained_runs(ladder, [*first, *second], places[0])
+    prediction = _predict(ladder, family, rates, trained)
+    with os_errors(DataError, f"{ladder.directory} cannot be written"):
+        write_prediction(ladder.directory, prediction, target.config)
+    print(format_prediction(prediction, ladder.directory))
+    if args.train_target:
+        return _train_target(ladder, prediction, target.config.schedule.min_lr)
+    return 0
+
+
+def _sweep(ladder: Ladder, runs: Sequence[SweepRun]) -> Sweep:
+    """Return the sweep that trains runs of a ladder."""
+    return Sweep(ladder.name, ladder.directory, ladder.configs, tuple(runs), ladder.conf_dir)
+
+
+def _target_sweep(ladder: Ladder, values: Mapping[str, float]) -> Sweep:
+    return _sweep(ladder, [SweepRun(TARGET, values)])
+
+
+def _ranks(ladder: Ladder, place: Place) -> int:
+    """Return the number of ranks of a small run."""
+    if place.host is not None:
+        return len(place.host.slots)
+    texts = ["pipe_parallel_size=1", "model_parallel_size=1", "global_num_gpus=null"]
+    for key, value in ladder.settings.items():
+        texts.append(override(key, value))
+    config = config_from_files(ladder.configs, conf_dir=ladder.conf_dir, overrides=texts)
+    return place_ranks(config.runner, config.source("hostfile")).world_size
+
+
+# -- the runs
+
+
+def _first_stage(ladder: Ladder, family: Family) -> Iterator[LadderRun]:
+    """Yield the runs that search the learning rate: the smallest sizes, with each factor."""
+    ratio = ladder.tokens_per_parameter[0]
+    for size, factor in itertools.product(family.sizes[: ladder.searched], ladder.factors):
+        yield _ladder_run(family, size, ratio, factor)
+
+
+def _second_stage(ladder: Ladder, family: Family, rates: RateFit) -> Iterator[LadderRun]:
+    """Yield the other runs: each size and ratio that the first stage has not trained, with its predicted factor."""
+    for number, size in enumerate(family.sizes):
+        for ratio in ladder.tokens_per_parameter:
+            if number >= ladder.searched or ratio != ladder.tokens_per_parameter[0]:
+                yield _ladder_run(family, size, ratio, rates.factor(size.parameters).value)
+
+
+def _ladder_run(family: Family, size: Size, ratio: float, factor: float) -> LadderRun:
+    run, place = family.run(size, ratio, factor)
+    return LadderRun(run, place, ratio)
+
+
+def _train(ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place]) -> int:
+    """Train runs, and return 0 if each of them is done or has diverged."""
+    return sweep_over(_sweep(ladder, [run.run for run in runs]), places)
+
+
+def _losses(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> dict[str, float]:
+    """Return the final loss of each run by its name; infinite if it has diverged."""
+    sweep = _sweep(ladder, [run.run for run in runs])
+    losses = {}
+    for result in read_results(sweep, plan_runs(sweep, place), {}, {}):
+        has_diverged = result.state is State.DIVERGED or result.score is None
+        losses[result.name] = math.inf if has_diverged else float(result.score or 0)
+    return losses
+
+
+def _losses_by_factor(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> dict[int, dict[float, float]]:
+    """Return the losses of the first stage by parameters and factor."""
+    losses = _losses(ladder, runs, place)
+    found: dict[int, dict[float, float]] = {}
+    for run in runs:
+        found.setdefault(run.size.parameters, {})[run.size.factor] = losses[run.run.name]
+    return found
+
+
+def _trained_runs(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> list[TrainedRun]:
+    """Return all runs with their losses, and which of each size and ratio has the best learning rate."""
+    losses = _losses(ladder, runs, place)
+    best: dict[tuple[int, float], float] = {}
+    for run in runs:
+        key = (run.size.parameters, run.ratio)
+        best[key] = min(best.get(key, math.inf), losses[run.run.name])
+    trained = []
+    for run in runs:
+        loss = losses[run.run.name]
+        is_best = math.isfinite(loss) and loss == best[run.size.parameters, run.ratio]
+        trained.append(TrainedRun(run.run.name, run.size, loss, is_best))
+    return trained
+
+
+# -- the prediction
+
+
+def _predict(ladder: Ladder, family: Family, rates: RateFit, trained: Sequence[TrainedRun]) -> Prediction:
+    """Fit the best runs, and predict the target. The largest size is also predicted from the others, as a check."""
+    best = [run for run in trained if run.is_best]
+    try:
+        fit = _fit(best)
+    except ValueError as error:
+        raise ConfigError(f"the loss cannot be fitted: {error}; give more `sizes` or `tokens_per_parameter`") from error
+    tokens = family.tokens
+    if fit.ratio is not None:
+        tokens = fit.ratio * family.parameters
+    largest = max(run.size.parameters for run in best)
+    held_out = None
+    smaller = [run for run in best if run.size.parameters < largest]
+    (checked, *_) = [run for run in best if run.size.parameters == largest]
+    try:
+        held_out = _fit(smaller).predict(checked.size.parameters, checked.size.tokens)
+    except ValueError:  # too few runs without it
+        held_out = None
+    factor = rates.factor(family.parameters)
+    return Prediction(
+        parameters=family.parameters,
+        tokens=tokens,
+        configured_tokens=family.tokens,
+        loss=fit.predict(family.parameters, tokens),
+        rate=family.rule_rate(family.parameters) * factor.value,
+        rate_low=family.rule_rate(family.parameters) * factor.low,
+        rate_high=family.rule_rate(family.parameters) * factor.high,
+        configured_rate=family.rate,
+        fit=fit,
+        rates=rates,
+        runs=tuple(trained),
+        largest=checked,
+        largest_predicted=held_out,
+        rate_curve=tuple((size.parameters, family.rule_rate(size.parameters)) for size in family.sizes),
+    )
+
+
+def _fit(runs: Sequence[TrainedRun]) -> LossFit:
+    parameters = []
+    tokens = []
+    losses = []
+    for run in runs:
+        parameters.append(run.size.parameters)
+        tokens.append(run.size.tokens)
+        losses.append(run.loss)
+    return fit_loss(parameters, tokens, losses)
+
+
+# -- the target
+
+
+def _train_target(ladder: Ladder, prediction: Prediction, smallest: float) -> int:
+    """Train the target with the predicted learning rate, and print the error of the prediction."""
+    values = {"optimizer.params.lr": float(f"{prediction.rate:.4g}")}
+    if smallest:
+        values["min_lr"] = float(f"{smallest * prediction.rate / prediction.configured_rate:.4g}")
+    sweep = _target_sweep(ladder, values)
+    status = sweep_over(sweep, (Place(),))
+    if status:
+        return status
+    (result,) = read_results(sweep, plan_runs(sweep, Place()), {}, {})
+    if result.score is None:
+        raise DataError(f"{ladder.directory / TARGET} has no loss")
+    error = prediction.loss.value / result.score - 1
+    print(f"target: predicted {prediction.loss.value:.4f}, trained {result.score:.4f}: {100 * error:+.2f} %")
+    return 0
+
+
+def _format_ladder(
+    ladder: Ladder, family: Family, target: PlannedRun, first: Sequence[LadderRun], places: Sequence[Place]
+) -> str:
+    """Return the plans of all runs. Those of the second stage are planned with the rule's learning rates."""
+    rule = RateFit({}, 0.0, 0.0, 0.0, 0.0, ())
+    second = list(_second_stage(ladder, family, rule))
+    lines = []
+    for title, runs in (("first stage", first), ("second stage (learning rates follow the first)", second)):
+        sweep = _sweep(ladder, [run.run for run in runs])
+        lines += [f"# {title}", format_plans(plan_runs(sweep, places[0]), places)]
+    time = "its time is not planned"
+    if target.seconds is not None:
+        time = f"planned {duration(target.seconds)} on {target.plan.grid.world_size} ranks"
+    lines.append("# target")
+    lines.append(f"{short(family.parameters)} parameters without the embedding, {short(family.tokens)} tokens, {time}")
+    return "\n".join(lines)

@@ -1,0 +1,259 @@
+"""Family of a target: networks of its shape with fewer parameters, and the batch and learning rate of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from neox.architecture import LayerPlan, build_layer_plan
+from neox.config import NeoXConfig
+from neox.errors import ConfigError
+from neox.plan import RunPlan, architecture_of
+from tools.ladder.ladder_file import Ladder
+from tools.sweep.sweep_file import SweepRun
+
+_ABSOLUTE = ("kv_lora_rank", "q_lora_rank", "v_head_dim", "sliding_window_width", "no_rotary_layers")
+"""Keys with numbers of the target's own that do not follow from its width and depth."""
+_FEWEST_HEADS = 2
+_SMALLEST_HEAD = 8
+_ASPECT_WEIGHT = 0.5
+"""Weight of a network's aspect (width over depth) next to its size: 10 % more parameters count as 20 % more width."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A network of the family.
+
+    Attributes:
+        parameters: Parameters that each token is multiplied by: all but the embedding, whose rows are looked up.
+        shape: Keys that make it.
+    """
+
+    parameters: int
+    shape: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Place of a run in the ladder.
+
+    Attributes:
+        parameters: Parameters of its network, as for `Size`.
+        tokens: Tokens that it trains.
+        rate: Its learning rate.
+        factor: The same as a multiple of the rule's.
+    """
+
+    parameters: int
+    tokens: float
+    rate: float
+    factor: float
+
+
+class Family:
+    """Networks of the shape of a target.
+
+    Args:
+        ladder: The ladder.
+        target: The target's plan.
+        ranks: Number of ranks of each small run.
+
+    Attributes:
+        sizes: Networks of the small runs, ascending.
+        parameters: Parameters of the target.
+        tokens: Tokens of the target.
+        rate: Learning rate of the target's configuration.
+    """
+
+    def __init__(self, ladder: Ladder, target: RunPlan, ranks: int) -> None:
+        config = target.config
+        self._ladder = ladder
+        self._target = target
+        self._ranks = ranks
+        self._seq_length = config.model.seq_length or 0
+        self.rate = float(config.value("optimizer.params.lr") or 0)
+        if self.rate <= 0:
+            raise ConfigError("the target's `optimizer.params.lr` is missing: the small runs scale it")
+        self.parameters = multiplied_parameters(target.layers)
+        self.tokens = float(_tokens_of(target))
+        self._exponent = ladder.exponent(use_mup=config.optimizer.use_mup)
+        if ladder.shapes:
+            shapes = list(ladder.shapes)
+        else:
+            given = [key for key in _ABSOLUTE if config.given(key)]
+            if given:
+                raise ConfigError(
+                    f"{', '.join(given)} of the target do not follow from a size: give `shapes`, not `sizes`"
+                )
+            shapes = [shape_of(target, wanted) for wanted in ladder.sizes]
+        self.sizes: list[Size] = []
+        for shape in shapes:
+            small = architecture_of(config.updated(shape))
+            layers = build_layer_plan(small, target.padded_vocab_size)
+            self.sizes.append(Size(multiplied_parameters(layers), shape))
+        self.sizes.sort(key=lambda size: size.parameters)
+        counts = [size.parameters for size in self.sizes]
+        if len({*counts}) < len(counts):
+            raise ConfigError(f"several sizes become the same network ({counts} parameters): give sizes further apart")
+        if counts[-1] >= self.parameters:
+            raise ConfigError(
+                f"the largest size, {counts[-1]:,}, is not below the target's {self.parameters:,} parameters"
+            )
+
+    def rule_rate(self, parameters: float) -> float:
+        """Return the learning rate that the rule gives for a number of parameters."""
+        return self.rate * (parameters / self.parameters) ** self._exponent
+
+    def batch(self, parameters: float) -> int:
+        """Return the samples of a step: a multiple of the ranks that grows with the parameters, as the target's."""
+        if self._ladder.batch_size is not None:
+            samples: float = self._ladder.batch_size
+        else:
+            samples = self._target.batch.train_batch_size
+            samples *= (parameters / self.parameters) ** self._ladder.batch_exponent
+        return self._ranks * max(1, round(samples / self._ranks))
+
+    def run(self, size: Size, ratio: float, factor: float) -> tuple[SweepRun, RunSize]:
+        """Return a run of a size.
+
+        Args:
+            size: Its network.
+            ratio: Tokens for each parameter.
+            factor: Learning rate as a multiple of the rule's.
+
+        Returns:
+            The run, and its place in the ladder.
+        """
+        batch = self.batch(size.parameters)
+        steps = max(1, math.ceil(ratio * size.parameters / (batch * self._seq_length)))
+        rate = float(f"{self.rule_rate(size.parameters) * factor:.4g}")
+        micro = _largest_divisor(batch // self._ranks, self._target.batch.train_micro_batch_size_per_gpu)
+        values: dict[str, Any] = {
+            **size.shape,
+            "pipe_parallel_size": 1,
+            "model_parallel_size": 1,
+            "planned_num_gpus": None,
+            "train_batch_size": batch,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": None,
+            "train_iters": steps,
+            "lr_decay_iters": steps,
+            "eval_interval": steps,
+            "checkpoint_factor": max(1, steps // 4),
+            "optimizer.params.lr": rate,
+        }
+        smallest = self._target.config.schedule.min_lr
+        if smallest:
+            values["min_lr"] = float(f"{smallest * rate / self.rate:.4g}")
+        name = f"{short(size.parameters)},tokens={short(steps * batch * self._seq_length)},lr={rate:.4g}"
+        place = RunSize(size.parameters, float(steps * batch * self._seq_length), rate, factor)
+        return SweepRun(name, {**values, **self._ladder.settings}), place
+
+
+def multiplied_parameters(layers: LayerPlan) -> int:
+    """Return the parameters that each token is multiplied by: the blocks, the norms and the head, tied or not."""
+    count = sum(layer.active_numel for layer in layers if layer.index > 0)
+    if not layers.head.parameters:
+        count += layers.word_embeddings.numel
+    return count
+
+
+def _tokens_of(plan: RunPlan) -> int:
+    steps = plan.config.training.train_iters
+    if not steps:
+        raise ConfigError("the target's `train_iters` is missing: its tokens are predicted for")
+    return sum(segment.tokens for segment in plan.batch_schedule.segments(steps))
+
+
+def shape_of(target: RunPlan, wanted: float) -> dict[str, Any]:
+    """Return the keys of the network nearest to a number of parameters and to the target's aspect.
+
+    Depth and width shrink together, as far as whole layers and heads allow. Heads keep their width, or half of it and
+    so on if fewer than two would be left; the ratios of heads that share keys, and of the MLP's width, stay.
+
+    Args:
+        target: The target's plan.
+        wanted: Parameters, without the embedding.
+    """
+    config = target.config
+    depth = config.model.num_layers or 1
+    width = config.model.hidden_size or 1
+    heads = config.model.num_attention_heads or 1
+    head_parameters = target.padded_vocab_size * width
+    block_parameters = multiplied_parameters(target.layers) - head_parameters
+    best: tuple[float, int, int, int] | None = None
+    for layers, head_size, count in _candidates(depth, width, heads):
+        scale = count * head_size / width
+        parameters = block_parameters * layers / depth * scale**2 + head_parameters * scale
+        aspect = scale * depth / layers
+        distance = abs(math.log(parameters / wanted)) + _ASPECT_WEIGHT * abs(math.log(aspect))
+        if best is None or distance < best[0]:
+            best = (distance, layers, head_size, count)
+    assert best is not None
+    _, layers, head_size, count = best
+    shape: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": count * head_size,
+        "num_attention_heads": count,
+        "attention_config": _attention(config),
+    }
+    if config.model.num_kv_heads:
+        shape["num_kv_heads"] = max(1, count * config.model.num_kv_heads // heads)
+    if config.model.head_dim is not None:
+        shape["head_dim"] = max(_SMALLEST_HEAD, config.model.head_dim * head_size * heads // width)
+    for key in ("intermediate_size", "mlp_width"):
+        given = config.value(key)
+        if config.given(key) and given is not None:
+            shape[key] = round(given * count * head_size / width)
+    return {key: value for key, value in shape.items() if value is not None}
+
+
+def _candidates(depth: int, width: int, heads: int) -> Iterator[tuple[int, int, int]]:
+    """Yield numbers of layers, widths of a head, and numbers of heads that a small network may have."""
+    head_size = width // heads
+    sizes = [head_size]
+    while sizes[-1] % 2 == 0 and sizes[-1] // 2 >= _SMALLEST_HEAD:
+        sizes.append(sizes[-1] // 2)
+    for layers in range(1, depth + 1):
+        for size in sizes:
+            ideal = width * layers / depth / size
+            if ideal < _FEWEST_HEADS and size != sizes[-1]:
+                continue
+            nearest = max(_FEWEST_HEADS, round(ideal))
+            for count in range(max(_FEWEST_HEADS, nearest - 2), nearest + 3):
+                yield layers, size, count
+            break  # wider heads, which are the target's, come first
+
+
+def _attention(config: NeoXConfig) -> list[Any] | None:
+    """Return `attention_config` for any number of layers.
+
+    Raises:
+        ConfigError: It has several patterns, so that no rule gives those of fewer layers.
+    """
+    given: Sequence[Any] | None = config.model.attention_config
+    if given is None:
+        return None
+    if len(given) == 1 and isinstance(given[0], Sequence) and not isinstance(given[0], str):
+        return [[list(given[0][0]), "all"]]
+    kinds = {*map(str, given)}
+    if len(kinds) == 1:
+        return [[[str(given[0])], "all"]]
+    raise ConfigError("the target's attention_config has several patterns: give `shapes`, not `sizes`")
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    for divisor in range(min(number, most), 0, -1):
+        if number % divisor == 0:
+            return divisor
+    return 1
+
+
+def short(number: float) -> str:
+    """Return a number with a unit: `1.3B`, `70M`, `2.5k`."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

@@ -1,0 +1,263 @@
+"""Fits of a ladder: the best learning rate over sizes, and the loss over parameters and tokens.
+
+The loss is that of Hoffmann et al. (arXiv:2203.15556): L(N, D) = E + A / N^a + B / D^b. With one ratio of tokens and
+parameters, D and N are one variable, and L(N) = E + A / N^a. For given exponents the other numbers solve a linear
+least-squares problem, so the exponents are searched on a grid, which is refined: no start value decides the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+_EXPONENTS = np.geomspace(0.03, 1.5, 20)
+_REFINEMENTS = 3
+_RIDGE = 1e-12
+"""Added to the diagonal of normal equations, because two columns may be the same."""
+_RESAMPLES = 120
+_SEED = 0
+_SHARE = 0.9
+"""Share of the resampled fits that lies within the range of a prediction."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A prediction.
+
+    Attributes:
+        value: The prediction.
+        low: Lower end of its 90 % range.
+        high: Upper end of that range.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class LossFit:
+    """Loss as a function of parameters and tokens.
+
+    Attributes:
+        irreducible: E, the loss that no size goes below.
+        of_parameters: A and a.
+        of_tokens: B and b; None if all runs have one ratio of tokens and parameters.
+        resampled: The same numbers of fits to resampled losses, one row each.
+        ratio: Tokens for each parameter, if all runs have the same.
+        deviation: Root mean square of the relative residuals, with the degrees of freedom that are left.
+    """
+
+    irreducible: float
+    of_parameters: tuple[float, float]
+    of_tokens: tuple[float, float] | None
+    resampled: Array
+    ratio: float | None
+    deviation: float
+
+    def predict(self, parameters: float, tokens: float) -> Range:
+        """Return the loss of a run. The range shows the scatter of the fit, not an error of its form."""
+        row = [self.irreducible, *self.of_parameters]
+        if self.of_tokens is not None:
+            row += self.of_tokens
+        value = _losses(np.array([row]), parameters, tokens)[0]
+        others = _losses(self.resampled, parameters, tokens)
+        low, high = np.quantile(others, [(1 - _SHARE) / 2, (1 + _SHARE) / 2])
+        return Range(float(value), float(min(low, value)), float(max(high, value)))
+
+
+def _losses(rows: Array, parameters: float, tokens: float) -> Array:
+    """Return the loss that each row of numbers E, A, a and maybe B, b gives."""
+    found: Array = rows[:, 0] + rows[:, 1] * parameters ** -rows[:, 2]
+    if rows.shape[1] > 3:
+        found = found + rows[:, 3] * tokens ** -rows[:, 4]
+    return found
+
+
+def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float]) -> LossFit:
+    """Fit the loss of runs. The sum of squared relative residuals is least.
+
+    Args:
+        parameters: Parameters of each run.
+        tokens: Tokens of each run.
+        losses: Loss of each run.
+
+    Raises:
+        ValueError: There are fewer runs than numbers to fit.
+    """
+    n = np.array(parameters, dtype=float)
+    d = np.array(tokens, dtype=float)
+    observed = np.array(losses, dtype=float)
+    ratios = d / n
+    is_one_ratio = bool(ratios.max() < 1.2 * ratios.min())
+    unknown = 3 if is_one_ratio else 5
+    if len(observed) < unknown:
+        raise ValueError(f"{len(observed)} runs, but {unknown} numbers to fit")
+    row, fitted = _fit(n, d, observed, both=not is_one_ratio)
+    residuals = (observed - fitted) / fitted
+    freedom = max(1, len(observed) - unknown)
+    deviation = math.sqrt(float(np.sum(residuals**2)) / freedom)
+    generator = np.random.default_rng(_SEED)
+    resampled = []
+    for _ in range(_RESAMPLES):
+        noisy = fitted * (1 + deviation * generator.standard_normal(len(observed)))
+        resampled.append(_fit(n, d, noisy, both=not is_one_ratio)[0])
+    return LossFit(
+        irreducible=float(row[0]),
+        of_parameters=(float(row[1]), float(row[2])),
+        of_tokens=None if is_one_ratio else (float(row[3]), float(row[4])),
+        resampled=np.array(resampled),
+        ratio=float(np.exp(np.mean(np.log(ratios)))) if is_one_ratio else None,
+        deviation=deviation,
+    )
+
+
+def _fit(n: Array, d: Array, observed: Array, *, both: bool) -> tuple[Array, Array]:
+    """Return E, A, a (and B, b) and the fitted losses: the best of a grid of exponents, which is refined."""
+    of_n = _EXPONENTS
+    of_d = _EXPONENTS if both else np.zeros(1)
+    for _ in range(1 + _REFINEMENTS):
+        exponents = np.stack(np.meshgrid(of_n, of_d, indexing="ij"), axis=-1).reshape(-1, 2)  # [G, 2]
+        best, numbers = _best_exponents(n, d, observed, exponents, both=both)
+        of_n = _around(of_n, exponents[best, 0])
+        if both:
+            of_d = _around(of_d, exponents[best, 1])
+    a, b = exponents[best]
+    row = [numbers[0], numbers[1], a]
+    if both:
+        row += [numbers[2], b]
+    found = np.array(row)
+    fitted = np.array([_losses(found[None], *place)[0] for place in zip(n, d, strict=True)])
+    return found, fitted
+
+
+def _best_exponents(n: Array, d: Array, observed: Array, exponents: Array, *, both: bool) -> tuple[int, Array]:
+    """Solve for E, A and B at each pair of exponents, none of them negative.
+
+    Args:
+        n: Parameters of the runs, [R].
+        d: Tokens of the runs, [R].
+        observed: Losses of the runs, [R].
+        exponents: Pairs a, b, [G, 2].
+        both: Whether the tokens have a term of their own.
+
+    Returns:
+        Index of the best pair, and its E, A and B.
+    """
+    middle_n = np.exp(np.mean(np.log(n)))  # near it the columns are about 1, which keeps the equations well conditioned
+    middle_d = np.exp(np.mean(np.log(d)))
+    columns = [np.ones((len(exponents), len(n))), (n / middle_n) ** -exponents[:, :1]]
+    if both:
+        columns.append((d / middle_d) ** -exponents[:, 1:])
+    design = np.stack(columns, axis=-1) / observed[:, None]  # [G, R, C]; relative residuals: the target is 1
+    least = np.full(len(exponents), np.inf)
+    numbers = np.zeros((len(exponents), 3))
+    count = design.shape[-1]
+    for size in range(1, count + 1):
+        for chosen in itertools.combinations(range(count), size):  # the others are 0: a bound that is reached
+            part = design[:, :, chosen]
+            normal = part.transpose(0, 2, 1) @ part + _RIDGE * np.eye(size)
+            solved = np.linalg.solve(normal, part.sum(axis=1)[..., None])  # [G, size, 1]
+            error = np.sum(((part @ solved)[..., 0] - 1) ** 2, axis=1)
+            better = (solved[..., 0] >= 0).all(axis=1) & (error < least)
+            least[better] = error[better]
+            numbers[better] = 0
+            for position, column in enumerate(chosen):
+                numbers[better, column] = solved[better, position, 0]
+    best = int(np.argmin(least))
+    found = numbers[best].copy()
+    found[1] *= middle_n ** exponents[best, 0]
+    found[2] *= middle_d ** exponents[best, 1]
+    return best, found
+
+
+def _around(grid: Array, value: float) -> Array:
+    """Return a finer grid between the neighbours of a value."""
+    step = grid[1] / grid[0]
+    return np.geomspace(value / step, value * step, len(grid))
+
+
+@dataclass(frozen=True)
+class RateFit:
+    """Best learning rate, as a multiple of a rule's, over sizes.
+
+    Attributes:
+        factors: Best factor of each searched size by its parameters.
+        level: Logarithm of the factor at the mean size.
+        slope: Change of that logarithm with the logarithm of the parameters; 0 if the sizes show none.
+        middle: Mean logarithm of the parameters.
+        deviation: Standard deviation of the logarithms of the sizes around the fit.
+        at_edge: Parameters of the sizes whose best factor was the smallest or largest that was tried.
+    """
+
+    factors: dict[int, float]
+    level: float
+    slope: float
+    middle: float
+    deviation: float
+    at_edge: tuple[int, ...]
+
+    def factor(self, parameters: float) -> Range:
+        """Return the best factor for a number of parameters; its range is twice the deviation to each side."""
+        value = self.level + self.slope * (math.log(parameters) - self.middle)
+        reach = 2 * self.deviation
+        return Range(math.exp(value), math.exp(value - reach), math.exp(value + reach))
+
+
+def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
+    """Fit the best factor of the learning rate over sizes.
+
+    A parabola through the losses of a size, over the logarithm of the factor, has its minimum at the best factor. A
+    trend with the size counts only if it is larger than twice its standard error: a trend of noise, extrapolated over
+    orders of magnitude, would be worse than none.
+
+    Args:
+        tried: Losses by factor, for each size by its parameters. A loss that is not finite counts as a large one.
+
+    Raises:
+        ValueError: A size has no finite loss.
+    """
+    factors: dict[int, float] = {}
+    at_edge = []
+    for parameters, losses in tried.items():
+        found, is_edge = _best_factor(losses)
+        factors[parameters] = found
+        if is_edge:
+            at_edge.append(parameters)
+    x = np.log(np.array(list(factors), dtype=float))
+    y = np.log(np.array(list(factors.values())))
+    middle = float(x.mean())
+    slope = 0.0
+    deviation = float(y.std(ddof=1)) if len(y) > 1 else math.log(2.0)
+    if len(y) > 2 and np.ptp(x) > 0:
+        spread = float(np.sum((x - middle) ** 2))
+        trend = float(np.sum((x - middle) * y)) / spread
+        residuals = y - y.mean() - trend * (x - middle)
+        around = math.sqrt(float(np.sum(residuals**2)) / (len(y) - 2))
+        if abs(trend) > 2 * around / math.sqrt(spread):
+            slope = trend
+            deviation = around
+    return RateFit(factors, float(y.mean()), slope, middle, deviation, tuple(at_edge))
+
+
+def _best_factor(losses: dict[float, float]) -> tuple[float, bool]:
+    """Return the best factor of a size, and whether it is the smallest or largest that was tried."""
+    finite = {factor: loss for factor, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+        raise ValueError("no learning rate of a size has a finite loss")
+    tried = sorted(finite)
+    best = min(tried, key=finite.__getitem__)
+    position = tried.index(best)
+    if position in (0, len(tried) - 1):
+        return best, len(losses) > 1
+    around = tried[position - 1 : position + 2]
+    x = np.log(np.array(around))
+    curvature, linear, _ = np.polyfit(x, [finite[factor] for factor in around], 2)
+    return float(np.exp(-linear / (2 * curvature))), False

@@ -1,0 +1,195 @@
+"""Prediction of a ladder: as text, JSON, a picture, and a YAML file with the target's settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from neox.config import NeoXConfig
+from neox.files import atomic_write, write_text
+from tools.ladder.family import RunSize, short
+from tools.ladder.fits import LossFit, Range, RateFit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RESULT = "ladder.json"
+PICTURE = "ladder.png"
+TARGET_FILE = "target.yml"
+_POINTS = 100  # of each curve
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A small run that was trained.
+
+    Attributes:
+        name: Its name.
+        size: Its place in the ladder.
+        loss: Its final loss; infinite if it has diverged.
+        is_best: Whether no other learning rate gave its size and tokens a smaller loss.
+    """
+
+    name: str
+    size: RunSize
+    loss: float
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the small runs say of the target.
+
+    Attributes:
+        parameters: Parameters of the target, without the embedding.
+        tokens: Tokens for which its loss is predicted.
+        configured_tokens: Tokens that its configuration trains.
+        loss: Its loss.
+        rate: Its best learning rate.
+        rate_low: Lower end of the learning rate's range.
+        rate_high: Upper end of that range.
+        configured_rate: Learning rate in its configuration.
+        fit: Fit of the losses.
+        rates: Fit of the learning rates.
+        runs: The small runs.
+        largest: The largest of them.
+        largest_predicted: Its loss as the smaller ones predict it; None if they are too few.
+        rate_curve: The rule's learning rate of each size.
+    """
+
+    parameters: int
+    tokens: float
+    configured_tokens: float
+    loss: Range
+    rate: float
+    rate_low: float
+    rate_high: float
+    configured_rate: float
+    fit: LossFit
+    rates: RateFit
+    runs: tuple[TrainedRun, ...]
+    largest: TrainedRun
+    largest_predicted: Range | None
+    rate_curve: tuple[tuple[int, float], ...]
+
+
+def format_prediction(prediction: Prediction, directory: Path) -> str:
+    """Format a prediction for a terminal."""
+    fit = prediction.fit
+    formula = f"L = {fit.irreducible:.4f} + {fit.of_parameters[0]:.4g} / N^{fit.of_parameters[1]:.3f}"
+    if fit.of_tokens is not None:
+        formula += f" + {fit.of_tokens[0]:.4g} / D^{fit.of_tokens[1]:.3f}"
+    loss = prediction.loss
+    lines = [
+        f"fit       {formula}; the runs deviate by {100 * fit.deviation:.2g} %",
+        f"loss      {loss.value:.4f} (90 % of resampled fits: {loss.low:.4f} to {loss.high:.4f}) for "
+        f"{short(prediction.parameters)} parameters and {short(prediction.tokens)} tokens",
+    ]
+    if fit.ratio is not None and not math.isclose(prediction.tokens, prediction.configured_tokens, rel_tol=0.05):
+        lines.append(
+            f"note      the configuration trains {short(prediction.configured_tokens)} tokens; with one value of "
+            "tokens_per_parameter only its own ratio can be predicted"
+        )
+    if prediction.largest_predicted is not None:
+        found = prediction.largest_predicted.value
+        error = 100 * (found / prediction.largest.loss - 1)
+        lines.append(
+            f"check     {prediction.largest.name}: {found:.4f} predicted from the smaller sizes, "
+            f"{prediction.largest.loss:.4f} trained: {error:+.2f} %"
+        )
+    lines.append(
+        f"lr        {prediction.rate:.3g} ({prediction.rate_low:.3g} to {prediction.rate_high:.3g}); the "
+        f"configuration has {prediction.configured_rate:.3g}"
+    )
+    for parameters in prediction.rates.at_edge:
+        lines.append(
+            f"note      {short(parameters)}: the best learning rate is at the edge of those tried; widen factors"
+        )
+    lines.append(f"          {directory / RESULT}  {directory / PICTURE}  {directory / TARGET_FILE}")
+    return "\n".join(lines)
+
+
+def write_prediction(directory: Path, prediction: Prediction, target: NeoXConfig) -> None:
+    """Write the prediction as JSON and as a picture, and the target's learning rate as YAML. Raises OSError."""
+    found = asdict(prediction)
+    found["fit"].pop("resampled")
+    write_text(directory / RESULT, json.dumps(found, indent=2) + "\n")
+    optimizer = target.to_flat()["optimizer"]
+    parameters = {**optimizer.get("params", {}), "lr": float(f"{prediction.rate:.3g}")}
+    settings: dict[str, object] = {"optimizer": {**optimizer, "params": parameters}}
+    if target.schedule.min_lr:
+        settings["min_lr"] = float(f"{target.schedule.min_lr * prediction.rate / prediction.configured_rate:.3g}")
+    text = "# The learning rate that the ladder predicts, over those of the target's files.\n"
+    write_text(directory / TARGET_FILE, text + yaml.safe_dump({"overrides": settings}, sort_keys=False))
+    _draw(directory / PICTURE, prediction)
+
+
+def _draw(picture: Path, prediction: Prediction) -> None:
+    """Draw loss against parameters up to the target, and loss against the learning rate of each size."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _draw_losses(left, prediction)
+    _draw_rates(right, prediction)
+    with atomic_write(picture) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+def _draw_losses(axes: Axes, prediction: Prediction) -> None:
+    """Draw the best runs, the fit at each ratio of tokens and parameters, and the target with its range."""
+    by_ratio: dict[int, list[TrainedRun]] = {}
+    for run in prediction.runs:
+        if run.is_best:
+            by_ratio.setdefault(round(run.size.tokens / run.size.parameters), []).append(run)
+    for number, (ratio, runs) in enumerate(sorted(by_ratio.items())):
+        color = f"C{number}"
+        smallest = min(run.size.parameters for run in runs)
+        for run in runs:
+            axes.plot(run.size.parameters, run.loss, "o", color=color)
+        step = (prediction.parameters / smallest) ** (1 / _POINTS)
+        places = [smallest * step**point for point in range(_POINTS + 1)]
+        predicted = [prediction.fit.predict(place, place * ratio) for place in places]
+        axes.plot(places, [found.value for found in predicted], color=color, label=f"{ratio} tokens a parameter")
+        axes.fill_between(
+            places, [found.low for found in predicted], [found.high for found in predicted], color=color, alpha=0.2
+        )
+    loss = prediction.loss
+    reach = [[loss.value - loss.low], [loss.high - loss.value]]
+    axes.errorbar([prediction.parameters], [loss.value], yerr=reach, fmt="*k", markersize=10, label="target, predicted")
+    axes.set_xscale("log")
+    axes.set_xlabel("parameters without the embedding")
+    axes.set_ylabel("final loss")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _draw_rates(axes: Axes, prediction: Prediction) -> None:
+    """Draw the losses of the searched sizes against their learning rates, and the predicted rate of the target."""
+    by_size: dict[int, list[TrainedRun]] = {}
+    for run in prediction.runs:
+        if math.isfinite(run.loss) and run.size.parameters in prediction.rates.factors:
+            by_size.setdefault(run.size.parameters, []).append(run)
+    rule: Mapping[int, float] = dict(prediction.rate_curve)
+    for number, (parameters, runs) in enumerate(sorted(by_size.items())):
+        runs.sort(key=lambda run: run.size.rate)
+        first = min(run.size.tokens for run in runs)
+        shown = [run for run in runs if run.size.tokens < 1.1 * first]
+        rates = [run.size.rate for run in shown]
+        axes.plot(rates, [run.loss for run in shown], "o-", color=f"C{number}", label=short(parameters))
+        axes.axvline(rule[parameters] * prediction.rates.factors[parameters], color=f"C{number}", linestyle=":")
+    axes.axvspan(prediction.rate_low, prediction.rate_high, color="0.9", zorder=0)
+    axes.axvline(prediction.rate, color="k", label="target, predicted")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("final loss")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
