@@ -58,8 +58,7 @@ def training_flops_per_token(layers: LayerPlan, sequence: int, *, predicted: int
         for spec in layer.parameters:
             if spec.is_matrix and not spec.trained:
                 total -= 2 * spec.active_numel
-    head_owner = layers.head if layers.head.parameters else layers[0]  # a tied head uses the embedding's weight
-    if not head_owner.parameters[0].trained:
+    if not layers.trains_head:
         total -= head
     return total
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Literal
 
@@ -131,6 +132,26 @@ class LayerPlan:
     def trained_numel(self) -> int:
         """Number of the parameters that are trained."""
         return sum(spec.numel for spec in self.parameters if spec.trained)
+
+    @cached_property
+    def trained_share(self) -> float:
+        """Share of the elements of the blocks' matrices that are trained; of experts those that a token chooses."""
+        trained = 0
+        total = 0
+        for layer in self.layers:
+            if layer.kind != "block":
+                continue
+            for spec in layer.parameters:
+                if spec.is_matrix:
+                    total += spec.active_numel
+                    trained += spec.active_numel * spec.trained
+        return trained / total if total else 1.0
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the matrix of the logits is trained; a tied head uses the embedding's."""
+        owner = self.head if self.head.parameters else self.layers[0]
+        return owner.parameters[0].trained
 
     @property
     def parameters(self) -> Iterator[ParameterSpec]:

@@ -156,8 +156,9 @@ def _may_fit(run: LaidOutRun, device: Device) -> bool:
     divided = expert_parameters(run) * (1 - 1 / layout.ep_size)
     held = (parameters - divided) / layout.tp_size / layout.pp_size
     weights = held * run.bytes_per_number
-    gradients = held * run.bytes_per_number
-    states = held * 8
+    trained = held * run.layers.trained_share
+    gradients = trained * run.bytes_per_number
+    states = trained * 8
     if layout.zero_stage == 3:
         weights /= layout.dp_size
     if layout.zero_stage >= 2:

@@ -265,14 +265,15 @@ def _experts(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float) -
 def backward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Seconds:
     """Return the time of a block's backward pass for one micro batch, with what it recomputes.
 
-    Each product has two gradients. Fused attention computes five products backward for two forward, less efficiently.
+    Each product has two gradients, with frozen weights only that of its inputs. Fused attention computes five products
+    backward for two forward, less efficiently.
     """
     forward = forward_seconds(run, gpu, system)
     attention = 2.0
     if run.layout.attention == "flash":
         attention = 2.5 * 1.15
     result = Seconds(
-        products=2 * forward.products,
+        products=(1 + run.layers.trained_share) * forward.products,
         attention=attention * forward.attention,
         elementwise=2 * forward.elementwise,
         tensor=_tensor(run, gpu, system, run.tokens, 2),

@@ -81,10 +81,11 @@ class StepTime:
 
 
 def model_flops(run: LaidOutRun) -> float:
-    """Return the operations of one step: forward, and twice that backward."""
+    """Return the operations of one step: forward, and twice that backward; once for products with frozen weights."""
     network = run.network
     head = run.layers.padded_vocab_size * network.hidden_size
-    per_token = 6 * (network.num_layers * block_parameters(network) + head)
+    per_token = (4 + 2 * run.layers.trained_share) * network.num_layers * block_parameters(network)
+    per_token += (6 if run.layers.trains_head else 4) * head
     heads = network.num_attention_heads * network.head_dim
     per_token += 12 * network.num_layers * heads * run.sequence_length
     return float(per_token) * tokens_of_step(run)
@@ -175,7 +176,8 @@ def _head(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> tuple[float, flo
     """Return the time of head and loss for one micro batch, forward and backward: products, and elementwise work."""
     tokens = run.tokens
     rows = run.layers.padded_vocab_size / run.layout.tp_size
-    products = 3 * product_seconds(gpu, tokens, rows, run.network.hidden_size)
+    one = product_seconds(gpu, tokens, rows, run.network.hidden_size)
+    products = (3 if run.layers.trains_head else 2) * one
     passes = 14 if system.fuses(run) else 26  # bytes of a logit: in bf16 and in fp32, there and back
     return products, passes * tokens * rows / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
 
@@ -223,8 +225,11 @@ def _gradients(
         return seconds + ring_seconds(gpu, system, expert_bytes, same_experts, stride * layout.ep_size)
 
     weight_bytes = 1 if run.config.deepspeed.zero_optimization.zero_quantized_weights else 2
-    reduce = exchange(run.communicated_bytes)
+    trained = run.layers.trained_share
+    reduce = exchange(run.communicated_bytes * trained)
     gather = exchange(weight_bytes)
+    if layout.zero_stage < 3:  # weights that were updated, not those of every pass
+        gather = exchange(weight_bytes * trained)
     if layout.offloads_weights:
         gather += 2 * (held + experts) / ranks / (gpu.host_link * 1e9)
     layers = run.network.num_layers / layout.pp_size
@@ -262,6 +267,7 @@ def _update(run: LaidOutRun, gpu: Gpu, held: float, experts: float) -> float:
     updated = held + experts / layout.ep_size
     if layout.zero_stage:
         updated = (held + experts) / layout.dp_size
+    updated *= run.layers.trained_share
     moved = 2 * 12 + 4 + 2
     if layout.offloads_states:
         copied = run.communicated_bytes + 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from neox.architecture import training_flops_per_token
 from neox.plan.layout import LaidOutRun
 from neox.plan.time import GPUS, TrainingSystem, estimate_step
 from neox.plan.time.system import held_parameters
@@ -50,6 +51,18 @@ def test_parameters_and_operations_are_those_of_llama() -> None:
     per_token = 6 * (held_parameters(run) + head) + 12 * 32 * 4096 * 8192
     assert time.model_flops == pytest.approx(per_token * time.tokens, rel=1e-6)
     assert time.tokens == 8192 * 8 * 8
+
+
+def test_frozen_weights_take_part_once_in_the_backward_pass() -> None:
+    every = llama(zero_optimization={"stage": 1}, checkpoint_activations=False)
+    adapted = llama(zero_optimization={"stage": 1}, checkpoint_activations=False, lora={"r": 8})
+    whole, lora = (estimate_step(run, GPUS["h100"]) for run in (every, adapted))
+    assert lora.products == pytest.approx(whole.products * 2 / 3, rel=0.01)
+    counted = training_flops_per_token(adapted.layers, 8192) * lora.tokens
+    assert lora.model_flops == pytest.approx(counted, rel=0.005)  # adapters' own products are left out
+    assert lora.update < whole.update / 100
+    assert lora.gradients < whole.gradients / 5
+    assert lora.attention == whole.attention
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))
