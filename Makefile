@@ -90,8 +90,9 @@ $(VENV)/trackers/.installed: requirements/requirements-comet.txt requirements/re
 	$(@D)/bin/python -m pip install -q -c requirements/constraints.txt "mlflow>=3.0" $(addprefix -r ,$^)
 	@touch $@
 
-reference: install  ## write the generated pages of configs/ again
+reference: install  ## write the generated pages of configs/ and docs/ again
 	$(PY) -m neox.config.reference
+	$(PY) benchmarks/which_gpu.py
 
 docs: install-dev  ## the pages of docs/ as HTML in build/site; `.venv/bin/mkdocs serve` shows them with their search
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet

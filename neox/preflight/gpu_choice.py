@@ -16,13 +16,15 @@ from neox.plan.time.gpus import Gpu
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of GPUs that are tried, the smallest first; more than `Gpu.per_host` are several hosts."""
+_CHEAPER_WITHIN = 8  # times the smallest number of GPUs are searched for a cheaper one
+_WORTH_SHOWING = 0.1  # share of the GPU hours that it must save
 _GIB = 2**30
 _DAY = 86_400.0
 
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """The smallest number of GPUs of one kind on which a run fits.
+    """A number of GPUs of one kind on which a run fits.
 
     Attributes:
         gpu_type: Value of `--gpu-type`.
@@ -41,11 +43,11 @@ class GpuChoice:
     gpu_type: str
     name: str
     gpus: int | None
-    memory_gib: float | None = None
-    main_memory_gib: float | None = None
-    tokens_per_second: float | None = None
-    days: float | None = None
-    gpu_hours: float | None = None
+    memory_gib: float = 0.0
+    main_memory_gib: float = 0.0
+    tokens_per_second: float = 0.0
+    days: float = 0.0
+    gpu_hours: float = 0.0
     price: float | None = None
     changes: tuple[tuple[str, str], ...] = ()
     reason: str = ""
@@ -63,9 +65,9 @@ def choose_gpus(
     counts: Sequence[int] = COUNTS,
     hourly_price: float | None = None,
 ) -> Iterator[GpuChoice]:
-    """Yield, for each kind of GPU, the smallest number of them on which a run fits, with its fastest layout.
+    """Yield for each kind of GPU the smallest number on which a run fits, and a larger one that takes fewer GPU hours.
 
-    Batch, precision and kernels are those of the configuration. Times are estimates of the planner.
+    Each has its fastest layout. Batch, precision and kernels are those of the configuration. Times are estimates.
 
     Args:
         config: The run. What it says of its GPUs is replaced.
@@ -87,28 +89,46 @@ def choose_gpus(
         if not gpu.has_bf16 and choose_precision(config, []) == "bf16":
             yield GpuChoice(kind, gpu.name, None, reason="it has no bf16: --set precision=fp16")
             continue
+        smallest: GpuChoice | None = None
+        cheapest: GpuChoice | None = None
         for count in counts:
+            if smallest is not None and count > _CHEAPER_WITHIN * (smallest.gpus or 0):
+                break
             layout = _fastest(of_kind, vocab_size, gpu, count)
             if layout is None:
                 continue
-            speed = layout.time.tokens_per_gpu * count
-            seconds = tokens / speed
-            hours = seconds / 3600 * count
-            yield GpuChoice(
-                gpu_type=kind,
-                name=gpu.name,
-                gpus=count,
-                memory_gib=layout.memory.needed(on_cpu=False) / _GIB,
-                main_memory_gib=layout.memory.main_memory * min(count, gpu.per_host) / _GIB,
-                tokens_per_second=speed,
-                days=seconds / _DAY,
-                gpu_hours=hours,
-                price=None if hourly_price is None else hours * hourly_price,
-                changes=layout.changes,
-            )
-            break
-        else:
+            found = _choice(kind, gpu, count, layout, tokens, hourly_price)
+            if smallest is None:
+                smallest = cheapest = found
+            elif cheapest is not None and found.gpu_hours < cheapest.gpu_hours:
+                cheapest = found
+        if smallest is None or cheapest is None:
             yield GpuChoice(kind, gpu.name, None, reason=f"it does not fit on {', '.join(map(str, counts))}")
+            continue
+        yield smallest
+        if cheapest.gpu_hours < (1 - _WORTH_SHOWING) * smallest.gpu_hours:
+            yield cheapest
+
+
+def _choice(
+    kind: str, gpu: Gpu, count: int, layout: Suggestion, tokens: float, hourly_price: float | None
+) -> GpuChoice:
+    """Return what a layout on a number of GPUs takes."""
+    speed = layout.time.tokens_per_gpu * count
+    seconds = tokens / speed
+    hours = seconds / 3600 * count
+    return GpuChoice(
+        gpu_type=kind,
+        name=gpu.name,
+        gpus=count,
+        memory_gib=layout.memory.needed(on_cpu=False) / _GIB,
+        main_memory_gib=layout.memory.main_memory * min(count, gpu.per_host) / _GIB,
+        tokens_per_second=speed,
+        days=seconds / _DAY,
+        gpu_hours=hours,
+        price=None if hourly_price is None else hours * hourly_price,
+        changes=layout.changes,
+    )
 
 
 def _fastest(config: NeoXConfig, vocab_size: int, gpu: Gpu, count: int) -> Suggestion | None:

@@ -1,4 +1,4 @@
-"""What the page for users of other systems offers: each command of ours parses, and each key loads."""
+"""What the pages for users of other systems offer: each command of ours parses, and each key loads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from neox.preflight.command_line import parse_arguments
 from neox.preflight.planning import read_config
 
 ROOT = Path(__file__).parents[2]
+PAGES = ("coming-from.md", "recipes/09-from-others.md")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").splitlines()
+    for page in PAGES
+    for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     if line.startswith("| `")
 ]
 OURS = list(dict.fromkeys(row[1].strip("`") for row in ROWS))
@@ -58,7 +60,7 @@ def test_keys_load() -> None:
     for text in texts:
         keys = yaml.safe_load(text)
         assert isinstance(keys, dict), text
-        NeoXConfig.from_flat(keys)
+        NeoXConfig.from_flat(keys.get("overrides", keys))
         assert not keys.keys() & UNSUPPORTED.keys(), text
 
 

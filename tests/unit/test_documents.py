@@ -10,7 +10,7 @@ from neox.convert import choose_family
 from neox.plan import config_from_files, resolve
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md")]
+PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md"), *ROOT.glob("docs/recipes/*.md")]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "neox/README.md", *(str(page.relative_to(ROOT)) for page in PAGES)]
 FOLDERS = ("benchmarks", "configs", "docs", "neox", "requirements", "tests", "tools")
 # A folder of gpt-neox, whose tools are compared with ours.

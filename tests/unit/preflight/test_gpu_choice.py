@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,9 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 @pytest.mark.parametrize(("kind", "overrides"), [("a100-80", []), ("h100", ["lora={r: 16, alpha: 16}"])])
 def test_its_layout_fits_on_that_number_and_none_on_fewer(kind: str, overrides: list[str]) -> None:
     config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=[*overrides, f"gpu_type={kind}"]).config
-    (choice,) = choose_gpus(config, 128_256, 1e9, [kind], hourly_price=2.0)
+    choice, *cheaper = choose_gpus(config, 128_256, 1e9, [kind], hourly_price=2.0)
     assert choice.gpus is not None
+    assert all(other.gpus > choice.gpus and other.price < choice.price for other in cheaper)
     # as `--set KEY=VALUE ... --dry-run` plans it
     plan = resolve(config.updated(nested_keys(config, choice.changes)), choice.gpus, 128_256)
     device = gpu_device(plan)
@@ -39,6 +42,7 @@ def test_its_layout_fits_on_that_number_and_none_on_fewer(kind: str, overrides: 
         assert not suggest_layouts(smaller, gpu_device(smaller), GPUS[kind], 1, changed).best
     else:
         assert overrides  # of the whole model, the states alone need more than one
+        assert choice.main_memory_gib == 0  # states of adapters fit beside the weights
 
 
 def test_bf16_needs_a_gpu_that_has_it() -> None:
@@ -46,7 +50,7 @@ def test_bf16_needs_a_gpu_that_has_it() -> None:
     (choice,) = choose_gpus(config, 128_256, 1e9, ["v100"])
     assert choice.gpus is None
     assert "precision=fp16" in choice.reason
-    (in_fp16,) = choose_gpus(config.updated({"precision": "fp16"}, without=["bf16"]), 128_256, 1e9, ["v100"])
+    in_fp16, *_ = choose_gpus(config.updated({"precision": "fp16"}, without=["bf16"]), 128_256, 1e9, ["v100"])
     assert in_fp16.gpus is not None
 
 
@@ -61,3 +65,10 @@ def test_a_run_that_fits_on_no_number_says_which_were_tried() -> None:
     (choice,) = choose_gpus(config, 50_257, 1e9, ["a100-40"], counts=[1, 2])
     assert choice.gpus is None
     assert "1, 2" in choice.reason
+
+
+@pytest.mark.slow
+def test_the_page_of_shipped_models_is_that_of_the_planner() -> None:
+    root = CONFIGS.parent
+    checked = subprocess.run([sys.executable, "benchmarks/which_gpu.py", "--check"], cwd=root, timeout=600)
+    assert checked.returncode == 0, "make reference writes it again"

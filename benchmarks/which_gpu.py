@@ -1,0 +1,94 @@
+"""Write docs/recipes/which-gpu.md: what shipped models need on each kind of GPU, from the planner.
+
+python benchmarks/which_gpu.py             writes the page
+python benchmarks/which_gpu.py --check     status 1 if the page is another one
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from neox.config import load_config
+from neox.plan.time import GPUS
+from neox.preflight.gpu_choice import GpuChoice, choose_gpus
+from neox.preflight.tokenizer_checks import read_vocabulary
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "recipes" / "which-gpu.md"
+MODELS = (
+    "pythia/410M.yml",
+    "llama/3.2-1B.yml",
+    "smollm/3-3B.yml",
+    "llama/3-8B.yml",
+    "13B.yml",
+    "20B.yml",
+    "moe/olmoe-1B-7B.yml",
+    "moe/qwen3-30B-A3B.yml",
+)
+KINDS = ("a100-40", "a100-80", "h100", "h200", "b200", "mi300x")
+LORA = "lora={r: 16, alpha: 32, target: [query_key_value, dense]}"
+TEXT = """# Which GPU, how many, how long
+
+A cell is the smallest number of GPUs on which a model can be trained, and the fewest GPU hours for a billion tokens on
+that number or up to eight times as many. Batch, precision and length are those of its file in `configs/`; states
+that do not fit may be in main memory. No GPU was asked: memory is planned, and times are estimated for full power and
+fused kernels. Published runs reached 28 to 56 % of an A100's peak and 33 to 43 % of an H100's
+([comparison](../performance.md)); the estimates are above that.
+
+For your model, your tokens and your prices, with the numbers of GPUs and the main memory that each needs:
+
+```bash
+python tools/which_gpu.py configs/llama/3-8B.yml --tokens 5e9 --price 2
+python tools/which_gpu.py configs/llama/3-8B.yml --gpu_type h100 --gpus 8 16 32 64
+```
+
+"""
+WHOLE = "## All weights"
+ADAPTERS = "## LoRA of attention (`r: 16`)"
+END = """
+Written by `benchmarks/which_gpu.py` (`make reference`).
+"""
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    arguments = parser.parse_args()
+    page = TEXT
+    page += "\n".join([WHOLE, "", *_table([]), "", ADAPTERS, "", *_table([LORA])]) + "\n" + END
+    if arguments.check:
+        return int(page != PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+def _table(overrides: Sequence[str]) -> Iterator[str]:
+    yield "| model | " + " | ".join(GPUS[kind].name for kind in KINDS) + " |"
+    yield "|---" * (1 + len(KINDS)) + "|"
+    for model in MODELS:
+        yield row(model, overrides)
+
+
+def row(model: str, overrides: Sequence[str]) -> str:
+    """Return the row of a file in `configs/`, with further keys."""
+    config = load_config([ROOT / "configs" / model], overrides=overrides).config
+    vocab_size = read_vocabulary(config).size
+    found: dict[str, list[GpuChoice]] = {kind: [] for kind in KINDS}
+    for choice in choose_gpus(config, vocab_size, 1e9, KINDS):
+        found[choice.gpu_type].append(choice)
+    return f"| `{model}` | " + " | ".join(map(_cell, found.values())) + " |"
+
+
+def _cell(choices: Sequence[GpuChoice]) -> str:
+    if choices[0].gpus is None:
+        return "none"
+    hours = choices[-1].gpu_hours
+    return f"from {choices[0].gpus}: " + (f"{hours:,.0f} h" if hours >= 10 else f"{hours:.1f} h")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
