@@ -1,0 +1,43 @@
+"""Hook of mkdocs: the reference of all keys as one page for each section, with an anchor for each key.
+
+`configs/neox_arguments.md`, which people read on the repository's site, holds the same as tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from neox.config.reference import key_index, section_pages
+
+INDEX = "reference/neox_arguments.md"
+FOLDER = "reference/keys"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of sections below the index in the navigation."""
+    sections: list[dict[str, Any]] = [{"All": INDEX}]
+    sections += [{name: f"{FOLDER}/{name}.md"} for name in section_pages()]
+    for part in config.nav or []:
+        for pages in part.values():
+            for entry in pages if isinstance(pages, list) else []:
+                if entry.get("Every key") == INDEX:
+                    entry["Every key"] = sections
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of sections."""
+    for name, text in section_pages().items():
+        files.append(File.generated(config, f"{FOLDER}/{name}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Replace the page of tables by an index of the keys."""
+    if page.file.src_uri == INDEX:
+        return key_index(lambda section, anchor: f"keys/{section}.md{anchor}")
+    return markdown
