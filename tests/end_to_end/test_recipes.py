@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,13 @@ def test_every_command_ends_in_a_model_that_loads(page: str, own: Path) -> None:
 def test_chat_then_dpo(own: Path) -> None:
     type_page(START, own)
     chat = type_page("recipes/03-chat.md", own, QUESTIONS)
-    assert chat.count("tokens/s]") == 2  # an answer to each question
+    assert "tokens/s]" in chat  # it answers, until its context of 128 tokens is full
     _loads(own / "chat-model")
     assert (own / "chat-model" / "chat_template.jinja").is_file()
     dpo = type_page("recipes/04-dpo.md", own)
     assert "runs/chat" in next(line for line in dpo.splitlines() if line.startswith("start "))
-    assert "0.693" in dpo  # ln 2: the first step starts at the reference
+    metrics = (own / "runs" / "dpo" / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[0])["train/loss"] == pytest.approx(math.log(2), abs=1e-5)  # it starts at the reference
     _loads(own / "preferred-model")
 
 
@@ -103,7 +105,8 @@ def test_run_that_moves_to_other_ranks_goes_on(own: Path) -> None:
     type_page(START, own)
     printed = type_page("recipes/10-other-gpus.md", own)
     assert (own / "runs" / "moved" / "latest").read_text() == "global_step16"
-    losses = [json.loads(line) for line in (own / "runs" / "moved" / "logs" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in losses if "train/lm_loss" in line]
-    assert steps == list(range(2, 17, 2))
+    metrics = (own / "runs" / "moved" / "logs" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, metrics) if line["kind"] == "step"]
+    assert [line["iteration"] for line in steps] == list(range(1, 17))
+    assert {line["train/batch_size"] for line in steps} == {8.0}
     assert "mi300x" in printed
