@@ -11,6 +11,8 @@ TEXT   ?=
 MODEL  ?= neox
 # another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126, or .../whl/cpu
 TORCH_INDEX ?=
+# accelerators that are not NVIDIA's: ascend, rocm or xpu takes torch from requirements/requirements-$(ACCELERATOR).txt
+ACCELERATOR ?=
 # how many tests run at once, and which
 TEST_JOBS ?= 2
 TESTS ?= tests
@@ -44,8 +46,13 @@ $(VENV)/.installed: requirements/requirements.txt requirements/constraints.txt p
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
 	  || { echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2; exit 1; }
 	@echo "# installing into $(VENV): torch from PyPI is gigabytes with CUDA, 200 MB with TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+ifeq ($(ACCELERATOR),)
 	$(PIP) install -q "$$(grep -m1 '^torch==' requirements/constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install -q -r requirements/requirements.txt -c requirements/constraints.txt
+else
+	$(PIP) install -q -r requirements/requirements-$(ACCELERATOR).txt
+	$(PIP) install -q -r requirements/requirements.txt
+endif
 	$(PIP) install -q --no-deps --editable .
 	@rm -rf build neox.egg-info
 	@touch $@

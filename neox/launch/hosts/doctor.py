@@ -24,6 +24,7 @@ from neox.launch.commands import MAX_CONNECTIONS, SSH_FAILED, module_command, mo
 from neox.launch.hosts.hostfile import is_this_machine
 from neox.launch.hosts.links import LinkMeasurement, measure_links
 from neox.launch.hosts.remote import PROBE_MARK, code_hash, encode_request
+from neox.launch.hosts.vendors import interface_variable
 from neox.launch.spec import Host, LaunchSpec, code_root
 
 _MAX_CLOCK_SECONDS = 5.0
@@ -371,7 +372,8 @@ def _check_links(
     token = secrets.token_hex(16)
     commands = []
     for report in reports:
-        variable = "NCCL_SOCKET_IFNAME" if report.answer["accelerators"] else "GLOO_SOCKET_IFNAME"
+        vendor = report.answer.get("vendor") if report.answer["accelerators"] else None
+        variable = interface_variable(vendor)
         words = [*module_command(spec, "neox.launch.hosts.links"), spec.environment.get(variable, ""), token]
         commands.append(ssh_command(report.host, words, checks.ssh_port, more_ssh_options(environment)))
     with LinkMeasurement(commands, environment, checks.seconds) as measurement:

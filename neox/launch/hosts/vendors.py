@@ -60,6 +60,7 @@ class Vendor:
         for_ranks: Variables that the agent of a host sets for its ranks.
         ascending: Whether these lists must be in ascending order.
         forwarded: Patterns of the variables that every host gets.
+        interface: Variable that names the network interface of its collectives; None if that is gloo's.
         torch_field: Field of `torch/version.py` that is set in builds for these devices; None if it is an extension.
         extension: Package that lets torch use these devices; None if torch itself does.
         install: What to install for these devices, for messages.
@@ -84,6 +85,7 @@ class Vendor:
     formats: Callable[[Path], dict[str, bool | None]] = _no_formats
     driver: Callable[[Path], str | None] = _nothing
     library: Callable[[Path], str | None] = _nothing
+    interface: str | None = None
     narrowed_by: str | None = None
     ascending: bool = False
     torch_field: str | None = None
@@ -195,6 +197,7 @@ NVIDIA = Vendor(
     torch_field="cuda",
     install="torch with CUDA (pytorch.org's index for this driver)",
     status_command="nvidia-smi",
+    interface="NCCL_SOCKET_IFNAME",
     count=_count_nvidia,
     memory=device_facts.nvidia_memory,
     formats=device_facts.nvidia_formats,
@@ -213,6 +216,7 @@ AMD = Vendor(
     torch_field="hip",
     install="torch with ROCm (requirements/requirements-rocm.txt)",
     status_command="rocm-smi",
+    interface="NCCL_SOCKET_IFNAME",
     count=_count_amd,
     memory=device_facts.amd_memory,
     formats=device_facts.amd_formats,
@@ -230,6 +234,7 @@ ASCEND = Vendor(
     extension="torch_npu",
     install="torch_npu of the release that fits this CANN and torch (requirements/requirements-ascend.txt)",
     status_command="npu-smi info",
+    interface="HCCL_SOCKET_IFNAME",
     count=_count_ascend,
     memory=device_facts.ascend_memory,
     formats=device_facts.ascend_formats,
@@ -246,6 +251,7 @@ GAUDI = Vendor(
     extension="habana_frameworks",
     install="habana-torch-plugin of the release that fits this driver and torch",
     status_command="hl-smi",
+    interface="HCCL_SOCKET_IFNAME",
     count=_count_gaudi,
     memory=device_facts.gaudi_memory,
     driver=device_facts.gaudi_driver,
@@ -272,6 +278,18 @@ VISIBLE_VARIABLES = tuple(
     )
 )
 """Variables that choose devices. They differ between hosts."""
+
+
+def interface_variable(vendor_name: str | None) -> str:
+    """Return the variable that names the network interface of a host's collectives.
+
+    Args:
+        vendor_name: Vendor of the host's accelerators, None for CPU ranks.
+    """
+    for vendor in VENDORS:
+        if vendor.name == vendor_name and vendor.interface is not None:
+            return vendor.interface
+    return "GLOO_SOCKET_IFNAME"
 
 
 def present_devices(root: Path = Path("/")) -> tuple[Vendor | None, int]:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from neox.launch.hosts import doctor
+import pytest
+
+from neox.launch.hosts import doctor, vendors
 from neox.launch.hosts.doctor import HostChecks, HostReport, examine_hosts, format_reports
 from neox.launch.spec import Host, LaunchSpec
+from tests.unit.launch.fake_machines import (
+    amd_machine,
+    ascend_machine,
+    gaudi_machine,
+    intel_machine,
+    nvidia_machine,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -89,6 +99,44 @@ def test_what_the_table_shows_of_accelerators() -> None:
     for fact in ("2 Ascend", "23.0.rc2, CANN 8.0.RC1", "2.13.0 (torch_npu 2.13.0)"):
         assert fact in lines[1]
         assert (fact in lines[2]) is (fact == "2 Ascend")
+
+
+@pytest.mark.parametrize(
+    ("make", "vendor", "facts", "lacking"),
+    [
+        (nvidia_machine, "8 NVIDIA", "535.129.03, CUDA 12.2", "torch with CUDA"),
+        (amd_machine, "8 AMD", "6.8.5, ROCm 6.2.0-66", "requirements-rocm.txt"),
+        (ascend_machine, "8 Ascend", "23.0.rc2, CANN 8.0.RC1", "torch_npu is not installed"),
+        (gaudi_machine, "2 Gaudi", "1.16.0-94aac46", "habana_frameworks is not installed"),
+        (intel_machine, "2 Intel", "1.24.2.17", "requirements-xpu.txt"),
+    ],
+)
+def test_a_host_of_each_vendor_with_a_torch_for_cpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], Path],
+    vendor: str,
+    facts: str,
+    lacking: str,
+) -> None:
+    root = make(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    monkeypatch.delenv("ROCM_PATH", raising=False)
+    monkeypatch.setattr(vendors, "torch_builds", dict)
+    found, count = vendors.present_devices(root)
+    assert found is not None
+    said = {**vendors.accelerator_facts(root), "accelerators": count, "torch_problem": vendors.torch_problem({}, root)}
+    (report,) = judge(answer(**said))
+    (problem,) = report.problems
+    assert lacking in problem
+    assert "DS_ACCELERATOR=cpu" in problem
+    line = format_reports([report]).splitlines()[1]
+    assert vendor in line
+    assert facts in line
+    assert vendors.torch_problem({"DS_ACCELERATOR": "cpu"}, root) is None
+    variables = vendors.device_variables((0, 1), {}, root)
+    assert variables == {"DS_ACCELERATOR": found.accelerator, **dict.fromkeys(found.for_ranks, "0,1")}
 
 
 def test_hosts_of_other_vendors_and_other_builds_of_torch() -> None:

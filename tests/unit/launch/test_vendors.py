@@ -248,3 +248,10 @@ def test_the_compiler_of_cuda_is_where_torch_looks(tmp_path: Path) -> None:
     assert can_build_kernels({"PATH": str(nvcc.parent)}, root)
     assert can_build_kernels({"CUDA_HOME": str(tmp_path / "cuda")}, root)
     assert not can_build_kernels({"CUDA_HOME": "/none", "PATH": str(nvcc.parent)}, root)
+
+
+def test_the_interface_of_each_vendors_collectives() -> None:
+    names = {vendor.name: vendors.interface_variable(vendor.name) for vendor in vendors.VENDORS}
+    assert names.pop("Intel") == vendors.interface_variable(None) == "GLOO_SOCKET_IFNAME"
+    assert names.pop("Ascend") == names.pop("Gaudi") == "HCCL_SOCKET_IFNAME"
+    assert set(names.values()) == {"NCCL_SOCKET_IFNAME"}

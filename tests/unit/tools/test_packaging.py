@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
-NO_EXTRAS = ("dev", "offline-gpu", "transformers-4")
-"""Requirements of environments in which the library is tested, not of parts of it."""
+NO_EXTRAS = ("dev", "offline-gpu", "transformers-4", "ascend", "rocm", "xpu")
+"""Requirements of environments in which the library is tested or run, not of parts of it."""
 
 
 def test_every_requirements_file_is_in_the_metadata() -> None:
