@@ -24,6 +24,7 @@ from neox.architecture.choices import (
     block_statistics,
 )
 from neox.architecture.experts import BALANCE_LOSS, DROPPED, LARGEST_SHARE, ROUTERS, Z_LOSS, RouterName
+from neox.architecture.fast_paths import FAST_PATHS, DeviceFamily, FastPath, FastPathName
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import (
     FLEX_HEAD_DIM,
@@ -65,6 +66,7 @@ __all__ = [
     "BLOCKS",
     "BLOCK_OFFSET",
     "DROPPED",
+    "FAST_PATHS",
     "FP8_MULTIPLE",
     "LARGEST_SHARE",
     "LOSS_CHUNK",
@@ -92,7 +94,10 @@ __all__ = [
     "AttentionImpl",
     "Constant",
     "BlockKind",
+    "DeviceFamily",
     "Difference",
+    "FastPath",
+    "FastPathName",
     "FromKey",
     "InitialValues",
     "LayerEntry",

@@ -23,8 +23,8 @@ MASKED_QUERY_BLOCK: Final = 64
 MASKED_SCORES: Final = 2**19
 """Scores that this attention holds at once on a CPU: those of several heads only if they are no more."""
 
-LOSS_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"cpu": 2**21, "cuda": 2**27})
-"""Logits that head and cross entropy hold at once: what stays in a CPU's cache, what keeps a GPU busy."""
+LOSS_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"cpu": 2**21, "accelerator": 2**27})
+"""Logits that head and cross entropy hold at once: what stays in a CPU's cache, what keeps an accelerator busy."""
 
 FLEX_HEAD_DIM: Final = 16
 """Least width of a head for FlexAttention's kernel of GPUs."""

@@ -6,6 +6,7 @@ from neox.engine.checkpoints.background_saves import BackgroundSaves
 from neox.engine.checkpoints.loading import build_loaded_model, open_engine, roll_back
 from neox.engine.checkpoints.run_start import RunStart, StartMode
 from neox.engine.checkpoints.saving import save_checkpoint
+from neox.engine.device import choose_device
 from neox.engine.distributed import all_succeeded, from_first_rank, initialize_distributed, shutdown
 from neox.engine.engine import Engine
 from neox.engine.feature import Feature, MakeFeatures, TrainedModel
@@ -27,6 +28,7 @@ __all__ = [
     "TrainedModel",
     "all_succeeded",
     "build_loaded_model",
+    "choose_device",
     "deepspeed_patches",
     "from_first_rank",
     "initialize_distributed",

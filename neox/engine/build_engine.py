@@ -37,7 +37,7 @@ from neox.launch.hosts.device_facts import LEAST_CAPABILITY
 from neox.log import get_logger
 from neox.model import GPT, Block, biased_routers, build_layer, share_parameters
 from neox.objectives import Objective, build_objective
-from neox.ops import DTYPES, FP8_RECIPES
+from neox.ops import DTYPES, FP8_RECIPES, device_family, has_fast_path
 from neox.optim import ClippedOptimizer, ExpertGroups, Muon, NormScope, build_optimizer
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 from neox.plan import RunPlan
@@ -245,6 +245,8 @@ def multiply_in_fp8(model: nn.Module, plan: RunPlan, device: torch.device) -> No
 
 
 def _check_capability(device: torch.device) -> None:
+    if not has_fast_path("scaled_product", device):
+        raise LaunchError(f"fp8 has no kernel here for devices of kind {device_family(device.type)}; remove it")
     major, minor = torch.cuda.get_device_capability(device)
     if major + minor / 10 < LEAST_CAPABILITY["fp8"]:
         name = torch.cuda.get_device_name(device)
@@ -254,7 +256,7 @@ def _check_capability(device: torch.device) -> None:
 def compile_blocks(model: nn.Module, plan: RunPlan, device: torch.device) -> None:
     """Compile the blocks of a model in place if the plan asks for it. Names stay, and equal blocks share a graph."""
     keys = plan.config.training
-    if not compiles_layers(plan.config, on_gpu=device.type == "cuda"):
+    if not compiles_layers(plan.config, on_gpu=has_fast_path("compiled_layers", device)):
         return
     if keys.compile_layers == "auto" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         _log.warning("compile_layers: auto finds no C compiler on this host: layers are not compiled, and slower")

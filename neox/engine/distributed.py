@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
 from neox.engine.determinism import use_deterministic_algorithms
+from neox.engine.device import choose_backend, choose_device
 from neox.errors import CheckpointError, LaunchError, NeoXError
-from neox.launch.hosts.vendors import VENDORS, refused_backend, unused_devices
 from neox.log import get_logger
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
@@ -56,8 +55,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
             f"{world} ranks were started, the plan was made for {plan.grid.world_size} "
             f"(pp {plan.grid.pp_size} x dp {plan.grid.dp_size} x mp {plan.grid.tp_size}); start them through deepy.py"
         )
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = choose_device(local_rank)
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
     if device.type == "cpu":
         prepare_cpu()
     if not dist.is_initialized():
@@ -77,8 +75,13 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
 
 
 def limit_collectives(plan: RunPlan) -> None:
-    """Let every process group give up after the same time: torch gives those made later 10 minutes (NCCL) or 30."""
+    """Let every process group give up after the same time: torch gives those made later 10 minutes (NCCL) or 30.
+
+    Of other libraries than NCCL and gloo torch cannot set the time.
+    """
     for group in tuple(dist.distributed_c10d._world.pg_map):
+        if dist.get_backend(group) not in ("nccl", "gloo"):
+            continue
         dist.distributed_c10d._set_pg_timeout(_patience(plan), group)
 
 
@@ -91,64 +94,6 @@ def shutdown() -> None:
     """Leave the process group at the end of a run without errors; all ranks call it together."""
     dist.barrier()
     dist.destroy_process_group()
-
-
-def choose_device(local_rank: int) -> torch.device:
-    """Return this rank's device and make it the current one.
-
-    If a scheduler shows every rank one GPU of its own, that is device 0, for DeepSpeed as well (`LOCAL_RANK`).
-
-    Raises:
-        LaunchError: This host has too few GPUs, or accelerators that torch does not use.
-    """
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        problem = unused_devices(os.environ)
-        if problem is not None:
-            raise LaunchError(f"{socket.gethostname()} has {problem}")
-        return torch.device("cpu")
-    if torch.cuda.device_count() == 1 and _has_own_device(os.environ):
-        local_rank = 0
-        os.environ["LOCAL_RANK"] = "0"
-    if local_rank >= torch.cuda.device_count():
-        raise LaunchError(
-            f"rank with LOCAL_RANK {local_rank} finds {torch.cuda.device_count()} GPUs on {socket.gethostname()}; "
-            "start fewer ranks per host (num_gpus), or look at CUDA_VISIBLE_DEVICES"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _has_own_device(environment: Mapping[str, str]) -> bool:
-    """Return whether the device that this rank sees is shown to no other rank of the host."""
-    devices = environment.get("CUDA_VISIBLE_DEVICES", "")
-    if "LOCAL_SIZE" in environment:  # launchers that show the same GPUs to all ranks; ours divides instances of MIG
-        return devices.startswith("MIG-")
-    is_one = bool(devices) and "," not in devices
-    return is_one or "LOCAL_WORLD_SIZE" not in environment  # torchrun sets the latter, and shows all
-
-
-def choose_backend(asked: str, device: torch.device) -> str:
-    """Return the backend of torch.distributed: gloo on CPUs; elsewhere the one asked for, by default the accelerator's.
-
-    Args:
-        asked: Value of `distributed_backend`.
-        device: Device of this rank.
-
-    Raises:
-        LaunchError: The device cannot communicate over the backend asked for.
-    """
-    if device.type == "cpu":
-        return "gloo"
-    if asked == "auto":
-        backend: str = get_accelerator().communication_backend_name()
-        return backend
-    vendors = [vendor for vendor in VENDORS if vendor.accelerator == device.type]
-    refusals = [refused_backend(asked, vendor) for vendor in vendors]
-    if refusals and None not in refusals:
-        raise LaunchError(f"distributed_backend: {refusals[0]}")
-    return asked
 
 
 def _complete_environment() -> int:

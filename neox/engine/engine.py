@@ -131,9 +131,9 @@ class Engine:
         self._before_overwrite: Callable[[], None] | None = None
         self.optimizer.register_step_pre_hook(self._before_update)
         self.optimizer.register_step_post_hook(self._after_update)
-        # A gloo group for flags of the hosts, so that agreeing on them does not wait for the GPUs.
+        # A gloo group for flags of the hosts, so that agreeing on them does not wait for the devices.
         self._hosts: dist.ProcessGroup | None = None
-        if self.device.type == "cuda" and self.grid.world_size > 1:
+        if self.device.type != "cpu" and self.grid.world_size > 1:
             self._hosts = dist.new_group(backend="gloo")
         limit_collectives(self.plan)
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 FORWARD = "forward"
@@ -31,10 +32,12 @@ class StepValues:
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        is_on_gpu = device.type == "cuda"
-        self._host = torch.zeros(count + 1, dtype=torch.float32, pin_memory=is_on_gpu)
+        self._host = torch.zeros(count + 1, dtype=torch.float32)
+        self._copied = None
+        if device.type != "cpu":
+            self._host = get_accelerator().pin_memory(self._host)
+            self._copied = get_accelerator().Event()
         self._numbers = self._host.numpy()
-        self._copied = torch.cuda.Event() if is_on_gpu else None
         self._waiting = False
 
     def put(self, scores: Tensor, norm: Tensor | float) -> None:
@@ -69,7 +72,7 @@ class StepTimers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
+        self._accelerator = device if device.type != "cpu" else None
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._inside: list[float] = []  # for each part under way: the seconds in parts inside it
 
@@ -95,8 +98,8 @@ class StepTimers:
         return seconds
 
     def _synchronize(self) -> None:
-        if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)
+        if self._accelerator is not None:
+            get_accelerator().synchronize(self._accelerator.index)
 
     def take_computing(self) -> float:
         """Return the seconds of forward and backward passes; called before `take`."""
@@ -122,14 +125,14 @@ class NoTimers:
 class PassTimers:
     """Seconds of forward and backward passes, without waiting for the device.
 
-    On a GPU events are queued around each pass, and read when the step is over.
+    On an accelerator events are queued around each pass, and read when the step is over.
 
     Args:
         device: Device of the passes.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._has_events = device.type != "cpu"
         self._parts: list[str] = []  # under way
         self._passes: list[tuple[Any, Any]] = []
         self._within_passes: list[tuple[Any, Any]] = []
@@ -160,15 +163,15 @@ class PassTimers:
         return sum(map(self._length, self._passes)) - sum(map(self._length, self._within_passes))
 
     def _now(self) -> Any:
-        if not self._on_gpu:
+        if not self._has_events:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = get_accelerator().Event(enable_timing=True)
         event.record()
         return event
 
     def _length(self, span: tuple[Any, Any]) -> float:
         started, ended = span
-        if not self._on_gpu:
+        if not self._has_events:
             return float(ended - started)
         return float(started.elapsed_time(ended)) / 1000
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
@@ -335,6 +336,6 @@ def own_tokens(batch: Batch, grid: ParallelGrid) -> Batch:
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
     """Copy to a device. The memory is pinned first, because the host waits for a copy from other memory."""
-    if device.type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()
+    if device.type != "cpu" and value.device.type == "cpu":
+        value = get_accelerator().pin_memory(value)
     return value.to(device, non_blocking=True)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from deepspeed.accelerator import get_accelerator
+
+from neox.engine.device import device_kind
 
 
 @dataclass
@@ -57,9 +59,9 @@ class StepResult:
 
 
 def peak_memory() -> int:
-    """Return the most bytes held so far: by tensors on the GPU, or by the whole process on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    """Return the most bytes held so far: by tensors on the accelerator, or by the whole process on a CPU."""
+    if device_kind() != "cpu":
+        return int(get_accelerator().max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

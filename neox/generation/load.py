@@ -15,7 +15,7 @@ from neox.generation.runner import CalledNetwork, ModelRunner
 from neox.log import get_logger
 from neox.model import Embedding, Stage, build_layer
 from neox.model.positions import reset_buffers
-from neox.ops import DTYPES, PackedWeight, can_pack
+from neox.ops import DTYPES, PackedWeight, can_pack, has_fast_path
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 from neox.plan import RunPlan, resolve
 from neox.problems import Source, SourceKind
@@ -82,7 +82,7 @@ def load_model(
         if has_tied_head:
             _pack_tied_head(cast(Embedding, layers[0]))
     stage = Stage(plan, grid, layers, stage_plan.ranges)
-    on_one_gpu = device.type == "cuda" and grid.tp_size == grid.pp_size == 1
+    on_one_gpu = has_fast_path("recorded_steps", device) and grid.tp_size == grid.pp_size == 1
     # The host reads how many tokens each expert has, which a recorded graph cannot repeat.
     can_record = on_one_gpu and not plan.architecture.num_experts
     recorded = can_record and plan.config.generation.cuda_graphs

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from neox.model import CacheStep, KVCache
+from neox.ops import has_fast_path
 
 
 class RecordedStep:
@@ -42,7 +43,7 @@ class RecordedStep:
         self.cache.check_room(1)
         self.cache.advance(1)
         self.tokens.copy_(tokens)
-        if not self._loaded or not self.tokens.is_cuda:
+        if not self._loaded or not has_fast_path("recorded_steps", self.tokens.device):
             self._loaded = True
             return self._run()
         if self._graph is None:

@@ -28,6 +28,7 @@ from neox.model import (
     forward_over_stages,
     vocab_parallel_cross_entropy,
 )
+from neox.ops import has_fast_path
 from neox.parallel import ParallelGrid, gather_last_dim, gather_tensor_ranks
 
 _SCORED_LOGITS = 2**25
@@ -206,7 +207,7 @@ class ModelRunner:
 
     def _kernels(self) -> AbstractContextManager[None]:
         """Return the context in which attention takes one of `_KERNELS`."""
-        if self.device.type != "cuda":
+        if not has_fast_path("attention_kernels", self.device):
             return nullcontext()
         return sdpa_kernel(list(_KERNELS), set_priority=True)
 

@@ -20,7 +20,7 @@ from neox.checkpoint import (
 )
 from neox.checkpoint.remote.fetching import with_local_load
 from neox.config import NeoXConfig, for_inference
-from neox.engine import from_first_rank, initialize_distributed, shutdown
+from neox.engine import choose_device, from_first_rank, initialize_distributed, shutdown
 from neox.errors import CheckpointError, ConfigError, refusals
 from neox.launch.hosts.machine import native_formats
 from neox.log import setup_logging
@@ -124,9 +124,8 @@ def start_ranks(plan: RunPlan, prepare: Callable[[], Path]) -> tuple[ParallelGri
         NeoXError: If `prepare` raises it; then on all ranks.
     """
     if plan.grid.world_size == 1:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with refusals():
-            return ParallelGrid.single(), device, prepare()
+            return ParallelGrid.single(), choose_device(0), prepare()
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
     with refusals():

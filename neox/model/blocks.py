@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Unpack
 
-import torch
-
 from neox.architecture import SPARSITY
 from neox.log import get_logger
 from neox.model.attention import SelfAttention, SparseSelfAttention, WindowedSelfAttention
 from neox.model.block import Block, TransformerLayer
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.latent_attention import LatentSelfAttention
-from neox.ops import AttentionImpl
+from neox.ops import AttentionImpl, machine_has_fast_path
 from neox.parallel import ParallelGrid, TensorOptions
 from neox.plan.run_plan import RunPlan
 
@@ -68,7 +66,7 @@ def _attention_impl(plan: RunPlan, block: int) -> AttentionImpl:
     The machine decides, not the device on which the layer is built: its weights may be made elsewhere and moved.
     """
     wanted = plan.attention[block]
-    if wanted != "fused" or torch.cuda.is_available():
+    if wanted != "fused" or machine_has_fast_path("triton"):
         return wanted
     if block == 0:
         get_logger(__name__).warning(

@@ -148,7 +148,8 @@ def _first_column(weight: Tensor, grid: ParallelGrid, *, row: bool) -> int:
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
     """Yield the tokens whose logits are held at the same time."""
-    rows = max(1, LOSS_CHUNK.get(x.device.type, LOSS_CHUNK["cuda"]) // weight.shape[0])
+    largest = LOSS_CHUNK["cpu" if x.device.type == "cpu" else "accelerator"]
+    rows = max(1, largest // weight.shape[0])
     for first in range(0, x.shape[0], rows):
         yield slice(first, first + rows)
 

@@ -32,7 +32,7 @@ from neox.model.positions import Tables
 from neox.model.recomputation import Recomputation
 from neox.model.score_head import ScoreHead
 from neox.model.soft_prompt import SoftPrompt
-from neox.ops import unpadded_keys
+from neox.ops import has_fast_path, unpadded_keys
 from neox.parallel import ParallelGrid, context_indices, gather_tokens
 from neox.plan.ranks.stages import LayerRange
 from neox.plan.run_plan import RunPlan
@@ -272,7 +272,7 @@ class StageRange:
         for attention in self._with_tables.values():
             tables |= self._position_tables(attention, positions, keys, x.dtype, context)
         block_masks: dict[str, BlockMask] = {}
-        if cache is None and x.device.type == "cuda":
+        if cache is None and has_fast_path("flex_attention", x.device):
             block_masks = self._block_masks(whole_length, x.device, context)
         return BlockContext(
             positions,

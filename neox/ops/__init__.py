@@ -17,6 +17,7 @@ from neox.ops.attention import (
 from neox.ops.attention_scores import largest_score
 from neox.ops.blocked_attention import blocked_attention
 from neox.ops.cross_entropy import label_scores, logits_gradient
+from neox.ops.fast_paths import device_family, has_fast_path, machine_has_fast_path
 from neox.ops.flex import block_mask_of
 from neox.ops.fp8 import FP8_RECIPES, Fp8Recipe
 from neox.ops.gated_delta import gated_delta_recurrence, gated_delta_scan
@@ -64,13 +65,16 @@ __all__ = [
     "combine_rows",
     "gated_delta_recurrence",
     "gated_delta_scan",
+    "device_family",
     "gather_rows",
     "grouped_linear",
+    "has_fast_path",
     "explicit_attention",
     "label_scores",
     "largest_score",
     "linear",
     "logits_gradient",
+    "machine_has_fast_path",
     "masked_bias",
     "relative_buckets",
     "rotary_divisors",

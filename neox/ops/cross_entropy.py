@@ -8,16 +8,13 @@ Legend: R tokens, V vocabulary here.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
+from neox.ops.fast_paths import has_fast_path
+
 CPU_ELEMENTS = 2**19
 """fp32 numbers of a temporary on a CPU, which stay in a core's cache."""
-
-TRITON = find_spec("triton") is not None
-"""Whether the kernels can be compiled. Torch's operations give the same numbers."""
 
 
 def label_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,4 +68,5 @@ def _own_columns(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fused(logits: Tensor) -> bool:
-    return TRITON and logits.device.type == "cuda"
+    """Return whether Triton's kernels serve the logits. Torch's operations give the same numbers."""
+    return has_fast_path("triton", logits.device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neox.ops.fast_paths import has_fast_path
 from neox.ops.linear import linear
 from neox.ops.routing import tokens_per_expert
 
@@ -149,7 +150,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _has_grouped_product(rows: Tensor, weight: Tensor) -> bool:
     """Return whether one kernel of the device multiplies all groups."""
     is_aligned = weight.shape[1] % _ALIGNMENT == 0 and weight.shape[2] % _ALIGNMENT == 0
-    return rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and is_aligned
+    return has_fast_path("grouped_product", rows.device) and rows.dtype == torch.bfloat16 and is_aligned
 
 
 class _LoopedProduct(torch.autograd.Function):

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neox.ops.fast_paths import has_fast_path
+
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [R, I], weight [O, I], bias [O] or None) -> [R, O], without a gradient."""
 
@@ -55,7 +57,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a^T b to fp32 `total` [O, I], inside the product if the device can: a [R, O], b [R, I]."""
     if a.dtype == total.dtype and not (ONEDNN and _served(a.t(), b.t())):
         total.addmm_(a.t(), b)
-    elif a.device.type == "cuda":
+    elif has_fast_path("product_added_to_fp32", a.device):
         torch.addmm(total, a.t(), b, total.dtype, out=total)
     else:
         total += linear(a.t(), b.t())

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from neox.errors import NeoXError
+from neox.ops.fast_paths import has_fast_path
 
 MAX_LENGTH = 2**16
 """Longest row: each is one block of registers, and longer ones would spill."""
@@ -143,7 +144,7 @@ def _check(scores: Tensor, scale: float) -> None:
         raise ValueError(f"scores must be square in the last two dimensions, got {tuple(scores.shape)}")
     if scores.shape[-1] > MAX_LENGTH:
         raise NeoXError(f"the fused softmax serves up to {MAX_LENGTH} positions, got {scores.shape[-1]}: use flash")
-    if scores.device.type != "cuda" and not _INTERPRETED:
+    if not has_fast_path("triton", scores.device) and not _INTERPRETED:
         raise NeoXError(f"the fused softmax needs a GPU, the scores are on {scores.device}: use impl='torch'")
 
 

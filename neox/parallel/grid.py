@@ -171,6 +171,7 @@ class ParallelGrid:
             default = derive_seed(seed, "default", *coordinates, self.tp_rank)
         # torch.manual_seed would also queue a call for each kind of accelerator, even if it is absent.
         torch.default_generator.manual_seed(default)
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed_all(default)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:
+            torch.get_device_module(accelerator).manual_seed_all(default)
         self.rng.seed(derive_seed(seed, "tensor", *coordinates, self.tp_rank))

@@ -38,7 +38,7 @@ class KeptInputs:
         kept = x
         if self.divided:
             kept = scatter_last_dim(x.detach(), self.grid)
-        if self.on_cpu and x.is_cuda:
+        if self.on_cpu and x.device.type != "cpu":
             # The same stream copies back, so that the host waits for neither copy.
             host = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
             kept = host.copy_(kept, non_blocking=True)

@@ -97,9 +97,9 @@ def _default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that torch's dropout uses on `device`."""
     if device.type == "cpu":
         return torch.default_generator
-    if device.type == "cuda":
-        index = device.index
-        if index is None:
-            index = torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    raise ValueError(f"no random stream for device {device}: cpu and cuda are known")
+    functions = torch.get_device_module(device)  # torch.cuda, torch.xpu, torch.npu
+    index = device.index
+    if index is None:
+        index = functions.current_device()
+    generator: torch.Generator = functions.default_generators[index]
+    return generator

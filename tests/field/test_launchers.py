@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
-from neox.engine.distributed import choose_device
+from neox.engine.device import choose_device
 from neox.errors import ConfigError, LaunchError
 from neox.launch.agent.rank_group import host_variables
 from neox.launch.environment import environment_file, forwarded_environment
@@ -149,9 +150,9 @@ def test_one_gpu_for_each_task_of_a_scheduler(monkeypatch: pytest.MonkeyPatch) -
     """DeepSpeed PR 3165, OpenRLHF#402: a rank that sees only its own GPU, or its own instance of a divided one."""
     import os
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda index: None)
+    monkeypatch.setattr("neox.engine.device.get_accelerator", CUDA_Accelerator)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert choose_device(3).index == 0
@@ -215,7 +216,6 @@ def test_the_command_itself_under_a_launcher_of_ranks(monkeypatch: pytest.Monkey
 def test_devices_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with accelerators and a torch for CPUs is not trained on in silence."""
     monkeypatch.setattr(vendors, "present_devices", lambda root=None: (vendors.ASCEND, 8))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(LaunchError):
         choose_device(0)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -21,6 +21,7 @@ EMPTY = {"[]", "{}", "list()", "dict()", "set()", "defaultdict(list)", "deque()"
 USES_ENVIRONMENT = (
     "neox/arguments.py",  # what a shell asks
     "neox/launch/",
+    "neox/engine/device.py",
     "neox/engine/distributed.py",
     "neox/workers.py",
 )

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from neox.checkpoint import layer_file, save_file
@@ -33,36 +34,37 @@ _log = get_logger(__name__)
 
 
 class HostCopies:
-    """Copies of tensors in CPU memory. Tensors of a GPU are copied to pinned memory by a stream of their own.
+    """Copies of tensors in CPU memory. Tensors of an accelerator go to pinned memory by a stream of their own.
 
-    The GPU goes on with the forward and backward pass meanwhile. Code that overwrites the tensors calls `hold` first,
-    and code that reads the copies calls `wait`. torch keeps pinned memory for the next copies, and rounds sizes up to
-    powers of two unless PYTORCH_ALLOC_CONF holds `pinned_max_round_threshold_mb`.
+    The accelerator goes on with the forward and backward pass meanwhile. Code that overwrites the tensors calls `hold`
+    first, and code that reads the copies calls `wait`. torch keeps pinned memory for the next copies, and rounds
+    sizes up to powers of two unless PYTORCH_ALLOC_CONF holds `pinned_max_round_threshold_mb`.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, Any] = {}
         self._pinned = True
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy, whose content is there after `wait`."""
         tensor = tensor.detach()
-        host = self._pinned_like(tensor) if tensor.is_cuda else None
+        host = self._pinned_like(tensor) if tensor.device.type != "cpu" else None
         if host is None:
             return tensor.to("cpu", copy=True)
+        accelerator = get_accelerator()
         if tensor.device not in self._streams:
-            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            self._streams[tensor.device] = accelerator.Stream(tensor.device)
         stream = self._streams[tensor.device]
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(accelerator.current_stream(tensor.device))
+        with accelerator.stream(stream):
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)  # memory of a tensor that is gathered for the copy is not used again before
         return host
 
     def hold(self) -> None:
-        """Let the GPU finish the copies before any work that is queued from now on; the host does not wait."""
+        """Let the accelerator finish the copies before any work that is queued from now on; the host does not wait."""
         for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+            get_accelerator().current_stream(device).wait_stream(stream)
 
     def wait(self) -> None:
         """Wait until the content of all copies is there."""

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from torch import Tensor
 
@@ -309,7 +310,7 @@ def neox_client_state(plan: RunPlan, grid: ParallelGrid, iteration: int) -> dict
     state["random_rng_state"] = random.getstate()
     state["np_rng_state"] = (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
     state["torch_rng_state"] = torch_state
-    state["cuda_rng_state"] = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch_state.clone()
+    state["cuda_rng_state"] = get_accelerator().get_rng_state().clone()  # of any accelerator; gpt-neox's name
     state["rng_tracker_states"] = grid.rng.get_states()["states"]
     return state
 

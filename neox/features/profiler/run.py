@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from neox.engine import Feature, StepReport, TrainState
+from neox.engine.device import device_kind, synchronize
 from neox.files import write_text
 from neox.log import get_logger
 from neox.plan import RunPlan
 
 _log = get_logger(__name__)
 _ROWS = 60
+_ACTIVITIES = MappingProxyType({"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU})  # by kind of device
 _EVENTS = 100_000  # allocations that a snapshot of a GPU's memory remembers
 
 
@@ -46,7 +49,7 @@ class Profiler(Feature):
         self._memory_directory = Path(keys.memory_profiling_path or self._directory)
         self._name = f"rank_{rank:04d}"
         self._rank = rank
-        self._on_gpu = torch.cuda.is_available()
+        self._device = device_kind()
         self._profile: profile | None = None
         self._done = False
 
@@ -76,9 +79,12 @@ class Profiler(Feature):
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]
-        if self._on_gpu:
-            activities.append(ProfilerActivity.CUDA)
-        if self.memory and self._on_gpu:
+        activity = _ACTIVITIES.get(self._device)
+        if activity is not None:
+            activities.append(activity)
+        elif self._device != "cpu" and self._rank == 0:
+            _log.warning("torch's profiler does not see kernels of %s: only the host is profiled", self._device)
+        if self.memory and self._device == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
         self._profile = profile(activities=activities, profile_memory=self.memory)
         self._profile.start()
@@ -90,10 +96,9 @@ class Profiler(Feature):
         if found is None:
             return
         self._profile = None
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        synchronize()
         found.stop()
-        device = "cuda" if self._on_gpu else "cpu"
+        device = self._device if self._device in _ACTIVITIES else "cpu"
         if self.operations:
             self._directory.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(self._directory / f"{self._name}.json"))
@@ -103,7 +108,7 @@ class Profiler(Feature):
             self._memory_directory.mkdir(parents=True, exist_ok=True)
             path = self._memory_directory / f"{self._name}_memory.txt"
             write_text(path, found.key_averages().table(sort_by=f"self_{device}_memory_usage", row_limit=_ROWS))
-            if self._on_gpu:
+            if self._device == "cuda":
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
                 torch.cuda.memory._record_memory_history(enabled=None)
         if self._rank == 0:

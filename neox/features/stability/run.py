@@ -19,6 +19,7 @@ from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel
 from neox.engine.deepspeed_patches import clips_itself
 from neox.metrics import STABILITY
 from neox.model import Block, ForwardWatch, Stage
+from neox.ops import has_fast_path
 from neox.plan import RunPlan
 from neox.plan.devices.compiled import compiles_layers
 
@@ -41,7 +42,7 @@ class Stability(Feature):
         self._grid = model.grid
         self._device = model.device
         self._optimizer = model.optimizer
-        compiled = compiles_layers(model.plan.config, on_gpu=model.device.type == "cuda")
+        compiled = compiles_layers(model.plan.config, on_gpu=has_fast_path("compiled_layers", model.device))
         stage: Any = model.deepspeed_engine.module.stage
         self._watch = ForwardWatch(_blocks(model.plan, stage), stage.ranges, compiled=compiled)
         self._is_divided = model.divides_optimizer

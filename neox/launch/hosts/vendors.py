@@ -408,11 +408,8 @@ def unused_devices(environment: Mapping[str, str], root: Path = Path("/")) -> st
     vendor, count = present_devices(root)
     if problem is not None or vendor is None or vendor.hides_all(environment):
         return problem
-    if vendor.accelerator != "cuda":  # torch.cuda serves NVIDIA and AMD
-        why = "which this project cannot train on yet"
-    else:
-        torch = f"torch {_version('torch')} ({torch_build()})"
-        why = f"which {torch} does not find: does `{vendor.status_command}` show them?"
+    torch = f"torch {_version('torch')} ({torch_build()})"
+    why = f"which {torch} does not find: does `{vendor.status_command}` show them?"
     return f"{count} {vendor.name} devices, {why}; or {_CPU_RANKS}"
 
 

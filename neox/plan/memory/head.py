@@ -41,7 +41,7 @@ def head_bytes(run: LaidOutRun) -> int:
 def _chunk_bytes(run: LaidOutRun, tokens: int) -> int:
     """Return the bytes of the temporaries of one chunk of tokens."""
     vocabulary = run.layers.padded_vocab_size // run.layout.tp_size
-    largest_chunk = LOSS_CHUNK["cpu" if run.on_cpu else "cuda"]
+    largest_chunk = LOSS_CHUNK["cpu" if run.on_cpu else "accelerator"]
     rows = min(tokens, max(1, largest_chunk // vocabulary))
     bytes_per_logit = run.bytes_per_number
     if run.network.logit_softcap:

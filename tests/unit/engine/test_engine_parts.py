@@ -7,7 +7,7 @@ import torch
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.accelerator.npu_accelerator import NPU_Accelerator
 
-from neox.engine import distributed
+from neox.engine import device, distributed
 from neox.engine.checkpoints.saving import layout_of, neox_client_state
 from neox.engine.deepspeed_patches import clips_itself, counts_in_norm, runtime_json
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
@@ -103,16 +103,16 @@ def test_each_parameter_is_counted_once():
 
 def test_the_backend_of_each_kind_of_device(monkeypatch):
     for asked in ("auto", "nccl", "hccl", "gloo"):
-        assert distributed.choose_backend(asked, torch.device("cpu")) == "gloo"
-    assert distributed.choose_backend("nccl", torch.device("cuda", 0)) == "nccl"
-    assert distributed.choose_backend("gloo", torch.device("cuda", 0)) == "gloo"
-    assert distributed.choose_backend("ccl", torch.device("xpu", 0)) == "ccl"
-    for asked, kind in (("hccl", "cuda"), ("nccl", "xpu"), ("nccl", "hpu")):
+        assert device.choose_backend(asked, torch.device("cpu")) == "gloo"
+    assert device.choose_backend("nccl", torch.device("cuda", 0)) == "nccl"
+    assert device.choose_backend("gloo", torch.device("cuda", 0)) == "gloo"
+    assert device.choose_backend("ccl", torch.device("xpu", 0)) == "ccl"
+    for asked, kind in (("hccl", "cuda"), ("nccl", "xpu"), ("nccl", "hpu"), ("gloo", "xpu")):
         with pytest.raises(LaunchError):
-            distributed.choose_backend(asked, torch.device(kind, 0))
+            device.choose_backend(asked, torch.device(kind, 0))
     for accelerator, backend in ((CUDA_Accelerator(), "nccl"), (NPU_Accelerator(), "hccl")):
-        monkeypatch.setattr(distributed, "get_accelerator", lambda chosen=accelerator: chosen)
-        assert distributed.choose_backend("auto", torch.device("cuda", 0)) == backend
+        monkeypatch.setattr(device, "get_accelerator", lambda chosen=accelerator: chosen)
+        assert device.choose_backend("auto", torch.device("cuda", 0)) == backend
 
 
 def test_a_world_that_is_not_the_plans_is_refused(monkeypatch):
