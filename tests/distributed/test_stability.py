@@ -53,12 +53,12 @@ def observed_plainly(plan):
         original = attention._queries_keys_values
 
         def with_scores(x, encode, index=index, attention=attention, original=original):
-            q, k, v = original(x, encode)
+            q, k, v, gate = original(x, encode)
             scores = torch.einsum("bsnd,btnd->bnst", q.detach(), k.detach()) * attention.score_scale
             later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
             largest = scores.masked_fill(later, -math.inf).max().item()
             seen.setdefault(f"stability/attention_logit/{index}", largest)
-            return q, k, v
+            return q, k, v, gate
 
         attention._queries_keys_values = with_scores
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
