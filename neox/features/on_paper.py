@@ -1,27 +1,22 @@
-"""The halves of all features that need no torch. Only `plan` and `preflight` read this table."""
+"""The halves of all features that need no torch: the `PAPER` of every `neox/features/NAME/paper.py`, by name.
+
+Only `plan` and `preflight` read them.
+"""
 
 from __future__ import annotations
 
-from neox.features.ema import paper as ema
-from neox.features.eval_tasks import paper as eval_tasks
-from neox.features.loss_spikes import paper as loss_spikes
-from neox.features.noise_scale import paper as noise_scale
-from neox.features.profiler import paper as profiler
-from neox.features.reference import paper as reference
-from neox.features.replica_check import paper as replica_check
-from neox.features.stability import paper as stability
-from neox.features.stragglers import paper as stragglers
-from neox.features.trackers import paper as trackers
+import importlib
+from pathlib import Path
 
-PAPERS = (
-    reference.PAPER,
-    ema.PAPER,
-    loss_spikes.PAPER,
-    replica_check.PAPER,
-    noise_scale.PAPER,
-    stability.PAPER,
-    stragglers.PAPER,
-    eval_tasks.PAPER,
-    trackers.PAPER,
-    profiler.PAPER,
-)
+from neox.plan.feature import FeaturePaper
+
+
+def _papers() -> tuple[FeaturePaper, ...]:
+    found = []
+    for file in sorted(Path(__file__).parent.glob("*/paper.py")):
+        paper: FeaturePaper = importlib.import_module(f"neox.features.{file.parent.name}.paper").PAPER
+        found.append(paper)
+    return tuple(found)
+
+
+PAPERS = _papers()
