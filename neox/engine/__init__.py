@@ -9,8 +9,9 @@ from neox.engine.checkpoints.saving import save_checkpoint
 from neox.engine.device import choose_device
 from neox.engine.distributed import all_succeeded, from_first_rank, initialize_distributed, shutdown
 from neox.engine.engine import Engine
-from neox.engine.feature import Feature, MakeFeatures, TrainedModel
+from neox.engine.feature import Feature, MakeFeatures, TrainedModel, sum_over_ranks
 from neox.engine.micro_batches import EvaluationResult
+from neox.engine.optimizer_tensors import counted_views, updated_tensors
 from neox.engine.reports import SaveReport, StepReport, StepResult, TrainState
 
 __all__ = [
@@ -37,4 +38,7 @@ __all__ = [
     "roll_back",
     "save_checkpoint",
     "shutdown",
+    "sum_over_ranks",
+    "counted_views",
+    "updated_tensors",
 ]

@@ -34,6 +34,7 @@ A point that communicates does so on all ranks: features whose work is rank 0's 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -42,7 +43,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from neox.engine.optimizer_tensors import CountedRange, OptimizerTensor, counted_ranges, optimizer_tensors
+from neox.engine.optimizer_tensors import (
+    CountedRange,
+    OptimizerTensor,
+    counted_ranges,
+    divides_optimizer,
+    optimizer_tensors,
+)
 from neox.engine.reports import SaveReport, StepReport, StepResult, TrainState
 from neox.objectives import Batch, Objective
 from neox.optim import ClippedOptimizer
@@ -88,14 +95,14 @@ class TrainedModel:
     @property
     def divides_optimizer(self) -> bool:
         """Whether DeepSpeed divides the optimizer's state over data ranks, and writes each part to a file."""
-        return hasattr(self.wrapper, "dp_process_group")
+        return divides_optimizer(self.wrapper)
 
     def optimizer_tensors(self) -> tuple[OptimizerTensor, ...]:
         """Return the fp32 tensors that the optimizer updates on this rank, and what each of them holds."""
         return tuple(optimizer_tensors(self.plan, self.grid, self.module, self.wrapper, self.optimizer))
 
     def counted_ranges(self) -> dict[Tensor, list[CountedRange]]:
-        """Return the ranges of these tensors that no other rank counts; data ranks without ZeRO hold the same ones."""
+        """Return the ranges of these tensors that no other rank counts."""
         return counted_ranges(self.plan, self.grid, self.module, self.wrapper, self.optimizer)
 
 
@@ -239,6 +246,15 @@ class Feature:
 
     def on_exit(self) -> None:
         """Handle the end of the process, after the process groups are gone."""
+
+
+def sum_over_ranks(engine: Engine, numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums of numbers over all ranks by name, on every rank; a rank may lack some of them."""
+    sums: dict[str, float] = defaultdict(float)
+    for of_rank in engine.gather(numbers):
+        for name, value in of_rank.items():
+            sums[name] += value
+    return sums
 
 
 MakeFeatures = Callable[[TrainedModel, "RunStart"], Sequence[Feature]]

@@ -55,6 +55,11 @@ class OptimizerTensor:
     fragments: tuple[Fragment, ...]
 
 
+def divides_optimizer(wrapper: Any) -> bool:
+    """Return whether DeepSpeed divides the optimizer's state over data ranks, and writes each part to a file."""
+    return hasattr(wrapper, "dp_process_group")
+
+
 def parameter_names(model: nn.Module, layers: LayerPlan) -> Names:
     """Return the keys of a model's parameters. A copy of a shared parameter has the key of its owner."""
     names: dict[int, Key] = {}
@@ -206,16 +211,38 @@ class CountedRange(NamedTuple):
 def counted_ranges(
     plan: RunPlan, grid: ParallelGrid, model: nn.Module, wrapper: Any, optimizer: ClippedOptimizer
 ) -> dict[Tensor, list[CountedRange]]:
-    """Return the parts of parameters in each of the optimizer's tensors, without those that another rank counts."""
+    """Return the ranges of each of the optimizer's tensors that no other rank counts.
+
+    So a sum over these ranges and all ranks is one over the parameters of the network, in any layout. Left out are
+    copies of tied and replicated parameters, padding, and without ZeRO all tensors of data ranks above 0.
+    """
     names = parameter_names(model, plan.layers)
     counted = set()
     for parameter in model.parameters():
         if parameter.requires_grad and counts_in_norm(parameter, grid):
             counted.add(names[id(parameter)])
+    is_divided = divides_optimizer(wrapper)
     ranges: dict[Tensor, list[CountedRange]] = {}
     for item in optimizer_tensors(plan, grid, model, wrapper, optimizer):
         ranges[item.tensor] = []
         for fragment in item.fragments:
-            if fragment.length and fragment.key in counted:
+            if fragment.length and fragment.key in counted and (is_divided or grid.dp_rank == 0):
                 ranges[item.tensor].append(CountedRange(fragment.key.layer, fragment.start, fragment.length))
     return ranges
+
+
+def updated_tensors(optimizer: ClippedOptimizer, ranges: Mapping[Tensor, Sequence[CountedRange]]) -> list[Tensor]:
+    """Return the tensors that are about to be updated and that have counted ranges; ZeRO 3 updates in several calls."""
+    found = []
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if tensor.grad is not None and ranges.get(tensor):
+                found.append(tensor)
+    return found
+
+
+def counted_views(value: Tensor, ranges: Sequence[CountedRange]) -> Iterator[Tensor]:
+    """Yield the counted ranges of a value that has the shape of one of the optimizer's tensors, flattened."""
+    flat = value.detach().reshape(-1)
+    for part in ranges:
+        yield flat[part.start : part.start + part.length]

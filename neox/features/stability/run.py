@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel
+from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel, counted_views, updated_tensors
 from neox.engine.deepspeed_patches import clips_itself
 from neox.metrics import STABILITY
 from neox.model import Block, ForwardWatch, Stage
@@ -45,7 +45,6 @@ class Stability(Feature):
         compiled = compiles_layers(model.plan.config, on_gpu=has_fast_path("compiled_layers", model.device))
         stage: Any = model.deepspeed_engine.module.stage
         self._watch = ForwardWatch(_blocks(model.plan, stage), stage.ranges, compiled=compiled)
-        self._is_divided = model.divides_optimizer
         self._ranges = model.counted_ranges()
         self._sums: dict[str, Tensor] = {}
         self._before: dict[Tensor, Tensor] = {}
@@ -109,9 +108,6 @@ class Stability(Feature):
             for layer, square in self._watch.squares.items():
                 self._sums["activation"][layer] = square
                 self._sums["elements"][layer] = self._watch.elements[layer]
-        if not self._is_divided and self._grid.dp_rank > 0:  # data ranks update the same tensors
-            for name in ("gradient", "weight", "update"):
-                self._sums[name].zero_()
         sums = torch.stack([self._sums[name] for name in _SUMS])
         if self._grid.world_size > 1:
             dist.all_reduce(sums)
@@ -130,7 +126,7 @@ class Stability(Feature):
         """Add up the gradients and weights of the tensors that are about to be updated, and copy these."""
         if not self._observes:
             return
-        tensors = self._updated_tensors()
+        tensors = updated_tensors(self._optimizer, self._ranges)
         self._add("gradient", tensors, [_gradient(tensor) for tensor in tensors])
         self._add("weight", tensors, tensors)
         for tensor in tensors:
@@ -146,24 +142,13 @@ class Stability(Feature):
         self._add("update", tensors, changes)
         self._before.clear()
 
-    def _updated_tensors(self) -> list[Tensor]:
-        """Return the tensors with counted parts that are updated now; ZeRO calls the optimizer several times."""
-        found = []
-        for group in self._optimizer.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is not None and self._ranges.get(tensor):
-                    found.append(tensor)
-        return found
-
     def _add(self, name: str, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Add the squares of values, which have the shapes of the optimizer's tensors, to the sums of their layers."""
-        views = []
-        layers = []
+        views: list[Tensor] = []
+        layers: list[int] = []
         for tensor, value in zip(tensors, values, strict=True):
-            flat = value.detach().reshape(-1)
-            for part in self._ranges[tensor]:
-                views.append(flat[part.start : part.start + part.length])
-                layers.append(part.layer)
+            views += counted_views(value, self._ranges[tensor])
+            layers += [part.layer for part in self._ranges[tensor]]
         if not views:
             return
         squares = torch.stack(torch._foreach_norm(views, dtype=torch.float32)).double().square().to(self._device)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel
-from neox.engine.optimizer_tensors import CountedRange
+from neox.engine import (
+    Engine,
+    Feature,
+    RunStart,
+    StepResult,
+    TrainedModel,
+    counted_views,
+    sum_over_ranks,
+    updated_tensors,
+)
 
 _ZEROS = "zeros"
 _ELEMENTS = "elements"
@@ -33,7 +41,6 @@ class UpdateStatistics(Feature):
         self._keys = model.plan.config.logging
         self._optimizer = model.optimizer
         self._ranges = model.counted_ranges()
-        self._is_divided = model.divides_optimizer
         self._updated: list[Tensor] = []
         self._sums: dict[str, float] = defaultdict(float)
 
@@ -42,14 +49,8 @@ class UpdateStatistics(Feature):
         if result.update_skipped:  # our optimizer finds an overflow of fp32 only inside of its step
             self._sums.clear()
             return {}
-        own = dict(self._sums)
-        if not self._is_divided and engine.grid.dp_rank > 0:  # data ranks update the same tensors
-            own = {}
+        sums = sum_over_ranks(engine, dict(self._sums))
         self._sums.clear()
-        sums: dict[str, float] = defaultdict(float)
-        for part in engine.gather(own):
-            for name, value in part.items():
-                sums[name] += value
         elements = sums.pop(_ELEMENTS, 0.0)
         zeros = sums.pop(_ZEROS, 0.0)
         weights = sums.pop(_WEIGHTS, None)
@@ -65,16 +66,12 @@ class UpdateStatistics(Feature):
     @torch.no_grad()
     def before_update(self, engine: Engine) -> None:
         """Remember the tensors that are about to be updated, and count the zeros in their gradients."""
-        self._updated = []
-        for group in self._optimizer.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is not None and self._ranges.get(tensor):
-                    self._updated.append(tensor)
+        self._updated = updated_tensors(self._optimizer, self._ranges)
         if not self._keys.log_grad_pct_zeros:
             return
         for tensor in self._updated:
             assert tensor.grad is not None
-            for view in _views(tensor.grad, self._ranges[tensor]):
+            for view in counted_views(tensor.grad, self._ranges[tensor]):
                 self._sums[_ZEROS] += float((view == 0).sum())
                 self._sums[_ELEMENTS] += view.numel()
 
@@ -92,7 +89,7 @@ class UpdateStatistics(Feature):
         self._updated = []
 
     def _add(self, name: str, tensor: Tensor, value: Tensor) -> None:
-        for view in _views(value, self._ranges[tensor]):
+        for view in counted_views(value, self._ranges[tensor]):
             self._sums[name] += float(torch.linalg.vector_norm(view, dtype=torch.float64)) ** 2
 
 
@@ -101,10 +98,3 @@ def _is_elementwise_state(value: Any, tensor: Tensor) -> bool:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return False
     return value.numel() == tensor.numel() > 1
-
-
-def _views(value: Tensor, parts: list[CountedRange]) -> Iterator[Tensor]:
-    """Yield the parts of a tensor that this rank counts. Its shape is that of one of the optimizer's tensors."""
-    flat = value.detach().reshape(-1)
-    for part in parts:
-        yield flat[part.start : part.start + part.length]
