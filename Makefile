@@ -3,12 +3,19 @@
 # The checkout itself is installed editable, so that its scripts find the library from any directory.
 
 PYTHON ?= python3
-VENV   := .venv
+# the environment; for a checkout that cannot be written to, VENV=/absolute/path
+VENV   ?= .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
+HERE   := $(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))
+# what `make download` has left; installations take nothing from elsewhere then
+WHEELS ?= wheels
+FROM   := $(if $(wildcard $(WHEELS)/.complete),--no-index --find-links "$(WHEELS)")
 TEXT   ?=
 # family of the quickstart's model: neox, llama, gpt2, moe or bert
 MODEL  ?= neox
+# where the quickstart's data and runs go, if not into the checkout
+DIR    ?=
 # another index for torch alone, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126, or .../whl/cpu
 TORCH_INDEX ?=
 # accelerators that are not NVIDIA's: ascend, rocm or xpu takes torch from requirements/requirements-$(ACCELERATOR).txt
@@ -17,12 +24,12 @@ ACCELERATOR ?=
 TEST_JOBS ?= 2
 TESTS ?= tests
 # a file is one unit of work; in alphabetical order the long ones come first, and unit tests fill what is left
-TEST_FLAGS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -q --durations=20
+TEST_FLAGS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -q --durations=20 -o cache_dir="$(HERE)/cache/pytest"
 
 # every cache that a tool would put into the home directory or beside the sources goes into the environment
-CACHE := $(CURDIR)/$(VENV)/cache
+CACHE := $(HERE)/cache
 export PYTHONPYCACHEPREFIX    := $(CACHE)/pycache
-export TORCH_EXTENSIONS_DIR   := $(CURDIR)/$(VENV)/torch_extensions
+export TORCH_EXTENSIONS_DIR   := $(HERE)/torch_extensions
 export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 export TRITON_CACHE_DIR       := $(CACHE)/triton
 export PIP_CACHE_DIR          ?= $(CACHE)/pip
@@ -31,7 +38,7 @@ export RUFF_CACHE_DIR         := $(CACHE)/ruff
 export MYPY_CACHE_DIR         := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev quickstart test test-all test-trackers transformers-4 lint reference docs clean distclean
+.PHONY: help install install-dev download lock dist quickstart test test-all test-matrix test-trackers transformers-4 lint reference docs clean distclean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -43,26 +50,57 @@ install-dev: $(VENV)/.installed-dev  ## the same, and what the tests need
 $(VENV)/.installed: requirements/requirements.txt requirements/constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
+	@test -w . || case "$(VENV)" in /*) ;; *) \
+	  echo "error: $(CURDIR) cannot be written to: name other directories with VENV=/path/to/venv DIR=/path/to/results" >&2; exit 1;; esac
+	@test -x "$(PY)" || $(PYTHON) -m venv "$(VENV)" \
 	  || { echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2; exit 1; }
-	@echo "# installing into $(VENV): torch from PyPI is gigabytes with CUDA, 200 MB with TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+	@echo "# installing into $(VENV) $(if $(FROM),from $(WHEELS),: torch from PyPI is gigabytes with CUDA, 200 MB with TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 ifeq ($(ACCELERATOR),)
-	$(PIP) install -q "$$(grep -m1 '^torch==' requirements/constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) install -q -r requirements/requirements.txt -c requirements/constraints.txt
+	$(PIP) install -q $(FROM) "$$(grep -m1 '^torch==' requirements/constraints.txt)" $(if $(FROM),,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)))
+	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt -c requirements/constraints.txt
 else
-	$(PIP) install -q -r requirements/requirements-$(ACCELERATOR).txt
-	$(PIP) install -q -r requirements/requirements.txt
+	$(PIP) install -q $(FROM) -r requirements/requirements-$(ACCELERATOR).txt
+	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt
 endif
-	$(PIP) install -q --no-deps --editable .
-	@rm -rf build neox.egg-info
-	@touch $@
+	@if test -w .; then $(PIP) install -q $(FROM) --no-deps --editable . && rm -rf build neox.egg-info; \
+	else echo "$(CURDIR)" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/neox.pth"; fi
+	@touch "$@"
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-*.txt)
-	$(PIP) install -q -r requirements/requirements-dev.txt -c requirements/constraints.txt
-	@touch $@
+	$(PIP) install -q $(FROM) -r requirements/requirements-dev.txt -c requirements/constraints.txt
+	@touch "$@"
+
+# Packages without wheels (DeepSpeed) are built here, so that the other machine needs no build tool but setuptools.
+download: $(VENV)/.installed  ## fetch what `make quickstart` and `make test` install into wheels/, for a machine without network
+	$(PIP) wheel -q -w "$(WHEELS)" "$$(grep -m1 '^torch==' requirements/constraints.txt)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) wheel -q -w "$(WHEELS)" --find-links "$(WHEELS)" "setuptools>=77" -r requirements/requirements-dev.txt -c requirements/constraints.txt
+	@touch "$(WHEELS)/.complete"
+
+LOCKED := $(addprefix requirements/requirements-,dev.txt gcs.txt mlflow.txt comet.txt trackio.txt)
+define LOCK_HEADER
+# The versions with which the checkout is installed and tested, of every optional part, for Python 3.11 and newer on each
+# system. `make lock` writes this file; LOCK_FLAGS=--upgrade moves every version but torch's, which is edited here.
+endef
+export LOCK_HEADER
+
+# uv resolves for every Python and system at once, and keeps the versions that are in the file
+lock: install  ## write requirements/constraints.txt again from the other files of requirements/
+	@test -x "$(VENV)/lock/bin/uv" || { $(PYTHON) -m venv "$(VENV)/lock" && "$(VENV)/lock/bin/python" -m pip install -q uv; }
+	@cp requirements/constraints.txt "$(VENV)/lock/constraints.txt" && grep '^torch==' requirements/constraints.txt > "$(VENV)/lock/torch.txt"
+	"$(VENV)/lock/bin/uv" pip compile -q --universal --python-version 3.11 --fork-strategy fewest --no-build-isolation \
+	  --python "$(PY)" --no-annotate --no-header -c "$(VENV)/lock/torch.txt" $(LOCK_FLAGS) -o "$(VENV)/lock/constraints.txt" $(LOCKED)
+	@{ echo "$$LOCK_HEADER"; cat "$(VENV)/lock/constraints.txt"; } > requirements/constraints.txt
+
+# with the wheel's own requirements from the registry, far from the checkout
+dist: install-dev  ## sdist and wheel in dist/, and a small training with the wheel in an empty environment
+	rm -rf dist "$(VENV)/build"
+	$(PYTHON) -m venv "$(VENV)/build" && "$(VENV)/build/bin/python" -m pip install -q $(FROM) build
+	"$(VENV)/build/bin/python" -m build -o dist .
+	@rm -rf build neox.egg-info
+	NEOX_WHEEL="$$(echo "$(CURDIR)"/dist/*.whl)" $(PY) -m pytest -q tests/end_to_end/test_wheel.py
 
 quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama, gpt2, moe or bert)
-	@$(PY) tools/quickstart.py --model $(MODEL) $(if $(TEXT),--text "$(TEXT)")
+	@$(PY) tools/quickstart.py --model $(MODEL) $(if $(TEXT),--text "$(TEXT)") $(if $(DIR),--directory "$(DIR)")
 
 lint: install-dev  ## ruff, mypy and the import contracts
 	$(PY) -m ruff check .
@@ -97,7 +135,15 @@ $(VENV)/trackers/.installed: requirements/requirements-comet.txt requirements/re
 	$(@D)/bin/python -m pip install -q -c requirements/constraints.txt "mlflow>=3.0" $(addprefix -r ,$^)
 	@touch $@
 
+<<<<<<< HEAD
 reference: install  ## write the generated pages of configs/ and docs/ again
+=======
+# not part of .ci/run: each environment costs minutes; `MATRIX=NAME ...` chooses some
+test-matrix: install-dev  ## other versions of torch, transformers and DeepSpeed, each in an environment of its own (docs/versions.md)
+	$(PY) tests/version_matrix.py --directory "$(VENV)/matrix" $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(MATRIX)
+
+reference: install  ## write the generated pages of configs/ again
+>>>>>>> 80570ec0 (Lock every version, build a source distribution, install offline)
 	$(PY) -m neox.config.reference
 	$(PY) benchmarks/which_gpu.py
 
@@ -108,4 +154,4 @@ clean:  ## remove the quickstart's data and runs
 	rm -rf runs/quickstart runs/quickstart_llama runs/quickstart_gpt2 runs/quickstart_bert data/quickstart data/quickstart_bert
 
 distclean: clean  ## remove the environment too
-	rm -rf $(VENV)
+	rm -rf "$(VENV)" wheels dist

@@ -40,10 +40,19 @@ CONFIGS = {
 TEXT_CONFIG = "text_generation.yml"
 VOCAB_SIZE = 8000
 PROMPT = "def main("
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def located(path: str) -> str:
+    """Return a path of the checkout as it is typed in the working directory."""
+    if Path.cwd() == CHECKOUT:
+        return path
+    return str(CHECKOUT / path)
 
 
 def run(*command: str) -> None:
-    """Print and run one command with this interpreter. If it fails, the quickstart ends with its exit code."""
+    """Print and run one script of the checkout. If it fails, the quickstart ends with its exit code."""
+    command = (located(command[0]), *command[1:])
     print(f"\n$ python {shlex.join(command)}", flush=True)
     child = subprocess.Popen([sys.executable, *command])
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
@@ -194,15 +203,28 @@ quickstart finished in {seconds:,.0f} s
 def main() -> None:
     parser = ScriptParser(description=__doc__)
     parser.add_argument("--text", type=Path, help="your own .txt, .jsonl or .jsonl.zst instead of Python's sources")
+    parser.add_argument(
+        "--directory", type=Path, default=CHECKOUT, help="where data/ and runs/ go (default: the checkout)"
+    )
     parser.add_argument("--model", choices=CONFIGS, default="neox", help="family of the model (default: neox)")
     args = parser.parse_args()
     name = CONFIGS[args.model]
     text = args.text.absolute() if args.text else None
-    os.chdir(Path(__file__).resolve().parent.parent)
+    try:
+        args.directory.mkdir(parents=True, exist_ok=True)
+        os.chdir(args.directory)
+    except OSError as error:
+        raise NeoXError(
+            f"{args.directory}: {error.strerror}; --directory (`make quickstart DIR=`) names another"
+        ) from None
+    if not os.access(".", os.W_OK):
+        raise NeoXError(
+            f"{Path.cwd()} cannot be written to; `make quickstart DIR=/path/to/results` uses another directory"
+        )
     started = time.monotonic()
 
     settings = gpu_settings(count_accelerators())
-    config = config_from_files([name], conf_dir="configs")
+    config = config_from_files([name], conf_dir=located("configs"))
     runs = Path(config.checkpoint.save or "").parent
     shards = make_corpus(Path(config.data.data_path or "").parent, text, runs)
     make_tokens(config, shards)
@@ -249,7 +271,7 @@ def train(name: str, config: NeoXConfig, settings: list[str]) -> Path:
     if checkpoint is not None:
         reuse(checkpoint)
         return checkpoint
-    run("deepy.py", "train.py", "-d", "configs", name, *settings)
+    run("deepy.py", "train.py", "-d", located("configs"), name, *settings)
     checkpoint = finished_checkpoint(save, steps)
     if checkpoint is None:
         raise LaunchError(f"training ended before step {steps}; run `make quickstart` again to go on")
@@ -262,7 +284,7 @@ def export(name: str, checkpoint: Path, hf: Path) -> Path:
         reuse(hf)
         return hf
     command = ["tools/convert_to_hf.py", "--input_dir", str(checkpoint)]
-    command += ["--config_file", f"configs/{name}", "--output_dir", str(hf)]
+    command += ["--config_file", located(f"configs/{name}"), "--output_dir", str(hf)]
     if hf.exists():  # made from an earlier checkpoint
         command.append("--overwrite")
     run(*command)
@@ -275,7 +297,7 @@ def write_sample(name: str, runs: Path, settings: list[str]) -> None:
     samples = runs / "samples.jsonl"
     prompts.write_text(PROMPT + "\n")
     output = ("-i", str(prompts), "-o", str(samples))
-    run("deepy.py", "generate.py", "-d", "configs", name, TEXT_CONFIG, *output, *settings)
+    run("deepy.py", "generate.py", "-d", located("configs"), name, TEXT_CONFIG, *output, *settings)
     for line in samples.read_text().splitlines():
         print(f"\n{PROMPT}{json.loads(line)['text']}")
 
