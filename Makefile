@@ -132,18 +132,15 @@ $(VENV)/trackers/.installed: requirements/requirements-comet.txt requirements/re
 	$(PY) -m venv $(@D)
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
-	$(@D)/bin/python -m pip install -q -c requirements/constraints.txt "mlflow>=3.0" $(addprefix -r ,$^)
+	grep '^torch==' requirements/constraints.txt > $(@D)/torch.txt
+	$(@D)/bin/python -m pip install -q -c $(@D)/torch.txt "mlflow>=3.0" $(addprefix -r ,$^)
 	@touch $@
 
-<<<<<<< HEAD
-reference: install  ## write the generated pages of configs/ and docs/ again
-=======
 # not part of .ci/run: each environment costs minutes; `MATRIX=NAME ...` chooses some
 test-matrix: install-dev  ## other versions of torch, transformers and DeepSpeed, each in an environment of its own (docs/versions.md)
 	$(PY) tests/version_matrix.py --directory "$(VENV)/matrix" $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(MATRIX)
 
-reference: install  ## write the generated pages of configs/ again
->>>>>>> 80570ec0 (Lock every version, build a source distribution, install offline)
+reference: install  ## write the generated pages of configs/ and docs/ again
 	$(PY) -m neox.config.reference
 	$(PY) benchmarks/which_gpu.py
 

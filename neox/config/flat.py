@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+import neox
 from neox.config.keys import ACTIVATION_KEYS, ALIASES, NEOX_KEYS, UNSUPPORTED_IN_BLOCKS
 from neox.problems import CODE, Problem, Source
 
@@ -168,10 +169,18 @@ class FlatKeys:
         return int(layers // (length * stages))
 
     def translate_aliases(self) -> None:
-        """Replace aliases (`gas`, `zero_stage`, ...) by the keys that they stand for; a contradiction is a problem."""
+        """Replace aliases (`gas`, `zero_stage`, ...) by the keys that they stand for.
+
+        A contradiction is a problem, and so is a name of ours that is no longer read.
+        """
         for name in [key for key in self.values if key in ALIASES]:
             alias = ALIASES[name]
             given = self.values.pop(name)
+            if alias.is_over(neox.__version__):
+                self.report(
+                    f"`{name}` has been called `{alias.target}` since version {alias.renamed_in}; rename it", name
+                )
+                continue
             agreeing = alias.agreeing(given)
             present, value = look_up(self.values, alias.target)
             if not agreeing or (present and value in agreeing):

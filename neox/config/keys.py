@@ -90,10 +90,17 @@ class Alias:
         target: Flat key, or dotted path into a block.
         values: Values of the target that agree with a given value, for a key that implies a value instead of carrying
             it. The first one is set if the target is absent. None for a key that carries the value itself.
+        renamed_in: Version that gave a key of ours its present name, as `0.3`. Versions of this number read the old
+            name with a note, and later ones refuse it (docs/upgrading.md). None for names of others, which stay.
     """
 
     target: str
     values: Mapping[Any, tuple[Any, ...]] | None = None
+    renamed_in: str | None = None
+
+    def is_over(self, version: str) -> bool:
+        """Return whether a version of this library no longer reads the name."""
+        return self.renamed_in is not None and _minor(version) > _minor(self.renamed_in)
 
     def agreeing(self, value: Any) -> tuple[Any, ...]:
         """Return the target's values that agree with a given value; an empty tuple if it implies nothing."""
@@ -102,6 +109,12 @@ class Alias:
         if not isinstance(value, bool):
             return ()
         return self.values.get(value, ())
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _read_table() -> dict[str, NeoXKey]:

@@ -44,7 +44,7 @@ overrides:
   train_iters: 3
   lr_decay_iters: 3
   eval_iters: 0
-  hidden_size: 32
+  hidden_size: 64
   seq_length: 32
   max_position_embeddings: 32
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from neox.architecture import ACTIVATIONS
 from neox.config.gpt_neox_dates import CHANGED_DEFAULTS, VERSION, keys_since, latest_date, used_defaults
-from neox.config.keys import NEOX_KEYS
+from neox.config.keys import ALIASES, NEOX_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.features.on_paper import PAPERS
@@ -36,6 +36,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
     """Return a note for each given key that changes nothing here, or less than it is meant to."""
     return [
         *_unsupported_notes(config),
+        *_renamed_notes(config),
         *idle_notes(config),
         *_optimizer_notes(config),
         *_schedule_notes(config),
@@ -59,6 +60,14 @@ def _unsupported_notes(config: NeoXConfig) -> Iterator[Note]:
             continue
         reason = f"it is {key.reason}, which is off" if key.status == "dormant" else key.reason
         yield Note((name,), f"{config.describe_setting(name)} changes nothing: {reason}")
+
+
+def _renamed_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield given keys of ours that have another name by now."""
+    for name, alias in ALIASES.items():
+        if alias.renamed_in is not None and config.given(name):
+            since = f"since version {alias.renamed_in}; the next version refuses the old name"
+            yield Note((name,), f"`{name}` is called `{alias.target}` {since}")
 
 
 def _evaluation_notes(config: NeoXConfig) -> Iterator[Note]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 
-from neox.config import NeoXConfig
-from neox.config.keys import NEOX_KEYS
+import neox
+from neox.config import NeoXConfig, flat, neox_config
+from neox.config.keys import ALIASES, NEOX_KEYS, Alias
 from neox.errors import ConfigError
 from neox.plan import resolve
+from neox.plan.rules import notes
 from tests.errors import raises_naming
 
 TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16, "train_iters": 2}
@@ -60,3 +64,21 @@ def test_keys_that_gpt_neox_overwrites_load_and_few_are_refused() -> None:
         sum(row.status == "refused" and row.since != "DeepSpeed" and row.removed is None for row in NEOX_KEYS.values())
         <= 30
     )
+
+
+@pytest.mark.parametrize(("version", "read"), [("0.2.9", True), ("0.3.0", True), ("0.3.7", True), ("0.4.0", False)])
+def test_an_old_name_of_ours_is_read_in_one_minor_version(
+    version: str, read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = MappingProxyType({**ALIASES, "old_name": Alias("seed", renamed_in="0.3")})
+    for module in (neox_config, flat, notes):
+        monkeypatch.setattr(module, "ALIASES", table)
+    monkeypatch.setattr(neox, "__version__", version)
+    if not read:
+        with raises_naming(ConfigError, "old_name", "seed", "0.3"):
+            NeoXConfig.from_flat({**SIZES, "old_name": 5})
+        return
+    config = NeoXConfig.from_flat({**SIZES, "old_name": 5})
+    assert config.training.seed == 5
+    (note,) = [note for note in notes.notes_without_effect(config) if note.keys == ("old_name",)]
+    assert "seed" in note.message
