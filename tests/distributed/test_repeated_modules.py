@@ -29,7 +29,7 @@ FAULTS = ("a use is lost", "not reduced")
 
 
 def gradients(plans, faults=()):
-    """On this rank: {(layer, parameter): gradient} of a step of each plan, then of the last with each fault in ZeRO 2."""
+    """On this rank: {(layer, parameter): gradient} of a step of each plan, then of the last plan with each fault."""
     found = [_one_step(plan) for plan in plans]
     return found + [_one_faulty_step(plans[-1], fault) for fault in faults]
 
