@@ -133,7 +133,7 @@ class Architecture:
         router: Key of `ROUTERS`: how experts are chosen; empty without experts.
         router_logit_bias: Whether a trained bias per expert is added to the router's logits.
         router_normalizes: Whether the weights of a token's experts are divided by their sum.
-        router_groups: Number of groups of experts, of which a token chooses some first; 0 for no groups.
+        router_groups: Number of groups of experts; a token chooses some groups first. 0 for no groups.
         router_top_groups: Number of groups that a token chooses.
         router_group_best: Number of best expert scores in a group that are added up to the group's score.
         router_scale: Factor of the weights.

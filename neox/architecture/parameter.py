@@ -57,7 +57,7 @@ class ParameterSpec:
         sections: Sizes along `partition_dim` of parts that are split separately (queries, keys and values; halves of
             a gated activation): a rank's part is its share of each, one after another. () for one section.
         trained: Whether it has gradients. Others keep their initial or loaded values.
-        trained_rows: First row and number of rows of which only are trained; None for all.
+        trained_rows: First row and number of the rows that are trained; None for all.
         lr_factor: Factor of the learning rate that `parameter_groups` gives it.
         weight_decay: Weight decay that `parameter_groups` gives it; None for the network's rule.
         stays_fp32: Whether it is fp32 in every precision, in files, too: it moves in steps that others would round.

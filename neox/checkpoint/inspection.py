@@ -39,7 +39,7 @@ class Summary:
         has_manifest: Whether it has a manifest.
         optimizer_files: Number of the optimizer's files.
         averaged_steps: Steps that its average of the weights has followed; None if it holds no average.
-        averaged_from: Checkpoints of which it is the mean, with their weights; empty if it is no mean.
+        averaged_from: Checkpoints whose mean it is, with their weights; empty if it is no mean.
         args: The model's settings that the run stored.
         problems: Reasons why it is incomplete or damaged (hashes of its manifest, or checksums in its files).
     """

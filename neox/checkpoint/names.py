@@ -31,7 +31,7 @@ LEDGER = "data_ledger"
 REFERENCE = "reference_weights"
 """Name in the client state of the identity of the weights that a run on preferences began with."""
 REFERENCE_FROM = "reference_from"
-"""Name in the client state of the checkpoint that these weights are in, and of which of its weights they are."""
+"""Name in the client state of the checkpoint that holds these weights, and which of its weights they are."""
 
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _MP_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")

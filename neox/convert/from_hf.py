@@ -70,7 +70,7 @@ def from_hf(
 ) -> FromHFResult:
     """Write `output_dir/global_step0` in NeoX's layout, with `latest`, `config.yml` and the tokenizer next to it.
 
-    One layer is in memory at a time. An import that is interrupted goes on after the layers that it has written.
+    One layer is in memory at a time. An interrupted import resumes after the layers that it has written.
 
     Args:
         hf_dir: Directory with `config.json` and weights.

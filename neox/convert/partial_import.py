@@ -1,4 +1,4 @@
-"""Layers that an interrupted import has written, so that the same import goes on after them."""
+"""Layers that an interrupted import has written, so that the same import resumes after them."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ class _Version:
 
     @classmethod
     def read(cls, partial: Path) -> _Version | None:
-        """Return the version of which a partial file is; None if that is not known."""
+        """Return the version of the file that a partial file is part of; None if that is not known."""
         try:
             return cls(**json.loads(_version_file(partial).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):

@@ -314,7 +314,7 @@ def _text_content(file: _Counting) -> Iterator[bytes]:
 def _check_is_one_text(piece: str) -> None:
     """Raise CorruptInput if a text begins as JSON lines or a table do, which are other kinds of inputs.
 
-    A table is told by a first line that holds nothing but names of columns, of which one is usual for texts.
+    A file is a table if its first line holds only names of columns, and one of them is usual for texts.
     """
     first = piece.partition("\n")[0].strip()
     if first.startswith("{") and len(first) > 2:

@@ -110,7 +110,7 @@ class DataArguments(TypedDict, total=False):
     """Arguments of `neox.data.run_data.build_data_iterators` that features give.
 
     Attributes:
-        ledger: Record of what was read of each dataset, from which the data goes on.
+        ledger: Record of the samples read of each dataset, after which the data resumes.
         reference: Function that returns the log-probabilities of answers by the reference model.
     """
 
@@ -191,7 +191,7 @@ class Feature:
 
         Args:
             engine: The engine.
-            back_to: Iteration of the checkpoint; None if there was none, so that the run simply goes on.
+            back_to: Iteration of the checkpoint; None if there was none, so that the run simply continues.
             step: The step after which it was asked for.
         """
 

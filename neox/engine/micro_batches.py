@@ -1,7 +1,7 @@
 """The micro batches of a step on their way through DeepSpeed's engine: one by one, or as a pipeline's schedule says.
 
 micro batch of a data rank -> the tokens of this context rank -> weights of labels -> the objective's inputs and targets
--> DeepSpeed's engine -> the objective's scores, of which the first is the trained loss
+-> DeepSpeed's engine -> the objective's scores, the trained loss first
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def run_generation(
 
 
 def _chat_format(plan: RunPlan, codec: Tokenizer, grid: ParallelGrid, checkpoint: Path) -> ChatFormat:
-    """Return the form of conversations with a checkpoint, of which rank 0 reads the template."""
+    """Return the form of conversations with a checkpoint; rank 0 reads its template."""
     assert isinstance(codec, Tokenizer), "templates are written for tokenizers of files"
 
     def read() -> ChatTemplate:

@@ -91,7 +91,7 @@ def start_scattered_sum(x: Tensor, grid: ParallelGrid) -> Tensor:
 
 
 def wait(x: Tensor) -> Tensor:
-    """Return the result of a collective that has begun. On a GPU the stream waits, and the caller goes on."""
+    """Return the result of a collective that has begun. On a GPU the stream waits, and the caller continues."""
     return _ops.wait_tensor(x)
 
 

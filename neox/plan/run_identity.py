@@ -1,7 +1,7 @@
 """Identity of a run: its network and its start. Checkpoints carry it, so that no run replaces another one's.
 
 A run is the same if its network is the same and it starts from the same weights: initial ones of the same seed, or the
-weights of the same `load`. Data, schedule, batch and degrees may change while a run goes on.
+weights of the same `load`. Data, schedule, batch and degrees may change when a run resumes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RUN_FILE = "run.json"
 """Name of the file in a checkpoint that holds the identity of its run."""
 
 FIRST_LOAD_KEYS = ("finetune", "iteration", "no_load_optim")
-"""Keys about the checkpoint that a run starts from. They have no effect once the run goes on from its own ones."""
+"""Keys about the checkpoint that a run starts from. They have no effect once the run resumes from its own ones."""
 
 REPLACED = ".replaced-"
 """Start of the name of a checkpoint while another one of the same step takes its place."""
 
 _STEP = "global_step"
-# What may change while a run goes on, and is worth a note: sections whose keys change what is learned.
+# What may change when a run resumes, and is worth a note: sections whose keys change what is learned.
 _LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", "model")
 _BATCH_KEYS = ("train_batch_size", "gradient_clipping")
 _MOST_DIFFERENCES = 4
@@ -91,7 +91,7 @@ def run_identity(config: NeoXConfig) -> RunIdentity:
 def _trained(config: NeoXConfig) -> dict[str, Any]:
     """Return what a run trains: its network, and adapters if it has any."""
     network = architecture_of(config).to_dict()
-    network.pop("max_positions", None)  # a longer context goes on with the same weights
+    network.pop("max_positions", None)  # a longer context resumes with the same weights
     lora = config.training.lora
     return {"network": network, "lora": None if lora is None else lora.model_dump(mode="json")}
 
@@ -152,7 +152,7 @@ def starting_weights(config: NeoXConfig) -> str:
 
 
 def resumes_own_directory(config: NeoXConfig) -> bool:
-    """Return whether a run asks to go on from its `save` directory: `load` is the same, and it is no fine-tuning."""
+    """Return whether a run asks to resume from its `save` directory: `load` is the same, and it is no fine-tuning."""
     keys = config.checkpoint
     if keys.load is None or keys.save is None or keys.finetune:
         return False

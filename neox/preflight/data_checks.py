@@ -151,7 +151,7 @@ def missing_data(config: NeoXConfig) -> list[Problem]:
 
 
 def _longer_prefix(prefix: str) -> str | None:
-    """Return the prefix of token files of which a user may have given the start: tools append to --output-prefix."""
+    """Return the prefix of token files if a user gave only its beginning: tools append to --output-prefix."""
     for end in ("_text_document", "_messages_document", "_text_sentence"):
         if Path(f"{prefix}{end}.idx").is_file():
             return prefix + end

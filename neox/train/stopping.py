@@ -76,7 +76,7 @@ class NonFiniteRule:
     long as its loss is finite: the loss does not depend on the scale.
 
     Args:
-        allowed: Number of successive steps after which training goes on (`max_nonfinite_steps`).
+        allowed: Number of successive steps after which training continues (`max_nonfinite_steps`).
         dynamic_loss_scale: Whether the loss scale may shrink (fp16).
     """
 

@@ -89,7 +89,7 @@ def read_groups(client: Mapping[str, Any]) -> list[list[Key]]:
 
 
 class RankFiles:
-    """The files of a model rank's data ranks, of which each is opened when it is first needed.
+    """The files of a model rank's data ranks; each is opened when it is first needed.
 
     Args:
         files: One file per data rank.
@@ -302,7 +302,7 @@ def _part(tensors: RankTensors, flat: int, name: str, start: int, length: int) -
 
 
 class OrderedState:
-    """The state in files of ZeRO 1 and 2 whose order is known, of which only those that are needed are opened.
+    """The state in files of ZeRO 1 and 2 whose order is known; only files that are needed are opened.
 
     A group's parameters stand one after another in one flat tensor, whose parts of equal size the data ranks hold:
 
@@ -378,7 +378,7 @@ class OrderedState:
         if piece.start > 0 or piece.length == size or piece.rank == 0:
             return 0
         if piece.length < self._tensors(piece.rank).weights[piece.flat].numel():
-            return size - piece.length  # the part goes on with another parameter, or padding
+            return size - piece.length  # another parameter, or padding, follows in the part
         before = self._pieces(piece.rank - 1).get(key)
         if before is None:
             return 0
@@ -409,7 +409,7 @@ def _pieces_of(state: Mapping[str, Any], rank: int) -> Iterator[tuple[Key, Piece
 
 
 def zero12_state(files: RankFiles, shapes: Shapes, experts: Collection[Key] = (), ep_size: int = 1) -> PartitionedState:
-    """Return the state in files of ZeRO 1 and 2, and of bf16 with pipeline stages, of which all are opened.
+    """Return the state in files of ZeRO 1 and 2, and of bf16 with pipeline stages; all files are opened.
 
     A group's parameters stand one after another in one flat tensor, which is split over data ranks. The files say where
     in it each parameter is.
@@ -432,7 +432,7 @@ def zero12_state(files: RankFiles, shapes: Shapes, experts: Collection[Key] = ()
 
 
 def zero3_state(files: RankFiles, shapes: Shapes) -> PartitionedState:
-    """Return the state in files of ZeRO 3, of which only those that are needed are opened.
+    """Return the state in files of ZeRO 3; only files that are needed are opened.
 
     Each parameter is padded and split into equal parts. A rank's parts stand one after another in its flat tensors.
 

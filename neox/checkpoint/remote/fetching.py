@@ -288,7 +288,7 @@ def needed_files(config: NeoXConfig, *, trains: bool) -> Choice:
 
 
 def returns_to_save(config: NeoXConfig) -> bool:
-    """Return whether `load` is the mirror of the run's own `save`, so that new hosts go on where others ended."""
+    """Return whether `load` is the mirror of the run's own `save`, so that new hosts resume where others ended."""
     keys = config.checkpoint
     if keys.load is None or keys.save is None or keys.checkpoint_mirror is None or keys.finetune:
         return False

@@ -82,7 +82,7 @@ def checkpoint_at(given: str | Path, cache: str | Path | None = None, needed: Ch
     """Return the checkpoint that a tool is given: the directory itself, or the newest complete one in it.
 
     Args:
-        given: The directory, or its address in object storage, of which a local copy is made.
+        given: The directory, or its address in object storage, which is then copied to this machine.
         cache: Directory of such copies, by default CHECKPOINT_CACHE.
         needed: Choice of the files to copy.
 

@@ -124,7 +124,7 @@ def markers(info: FieldInfo, kind: type[Marker]) -> tuple[Marker, ...]:
 
 
 def effect_conditions(info: FieldInfo) -> tuple[OnlyWith, ...]:
-    """Return the conditions of which one must be on for a field to have an effect; none if it always has one."""
+    """Return the conditions one of which must hold for a field to have an effect; none if it always has one."""
     conditions = markers(info, OnlyWith)
     for marker in markers(info, OnlyWithAny):
         conditions += tuple(OnlyWith(key) for key in marker.keys)

@@ -105,7 +105,7 @@ class OptimizerKind:
         params: Its numbers.
         states: Tensors that it keeps for each parameter, apart from a counter of steps.
         counts_steps: Whether it keeps the counter `step`.
-        cycled_betas: Name of the two betas of which a schedule may cycle the first (`OneCycle`); empty if it has none.
+        cycled_betas: Name of the two betas, the first of which a schedule may cycle (`OneCycle`); empty if it has none.
         host_names: Names of the variant that updates states in the hosts' memory.
         gradient_degree: How a step scales with the gradient: 0 for Adam, 1 for SGD. Learning rates under muP follow
             from it.

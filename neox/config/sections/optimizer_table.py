@@ -57,7 +57,7 @@ class Adam8bitParams(DecayingParams):
     """With `type: Adam8bit`: numbers of Adam with decoupled weight decay and states of 8 bits (arXiv:2110.02861).
 
     Saved states are loaded exactly in the same layout, and rounded again at
-    other degrees or ZeRO stages. A run goes on from Adam's states, too, and Adam from these.
+    other degrees or ZeRO stages. A run resumes from Adam's states, too, and Adam from these.
     """
 
     betas: Betas = (0.9, 0.999)
@@ -287,7 +287,7 @@ def optimizer_of_states(names: Collection[str]) -> str | None:
 
 
 def goes_on(saved: str, here: str) -> bool:
-    """Return whether an optimizer can go on with the states of another one: only their bits may differ.
+    """Return whether an optimizer can resume from the states of another one: only their bits may differ.
 
     Args:
         saved: Key of the optimizer of the state.

@@ -263,8 +263,8 @@ class CheckpointConfig(MirrorKeys, ForwardCheckKeys):
     disk of each host's own, otherwise all hosts must see it."""
 
     async_save: Annotated[bool, OnlyWith("save")] = False
-    """Copy a checkpoint to CPU memory and write it while training goes on. The plan counts that memory; the state of a
-    GPU can take more, because torch rounds pinned memory up to powers of two."""
+    """Copy a checkpoint to CPU memory and write it while training continues. The plan counts that memory; the state of
+    a GPU can take more, because torch rounds pinned memory up to powers of two."""
 
     no_save_optim: Annotated[bool, OnlyWith("save")] = False
     """Leave the optimizer's state out of checkpoints."""
@@ -322,7 +322,7 @@ class LoggingConfig(
     """Logging: terminal, metrics file, and experiment trackers."""
 
     log_dir: str | None = None
-    """Directory of metrics.jsonl and of per-rank logs. A run that goes on from a checkpoint does not start if the
+    """Directory of metrics.jsonl and of per-rank logs. A run that resumes from a checkpoint does not start if the
     curves there are of a run with another `save`."""
 
     peak_theoretical_tflops: PositiveFloat | None = None

@@ -37,7 +37,7 @@ def reference_path(prefix: str, name: str) -> Path:
 
 
 def hash_of_pairs(pairs: AnswerPairs) -> str:
-    """Return a hash of the tokens of all pairs, and of which of them belong to answers."""
+    """Return a hash of the tokens of all pairs, and of where their answers are."""
     digest = hashlib.sha256()
     for number in range(len(pairs)):
         for document in pairs.documents(number):

@@ -84,7 +84,7 @@ class GptNeoxPasses:
         return SampleCuts(self.maps.document_map, sample_map[samples], sample_map[samples + 1], samples)
 
     def unread_documents(self, state: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the documents of which no token is read, int32, one entry for each time they would be read.
+        """Return the documents without any token that is read, int32, one entry for each time they would be read.
 
         Args:
             state: Number of samples read.

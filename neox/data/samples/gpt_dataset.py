@@ -60,7 +60,7 @@ class GPTDataset:
         shuffle_map[i] -> n        its number before samples were shuffled
         sample_map[n]              the entry where it starts, and the token there; it ends where n + 1 starts
         document_map[entries]      the documents of its entries
-        indexed[document]          their tokens, of which the row is joined
+        indexed[document]          their tokens, which are joined to the row
 
     `len()` is `num_samples - 1`, as in gpt-neox; the last sample can be read all the same.
 

@@ -147,7 +147,7 @@ class TokenRows:
     def _rearranged_parts(
         self, cuts: SampleCuts, pieces: DocumentSpans, fill_in_middle: FillInMiddle
     ) -> list[np.ndarray]:
-        """Return the tokens of pieces of documents, of which those that fit into a sample may be rearranged."""
+        """Return the tokens of pieces of documents; documents that fit into a sample may be rearranged."""
         documents = cuts.documents[pieces.entries]
         starts = self.indexed.starts(documents).tolist()
         sizes = self.indexed.sizes[documents].tolist()

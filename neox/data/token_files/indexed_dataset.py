@@ -365,7 +365,7 @@ class IndexedDataset:
         dtype: Dtype of the token ids.
         sizes: Number of tokens of each sequence [sequences].
         document_index: First sequence of each document, and then the number of sequences [documents + 1].
-        tokens: All ids, of which slices are taken [num_tokens].
+        tokens: All ids, [num_tokens]; slices of them are taken.
         num_tokens: Number of ids.
     """
 

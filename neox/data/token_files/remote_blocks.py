@@ -45,7 +45,7 @@ _DROPPED_AT_ONCE = 64  # parts of the limit that are dropped together, so that r
 
 
 class BlockFile:
-    """Bytes of a file in object storage, of which blocks are fetched when they are first read.
+    """Bytes of a file in object storage, fetched by blocks when they are first read.
 
     Args:
         ids: Description of the file.
@@ -238,7 +238,7 @@ class BlockFile:
 
 
 class RemoteTokens:
-    """Ids of a `.bin` in object storage, of which slices can be taken like those of an array.
+    """Ids of a `.bin` in object storage, which are sliced like an array.
 
     Args:
         ids: Description of the file.

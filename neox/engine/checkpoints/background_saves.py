@@ -36,7 +36,7 @@ _log = get_logger(__name__)
 class HostCopies:
     """Copies of tensors in CPU memory. Tensors of an accelerator go to pinned memory by a stream of their own.
 
-    The accelerator goes on with the forward and backward pass meanwhile. Code that overwrites the tensors calls `hold`
+    The accelerator runs the forward and backward pass meanwhile. Code that overwrites the tensors calls `hold`
     first, and code that reads the copies calls `wait`. torch keeps pinned memory for the next copies, and rounds
     sizes up to powers of two unless PYTORCH_ALLOC_CONF holds `pinned_max_round_threshold_mb`.
     """

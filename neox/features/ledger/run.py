@@ -37,7 +37,7 @@ class Ledger(Feature):
         self.record = start.saved.get(LEDGER)
 
     def opening_data(self, engine: Engine) -> DataArguments:
-        """Let the data go on after what was read."""
+        """Let the data resume after the samples that were read."""
         self._warn_of_other_samples(engine)
         return {"ledger": self.record}
 
@@ -61,7 +61,7 @@ class Ledger(Feature):
         return True
 
     def after_rollback(self, engine: Engine, back_to: int | None, step: int) -> None:
-        """Let the data go on after the step, whose samples and those before it are skipped."""
+        """Let the data resume after the step, whose samples and those before it are skipped."""
         if back_to is None or self._at is None:
             return
         self.record = after_skipping(self._at(back_to), self._at(step))

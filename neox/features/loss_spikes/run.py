@@ -14,11 +14,11 @@ A spike at step 500 with `loss_spike_action: rollback`, and a checkpoint at 400.
                                   are loaded, then every feature's state: the average of weights, the ledger and the
                                   losses in the band are those of step 400
     LossSpikes.after_rollback     steps 401 to 500 are noted as skipped, and reported
-    Ledger.after_rollback         the data goes on behind the samples of step 500
+    Ledger.after_rollback         the data resumes behind the samples of step 500
     Trainer._open_data            opened anew, so that step 401 reads what step 501 would have read
     Trainer.save                  the checkpoint of 400 again, which now knows what is skipped; a resume skips it too
 
-Training goes on with step 401.
+Training resumes with step 401.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LossBand:
     Args:
         factor: Upper end of the band, in deviations above the median.
         window: Number of losses.
-        losses: Losses of the last steps in order, of which as many are taken as the window holds.
+        losses: Losses of the last steps in order; the window takes the newest.
     """
 
     def __init__(self, factor: float, window: int, losses: Iterable[float] = ()) -> None:

@@ -18,8 +18,8 @@ class MirrorKeys(Section):
 
     checkpoint_mirror: Annotated[str | None, OnlyWith("save")] = None
     """Address in object storage (`s3://bucket/run`, `gs://...`) to which committed checkpoints are copied while
-    training goes on. keep_last_n_checkpoints holds there too. If it holds a newer checkpoint of this run than `save`,
-    the run goes on from that; those of another run are refused without `overwrite`."""
+    training continues. keep_last_n_checkpoints holds there too. If it holds a newer checkpoint of this run than `save`,
+    the run resumes from that; those of another run are refused without `overwrite`."""
 
     checkpoint_mirror_part_bytes: Annotated[PositiveInt, OnlyWith("checkpoint_mirror")] = 104857600
     """Size of the parts of an upload."""

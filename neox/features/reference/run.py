@@ -1,7 +1,7 @@
 """The reference model of training on preferences: the weights that a run began with, and their identity.
 
 A loss that compares with them reads their log-probabilities from a file next to the data (`stored`), or computes them
-in every step with a second copy of the weights (`copy`). A run that goes on from a checkpoint knows from it which ones
+in every step with a second copy of the weights (`copy`). A run that resumes from a checkpoint knows from it which ones
 these are.
 """
 
@@ -85,7 +85,7 @@ def _copy_of(model: TrainedModel, start: RunStart, first: RunStart) -> WeightsCo
     """
     if first is start or not start.iteration:
         return WeightsCopy(model.module)
-    # The model holds later weights, so that a second one is built as the run began, of which only the tensors stay.
+    # The model holds later weights. So a second one is built as the run began, and only its tensors stay.
     began = build_loaded_model(model.plan, model.grid, model.device, model.objective, first)
     return WeightsCopy(model.module, of=began)
 
@@ -94,7 +94,7 @@ def weights_identity(start: RunStart) -> str | None:
     """Return the identity of the weights that a run starts from; None if it is not known. Only one rank calls it.
 
     Args:
-        start: How the run starts. A run that goes on knows its first weights from its checkpoints.
+        start: How the run starts. A resumed run knows its first weights from its checkpoints.
 
     Raises:
         CheckpointError: If a checkpoint without a manifest cannot be read.
@@ -108,9 +108,9 @@ def weights_identity(start: RunStart) -> str | None:
 
 
 def first_start(plan: RunPlan, start: RunStart) -> RunStart:
-    """Return how the run began, if it goes on, or how it begins. Only one rank calls it.
+    """Return how the run began, if it is resumed, or how it begins. Only one rank calls it.
 
-    A run that goes on may name its own checkpoints as `load`, as the launcher lets it; they say where it began.
+    A resumed run may name its own checkpoints as `load`, as the launcher lets it; they say where it began.
 
     Args:
         plan: The run.

@@ -83,7 +83,7 @@ def batch_notes(config: NeoXConfig, grid: Topology, batch: BatchPlan) -> list[st
 
 
 def _whole_batch(config: NeoXConfig, batch: BatchPlan, dp_size: int, problems: list[Problem]) -> BatchPlan | None:
-    """Return a batch of which all three sizes are given, if they fit each other."""
+    """Return a batch whose three sizes are all given, if they fit each other."""
     micro = batch.train_micro_batch_size_per_gpu
     product = micro * batch.gradient_accumulation_steps * dp_size
     if product == batch.train_batch_size:

@@ -80,7 +80,7 @@ def settle_precision(config: NeoXConfig, capabilities: Capabilities) -> tuple[Ne
 
     Args:
         config: May hold contradictions, and is then returned as it is.
-        capabilities: What the hosts multiply natively, and the precision of the checkpoint that the run goes on from.
+        capabilities: What the hosts multiply natively, and the precision of the checkpoint that the run resumes from.
 
     Returns:
         The configuration, and notes for people.
@@ -166,7 +166,7 @@ def _claims(config: NeoXConfig) -> dict[str, str]:
 
 
 def saved_precision(config: NeoXConfig, *, training: bool) -> Precision | None:
-    """Return the precision of the checkpoint that a run goes on from, as the configuration next to it says.
+    """Return the precision of the checkpoint that a run resumes from, as the configuration next to it says.
 
     Args:
         config: Names the checkpoint by `load` and `iteration`; a run that does not train reads `save` without `load`.

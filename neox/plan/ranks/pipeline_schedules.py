@@ -41,7 +41,7 @@ class PipelineSchedule(ABC):
 
     Attributes:
         fixed_ranges: Number of ranges that each stage holds; None if `virtual_stages` says it.
-        settles_after: Micro batches for each stage after which a step goes on in equal rounds.
+        settles_after: Micro batches for each stage after which a step repeats equal rounds.
     """
 
     fixed_ranges: int | None

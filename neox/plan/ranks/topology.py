@@ -116,7 +116,7 @@ class Topology:
 
 
 def solve_grid(config: NeoXConfig, world_size: int, problems: list[Problem]) -> Topology | None:
-    """Return the degrees, with dp = world_size / (pp x tp), of which context ranks are a part.
+    """Return the degrees, with dp = world_size / (pp x tp), context ranks included.
 
     Args:
         config: The degrees that were asked for.
