@@ -1,5 +1,14 @@
 """The decoding loop: continuations of a batch of prompts, greedily or by sampling. Beams are in `beam_search`.
 
+    prompts     left-padded to [B, longest prompt]; a cache for them and all new tokens (`LanguageModel.begin`)
+      |
+      v         one step: `decode`
+    feed        tokens [B, S] -> logits [B, V]        S is the longest prompt at first, then 1 (`generation.runner`)
+    choose      penalties, filters, draw -> ids [B]   (`generation.sampling.TokenChooser`)
+    add         each row takes its id: is it the end, a stop string, the limit? Text that is final goes to `on_text`
+      |         (`generation.text_stream`)
+      +-------> until all rows are complete
+
 Shapes: B sequences, S tokens fed at once, V vocabulary. Every rank of a split model runs the same loop on the same
 logits, so that all of them stop after the same step.
 """
@@ -187,7 +196,11 @@ def decode(
     if sequence_ids is None:
         sequence_ids = range(len(prompts))
     chooser = TokenChooser(params, prompts, sequence_ids, model.vocab_size, codec.eod, model.device)
-    tokens = _left_pad(prompts, min(codec.eod, model.vocab_size - 1), model.device)  # [B, longest prompt]
+    fill = min(codec.eod, model.vocab_size - 1)
+    padded = torch.full((len(prompts), max(map(len, prompts))), fill)  # [B, longest prompt], each at the right edge
+    for padded_row, prompt in zip(padded, prompts, strict=True):
+        padded_row[len(padded_row) - len(prompt) :] = torch.tensor(list(prompt))
+    tokens = padded.to(model.device)
     decoding = model.begin(list(map(len, prompts)), tokens.size(1) + max(limits))
     while True:
         logits = decoding.feed(tokens)  # [B, V]
@@ -215,11 +228,3 @@ def check_ids(prompts: Iterable[Sequence[int]], model: LanguageModel) -> None:
                 f"the prompt holds token id {unknown}, and the model has rows for ids up to {model.vocab_size - 1} "
                 "only; leave that token out, or give it a row with tools/resize_vocabulary.py"
             )
-
-
-def _left_pad(prompts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
-    """Return prompts as one tensor [B, longest], each ending at the right edge."""
-    padded = torch.full((len(prompts), max(map(len, prompts))), fill)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[len(row) - len(prompt) :] = torch.tensor(list(prompt))
-    return padded.to(device)

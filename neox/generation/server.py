@@ -1,7 +1,20 @@
 """HTTP server for a checkpoint: OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`, and pages.
 
-One generation runs at a time, in a separate thread. A few requests wait; further ones are refused. starlette is an
-optional dependency, which is imported in the functions that need it.
+One generation runs at a time, in a separate thread. A few requests wait; further ones are refused.
+
+    event loop                                                                thread "generation"
+    Service.completions, .chat_completions    one for each path
+      _read_json                              limits of size and time
+      parse_request, parse_chat_request       everything is checked here: 400, or a GenerationRequest
+      GenerationQueue.check_capacity          429 if too many wait
+      _answer: the whole text, or _stream     server-sent events
+        GenerationQueue.generate              waits for earlier requests   -> decode (`generation.decoding`)
+          stop, closing, deadline             asked after each token       <- should_stop
+          _parts.put                          each piece of text           <- on_text
+      request.answers                         the protocol's JSON (`generation.answers`)
+
+A client that disconnects sets `stop`. starlette is an optional dependency, which is imported in the functions that need
+it.
 """
 
 from __future__ import annotations
