@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -463,6 +462,8 @@ def torch_build() -> str | None:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # takes time, and a dry run needs no version
+
     try:
         return version(package)
     except PackageNotFoundError:

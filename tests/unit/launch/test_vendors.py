@@ -193,7 +193,7 @@ def test_the_release_of_torch_npu_must_be_that_of_torch(tmp_path: Path, monkeypa
     ascend = machine_with(tmp_path, "davinci0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     versions = {"torch_npu": "2.13.0.post1", "torch": "2.13.0+cpu"}
-    monkeypatch.setattr(vendors, "version", versions.__getitem__)
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     assert torch_problem({}, ascend) is None
     versions["torch_npu"] = "2.9.0"
     assert "torch_npu 2.9.0 does not fit torch 2.13.0" in str(torch_problem({}, ascend))
