@@ -123,8 +123,8 @@ class RunnerConfig(Section):
 
     distributed_backend: Literal["auto", "nccl", "hccl", "xccl", "ccl", "gloo"] = "auto"
     """Backend of torch.distributed. `auto`: that of the accelerator, nccl for NVIDIA and AMD, hccl for Ascend and
-    Gaudi, xccl for Intel, and gloo on CPUs. Another accelerator's backend is refused; gloo serves each. CPU ranks use
-    gloo in any case, and a log line says so if another was named."""
+    Gaudi, xccl for Intel, and gloo on CPUs. A backend that does not serve the accelerator is refused; gloo serves
+    NVIDIA and AMD too. CPU ranks use gloo in any case, and a log line says so if another was named."""
 
     comment: Annotated[str | None, OnlyWith("launcher", ("slurm",))] = None
     """Comment passed to slurm."""

@@ -52,7 +52,8 @@ class Vendor:
     Attributes:
         name: Name for messages.
         accelerator: DeepSpeed's name for them (`DS_ACCELERATOR`), which is the type of their devices in torch.
-        backends: Backends of torch.distributed that are theirs, the usual one first. gloo serves all.
+        backends: Backends of torch.distributed that serve them, the usual one first. gloo copies no tensors of others
+            than NVIDIA's and AMD's.
         visible: Variables that choose the devices of a process; the first one that is set decides.
         narrowed_by: Variable with which the driver itself hides devices, so that those of `visible` count what it
             leaves, from 0; None if the driver has none.
@@ -189,7 +190,7 @@ def _count_gaudi(root: Path) -> int:
 NVIDIA = Vendor(
     name="NVIDIA",
     accelerator="cuda",
-    backends=("nccl",),
+    backends=("nccl", "gloo"),
     visible=("CUDA_VISIBLE_DEVICES",),
     for_ranks=("CUDA_VISIBLE_DEVICES",),
     forwarded=("NCCL_*", "CUDA_*"),
@@ -206,7 +207,7 @@ NVIDIA = Vendor(
 AMD = Vendor(
     name="AMD",
     accelerator="cuda",
-    backends=("nccl",),  # RCCL by that name
+    backends=("nccl", "gloo"),  # RCCL by the first name
     visible=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     narrowed_by="ROCR_VISIBLE_DEVICES",
     # Both alike: HIP reads the first if it is set, and programs that know only CUDA's read the second.
@@ -490,7 +491,7 @@ def refused_backend(backend: str, vendor: Vendor) -> str | None:
         backend: Value of `distributed_backend`.
         vendor: The vendor.
     """
-    if backend in ("auto", "gloo", *vendor.backends):
+    if backend in ("auto", *vendor.backends):
         return None
     return f"{backend} does not serve {vendor.name} devices: set {vendor.backends[0]}, or auto"
 

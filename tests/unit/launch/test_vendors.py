@@ -213,9 +213,9 @@ def test_backends_that_serve_each_vendor() -> None:
     usable = {
         "NVIDIA": {"auto", "gloo", "nccl"},
         "AMD": {"auto", "gloo", "nccl"},
-        "Ascend": {"auto", "gloo", "hccl"},
-        "Gaudi": {"auto", "gloo", "hccl"},
-        "Intel": {"auto", "gloo", "xccl", "ccl"},
+        "Ascend": {"auto", "hccl"},
+        "Gaudi": {"auto", "hccl"},
+        "Intel": {"auto", "xccl", "ccl"},
     }
     for vendor in vendors.VENDORS:
         for backend in ("auto", "gloo", "nccl", "hccl", "xccl", "ccl"):
