@@ -3,7 +3,9 @@
 from neox.architecture.activations import ACTIVATIONS, Activation
 from neox.architecture.adapters import add_adapters
 from neox.architecture.architecture import (
+    WITHOUT_ATTENTION,
     WITHOUT_LOGITS,
+    WITHOUT_MLP,
     Architecture,
     Difference,
     NetworkFields,
@@ -51,8 +53,11 @@ from neox.architecture.parameter import (
     Constant,
     FromKey,
     InitialValues,
+    LogCounts,
+    LogUniform,
     Normal,
     ParameterSpec,
+    StepSizes,
     Uniform,
 )
 from neox.architecture.residual import RESIDUALS, NormSlots, Residual
@@ -85,7 +90,9 @@ __all__ = [
     "RouterName",
     "SPARSITY",
     "VOCABULARY",
+    "WITHOUT_ATTENTION",
     "WITHOUT_LOGITS",
+    "WITHOUT_MLP",
     "WORD_EMBEDDINGS",
     "Z_LOSS",
     "Activation",
@@ -103,6 +110,8 @@ __all__ = [
     "LayerEntry",
     "LayerKind",
     "LayerPlan",
+    "LogCounts",
+    "LogUniform",
     "MicroBatch",
     "NetworkFields",
     "NormSlots",
@@ -114,6 +123,7 @@ __all__ = [
     "ParameterSpec",
     "Positions",
     "Residual",
+    "StepSizes",
     "Uniform",
     "adapter_parameters",
     "block_kinds",

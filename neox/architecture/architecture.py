@@ -44,6 +44,24 @@ WITHOUT_LOGITS: Mapping[str, Any] = MappingProxyType(
 )
 """Fields that only a language model head uses -> their values in a network with a score head."""
 
+WITHOUT_ATTENTION: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_attention_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 1,
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "rotary_ndims": 0,
+        "rotary_base": 0.0,
+        "rope_scaling": (),
+    }
+)
+"""Fields that only blocks with attention use -> their values in a network without any."""
+WITHOUT_MLP: Mapping[str, Any] = MappingProxyType(
+    {"mlp_width": 0, "mlp_bias": False, "activation": "silu", "residual": "sequential"}
+)
+"""Fields that only blocks with an MLP use -> their values in a network without any."""
+
 
 class NetworkFields(Enum):
     """Fields of a network that are compared with a checkpoint's."""
@@ -70,11 +88,11 @@ class Architecture:
     Attributes:
         num_layers: Number of blocks.
         hidden_size: Width of the hidden states.
-        num_attention_heads: Number of query heads of a block.
+        num_attention_heads: Number of query heads of a block; 1 if no block has attention.
         num_kv_heads: Number of key and value heads. Each serves `num_attention_heads / num_kv_heads` neighbouring
             query heads.
-        head_dim: Width of one head.
-        mlp_width: Inner width of the MLP, after the activation.
+        head_dim: Width of one head; 1 if no block has attention.
+        mlp_width: Inner width of the MLP, after the activation; 0 if no block has an MLP.
         activation: Key of `ACTIVATIONS`.
         norm: Key of `NORMS`.
         norm_epsilon: Epsilon of the norms; 0 if the norm has none.
@@ -104,6 +122,15 @@ class Architecture:
         value_head_dim: Width of a head's values in these blocks; 0 without such blocks.
         sparsity: Settings of sparse attention as sorted pairs (key, value); () without it.
         gmlp_width: Inner width of the attention in `amlp` blocks; 0 without such blocks.
+        mamba_heads: Number of heads of `mamba2` blocks; 0 without such blocks.
+        mamba_head_dim: Channels of one of these heads; 0 without such blocks.
+        mamba_groups: Number of groups of heads that share B and C; 0 without such blocks.
+        mamba_width: Channels of `mamba` blocks; 0 without such blocks.
+        mamba_dt_rank: Width of the steps before their projection to these channels; 0 without such blocks.
+        mamba_state: Elements of the state of one channel in blocks of Mamba; 0 without such blocks.
+        mamba_conv: Tokens that the convolution of these blocks sees; 0 without such blocks.
+        mamba_conv_bias: Whether this convolution has a bias.
+        mamba_linear_bias: Whether the projections of these blocks have biases.
         soft_prompt_tokens: Number of trained vectors before the tokens; 0 for none.
         tie_word_embeddings: Whether the head multiplies by the embedding's weight.
         attention_scale: Factor of attention's scores; 0 for 1 / sqrt(head_dim).
@@ -179,6 +206,15 @@ class Architecture:
     value_head_dim: int = 0
     sparsity: Pairs = field(default=(), metadata=_FINETUNE)
     gmlp_width: int = 0
+    mamba_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_groups: int = 0
+    mamba_width: int = 0
+    mamba_dt_rank: int = 0
+    mamba_state: int = 0
+    mamba_conv: int = 0
+    mamba_conv_bias: bool = False
+    mamba_linear_bias: bool = False
     soft_prompt_tokens: int = field(default=0, metadata=_FINETUNE)
     tie_word_embeddings: bool = field(metadata=_FINETUNE)
     attention_scale: float = 0.0

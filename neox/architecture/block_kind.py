@@ -19,16 +19,28 @@ class MicroBatch(NamedTuple):
         sequence: Tokens of a sample.
         token_shares: Number of tensor ranks that divide tokens between them outside of matrix products.
         tp_size: Number of tensor ranks.
+        bytes_per_number: Bytes of an element of the hidden states.
+        separates_documents: Whether the documents in a row are kept apart.
     """
 
     tokens: int
     sequence: int
     token_shares: int
     tp_size: int
+    bytes_per_number: int
+    separates_documents: bool
 
 
 def _nothing_kept(architecture: Architecture, tp_size: int) -> int:
     return 0
+
+
+def _nothing_recomputed(architecture: Architecture, batch: MicroBatch) -> int:
+    return 0
+
+
+def _none(architecture: Architecture, tp_size: int) -> str:
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +59,17 @@ class BlockKind:
             for each sequence if it keeps a state, which is fp32.
         mixing_flops: (network, sequence length) -> operations of a forward pass for one token which mix tokens, so that
             its matrices do not show them.
-        activations: (network, micro batch) -> number of elements that its backward pass needs; None if they follow from
-            attention and MLP.
+        activations: (network, micro batch) -> bytes that its backward pass needs, of two sublayers only those of the
+            first one; None if they follow from attention and MLP.
+        recomputed: (network, micro batch) -> bytes that its backward pass computes again at once, however the run
+            recomputes.
+        obstacle: (network, tensor ranks) -> why these cannot divide it, as a clause; empty if they can, or if the
+            shapes of its parameters say so.
         context_ranks: Why context ranks cannot divide its tokens, as a relative clause; empty if they can.
         bidirectional: Whether it can also see later tokens, in an encoder.
         has_fixed_length: Whether its parameters depend on the longest sequence.
         gated_activations: Whether it takes activations with a gate.
+        uses: Keys of the YAML that it uses, although it has no attention or no MLP, whose keys they are otherwise.
         refused: Keys of the YAML that do not work with it.
     """
 
@@ -63,8 +80,11 @@ class BlockKind:
     kept: Callable[[Architecture, int], int] = _nothing_kept
     mixing_flops: Callable[[Architecture, int], int]
     activations: Callable[[Architecture, MicroBatch], int] | None = None
+    recomputed: Callable[[Architecture, MicroBatch], int] = _nothing_recomputed
+    obstacle: Callable[[Architecture, int], str] = _none
     context_ranks: str = ""
     bidirectional: bool = False
     has_fixed_length: bool = False
     gated_activations: bool = True
+    uses: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()

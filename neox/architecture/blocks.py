@@ -31,7 +31,10 @@ from neox.architecture.attention import (
 from neox.architecture.block_kind import BlockKind
 from neox.architecture.choices import MLPS, POSITIONS, norm_parameters
 from neox.architecture.gmlp import AMLP, GMLP
+from neox.architecture.mamba import MAMBA
+from neox.architecture.mamba2 import MAMBA2
 from neox.architecture.parameter import ParameterSpec
+from neox.architecture.recurrence import recurrent_block
 from neox.architecture.residual import RESIDUALS
 from neox.architecture.sparsity import SPARSITY
 
@@ -82,6 +85,9 @@ BLOCKS: Mapping[str, BlockKind] = MappingProxyType(
         "sliding_window": _transformer(WINDOWED_ATTENTION),
         "gmlp": GMLP,
         "amlp": AMLP,
+        "mamba": recurrent_block(MAMBA, "nothing"),
+        "mamba2": recurrent_block(MAMBA2, "nothing"),
+        "mamba2_mlp": recurrent_block(MAMBA2, "mlp"),
     }
 )
 """Kind of block (`Architecture.attention`) -> its row."""

@@ -49,7 +49,7 @@ def _gate_flops(architecture: Architecture, sequence: int, *, has_attention: boo
 
 
 def _gate_activations(architecture: Architecture, batch: MicroBatch, *, has_attention: bool) -> int:
-    """Return the number of elements that a block's backward pass needs for one micro batch.
+    """Return the bytes that a block's backward pass needs for one micro batch.
 
     Every tensor rank holds these whole, each 4H wide: the gate joined over ranks, normalised and applied; with
     attention three more for its values and result. Tensor ranks divide the wide product and its activation (8H each)
@@ -60,7 +60,7 @@ def _gate_activations(architecture: Architecture, batch: MicroBatch, *, has_atte
     gate_tensors = 6 if has_attention else 3
     whole = inputs + gate_tensors * 4 * hidden
     divided = (8 + 8 + 4) * hidden // batch.tp_size
-    return batch.tokens * (whole + divided) + batch.sequence**2
+    return batch.bytes_per_number * (batch.tokens * (whole + divided) + batch.sequence**2)
 
 
 def _kind(*, has_attention: bool) -> BlockKind:

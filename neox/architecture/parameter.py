@@ -30,6 +30,27 @@ class Uniform:
     high: float
 
 
+@dataclass(frozen=True)
+class LogUniform:
+    """Initial values whose exponentials are uniformly distributed (decay rates)."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class LogCounts:
+    """Initial values log 1, log 2, log 3, ... along the last dimension (decay rates of the elements of a state)."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Initial values whose softplus is between two bounds, uniformly distributed in its logarithm (steps in time)."""
+
+    low: float
+    high: float
+
+
 class FromKey(StrEnum):
     """Initial values that the configuration chooses, by the key that does."""
 
@@ -38,7 +59,7 @@ class FromKey(StrEnum):
     PROMPT_RANGE = "soft_prompt_tuning.init_range"
 
 
-InitialValues = Constant | Normal | Uniform | FromKey
+InitialValues = Constant | Normal | Uniform | LogUniform | LogCounts | StepSizes | FromKey
 ZEROS = Constant(0.0)
 ONES = Constant(1.0)
 

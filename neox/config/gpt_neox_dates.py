@@ -96,7 +96,7 @@ def keys_since(values: Mapping[str, Any], day: date) -> Iterator[str]:
     """Yield the given keys of the network that came to gpt-neox on a day or later, and whose values are not off."""
     for key, value in values.items():
         row = NEOX_KEYS.get(key)
-        if row is None or row.section not in ("model", "experts") or row.is_off(value):
+        if row is None or row.section not in ("model", "experts", "recurrent") or row.is_off(value):
             continue
         if row.added is not None and row.added >= day:
             yield key

@@ -25,6 +25,7 @@ from neox.config.sections.healing import HealingConfig
 from neox.config.sections.model import ModelConfig
 from neox.config.sections.optimizer import OptimizerConfig
 from neox.config.sections.preferences import PreferenceConfig
+from neox.config.sections.recurrent import RecurrentConfig
 from neox.config.sections.runner import ParallelismConfig, RunnerConfig
 from neox.config.sections.schedule import ScheduleConfig
 from neox.config.sections.training import CheckpointConfig, LoggingConfig, TrainingConfig
@@ -41,6 +42,7 @@ class NeoXConfig(Section):
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
+    recurrent: RecurrentConfig = Field(default_factory=RecurrentConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     data: DataConfig = Field(default_factory=DataConfig)

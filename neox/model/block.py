@@ -1,5 +1,7 @@
 """A transformer block: attention and MLP, with norms around them and a rule that adds them to the residual stream.
 
+A recurrent mixer may take attention's place (`neox.model.mixer`); then a block may also be that mixer alone.
+
 Legend: B batch, S sequence, H hidden.
 """
 
@@ -19,9 +21,10 @@ from neox.model.attention import SelfAttention
 from neox.model.cache import CacheForm, StateForm
 from neox.model.context import Aux, BlockContext
 from neox.model.experts import ExpertMLP
+from neox.model.mixer import Mixer
 from neox.model.mlp import MLP
 from neox.model.tiles import TokenTiles
-from neox.ops import AttentionImpl, build_norm
+from neox.ops import build_norm
 from neox.parallel import ParallelGrid, Summand, TensorOptions, TokenShares
 
 MLPS: Mapping[str, type[MLP | ExpertMLP]] = MappingProxyType({"dense": MLP, "experts": ExpertMLP})
@@ -70,16 +73,11 @@ class TransformerLayer(Block):
         architecture: The network.
         number: Number of the block, from 0.
         grid: Process groups.
-        attention: Class of its attention.
-        impl: Attention kernel.
-        attention_dropout: Dropout probability of attention weights.
+        mixer: What mixes tokens: its attention, or a recurrent mixer in attention's place.
         hidden_dropout: Dropout probability of what is added to the residual stream.
-        layer_scaling: Whether scores are divided by the block's number before the softmax (`SelfAttention`).
         tile_size: Largest number of tokens of a sample that the MLP and norms compute at once; None for all.
         **options: Device and type of the parameters.
     """
-
-    attention: SelfAttention
 
     def __init__(
         self,
@@ -87,11 +85,8 @@ class TransformerLayer(Block):
         number: int,
         grid: ParallelGrid,
         *,
-        attention: type[SelfAttention],
-        impl: AttentionImpl,
-        attention_dropout: float = 0.0,
+        mixer: SelfAttention | Mixer,
         hidden_dropout: float = 0.0,
-        layer_scaling: bool = False,
         tile_size: int | None = None,
         **options: Unpack[TensorOptions],
     ) -> None:
@@ -104,9 +99,11 @@ class TransformerLayer(Block):
         slots, rule = RESIDUALS[architecture.residual]
         self.add_sublayers = RESIDUAL_RULES[rule]
         before_attention = self._norm(slots.before_attention, architecture, **options)
-        self.attention = attention(
-            architecture, number, grid, impl=impl, dropout=attention_dropout, layer_scaling=layer_scaling, **options
-        )
+        self.attention: SelfAttention | None = None
+        if isinstance(mixer, SelfAttention):
+            self.attention = mixer
+        else:
+            self.mixer = mixer
         after_attention = self._norm(slots.after_attention, architecture, **options)
         before_mlp = self._norm(slots.before_mlp, architecture, **options)
         self.mlp = MLPS[architecture.mlp[number]](architecture, number, grid, **options)
@@ -114,9 +111,18 @@ class TransformerLayer(Block):
         self.norms = BlockNorms(before_attention, after_attention, before_mlp, after_mlp)
 
     @property
-    def cache_form(self) -> CacheForm:
-        """What attention keeps."""
-        return self.attention.cache_form
+    def mixing(self) -> SelfAttention | Mixer:
+        """Its attention, or the mixer in its place."""
+        if self.attention is not None:
+            return self.attention
+        return self.mixer
+
+    @property
+    def cache_form(self) -> CacheForm | StateForm:
+        """What attention keeps, or a mixer's state."""
+        if self.attention is not None:
+            return self.attention.cache_form
+        return self.mixer.state_form
 
     def forward(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
         """Run the block by the network's residual rule. A slot without a norm does nothing.
@@ -169,11 +175,7 @@ class TransformerLayer(Block):
 
     def contribution(self, x: Tensor) -> Tensor:
         """Apply the network's residual multiplier and dropout to a sublayer's output x."""
-        if self.residual_multiplier != 1.0:
-            x = x * self.residual_multiplier
-        if self.training and self.hidden_dropout > 0.0:
-            return F.dropout(x, self.hidden_dropout)
-        return x
+        return scaled_and_dropped(x, self.residual_multiplier, self.hidden_dropout, training=self.training)
 
     def parameters_on_shares(self) -> list[nn.Parameter]:
         """Return the norms' parameters.
@@ -214,7 +216,7 @@ class TransformerLayer(Block):
                 biases.append(bias if mask is None else bias * mask)
         total = functools.reduce(torch.add, partials)
         # Any row-parallel layer reduces in the same way: all-reduce, or reduce-scatter with sequence parallelism.
-        reduced = self.attention.dense.reduced(total)
+        reduced = self.mixing.dense.reduced(total)
         for bias in biases:
             reduced = reduced + bias
         if self.residual_multiplier != 1.0:
@@ -230,10 +232,63 @@ class TransformerLayer(Block):
         return norm
 
 
+class MixerLayer(Block):
+    """A block that is a recurrent mixer alone, x + mixer(norm(x)), as in Mamba: [B, S, H] -> [B, S, H].
+
+    Args:
+        architecture: The network.
+        grid: Process groups.
+        mixer: The mixer.
+        hidden_dropout: Dropout probability of what is added to the residual stream.
+        **options: Device and type of the parameters.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        grid: ParallelGrid,
+        *,
+        mixer: Mixer,
+        hidden_dropout: float = 0.0,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.attention = None
+        self.hidden_dropout = hidden_dropout
+        self.residual_multiplier = architecture.residual_multiplier
+        self.norm = build_norm(architecture, **options)
+        self.mixer = mixer
+
+    @property
+    def cache_form(self) -> StateForm:
+        """The mixer's state."""
+        return self.mixer.state_form
+
+    def forward(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
+        """Run the block: [B, S, H] -> [B, S, H]. It adds no losses to the objective's."""
+        mixed = self.mixer(self.norm(x), context)
+        added = scaled_and_dropped(mixed, self.residual_multiplier, self.hidden_dropout, training=self.training)
+        return x + added, {}
+
+    def parameters_on_shares(self) -> list[nn.Parameter]:
+        """Return the norm's parameters."""
+        return list(self.norm.parameters())
+
+
+def scaled_and_dropped(x: Tensor, multiplier: float, dropout: float, *, training: bool) -> Tensor:
+    """Return what a sublayer adds to the residual stream, for its output x."""
+    if multiplier != 1.0:
+        x = x * multiplier
+    if training and dropout > 0.0:
+        return F.dropout(x, dropout)
+    return x
+
+
 def _sequential(block: TransformerLayer, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
     """Add attention, then the MLP of that sum."""
     norms = block.norms
-    attended = block.attention(block.normalise(norms.before_attention, x), context)
+    attended = block.mixing(block.normalise(norms.before_attention, x), context)
     x = x + block.contribution(block.normalise(norms.after_attention, attended))
     output, aux = block.feed_forward(x, context, norms.before_mlp, norms.after_mlp)
     return x + block.contribution(output), aux
@@ -245,7 +300,7 @@ def _parallel(block: TransformerLayer, x: Tensor, context: BlockContext) -> tupl
     normalised = block.normalise(norms.before_attention, x)
     if block.reduces_once():
         return _add_both_at_once(block, x, normalised, norms.before_mlp(x), context)
-    attended = block.contribution(block.attention(normalised, context))
+    attended = block.contribution(block.mixing(normalised, context))
     output, aux = block.feed_forward(x, context, norms.before_mlp, identity)
     return x + attended + block.contribution(output), aux
 
@@ -255,7 +310,7 @@ def _parallel_one_norm(block: TransformerLayer, x: Tensor, context: BlockContext
     normalised = block.normalise(block.norms.before_attention, x)
     if block.reduces_once():
         return _add_both_at_once(block, x, normalised, normalised, context)
-    attended = block.contribution(block.attention(normalised, context))
+    attended = block.contribution(block.mixing(normalised, context))
     output, aux = block.feed_forward(normalised, context, identity, identity)
     return x + attended + block.contribution(output), aux
 
@@ -264,7 +319,7 @@ def _add_both_at_once(
     block: TransformerLayer, x: Tensor, for_attention: Tensor, for_mlp: Tensor, context: BlockContext
 ) -> tuple[Tensor, Aux]:
     """Add the outputs of attention and MLP to the residual, with one reduction over tensor ranks for both."""
-    attention_summand = block.attention.summand(for_attention, context)
+    attention_summand = block.mixing.summand(for_attention, context)
     mlp_summand, aux = block.mlp.summand(for_mlp, context)
     return x + block.reduced_together(attention_summand, mlp_summand), aux
 
@@ -272,7 +327,7 @@ def _add_both_at_once(
 def _post_norm(block: TransformerLayer, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
     """Normalise each sum, as BERT does."""
     norms = block.norms
-    attended = block.attention(norms.before_attention(x), context)
+    attended = block.mixing(norms.before_attention(x), context)
     x = block.normalise(norms.after_attention, x + block.contribution(attended))
     output, aux = block.feed_forward(x, context, norms.before_mlp, identity)
     return block.normalise(norms.after_mlp, x + block.contribution(output)), aux

@@ -6,15 +6,53 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Unpack
 
+from neox.architecture import BLOCKS as BLOCKS_ON_PAPER
 from neox.architecture import SPARSITY
 from neox.log import get_logger
 from neox.model.attention import SelfAttention, SparseSelfAttention, WindowedSelfAttention
-from neox.model.block import Block, TransformerLayer
+from neox.model.block import Block, MixerLayer, TransformerLayer
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.latent_attention import LatentSelfAttention
+from neox.model.mamba import MambaMixer
+from neox.model.mamba2 import Mamba2Mixer
+from neox.model.mixer import Mixer
 from neox.ops import AttentionImpl, machine_has_fast_path
 from neox.parallel import ParallelGrid, TensorOptions
 from neox.plan.run_plan import RunPlan
+
+
+def _with_mlp(
+    mixer: SelfAttention | Mixer, plan: RunPlan, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]
+) -> Block:
+    """Build a block of attention, or a mixer in its place, and an MLP."""
+    training = plan.config.training
+    return TransformerLayer(
+        plan.architecture,
+        number,
+        grid,
+        mixer=mixer,
+        hidden_dropout=training.hidden_dropout,
+        tile_size=training.mlp_tile_size,
+        **options,
+    )
+
+
+def _recurrent(mixer: Callable[..., Mixer]) -> Callable[..., Block]:
+    """Return the constructor of a block with a recurrent mixer, with the second sublayer that its row names.
+
+    Args:
+        mixer: Constructor of the mixer (network, grid, device=, dtype=).
+    """
+
+    def build(plan: RunPlan, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> Block:
+        network = plan.architecture
+        module = mixer(network, grid, **options)
+        if BLOCKS_ON_PAPER[network.attention[number]].two_sublayers:
+            return _with_mlp(module, plan, number, grid, **options)
+        dropout = plan.config.training.hidden_dropout
+        return MixerLayer(network, grid, mixer=module, hidden_dropout=dropout, **options)
+
+    return build
 
 
 def _transformer(attention: type[SelfAttention]) -> Callable[..., Block]:
@@ -22,22 +60,19 @@ def _transformer(attention: type[SelfAttention]) -> Callable[..., Block]:
 
     def build(plan: RunPlan, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> Block:
         training = plan.config.training
-        block = TransformerLayer(
+        module = attention(
             plan.architecture,
             number,
             grid,
-            attention=attention,
             impl=_attention_impl(plan, number),
-            attention_dropout=training.attention_dropout,
-            hidden_dropout=training.hidden_dropout,
+            dropout=training.attention_dropout,
             layer_scaling=plan.config.model.apply_query_key_layer_scaling,
-            tile_size=training.mlp_tile_size,
             **options,
         )
         part = training.recomputed_part(number)
         if part != "full":  # `Stage` recomputes whole blocks
-            block.attention.recompute = part
-        return block
+            module.recompute = part
+        return _with_mlp(module, plan, number, grid, **options)
 
     return build
 
@@ -55,6 +90,8 @@ BLOCKS: Mapping[str, Callable[..., Block]] = MappingProxyType(
         **dict.fromkeys(SPARSITY, _transformer(SparseSelfAttention)),
         "gmlp": _gated,
         "amlp": _gated,
+        "mamba": _recurrent(MambaMixer),
+        **dict.fromkeys(("mamba2", "mamba2_mlp"), _recurrent(Mamba2Mixer)),
     }
 )
 """Kind of block (`Architecture.attention`) -> constructor (plan, number of the block, grid, device=, dtype=)."""

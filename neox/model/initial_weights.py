@@ -15,7 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from neox.architecture import Constant, FromKey, InitialValues, LayerEntry, Normal, ParameterSpec, Uniform
+from neox.architecture import (
+    Constant,
+    FromKey,
+    InitialValues,
+    LayerEntry,
+    LogCounts,
+    LogUniform,
+    Normal,
+    ParameterSpec,
+    StepSizes,
+    Uniform,
+)
 from neox.parallel import ParallelGrid, derive_seed, own_experts, shard
 
 
@@ -31,7 +42,7 @@ def draw(
         method: Name of the method.
         shape: Shape of the full weight.
         generator: Source of random numbers.
-        std: Standard deviation of `normal` and `scaled_normal` (`init_method_std`).
+        std: Standard deviation of `normal`, and of the scaled ones before scaling (`init_method_std`).
         layers: Number of blocks.
         hidden: Hidden size.
 
@@ -42,6 +53,7 @@ def draw(
     deviations = {
         "normal": std,
         "scaled_normal": std / math.sqrt(2.0 * layers),
+        "single_residual_scaled_normal": std / math.sqrt(layers),
         "small_init": math.sqrt(2.0 / (5.0 * hidden)),
         "wang_init": 2.0 / layers / math.sqrt(hidden),
     }
@@ -141,6 +153,13 @@ class InitialWeights:
                 return values.normal_(0.0, std, generator=generator)
             case Uniform(low, high):
                 return values.uniform_(low, high, generator=generator)
+            case LogUniform(low, high):
+                return values.uniform_(low, high, generator=generator).log_()
+            case LogCounts():
+                return values.copy_(torch.arange(1, shape[-1] + 1, device=values.device)).log_()
+            case StepSizes(low, high):
+                steps = values.uniform_(math.log(low), math.log(high), generator=generator).exp_()
+                return steps + torch.log(-torch.expm1(-steps))  # softplus of this is `steps`
             case FromKey.PROMPT_RANGE:
                 return values.uniform_(-self.prompt_range, self.prompt_range, generator=generator)
             case FromKey.METHOD:

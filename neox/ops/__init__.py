@@ -16,6 +16,7 @@ from neox.ops.attention import (
 )
 from neox.ops.attention_scores import largest_score
 from neox.ops.blocked_attention import blocked_attention
+from neox.ops.causal_convolution import causal_convolution
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.fast_paths import device_family, has_fast_path, machine_has_fast_path
 from neox.ops.flex import block_mask_of
@@ -53,6 +54,7 @@ __all__ = [
     "alibi_slopes",
     "balance_loss",
     "can_pack",
+    "causal_convolution",
     "SoftmaxImpl",
     "VisiblePairs",
     "block_layout",

@@ -80,6 +80,15 @@ def deepseek(draw: st.DrawFn, best: int, unit: int, **others: st.SearchStrategy[
     }
 
 
+@st.composite
+def mamba2(draw: st.DrawFn, heads: str, head_dim: str, groups: str, states: str, expand: str) -> dict[str, Any]:
+    """Draw the sizes of Mamba-2's mixers, by their keys. The channels are a multiple of the hidden size."""
+    number = draw(st.integers(1, 3))
+    sizes = {groups: number, heads: number * draw(st.integers(1, 3)), head_dim: 4 * draw(st.integers(2, 4))}
+    sizes |= {states: draw(st.integers(2, 12)), expand: draw(st.sampled_from([1, 2, 4]))}
+    return {**sizes, "hidden_size": sizes[heads] * sizes[head_dim] // sizes[expand]}
+
+
 SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "qwen2": st.fixed_dictionaries(_WINDOWS),
     "qwen3": st.fixed_dictionaries(_WINDOWS),
@@ -119,11 +128,40 @@ SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         )
     ),
     "deepseek_v2": deepseek(best=1, unit=2, topk_method=st.sampled_from(["greedy", "group_limited_greedy"])),
+    "mamba2": st.builds(
+        lambda sizes, width, chunk: {**sizes, "conv_kernel": width, "chunk_size": chunk},
+        mamba2("num_heads", "head_dim", "n_groups", "state_size", "expand"),
+        st.integers(2, 5),
+        st.integers(2, 40),
+    ),
+    "mamba": st.fixed_dictionaries(
+        {
+            "hidden_size": st.integers(8, 40),
+            "expand": st.sampled_from([1, 2, 3]),
+            "state_size": st.integers(2, 12),
+            "conv_kernel": st.integers(2, 5),
+            "time_step_rank": st.just("auto") | st.integers(1, 6),
+        }
+    ),
     # without biases of their own, a tied head has none
     "gptj": st.just({"tie_word_embeddings": False}),
     "phi": st.just({"tie_word_embeddings": False}),
 }
 """Family -> strategy of entries that only it has, or whose values depend on each other."""
+
+
+@st.composite
+def bamba(draw: st.DrawFn, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Draw which blocks of Bamba have attention, and the mixers of the others. There are some of both."""
+    blocks = draw(st.integers(2, 4))
+    hidden = sizes["num_attention_heads"] * 4 * draw(st.integers(2, 4))  # half of a head rotates
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    heads = draw(st.sampled_from([number for number in (1, 2, 3) if 2 * hidden % number == 0]))
+    groups = draw(st.sampled_from([number for number in (1, heads) if heads % number == 0]))
+    found = {"mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": draw(st.integers(2, 12))}
+    numbers = draw(st.sets(st.integers(0, blocks - 1), min_size=1, max_size=blocks - 1))
+    found |= {"num_hidden_layers": blocks, "hidden_size": hidden, "rope_parameters": rotary}
+    return {**found, "attn_layer_indices": sorted(numbers), "mamba_chunk_size": draw(st.integers(2, 40))}
 
 
 @st.composite
@@ -137,6 +175,8 @@ def configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         found.update(_values(draw, entry, sizes))
     if "num_kv_heads" not in fields and model_type == "falcon":
         found["num_kv_heads"] = sizes["num_kv_heads"]
+    if model_type == "bamba":
+        found.update(draw(bamba(sizes)))
     if model_type in SPECIAL:
         found.update(draw(SPECIAL[model_type]))
     return found

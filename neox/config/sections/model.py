@@ -23,6 +23,7 @@ from neox.config.sections.numbers import NonNegativeInt, PositiveFloat, Positive
 InitMethod = Literal[
     "normal",
     "scaled_normal",
+    "single_residual_scaled_normal",
     "orthogonal",
     "scaled_orthogonal",
     "xavier_uniform",
@@ -405,7 +406,8 @@ class ModelConfig(Section):
     """Initial weights of layers that write into the residual (`attention.dense`, `mlp.dense_4h_to_h`)."""
 
     init_method_std: PositiveFloat = 0.02
-    """Standard deviation for `normal` and `scaled_normal`."""
+    """Standard deviation for `normal`, `scaled_normal` (of which it is divided by the root of 2 x num_layers) and
+    `single_residual_scaled_normal` (by that of num_layers, for blocks that add to the residual once, as Mamba's)."""
 
     @property
     def predicted_tokens(self) -> int | None:

@@ -65,10 +65,10 @@ class LoraSettings(Section):
     dropout: DropRate = 0.0
     """Dropout on the adapters' inputs in training."""
 
-    target: tuple[Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], ...] = Field(
-        ("query_key_value",), min_length=1
+    target: tuple[Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "in_proj", "out_proj"], ...] = (
+        Field(("query_key_value",), min_length=1)
     )
-    """Linear layers of a block that get an adapter: input and output of attention, input and output of the MLP."""
+    """Linear layers of a block that get an adapter: input and output of attention, of the MLP, of a recurrent mixer."""
 
 
 class TrainingConfig(CharPerplexityKeys):

@@ -49,6 +49,7 @@ from typing import NamedTuple
 from neox.architecture import (
     ACTIVATIONS,
     BLOCK_OFFSET,
+    BLOCKS,
     MASKED_SCORES,
     MOST_BLOCKED,
     NORMS,
@@ -56,6 +57,7 @@ from neox.architecture import (
     QUERY_BLOCK,
     RESIDUALS,
     Architecture,
+    BlockKind,
     MicroBatch,
     block_kinds,
 )
@@ -125,7 +127,7 @@ def activation_bytes(run: LaidOutRun, stage: StagePlan) -> int:
     tile = _tile_bytes(run)
     at_work = max(block_bytes(run) // 2, _gathered_pass_bytes(run))
     block_pass = _blocks_memory(run, stage).recomputed + at_work + gathered + tile + tile // 2
-    block_pass += _expert_gradient_bytes(run, stage)
+    block_pass += _expert_gradient_bytes(run, stage) + _recurrence_bytes(run, stage)
     return kept + max(head_pass, block_pass)
 
 
@@ -140,31 +142,36 @@ def _blocks_memory(run: LaidOutRun, stage: StagePlan) -> BlocksMemory:
     full               inputs of chunks, and blocks that keep all    the longest chunk of blocks
     """
     training = run.config.training
-    blocks = sum(layer.kind == "block" for layer in stage.entries(run.layers))
-    block = block_bytes(run)
+    size_of_kind = {kind: _kind_bytes(run, BLOCKS[kind]) for kind in set(run.network.attention)}
+    sizes = {}
+    for layer in stage.entries(run.layers):
+        if layer.kind == "block":
+            number = layer.index - BLOCK_OFFSET
+            sizes[number] = size_of_kind[run.network.attention[number]]
+    largest = max(sizes.values(), default=0)
     recomputed_runs = _runs_of_recomputed_blocks(run, stage)
     if run.recomputes_blocks:
         inputs = 0
         if not run.layout.kept_inputs_on_cpu or run.on_cpu:
             inputs = _chunk_inputs(run, stage)
-        whole_blocks = blocks - sum(recomputed_runs)
+        whole_blocks = sum(size for number, size in sizes.items() if number in run.layout.no_recompute_blocks)
         longest_chunk = min(training.checkpoint_num_layers, max(recomputed_runs, default=0))
-        return BlocksMemory(whole_blocks * block + inputs, longest_chunk * block)
+        return BlocksMemory(whole_blocks + inputs, longest_chunk * largest)
 
     budget = 1.0
     if training.activation_memory_budget is not None:
         budget = training.activation_memory_budget
     block_input = run.tokens * run.network.hidden_size * run.bytes_per_number // run.token_shares
-    kept = block_input + int(budget * (block - block_input))
+    kept = sum(block_input + int(budget * (size - block_input)) for size in sizes.values())
     if not run.layout.recomputes:
-        return BlocksMemory(blocks * kept, block - kept)
+        return BlocksMemory(kept, largest - block_input - int(budget * (largest - block_input)))
 
     attention = _attention_memory(run)
     released = attention.scores
     if run.layout.recomputed_part == "full_attn":
         released += attention.operands
     recomputing = sum(recomputed_runs)
-    return BlocksMemory(blocks * kept - recomputing * released, min(recomputing, 1) * released)
+    return BlocksMemory(kept - recomputing * released, min(recomputing, 1) * released)
 
 
 def _chunk_inputs(run: LaidOutRun, stage: StagePlan) -> int:
@@ -208,27 +215,51 @@ def _runs_of_recomputed_blocks(run: LaidOutRun, stage: StagePlan) -> list[int]:
 
 def block_bytes(run: LaidOutRun) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
+    return max(_kind_bytes(run, kind) for kind in block_kinds(run.network))
+
+
+def _kind_bytes(run: LaidOutRun, kind: BlockKind) -> int:
+    """Return bytes that a block of one kind keeps for its backward pass, for one micro batch."""
     network = run.network
-    attended = run.tokens * _token_bytes(run) + sum(_attention_memory(run))
-    batch = MicroBatch(run.tokens, run.sequence_length, run.token_shares, run.layout.tp_size)
+    if kind.activations is None:
+        heads = network.num_attention_heads * network.head_dim
+        of_output = heads * run.bytes_per_number // run.layout.tp_size  # attention's output is split
+        return run.tokens * (_token_bytes(run) + of_output) + sum(_attention_memory(run))
+    of_mixer = kind.activations(network, _micro_batch(run))
+    if kind.two_sublayers:
+        return of_mixer + run.tokens * _token_bytes(run)
+    return of_mixer
+
+
+def _micro_batch(run: LaidOutRun) -> MicroBatch:
+    """Return a micro batch on one rank as the rows of kinds take it."""
+    return MicroBatch(
+        run.tokens,
+        run.sequence_length,
+        run.token_shares,
+        run.layout.tp_size,
+        run.bytes_per_number,
+        run.separates_documents,
+    )
+
+
+def _recurrence_bytes(run: LaidOutRun, stage: StagePlan) -> int:
+    """Return the bytes of what the backward pass of a stage's blocks always computes again, of one block at a time."""
     most = 0
-    for kind in block_kinds(network):
-        if kind.activations is None:
-            most = max(most, attended)
-        else:
-            most = max(most, kind.activations(network, batch) * run.bytes_per_number)
+    for layer in stage.entries(run.layers):
+        if layer.kind == "block":
+            kind = BLOCKS[run.network.attention[layer.index - BLOCK_OFFSET]]
+            most = max(most, kind.recomputed(run.network, _micro_batch(run)))
     return most
 
 
 def _token_bytes(run: LaidOutRun) -> int:
-    """Return bytes that a block keeps for one token, without its attention.
+    """Return bytes that a block of two sublayers keeps for one token, without its attention or mixer.
 
-    Tensors of width H are on every tensor rank, for all tokens or its share. Attention's output is split: heads x
-    number / split.
+    Tensors of width H are on every tensor rank, for all tokens or its share.
     """
     network = run.network
     number = run.bytes_per_number
-    split = run.layout.tp_size
     hidden = network.hidden_size
     tensors = 1 + RESIDUALS[network.residual].norms.number  # the block's input, and an input or output of each norm
     if run.in_tiles:
@@ -240,13 +271,12 @@ def _token_bytes(run: LaidOutRun) -> int:
         whole += 2 * (2 * _FP32 - number) * hidden  # two norms keep two fp32 tensors instead of their input
     if run.config.training.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
-    heads = network.num_attention_heads * network.head_dim
     mlp = 0
     if len(network.expert_blocks) < network.num_layers and not run.in_tiles:
         mlp = _mlp_bytes(run, network.mlp_width)
     if network.num_experts:
         mlp = max(mlp, _expert_bytes(run))
-    return whole // run.token_shares + heads * number // split + mlp
+    return whole // run.token_shares + mlp
 
 
 def _norms_in_tiles(network: Architecture) -> int:

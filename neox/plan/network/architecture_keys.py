@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from neox.architecture import (
     ACTIVATIONS,
+    BLOCKS,
     NORMS,
+    WITHOUT_ATTENTION,
     WITHOUT_LOGITS,
+    WITHOUT_MLP,
     Architecture,
+    BlockKind,
     Pairs,
     rope_scaling_of,
     rope_scaling_settings,
@@ -22,6 +26,7 @@ from neox.plan.network.attention_config import SLIDING_WINDOW, attention_kinds, 
 from neox.plan.network.expert_keys import EXPERT_FIELDS
 from neox.plan.network.field_keys import FieldKeys, Keys, copied, keys_if, later_key, read_if, same, unless_default
 from neox.plan.network.mlp_width import MLP_SIZES, mlp_width
+from neox.plan.network.recurrent_keys import RECURRENT_FIELDS
 
 
 def _is_rotary(positions: str) -> bool:
@@ -306,6 +311,35 @@ def _of_logits(field: str, row: FieldKeys) -> FieldKeys:
     return FieldKeys(("train_impl", *row.keys), read, row.write, ("train_impl", *row.later))
 
 
+def _of_sublayer(field: str, row: FieldKeys) -> FieldKeys:
+    """Return the row of a field that has no effect in a network whose blocks are all recurrent.
+
+    Args:
+        field: The field: one of attention, which no recurrent block has, or of the MLP, which some have.
+        row: Its row in other networks.
+    """
+    is_of_mlp = field in WITHOUT_MLP
+    neutral = (WITHOUT_MLP if is_of_mlp else WITHOUT_ATTENTION)[field]
+    pattern = ("attention_config", "num_layers", "sliding_window_width")
+
+    def has_effect(kinds: Iterable[str]) -> bool:
+        return any(kind not in BLOCKS or BLOCKS[kind].keeps != "state" or uses(BLOCKS[kind]) for kind in kinds)
+
+    def uses(kind: BlockKind) -> bool:
+        return is_of_mlp and kind.two_sublayers
+
+    def read(*values: Any) -> Any:
+        *own, attention_config, num_layers, width = values
+        if num_layers and not has_effect(paper_kinds(attention_config, num_layers, width)):
+            return neutral
+        return row.read(*own)
+
+    def write(network: Architecture) -> Keys:
+        return row.write(network) if has_effect(network.attention) else {}
+
+    return FieldKeys((*row.keys, *pattern), read, write, (*row.later, *pattern))
+
+
 _FIELDS_OF_LOGITS: Mapping[str, FieldKeys] = MappingProxyType(
     {
         "head_bias": FieldKeys(
@@ -328,7 +362,7 @@ _FIELDS_OF_LOGITS: Mapping[str, FieldKeys] = MappingProxyType(
     }
 )
 
-FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
+_FIELDS: Mapping[str, FieldKeys] = MappingProxyType(
     {
         "num_layers": copied("num_layers"),
         "hidden_size": copied("hidden_size"),
@@ -484,6 +518,13 @@ FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
         ),
         **{name: _of_logits(name, row) for name, row in _FIELDS_OF_LOGITS.items()},
         **EXPERT_FIELDS,
+        **RECURRENT_FIELDS,
+    }
+)
+FIELD_KEYS: Mapping[str, FieldKeys] = MappingProxyType(
+    {
+        name: _of_sublayer(name, row) if name in WITHOUT_ATTENTION or name in WITHOUT_MLP else row
+        for name, row in _FIELDS.items()
     }
 )
 """Field of `Architecture` -> its keys. A field that is missing here keeps its default."""

@@ -114,6 +114,12 @@ def asked_kinds(config: NeoXConfig) -> dict[str, BlockKind]:
     return {kind: BLOCKS[kind] for kind in kinds if kind in BLOCKS}
 
 
+def only_recurrent(config: NeoXConfig) -> bool:
+    """Return whether all blocks are recurrent, so that no key of attention has an effect."""
+    kinds = asked_kinds(config)
+    return bool(kinds) and all(kind.keeps == "state" for kind in kinds.values())
+
+
 def fused_softmax_key(config: NeoXConfig) -> str | None:
     """Return the key that asks for the fused softmax, if any block computes its softmax with it; else None.
 

@@ -29,6 +29,8 @@ def notable_defaults(plan: RunPlan, *, training: bool) -> list[str]:
     if training:
         keys += [key for key in _DROPOUTS if config.value(key) > 0]
     keys += _OF_NETWORK
+    if not plan.architecture.mlp_width:  # no block has an activation to choose
+        keys.remove("activation")
     if epsilon := epsilon_key(config.model.norm):
         keys.append(epsilon)
     if training:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture import Architecture
+from neox.architecture import BLOCKS, Architecture, block_kinds
 from neox.features.on_paper import PAPERS
 from neox.plan.devices.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
@@ -111,17 +111,33 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
     if network.num_experts:
         size += f" ({plan.layers.active_numel:,} active)"
     yield (f"model     {size}, {number_format}, vocabulary {plan.vocab_size:,} padded to {plan.padded_vocab_size:,}")
-    heads = count(network.num_attention_heads, "head")
-    if network.num_kv_heads != network.num_attention_heads:
-        heads += f" ({network.num_kv_heads} of keys)"
-    yield f"          width {network.hidden_size:,}, {heads} of {network.head_dim}, {_mlp_widths(network)}"
+    widths = [f"width {network.hidden_size:,}"]
+    if any(kind.attention is not None for kind in block_kinds(network)):
+        heads = count(network.num_attention_heads, "head")
+        if network.num_kv_heads != network.num_attention_heads:
+            heads += f" ({network.num_kv_heads} of keys)"
+        widths.append(f"{heads} of {network.head_dim}")
+    widths += _recurrent_widths(network)
+    widths += _mlp_widths(network)
+    yield f"          {', '.join(widths)}"
     yield from labelled("groups", group_lines(plan.layers, plan.config))
 
 
-def _mlp_widths(network: Architecture) -> str:
+def _recurrent_widths(network: Architecture) -> list[str]:
+    """Return what a sequence's states take in the blocks of each recurrent kind, as text."""
+    parts = []
+    for name in dict.fromkeys(network.attention):
+        kind = BLOCKS[name]
+        if kind.keeps == "state":
+            blocks = count(network.attention.count(name), f"{name} block")
+            parts.append(f"{blocks} with states of {kind.kept(network, 1):,}")
+    return parts
+
+
+def _mlp_widths(network: Architecture) -> list[str]:
     """Return the widths of a network's MLPs and experts as text."""
     parts = []
-    if len(network.expert_blocks) < network.num_layers:
+    if network.mlp_width and len(network.expert_blocks) < network.num_layers:
         parts.append(f"MLP width {network.mlp_width:,}")
     if network.num_experts:
         experts = (
@@ -130,7 +146,7 @@ def _mlp_widths(network: Architecture) -> str:
         parts.append(f"{experts}, in {count(len(network.expert_blocks), 'block')}")
     if network.shared_expert_width:
         parts.append(f"a shared expert of width {network.shared_expert_width:,}")
-    return "; ".join(parts)
+    return ["; ".join(parts)] if parts else []
 
 
 def _stage_line(plan: RunPlan, stage: StagePlan) -> str:

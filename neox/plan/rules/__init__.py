@@ -23,6 +23,7 @@ from neox.plan.rules.notes import notes_without_effect
 from neox.plan.rules.optimizer import optimizer_problems
 from neox.plan.rules.parallelism import parallelism_problems
 from neox.plan.rules.preferences import preference_problems
+from neox.plan.rules.recurrent import recurrent_problems
 from neox.plan.rules.schedule import schedule_problems
 from neox.plan.rules.training import training_problems
 from neox.problems import Problem
@@ -33,6 +34,7 @@ _RULES = (
     field_problems,
     network_problems,
     block_problems,
+    recurrent_problems,
     encoder_problems,
     expert_problems,
     parallelism_problems,

@@ -187,7 +187,7 @@ def _without_attention(config: NeoXConfig, kinds: Mapping[str, BlockKind]) -> It
         rule = f"needs attention, which blocks {names} lack; use full"
         yield config.problem("recompute_granularity", rule, _ATTENTION)
     if all(kind.attention is None for kind in kinds.values()):
-        yield from _ignored(config, _OF_ATTENTION, names)
+        yield from _ignored(config, _OF_ATTENTION, kinds)
 
 
 def _without_sublayers(config: NeoXConfig, kinds: Mapping[str, BlockKind]) -> Iterator[Problem]:
@@ -202,13 +202,15 @@ def _without_sublayers(config: NeoXConfig, kinds: Mapping[str, BlockKind]) -> It
         rule = f"does not work with {names}, whose blocks have no MLP; remove one of them"
         yield config.problem("mlp_tile_size", rule, _ATTENTION)
     if not any(kind.two_sublayers for kind in kinds.values()):
-        yield from _ignored(config, _OF_SUBLAYERS, names)
+        yield from _ignored(config, _OF_SUBLAYERS, kinds)
 
 
-def _ignored(config: NeoXConfig, keys: tuple[str, ...], names: str) -> Iterator[Problem]:
+def _ignored(config: NeoXConfig, keys: tuple[str, ...], kinds: Mapping[str, BlockKind]) -> Iterator[Problem]:
     """Yield the given keys that no block of the network would use."""
+    names = listed(kinds)
+    used = {key for kind in kinds.values() for key in kind.uses}
     for key in keys:
-        if _asks(config, key):
+        if key not in used and _asks(config, key):
             rule = f"has no effect in blocks {names}, and all blocks are of this kind; remove it"
             yield config.problem(key, rule, _ATTENTION)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from neox.architecture import rope_scaling_problem
 from neox.config.neox_config import NeoXConfig
 from neox.plan.network.architecture_keys import rotated_dimensions, size_of_head
-from neox.plan.network.attention_config import asked_kinds
+from neox.plan.network.attention_config import asked_kinds, only_recurrent
 from neox.plan.network.expert_keys import expert_blocks
 from neox.plan.network.mlp_width import mlp_width
 from neox.problems import Problem
@@ -19,6 +19,8 @@ _TENSOR_RANKS = "model_parallel_size"
 def network_problems(config: NeoXConfig) -> Iterator[Problem]:
     """Yield the rules about the network that are broken."""
     for key in REQUIRED:
+        if key == "num_attention_heads" and only_recurrent(config):
+            continue
         if config.value(key) is None:
             yield config.problem_about(f"`{key}` is missing: every model needs it", key)
     yield from _heads(config)
@@ -31,7 +33,7 @@ def network_problems(config: NeoXConfig) -> Iterator[Problem]:
 def _heads(config: NeoXConfig) -> Iterator[Problem]:
     model = config.model
     heads = model.num_attention_heads
-    if heads is None:
+    if heads is None or only_recurrent(config):
         return
     degree = config.describe_setting(_TENSOR_RANKS)
     if heads % config.parallelism.model_parallel_size:
@@ -61,6 +63,8 @@ def nearest_multiples(size: int, unit: int) -> str:
 def _rotary(config: NeoXConfig) -> Iterator[Problem]:
     model = config.model
     if model.pos_emb != "rotary" or model.hidden_size is None or model.num_attention_heads is None:
+        return
+    if only_recurrent(config):
         return
     if model.hidden_size % model.num_attention_heads and model.head_dim is None:
         return  # the rule of heads reports it

@@ -12,7 +12,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_kind import DecayingParams
 from neox.features.on_paper import PAPERS
 from neox.plan.feature import NO_SAVES
-from neox.plan.network.attention_config import asked_kinds, attention_impls, described_kinds
+from neox.plan.network.attention_config import asked_kinds, attention_impls, described_kinds, only_recurrent
 from neox.plan.network.mlp_width import MLP_SIZES, mlp_width
 from neox.plan.rules.fields import idle_notes
 from neox.plan.rules.preferences import dropout_notes
@@ -44,6 +44,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_recovery_notes(config),
         *_attention_notes(config),
         *_rotary_notes(config),
+        *_heads_notes(config),
         *_width_notes(config),
         *_date_notes(config),
         *_parallel_notes(config),
@@ -182,6 +183,14 @@ def _rotary_notes(config: NeoXConfig) -> Iterator[Note]:
     if kinds and not has_attention and config.given("pos_emb") and config.model.pos_emb == "rotary":
         reason = f"changes nothing: blocks {' and '.join(kinds)} have no queries and keys to rotate"
         yield Note(("pos_emb", "attention_config"), f"{config.describe_setting('pos_emb')} {reason}")
+
+
+def _heads_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield heads of attention in a network without any, which gpt-neox's files of Mamba have to give."""
+    key = "num_attention_heads"
+    if only_recurrent(config) and config.given(key):
+        reason = f"changes nothing: blocks {' and '.join(asked_kinds(config))} have no attention"
+        yield Note((key, "attention_config"), f"{config.describe_setting(key)} {reason}")
 
 
 def _width_notes(config: NeoXConfig) -> Iterator[Note]:

@@ -1,0 +1,160 @@
+"""Time recurrent networks beside transformers' paths without kernels, in turn: a training pass, and generation.
+
+    benchmarks/recurrent.py [--models mamba mamba2 bamba] [--layers 2] [--hidden 768] [--tokens 2048] [--new 64]
+                            [--rounds 3] [--no-training-of mamba] [--out FILE.json]
+
+Both sides hold the same random weights, fp32 on a CPU, with as many threads as torch chooses (OMP_NUM_THREADS). A
+training pass is forward and backward over one sample; generation reads a prompt of as many tokens and makes new ones,
+greedily, with a cache. Each round runs one side after the other; shown are medians and their ratio. `--memory` shows
+the bytes of our states after prompts of 1k to 32k tokens instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe
+from neox.checkpoint import CheckpointReader
+from neox.convert import from_hf
+from neox.convert.verification import load_reference_model, single_rank_plan
+from neox.model import GPT, Context
+from neox.plan import config_from_files
+
+VOCAB = 4096
+HEAD = 64
+
+
+def config_of(model_type: str, layers: int, hidden: int) -> dict[str, Any]:
+    """Return the `config.json` of a model of a family, with its published proportions."""
+    common = {"vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": layers, "pad_token_id": None}
+    heads = 2 * hidden // HEAD
+    if model_type == "mamba":
+        return common
+    if model_type == "mamba2":
+        return {**common, "num_heads": heads, "head_dim": HEAD, "n_groups": 1}
+    mixers = {"mamba_n_heads": heads, "mamba_d_state": 128, "attn_layer_indices": [layers - 1]}
+    attention = {"num_attention_heads": hidden // HEAD, "num_key_value_heads": hidden // HEAD // 3 or 1}
+    return {**common, **mixers, **attention, "intermediate_size": 4 * hidden, "max_position_embeddings": 65_536}
+
+
+def both_sides(model_type: str, layers: int, hidden: int) -> tuple[GPT, Any]:
+    """Return our model and that of transformers, with the same weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(model_type, **config_of(model_type, layers, hidden))
+    theirs = AutoModelForCausalLM.from_config(config)
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(Path(directory, "hf"))
+        imported = from_hf(Path(directory, "hf"), Path(directory, "neox"))
+        loaded = config_from_files([imported.config_file])
+        reader = CheckpointReader(imported.checkpoint, single_rank_plan(loaded, VOCAB).layers)
+        return load_reference_model(reader, loaded), theirs
+
+
+def our_pass(model: GPT, tokens: torch.Tensor) -> None:
+    """Run forward and backward."""
+    labels = tokens.roll(-1, 1)
+    weights = torch.full(labels.shape, 1 / labels.numel())
+    model.zero_grad()
+    model(tokens, loss=lambda output: output.head.cross_entropy(output.hidden, labels, weights)).backward()
+
+
+def their_pass(model: Any, tokens: torch.Tensor) -> None:
+    """Run forward and backward."""
+    model.zero_grad()
+    logits = model(tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+
+
+def our_text(model: GPT, tokens: torch.Tensor, new: int) -> torch.Tensor:
+    """Make new tokens."""
+    cache = model.new_cache(1, tokens.shape[1] + new)
+    made = [tokens]
+    with torch.inference_mode():
+        for _ in range(new):
+            made.append(model(made[-1], Context(cache=cache))[:, -1:].argmax(-1))
+    return torch.cat(made, 1)
+
+
+def their_text(model: Any, tokens: torch.Tensor, new: int) -> torch.Tensor:
+    """Make new tokens."""
+    settings = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "eos_token_id": None}
+    made: torch.Tensor = model.generate(tokens, pad_token_id=0, **settings)
+    return made
+
+
+def timed(function: Callable[..., Any], *args: Any) -> float:
+    """Return the seconds of a call."""
+    begun = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - begun
+
+
+def compare(model_type: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Time both sides of one family in turn."""
+    ours, theirs = both_sides(model_type, options.layers, options.hidden)
+    tokens = torch.randint(0, VOCAB, (1, options.tokens), generator=torch.Generator().manual_seed(2))
+    works: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
+        "generation": (our_text, their_text, (tokens, options.new))
+    }
+    if model_type not in options.no_training_of:
+        works["training"] = (our_pass, their_pass, (tokens,))
+    found: dict[str, Any] = {"model": model_type, "parameters": sum(p.numel() for p in ours.parameters())}
+    for name, (mine, other, args) in works.items():
+        ours.train(name == "training")
+        theirs.train(name == "training")
+        rounds = [(timed(mine, ours, *args), timed(other, theirs, *args)) for _ in range(options.rounds)]
+        of_ours, of_theirs = (median(times) for times in zip(*rounds, strict=True))
+        found[name] = {"ours": of_ours, "theirs": of_theirs, "ratio": of_theirs / of_ours, "rounds": rounds}
+        print(f"{model_type:8} {name:10} {of_ours:8.2f} s {of_theirs:8.2f} s {of_theirs / of_ours:6.1f} x", flush=True)
+    return found
+
+
+def state_bytes(model_type: str, options: argparse.Namespace) -> list[dict[str, int]]:
+    """Return the bytes of everything that generation keeps, after prompts of several lengths."""
+    ours, _ = both_sides(model_type, options.layers, options.hidden)
+    found = []
+    for length in (1024, 4096, 16_384, 32_768):
+        cache = ours.new_cache(1, length)
+        with torch.inference_mode():
+            for first in range(0, length, 1024):
+                ours(torch.randint(0, VOCAB, (1, 1024)), Context(cache=cache))
+                assert cache.length == first + 1024
+        held = sum(tensor.nbytes for tensors in cache.states.values() for tensor in tensors)
+        held += sum(store.pairs.nbytes for store in cache.stores)
+        found.append({"tokens": length, "bytes": held})
+        print(f"{model_type:8} {length:6} tokens {held:12,} bytes", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["mamba", "mamba2", "bamba"])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-training-of", nargs="*", default=[], help="their backward pass of Mamba takes minutes")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    run = state_bytes if options.memory else compare
+    results = {model_type: run(model_type, options) for model_type in options.models}
+    if options.out is not None:
+        measured = {"machine": describe(torch.device("cpu")), "results": results}
+        options.out.write_text(json.dumps(measured, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

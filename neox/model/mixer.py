@@ -1,0 +1,117 @@
+"""What recurrent mixers share: they take attention's place in a block, and keep a state of earlier tokens.
+
+Legend: B batch, S sequence, H hidden, C channels here, K width of a convolution, T tensor ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from neox.model.cache import StateForm
+from neox.model.context import BlockContext
+from neox.ops import causal_convolution
+from neox.parallel import (
+    ColumnParallelLinear,
+    ParallelGrid,
+    RowParallelLinear,
+    Summand,
+    TensorOptions,
+    TokenShares,
+    mark_split,
+)
+
+
+class Mixer(TokenShares):
+    """A recurrence over tokens: hidden states [B, S, H] -> [B, S, H]; with sequence parallelism, shares [B, S/T, H].
+
+        hidden [H] ── in_proj ── between: convolution, recurrence, gates, norm [C] ── out_proj, reduced ── [H]
+
+    Training keeps the results of the two products. Everything between them is computed again in the backward pass, as
+    in mamba-ssm: a recurrence makes large tensors from small ones.
+
+    In training and scoring `context.state` is None, and states before the first token are zero; they start anew in each
+    document (`context.document_starts`). In generation `context.state` holds the states of earlier tokens, which
+    `between` replaces.
+
+    Attributes:
+        in_proj: The input projection.
+        out_proj: The output projection.
+        state_form: Shapes of the state on this rank.
+    """
+
+    in_proj: ColumnParallelLinear
+    out_proj: RowParallelLinear
+    state_form: StateForm
+
+    def between(self, projected: Tensor, context: BlockContext) -> Tensor:
+        """Compute what the output projection takes from what the input projection gives: [B, S, ...] -> [B, S, C]."""
+        raise NotImplementedError
+
+    def mix(self, x: Tensor, context: BlockContext) -> Tensor:
+        """Run everything before the output projection: [B, S, H] -> [B, S, C]."""
+        projected = self.in_proj(x)
+        if context.state is None and torch.is_grad_enabled():
+            mixed: Tensor = self.grid.rng.checkpoint(self.between, projected, context)
+            return mixed
+        return self.between(projected, context)
+
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
+        """Mix tokens."""
+        return self.out_proj(self.mix(x, context))
+
+    def summand(self, x: Tensor, context: BlockContext) -> Summand:
+        """Return this rank's part of the output, before the reduction over tensor ranks."""
+        return self.out_proj.summand(self.mix(x, context))
+
+    @property
+    def dense(self) -> RowParallelLinear:
+        """The output projection, by the name that attention has for it."""
+        return self.out_proj
+
+
+class CausalConvolution(nn.Module):
+    """A convolution of each of this rank's channels with its last K tokens: [B, S, C] -> [B, S, C].
+
+    Parameters have the shapes of `nn.Conv1d`: weight [C, 1, K], bias [C].
+
+    Args:
+        channels: Number of channels on this rank.
+        width: Tokens that it sees, K.
+        grid: Process groups.
+        bias: Whether there is a bias.
+        **options: Device and type of the parameters.
+    """
+
+    def __init__(
+        self, channels: int, width: int, grid: ParallelGrid, *, bias: bool, **options: Unpack[TensorOptions]
+    ) -> None:
+        super().__init__()
+        split = grid.tp_size > 1
+        self.weight = mark_split(nn.Parameter(torch.empty(channels, 1, width, **options)), split)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = mark_split(nn.Parameter(torch.empty(channels, **options)), split)
+
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
+        """Convolve: [B, S, C] -> [B, S, C]. The first tensor of the block's state is its last K - 1 inputs."""
+        positions = None
+        if context.document_starts is not None:
+            positions = context.positions
+        before = None
+        if context.state is not None:
+            before = context.state.tensors[0]
+        y, last = causal_convolution(x, self.weight.squeeze(1), self.bias, before=before, positions=positions)
+        if before is not None:
+            before.copy_(last)
+        return y
+
+
+def without_padding(x: Tensor, context: BlockContext) -> Tensor:
+    """Return x [B, S, ...] with zeros for tokens of padding in front of a prompt."""
+    if context.state is None or context.state.is_text is None:
+        return x
+    is_text = context.state.is_text
+    return x * is_text.view(*is_text.shape, *[1] * (x.ndim - 2))
