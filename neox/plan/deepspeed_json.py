@@ -6,7 +6,7 @@ from typing import Any
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.conditions import status_of
-from neox.config.sections.deepspeed import ZeroSettings
+from neox.config.sections.deepspeed import Bf16Settings, ZeroSettings
 from neox.plan.batches.batch import BatchPlan
 from neox.plan.devices.precision import Precision
 from neox.plan.ranks.pipeline_schedules import ranges_per_stage
@@ -139,11 +139,13 @@ def _precision(config: NeoXConfig, precision: Precision, notes: list[str]) -> di
     if precision == "bf16":
         _note_bf16(config, notes)
         _note_unused_fp16(config, precision, notes)
-        if not accumulation:
+        bf16 = config.deepspeed.bf16 or Bf16Settings()
+        if not accumulation and not bf16.has_bf16_states:
             accumulation = _bf16_accumulation(config, notes)
-        bf16 = config.deepspeed.bf16
-        immediate = bf16 is None or bf16.immediate_grad_update
-        return {"bf16": {"enabled": True, "immediate_grad_update": immediate}, **accumulation}
+        block = {"enabled": True, "immediate_grad_update": bf16.immediate_grad_update}
+        if bf16.has_bf16_states:
+            block |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": bf16.bf16_optimizer_states}
+        return {"bf16": block, **accumulation}
     _note_unused_fp16(config, precision, notes)
     return accumulation
 

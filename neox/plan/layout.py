@@ -266,8 +266,21 @@ class LaidOutRun:
         """Whether gradients of bf16 weights are accumulated in fp32, which is the default with ZeRO 1 to 3."""
         if self.precision != "bf16" or self.layout.zero_stage == 0:
             return False
+        if self.bf16_states:
+            return False
         types = self.config.deepspeed.data_types
         return types is None or types.grad_accum_dtype in (None, "fp32")
+
+    @property
+    def bf16_states(self) -> bool:
+        """Whether the weights that the optimizer updates, and its states, are bf16 instead of fp32."""
+        bf16 = self.config.deepspeed.bf16
+        return bf16 is not None and bf16.has_bf16_states and self.precision == "bf16" and self.layout.zero_stage > 0
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a weight that the optimizer updates, and of its gradient in the update."""
+        return BYTES["bf16" if self.bf16_states else "fp32"]
 
     @property
     def gradient_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, NoEffect, OnlyWith, Refused, Requires
@@ -220,6 +220,41 @@ class Bf16Settings(Section):
     immediate_grad_update: Annotated[bool, OnlyWith("zero_optimization.stage", (0, 1))] = True
     """Add each bf16 gradient to the accumulated ones as soon as the backward pass has computed it, and release it. This
     takes 18 instead of 20 bytes per parameter and gives the same numbers (ZeRO 1, and pipeline stages)."""
+    bf16_master_weights_and_grads: Annotated[
+        bool,
+        Requires("zero_optimization.stage", (1, 2, 3), advice="use one of them, or remove it"),
+        Requires(
+            ".bf16_optimizer_states",
+            advice="give both: fp32 states of bf16 weights are only in DeepSpeed's own CPUAdam, which is not used",
+        ),
+        Excludes(
+            "zero_optimization.offload_optimizer.device",
+            ("cpu", "nvme"),
+            reason="DeepSpeed updates offloaded bf16 states only with its own CPUAdam, which is not used",
+        ),
+        Excludes("ema_decay", reason="bf16 weights and their average are too coarse for each other"),
+    ] = False
+    """Keep the weights that the optimizer updates, and gradients, in bf16 instead of fp32, together with
+    bf16_optimizer_states: 10 instead of 18 bytes per parameter. An update smaller than 1/256 of a weight is lost, so
+    the loss falls more slowly: docs/performance.md has figures. Adam only."""
+    bf16_optimizer_states: Annotated[
+        bool, Requires(".bf16_master_weights_and_grads", advice="give both, or remove it")
+    ] = False
+    """Keep the optimizer's states in bf16, together with bf16_master_weights_and_grads. With fp32 weights use
+    `optimizer.type: Adam8bit` for smaller states."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_as_a_whole(cls, block: Any) -> Any:
+        """Read `enabled: false` as DeepSpeed does: the block's other keys ask for nothing then."""
+        if isinstance(block, dict) and block.get("enabled") is False:
+            return {"enabled": False}
+        return block
+
+    @property
+    def has_bf16_states(self) -> bool:
+        """Whether the optimizer's weights and states are bf16."""
+        return self.bf16_master_weights_and_grads
 
 
 class DataTypesSettings(Section):

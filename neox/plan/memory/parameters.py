@@ -8,6 +8,7 @@ from math import prod
 
 from neox.architecture import LayerEntry
 from neox.config.sections.optimizer_kind import State
+from neox.plan.devices.precision import BYTES
 from neox.plan.layout import LaidOutRun
 from neox.plan.ranks.stages import StagePlan
 
@@ -47,6 +48,8 @@ def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
             if elements != whole:
                 own_experts += elements
     state_bytes = _state_bytes(stage.entries(run.layers), run.config.optimizer.optimizer.states)
+    if run.bf16_states:
+        state_bytes *= BYTES["bf16"] / BYTES["fp32"]
     return ParameterCount(held, trained, state_bytes, divided, own_experts)
 
 

@@ -8,6 +8,7 @@ place of stages 0 and 1 for some bf16 runs. The formulas use these words:
     shard     trained / data ranks, which is this rank's part of them
     width     bytes of a weight in training: 4 in fp32, 2 in fp16 and bf16
     gradient  bytes of an accumulated gradient: 4 if bf16 gradients are accumulated in fp32, else width
+    master    bytes of a weight, or gradient, as the optimizer sees it: 4, and 2 with bf16 states
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Sharding(ABC):
         return self.all_states()
 
     def all_states(self) -> int:
-        """Return bytes of this rank's optimizer states: trained x (states + 4 for an fp32 copy) / data ranks."""
-        return int((self.count.state_bytes + _FP32) * self.count.divided) // self.run.layout.dp_size
+        """Return bytes of this rank's optimizer states: trained x (states + master for a copy) / data ranks."""
+        return int((self.count.state_bytes + self.run.master_bytes) * self.count.divided) // self.run.layout.dp_size
 
     def reduction_buckets(self) -> int:
         """Return bytes of the buffers in which gradients are reduced during the backward pass."""
@@ -186,9 +187,12 @@ class _ReducedByZero(Sharding):
     def _shard_in_fp32(self, converted: int) -> int:
         """Return bytes of this rank's gradients joined and in fp32, with a copy before conversion or temporaries.
 
-        shard x 4 + the larger of `converted` bytes and the optimizer's temporary tensors.
+        shard x master + the larger of `converted` bytes and the optimizer's temporary tensors. Nothing is converted
+        with bf16 states.
         """
-        return _FP32 * self.shard + max(converted, self._temporaries(self.shard))
+        if self.run.bf16_states:
+            converted = 0
+        return self.run.master_bytes * self.shard + max(converted, self._temporaries(self.shard))
 
 
 class Zero1(_ReducedByZero):
@@ -335,10 +339,16 @@ class Zero3(_ReducedByZero):
         return run.bytes_per_number * min(self.count.held, _gathered_at_once(run))
 
     def update(self) -> int:
-        """Return bytes of the update: fp32 gradients and temporaries of one sub-group; none if the host updates."""
+        """Return bytes of the update: fp32 gradients and temporaries of one sub-group; none if the host updates.
+
+        Gradients of bf16 states are updated with as they are.
+        """
         if self.run.layout.offloads_states:
             return 0
-        return _FP32 * self.updated_at_once + self._temporaries(self.updated_at_once)
+        temporaries = self._temporaries(self.updated_at_once)
+        if self.run.bf16_states:
+            return temporaries
+        return _FP32 * self.updated_at_once + temporaries
 
     @property
     def updated_at_once(self) -> int:

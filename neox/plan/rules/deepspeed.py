@@ -19,6 +19,7 @@ def deepspeed_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _offload(config)
     yield from _precision(config)
     yield from _accumulation(config)
+    yield from _bf16_states(config)
 
 
 def _offload(config: NeoXConfig) -> Iterator[Problem]:
@@ -68,3 +69,21 @@ def _accumulation(config: NeoXConfig) -> Iterator[Problem]:
         yield config.problem(key, f"with bf16 needs {_STAGE} 1 or more in DeepSpeed", _STAGE, *PRECISION_KEYS)
     if wanted not in (None, "fp32", precision):
         yield config.problem(key, f"does not fit {precision} training; leave it out", *PRECISION_KEYS)
+
+
+def _bf16_states(config: NeoXConfig) -> Iterator[Problem]:
+    """Weights, gradients and states are bf16 together, in Adam."""
+    bf16 = config.deepspeed.bf16
+    if bf16 is None or not bf16.has_bf16_states:
+        return
+    key = "bf16.bf16_master_weights_and_grads"
+    precision = choose_precision(config, [])
+    if config.model.precision != "auto" and precision not in ("bf16", None):
+        yield config.problem(key, f"needs bf16 training, and this run has {precision}; remove one", *PRECISION_KEYS)
+    if config.optimizer.optimizer.name != "adam":
+        kind = config.describe_setting("optimizer.type")
+        yield config.problem(key, f"is for Adam, not for {kind}; remove one of them", "optimizer.type")
+    accumulated = "data_types.grad_accum_dtype"
+    if config.value(accumulated) not in (None, "bf16"):
+        other = config.describe_setting(accumulated)
+        yield config.problem(key, f"accumulates gradients in bf16, not {other}; remove one of them", accumulated)

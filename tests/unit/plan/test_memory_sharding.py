@@ -19,6 +19,7 @@ from neox.plan.memory.zero import Bf16Optimizer, Unsharded, Zero1, Zero2, Zero3,
 from tests.plans import SIZES, plan_of, small_plan
 
 BF16 = {"precision": "bf16"}
+BF16_STATES = {**BF16, "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
 # A small micro batch in a wide network, so that states and not activations are the most.
@@ -43,6 +44,7 @@ def sharding(plan, **changes):
         ({**BF16, "zero_optimization": {"stage": 1}}, Bf16Optimizer),
         ({**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}}, Zero1),
         ({**BF16, "zero_optimization": {"stage": 1, "offload_optimizer": CPU}}, Zero1),
+        ({**BF16_STATES, "zero_optimization": {"stage": 1}}, Zero1),
         ({"zero_optimization": {"stage": 1}}, Zero1),
         ({**BF16, "zero_optimization": {"stage": 2}}, Zero2),
         ({**BF16, "zero_optimization": {"stage": 3}}, Zero3),
@@ -60,6 +62,7 @@ def test_the_kind_of_sharding_is_the_optimizer_that_deepspeed_chooses(keys, kind
         ({**BF16, "pipe_parallel_size": 2}, 2 + 2 + 4 + 8),
         ({**BF16, "zero_optimization": {"stage": 1}}, 2 + 4 + 4 + 8),
         ({**BF16, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True, "immediate_grad_update": False}}, 20),
+        *(({**BF16_STATES, "zero_optimization": {"stage": stage}}, 2 + 2 + 2 + 4) for stage in (1, 2, 3)),
     ],
 )
 def test_adam_takes_the_documented_bytes_per_parameter(keys, per_parameter):

@@ -34,6 +34,8 @@ JUDGED = {
 # The key that a problem points to, others that it must name, and the keys that cause it.
 RESTARTS = {"save": "s", "max_restarts": 3}
 ROLLBACK = {"save": "s", "loss_spike_action": "rollback"}
+BF16_STATES: dict[str, Any] = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+BF16_ZERO_2: dict[str, Any] = {"precision": "bf16", "bf16": BF16_STATES, "zero_optimization": {"stage": 2}}
 MIXTURE: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk"}
 
 LATENT = {"attention_config": [[["latent"], "all"]], "kv_lora_rank": 8, "use_bias_in_qkv": False}
@@ -295,6 +297,34 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     ),
     ("data_types.grad_accum_dtype", ("bf16",), {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}),
+    (
+        "bf16.bf16_master_weights_and_grads",
+        ("zero_optimization.stage",),
+        {"precision": "bf16", "bf16": BF16_STATES},
+    ),
+    (
+        "bf16.bf16_master_weights_and_grads",
+        ("bf16.bf16_optimizer_states",),
+        {**BF16_ZERO_2, "bf16": {"bf16_master_weights_and_grads": True}},
+    ),
+    (
+        "bf16.bf16_optimizer_states",
+        ("bf16.bf16_master_weights_and_grads",),
+        {**BF16_ZERO_2, "bf16": {"bf16_optimizer_states": True}},
+    ),
+    (
+        "bf16.bf16_master_weights_and_grads",
+        ("zero_optimization.offload_optimizer.device",),
+        {**BF16_ZERO_2, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    ),
+    ("bf16.bf16_master_weights_and_grads", ("ema_decay",), {**BF16_ZERO_2, "ema_decay": 0.9}),
+    ("bf16.bf16_master_weights_and_grads", ("precision",), {**BF16_ZERO_2, "precision": "fp32"}),
+    ("bf16.bf16_master_weights_and_grads", ("optimizer.type",), {**BF16_ZERO_2, "optimizer": {"type": "Lion"}}),
+    (
+        "bf16.bf16_master_weights_and_grads",
+        ("data_types.grad_accum_dtype",),
+        {**BF16_ZERO_2, "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
     ("fp32_allreduce", ("communication_data_type",), {"fp32_allreduce": True, "communication_data_type": "bf16"}),
     ("te_columnparallel", (), {"te_columnparallel": True}),
     ("min_lr", ("optimizer.params.lr",), {"min_lr": 0.01}),
