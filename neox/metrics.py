@@ -25,6 +25,9 @@ _TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
 
 Curves = dict[str, dict[int, float]]
 """Values by name and iteration."""
+TaskCurves = dict[str, dict[int, tuple[float, float]]]
+"""Scores of tasks with their standard errors by name and iteration."""
+_ERROR = "_stderr"
 Measure = Literal["tokens", "seconds"]
 """How far a run has come: trained tokens, or seconds of training steps."""
 Against = Literal["iteration", Measure]
@@ -104,6 +107,9 @@ def _before(iteration: int, all_curves: Curves) -> Curves:
 def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), against: Against = "iteration") -> bool:
     """Draw curves of one or several runs as PNG: training as lines, evaluations with points of different forms.
 
+    Scores of tasks that are shares, such as accuracies, have a panel of their own with their standard errors, unless
+    names are given.
+
     Curves of one run have a colour each; that of an average of the weights is dashed, in the colour of the weights.
     Several runs have a colour each.
 
@@ -124,9 +130,13 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5))
+    tasks: dict[str, TaskCurves] = {}
+    for label in found:
+        if not names and (scores := task_curves(runs[label])):
+            tasks[label] = scores
+    figure = Figure(figsize=(8, 8 if tasks else 5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, *below = figure.subplots(1 + bool(tasks), squeeze=False)[:, 0]
     for number, (run, lines) in enumerate(found.items()):
         kinds = list(dict.fromkeys(map(_of_weights, lines)))
         for name, points in lines.items():
@@ -145,8 +155,46 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
             _add_interruptions(axes, path)
             _add_token_axis(axes, path)
     axes.legend()
+    if tasks:
+        _draw_tasks(below[0], tasks, {label: runs[label] for label in tasks}, against)
     figure.savefig(picture, format="png")
     return True
+
+
+def task_curves(path: Path) -> TaskCurves:
+    """Return the scores of tasks that are shares, with their standard errors, by name and iteration.
+
+    Args:
+        path: Metrics file. Scores that were computed again after a resume replace the earlier ones.
+    """
+    found: TaskCurves = {}
+    for row in read_metrics(path):
+        for name, value in row.items():
+            if not name.startswith("eval/") or name.endswith(_ERROR) or not isinstance(value, float):
+                continue
+            error = row.get(f"{name}{_ERROR}")
+            if 0 <= value <= 1 and isinstance(error, float):
+                found.setdefault(name, {})[row["iteration"]] = (value, error)
+    return found
+
+
+def _draw_tasks(axes: Axes, tasks: Mapping[str, TaskCurves], runs: Mapping[str, Path], against: Against) -> None:
+    """Draw the scores of tasks, each with its standard error to both sides."""
+    number = 0
+    for run, scores in tasks.items():
+        for name, points in scores.items():
+            iterations = sorted(points)
+            values = [points[iteration][0] for iteration in iterations]
+            errors = [points[iteration][1] for iteration in iterations]
+            label = name if len(tasks) == 1 else f"{run}: {name}"
+            places = places_of(runs[run], iterations, against)
+            marker = _MARKERS[number % len(_MARKERS)]
+            axes.errorbar(places, values, errors, label=label, marker=marker, color=f"C{number % 10}", capsize=3)
+            number += 1
+    axes.set_xlabel(against)
+    axes.set_ylabel("score (with standard error)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
 
 
 def _add_interruptions(axes: Axes, path: Path) -> None:

@@ -32,7 +32,9 @@ from neox.data.mixtures.ledger import Ledger
 from neox.data.mixtures.training_order import TrainingData, in_gpt_neox_order, in_stages
 from neox.data.run_datasets import DatasetFactory, Datasets, Masking, SampleCounts
 from neox.data.samples.fill_in_middle import FillInMiddle
+from neox.data.samples.gpt_dataset import GPTDataset
 from neox.data.teacher_file import DistillationBatchIterator, TeacherFile
+from neox.data.token_files.sidecar import bytes_per_token
 from neox.errors import DataError
 from neox.log import get_logger
 from neox.plan.batches.dataset_shares import shares_of_stages
@@ -53,12 +55,14 @@ class EvaluationSet(NamedTuple):
         name: Name in metrics; None for the only set.
         weight: Weight of the set's scores in the mean over all sets.
         start: Number of the micro batch that each evaluation begins with; None to continue after the one before.
+        bytes_per_token: Bytes of text for each token of its data; None if they are not known.
     """
 
     batches: BatchIterator
     name: str | None = None
     weight: float = 1.0
     start: int | None = None
+    bytes_per_token: float | None = None
 
 
 class DataIterators(NamedTuple):
@@ -70,12 +74,14 @@ class DataIterators(NamedTuple):
         test: Set of the test; none if there is nothing to read.
         ledger_at: Function from a number of steps to the record of what they have read, as JSON for checkpoints; None
             if it is not recorded.
+        bytes_per_token: Bytes of text for each token of the training data; None if they are not known.
     """
 
     train: BatchIterator
     valid: tuple[EvaluationSet, ...]
     test: tuple[EvaluationSet, ...]
     ledger_at: Callable[[int], dict[str, Any]] | None = None
+    bytes_per_token: float | None = None
 
 
 def build_data_iterators(
@@ -154,20 +160,45 @@ def build_data_iterators(
 
     valid_sets = []
     if datasets.valid is not None:
-        valid_sets.append(EvaluationSet(iterator(datasets.valid, valid_start, "valid"), start=each_start))
+        batches = iterator(datasets.valid, valid_start, "valid")
+        valid_sets.append(EvaluationSet(batches, start=each_start, bytes_per_token=mean_bytes(datasets.valid)))
     for name, dataset in datasets.validation_sets.items():
         weight = config.data.validation_sets[name].weight
         batches = iterator(dataset, valid_start, f"valid-{name}")
-        valid_sets.append(EvaluationSet(batches, name, weight, each_start))
+        valid_sets.append(EvaluationSet(batches, name, weight, each_start, mean_bytes(dataset)))
     test_sets = []
     if datasets.test is not None:
-        test_sets.append(EvaluationSet(iterator(datasets.test, 0, "test"), start=each_start))
+        batches = iterator(datasets.test, 0, "test")
+        test_sets.append(EvaluationSet(batches, start=each_start, bytes_per_token=mean_bytes(datasets.test)))
     return DataIterators(
         iterator(training_data.dataset, train_start, "train"),
         tuple(valid_sets),
         tuple(test_sets),
         training_data.ledger_at,
+        mean_bytes(training_data.dataset),
     )
+
+
+def mean_bytes(dataset: object) -> float | None:
+    """Return the mean bytes of text for each token that a dataset gives to train.
+
+    Args:
+        dataset: Samples of plain texts, or a blend of such samples, whose shares weigh them.
+
+    Returns:
+        The bytes; None if those of a part are not known, and for data whose tokens are not all trained or not all text.
+    """
+    if isinstance(dataset, BlendedDataset):
+        total = 0.0
+        for member, share in zip(dataset.datasets, dataset.shares, strict=True):
+            own = mean_bytes(member)
+            if own is None:
+                return None
+            total += share * own
+        return total
+    if not isinstance(dataset, GPTDataset) or dataset.labels is not None or dataset.rows.fill_in_middle is not None:
+        return None
+    return bytes_per_token(dataset.indexed.prefix)
 
 
 def sample_counts(training: TrainingConfig, train_batch_size: int) -> SampleCounts:

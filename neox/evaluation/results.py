@@ -43,6 +43,11 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(700.0, loss))
 
 
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Return the bits per byte of text of a mean loss in nats for each token."""
+    return loss / (math.log(2.0) * bytes_per_token)
+
+
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     """Return `eval/<task>_<metric>` -> value, the names that TensorBoard and wandb show."""
     metrics = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from neox.engine import Feature, MakeFeatures, RunStart, TrainedModel
+from neox.features.bits_per_byte import run as bits_per_byte
 from neox.features.char_perplexity import run as char_perplexity
 from neox.features.ema import run as ema
 from neox.features.eval_tasks import run as eval_tasks
@@ -33,6 +34,7 @@ BUILDERS: tuple[Callable[[TrainedModel, RunStart], Feature | None], ...] = (
     stability.build,
     update_statistics.build,
     stragglers.build,
+    bits_per_byte.build,
     char_perplexity.build,
     eval_tasks.build,
     forward_check.build,  # runs the model, so its `load` comes after those that change weights

@@ -65,12 +65,14 @@ class EncodedKey:
         lengths: Number of tokens of each document, int32 [documents], or of each sentence, int32 [sentences].
         counts: Number of sentences of each document, int32 [documents]; None if documents are whole.
         metadata: JSON line of the kept columns of each document; empty if none are kept.
+        document_bytes: UTF-8 bytes of the texts that became the ids; None if the ids are not those of plain texts.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray | None = None
     metadata: bytes = b""
+    document_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,14 +169,17 @@ class BlockEncoder:
             texts = list(map(self.fix, texts))
             metadata = list(compress(metadata, texts))
             texts = list(filter(None, texts))
+        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         if self.split is not None:
-            return self._encode_sentences([self.split(text) for text in texts], metadata)
+            sentences = self._encode_sentences([self.split(text) for text in texts], metadata)
+            return replace(sentences, document_bytes=size)
         ids, lengths = self._encode_texts(texts)
         kept = b"".join(compress(metadata, lengths > 0))
         lengths = lengths[lengths > 0]
         if self.job.settings.append_eod:
-            return replace(with_eod(ids, lengths, self.tokenizer.eod, self.dtype), metadata=kept)
-        return EncodedKey(ids.astype(self.dtype), lengths.astype(np.int32), metadata=kept)
+            ended = with_eod(ids, lengths, self.tokenizer.eod, self.dtype)
+            return replace(ended, metadata=kept, document_bytes=size)
+        return EncodedKey(ids.astype(self.dtype), lengths.astype(np.int32), metadata=kept, document_bytes=size)
 
     def _encode_sentences(self, documents: list[list[str]], metadata: list[bytes]) -> EncodedKey:
         """Encode documents that are divided into sentences. Sentences without ids are left out."""

@@ -17,7 +17,7 @@ import numpy as np
 from neox.corpus import BadInput, LineBlock, SkipBudget, first_lines, parse_texts, read_blocks
 from neox.data import IndexedDatasetBuilder, best_dtype
 from neox.data.token_files.columns import columns_path
-from neox.data.token_files.sidecar import Sidecar, read_sidecar, write_sidecar
+from neox.data.token_files.sidecar import DOCUMENT_BYTES, Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, refusals
 from neox.log import Progress, get_logger, progress
 from neox.preprocess.block_encoders import EncodeWork, build_encoder, lines_of, text_size
@@ -396,9 +396,12 @@ class _PreprocessRun:
                             _log.warning(result.note)  # the accelerator is slow or not there
                         self.accelerator = self.accelerator or result.accelerator
                         written = {}
+                        counted = None if state.document_bytes is None else dict(state.document_bytes)
                         for (key, builder), encoded in zip(builders.items(), result.keys, strict=True):
                             builder.add_documents(encoded.ids, encoded.lengths, encoded.counts, encoded.metadata)
                             written[key] = builder.progress
+                            if counted is not None and encoded.document_bytes is not None:
+                                counted[key] = counted.get(key, 0) + encoded.document_bytes
                         state = RunState(
                             file=file_number,
                             position=result.end,
@@ -406,6 +409,7 @@ class _PreprocessRun:
                             text_bytes=state.text_bytes + result.text_bytes,
                             builders=written,
                             filtered=state.filtered + result.filtered,
+                            document_bytes=counted,
                         )
                         display.written(builders[self.settings.keys[0]].num_documents)
                         if self.log.is_due:
@@ -475,6 +479,8 @@ class _PreprocessRun:
         }
         if self.settings.filters:
             settings["filtered"] = state.filtered
+        if state.document_bytes is not None and key in state.document_bytes:
+            settings[DOCUMENT_BYTES] = state.document_bytes[key]
         if key in self.settings.label_keys:
             settings["labels"] = True
         settings.update(builder.columns_state)

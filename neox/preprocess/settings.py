@@ -320,6 +320,8 @@ class RunState:
         text_bytes: Number of bytes of JSON lines read.
         builders: State of the dataset of each key.
         filtered: Number of documents that filters have left out.
+        document_bytes: UTF-8 bytes of the texts of each key that became tokens; keys whose texts are not counted are
+            missing.
     """
 
     file: int = 0
@@ -328,11 +330,13 @@ class RunState:
     text_bytes: int = 0
     builders: Mapping[str, BuilderState] = field(default_factory=dict)
     filtered: int = 0
+    document_bytes: Mapping[str, int] | None = field(default_factory=dict)
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> RunState:
         """Return the state with given fields, the result of `dataclasses.asdict`."""
-        return RunState(**{**fields, "position": Position(**fields["position"])})
+        counted = fields.get("document_bytes")  # a version that did not count them has begun the run
+        return RunState(**{**fields, "position": Position(**fields["position"]), "document_bytes": counted})
 
 
 def state_path(output_prefix: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from neox.data.run_data import EvaluationSet
-from neox.evaluation.results import perplexity_of
+from neox.evaluation.results import bits_per_byte, perplexity_of
 
 
 def evaluation_scalars(
@@ -36,6 +36,7 @@ def evaluation_scalars(
     for item, found in zip(sets, scores, strict=True):
         if item.name is not None:
             scalars |= _with_perplexities(f"{kind}/{item.name}", found, per_token)
+    scalars |= _bits_per_byte(kind, sets, scores, per_token)
     if not densities:
         return scalars
     density = 0.0
@@ -44,6 +45,29 @@ def evaluation_scalars(
         if item.name is not None:
             scalars |= _by_character(f"{kind}/{item.name}", found, per_token, own)
     return scalars | _by_character(kind, means, per_token, density)
+
+
+def _bits_per_byte(
+    kind: str, sets: Sequence[EvaluationSet], scores: Sequence[Mapping[str, float]], per_token: Collection[str]
+) -> dict[str, float]:
+    """Return the bits per byte of text of losses per token, as `KIND/SCORE_bits_per_byte`.
+
+    Runs with other tokenizers can be compared by them. Sets with names have their own. None are returned if the bytes
+    of a set are not known.
+    """
+    total = sum(item.weight for item in sets)
+    scalars = {}
+    for name in per_token:
+        mean = 0.0
+        for item, found in zip(sets, scores, strict=True):
+            if item.bytes_per_token is None:
+                return {}
+            own = bits_per_byte(found[name], item.bytes_per_token)
+            mean += item.weight / total * own
+            if item.name is not None:
+                scalars[f"{kind}/{item.name}/{name}_bits_per_byte"] = own
+        scalars[f"{kind}/{name}_bits_per_byte"] = mean
+    return scalars
 
 
 def _by_character(

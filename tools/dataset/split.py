@@ -19,7 +19,7 @@ from neox.data.samples.gpt_dataset import split_documents
 from neox.data.token_files.builder import DatasetTotals, IndexedDatasetBuilder
 from neox.data.token_files.columns import column_lines, column_names, column_values
 from neox.data.token_files.indexed_dataset import IndexedDataset
-from neox.data.token_files.sidecar import read_sidecar, write_sidecar
+from neox.data.token_files.sidecar import DOCUMENT_BYTES, read_sidecar, write_sidecar
 from neox.errors import DataError
 from neox.files import atomic_write
 from neox.log import progress
@@ -143,6 +143,7 @@ def _write_datasets(
     for (name, output), builder in zip(outputs.items(), builders, strict=True):
         if sidecar is not None:
             described = {**sidecar.settings, **settings, "part": name, **builder.columns_state}
+            described.pop(DOCUMENT_BYTES, None)  # those of the parts are not known
             write_sidecar(output, replace(sidecar, settings=described, **builder.totals))
     return {name: builder.totals for name, builder in zip(outputs, builders, strict=True)}
 

@@ -244,7 +244,18 @@ def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
         if abs(trend) > 2 * around / math.sqrt(spread):
             slope = trend
             deviation = around
+    # A minimum between factors that were tried is known no better than their distance, and one at the edge not even so.
+    distance = min(_distance(losses) for losses in tried.values())
+    deviation = max(deviation, distance / 2 if at_edge else distance / 4)
     return RateFit(factors, float(y.mean()), slope, middle, deviation, tuple(at_edge))
+
+
+def _distance(losses: dict[float, float]) -> float:
+    """Return the smallest distance between factors, in logarithms; that of a factor of 2 if there is one only."""
+    tried = np.log(sorted(losses))
+    if len(tried) < 2:
+        return math.log(2.0)
+    return float(np.diff(tried).min())
 
 
 def _best_factor(losses: dict[float, float]) -> tuple[float, bool]:

@@ -24,6 +24,8 @@ from neox.tokenizer.chat import ChatTemplate
 
 _log = get_logger(__name__)
 _FORMAT = 1
+DOCUMENT_BYTES = "document_bytes"
+"""Setting with the UTF-8 bytes of the texts that became the tokens, as they were encoded. Bits per byte need it."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,17 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
     if sidecar.format != _FORMAT:
         raise DataError(f"{path} has format {sidecar.format}, this version of neox reads format {_FORMAT}")
     return replace(sidecar, inputs=tuple(sidecar.inputs))
+
+
+def bytes_per_token(prefix: str | Path) -> float | None:
+    """Return the bytes of text for each token of a dataset; None if its sidecar does not know them."""
+    sidecar = read_sidecar(prefix)
+    if sidecar is None or not sidecar.tokens:
+        return None
+    counted = sidecar.settings.get(DOCUMENT_BYTES)
+    if not isinstance(counted, int) or counted <= 0:
+        return None
+    return counted / sidecar.tokens
 
 
 def check_fits(indexed: IndexedDataset, *, vocab_size: int, tokenizer_hashes: Collection[str]) -> Sidecar | None:
@@ -194,8 +207,14 @@ def joined_sidecar(sidecars: Sequence[Sidecar]) -> Sidecar:
             )
         if other.settings.get("chat") != joined.settings.get("chat"):
             _log.warning("datasets with other settings of conversations are joined; those of the first one are kept")
+        settings = dict(joined.settings)
+        counted = settings.pop(DOCUMENT_BYTES, None)
+        of_other = other.settings.get(DOCUMENT_BYTES)
+        if counted is not None and of_other is not None:
+            settings[DOCUMENT_BYTES] = counted + of_other
         joined = replace(
             joined,
+            settings=settings,
             append_eod=joined.append_eod and other.append_eod,
             documents=joined.documents + other.documents,
             tokens=joined.tokens + other.tokens,

@@ -10,7 +10,7 @@ import pytest
 from neox.engine import SaveReport, StepReport, StepResult, TrainState
 from neox.errors import DataError, TrainingError
 from neox.features.trackers.metrics_file import MetricsFile
-from neox.metrics import METRICS_FILE, curves, draw, places_of, read_metrics, smoothed, trained
+from neox.metrics import METRICS_FILE, curves, draw, places_of, read_metrics, smoothed, task_curves, trained
 
 
 def report(loss=2.5, norm=1.25):
@@ -194,6 +194,20 @@ def test_curves_against_tokens_and_seconds(tmp_path):
     file.write_text("".join(json.dumps({"iteration": 1, "kind": "step", "train/lm_loss": 2.0}) + "\n"))
     assert trained(file, "seconds") == ([], [])
     assert not draw({"run": file}, tmp_path / "none.png", against="tokens")
+
+
+def test_tasks_have_a_panel_with_standard_errors(tmp_path):
+    file = tmp_path / METRICS_FILE
+    rows = [{"iteration": step, "kind": "step", "train/lm_loss": 2.0} for step in (1, 2)]
+    scores = {"eval/arc_acc": 0.5, "eval/arc_acc_stderr": 0.1, "eval/w_word_ppl": 20.0, "eval/w_word_ppl_stderr": 1.0}
+    rows.append({"iteration": 2, "kind": "tasks", **scores, "eval/no_error_acc": 0.25})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert task_curves(file) == {"eval/arc_acc": {2: (0.5, 0.1)}}
+    heights = []
+    for names in ([], ["train/lm_loss"]):
+        assert draw({"run": file}, tmp_path / "loss.png", names)
+        heights.append(int.from_bytes((tmp_path / "loss.png").read_bytes()[20:24]))  # of the PNG's header
+    assert heights[0] > heights[1]
 
 
 def test_smoothing_keeps_ends_and_mean():

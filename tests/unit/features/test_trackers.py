@@ -174,7 +174,8 @@ def test_wandb_without_a_login_says_what_to_do(offline, monkeypatch, tmp_path):
 
 def kinds_on_first_rank(**keys):
     """Names of the classes of features that rank 0 builds."""
-    model = SimpleNamespace(plan=small_plan(straggler_steps=0, **keys), grid=SimpleNamespace(rank=0))
+    plan = small_plan(straggler_steps=0, **keys)
+    model = SimpleNamespace(plan=plan, grid=SimpleNamespace(rank=0), objective=SimpleNamespace(per_token=()))
     return {type(feature).__name__ for feature in build_features(model, SimpleNamespace(saved={}))}
 
 

@@ -17,7 +17,7 @@ import zstandard
 
 from neox.corpus import LineBlock, read_filter
 from neox.data import IndexedDataset
-from neox.data.token_files.sidecar import read_sidecar
+from neox.data.token_files.sidecar import bytes_per_token, read_sidecar
 from neox.errors import DataError, NeoXError, TokenizerError
 from neox.preprocess import PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer
@@ -58,6 +58,7 @@ def test_ids_are_the_tokenizers_own_with_end_of_document(tmp_path: Path) -> None
     report = preprocess(settings(tmp_path, tmp_path / "a.jsonl"))
     tokenizer = build_tokenizer("HFTokenizer", VOCAB)
     dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert bytes_per_token(dataset.prefix) == sum(len(text.encode()) for text in texts) / dataset.num_tokens
     kept = [text for text in texts if text]
     assert [dataset[i].tolist() for i in range(len(dataset))] == [[*tokenizer.encode(text), 0] for text in kept]
     assert dataset.dtype == np.uint16

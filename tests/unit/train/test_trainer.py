@@ -10,10 +10,12 @@ import pytest
 from neox.data.run_data import DataIterators, EvaluationSet
 from neox.engine import EvaluationResult, Feature, StepResult
 from neox.errors import CheckpointError, TrainingError
+from neox.features.bits_per_byte.run import BitsPerByte
 from neox.features.ledger.run import Ledger
 from neox.launch.agent.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.objectives import CausalLM
 from neox.train import Trainer
+from neox.train.evaluation_scalars import evaluation_scalars
 from tests.plans import small_plan
 
 
@@ -257,3 +259,19 @@ def test_an_error_ends_what_watches(fit):
         with pytest.raises(TrainingError):
             fit(engine)
     assert diaries == [(2, ["start", "validation 2"])]
+
+
+def test_losses_have_their_bits_per_byte_if_the_data_know_their_bytes():
+    """Bits of text that takes 4 bytes a token, and 2 in the other set."""
+    sets = [EvaluationSet(None, "a", 1.0, None, 4.0), EvaluationSet(None, "b", 3.0, None, 2.0)]
+    scores = [{"lm_loss": 4 * math.log(2)}, {"lm_loss": 6 * math.log(2)}]
+    found = evaluation_scalars("validation", sets, scores, ("lm_loss",))
+    assert found["validation/a/lm_loss_bits_per_byte"] == pytest.approx(1.0)
+    assert found["validation/lm_loss_bits_per_byte"] == pytest.approx(0.25 * 1.0 + 0.75 * 3.0)
+    unknown = evaluation_scalars("validation", [sets[0], EvaluationSet(None, "b")], scores, ("lm_loss",))
+    assert not [name for name in unknown if "bits" in name]
+    observer = BitsPerByte()
+    result = StepResult({"lm_loss": 4 * math.log(2)}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, update_skipped=False)
+    assert observer.after_step(IdleEngine(), result) == {}
+    observer.on_data(IdleEngine(), DataIterators(None, (), (), None, 4.0))
+    assert observer.after_step(IdleEngine(), result) == {"train/lm_loss_bits_per_byte": pytest.approx(1.0)}

@@ -1,0 +1,1 @@
+"""Bits per byte of the training loss."""
