@@ -123,6 +123,14 @@ def replace_file(source: Path, target: Path) -> None:
     fsync_path(target.parent)
 
 
+def replace_link(link: Path, target: str) -> None:
+    """Make a symbolic link with a target relative to its directory, in place of an older link. Raises OSError."""
+    temporary = _temporary(link)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    replace_file(temporary, link)
+
+
 def fsync_file(file: IO[Any]) -> None:
     """Flush an open file, and wait until its content is on disk. Raises OSError."""
     file.flush()

@@ -72,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="replace an earlier export; a directory of other files gets the name OUTPUT_DIR.old",
     )
     add("--upload", metavar="USER/NAME", help="upload the result to this repository of the Hugging Face hub")
+    add("--revision", metavar="BRANCH", help="with --upload: branch of the repository, which is created")
     add_checkpoint_cache(parser)
     return parser
 
@@ -117,6 +118,8 @@ def main() -> None:
     parser = build_parser()
     args = parser.parse_args()
     setup_logging()
+    if args.revision is not None and not args.upload:
+        parser.error("--revision names a branch of the repository of --upload, which is missing")
     if args.adapter:
         refuse_idle_flags(parser, args)
     with refusals():
@@ -151,7 +154,7 @@ def main() -> None:
     print(f"{result.output}: {export.tensors} tensors, {export.total_bytes:,} bytes in {export.files} file(s)")
     print(f"verified: {result.check}" if result.check else "not verified (--verify compares the logits of both models)")
     if args.upload:
-        print(f"uploaded to {upload(result.output, args.upload)}")
+        print(f"uploaded to {upload(result.output, args.upload, args.revision)}")
 
 
 if __name__ == "__main__":

@@ -100,12 +100,13 @@ def wanted_files(names: Iterable[str]) -> list[str]:
     return described + (safetensors or pickled)
 
 
-def upload(directory: Path, repository: str) -> str:
+def upload(directory: Path, repository: str, revision: str | None = None) -> str:
     """Upload a directory to the hub.
 
     Args:
         directory: Directory to upload.
         repository: `USER/NAME`. If it does not exist, it is created as a private one.
+        revision: Branch to upload to, which is created; None for the main branch.
 
     Returns:
         The repository's address.
@@ -118,7 +119,9 @@ def upload(directory: Path, repository: str) -> str:
     try:
         api = HfApi()
         address = api.create_repo(repository, exist_ok=True, private=True)
-        api.upload_folder(folder_path=str(directory), repo_id=repository)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        api.upload_folder(folder_path=str(directory), repo_id=repository, revision=revision)
     except Exception as error:  # connection errors are those of the HTTP library that the hub's client uses
         raise ConversionError(
             f"{directory} was exported, but uploading it to {repository} failed: {_reason(error)}; "

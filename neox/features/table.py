@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from neox.engine import Feature, MakeFeatures, RunStart, TrainedModel
+from neox.features.best_checkpoint import run as best_checkpoint
 from neox.features.bits_per_byte import run as bits_per_byte
 from neox.features.char_perplexity import run as char_perplexity
 from neox.features.ema import run as ema
 from neox.features.eval_tasks import run as eval_tasks
 from neox.features.forward_check import run as forward_check
+from neox.features.hf_export import run as hf_export
 from neox.features.ledger import run as ledger
 from neox.features.loss_spikes import run as loss_spikes
 from neox.features.mirror_uploads import run as mirror_uploads
@@ -50,6 +52,8 @@ REPORTERS: tuple[Callable[[RunPlan, int], Feature | None], ...] = (
     trackio.build,
     metrics_file.build,
     profiler.build,
+    best_checkpoint.build,
+    hf_export.build,  # of what has become the best
     mirror_uploads.build,
 )
 """Features that only report, with the numbers of all those above, and come after them. They are built from the plan and

@@ -317,7 +317,8 @@ def keep_last(save: str | Path, count: int) -> list[Path]:
     """Delete all but the newest checkpoints of a run. One rank calls it.
 
     The checkpoint that `latest` names is never deleted. Nothing is deleted unless a kept checkpoint is complete (by the
-    sizes of its files), so that a good one remains. A checkpoint that is being uploaded stays until a later call.
+    sizes of its files), so that a good one remains. A checkpoint that is protected (`kept_from_deletion`: it is
+    being copied, or is the best one) stays until a later call.
 
     Args:
         save: Directory of the run's checkpoints.
@@ -344,7 +345,7 @@ def keep_last(save: str | Path, count: int) -> list[Path]:
     deleted = []
     for path in old:
         if is_kept_from_deletion(path):
-            _log.info("%s stays until its upload has ended", path)
+            _log.debug("%s stays: it is being copied, or is the best one", path)
             continue
         delete_checkpoint(path)
         deleted.append(path)

@@ -21,7 +21,7 @@ from pathlib import Path
 from neox.checkpoint.manifest import FileRecord, read_manifest, write_manifest
 from neox.checkpoint.names import LATEST, MANIFEST, parse_step_directory, step_directory
 from neox.errors import CheckpointError, os_errors
-from neox.files import fsync_path, lock_file, write_text
+from neox.files import fsync_path, lock_file, lock_file_shared, write_text
 from neox.launch.run_lock import training_in
 from neox.log import get_logger
 from neox.plan.run_identity import REPLACED
@@ -164,7 +164,7 @@ def delete_checkpoint(path: Path) -> None:
 def kept_from_deletion(path: Path) -> Iterator[None]:
     """Protect a checkpoint from `keep_last` inside a `with` block. Raises OSError if it has no manifest."""
     with open(path / MANIFEST, "r+b") as file:  # network file systems only lock files that are open for writing
-        lock_file(file, wait=True)
+        lock_file_shared(file)  # several may protect one
         yield
 
 

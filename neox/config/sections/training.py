@@ -20,8 +20,10 @@ from neox.config.sections.numbers import (
     PositiveInt,
 )
 from neox.config.sections.preferences import OF_PREFERENCES
+from neox.features.best_checkpoint.keys import BestCheckpointKeys
 from neox.features.char_perplexity.keys import CharPerplexityKeys
 from neox.features.forward_check.keys import ForwardCheckKeys
+from neox.features.hf_export.keys import HfExportKeys
 from neox.features.mirror_uploads.keys import MirrorKeys
 from neox.features.noise_scale.keys import NoiseScaleKeys
 from neox.features.profiler.keys import ProfilerKeys
@@ -207,7 +209,7 @@ class TrainingConfig(CharPerplexityKeys):
         return self.recompute_granularity
 
 
-class CheckpointConfig(MirrorKeys, ForwardCheckKeys):
+class CheckpointConfig(MirrorKeys, BestCheckpointKeys, HfExportKeys, ForwardCheckKeys):
     """Saving and loading."""
 
     save: str | None = None

@@ -49,14 +49,19 @@ class Hub:
         self.calls.append((repository, kwargs["private"]))
         return f"https://huggingface.co/{repository}"
 
-    def upload_folder(self, folder_path, repo_id):
-        self.calls.append((folder_path, repo_id))
+    def create_branch(self, repository, branch, exist_ok):
+        self.calls.append((repository, branch, exist_ok))
+
+    def upload_folder(self, folder_path, repo_id, revision):
+        self.calls.append((folder_path, repo_id, revision))
 
 
 def test_upload(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert upload(tmp_path, "me/model") == "https://huggingface.co/me/model"
-    assert Hub.calls == [("me/model", True), (str(tmp_path), "me/model")]
+    assert Hub.calls == [("me/model", True), (str(tmp_path), "me/model", None)]
+    upload(tmp_path, "me/model", "step4")
+    assert Hub.calls[-2:] == [("me/model", "step4", True), (str(tmp_path), "me/model", "step4")]
     for failure in (OSError("no network"), type("ConnectError", (Exception,), {})("no network")):
         Hub.failure = failure
         with raises_naming(ConversionError, tmp_path, "nobody/no", "no network"):

@@ -1,0 +1,1 @@
+"""The best checkpoint by a metric."""

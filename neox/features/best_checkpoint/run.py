@@ -1,0 +1,98 @@
+"""The name `best` for the checkpoint with the best value of a metric (`save_best`), given by rank 0.
+
+Evaluation and save of one step come in either order: before the last step the evaluation is first, after it the save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from neox.checkpoint.save_directory.best import BestCheckpoint, forget_best, name_best, read_best
+from neox.checkpoint.save_directory.staging import kept_from_deletion
+from neox.engine import Feature, SaveReport, TrainState
+from neox.errors import CheckpointError, ConfigError
+from neox.log import get_logger
+from neox.plan import RunPlan
+
+_log = get_logger(__name__)
+
+
+def build(plan: RunPlan, rank: int) -> NameBest | None:
+    """Return the feature, on rank 0; None without `save_best`."""
+    if rank != 0 or plan.config.checkpoint.save_best is None:
+        return None
+    return NameBest(plan)
+
+
+class NameBest(Feature):
+    """Compares the checkpoints of steps that were evaluated, and keeps the best one from deletion.
+
+    It is kept until the process ends; a later start keeps it again.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        keys = plan.config.checkpoint
+        self._metric = keys.save_best or ""
+        self._is_smaller_better = keys.save_best_goal == "min"
+        self._save = Path(keys.save or ".")
+        self._best: BestCheckpoint | None = None
+        self._kept = ExitStack()
+        self._values: dict[int, float] = {}  # by iteration, of evaluations whose checkpoint is not saved yet
+        self._saved: dict[int, Path] = {}  # the last checkpoint by its iteration
+
+    def on_start(self, state: TrainState) -> None:
+        """Go on with the best checkpoint so far, or forget that of an earlier run."""
+        if state.iteration == 0:
+            forget_best(self._save)
+            return
+        found = read_best(self._save)
+        if found is not None and found.metric == self._metric:
+            self._keep(found)
+
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
+        """Take the value of the metric.
+
+        Raises:
+            ConfigError: The evaluation that has the metric's group reports no such scalar.
+        """
+        group = self._metric.partition("/")[0]
+        if self._metric in scalars:
+            self._values = {state.iteration: scalars[self._metric]}
+            self._compare(state.iteration)
+        elif name == {"eval": "tasks"}.get(group, group):
+            known = ", ".join(scalar for scalar in scalars if scalar.startswith(f"{group}/"))
+            raise ConfigError(f"save_best: {self._metric} is no scalar of this run; it has {known}")
+
+    def on_save(self, state: TrainState, report: SaveReport) -> None:
+        """Take a committed checkpoint."""
+        self._saved = {report.iteration: report.path}
+        self._compare(report.iteration)
+
+    def _compare(self, iteration: int) -> None:
+        """Name the checkpoint of an iteration, if it is there, was evaluated, and is better than the best so far."""
+        value = self._values.get(iteration)
+        path = self._saved.get(iteration)
+        if value is None or path is None or not math.isfinite(value):
+            return
+        if self._best is not None:
+            is_better = value < self._best.value if self._is_smaller_better else value > self._best.value
+            if not is_better:
+                return
+        best = BestCheckpoint(path.name, iteration, self._metric, value)
+        try:
+            name_best(self._save, best)
+        except CheckpointError as error:
+            _log.warning("%s; training goes on", error)
+            return
+        self._keep(best)
+        _log.info("best: %s with %s %.6g", path.name, self._metric, value)
+
+    def _keep(self, best: BestCheckpoint) -> None:
+        """Protect a checkpoint from deletion instead of the one before."""
+        self._kept.close()
+        self._best = best
+        with suppress(OSError):  # a checkpoint of gpt-neox has no manifest, and is not pruned
+            self._kept.enter_context(kept_from_deletion(self._save / best.checkpoint))

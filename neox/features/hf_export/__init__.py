@@ -1,0 +1,1 @@
+"""Exports to Hugging Face in training."""

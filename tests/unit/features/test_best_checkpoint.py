@@ -1,0 +1,157 @@
+"""The checkpoint named `best`, and exports while training goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from neox.checkpoint.save_directory.best import BEST, BestCheckpoint, read_best
+from neox.checkpoint.save_directory.staging import is_kept_from_deletion, kept_from_deletion
+from neox.config import NeoXConfig
+from neox.engine import SaveReport, TrainState
+from neox.errors import ConfigError
+from neox.features.best_checkpoint.run import NameBest
+from neox.features.hf_export import run as hf_export
+from neox.plan import static_problems
+from tests.plans import SMALL, small_plan
+
+# Writes what it was asked for; a checkpoint with a file `bad` cannot be exported.
+TOOL = """
+import sys, time
+from pathlib import Path
+given = [word for word in sys.argv[1:] if word != "--overwrite"]
+words = dict(zip(given[::2], given[1::2]))
+checkpoint, output = Path(words["--input_dir"]), Path(words["--output_dir"])
+if (checkpoint / "bad").exists():
+    sys.exit("error: this one is bad")
+time.sleep(0.2)
+output.mkdir(exist_ok=True)
+(output / "from").write_text(checkpoint.name + " " + words.get("--revision", ""))
+print("verified: yes")
+"""
+
+
+def checkpoint(save: Path, step: int) -> Path:
+    path = save / f"global_step{step}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    return path
+
+
+def named_best(save: Path, **keys: object) -> NameBest:
+    return NameBest(small_plan(save=str(save), save_best="validation/lm_loss", **keys))
+
+
+def evaluate(feature: NameBest, step: int, value: float) -> None:
+    feature.on_evaluation(TrainState(iteration=step), "validation", {"validation/lm_loss": value})
+
+
+def save(feature: NameBest, directory: Path, step: int) -> None:
+    feature.on_save(TrainState(iteration=step), SaveReport(checkpoint(directory, step), step, 0.0, 0.0))
+
+
+def test_the_best_of_evaluated_checkpoints_has_the_name_and_stays(tmp_path: Path) -> None:
+    feature = named_best(tmp_path)
+    feature.on_start(TrainState())
+    evaluate(feature, 1, 1.0)  # not saved
+    evaluate(feature, 2, 3.0)
+    save(feature, tmp_path, 2)
+    assert read_best(tmp_path) == BestCheckpoint("global_step2", 2, "validation/lm_loss", 3.0)
+    save(feature, tmp_path, 3)  # not evaluated
+    evaluate(feature, 4, 2.0)
+    save(feature, tmp_path, 4)
+    evaluate(feature, 5, float("nan"))
+    save(feature, tmp_path, 5)
+    save(feature, tmp_path, 6)
+    evaluate(feature, 6, 2.5)
+    assert (tmp_path / BEST).resolve() == tmp_path / "global_step4"
+    kept = [step for step in range(2, 7) if is_kept_from_deletion(tmp_path / f"global_step{step}")]
+    assert kept == [4]
+    with kept_from_deletion(tmp_path / "global_step4"):  # an upload may protect it, too
+        pass
+    resumed = named_best(tmp_path)
+    resumed.on_start(TrainState(iteration=6))
+    evaluate(resumed, 7, 2.2)
+    save(resumed, tmp_path, 7)
+    assert (tmp_path / BEST).resolve().name == "global_step4"
+    save(resumed, tmp_path, 8)
+    evaluate(resumed, 8, 1.0)  # after its save, as at the last step
+    assert (tmp_path / BEST).resolve().name == "global_step8"
+    named_best(tmp_path).on_start(TrainState())  # another run begins
+    assert read_best(tmp_path) is None
+    assert not (tmp_path / BEST).exists()
+
+
+def test_the_largest_value_may_be_the_best_and_a_wrong_name_ends_the_run(tmp_path: Path) -> None:
+    feature = named_best(tmp_path, save_best_goal="max")
+    for step, value in ((1, 0.5), (2, 0.7), (3, 0.6)):
+        evaluate(feature, step, value)
+        save(feature, tmp_path, step)
+    assert (tmp_path / BEST).resolve().name == "global_step2"
+    with pytest.raises(ConfigError, match=r"validation/lm_loss is no scalar.*validation/loss"):
+        feature.on_evaluation(TrainState(iteration=4), "validation", {"validation/loss": 1.0, "timers/x": 1.0})
+
+
+def test_metrics_that_can_never_decide_are_refused() -> None:
+    def problems(**keys: object) -> list[str]:
+        config = NeoXConfig.from_flat({**SMALL, "save": "x", "checkpoint_factor": 3, "train_iters": 10, **keys})
+        return [str(problem) for problem in static_problems(config)]
+
+    assert problems(save_best="validation/lm_loss", eval_interval=6) == []
+    assert "eval_interval" in problems(save_best="validation/lm_loss", eval_interval=5)[0]
+    assert "no scalar of evaluations" in problems(save_best="train/lm_loss", eval_interval=6)[0]
+    assert "eval_tasks" in problems(save_best="eval/x_acc", eval_interval=6)[0]
+    assert any("save_best" in problem for problem in problems(hf_export="best"))
+
+
+@pytest.fixture
+def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tool in place of the real one, which imports torch and transformers."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "convert_to_hf.py").write_text(TOOL)
+    monkeypatch.setattr(hf_export, "scripts_root", lambda: tmp_path)
+    return tmp_path / "run-hf"
+
+
+def test_every_save_is_exported_and_a_failure_ends_nothing(tmp_path: Path, exported: Path) -> None:
+    run = tmp_path / "run"
+    feature = hf_export.HfExport(small_plan(save=str(run), hf_export="every save", hf_export_hub="me/model"))
+    feature.on_start(TrainState())
+    for step in (1, 2, 3):
+        path = checkpoint(run, step)
+        if step == 2:
+            (path / "bad").touch()
+        feature.on_save(TrainState(iteration=step), SaveReport(path, step, 0.0, 0.0))
+    assert is_kept_from_deletion(run / "global_step3")
+    feature.on_exit()
+    assert {path.name for path in exported.iterdir()} == {"global_step1", "global_step2.export.log", "global_step3"}
+    assert (exported / "global_step3" / "from").read_text() == "global_step3 step3"
+    assert "this one is bad" in (exported / "global_step2.export.log").read_text()
+    assert not is_kept_from_deletion(run / "global_step3")
+    resumed = hf_export.HfExport(small_plan(save=str(run), hf_export="every save"))
+    checkpoint(run, 4)
+    resumed.on_start(TrainState(iteration=4))  # killed before its export
+    resumed.on_exit()
+    assert (exported / "global_step4").exists()
+
+
+def test_the_best_one_is_exported_under_its_name(tmp_path: Path, exported: Path) -> None:
+    run = tmp_path / "run"
+    keys = {"save": str(run), "save_best": "validation/lm_loss", "hf_export": "best"}
+    plan = small_plan(**keys)
+    naming = NameBest(plan)
+    exporting = hf_export.HfExport(plan)
+    for step, value in ((1, 3.0), (2, 4.0), (3, 2.0)):
+        state = TrainState(iteration=step)
+        report = SaveReport(checkpoint(run, step), step, 0.0, 0.0)
+        scalars = {"validation/lm_loss": value}
+        for feature in (naming, exporting):
+            feature.on_evaluation(state, "validation", scalars)
+        for feature in (naming, exporting):
+            feature.on_save(state, report)
+        time.sleep(0.01)
+    exporting.on_exit()
+    assert [path.name for path in exported.iterdir()] == [BEST]
+    assert (exported / BEST / "from").read_text().split() == ["global_step3"]
