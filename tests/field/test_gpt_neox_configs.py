@@ -156,7 +156,6 @@ def test_hints_at_keys_are_of_meaning_and_not_of_spelling(key: str, hint: str | 
     ("key", "value", "hint"),
     [
         ("pos_emb", "rotray", "rotary"),
-        ("output_layer_init_method", "single_residual_scaled_normal", None),
         ("tokenizer_type", "HFT5Tokenizer", None),
         ("tokenizer_type", "hftokenizer", "HFTokenizer"),
     ],

@@ -14,7 +14,6 @@ PLACES = {
     ("neox/architecture/fast_paths.py", '"scaled_product"'): "a kernel of CUDA, with NVIDIA's formats of fp8",
     ("neox/ops/fast_paths.py", "torch.version.hip"): "torch calls AMD's GPUs cuda as well",
     ("neox/ops/fast_paths.py", "_paths_of(device_type)"): "the names of torch's devices",
-    ("neox/engine/device.py", 'asked == "gloo"'): "gloo copies the tensors of no other accelerator",
     ("neox/engine/build_engine.py", "get_device_capability"): "fp8 needs NVIDIA's tensor cores of some generation",
     ("neox/engine/build_engine.py", "get_device_name"): "the same, for its message",
     ("neox/features/profiler/run.py", "_ACTIVITIES"): "torch's profiler has an activity for each kind of device",
