@@ -286,7 +286,8 @@ class RecomputedDecoding:
             target[: len(row)] = torch.tensor(row)
         hidden = self.runner.hidden(padded.to(self.runner.device))
         if hidden is not None:
-            hidden = hidden[torch.arange(len(self.rows)), lengths - 1]
+            rows = torch.arange(len(self.rows), device=hidden.device)
+            hidden = hidden[rows, (lengths - 1).to(hidden.device)]
         return self.runner.next_logits(hidden, len(self.rows))
 
     def reorder(self, rows: Tensor) -> None:
