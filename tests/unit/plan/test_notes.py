@@ -100,7 +100,12 @@ def test_every_condition_is_a_key(tiny: dict[str, Any]) -> None:
         "scheduler": {"type": "OneCycle"},
         "curriculum_learning": {},
         "soft_prompt_tuning": {},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "cpu"},
+            "zero_hpz_partition_size": 2,
+        },
     }
     config = NeoXConfig.from_flat({**tiny, **blocks_to_open})
     conditions = set()
