@@ -75,7 +75,8 @@ class Expansion(ConfigEntries):
             return
         expand, hidden, heads, width = (int(size or 0) for size in sizes)
         if expand * hidden != heads * width:
-            yield f"{self.key}: {expand}: {self.heads} x {self.head_dim} is {heads * width}, not {expand * hidden}"
+            product = f"{self.heads} x {self.head_dim} is {heads * width}"
+            yield f"{self.key}: {expand}: {product}, not {expand} x hidden_size, {expand * hidden}"
 
     def write(self, network: Architecture, settings: Any) -> Mapping[str, Any]:
         """Return the multiple: a whole number, if it is one."""

@@ -294,8 +294,20 @@ def our_texts(model: GPT) -> list[list[int]]:
 
 
 def their_texts(model: Any) -> list[list[int]]:
+    """Return their greedy continuations of a left-padded batch.
+
+    Their Mamba-2 mixers set padding to zero before the input projection, whose bias then enters the convolution: with
+    biases what they write depends on the padding. There each text is continued by itself.
+    """
     tokens, mask = left_padded()
     settings = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW, "eos_token_id": None}
+    biased = {"mamba2": "use_bias", "bamba": "mamba_proj_bias"}.get(model.config.model_type, "")
+    if getattr(model.config, biased, False):
+        texts = []
+        for row, counts in zip(tokens, mask, strict=True):
+            own = row[counts.bool()].unsqueeze(0)
+            texts += model.generate(own, pad_token_id=0, **settings)[:, own.shape[1] :].tolist()
+        return texts
     made = model.generate(tokens, attention_mask=mask, pad_token_id=0, **settings)
     return made[:, tokens.shape[1] :].tolist()
 
