@@ -25,20 +25,25 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     steps = architecture.mamba_dt_rank
     width = architecture.mamba_conv
     bound = width**-0.5
-    convolution = [ParameterSpec("conv1d.weight", (channels, 1, width), 0, init=Uniform(-bound, bound))]
+    taps = ParameterSpec("conv1d.weight", (channels, 1, width), 0, init=Uniform(-bound, bound), of_recurrence=True)
+    convolution = [taps]
     if architecture.mamba_conv_bias:
         convolution.append(ParameterSpec("conv1d.bias", (channels,), 0, init=Uniform(-bound, bound)))
-    selection = [ParameterSpec("x_proj.weight", (steps + 2 * states, channels), 1)]
+    selection = [ParameterSpec("x_proj.weight", (steps + 2 * states, channels), 1, of_recurrence=True)]
     has_bias = architecture.mamba_linear_bias
     if has_bias:
         selection.append(ParameterSpec("x_proj.bias", (steps + 2 * states,), init=ZEROS))
+    step_bound = steps**-0.5
+    step_weight = ParameterSpec(
+        "dt_proj.weight", (channels, steps), 0, init=Uniform(-step_bound, step_bound), of_recurrence=True
+    )
     return (
         ParameterSpec("A_log", (channels, states), 0, init=LogCounts(), of_norm=True),
         ParameterSpec("D", (channels,), 0, init=ONES),
         *linear_parameters("in_proj", (2 * channels, hidden), 0, has_bias=has_bias, sections=(channels, channels)),
         *convolution,
         *selection,
-        ParameterSpec("dt_proj.weight", (channels, steps), 0, init=Uniform(-(steps**-0.5), steps**-0.5)),
+        step_weight,
         ParameterSpec("dt_proj.bias", (channels,), 0, init=StepSizes(0.001, 0.1)),
         *linear_parameters("out_proj", (hidden, channels), 1, has_bias=has_bias, init=FromKey.OUTPUT_METHOD),
     )

@@ -31,9 +31,15 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     rows = (channels, channels, states, states, heads)
     convolved = (channels, states, states)
     bound = width**-0.5
-    convolution = [
-        ParameterSpec("conv1d.weight", (sum(convolved), 1, width), 0, init=Uniform(-bound, bound), sections=convolved)
-    ]
+    taps = ParameterSpec(
+        "conv1d.weight",
+        (sum(convolved), 1, width),
+        0,
+        init=Uniform(-bound, bound),
+        sections=convolved,
+        of_recurrence=True,
+    )
+    convolution = [taps]
     if architecture.mamba_conv_bias:
         convolution.append(
             ParameterSpec("conv1d.bias", (sum(convolved),), 0, init=Uniform(-bound, bound), sections=convolved)

@@ -83,6 +83,8 @@ class ParameterSpec:
         weight_decay: Weight decay that `parameter_groups` gives it; None for the network's rule.
         stays_fp32: Whether it is fp32 in every precision, in files, too: it moves in steps that others would round.
         of_norm: It scales or shifts elements, whatever its shape.
+        of_recurrence: It belongs to what a mixer computes between its two projections, not to a linear layer that
+            tensor ranks divide.
         shared_with: Index of the layer that owns it, if this layer uses another one's parameter. Every pipeline stage
             and every layer's file holds a copy.
         experts: Number of experts whose weights it holds, one after another along dimension 0; 0 for other parameters.
@@ -101,6 +103,7 @@ class ParameterSpec:
     weight_decay: float | None = None
     stays_fp32: bool = False
     of_norm: bool = False
+    of_recurrence: bool = False
     shared_with: int | None = None
     experts: int = 0
     active_experts: int = 0

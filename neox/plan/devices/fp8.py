@@ -35,9 +35,6 @@ def fp8_problems(plan: RunPlan, capabilities: Capabilities) -> Iterator[Problem]
         )
 
 
-_OF_RECURRENCE = ("conv1d", "x_proj", "dt_proj")  # modules of mixers that are no linear layers of tensor ranks
-
-
 def fp8_matrices(layers: LayerPlan) -> Iterator[ParameterSpec]:
     """Yield the weights that are multiplied in fp8: of the linear layers of blocks that are split over tensor ranks."""
     network = layers.architecture
@@ -47,6 +44,5 @@ def fp8_matrices(layers: LayerPlan) -> Iterator[ParameterSpec]:
             continue
         for spec in layer.parameters:
             is_split = spec.is_matrix and spec.partition_dim is not None
-            of_recurrence = any(part in _OF_RECURRENCE for part in spec.name.split("."))
-            if is_split and spec.name not in tables and ADAPTER not in spec.name and not of_recurrence:
+            if is_split and spec.name not in tables and ADAPTER not in spec.name and not spec.of_recurrence:
                 yield spec
