@@ -22,7 +22,7 @@ from neox.architecture import Architecture
 from neox.architecture.mamba import CHUNK
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
-from neox.model.mixer import CausalConvolution, Mixer, without_padding
+from neox.model.mixer import CausalConvolution, Mixer, continued, without_padding
 from neox.ops import linear
 from neox.parallel import (
     ColumnParallelLinear,
@@ -95,14 +95,7 @@ class MambaMixer(Mixer):
                 starts = context.positions == 0
             state = x.new_zeros(x.shape[0], self.channels_here, self.state_dim)
             return selective_scan(x, dt, decay, b, c, state, starts)[0]
-        state = context.state.tensors[1]
-        if x.shape[1] == 1:
-            y, last = one_token(x.squeeze(1), dt.squeeze(1), decay, b.squeeze(1), c.squeeze(1), state)
-            y = y.unsqueeze(1)
-        else:
-            y, last = selective_scan(x, dt, decay, b, c, state, None)
-        state.copy_(last)
-        return y
+        return continued(one_token, selective_scan, (x, dt, b, c), decay, context.state.tensors[1])
 
 
 def one_token(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +121,7 @@ def selective_scan(
     b: Tensor,
     c: Tensor,
     state: Tensor,
-    starts: Tensor | None,
+    starts: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over all tokens; return outputs [B, S, F] and the last states [B, F, D].

@@ -22,7 +22,7 @@ from neox.architecture import Architecture
 from neox.architecture.mamba2 import CHUNK, EPSILON
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
-from neox.model.mixer import CausalConvolution, Mixer, without_padding
+from neox.model.mixer import CausalConvolution, Mixer, continued, without_padding
 from neox.ops import linear
 from neox.parallel import (
     ColumnParallelLinear,
@@ -122,14 +122,7 @@ class Mamba2Mixer(Mixer):
         """Run the recurrence in fp32, [B, S, N, P] -> the same; update the state in generation."""
         if context.state is None:
             return chunked_scan(values, dt, decay, b, c, None, context.document_starts)[0]
-        state = context.state.tensors[1]
-        if values.shape[1] == 1:
-            y, last = one_token(values.squeeze(1), dt.squeeze(1), decay, b.squeeze(1), c.squeeze(1), state)
-            y = y.unsqueeze(1)
-        else:
-            y, last = chunked_scan(values, dt, decay, b, c, state)
-        state.copy_(last)
-        return y
+        return continued(one_token, chunked_scan, (values, dt, b, c), decay, context.state.tensors[1])
 
 
 class GatedGroupNorm(nn.Module):

@@ -5,6 +5,7 @@ Legend: B batch, S sequence, H hidden, C channels here, K width of a convolution
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -70,6 +71,32 @@ class Mixer(TokenShares):
     def dense(self) -> RowParallelLinear:
         """The output projection, by the name that attention has for it."""
         return self.out_proj
+
+
+def continued(
+    one_token: Callable[..., tuple[Tensor, Tensor]],
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    decay: Tensor,
+    state: Tensor,
+) -> Tensor:
+    """Run a recurrence of Mamba behind the tokens of a state, and replace the state. Returns the outputs [B, S, ...].
+
+    Args:
+        one_token: The recurrence of a single token, without the dimension of tokens.
+        scan: The same for several tokens. Both take (x, dt, decay, b, c, state) and return outputs and the new state.
+        inputs: x, dt, b and c, [B, S, ...] each.
+        decay: A.
+        state: The state, which is overwritten.
+    """
+    x, dt, b, c = inputs
+    if x.shape[1] > 1:
+        y, last = scan(x, dt, decay, b, c, state)
+    else:
+        y, last = one_token(x.squeeze(1), dt.squeeze(1), decay, b.squeeze(1), c.squeeze(1), state)
+        y = y.unsqueeze(1)
+    state.copy_(last)
+    return y
 
 
 class CausalConvolution(nn.Module):
