@@ -11,6 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from neox.config.neox_config import section_classes
 from neox.config.reference import key_index, section_pages
 
 INDEX = "reference/neox_arguments.md"
@@ -20,7 +21,7 @@ FOLDER = "reference/keys"
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages of sections below the index in the navigation."""
     sections: list[dict[str, Any]] = [{"All": INDEX}]
-    sections += [{name: f"{FOLDER}/{name}.md"} for name in section_pages()]
+    sections += [{name: f"{FOLDER}/{name}.md"} for name in section_classes()]
     for part in config.nav or []:
         for pages in part.values():
             for entry in pages if isinstance(pages, list) else []:
