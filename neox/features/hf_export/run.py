@@ -28,6 +28,7 @@ from neox.engine import Feature, SaveReport, StepReport, TrainState
 from neox.errors import ConfigError
 from neox.launch import busy_saving, report_progress
 from neox.launch.environment import child_environment
+from neox.launch.hosts.vendors import VISIBLE_VARIABLES
 from neox.launch.processes import parent_death_hook
 from neox.log import get_logger
 from neox.plan import RunPlan
@@ -36,7 +37,7 @@ from neox.shipped_files import scripts_root
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.2
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+_NO_GPU = {**dict.fromkeys(VISIBLE_VARIABLES, ""), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 _LAST_CHARACTERS = 400
 """Length of a failed export's output in the warning."""
 
