@@ -89,24 +89,23 @@ def choose_gpus(
         if not gpu.has_bf16 and choose_precision(config, []) == "bf16":
             yield GpuChoice(kind, gpu.name, None, reason="it has no bf16: --set precision=fp16")
             continue
-        smallest: GpuChoice | None = None
-        cheapest: GpuChoice | None = None
+        fitting: list[GpuChoice] = []
+        most = max(counts)
         for count in counts:
-            if smallest is not None and count > _CHEAPER_WITHIN * (smallest.gpus or 0):
+            if count > most:
                 break
             layout = _fastest(of_kind, vocab_size, gpu, count)
             if layout is None:
                 continue
-            found = _choice(kind, gpu, count, layout, tokens, hourly_price)
-            if smallest is None:
-                smallest = cheapest = found
-            elif cheapest is not None and found.gpu_hours < cheapest.gpu_hours:
-                cheapest = found
-        if smallest is None or cheapest is None:
+            if not fitting:
+                most = _CHEAPER_WITHIN * count
+            fitting.append(_choice(kind, gpu, count, layout, tokens, hourly_price))
+        if not fitting:
             yield GpuChoice(kind, gpu.name, None, reason=f"it does not fit on {', '.join(map(str, counts))}")
             continue
-        yield smallest
-        if cheapest.gpu_hours < (1 - _WORTH_SHOWING) * smallest.gpu_hours:
+        yield fitting[0]
+        cheapest = min(fitting, key=lambda choice: choice.gpu_hours)
+        if cheapest.gpu_hours < (1 - _WORTH_SHOWING) * fitting[0].gpu_hours:
             yield cheapest
 
 
