@@ -8,14 +8,16 @@ A spike at step 500 with `loss_spike_action: rollback`, and a checkpoint at 400.
     LossSpikes.wants_rollback     `LossBand.judge`: is the loss above median + factor x deviation of the last losses?
     Engine.any_rank               one rank that says so is enough
     BackgroundSaves.wait          a save that is under way ends first
-    LossSpikes.allows_rollback    no, after loss_spike_max_rollbacks; Ledger.allows_rollback: can samples be skipped?
+    Ledger.allows_rollback        can samples be skipped?
+    LossSpikes.allows_rollback    no, after loss_spike_max_rollbacks
     loading.roll_back             rank 0 chooses the newest checkpoint before 500 (`run_start.start_before`), that of
                                   400; later ones move to `superseded/`. Weights, optimizer, learning rate and counters
                                   are loaded, then every feature's state: the average of weights, the ledger and the
                                   losses in the band are those of step 400
-    LossSpikes.after_rollback     steps 401 to 500 are noted as skipped, and reported
     Ledger.after_rollback         the data resumes behind the samples of step 500
-    Trainer._open_data            opened anew, so that step 401 reads what step 501 would have read
+    LossSpikes.after_rollback     steps 401 to 500 are noted as skipped, and reported
+    Trainer._open_data            opened anew, so that step 401 reads what step 501 would have read; then every
+                                  feature's `on_data`
     Trainer.save                  the checkpoint of 400 again, which now knows what is skipped; a resume skips it too
 
 Training resumes with step 401.
