@@ -60,12 +60,15 @@ def test_both_forms_are_those_of_transformers(shape: dict[str, int]) -> None:
     inputs = inputs_of(shape)
     state = state_of(shape)
     expected = theirs(torch_recurrent_gated_delta_rule, *inputs, state)
+    # A head of width 1 reads what it wrote at every token, so that rounding grows with the largest state, not with
+    # the number that is compared.
+    largest = max(1.0, *(float(x.detach().abs().max()) for x in expected))
     for found in (
         gated_delta_recurrence(*inputs, state),
         gated_delta_scan(*inputs, state),
         theirs(torch_chunk_gated_delta_rule, *inputs, state),
     ):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, expected, atol=1e-5 * largest, rtol=1e-5)
 
 
 @given(shape=shapes())
@@ -85,22 +88,22 @@ def test_gradients_are_those_of_single_steps(shape: dict[str, int]) -> None:
 @given(shape=shapes(), cut=st.integers(1, 129))
 @settings(max_examples=15, deadline=None)
 def test_a_state_goes_on(shape: dict[str, int], cut: int) -> None:
-    inputs = inputs_of(shape)
+    inputs = inputs_of(shape, dtype=torch.float64)
     whole, last = gated_delta_scan(*inputs)
     cut = min(cut, shape["length"])
     first, state = gated_delta_scan(*(x[:, :cut] for x in inputs))
-    torch.testing.assert_close(first, whole[:, :cut], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(first, whole[:, :cut], atol=1e-9, rtol=1e-9)
     if cut < shape["length"]:
         second, state = gated_delta_recurrence(*(x[:, cut:] for x in inputs), state)
-        torch.testing.assert_close(second, whole[:, cut:], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(second, whole[:, cut:], atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(state, last, atol=1e-9, rtol=1e-9)
 
 
 @given(shape=shapes(), cuts=st.lists(st.integers(1, 129), max_size=4))
 @settings(max_examples=25, deadline=None)
 def test_documents_in_a_row_are_apart(shape: dict[str, int], cuts: list[int]) -> None:
     """Each is what it is alone, even if little is forgotten; a change of one changes no bit of the next."""
-    inputs = [x.detach() for x in inputs_of(shape)]
+    inputs = [x.detach() for x in inputs_of(shape, dtype=torch.float64)]
     inputs[3] *= 1e-4
     length = shape["length"]
     bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
@@ -110,7 +113,7 @@ def test_documents_in_a_row_are_apart(shape: dict[str, int], cuts: list[int]) ->
     found, _ = gated_delta_scan(*inputs, starts=starts)
     for begin, end in pairwise(bounds):
         alone, _ = gated_delta_scan(*(x[:, begin:end] for x in inputs))
-        torch.testing.assert_close(found[:, begin:end], alone, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[:, begin:end], alone, atol=1e-9, rtol=1e-9)
     changed = [x.clone() for x in inputs]
     for x in changed:
         x[:, : bounds[-2]] *= 0.7
