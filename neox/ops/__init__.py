@@ -33,6 +33,7 @@ from neox.ops.softcap import softly_capped
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 from neox.ops.sparsity import block_layout, sparse_rule
 from neox.ops.visible_pairs import PairRule, VisiblePairs, rule_of_heads, window_rule
+from neox.ops.wkv import wkv_recurrence, wkv_scan
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 """Type of a precision's parameters."""
@@ -95,4 +96,6 @@ __all__ = [
     "unpadded_keys",
     "z_loss",
     "window_rule",
+    "wkv_recurrence",
+    "wkv_scan",
 ]
