@@ -29,6 +29,7 @@ from neox.architecture.experts import BALANCE_LOSS, DROPPED, LARGEST_SHARE, ROUT
 from neox.architecture.fast_paths import FAST_PATHS, DeviceFamily, FastPath, FastPathName
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import (
+    DELTA_CHUNK,
     FLEX_HEAD_DIM,
     FP8_MULTIPLE,
     LOSS_CHUNK,
@@ -70,6 +71,7 @@ __all__ = [
     "BALANCE_LOSS",
     "BLOCKS",
     "BLOCK_OFFSET",
+    "DELTA_CHUNK",
     "DROPPED",
     "FAST_PATHS",
     "FP8_MULTIPLE",

@@ -131,6 +131,14 @@ class Architecture:
         mamba_conv: Tokens that the convolution of these blocks sees; 0 without such blocks.
         mamba_conv_bias: Whether this convolution has a bias.
         mamba_linear_bias: Whether the projections of these blocks have biases.
+        linear_key_heads: Number of heads of queries and keys in `gated_delta` blocks; 0 without such blocks.
+        linear_value_heads: Number of heads of values in these blocks, a multiple of the former.
+        linear_key_dim: Width of a key in these blocks; 0 without them.
+        linear_value_dim: Width of a value in these blocks; 0 without them.
+        linear_conv: Tokens that the convolution of these blocks sees; 0 without them.
+        linear_negative_eigenvalues: Whether their writes may have twice the strength, so that a state can change sign.
+        linear_norm_epsilon: Epsilon of the norm of their heads; 0 without them.
+        linear_residual: Key of `RESIDUALS` in these blocks; empty for that of the network.
         soft_prompt_tokens: Number of trained vectors before the tokens; 0 for none.
         tie_word_embeddings: Whether the head multiplies by the embedding's weight.
         attention_scale: Factor of attention's scores; 0 for 1 / sqrt(head_dim).
@@ -215,6 +223,14 @@ class Architecture:
     mamba_conv: int = 0
     mamba_conv_bias: bool = False
     mamba_linear_bias: bool = False
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    linear_conv: int = 0
+    linear_negative_eigenvalues: bool = False
+    linear_norm_epsilon: float = 0.0
+    linear_residual: str = ""
     soft_prompt_tokens: int = field(default=0, metadata=_FINETUNE)
     tie_word_embeddings: bool = field(metadata=_FINETUNE)
     attention_scale: float = 0.0

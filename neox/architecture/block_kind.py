@@ -43,6 +43,10 @@ def _none(architecture: Architecture, tp_size: int) -> str:
     return ""
 
 
+def _of_network(architecture: Architecture) -> str:
+    return architecture.residual
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockKind:
     """A kind of block on paper.
@@ -53,6 +57,7 @@ class BlockKind:
         attention: Its attention; None if it mixes tokens in another way.
         two_sublayers: Whether it has the network's MLP, or experts, as a second sublayer, and both are added by the
             network's residual rule. If not, it is a whole block by itself.
+        residual: Network -> key of `RESIDUALS` by which it adds two sublayers.
         keeps: What generation keeps of earlier tokens: the `keys` (and values) of each, a `state` of fixed size, or
             `nothing`. Then the whole sequence is computed at each step.
         kept: (network, tensor ranks) -> number of elements that this takes on a rank, for each token if it keeps keys,
@@ -76,6 +81,7 @@ class BlockKind:
     parameters: Callable[[Architecture, str], tuple[ParameterSpec, ...]]
     attention: Attention | None = None
     two_sublayers: bool = False
+    residual: Callable[[Architecture], str] = _of_network
     keeps: Literal["keys", "state", "nothing"]
     kept: Callable[[Architecture, int], int] = _nothing_kept
     mixing_flops: Callable[[Architecture, int], int]

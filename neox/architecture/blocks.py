@@ -30,6 +30,7 @@ from neox.architecture.attention import (
 )
 from neox.architecture.block_kind import BlockKind
 from neox.architecture.choices import MLPS, POSITIONS, norm_parameters
+from neox.architecture.gated_delta import GATED_DELTA
 from neox.architecture.gmlp import AMLP, GMLP
 from neox.architecture.mamba import MAMBA
 from neox.architecture.mamba2 import MAMBA2
@@ -86,6 +87,7 @@ BLOCKS: Mapping[str, BlockKind] = MappingProxyType(
         "gmlp": GMLP,
         "amlp": AMLP,
         "mamba": recurrent_block(MAMBA, "nothing"),
+        "gated_delta": recurrent_block(GATED_DELTA, "mlp"),
         "mamba2": recurrent_block(MAMBA2, "nothing"),
         "mamba2_mlp": recurrent_block(MAMBA2, "mlp"),
     }

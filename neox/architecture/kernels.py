@@ -23,6 +23,9 @@ MASKED_QUERY_BLOCK: Final = 64
 MASKED_SCORES: Final = 2**19
 """Scores that this attention holds at once on a CPU: those of several heads only if they are no more."""
 
+DELTA_CHUNK: Final = 64
+"""Tokens of a chunk of the gated delta rule."""
+
 LOSS_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"cpu": 2**21, "accelerator": 2**27})
 """Logits that head and cross entropy hold at once: what stays in a CPU's cache, what keeps an accelerator busy."""
 

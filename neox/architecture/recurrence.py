@@ -24,6 +24,10 @@ def _divides(architecture: Architecture, tp_size: int) -> str:
     return ""
 
 
+def _of_network(architecture: Architecture) -> str:
+    return architecture.residual
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mixer:
     """A recurrence over tokens.
@@ -36,6 +40,7 @@ class Mixer:
         recomputed: (network, micro batch) -> bytes that its backward pass computes again at once.
         obstacle: (network, tensor ranks) -> why these cannot divide it, as a clause; empty if they can, or if the
             shapes of its parameters say so.
+        residual: Network -> key of `RESIDUALS` in blocks of the mixer and an MLP.
         uses: Keys that other blocks without attention, or without an MLP, do not use, and this mixer does.
         refused: Keys that do not work with it.
     """
@@ -46,6 +51,7 @@ class Mixer:
     activations: Callable[[Architecture, MicroBatch], int]
     recomputed: Callable[[Architecture, MicroBatch], int]
     obstacle: Callable[[Architecture, int], str] = _divides
+    residual: Callable[[Architecture], str] = _of_network
     uses: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
@@ -92,7 +98,7 @@ def recurrent_block(mixer: Mixer, second: Literal["nothing", "mlp"]) -> BlockKin
         mixing = in_module("mixer", mixer.parameters(architecture))
         if not has_mlp:
             return (*norm_parameters(architecture, "norm"), *mixing)
-        norms = RESIDUALS[architecture.residual].norms
+        norms = RESIDUALS[mixer.residual(architecture)].norms
 
         def norm(module: str | None) -> tuple[ParameterSpec, ...]:
             return () if module is None else norm_parameters(architecture, module)
@@ -122,6 +128,7 @@ def recurrent_block(mixer: Mixer, second: Literal["nothing", "mlp"]) -> BlockKin
         activations=activations,
         recomputed=mixer.recomputed,
         obstacle=mixer.obstacle,
+        residual=mixer.residual,
         context_ranks="whose states go from token to token",
         uses=mixer.uses,
         refused=mixer.refused,

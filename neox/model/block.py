@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from neox.architecture import NORMS, RESIDUALS, Architecture
+from neox.architecture import BLOCKS, NORMS, RESIDUALS, Architecture
 from neox.model.attention import SelfAttention
 from neox.model.cache import CacheForm, StateForm
 from neox.model.context import Aux, BlockContext
@@ -96,7 +96,8 @@ class TransformerLayer(Block):
         self.tiles_norms = NORMS[architecture.norm].by_steps  # others keep no more than their input
         self.hidden_dropout = hidden_dropout
         self.residual_multiplier = architecture.residual_multiplier
-        slots, rule = RESIDUALS[architecture.residual]
+        kind = BLOCKS[architecture.attention[number]]
+        slots, rule = RESIDUALS[kind.residual(architecture)]
         self.add_sublayers = RESIDUAL_RULES[rule]
         before_attention = self._norm(slots.before_attention, architecture, **options)
         self.attention: SelfAttention | None = None

@@ -11,6 +11,7 @@ from neox.architecture import SPARSITY
 from neox.log import get_logger
 from neox.model.attention import SelfAttention, SparseSelfAttention, WindowedSelfAttention
 from neox.model.block import Block, MixerLayer, TransformerLayer
+from neox.model.gated_delta import GatedDeltaMixer
 from neox.model.gmlp import GatedMLPLayer
 from neox.model.latent_attention import LatentSelfAttention
 from neox.model.mamba import MambaMixer
@@ -91,6 +92,7 @@ BLOCKS: Mapping[str, Callable[..., Block]] = MappingProxyType(
         "gmlp": _gated,
         "amlp": _gated,
         "mamba": _recurrent(MambaMixer),
+        "gated_delta": _recurrent(GatedDeltaMixer),
         **dict.fromkeys(("mamba2", "mamba2_mlp"), _recurrent(Mamba2Mixer)),
     }
 )

@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DELTA_CHUNK: Final = 64
-"""Tokens of a chunk."""
+from neox.architecture import DELTA_CHUNK
+
 _SMALLEST: Final = 1e-6
 """Summand of the squared length of queries and keys."""
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from neox.config.sections.base import Section
-from neox.config.sections.conditions import OnlyWith
-from neox.config.sections.numbers import PositiveInt
+from neox.config.sections.conditions import Excludes, OnlyWith
+from neox.config.sections.numbers import PositiveFloat, PositiveInt
 
 _MAMBA2 = OnlyWith("attention_config", ("mamba2", "mamba2_mlp"))
 _MAMBA1 = OnlyWith("attention_config", ("mamba",))
 _MAMBA = OnlyWith("attention_config", ("mamba", "mamba2", "mamba2_mlp"))
 
 
+_DELTA = OnlyWith("attention_config", ("gated_delta",))
+
+
 class RecurrentConfig(Section):
-    """Blocks with a recurrent state instead of attention: Mamba."""
+    """Blocks with a recurrent state instead of attention: Mamba, gated linear attention."""
 
     mamba_num_heads: Annotated[PositiveInt | None, _MAMBA2] = None
     """Number of heads in `mamba2` blocks, by default 2 x hidden_size / mamba_head_dim. A multiple of
@@ -48,3 +51,34 @@ class RecurrentConfig(Section):
     mamba_use_bias_in_linears: Annotated[bool, _MAMBA] = False
     """Add biases to the input and output projections of blocks of Mamba; in `mamba` blocks also to that of B, C and the
     steps, as in gpt-neox."""
+
+    linear_num_key_heads: Annotated[PositiveInt, _DELTA] = 16
+    """Number of heads of queries and keys in `gated_delta` blocks, a multiple of model_parallel_size. The names and
+    defaults of these keys are those of Megatron-LM and transformers."""
+
+    linear_num_value_heads: Annotated[PositiveInt, _DELTA] = 32
+    """Number of heads of values in these blocks, a multiple of linear_num_key_heads."""
+
+    linear_key_head_dim: Annotated[PositiveInt, _DELTA] = 128
+    """Width of a head's queries and keys in these blocks."""
+
+    linear_value_head_dim: Annotated[PositiveInt, _DELTA] = 128
+    """Width of a head's values in these blocks."""
+
+    linear_conv_kernel_dim: Annotated[PositiveInt, _DELTA] = 4
+    """Tokens that the convolution of queries, keys and values sees in these blocks, with the newest one."""
+
+    linear_allow_neg_eigval: Annotated[bool, _DELTA] = False
+    """Let writes in these blocks have up to twice the strength, so that a state can change its sign (OLMo Hybrid)."""
+
+    linear_norm_epsilon: Annotated[PositiveFloat | None, _DELTA] = None
+    """Epsilon of the norm of a head's outputs in these blocks, by default that of the network's norm, or 1e-6 if it has
+    none."""
+
+    linear_norm_placement: Annotated[
+        Literal["input", "output", "both"] | None,
+        _DELTA,
+        Excludes("gpt_j_residual", reason="a parallel residual has its norms before both sublayers"),
+    ] = None
+    """What is normalised in these blocks, by default what norm_placement says (OLMo Hybrid: `input`, and `output` in
+    blocks with attention)."""

@@ -9,7 +9,6 @@ from typing import Any, Final
 from neox.architecture import (
     ACTIVATIONS,
     BLOCKS,
-    NORMS,
     WITHOUT_ATTENTION,
     WITHOUT_LOGITS,
     WITHOUT_MLP,
@@ -20,12 +19,12 @@ from neox.architecture import (
     rope_scaling_settings,
     sparsity_of,
 )
-from neox.architecture.choices import TRANSFORMER_ENGINE_NORMS
 from neox.config.sections.model import SoftPromptSettings
 from neox.plan.network.attention_config import SLIDING_WINDOW, attention_kinds, paper_kinds
 from neox.plan.network.expert_keys import EXPERT_FIELDS
 from neox.plan.network.field_keys import FieldKeys, Keys, copied, keys_if, later_key, read_if, same, unless_default
 from neox.plan.network.mlp_width import MLP_SIZES, mlp_width
+from neox.plan.network.norm_keys import EPSILONS, RESIDUAL_OF_PLACEMENT, epsilon_key, plain_norm, read_epsilon
 from neox.plan.network.recurrent_keys import RECURRENT_FIELDS
 
 
@@ -69,9 +68,6 @@ def _write_mlp_width(network: Architecture) -> Keys:
 
 # Activation and norms.
 
-_EPSILONS: Final = tuple(dict.fromkeys(norm.epsilon_key for norm in NORMS.values() if norm.epsilon_key is not None))
-"""Keys of epsilons. The first one is older than the others, so every checkpoint stores it."""
-
 
 def _read_activation(name: str, fused: bool) -> str:
     if fused and name == "gelu":
@@ -83,23 +79,6 @@ def _write_activation(network: Architecture) -> Keys:
     if network.activation == "gelu_tanh":
         return {"activation": "gelu", "bias_gelu_fusion": True}
     return {"activation": network.activation, "bias_gelu_fusion": False}
-
-
-def _plain_norm(name: str) -> str:
-    """Return the norm that a norm of Transformer Engine computes; other norms are themselves."""
-    return TRANSFORMER_ENGINE_NORMS.get(name, name)
-
-
-def epsilon_key(norm: str) -> str | None:
-    """Return the key of a norm's epsilon; None for a norm without one."""
-    return NORMS[_plain_norm(norm)].epsilon_key
-
-
-def _read_epsilon(norm: str, *epsilons: float) -> float:
-    key = epsilon_key(norm)
-    if key is None:
-        return 0.0
-    return epsilons[_EPSILONS.index(key)]
 
 
 def _write_epsilon(network: Architecture) -> Keys:
@@ -221,17 +200,10 @@ def _embedding_multiplier(multiplier: float, has_mup: bool, of_mup: float) -> fl
 
 # Residuals.
 
-_PLACEMENTS: Final[Mapping[str, str]] = MappingProxyType(
-    {"output": "sublayer_output_norm", "both": "sandwich", "post": "post_norm"}
-)
-"""Value of `norm_placement` other than `input` -> the residual."""
-
 
 def _read_residual(is_parallel: bool, has_one_norm: bool, placement: str) -> str:
-    if placement != "input":
-        return _PLACEMENTS[placement]
-    if not is_parallel:
-        return "sequential"
+    if placement != "input" or not is_parallel:
+        return RESIDUAL_OF_PLACEMENT[placement]
     return "parallel_one_norm" if has_one_norm else "parallel"
 
 
@@ -239,8 +211,8 @@ def _write_residual(network: Architecture) -> Keys:
     keys: dict[str, Any] = {"gpt_j_residual": network.parallel_residual}
     if network.residual == "parallel_one_norm":
         keys["gpt_j_tied"] = True
-    for placement, residual in _PLACEMENTS.items():
-        if network.residual == residual:
+    for placement, residual in RESIDUAL_OF_PLACEMENT.items():
+        if network.residual == residual and placement != "input":
             keys["norm_placement"] = placement
     return keys
 
@@ -375,8 +347,8 @@ _FIELDS: Mapping[str, FieldKeys] = MappingProxyType(
         "head_dim": FieldKeys(("hidden_size", "num_attention_heads", "head_dim"), size_of_head, _write_head_dim),
         "mlp_width": FieldKeys(("hidden_size", "activation", *MLP_SIZES), mlp_width, _write_mlp_width, MLP_SIZES),
         "activation": FieldKeys(("activation", "bias_gelu_fusion"), _read_activation, _write_activation),
-        "norm": FieldKeys(("norm",), _plain_norm, lambda network: {"norm": network.norm}),
-        "norm_epsilon": FieldKeys(("norm", *_EPSILONS), _read_epsilon, _write_epsilon, _EPSILONS[1:]),
+        "norm": FieldKeys(("norm",), plain_norm, lambda network: {"norm": network.norm}),
+        "norm_epsilon": FieldKeys(("norm", *EPSILONS), read_epsilon, _write_epsilon, EPSILONS[1:]),
         "qkv_bias": FieldKeys(("use_bias_in_attn_linear", "use_bias_in_qkv"), _read_qkv_bias, _write_qkv_bias),
         "attention_output_bias": FieldKeys(
             ("use_bias_in_attn_linear",),

@@ -9,12 +9,15 @@ from typing import Any, Final
 from neox.architecture import Architecture
 from neox.plan.network.attention_config import attention_kinds
 from neox.plan.network.field_keys import FieldKeys, Keys, same, unless_default
+from neox.plan.network.norm_keys import EPSILONS, RESIDUAL_OF_PLACEMENT, read_epsilon
 
 _PATTERN: Final = ("attention_config", "num_layers")
 MAMBA2_KINDS: Final = ("mamba2", "mamba2_mlp")
 _MAMBA_KINDS: Final = ("mamba", *MAMBA2_KINDS)
 _STATES: Final = MappingProxyType({"mamba": 16, "mamba2": 128, "mamba2_mlp": 128})
 """Kind -> elements of the state of a channel, if no key says so."""
+DELTA_KINDS: Final = ("gated_delta",)
+_DELTA_EPSILON: Final = 1e-6
 
 
 def _row(
@@ -82,6 +85,33 @@ def _state(given: int | None, attention_config: Any, num_layers: int) -> int:
     return given or next(_STATES[kind] for kind in kinds if kind in _STATES)
 
 
+def _delta_epsilon(given: float | None, norm: str, *epsilons: float) -> float:
+    return given or read_epsilon(norm, *epsilons) or _DELTA_EPSILON
+
+
+def _delta_residual(placement: str | None, of_network: str) -> str:
+    """Return the residual of `gated_delta` blocks if it is not that of the network, else an empty name."""
+    if placement is None or placement == of_network:
+        return ""
+    return RESIDUAL_OF_PLACEMENT[placement]
+
+
+def _write_delta_residual(network: Architecture) -> Keys:
+    for placement, residual in RESIDUAL_OF_PLACEMENT.items():
+        if network.linear_residual == residual:
+            return {"linear_norm_placement": placement}
+    return {}
+
+
+_DELTA_SIZES: Final = (
+    ("linear_key_heads", "linear_num_key_heads", 16),
+    ("linear_value_heads", "linear_num_value_heads", 32),
+    ("linear_key_dim", "linear_key_head_dim", 128),
+    ("linear_value_dim", "linear_value_head_dim", 128),
+    ("linear_conv", "linear_conv_kernel_dim", 4),
+)
+"""Field, key and default of each size of a `gated_delta` block."""
+
 RECURRENT_FIELDS: Mapping[str, FieldKeys] = MappingProxyType(
     {
         "mamba_heads": _row(
@@ -117,6 +147,20 @@ RECURRENT_FIELDS: Mapping[str, FieldKeys] = MappingProxyType(
         "mamba_conv": _value(_MAMBA_KINDS, "mamba_conv_width", "mamba_conv", 0, 4),
         "mamba_conv_bias": _value(_MAMBA_KINDS, "mamba_use_bias_in_conv", "mamba_conv_bias", False, True),
         "mamba_linear_bias": _value(_MAMBA_KINDS, "mamba_use_bias_in_linears", "mamba_linear_bias", False, False),
+        **{field: _value(DELTA_KINDS, key, field, 0, default) for field, key, default in _DELTA_SIZES},
+        "linear_negative_eigenvalues": _value(
+            DELTA_KINDS, "linear_allow_neg_eigval", "linear_negative_eigenvalues", False, False
+        ),
+        "linear_norm_epsilon": _row(
+            DELTA_KINDS,
+            ("linear_norm_epsilon", "norm", *EPSILONS),
+            0.0,
+            _delta_epsilon,
+            lambda network: {"linear_norm_epsilon": network.linear_norm_epsilon},
+        ),
+        "linear_residual": _row(
+            DELTA_KINDS, ("linear_norm_placement", "norm_placement"), "", _delta_residual, _write_delta_residual
+        ),
     }
 )
 """Field of `Architecture` -> its keys."""

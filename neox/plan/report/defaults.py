@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig, yaml_text
 from neox.plan.devices.precision import PRECISION_KEYS
-from neox.plan.network.architecture_keys import epsilon_key
+from neox.plan.network.norm_keys import epsilon_key
 from neox.plan.report.value_sources import all_values
 from neox.plan.run_plan import RunPlan
 

@@ -22,7 +22,7 @@ def recurrent_problems(config: NeoXConfig) -> Iterator[Problem]:
     names = [name for name, kind in kinds.items() if kind.keeps == "state"]
     if not names or any(config.value(key) is None for key in _SIZES):
         return
-    problems = [*_mamba2_heads(config, names), *_states(config, names)]
+    problems = [*_mamba2_heads(config, names), *_states(config, names), *_delta_heads(config, names)]
     yield from problems
     if not problems:
         yield from _divided(config, names)
@@ -52,6 +52,14 @@ def _states(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
     if "mamba" in names and of_mamba2 and config.recurrent.mamba_state_dim is None:
         rule = f"is missing: blocks mamba and {of_mamba2[0]} have different defaults"
         yield config.problem_about(f"`mamba_state_dim` {rule}", "mamba_state_dim", _ATTENTION)
+
+
+def _delta_heads(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
+    """Yield numbers of value heads that key heads cannot serve equally."""
+    keys = config.recurrent
+    if "gated_delta" in names and keys.linear_num_value_heads % keys.linear_num_key_heads:
+        rule = f"must be a multiple of {config.describe_setting('linear_num_key_heads')}"
+        yield config.problem("linear_num_value_heads", rule, "linear_num_key_heads", _ATTENTION)
 
 
 def _divided(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from neox.architecture import BLOCKS
 from neox.model import GPT, Context, KVCache, mamba, mamba2
 from neox.parallel import ParallelGrid
-from tests.plans import NETWORKS, small_plan
+from tests.plans import NETWORKS, block_kinds_of, small_plan
 
-RECURRENT = [name for name in NETWORKS if name.startswith("mamba")]
+RECURRENT = [name for name in NETWORKS if any(kind.keeps == "state" for kind in block_kinds_of(NETWORKS[name]))]
 Sizes = dict[str, int]
 
 

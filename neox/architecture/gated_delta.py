@@ -1,0 +1,110 @@
+"""Kind `gated_delta` on paper: Gated DeltaNet (arXiv:2412.06464), as in Qwen3-Next and OLMo's hybrids, and an MLP.
+
+Legend: H hidden, G heads of queries and keys, N heads of values, K width of a key, V width of a value, c tokens of a
+chunk.
+"""
+
+from __future__ import annotations
+
+from neox.architecture.architecture import Architecture
+from neox.architecture.block_kind import MicroBatch
+from neox.architecture.kernels import DELTA_CHUNK
+from neox.architecture.parameter import ONES, FromKey, LogUniform, ParameterSpec, StepSizes, Uniform
+from neox.architecture.recurrence import FP32, Mixer, StateShapes
+
+
+def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
+    """List the parameters. Tensor ranks divide the heads.
+
+    Rows of the input projection: G K of queries, G K of keys, N V of values, N V of gates, N of strengths, N of decays.
+    The convolution has a channel for each query, key and value.
+    """
+    hidden = architecture.hidden_size
+    heads = architecture.linear_value_heads
+    keys = architecture.linear_key_heads * architecture.linear_key_dim
+    values = heads * architecture.linear_value_dim
+    width = architecture.linear_conv
+    rows = (keys, keys, values, values, heads, heads)
+    convolved = (keys, keys, values)
+    bound = width**-0.5
+    taps = ParameterSpec(
+        "conv1d.weight",
+        (sum(convolved), 1, width),
+        0,
+        init=Uniform(-bound, bound),
+        sections=convolved,
+        of_recurrence=True,
+    )
+    return (
+        ParameterSpec("dt_bias", (heads,), 0, init=StepSizes(0.001, 0.1)),
+        ParameterSpec("A_log", (heads,), 0, init=LogUniform(0.01, 16.0)),
+        ParameterSpec("in_proj.weight", (sum(rows), hidden), 0, sections=rows),
+        taps,
+        ParameterSpec("norm.scale", (architecture.linear_value_dim,), init=ONES),
+        ParameterSpec("out_proj.weight", (hidden, values), 1, init=FromKey.OUTPUT_METHOD),
+    )
+
+
+def _state(architecture: Architecture, tp_size: int) -> StateShapes:
+    """Return the last inputs of the convolution, and a matrix [K, V] of each head."""
+    heads = architecture.linear_value_heads // tp_size
+    keys = architecture.linear_key_heads // tp_size * architecture.linear_key_dim
+    return (
+        (architecture.linear_conv - 1, 2 * keys + heads * architecture.linear_value_dim),
+        (heads, architecture.linear_key_dim, architecture.linear_value_dim),
+    )
+
+
+def _flops(architecture: Architecture) -> int:
+    """Return the operations of the recurrence for one token.
+
+    In each head 2 K V to read the key, to write, and to read the query.
+    """
+    return 6 * architecture.linear_value_heads * architecture.linear_key_dim * architecture.linear_value_dim
+
+
+def _activations(architecture: Architecture, batch: MicroBatch) -> int:
+    """Return the bytes that are kept: the input projection's result, and the output projection's input."""
+    heads = architecture.linear_value_heads
+    keys = architecture.linear_key_heads * architecture.linear_key_dim
+    values = heads * architecture.linear_value_dim
+    widths = 2 * keys + 3 * values + 2 * heads
+    return batch.tokens * widths * batch.bytes_per_number // batch.tp_size
+
+
+def _recomputed(architecture: Architecture, batch: MicroBatch) -> int:
+    """Return the bytes of everything between the two projections at the peak of its backward pass, which is fp32.
+
+    Of a token 15 tensors of G K and 14 of N V, 4.5 numbers for each head and token of its chunk, and 3.5 times its
+    share of a matrix [K, K] of each head and chunk; two tensors of the convolution's inputs for documents. Measured, to
+    5 % for keys of 32 to 128 channels.
+    """
+    heads = architecture.linear_value_heads
+    keys = architecture.linear_key_heads * architecture.linear_key_dim
+    values = heads * architecture.linear_value_dim
+    chunk = min(DELTA_CHUNK, batch.sequence)
+    elements = (
+        15 * keys + 14 * values + 9 * heads * chunk // 2 + 7 * heads * architecture.linear_key_dim**2 // (2 * chunk)
+    )
+    if batch.separates_documents:
+        elements += 2 * (2 * keys + values)
+    return batch.tokens * elements * FP32 // batch.tp_size
+
+
+def _obstacle(architecture: Architecture, tp_size: int) -> str:
+    """Return why tensor ranks cannot divide heads."""
+    if architecture.linear_key_heads % tp_size == 0:
+        return ""
+    return f"linear_num_key_heads is {architecture.linear_key_heads}, which is no multiple of that"
+
+
+GATED_DELTA = Mixer(
+    parameters=_parameters,
+    state=_state,
+    mixing_flops=_flops,
+    activations=_activations,
+    recomputed=_recomputed,
+    residual=lambda architecture: architecture.linear_residual or architecture.residual,
+    obstacle=_obstacle,
+    refused=("use_mup", "soft_prompt_tuning"),
+)
