@@ -1,7 +1,7 @@
 """Time recurrent networks beside transformers' paths without kernels, in turn: a training pass, and generation.
 
-    benchmarks/recurrent.py [--models mamba mamba2 bamba] [--layers 2] [--hidden 768] [--tokens 2048] [--new 64]
-                            [--rounds 3] [--no-training-of mamba] [--out FILE.json]
+    benchmarks/recurrent.py [--models mamba mamba2 bamba qwen3_5_text] [--layers 2] [--hidden 768] [--tokens 2048]
+                            [--new 64] [--rounds 3] [--no-training-of mamba] [--out FILE.json]
 
 Both sides hold the same random weights, fp32 on a CPU, with as many threads as torch chooses (OMP_NUM_THREADS). A
 training pass is forward and backward over one sample; generation reads a prompt of as many tokens and makes new ones,
@@ -41,6 +41,12 @@ def config_of(model_type: str, layers: int, hidden: int) -> dict[str, Any]:
         return common
     if model_type == "mamba2":
         return {**common, "num_heads": heads, "head_dim": HEAD, "n_groups": 1}
+    if model_type == "qwen3_5_text":
+        key_heads = hidden // 128
+        linear = {"linear_num_key_heads": key_heads, "linear_num_value_heads": 2 * key_heads}
+        kinds = {"layer_types": [*["linear_attention"] * (layers - 1), "full_attention"]}
+        attention = {"num_attention_heads": hidden // 256, "num_key_value_heads": 1, "intermediate_size": 3 * hidden}
+        return {**common, **linear, **kinds, **attention, "max_position_embeddings": 65_536}
     mixers = {"mamba_n_heads": heads, "mamba_d_state": 128, "attn_layer_indices": [layers - 1]}
     attention = {"num_attention_heads": hidden // HEAD, "num_key_value_heads": hidden // HEAD // 3 or 1}
     return {**common, **mixers, **attention, "intermediate_size": 4 * hidden, "max_position_embeddings": 65_536}
@@ -139,7 +145,7 @@ def state_bytes(model_type: str, options: argparse.Namespace) -> list[dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["mamba", "mamba2", "bamba"])
+    parser.add_argument("--models", nargs="+", default=["mamba", "mamba2", "bamba", "qwen3_5_text"])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=2048)

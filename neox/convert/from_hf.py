@@ -399,12 +399,20 @@ def _read_parameter(weights: HFWeights, mapping: TensorMapping, keys: list[str],
     tensors = []
     for key, part in zip(keys, expected, strict=True):
         tensor = weights.get(key)
-        if tensor.shape != part.shape:
+        fits = tensor.shape == part.shape
+        if mapping.source.cut_anywhere:
+            fits = tensor.shape[1:] == part.shape[1:]
+        if not fits:
             raise ConversionError(
                 f"{weights.directory}: {key} has shape {list(tensor.shape)}, but config.json describes a model with "
                 f"{list(part.shape)}"
             )
         tensors.append(tensor)
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    if mapping.source.cut_anywhere and rows != shape[0]:
+        raise ConversionError(
+            f"{weights.directory}: {', '.join(keys)} have {rows} rows, but config.json says {shape[0]}"
+        )
     return from_hf_layout(tensors, mapping.source, architecture)
 
 

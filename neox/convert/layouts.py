@@ -145,6 +145,44 @@ def _gated_heads_from_hf(joined: Tensor, source: TensorSource, architecture: Arc
     return torch.cat([qkv, gates.flatten(0, 1)])
 
 
+def _delta_rows(tensor: Tensor, architecture: Architecture) -> list[int]:
+    """Return the numbers of rows of queries, keys and values, and in a projection of gates, strengths and decays."""
+    heads = architecture.linear_value_heads
+    keys = architecture.linear_key_heads * architecture.linear_key_dim
+    values = heads * architecture.linear_value_dim
+    convolved = [keys, keys, values]
+    return convolved if tensor.shape[0] == sum(convolved) else [*convolved, values, heads, heads]
+
+
+def _delta_heads_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return all rows of one kind after another. The first tensor has those of several, if there are fewer tensors."""
+    rows = _delta_rows(tensor, architecture)
+    together = len(rows) - len(source.modules) + 1
+    return list(tensor.split([sum(rows[:together]), *rows[together:]]))
+
+
+def _grouped_delta_heads_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
+    """Return queries, keys, values and gates of each key head, and strengths and decays of each key head."""
+    by_head = []
+    for part in tensor.split(_delta_rows(tensor, architecture)):
+        by_head.append(part.unflatten(0, (architecture.linear_key_heads, -1)))
+    return [torch.cat(by_head[:4], dim=1).flatten(0, 1), torch.cat(by_head[4:], dim=1).flatten(0, 1)]
+
+
+def _grouped_delta_heads_from_hf(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
+    """Return our fused tensor: the inverse of `_grouped_delta_heads_to_hf`."""
+    key_heads = architecture.linear_key_heads
+    rows = _delta_rows(joined, architecture)
+    parts = []
+    for of_module, sizes in zip(joined.split((sum(rows[:4]), sum(rows[4:]))), (rows[:4], rows[4:]), strict=True):
+        first = 0
+        by_head = of_module.unflatten(0, (key_heads, -1))
+        for size in sizes:
+            parts.append(by_head.narrow(1, first, size // key_heads).flatten(0, 1))
+            first += size // key_heads
+    return torch.cat(parts)
+
+
 def _experts_to_hf(tensor: Tensor, source: TensorSource, architecture: Architecture) -> list[Tensor]:
     """Return the modules of each expert of a stack [experts, rows, columns], one expert after another."""
     parts: list[Tensor] = []
@@ -228,6 +266,8 @@ ROWS: Mapping[str, RowLayout] = MappingProxyType(
         "heads": RowLayout(_heads_to_hf, _heads_from_hf),
         "grouped_heads": RowLayout(_grouped_heads_to_hf, _grouped_heads_from_hf),
         "gated_heads": RowLayout(_gated_heads_to_hf, _gated_heads_from_hf),
+        "delta_heads": RowLayout(_delta_heads_to_hf, _unchanged),
+        "grouped_delta_heads": RowLayout(_grouped_delta_heads_to_hf, _grouped_delta_heads_from_hf),
         "experts": RowLayout(_experts_to_hf, _experts_from_hf),
         "stacked_experts": RowLayout(_stacked_experts_to_hf, _stacked_experts_from_hf),
         "alternating_experts": RowLayout(_alternating_experts_to_hf, _alternating_experts_from_hf),

@@ -27,6 +27,8 @@ Layout = Literal[
     "heads",
     "grouped_heads",
     "gated_heads",
+    "delta_heads",
+    "grouped_delta_heads",
     "swapped_halves",
     "experts",
     "stacked_experts",
@@ -44,6 +46,12 @@ Layout = Literal[
     gated_heads          as for heads, but in the first module    as for heads, then all gates
                          the rows of each query head are followed
                          by those of its gate (Qwen3-Next)
+    delta_heads          all queries, all keys, all values, all   the same
+                         gates, all strengths, all decays: the
+                         first module has several of them
+    grouped_delta_heads  of each key head: queries, keys, values  all of one kind, all of the next
+                         and gates in one module, strengths and
+                         decays in the other (Qwen3-Next)
     swapped_halves       gate, value                                 value, gate
     experts              modules of each expert                      one stack [experts, rows, columns]
     stacked_experts      one stack [experts, columns, rows]          one stack [experts, rows, columns]
@@ -81,6 +89,7 @@ class TensorSource:
         transpose: Whether weights are stored [in, out] (GPT-2's Conv1D) instead of [out, in].
         layout: Order of the rows.
         interleaved: With "heads", whether rotary positions turn neighbours in their files (GPT-J).
+        cut_anywhere: Whether files may have other numbers of rows in each module, and the same in all together.
         endings: Theirs for `weight` or `bias`, if not `.weight` or `.bias`: what follows the module's name in a key.
     """
 
@@ -88,6 +97,7 @@ class TensorSource:
     transpose: bool = False
     layout: Layout = "same"
     interleaved: bool = False
+    cut_anywhere: bool = False
     endings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def keys(self, parameter: ParameterSpec, block: int) -> tuple[str, ...]:

@@ -89,6 +89,26 @@ def mamba2(draw: st.DrawFn, heads: str, head_dim: str, groups: str, states: str,
     return {**sizes, "hidden_size": sizes[heads] * sizes[head_dim] // sizes[expand]}
 
 
+@st.composite
+def linear_attention(draw: st.DrawFn, **others: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """Draw the sizes of linear attention, and blocks of both kinds."""
+    key_heads = draw(st.integers(1, 3))
+    blocks = draw(st.permutations(["linear_attention", "full_attention", draw(st.sampled_from(["", *LAYER_KINDS]))]))
+    types = [kind for kind in blocks if kind]
+    return {
+        "num_hidden_layers": len(types),
+        "layer_types": types,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw(st.integers(1, 3)),
+        # few dimensions turn rounding into differences
+        "linear_key_head_dim": draw(st.integers(4, 16)),
+        "linear_value_head_dim": draw(st.integers(4, 16)),
+        "linear_conv_kernel_dim": draw(st.integers(2, 5)),
+        **{key: draw(values) for key, values in others.items()},
+    }
+
+
+LAYER_KINDS = ("linear_attention", "full_attention")
 SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "qwen2": st.fixed_dictionaries(_WINDOWS),
     "qwen3": st.fixed_dictionaries(_WINDOWS),
@@ -143,6 +163,9 @@ SPECIAL: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "time_step_rank": st.just("auto") | st.integers(1, 6),
         }
     ),
+    "qwen3_next": linear_attention(mlp_only_layers=st.sampled_from([[], [0], [1]])),
+    "qwen3_5_text": linear_attention(),
+    "olmo_hybrid": linear_attention(),
     # without biases of their own, a tied head has none
     "gptj": st.just({"tie_word_embeddings": False}),
     "phi": st.just({"tie_word_embeddings": False}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -90,6 +91,13 @@ MAMBA2 = {
     "state_size": 6,
     "chunk_size": 8,
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 CASES: dict[str, dict[str, Any]] = {
     "gpt_neox": {**NEOX, "rope_parameters": {"rope_type": "default", **PARTIAL}, "attention_bias": False},
     "gpt_neox-scaled": {**NEOX, "rope_parameters": {"rope_type": "linear", "factor": 2.0, **PARTIAL}},
@@ -172,9 +180,20 @@ FURTHER_CASES: dict[str, dict[str, Any]] = {
     "mamba2": MAMBA2,
     "olmo": LLAMA,
     "olmo3": {**LLAMA, **WINDOWS},
+    "olmo_hybrid": {**LLAMA, **LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     "opt": {**LLAMA, "ffn_dim": 72},
     "phi": LLAMA,
     "phi3": {**LLAMA, "sliding_window": 5},
+    "qwen3_5_text": {**LLAMA, **LINEAR, "head_dim": 16},
+    "qwen3_next": {
+        **LLAMA,
+        **LINEAR,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 12,
+    },
     "smollm3": {**LLAMA, "no_rope_layer_interval": 2},
     "stablelm": LLAMA,
     "starcoder2": {**LLAMA, "sliding_window": 5},
@@ -203,6 +222,22 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path in directory.glob("*.safetensors"):
         found.update(load_file(path))
+    return found
+
+
+def by_names_of_modules(weights: dict[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
+    """Return weights by names without aliases, and OLMo Hybrid's convolutions whole: transformers cuts equal thirds."""
+    found: dict[str, torch.Tensor] = {}
+    for key, tensor in weights.items():
+        for alias, ending in family.key_aliases.items():
+            if key.endswith(alias):
+                key = key.removesuffix(alias) + ending
+        part = re.search(r"[qkv]_conv1d", key)
+        if part is None:
+            found[key] = tensor
+        elif part[0] == "q_conv1d":
+            names = (key.replace("q_conv1d", f"{name}_conv1d") for name in "qkv")
+            found[key] = torch.cat([weights[name] for name in names])
     return found
 
 
@@ -243,7 +278,8 @@ def check_both_ways(
     with UnwrittenIsNaN():
         to_hf(imported.checkpoint, loaded, directory / "out", verify=False, hf_architecture=model_type)
     assert (hf_logits(directory / "out", TOKENS) - wanted).abs().max() < bound
-    written = weights_of(directory / "out")
+    stored = by_names_of_modules(stored, FAMILIES[model_type])
+    written = by_names_of_modules(weights_of(directory / "out"), FAMILIES[model_type])
     assert stored.keys() == written.keys()
     assert all(torch.equal(stored[key], written[key]) for key in stored)
 
@@ -314,6 +350,9 @@ def their_texts(model: Any) -> list[list[int]]:
 
 def gradients_in_files(name: str, grad: torch.Tensor, family: Family) -> dict[str, torch.Tensor]:
     """Return a gradient by the names in files, where each expert has weights of its own."""
+    if family.model_type == "olmo_hybrid" and name.endswith(".conv1d.weight"):
+        parts = zip("qkv", grad.tensor_split(3), strict=True)  # which are joined again, wherever they were cut
+        return {name.replace("conv1d", f"{part}_conv1d"): of_part for part, of_part in parts}
     module, _, kind = name.rpartition(".experts.")
     if not module or family.model_type == "gpt_oss":  # whose files hold stacks, too
         is_router = family.model_type == "mixtral" and name.endswith("mlp.gate.weight")
