@@ -198,6 +198,12 @@ def _check_stages(config: NeoXConfig, layers: LayerPlan, stages: Sequence[StageP
             if len(stage.ranges) > 1:
                 where = f"a range of layers of stage {stage.index}"
             rule = f"leaves {where} without parameters to train; use type:transformer|mlp"
+            if config.tokenizer.train_only_added_tokens:
+                rule = (
+                    f"leaves {where} without parameters to train: with train_only_added_tokens only the embedding and "
+                    "the head have some; use pipe_parallel_size 1, or 2 with pipeline_schedule: 1f1b"
+                )
+                raise ConfigError(config.problem(key, rule, "train_only_added_tokens", "pipe_parallel_size"))
             if config.optimizer.parameter_groups:
                 problem = config.problem(key, f"{rule}, or freeze less", "parameter_groups", "pipe_parallel_size")
                 raise ConfigError(problem)
