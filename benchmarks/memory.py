@@ -57,10 +57,12 @@ EXPERT_LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"expert_model_parallel_size": 2}, {"stage": 1}),
     (2, {"expert_model_parallel_size": 2}, {"stage": 1, "offload_optimizer": CPU}),
     (2, {"expert_model_parallel_size": 2}, {"stage": 2}),
+    (2, {"expert_model_parallel_size": 2, "context_parallel_size": 2}, {"stage": 1}),
     (4, {"expert_model_parallel_size": 2}, {"stage": 1}),
     (4, {"expert_model_parallel_size": 2}, {"stage": 2}),
     (4, {"expert_model_parallel_size": 4}, {"stage": 2}),
     (4, {"expert_model_parallel_size": 2, "model_parallel_size": 2}, {"stage": 1}),
+    (4, {"expert_model_parallel_size": 2, "context_parallel_size": 2}, {"stage": 2}),
     (4, {"expert_model_parallel_size": 2, "pipe_parallel_size": 2, "gradient_accumulation_steps": 4}, {"stage": 1}),
 ]
 """Ranks, keys and ZeRO of the measured layouts of experts.
@@ -116,7 +118,7 @@ def _step_peak(plan: RunPlan) -> int:
     from neox.features.table import build_features
 
     grid, device = initialize_distributed(plan)
-    generator = torch.Generator().manual_seed(grid.dp_rank)
+    generator = torch.Generator().manual_seed(grid.data_rank)
 
     def batches() -> Any:
         while True:

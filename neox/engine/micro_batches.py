@@ -324,12 +324,12 @@ class LabelWeights:
 
 
 def own_tokens(batch: Batch, grid: ParallelGrid) -> Batch:
-    """Return a micro batch with this context rank's tokens; `document_starts` is kept for all tokens."""
+    """Return a micro batch with this context rank's tokens; where documents and texts begin and end is kept for all."""
     if grid.cp_size == 1:
         return batch
     own = dict(batch)
     for name, value in batch.items():
-        if name != "document_starts":
+        if name not in ("document_starts", "lengths"):
             own[name] = value[:, context_indices(value.shape[1], grid)]
     return own
 

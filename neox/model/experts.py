@@ -16,6 +16,10 @@ over tensor ranks comes after the experts. So routes and losses do not depend on
 
 With `expert_model_parallel_size` data ranks hold different experts, and tokens travel to them (`Exchange`).
 
+With context ranks each routes its own tokens, and S counts those. Fractions of tokens, in losses and in what is
+reported, are of all tokens of a sample (`SampleTokens`); so are Sinkhorn's assignment and the tokens that an expert's
+capacity keeps.
+
 Legend: B batch, S sequence, H hidden, E experts, K experts of a token, R rows (choices of an expert by a token),
 I, O input and output features on this rank, T tensor ranks, P ranks that divide experts.
 """
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -37,8 +42,10 @@ from neox.model.context import Aux, BlockContext
 from neox.model.mlp import MLP
 from neox.ops import (
     ACTIVATIONS,
+    WHOLE_SAMPLES,
     ExpertOrder,
     Routes,
+    SampleTokens,
     balance_loss,
     combine_rows,
     gather_rows,
@@ -57,11 +64,14 @@ from neox.parallel import (
     TokenShares,
     copy_to_tensor_ranks,
     gather_tokens,
+    join_context,
     mark_divided_experts,
     mark_split,
+    own_context,
     reduce_over_tensor_ranks,
     reduce_scatter_tokens,
     shard_size,
+    sum_over_context_ranks,
 )
 
 
@@ -101,13 +111,20 @@ class Router(nn.Module):
         if self.token_counts is not None:
             self.token_counts.zero_()
 
-    def forward(self, x: Tensor, experts: Tensor | None, is_text: Tensor | None = None) -> tuple[Tensor, Routes]:
+    def forward(
+        self,
+        x: Tensor,
+        experts: Tensor | None,
+        is_text: Tensor | None = None,
+        samples: SampleTokens = WHOLE_SAMPLES,
+    ) -> tuple[Tensor, Routes]:
         """Return logits [B, S, E] and routes of tokens [B, S, H].
 
         Args:
             x: Hidden states [B, S, H].
             experts: Experts of the tokens if they were chosen before [B, S, K].
             is_text: Which tokens are not padding, bool [B, S]; all if None.
+            samples: Which ranks hold the other tokens of the samples.
         """
         x = x.float()
         jitter = self.network.router_jitter
@@ -123,6 +140,7 @@ class Router(nn.Module):
             training=self.training,
             experts=experts,
             is_text=is_text,
+            samples=samples,
         )
         is_first_pass = experts is None  # recomputation must not count tokens again
         if self.token_counts is not None and self.training and is_first_pass:
@@ -237,6 +255,14 @@ class ExpertMLP(TokenShares):
         self.grid = grid
         self.network = network
         self.number = number
+        self._samples = WHOLE_SAMPLES  # in training with context ranks
+        if grid.cp_size > 1:
+            self._samples = SampleTokens(
+                ranks=grid.cp_size,
+                gather=partial(join_context, grid=grid),
+                own=partial(own_context, grid=grid),
+                total=partial(sum_over_context_ranks, grid=grid),
+            )
         self.router = Router(network, **options)
         self.experts = Experts(network, grid, **options)
         self.shared_expert: MLP | None = None
@@ -276,13 +302,14 @@ class ExpertMLP(TokenShares):
         chosen_before = None
         if context.routes is not None:
             chosen_before = context.routes.get(self.number)
-        logits, routes = self.router(tokens, chosen_before, context.is_text)
+        samples = self._samples if context.divided else WHOLE_SAMPLES
+        logits, routes = self.router(tokens, chosen_before, context.is_text, samples)
         if context.routes is not None:
             context.routes[self.number] = routes.experts
 
         # Routing is replicated, but each tensor rank multiplies it with a different shard. Therefore gradients w.r.t.
         # the experts' inputs and weights are all-reduced over tensor ranks (`copy_to_tensor_ranks`).
-        order = self._sort_choices(routes.experts, context.is_text)
+        order = self._sort_choices(routes.experts, context.is_text, samples)
         inputs = copy_to_tensor_ranks(tokens, self.grid).flatten(0, 1)  # [B x S, H]
         weights = copy_to_tensor_ranks(routes.weights, self.grid).flatten(0, 1)  # [B x S, K]
         output = self.experts(inputs, weights, order).view_as(tokens)  # [B, S, H]
@@ -296,24 +323,33 @@ class ExpertMLP(TokenShares):
 
         if context.cache is not None:
             return output, {}  # generation has no losses
-        return output, self._report(logits, routes, order, context.is_text)
+        return output, self._report(logits, routes, order, context.is_text, samples)
 
-    def _sort_choices(self, experts: Tensor, is_text: Tensor | None) -> ExpertOrder:
+    def _sort_choices(self, experts: Tensor, is_text: Tensor | None, samples: SampleTokens) -> ExpertOrder:
         """Return the order of rows for the experts of tokens [B, S, K], some of which are text, bool [B, S].
 
         Tokens beyond an expert's capacity are dropped in training. It is a multiple of an equal share of the text.
         """
-        experts = experts.flatten(0, 1)  # [B x S, K]
-        if is_text is not None:
-            is_text = is_text.flatten()
-        capacity = None
+        number = self.network.num_experts
+        computed = None if is_text is None else is_text.unsqueeze(2)  # [B, S, 1]
         if self.network.expert_capacity and self.training:
-            tokens = len(experts) if is_text is None else int(is_text.sum())
-            equal_share = tokens * experts.shape[1] / self.network.num_experts
+            # The first tokens of a micro batch have a place, whichever context rank holds them.
+            every = samples.gather(experts)  # [B, S of all context ranks, K]
+            text = None if computed is None else samples.gather(computed)
+            tokens = every[..., 0].numel() if text is None else int(text.sum())
+            equal_share = tokens * experts.shape[-1] / number
             capacity = max(1, int(self.network.expert_capacity * equal_share))
-        return sort_by_expert(experts, self.network.num_experts, capacity, is_text)
+            order = sort_by_expert(every.flatten(0, 1), number, capacity, None if text is None else text.flatten(0, 1))
+            if samples is WHOLE_SAMPLES:
+                return order
+            computed = samples.own(order.has_row.view_as(every))  # [B, S, K]
+        return sort_by_expert(
+            experts.flatten(0, 1), number, computed=None if computed is None else computed.flatten(0, 1)
+        )
 
-    def _report(self, logits: Tensor, routes: Routes, order: ExpertOrder, is_text: Tensor | None) -> Aux:
+    def _report(
+        self, logits: Tensor, routes: Routes, order: ExpertOrder, is_text: Tensor | None, samples: SampleTokens
+    ) -> Aux:
         """Return the losses, multiplied by their coefficients, and statistics.
 
         The numbers of all blocks are added up. That is meant for losses. Statistics are divided by the number of blocks
@@ -323,17 +359,22 @@ class ExpertMLP(TokenShares):
         aux = {}
         if network.balance_coefficient:
             balance = balance_loss(
-                routes.probabilities, routes.experts, per_sample=network.balance_per_sample, is_text=is_text
+                routes.probabilities,
+                routes.experts,
+                per_sample=network.balance_per_sample,
+                is_text=is_text,
+                samples=samples,
             )
             aux[BALANCE_LOSS] = network.balance_coefficient * balance
         if network.z_coefficient:
-            aux[Z_LOSS] = network.z_coefficient * z_loss(logits, is_text)
-        choices_per_expert = text_tokens_per_expert(routes, network.num_experts, is_text)  # [E]
+            aux[Z_LOSS] = network.z_coefficient * z_loss(logits, is_text, samples)
+        choices_per_expert = samples.total(text_tokens_per_expert(routes, network.num_experts, is_text))  # [E]
         choices = choices_per_expert.sum()
         divisor = choices.clamp(min=1) * len(network.expert_blocks)
         aux[LARGEST_SHARE] = choices_per_expert.max() / divisor
         if network.expert_capacity:
-            aux[DROPPED] = (choices - order.choice_of_row.numel()) / divisor
+            rows = samples.total(choices.new_full((), order.choice_of_row.numel()))
+            aux[DROPPED] = (choices - rows) / divisor
         return aux
 
 

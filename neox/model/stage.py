@@ -265,7 +265,10 @@ class StageRange:
                 assert context.document_starts is None, "one of the two masks would be lost"
                 visible = unpadded_keys(context.lengths, length)
             ends = context.lengths.unsqueeze(1) + self.prompt_length
-            is_text = torch.arange(length, device=x.device) < ends
+            slots = torch.arange(length, device=x.device)
+            if context.divided:
+                slots = context_indices(whole_length, self.grid, x.device)
+            is_text = slots < ends
         positions = token_positions(length, x.device, context, self.grid)
         keys = whole_length if cache is None else cache.keys(length)
         tables: dict[str, Tables] = {}

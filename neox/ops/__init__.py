@@ -28,7 +28,17 @@ from neox.ops.norms import NORMS, build_norm
 from neox.ops.packed_linear import PackedWeight, can_pack
 from neox.ops.position_bias import alibi_slopes, relative_buckets
 from neox.ops.rotary import rotary_divisors, rotary_factor, rotary_inv_freq, rotary_tables, rotate
-from neox.ops.routing import ROUTERS, Routes, balance_loss, route, sinkhorn, tokens_per_expert, z_loss
+from neox.ops.routing import (
+    ROUTERS,
+    WHOLE_SAMPLES,
+    Routes,
+    SampleTokens,
+    balance_loss,
+    route,
+    sinkhorn,
+    tokens_per_expert,
+    z_loss,
+)
 from neox.ops.softcap import softly_capped
 from neox.ops.softmax import MASKED_SCORE, SoftmaxImpl, scale_mask_softmax
 from neox.ops.sparsity import block_layout, sparse_rule
@@ -45,11 +55,13 @@ __all__ = [
     "NORMS",
     "MASKED_SCORE",
     "ROUTERS",
+    "WHOLE_SAMPLES",
     "AttentionImpl",
     "ExpertOrder",
     "Fp8Recipe",
     "PackedWeight",
     "Routes",
+    "SampleTokens",
     "PairRule",
     "add_product",
     "alibi_slopes",

@@ -48,9 +48,14 @@ class ExpertOrder:
         """Number of choices that were dropped, or are of padding."""
         return self.row_of_choice.numel() - self.choice_of_row.numel()
 
+    @property
+    def has_row(self) -> Tensor:
+        """Whether each choice has a row [T, K]."""
+        return (self.row_of_choice < self.choice_of_row.numel()).unflatten(0, (-1, self.top_k))
+
 
 def sort_by_expert(
-    experts: Tensor, num_experts: int, capacity: int | None = None, is_text: Tensor | None = None
+    experts: Tensor, num_experts: int, capacity: int | None = None, computed: Tensor | None = None
 ) -> ExpertOrder:
     """Sort the choices of experts [T, K]; an expert's tokens keep their order.
 
@@ -58,11 +63,12 @@ def sort_by_expert(
         experts: Experts of each token [T, K].
         num_experts: Number of experts E.
         capacity: Largest number of tokens of one expert. Later ones are dropped. None for no limit.
-        is_text: Which tokens are not padding, bool [T]; all if None. No expert computes padding.
+        computed: Which choices experts compute, bool [T, K], or [T, 1] if they compute all or none of a token's; all
+            if None. No expert computes padding.
     """
-    # Padding chooses expert E, one more than there are. It comes last and has no rows.
-    if is_text is not None:
-        experts = experts.masked_fill(~is_text.unsqueeze(1), num_experts)
+    # What is not computed chooses expert E, one more than there are. It comes last and has no rows.
+    if computed is not None:
+        experts = experts.masked_fill(~computed, num_experts)
     expert_of_choice = experts.flatten()  # [T x K]
     counts = tokens_per_expert(experts, num_experts + 1)
     choice_of_row = expert_of_choice.argsort(stable=True)  # of all choices; those without a row are left out now
@@ -75,7 +81,7 @@ def sort_by_expert(
         choice_of_row = choice_of_row[(rank_in_expert < capacity) & (expert_of_row < num_experts)]
         row_of_choice.fill_(choice_of_row.numel())
         counts = counts.clamp(max=capacity)
-    elif is_text is not None:
+    elif computed is not None:
         choice_of_row = choice_of_row[: int(counts[:num_experts].sum())]  # the only number that the host reads
         row_of_choice.fill_(choice_of_row.numel())
     row_of_choice[choice_of_row] = torch.arange(choice_of_row.numel(), device=experts.device)

@@ -39,6 +39,31 @@ class Routes(NamedTuple):
     probabilities: Tensor
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """Tokens of samples of which other ranks may hold some; choices and losses are of all of them.
+
+    Attributes:
+        ranks: Number of ranks C that hold equal numbers of a sample's tokens.
+        gather: Function that joins the tokens of all of them in order [B, S/C, ...] -> [B, S, ...], without gradients.
+        own: Function that returns this rank's tokens [B, S, ...] -> [B, S/C, ...].
+        total: Function that adds up a tensor over the ranks, without gradients.
+    """
+
+    ranks: int = 1
+    gather: Callable[[Tensor], Tensor] = _same
+    own: Callable[[Tensor], Tensor] = _same
+    total: Callable[[Tensor], Tensor] = _same
+
+
+WHOLE_SAMPLES = SampleTokens()
+"""All tokens of a sample are here."""
+
+
 def softmax_scores(logits: Tensor, top_k: int) -> Tensor:
     """Return the softmax over experts [B, S, E]."""
     return logits.softmax(-1)
@@ -101,6 +126,7 @@ def route(
     training: bool = False,
     experts: Tensor | None = None,
     is_text: Tensor | None = None,
+    samples: SampleTokens = WHOLE_SAMPLES,
 ) -> Routes:
     """Choose and weight the experts of each token.
 
@@ -111,6 +137,7 @@ def route(
         training: Whether to apply balancing that is only used in training (Sinkhorn).
         experts: Experts that were chosen before [B, S, K], which are only weighted again. None to choose.
         is_text: Which tokens are not padding, bool [B, S]; all if None. The others' experts mean nothing.
+        samples: Which ranks hold the other tokens of the samples.
     """
     router = ROUTERS[network.router]
     scores = router.scores(logits, network.experts_per_token)  # [B, S, E]
@@ -119,7 +146,8 @@ def route(
         with torch.no_grad():
             choice = scores  # [B, S, E]
             if training and router.training_choice is not None:
-                choice = router.training_choice(logits, is_text)
+                of_text = None if is_text is None else samples.gather(is_text)
+                choice = samples.own(router.training_choice(samples.gather(logits), of_text))
             if bias is not None:
                 choice = choice + bias
             if network.router_groups:
@@ -197,11 +225,22 @@ def tokens_per_expert(experts: Tensor, num_experts: int, is_text: Tensor | None 
     return counts.scatter_add_(-1, flat, counted)
 
 
-def balance_loss(probabilities: Tensor, experts: Tensor, *, per_sample: bool, is_text: Tensor | None = None) -> Tensor:
+def balance_loss(
+    probabilities: Tensor,
+    experts: Tensor,
+    *,
+    per_sample: bool,
+    is_text: Tensor | None = None,
+    samples: SampleTokens = WHOLE_SAMPLES,
+) -> Tensor:
     """Return E x the sum over experts of (fraction of choices x mean probability), which is 1 if all experts are equal.
 
     Switch Transformer, arXiv:2101.03961, section 2.2. Megatron-LM's has this factor; that of transformers is K times
     as large.
+
+    The fractions have no gradient. So if C ranks divide the tokens of the samples, each returns its tokens' part of the
+    mean probability times C, with the fractions of all tokens: the mean over the ranks is the loss, and the mean of
+    their gradients its gradient.
 
     Args:
         probabilities: Score of each expert, as a fraction of a token's scores [B, S, E].
@@ -209,6 +248,7 @@ def balance_loss(probabilities: Tensor, experts: Tensor, *, per_sample: bool, is
         per_sample: Whether to return the mean over samples of each one's loss, which does not depend on how samples
             are divided into micro batches (Megatron-LM's `seq_aux_loss`). Samples of padding only count 0.
         is_text: Which tokens count, bool [B, S]; all if None.
+        samples: Which ranks hold the other tokens of the samples.
     """
     if not per_sample:
         # All samples together are one.
@@ -216,24 +256,25 @@ def balance_loss(probabilities: Tensor, experts: Tensor, *, per_sample: bool, is
         experts = experts.flatten(0, 1).unsqueeze(0)
         is_text = None if is_text is None else is_text.flatten().unsqueeze(0)
     num_experts = probabilities.shape[-1]
-    counts = tokens_per_expert(experts, num_experts, is_text)  # [B, E]
+    counts = samples.total(tokens_per_expert(experts, num_experts, is_text))  # [B, E]
     if is_text is None:
-        fractions = counts / experts[0].numel()
+        fractions = counts / (experts[0].numel() * samples.ranks)
         return num_experts * (fractions * probabilities.mean(1)).sum(-1).mean()
-    tokens = is_text.sum(1, keepdim=True).clamp(min=1)  # [B, 1]
+    tokens = samples.total(is_text.sum(1, keepdim=True)).clamp(min=1)  # [B, 1]
     fractions = counts / (tokens * experts.shape[-1])
-    means = (probabilities * is_text.unsqueeze(-1)).sum(1) / tokens
+    means = (probabilities * is_text.unsqueeze(-1)).sum(1) / tokens * samples.ranks
     return num_experts * (fractions * means).sum(-1).mean()
 
 
-def z_loss(logits: Tensor, is_text: Tensor | None = None) -> Tensor:
+def z_loss(logits: Tensor, is_text: Tensor | None = None, samples: SampleTokens = WHOLE_SAMPLES) -> Tensor:
     """Return the mean squared log-sum-exp of the logits (ST-MoE, arXiv:2202.08906, equation 5).
 
     Args:
         logits: Scores of the router [B, S, E].
         is_text: Which tokens count, bool [B, S]; all if None.
+        samples: Which ranks hold the other tokens of the samples; the mean over them is the loss, as of `balance_loss`.
     """
     squares = logits.logsumexp(-1).square()
     if is_text is None:
         return squares.mean()
-    return (squares * is_text).sum() / is_text.sum().clamp(min=1)
+    return (squares * is_text).sum() / samples.total(is_text.sum()).clamp(min=1) * samples.ranks

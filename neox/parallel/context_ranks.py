@@ -44,6 +44,23 @@ def gather_context(x: Tensor, grid: ParallelGrid) -> Tensor:
     return exchange(x, grid, _gathered, _summed_part)
 
 
+def join_context(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Join the tokens of all context ranks in order [B, S/C, ...] -> [B, S, ...]; no gradient passes."""
+    if x.dtype is torch.bool:
+        return _gathered(x.byte(), grid).bool()
+    return _gathered(x.detach(), grid)
+
+
+def own_context(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return this rank's tokens of whole samples [B, S, ...] -> [B, S/C, ...]."""
+    return x[:, context_indices(x.shape[1], grid, x.device)]
+
+
+def sum_over_context_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Return x summed over context ranks; no gradient passes."""
+    return wait(_ops.all_reduce(x.detach().contiguous(), "sum", grid.cp_name))
+
+
 def tokens_to_heads(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Exchange all heads of this rank's tokens for all tokens of some heads: [B, S/C, N, D] -> [B, S, N/C, D]."""
     return exchange(x, grid, _all_tokens, _all_heads)

@@ -62,9 +62,9 @@ def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
     for plan in plans:
         grid, device = initialize_distributed(plan)
         engine = initialize_engine(plan, grid, device)
-        data = _batches(plan, grid.dp_rank)
+        data = _batches(plan, grid.data_rank)
         steps = [engine.train_batch(data) for _ in range(STEPS)]
-        evaluated = engine.eval_batch(_batches(plan, grid.dp_rank)).scores
+        evaluated = engine.eval_batch(_batches(plan, grid.data_rank)).scores
         results.append([{**step.scores, "norm": step.grad_norm} for step in steps] + [dict(evaluated)])
     return results
 
@@ -300,7 +300,7 @@ def resumed(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
         grid, device = initialize_distributed(plan)
         engine = open_engine(plan, grid, device)
         micro = engine.iteration * plan.batch.gradient_accumulation_steps
-        data = batches(plan, grid.dp_rank, micro)
+        data = batches(plan, grid.data_rank, micro)
         curve = []
         for iteration in range(engine.iteration, STEPS):
             step = engine.train_batch(data)

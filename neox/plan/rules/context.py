@@ -41,9 +41,6 @@ def networks_without_context_ranks(config: NeoXConfig) -> Iterator[Problem]:
     if model.soft_prompt_tuning is not None and model.soft_prompt_tuning.enabled:
         rule = "does not work with soft_prompt_tuning, whose vectors every rank holds; remove one of them"
         yield config.problem(_DEGREE, rule, "soft_prompt_tuning")
-    if config.experts.moe_num_experts > 1:
-        rule = "does not work with experts, whose losses are of all tokens of a sample; remove one of them"
-        yield config.problem(_DEGREE, rule, "moe_num_experts")
     if (fused := fused_softmax_key(config)) is not None:
         rule = "needs all tokens of a sample on one rank; remove it, or use attention kind flash in every block"
         yield config.problem(fused, rule, _DEGREE, "attention_config")

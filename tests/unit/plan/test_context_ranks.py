@@ -63,7 +63,6 @@ def test_compiled_layers_keep_what_they_gather() -> None:
         ("seq_length", {"seq_length": 18, "max_position_embeddings": 18}),
         ("attention_config", {"attention_config": ["gmlp", "global"]}),
         ("soft_prompt_tuning", {"soft_prompt_tuning": {"enabled": True, "num_tokens": 2}}),
-        ("moe_num_experts", {"moe_num_experts": 2}),
         ("log_gradient_noise_scale", {"log_gradient_noise_scale": True}),
         ("scaled_upper_triang_masked_softmax_fusion", {"scaled_upper_triang_masked_softmax_fusion": True}),
         ("context_parallel_kind", {"context_parallel_kind": "ulysses", "num_kv_heads": 1}),
