@@ -29,6 +29,8 @@ TEST_FLAGS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -q --durati
 # every cache that a tool would put into the home directory or beside the sources goes into the environment
 CACHE := $(HERE)/cache
 export PYTHONPYCACHEPREFIX    := $(CACHE)/pycache
+# images of containers set it; every process of a test would then compile the library again
+export PYTHONDONTWRITEBYTECODE :=
 export TORCH_EXTENSIONS_DIR   := $(HERE)/torch_extensions
 export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
 export TRITON_CACHE_DIR       := $(CACHE)/triton
@@ -112,7 +114,7 @@ test: lint  ## lint, unit, distributed and end-to-end tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) -m "not slow" $(TEST_FLAGS)
 
 test-all: lint transformers-4  ## the same with the full matrices
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) $(TEST_FLAGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) --hypothesis-profile random $(TEST_FLAGS)
 
 # exports are also read by this version: a folder that a test puts in front of the environment's packages
 transformers-4: $(VENV)/transformers-4/.installed  ## install transformers 4.57 for the tests beside the environment

@@ -8,6 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# `make test` draws the same examples each time, so that a commit that passed passes again. `make test-all` names the
+# profile "random" and draws others; a failure prints the line that repeats it. No time limits: machines are busy.
+calm = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", calm, derandomize=True)
+settings.register_profile("random", calm, print_blob=True)
+settings.load_profile("same")
 
 # Under nohup, or in the background of a script, SIGHUP or SIGINT is ignored, and every process that a test starts would
 # inherit that; the tests send these signals.

@@ -40,7 +40,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(shape=shapes(), seed=st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_attention_with_a_gate_is_that_of_transformers(shape: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": shape["partial_rotary_factor"]}
@@ -84,7 +84,7 @@ def test_attention_with_a_gate_is_that_of_transformers(shape: dict[str, Any], se
 
 
 @given(rows=st.integers(1, 3), width=st.integers(1, 6), kv_heads=st.integers(1, 3), groups=st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_rows_of_gated_heads_come_back(rows: int, width: int, kv_heads: int, groups: int) -> None:
     network = small_plan(
         num_attention_heads=kv_heads * groups,

@@ -409,9 +409,6 @@ def check_random_models(directory: Path, model_type: str, examples: int) -> None
     @given(config=configs(model_type))
     @settings(
         max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
         suppress_health_check=[*HealthCheck],
         phases=[Phase.generate],  # a smaller example costs minutes
     )

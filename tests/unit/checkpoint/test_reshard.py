@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from neox.architecture import ParameterSpec
@@ -14,7 +14,6 @@ from neox.parallel import shard
 DEGREES = st.sampled_from((1, 2, 3, 6))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws values slowly
 @given(
     sections=st.lists(st.integers(1, 3).map(lambda n: 6 * n), min_size=1, max_size=4),
     rest=st.lists(st.integers(1, 3), max_size=2),

@@ -76,7 +76,7 @@ def test_neighbouring_rotary_dimensions_become_halves():
     source=st.sampled_from([SEPARATE, FUSED, NEIGHBOURS]),
     weight=st.booleans(),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_layouts_of_heads_are_inverted_for_any_sizes(kv_heads, group, pairs, source, weight):
     heads, head_dim = kv_heads * group, 8
     changes = {"num_attention_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "rotary_ndims": 2 * pairs}

@@ -95,7 +95,7 @@ def test_the_end_that_gpt_neox_marks_is_scored(tmp_path: Path) -> None:
     assert fields["ends"].tolist() == [[3, 8]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=60),
     rows=st.integers(1, 40),

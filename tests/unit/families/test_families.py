@@ -216,7 +216,7 @@ def test_a_broken_config_json_is_refused_or_read(family):
     known = [*FAMILIES[family].config_json(ARCHITECTURE, SETTINGS)]
 
     @given(st.dictionaries(st.sampled_from(known), VALUES, max_size=4), st.sets(st.sampled_from(known), max_size=3))
-    @settings(max_examples=70, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=70)
     def check(changed, removed):
         hf = {key: value for key, value in {**SMALL, **changed}.items() if key not in removed}
         try:

@@ -35,7 +35,7 @@ def plain(
     return share * kl + (1 - share) * entropy, kl, entropy
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
     direction=st.sampled_from(["forward", "reverse"]),

@@ -23,7 +23,7 @@ from neox.objectives.simpo import SimPO
 from neox.parallel import ParallelGrid
 
 ONE_RANK = cast(ParallelGrid, SimpleNamespace(dp_size=1, tp_size=1, tp_rank=0, tp_group=None))
-seeds = settings(max_examples=30, deadline=None)
+seeds = settings(max_examples=30)
 
 
 def answers(seed: int, *, rows: int = 2, pairs: int = 3) -> AnswerLogProbs:

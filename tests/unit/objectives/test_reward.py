@@ -25,7 +25,7 @@ PAIRS = {"train_impl": "rm", "pos_train_data_paths": ["a"], "neg_train_data_path
 LORA = {"r": 2, "alpha": 4, "target": ["query_key_value"]}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1000), center=st.sampled_from([0.0, 0.1]), square=st.sampled_from([0.0, 0.02]))
 def test_scores_are_those_of_the_formulas(seed: int, center: float, square: float) -> None:
     generator = torch.Generator().manual_seed(seed)

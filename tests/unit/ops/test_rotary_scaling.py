@@ -51,7 +51,7 @@ LONGROPE = {
 
 
 @needs_transformers_5
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(SCALINGS, st.sampled_from([16, 64, 80, 128]), st.sampled_from([10000.0, 500000.0, 1e6]))
 def test_frequencies_are_those_of_transformers(scaling, head_dim, base):
     assert rope_scaling_problem(scaling) is None
@@ -76,7 +76,7 @@ def _config(scaling: dict, head_dim: int, longest: int) -> LlamaConfig:
 
 
 @needs_transformers_5
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     st.sampled_from([8, 64, 96]),
     st.floats(1.0, 16.0).map(lambda x: round(x, 2)),

@@ -64,7 +64,7 @@ GIVEN = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("kind", SPARSITY)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(given=GIVEN, blocks=st.integers(2, 13))
 def test_layouts_equal_the_definition(kind: str, given: dict[str, Any], blocks: int) -> None:
     s = _full(kind, **given)

@@ -110,7 +110,7 @@ def test_the_first_stage_of_dualpipev_holds_both_ends_and_no_copy():
     st.integers(1, 40),
     st.sampled_from(["uniform", "parameters", "type:transformer|mlp"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_layer_is_held_exactly_once(schedule, stages, virtual_stages, num_layers, method):
     layers = plan(num_layers=num_layers)
     division = Division(method, schedule, virtual_stages)

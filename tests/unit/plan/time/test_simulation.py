@@ -23,7 +23,7 @@ def run(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Timeline:
 
 
 @given(st.sampled_from(sorted(PIPELINE_SCHEDULES)), st.integers(1, 6), st.integers(1, 5), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_rank_runs_each_pass_once_and_no_two_at_a_time(
     schedule: str, ranks: int, rounds: int, data: st.DataObject
 ) -> None:
@@ -62,7 +62,7 @@ def test_dual_pipe_v_needs_two_micro_batches_for_each_stage() -> None:
 
 
 @given(st.sampled_from(sorted(PIPELINE_SCHEDULES)), st.integers(2, 5), st.integers(0, 40), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_long_step_is_as_long_as_its_whole_simulation(
     schedule: str, ranks: int, more: int, data: st.DataObject
 ) -> None:
