@@ -38,6 +38,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="move the checkpoints and the tokenizer of the output directory to superseded/",
     )
     add("--adapter", metavar="DIR", help="a LoRA adapter of this model that peft has written")
+    add(
+        "--mtp-num-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="modules of multi-token prediction (DeepSeek-V3, GLM-4.5) to keep; others are left out (default: 0)",
+    )
     add("--model-parallel-size", type=int, default=1, help="tensor ranks of the files; any degree can load them")
     add(
         "--precision",
@@ -71,6 +78,7 @@ def main() -> None:
         model_parallel_size=args.model_parallel_size,
         precision=None if args.precision == "auto" else args.precision,
         adapter_dir=args.adapter,
+        mtp_num_layers=args.mtp_num_layers,
         overwrite=args.overwrite,
     )
     print(f"{result.checkpoint}: {result.parameters:,} parameters; model config in {result.config_file}")

@@ -50,6 +50,7 @@ from neox.architecture.layers import (
     build_layer_plan,
 )
 from neox.architecture.lora import ADAPTER, Lora, adapter_parameters
+from neox.architecture.multi_token import MULTI_TOKEN_BLOCK, MULTI_TOKEN_LOSS
 from neox.architecture.parameter import (
     Constant,
     FromKey,
@@ -83,6 +84,8 @@ __all__ = [
     "MASKED_SCORES",
     "MLPS",
     "MOST_BLOCKED",
+    "MULTI_TOKEN_BLOCK",
+    "MULTI_TOKEN_LOSS",
     "NORMS",
     "POSITIONS",
     "QUERY_BLOCK",

@@ -158,6 +158,8 @@ class Architecture:
         sentence_head: Whether a bidirectional network also predicts if the second sentence of a sample follows the
             first one: by a dense layer with tanh on the first token's hidden state (the pooler), and two logits.
         score_head: Whether the head computes a score instead of logits, as in a reward model.
+        mtp_num_layers: Number of modules behind the network that predict tokens further ahead, in training only
+            (`neox.architecture.multi_token`).
         num_experts: Number of experts in the blocks that have experts instead of one MLP; 0 for none.
         expert_blocks: Numbers of these blocks.
         experts_per_token: Number of experts that compute each token.
@@ -247,6 +249,7 @@ class Architecture:
     embedding_norm: bool = False
     sentence_head: bool = False
     score_head: bool = field(default=False, metadata=_FINETUNE)
+    mtp_num_layers: int = field(default=0, metadata=_FINETUNE)
     num_experts: int = 0
     expert_blocks: tuple[int, ...] = ()
     experts_per_token: int = field(default=0, metadata=_FINETUNE)

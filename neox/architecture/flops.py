@@ -13,7 +13,8 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | N
 
     A block takes 2 per element of its matrices (of experts, those that a token chooses), and 2 x heads x (width of a
     head's keys + width of its values) per key and query for scores and weighted values (causal attention is counted
-    whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM, arXiv:2104.04473.
+    whole); the head takes 2 x hidden size x padded vocabulary. Megatron-LM, arXiv:2104.04473. Modules of multi-token
+    prediction are one more block and one more head each, and their projection.
 
     Args:
         layers: The network's layers.
@@ -24,11 +25,11 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | N
     blocks = 0
     pooled = 0
     for layer in layers:
-        if layer.kind == "block":
+        if layer.kind in ("block", "multi_token"):
             blocks += 2 * layer.matrix_numel
         elif layer.kind == "sentence_head":
             pooled += 2 * layer.matrix_numel  # for one token of a sample
-    for kind in architecture.attention:
+    for kind in (*architecture.attention, *architecture.attention[-1:] * architecture.mtp_num_layers):
         blocks += BLOCKS[kind].mixing_flops(architecture, sequence)
     head = 2 * architecture.hidden_size * layers.padded_vocab_size
     if architecture.score_head:
@@ -37,6 +38,7 @@ def forward_flops_per_token(layers: LayerPlan, sequence: int, predicted: int | N
         head += 2 * layers.head.matrix_numel
     if predicted is not None:
         head = head * predicted // sequence
+    head *= 1 + architecture.mtp_num_layers
     return blocks, head + pooled // sequence
 
 
@@ -70,11 +72,15 @@ def recomputed_flops_per_token(layers: LayerPlan, sequence: int, parts: Iterable
         layers: The network's layers.
         sequence: Tokens per sample.
         parts: What is recomputed of each block: `none`, `full`, `full_attn` (attention without its output projection)
-            or `core_attn` (scores and weighted values).
+            or `core_attn` (scores and weighted values). The blocks of multi-token prediction do as the last one.
     """
     architecture = layers.architecture
     total = 0
-    for number, (kind, part) in enumerate(zip(architecture.attention, parts, strict=True)):
+    every = [*parts]
+    numbers = [*range(architecture.num_layers), *[architecture.num_layers - 1] * architecture.mtp_num_layers]
+    for number in numbers:
+        kind = architecture.attention[number]
+        part = every[number]
         block = layers[BLOCK_OFFSET + number]
         if part == "full":
             total += 2 * block.matrix_numel

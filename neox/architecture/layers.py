@@ -4,7 +4,8 @@ Everything that must agree about the network reads it: the modules, the memory e
 checkpoints (files, reading and splitting over ranks) and the Hugging Face conversion.
 
 Numbering is gpt-neox's: 0 embedding, 1 nothing or a soft prompt, 2..L+1 blocks, L+2 nothing, L+3 final norm (nothing
-if blocks end with a norm), L+4 head, and L+5 the sentence head of a bidirectional network.
+if blocks end with a norm), L+4 head, and from L+5 on the sentence head of a bidirectional network, or the modules of
+multi-token prediction.
 """
 
 from __future__ import annotations
@@ -20,10 +21,20 @@ from neox.architecture.blocks import BLOCKS
 from neox.architecture.choices import POSITIONS, norm_parameters
 from neox.architecture.encoder import masked_lm_head_parameters, sentence_head_parameters, token_type_parameters
 from neox.architecture.lora import Lora
+from neox.architecture.multi_token import multi_token_parameters
 from neox.architecture.parameter import ZEROS, FromKey, ParameterSpec
 
 LayerKind = Literal[
-    "embedding", "prompt", "identity", "block", "norm", "head", "masked_lm_head", "sentence_head", "score_head"
+    "embedding",
+    "prompt",
+    "identity",
+    "block",
+    "norm",
+    "head",
+    "masked_lm_head",
+    "sentence_head",
+    "score_head",
+    "multi_token",
 ]
 
 BLOCK_OFFSET = 2
@@ -42,8 +53,9 @@ class LayerEntry:
         index: Number of the layer.
         kind: Kind of the layer.
         parameters: Parameters that it owns, or shares with other blocks.
-        tied_to: Index of the layer (0) whose weight a tied head uses; None for other layers. The head does not own that
-            weight. On another pipeline stage than the owner it holds a copy that DeepSpeed keeps equal.
+        tied_to: Index of the layer (0) whose weight a tied head, or multi-token prediction, uses; None for other
+            layers. They do not own that weight. On another pipeline stage than the owner they hold a copy that
+            DeepSpeed keeps equal.
     """
 
     index: int
@@ -67,8 +79,8 @@ class LayerEntry:
         return sum(spec.active_numel for spec in self.parameters if spec.is_matrix)
 
     def is_hidden(self, parameter: ParameterSpec) -> bool:
-        """Return whether one of its parameters is a matrix between hidden states: of a block, with drawn weights."""
-        return self.kind == "block" and parameter.init in (FromKey.METHOD, FromKey.OUTPUT_METHOD)
+        """Return whether one of its parameters is a matrix between hidden states, with drawn weights."""
+        return self.kind in ("block", "multi_token") and parameter.init in (FromKey.METHOD, FromKey.OUTPUT_METHOD)
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,17 @@ class LayerPlan:
     def head(self) -> LayerEntry:
         """The layer that makes logits of hidden states."""
         return self.layers[BLOCK_OFFSET + self.architecture.num_layers + 2]
+
+    @property
+    def multi_token(self) -> tuple[LayerEntry, ...]:
+        """The modules of multi-token prediction, nearest token first."""
+        return tuple(layer for layer in self.layers if layer.kind == "multi_token")
+
+    @property
+    def without_multi_token(self) -> LayerPlan:
+        """The same layers with nothing in the place of these modules, as generation uses them."""
+        layers = [LayerEntry(layer.index, "identity") if layer in self.multi_token else layer for layer in self.layers]
+        return replace(self, layers=tuple(layers))
 
     @property
     def weight_layers(self) -> tuple[LayerEntry, ...]:
@@ -177,6 +200,9 @@ def build_layer_plan(
         layers += _encoder_heads(architecture, padded_vocab_size, last)
     else:
         layers.append(_head(architecture, padded_vocab_size, last, head_parallelism))
+        for number in range(architecture.mtp_num_layers):
+            parameters = multi_token_parameters(architecture)
+            layers.append(LayerEntry(last + 1 + number, "multi_token", parameters, tied_to=0))
     if architecture.soft_prompt_tokens:
         _freeze_all_but_prompt(layers)
     return LayerPlan(tuple(layers), architecture, padded_vocab_size)

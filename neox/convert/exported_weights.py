@@ -79,7 +79,7 @@ def plan_tensors(
         ConversionError: If a stored shape is not the model's.
     """
     planned: list[PlannedTensor] = []
-    for mapping in family.mappings(layers):
+    for mapping in (*family.mappings(layers), *family.copies(layers)):
         stored = reader.shape(mapping.layer, mapping.name)
         spec = reader.spec(mapping.layer, mapping.name)
         if stored != spec.shape:

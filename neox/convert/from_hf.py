@@ -66,6 +66,7 @@ def from_hf(
     model_parallel_size: int = 1,
     precision: Precision | None = None,
     adapter_dir: str | Path | None = None,
+    mtp_num_layers: int = 0,
     overwrite: bool = False,
 ) -> FromHFResult:
     """Write `output_dir/global_step0` in NeoX's layout, with `latest`, `config.yml` and the tokenizer next to it.
@@ -80,6 +81,7 @@ def from_hf(
         precision: Precision of the weights; None keeps the source's.
         adapter_dir: Directory of a LoRA adapter that `peft` wrote for this model. The checkpoint then has adapters,
             which are trained on, or added to the weights if it is read without `lora`.
+        mtp_num_layers: Number of modules of multi-token prediction that are kept; others are left out.
         overwrite: Whether checkpoints, tokenizer and settings of generation in `output_dir` are moved to `superseded`,
             once the source has been read.
 
@@ -96,10 +98,18 @@ def from_hf(
     _config_keys(architecture, settings)  # what cannot be expressed is said before any weights are looked for
     weights = HFWeights(source, family)
     architecture = with_own_head(architecture, weights)
+    further_layers = architecture.mtp_num_layers
+    if adapter_dir is not None and mtp_num_layers:
+        raise ConversionError("--mtp-num-layers: adapters are trained without multi-token prediction; leave it out")
+    if mtp_num_layers > further_layers:
+        number = f"{family.further_layers_key}: {further_layers}" if family.further_layers_key else "none"
+        raise ConversionError(
+            f"{source}: {mtp_num_layers} modules of multi-token prediction are asked for, and config.json has {number}"
+        )
+    architecture = replace(architecture, mtp_num_layers=mtp_num_layers)
     keys = {**_config_keys(architecture, settings), "hf_architecture": family.model_type}
     rows = _embedding_rows(weights) or settings.vocab_size
     plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)
-    further_layers = hf.get(family.further_layers_key) or 0
     stored_keys = _stored_keys(weights, plan.layers, further_layers)
     _check_degree(plan.layers, model_parallel_size)
     layers = plan.layers
@@ -112,7 +122,9 @@ def from_hf(
     read_files = [source / CONFIG, *weights.files]
     if adapter_dir is not None:
         read_files += Path(adapter_dir).iterdir()
-    partial = PartialImport(output, fingerprint(read_files, {"ranks": model_parallel_size, "precision": precision}))
+    choices = {"ranks": model_parallel_size, "precision": precision, "modules": mtp_num_layers}
+    partial = PartialImport(output, fingerprint(read_files, choices))
+    _check_copies(weights, layers)
     try:
         _write_layers(weights, stored_keys, adapters, layers, partial, model_parallel_size, precision)
     except Exception:
@@ -292,7 +304,8 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
     Args:
         weights: Weights of the Hugging Face directory.
         layers: Layers of the model.
-        further_layers: Number of layers after the last block that are left out.
+        further_layers: Number of layers after the last block that the files hold. Those that the model lacks are left
+            out.
 
     Raises:
         ConversionError: If keys are missing or unknown, with their names.
@@ -311,6 +324,8 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
                 unknown.discard(stored)
     if layers.architecture.tie_word_embeddings:
         unknown -= weights.family.head_keys()  # a copy of the embedding
+    for mapping in weights.family.copies(layers):
+        unknown.difference_update(mapping.keys)
     unknown -= _left_out(unknown, layers, further_layers)
     if missing or unknown:
         lines = [f"{weights.directory}: the weights are not those that config.json describes"]
@@ -323,16 +338,34 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
 
 
 def _left_out(keys: Collection[str], layers: LayerPlan, number: int) -> set[str]:
-    """Return the keys of the `number` layers after the last block, and warn that they are left out."""
-    first = layers.architecture.num_layers
-    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + number))
+    """Return the keys of those of `number` layers after the last block that a model lacks, and warn of them."""
+    network = layers.architecture
+    first = network.num_layers + network.mtp_num_layers
+    end = network.num_layers + number
+    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, end))
     found = {key for key in keys if key.startswith(prefixes)}
     if found:
         get_logger(__name__).warning(
-            f"left out {len(found)} tensors of the multi-token prediction layers {first} to {first + number - 1}, "
-            f"which are not part of the network ({min(found)} and others)"
+            f"left out {len(found)} tensors of the multi-token prediction layers {first} to {end - 1}, which are not "
+            f"part of the network ({min(found)} and others); --mtp-num-layers {number} keeps them, to train them on"
         )
     return found
+
+
+def _check_copies(weights: HFWeights, layers: LayerPlan) -> None:
+    """Raise ConversionError if modules of multi-token prediction have another embedding or head than the network."""
+    originals = {(mapping.layer, mapping.name): mapping.keys for mapping in weights.family.mappings(layers)}
+    for mapping in weights.family.copies(layers):
+        (key,) = mapping.keys
+        stored = weights.find(key)
+        original = weights.find(originals[mapping.layer, mapping.name][0])
+        if stored is None or original is None:
+            continue
+        if not torch.equal(weights.get(stored), weights.get(original)):
+            raise ConversionError(
+                f"{weights.directory}: {stored} differs from {original}; modules of multi-token prediction have the "
+                "network's own embedding and head here, so import it without them (--mtp-num-layers 0)"
+            )
 
 
 def _check_degree(layers: LayerPlan, tp_size: int) -> None:

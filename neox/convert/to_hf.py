@@ -117,6 +117,8 @@ def to_hf(
             "the export adds it inside, as gpt-neox's converter assumes: logits differ slightly from the trained ones",
             config.describe_setting("norm"),
         )
+    if config.model.mtp_num_layers and not family.keeps_multi_token:
+        _log.warning("the export has no modules of multi-token prediction: files of %s have no place", family.title)
     output = Path(output_dir)
     refuse_used_directory(output, overwrite=overwrite)
     reader, plan = _open(checkpoint_at(Path(input_dir)), config, weights)

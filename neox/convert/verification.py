@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,8 @@ def hf_model(directory: Path) -> Any:
             hf_logging.enable_progress_bar()
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(map(str, info.get(kind) or ()))
+        if kind == "unexpected_keys":
+            keys = [key for key in keys if not _is_multi_token(key, hf)]
         if kind == "missing_keys" and model.config.tie_word_embeddings and len(keys) == 1:
             continue  # the head, which is the embedding
         if keys:
@@ -193,6 +196,16 @@ def hf_model(directory: Path) -> Any:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the default multiplies no matrices of odd widths
     return model.float().eval()
+
+
+def _is_multi_token(key: str, hf: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is of multi-token prediction, which transformers loads in `generate(use_mtp=True)`.
+
+    It knows the numbers of these layers in the published models, and reports those of other sizes as unexpected.
+    """
+    number = hf.get(FAMILIES[hf["model_type"]].further_layers_key) or 0
+    blocks = hf["num_hidden_layers"] if number else 0
+    return key.startswith(tuple(f"model.layers.{blocks + further}." for further in range(number)))
 
 
 def hf_logits(directory: Path, tokens: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ class BatchIterator:
         eod_mask_loss: bool = False,
         vocab_size: int | None = None,
         mark_documents: bool = False,
+        label_documents: bool = False,
         mark_padding: bool = False,
         boundaries: DocumentBoundaries = "index",
     ) -> None:
@@ -91,6 +92,8 @@ class BatchIterator:
             eod_mask_loss: Whether the last token of a document predicts nothing.
             vocab_size: Number of ids. Each batch is checked for other ids.
             mark_documents: Whether batches have `document_starts`.
+            label_documents: Whether they have `label_documents` if `eod_mask_loss` keeps labels, but no attention,
+                within documents. Labels further ahead need it.
             mark_padding: Whether batches have `lengths`.
             boundaries: Where documents end: where they were joined, or at `eod`.
 
@@ -107,6 +110,7 @@ class BatchIterator:
         self.eod = eod
         self.eod_mask_loss = eod_mask_loss
         self.mark_documents = mark_documents
+        self.label_documents = label_documents
         self.mark_padding = mark_padding
         self.boundaries = boundaries
         self.vocab_size = vocab_size
@@ -130,7 +134,8 @@ class BatchIterator:
 
         Returns:
             Tensors [B, S]: `tokens` and `labels` (int64), `loss_mask` (float32) and, with `mark_documents`,
-            `document_starts` (int64). With `mark_padding` also `lengths`, the tokens before padding (int64) [B].
+            `document_starts` (int64), under the name `label_documents` if only labels need them. With `mark_padding`
+            also `lengths`, the tokens before padding (int64) [B].
         """
         position = self.position
         if position and position % self._batches == 0:
@@ -181,6 +186,8 @@ class BatchIterator:
         if self.mark_documents:
             assert starts is not None
             batch["document_starts"] = starts[:, :-1]
+        elif starts is not None and self.label_documents:
+            batch["label_documents"] = starts[:, :-1]
         if self.mark_padding:
             batch["lengths"] = torch.from_numpy(self.dataset.layout(samples).lengths).clamp(max=tokens.shape[1])
         return batch

@@ -333,6 +333,7 @@ def _iterator(
         "eod_mask_loss": data.eod_mask_loss,
         "vocab_size": plan.vocab_size,
         "mark_documents": data.reset_attention_mask,
+        "label_documents": plan.architecture.mtp_num_layers > 0,
         "mark_padding": plan.marks_padding,
         "boundaries": data.document_boundaries,
     }

@@ -82,7 +82,7 @@ from neox.engine.micro_batches import EvaluationResult, MicroBatchRunner
 from neox.engine.reports import StepResult
 from neox.errors import TrainingError
 from neox.model import NetworkOutput, move_selection_biases
-from neox.objectives import Batch
+from neox.objectives import Batch, evaluated_objective
 from neox.optim import LRSchedule
 from neox.parallel import derive_seed
 
@@ -234,7 +234,8 @@ class Engine:
         count = self.plan.batch.gradient_accumulation_steps
         batches = self._completed(batches, count)
         scores, amount = self._runner.evaluate(batches, count, self.plan.batch_schedule.full_length)
-        return EvaluationResult(dict(zip(self.objective.names, scores.tolist(), strict=True)), amount)
+        names = evaluated_objective(self.objective).names
+        return EvaluationResult(dict(zip(names, scores.tolist(), strict=True)), amount)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor | None:

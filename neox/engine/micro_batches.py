@@ -1,7 +1,9 @@
 """The micro batches of a step on their way through DeepSpeed's engine: one by one, or as a pipeline's schedule says.
 
-micro batch of a data rank -> the tokens of this context rank -> weights of labels -> the objective's inputs and targets
--> DeepSpeed's engine -> the objective's scores, the trained loss first
+micro batch of a data rank -> weights of labels, and tokens further ahead -> the tokens of this context rank -> the
+objective's inputs and targets -> DeepSpeed's engine -> the objective's scores, the trained loss first
+
+Evaluations report the scores of `evaluated_objective`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from torch import Tensor
 from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
 from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, Timers
 from neox.model import Context, NetworkOutput
-from neox.objectives import LOSS_NORMALIZATIONS, Batch, LossNormalization, Objective
+from neox.objectives import (
+    LOSS_NORMALIZATIONS,
+    Batch,
+    LossNormalization,
+    Objective,
+    evaluated_objective,
+    with_tokens_ahead,
+)
 from neox.parallel import ParallelGrid, context_indices
 from neox.plan import RunPlan
 
@@ -109,11 +118,11 @@ class WholeNetworkRunner:
         if not self.engine.module.training:  # `train` walks over all modules, which takes time
             self.engine.train()
         count = self.engine.gradient_accumulation_steps()
-        total = self._no_scores()
+        total = self._no_scores(self._objective)
         weighted = self._weights.of_step(batches, count)
         for number, batch in enumerate(weighted.batches, start=1):
             with self._timers.part(FORWARD):
-                scores = self._scores(batch)
+                scores = self._scores(batch, self._objective)
             total += scores.detach()
             with self._timers.part(BACKWARD):
                 self.engine.backward(scores)
@@ -125,10 +134,11 @@ class WholeNetworkRunner:
     def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
         """Return mean scores, and the divisor of the losses."""
         self.engine.eval()
-        total = self._no_scores()
+        objective = evaluated_objective(self._objective)
+        total = self._no_scores(objective)
         weighted = self._weights.of_step(batches, count)
         for batch in weighted.batches:
-            total += self._scores(batch)
+            total += self._scores(batch, objective)
         return self._mean(total / count), weighted.amount
 
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -145,16 +155,16 @@ class WholeNetworkRunner:
         result: Tensor = self.engine(tokens, Context(cache=None, divided=False, **others), loss=function)
         return result
 
-    def _no_scores(self) -> Tensor:
-        return torch.zeros(len(self._objective.names), device=self._device)
+    def _no_scores(self, objective: Objective) -> Tensor:
+        return torch.zeros(len(objective.names), device=self._device)
 
-    def _scores(self, batch: Batch) -> Tensor:
-        """Return the objective's scores [K] of a micro batch."""
+    def _scores(self, batch: Batch, objective: Objective) -> Tensor:
+        """Return an objective's scores [K] of a micro batch."""
         batch = own_tokens(batch, self._grid)
-        inputs = {name: to_device(value, self._device) for name, value in self._objective.inputs(batch).items()}
-        targets = tuple(to_device(value, self._device) for value in self._objective.targets(batch))
+        inputs = {name: to_device(value, self._device) for name, value in objective.inputs(batch).items()}
+        targets = tuple(to_device(value, self._device) for value in objective.targets(batch))
         tokens = inputs.pop("tokens")
-        loss = partial(self._objective.scores, targets=targets)
+        loss = partial(objective.scores, targets=targets)
         scores: Tensor = self.engine(tokens, Context(cache=None, divided=self._grid.cp_size > 1, **inputs), loss=loss)
         return scores
 
@@ -200,13 +210,14 @@ class PipelineRunner:
         """Do one optimizer step. With sequence parallelism each tensor rank passes on its share of the tokens."""
         self._reset_buffers_if_changed(length // self._grid.cp_size // self._token_shares)
         weighted = self._weighted(batches, self.engine.gradient_accumulation_steps())
-        self.engine.train_batch(self._pairs(weighted.batches))
+        self.engine.train_batch(self._pairs(weighted.batches, self._objective))
 
     def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
         """Return mean scores, and the divisor of the losses. Each tensor rank passes on all tokens."""
         self._reset_buffers_if_changed(length // self._grid.cp_size)
         weighted = self._weighted(batches, count)
-        scores: Tensor = self.engine.eval_batch(self._pairs(weighted.batches), num_micro_batches=count)
+        pairs = self._pairs(weighted.batches, evaluated_objective(self._objective))
+        scores: Tensor = self.engine.eval_batch(pairs, num_micro_batches=count)
         return scores, self._sent_by_last(weighted.amount)
 
     def _weighted(self, batches: Iterator[Batch], count: int) -> WeightedBatches:
@@ -244,19 +255,21 @@ class PipelineRunner:
             self.engine.reset_activation_shape()
         self._length = length
 
-    def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    def _pairs(
+        self, batches: Iterator[Batch], objective: Objective
+    ) -> Iterator[tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]]:
         """Yield micro batches in the form DeepSpeed takes: the first stage's input, the last stage's targets.
 
-        Only the stage that uses a tensor copies it to its device.
+        Only the stage that uses a tensor copies it to its device. Other stages than the last one have no targets.
         """
         for whole in batches:
             batch = own_tokens(whole, self._grid)
-            inputs = tuple(self._objective.inputs(batch).values())
+            inputs = tuple(objective.inputs(batch).values())
             if self._is_first:
                 inputs = tuple(to_device(value, self._device) for value in inputs)
-            targets = self._objective.targets(batch)
+            targets: tuple[Tensor, ...] = ()
             if self._is_last:
-                targets = tuple(to_device(value, self._device) for value in targets)
+                targets = tuple(to_device(value, self._device) for value in objective.targets(batch))
             yield (inputs if len(inputs) > 1 else inputs[0]), targets
 
 
@@ -280,18 +293,29 @@ class LabelWeights:
         field: Name of the mask in a batch.
         grid: This rank's grid.
         device: Device of the model, on which data ranks add up their numbers of labels.
+        depths: Number of modules of multi-token prediction, whose labels are added to the micro batches.
     """
 
-    def __init__(self, normalization: LossNormalization, field: str, grid: ParallelGrid, device: torch.device) -> None:
+    def __init__(
+        self,
+        normalization: LossNormalization,
+        field: str,
+        grid: ParallelGrid,
+        device: torch.device,
+        *,
+        depths: int = 0,
+    ) -> None:
         self._normalization = normalization
         self._field = field
         self._grid = grid
         self._device = device
+        self._depths = depths
 
     @classmethod
     def of(cls, plan: RunPlan, objective: Objective, grid: ParallelGrid, device: torch.device) -> LabelWeights:
         """Return the weights of a run."""
-        return cls(LOSS_NORMALIZATIONS[plan.loss_normalization], objective.label_mask, grid, device)
+        normalization = LOSS_NORMALIZATIONS[plan.loss_normalization]
+        return cls(normalization, objective.label_mask, grid, device, depths=plan.architecture.mtp_num_layers)
 
     def of_step(self, batches: Iterator[Batch], count: int) -> WeightedBatches:
         """Return the next `count` micro batches of this data rank; all ranks of the data group call it together."""
@@ -320,7 +344,10 @@ class LabelWeights:
         weights = self._normalization.weights(batch[self._field].float(), share)
         # Engines average over context ranks, too, but each computes only the losses of its own tokens.
         weights = weights * self._grid.cp_size
-        return {**batch, self._field: weights}
+        weighted = {**batch, self._field: weights}
+        if self._depths:
+            return with_tokens_ahead(weighted, self._depths, self._field)
+        return weighted
 
 
 def own_tokens(batch: Batch, grid: ParallelGrid) -> Batch:

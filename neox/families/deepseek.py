@@ -1,7 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3 (`DeepseekV2ForCausalLM`, `DeepseekV3ForCausalLM`): latent attention and experts.
 
-Source: transformers, models/deepseek_v2 and models/deepseek_v3; arXiv:2405.04434, arXiv:2412.19437. The layers of
-multi-token prediction (MTP, `num_nextn_predict_layers`) are left out.
+Source: transformers, models/deepseek_v2 and models/deepseek_v3; arXiv:2405.04434, arXiv:2412.19437. Layers behind the
+last block (`num_nextn_predict_layers`) are the modules of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from neox.architecture import Architecture
 from neox.families.config_entries import (
     REQUIRED,
     ConfigEntries,
+    Count,
     Derived,
     Dropout,
     Factor,
@@ -25,7 +26,6 @@ from neox.families.config_entries import (
     Number,
     Size,
     Switch,
-    Written,
     is_whole_number,
     query_heads,
 )
@@ -37,6 +37,8 @@ from neox.families.shared_entries import GATED_ACTIVATIONS, Activation, Rotary, 
 _BLOCK = "model.layers.{i}."
 FURTHER_LAYERS = "num_nextn_predict_layers"
 """Key of the number of multi-token prediction layers."""
+MULTI_TOKEN = Count(FURTHER_LAYERS, "mtp_num_layers", 0, null=0)
+"""The entry of that number."""
 
 
 class LatentHeads(ConfigEntries):
@@ -306,7 +308,7 @@ DEEPSEEK_V3 = Family(
             Fixed("topk_method", "noaux_tc"),
             Switch("norm_topk_prob", "router_normalizes", default=True),
             ExpertGroups(8, 4, best=2),
-            Written(FURTHER_LAYERS, 0),
+            MULTI_TOKEN,
         ),
         max_positions=4096,
         sizes={"number": 256, "per_token": 8, "width": 2048, "shared": 1, "first_dense": 3, "scale": 2.5},

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from neox.architecture import BLOCK_OFFSET, WITHOUT_LOGITS, Architecture, LayerKind, LayerPlan, ParameterSpec
+from neox.architecture import (
+    BLOCK_OFFSET,
+    MULTI_TOKEN_BLOCK,
+    WITHOUT_LOGITS,
+    Architecture,
+    LayerKind,
+    LayerPlan,
+    ParameterSpec,
+)
 from neox.errors import ConversionError
 from neox.families.config_entries import SETTINGS, ConfigEntries, Fields, ModelSettings
 
@@ -150,6 +158,11 @@ def separate_projections(attention: str, *, interleaved: bool = False) -> Tensor
 
 SCORE_TENSORS: Mapping[str, TensorSource] = MappingProxyType({"rm_linear": TensorSource(("score",))})
 """Our modules of a score head -> their sources, the same in every family."""
+_FURTHER_LAYER = "model.layers.{i}."
+MULTI_TOKEN_TENSORS: Mapping[str, TensorSource] = MappingProxyType(
+    same_tensors(_FURTHER_LAYER, {name: name for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")})
+)
+"""Our modules in one of multi-token prediction -> their sources, next to those of its block."""
 _ONE_LABEL: Mapping[str, Any] = MappingProxyType({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}})
 """Entries in the `config.json` of a model with one score."""
 
@@ -194,8 +207,9 @@ class Family:
         key_aliases: End of a key in files of some versions of transformers -> its end as `tensors` gives it.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
         other_names: Further name of an entry of `config.json` that transformers reads -> its name.
-        further_layers_key: Key in `config.json` of the number of layers behind the last block that are left out, with
-            a warning (DeepSeek-V3's, which predict further tokens). Empty if there are none.
+        further_layers_key: Key in `config.json` of the number of layers behind the last block, which are modules of
+            multi-token prediction (DeepSeek-V3's). Empty if the family has no place for them; its exports leave them
+            out.
         tokenizer_pattern: Pattern by which `AutoTokenizer` of transformers 5 splits texts for this `model_type`,
             whatever the exported tokenizer does; None if it follows the export.
     """
@@ -214,6 +228,11 @@ class Family:
     score_class: str | None = None
     further_layers_key: str = ""
     tokenizer_pattern: str | None = None
+
+    @property
+    def keeps_multi_token(self) -> bool:
+        """Whether its files have a place for modules of multi-token prediction."""
+        return bool(self.further_layers_key)
 
     @property
     def is_encoder(self) -> bool:
@@ -295,6 +314,8 @@ class Family:
         for entry in fields(Architecture):
             if not entry.metadata.get("compared", True) or entry.name in architecture.unused_fields:
                 continue
+            if entry.name == "mtp_num_layers" and not self.keeps_multi_token:
+                continue  # without its modules the network computes the same
             value = getattr(expressed, entry.name)
             if value == getattr(architecture, entry.name):
                 continue
@@ -305,15 +326,41 @@ class Family:
         return found
 
     def mappings(self, layers: LayerPlan) -> Iterator[TensorMapping]:
-        """Yield the mapping of every parameter, in the order of the layers."""
+        """Yield the mapping of every parameter, in the order of the layers.
+
+        Those of multi-token prediction are left out if the family has no place for them.
+        """
+        of_block = {**self.tensors["block"], **self.block_tensors.get(layers.architecture.residual, {})}
+        number = 0  # of the layer in their files
         for layer in layers.weight_layers:
-            sources = SCORE_TENSORS if layer.kind == "score_head" else self.tensors[layer.kind]
-            if layer.kind == "block":
-                sources = {**sources, **self.block_tensors.get(layers.architecture.residual, {})}
+            if layer.kind == "score_head":
+                sources = SCORE_TENSORS
+            elif layer.kind == "block":
+                sources = of_block
+                number = layer.index - BLOCK_OFFSET
+            elif layer.kind != "multi_token":
+                sources = self.tensors[layer.kind]
+            elif self.keeps_multi_token:
+                sources = {f"{MULTI_TOKEN_BLOCK}.{ours}": source for ours, source in of_block.items()}
+                sources |= MULTI_TOKEN_TENSORS
+                number += 1
+            else:
+                continue
             for parameter in layer.parameters:
                 source = sources[parameter.name.rpartition(".")[0]]
-                keys = source.keys(parameter, layer.index - BLOCK_OFFSET)
-                yield TensorMapping(layer.index, parameter.name, keys, source)
+                yield TensorMapping(layer.index, parameter.name, source.keys(parameter, number), source)
+
+    def copies(self, layers: LayerPlan) -> Iterator[TensorMapping]:
+        """Yield the mappings of the copies of embedding and head that each module of multi-token prediction has."""
+        if not self.keeps_multi_token:
+            return
+        words = layers[0]
+        head = layers.head if layers.head.parameters else words
+        for number, _ in enumerate(layers.multi_token, start=layers.architecture.num_layers):
+            for owner, module in ((words, "embed_tokens"), (head, "shared_head.head")):
+                source = TensorSource((_FURTHER_LAYER + module,))
+                copied = owner.parameters[0]
+                yield TensorMapping(owner.index, copied.name, source.keys(copied, number), source)
 
     def head_keys(self) -> set[str]:
         """Return the keys of the head, which files of a tied model may hold as a copy of the embedding."""

@@ -1,14 +1,15 @@
 """GLM-4.5 (`Glm4MoeForCausalLM`): DeepSeek-V3's experts with grouped-query attention and partial rotary embeddings.
 
-Source: transformers, models/glm4_moe; arXiv:2508.06471. The multi-token prediction layer is left out.
+Source: transformers, models/glm4_moe; arXiv:2508.06471.
 """
 
 from __future__ import annotations
 
-from neox.families.config_entries import ALL_GLOBAL, Choice, Factor, Switch, Written
+from neox.families.config_entries import ALL_GLOBAL, Choice, Factor, Switch
 from neox.families.deepseek import (
     EXPERT_TENSORS,
     FURTHER_LAYERS,
+    MULTI_TOKEN,
     V3_NAMES,
     ExpertGroups,
     FirstDenseBlocks,
@@ -45,7 +46,7 @@ GLM4_MOE = Family(
         Factor("routed_scaling_factor", "router_scale", 1.0),
         Switch("norm_topk_prob", "router_normalizes", default=True),
         ExpertGroups(1, 1, best=2),
-        Written(FURTHER_LAYERS, 0),
+        MULTI_TOKEN,
         *ending_entries(),
     ),
     tensors={**_TENSORS, "block": {**_TENSORS["block"], **EXPERT_TENSORS}},

@@ -71,7 +71,7 @@ def load_model(
     layers = {
         index: load_layer(plan, reader, index, grid, device, dtype)
         for index in sorted(wanted)
-        if plan.layers[index].kind != "identity"
+        if plan.layers[index].kind not in ("identity", "multi_token")
     }
     reader.note_averages()
     if grid.rank == 0:

@@ -13,6 +13,7 @@ from neox.model.blocks import BLOCKS
 from neox.model.embedding import Embedding, FinalNorm, Head
 from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.initial_weights import InitialWeights
+from neox.model.multi_token import MultiTokenLayer
 from neox.model.parameter_marks import mark_parameters
 from neox.model.positions import reset_buffers
 from neox.model.score_head import ScoreHead
@@ -64,6 +65,9 @@ def build_layer(
         number = index - BLOCK_OFFSET
         layer = BLOCKS[network.attention[number]](plan, number, grid, **options)
         _add_adapters(layer, plan, index)
+        divide_tokens(layer)
+    elif entry.kind == "multi_token":
+        layer = MultiTokenLayer(plan, grid, **options)
         divide_tokens(layer)
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)

@@ -70,11 +70,11 @@ class GPT(nn.Module):
         Returns:
             Logits [B, S, V/tp], or the result of `loss`.
         """
-        hidden, aux = self.stage.forward(tokens, context or Context())
-        head = self.stage.head
+        context = context or Context()
+        hidden, aux = self.stage.forward(tokens, context)
         if loss is None:
-            return head.logits(hidden)
-        return loss(NetworkOutput(hidden, head, aux))
+            return self.stage.head.logits(hidden)
+        return loss(self.stage.output(hidden, context, aux))
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Return the hidden states after the final norm [B, S, H] for tokens [B, S]."""

@@ -4,6 +4,8 @@
                                             └──────── BlockContext ─────────┘
                                         made once for all blocks from `Context`
 
+In training, modules of multi-token prediction may go on behind the final norm (`Stage.look_ahead`).
+
 A pipeline stage has one range of these layers, or several: a forward pass of a stage runs one range (`StageRange`). Its
 input is then the hidden states of the range before, on another stage (`neox.model.handoff`). In generation each block
 also gets its view of the cache; in training, chunks of blocks may be computed again in the backward pass.
@@ -13,14 +15,15 @@ Legend: B batch, S sequence, H hidden, V vocabulary, T tensor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.architecture import BLOCK_OFFSET
+from neox.architecture import BLOCK_OFFSET, block_losses
 from neox.model.attention import SelfAttention
 from neox.model.block import Block
 from neox.model.cache import BlockState, KVCache
@@ -28,6 +31,7 @@ from neox.model.cache_step import CachedLayer, CacheStep
 from neox.model.context import Aux, BlockContext, Context, add_aux
 from neox.model.embedding import Embedding, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead, encoder_head
+from neox.model.multi_token import MultiTokenLayer
 from neox.model.positions import Tables
 from neox.model.recomputation import Recomputation
 from neox.model.score_head import ScoreHead
@@ -38,6 +42,21 @@ from neox.plan.ranks.stages import LayerRange
 from neox.plan.run_plan import RunPlan
 
 
+class OutputAhead(NamedTuple):
+    """What the modules of multi-token prediction give to an objective.
+
+    Attributes:
+        hidden: Hidden states of each depth for the head [B, S, H].
+        head: The head, to be used from now on: the modules use the embedding once more, and with ZeRO 3 that releases
+            the weight of a tied head which was gathered before.
+        aux: Losses that the modules' blocks add to the objective's.
+    """
+
+    hidden: list[Tensor]
+    head: LMHead
+    aux: Aux
+
+
 class NetworkOutput(NamedTuple):
     """What the network gives to an objective.
 
@@ -45,11 +64,14 @@ class NetworkOutput(NamedTuple):
         hidden: Hidden states after the final norm [B, S, H].
         head: The head.
         aux: Losses that blocks add to the objective's.
+        look_ahead: Runs the modules of multi-token prediction on `hidden` (`Stage.look_ahead`). An objective that does
+            not call it saves the work, as in evaluations.
     """
 
     hidden: Tensor
     head: LMHead
     aux: Aux
+    look_ahead: Callable[[Tensor], OutputAhead] | None = None
 
 
 class Stage:
@@ -87,6 +109,7 @@ class Stage:
         head_index = plan.layers.head.index
         self.head_stage = _holder(plan, head_index)
         self._words = cast(Embedding | None, layers.get(0))
+        self._multi_token = self.ranges[-1].multi_token
         self._head = layers.get(head_index)
         self._sentence_head = cast(SentenceHead | None, layers.get(head_index + 1))
 
@@ -109,6 +132,35 @@ class Stage:
         if context.cache is not None and active == len(self.ranges) - 1:
             context.cache.advance(length)
         return x, aux
+
+    def output(self, hidden: Tensor, context: Context, aux: Aux) -> NetworkOutput:
+        """Return what an objective gets, for hidden states after the final norm [B, S, H] and the losses of blocks."""
+        return NetworkOutput(hidden, self.head, aux, partial(self.look_ahead, hidden, context))
+
+    def look_ahead(self, hidden: Tensor, context: Context, tokens: Tensor) -> OutputAhead:
+        """Run the modules of multi-token prediction, one after the other (`neox.architecture.multi_token`).
+
+        Args:
+            hidden: Hidden states after the final norm [B, S, H].
+            context: Context of the pass that computed them.
+            tokens: Ids of the tokens 1 to D ahead of each token [B, S, D].
+        """
+        assert self._words is not None, "the stage of these modules holds the embedding"
+        length = hidden.shape[1]
+        positions = token_positions(length, hidden.device, context, self.grid)
+        of_blocks = self.ranges[-1].block_context(hidden, length, context)
+        known = block_losses(self.architecture)
+        found = []
+        total: Aux = {}
+        for depth, module in enumerate(self._multi_token, start=1):
+            # Tokens behind the end have no labels, so any position does for them.
+            of_tokens = (positions + depth).clamp(max=self.architecture.max_length - 1)
+            ahead = self._words(tokens[..., depth - 1], of_tokens)
+            hidden, aux = module(hidden, ahead, of_blocks)
+            found.append(hidden)
+            # Statistics of experts are means over the network's blocks, so those of these blocks are left out.
+            total = add_aux(total, {name: value for name, value in aux.items() if name in known})
+        return OutputAhead(found, self.head, total)
 
     @property
     def head(self) -> LMHead:
@@ -149,6 +201,7 @@ class StageRange:
         previous: Number of the pipeline stage that holds the range before; None before the first range.
         following: Number of the pipeline stage that holds the range after; None after the last range.
         blocks: The transformer blocks in order.
+        multi_token: The modules of multi-token prediction that are there, nearest token first; generation has none.
         recomputation: What the backward pass computes again.
         observe_scores: What blocks get as `BlockContext.observe_scores`.
     """
@@ -177,6 +230,7 @@ class StageRange:
         self._embedding: Embedding | None = None
         self._prompt: SoftPrompt | None = None
         self._norm: nn.Module | None = None
+        self.multi_token: list[MultiTokenLayer] = []
         numbers = []
         for index in layer_range:
             kind = plan.layers[index].kind
@@ -188,15 +242,16 @@ class StageRange:
                 numbers.append(index - BLOCK_OFFSET)
             elif kind == "norm":
                 self._norm = layers[index]
+            elif kind == "multi_token" and index in layers:
+                self.multi_token.append(cast(MultiTokenLayer, layers[index]))
         self.blocks = [cast(Block, layers[BLOCK_OFFSET + number]) for number in numbers]
         self.recomputation = Recomputation.from_plan(plan, grid, numbers)
         self._chunks = self.recomputation.chunks()
         self._cached = slice(first_block, first_block + len(self.blocks))
         self._has_last_block = plan.architecture.num_layers - 1 in numbers
         self._with_tables: dict[str, SelfAttention] = {}  # one block for each kind of tables
-        for block in self.blocks:
-            attention = block.attention
-            if attention is not None and attention.encoding is not None:
+        for attention in self._attentions():
+            if attention.encoding is not None:
                 self._with_tables.setdefault(attention.tables_key, attention)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Aux]:
@@ -226,7 +281,7 @@ class StageRange:
     def _run_blocks(self, x: Tensor, context: Context) -> tuple[Tensor, Aux]:
         shares = self.blocks[0].shares
         length = x.shape[1] * shares
-        shared = self._block_context(x, length, context)
+        shared = self.block_context(x, length, context)
         if context.cache is not None:
             return _run(self.blocks, x, shared, context.cache.layers(length)[self._cached])
         if self.recomputation.acts_on(self.blocks):
@@ -252,7 +307,13 @@ class StageRange:
             total = add_aux(total, aux)
         return x, total
 
-    def _block_context(self, x: Tensor, length: int, context: Context) -> BlockContext:
+    def _attentions(self) -> Iterator[SelfAttention]:
+        """Yield the attention of the blocks that have one, those of multi-token prediction last."""
+        for block in (*self.blocks, *(module.block for module in self.multi_token)):
+            if block.attention is not None:
+                yield block.attention
+
+    def block_context(self, x: Tensor, length: int, context: Context) -> BlockContext:
         """Return what all blocks share, for `length` tokens with hidden states x."""
         cache = context.cache
         whole_length = length
@@ -309,9 +370,8 @@ class StageRange:
         """Return the blocks of pairs for each kind of attention that computes them so, for rows of `length` tokens."""
         masks: dict[str, BlockMask] = {}
         done = set()
-        for block in self.blocks:
-            attention = block.attention
-            if attention is None or not attention.takes_block_masks:
+        for attention in self._attentions():
+            if not attention.takes_block_masks:
                 continue
             if attention.pairs_name not in done:
                 done.add(attention.pairs_name)

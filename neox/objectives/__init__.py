@@ -2,8 +2,9 @@
 
 from neox.objectives.causal_lm import CausalLM
 from neox.objectives.masked_lm import MaskedLM
+from neox.objectives.multi_token import with_tokens_ahead
 from neox.objectives.normalization import LOSS_NORMALIZATIONS, LossNormalization
-from neox.objectives.objective import Batch, Objective, build_objective
+from neox.objectives.objective import Batch, Objective, build_objective, evaluated_objective
 
 __all__ = [
     "LOSS_NORMALIZATIONS",
@@ -13,4 +14,6 @@ __all__ = [
     "MaskedLM",
     "Objective",
     "build_objective",
+    "evaluated_objective",
+    "with_tokens_ahead",
 ]

@@ -9,20 +9,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from neox.architecture import block_losses, block_statistics
+from neox.architecture import MULTI_TOKEN_LOSS, block_losses, block_statistics
 from neox.config.sections.preferences import PreferenceConfig
-from neox.model import NetworkOutput
+from neox.model import NetworkOutput, add_aux
 from neox.objectives.causal_lm import CausalLM
 from neox.objectives.distillation import Distilled
 from neox.objectives.dpo import DPO, Hinge
 from neox.objectives.ipo import IPO
 from neox.objectives.kto import KTO
 from neox.objectives.masked_lm import MaskedLM
+from neox.objectives.multi_token import LABELS, TOKENS, WEIGHTS
 from neox.objectives.orpo import ORPO
 from neox.objectives.reward import RewardModel
 from neox.objectives.simpo import SimPO
 from neox.plan import RunPlan
 
+TOTAL_LOSS = "total_loss"
+"""Score: the sum of the objective's loss and of what the network adds to it."""
 Batch = Mapping[str, Tensor]
 """One micro batch of a data rank by name; each objective says which names it reads."""
 
@@ -93,7 +96,7 @@ class WithBlockLosses:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the name of the sum, which is trained, then the names of its parts; no sum without losses."""
-        total = ("total_loss",) if self.losses else ()
+        total = (TOTAL_LOSS,) if self.losses else ()
         return (*total, *self.objective.names, *self.losses, *self.statistics)
 
     @property
@@ -119,6 +122,68 @@ class WithBlockLosses:
         return torch.cat((total.unsqueeze(0), scores, reported))
 
 
+@dataclass(frozen=True)
+class WithTokensAhead:
+    """An objective of a network that also predicts tokens further ahead (`neox.objectives.multi_token`).
+
+    Its batches hold the fields of `with_tokens_ahead` besides.
+
+    Attributes:
+        objective: The objective itself, with the blocks' losses.
+        weight: Factor w of the loss.
+    """
+
+    objective: Objective
+    weight: float
+
+    @property
+    def label_mask(self) -> str:
+        """Return the objective's name of the mask of labels."""
+        return self.objective.label_mask
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the name of the sum, which is trained, then the objective's scores, then the mean over all depths."""
+        others = [name for name in self.objective.names if name != TOTAL_LOSS]
+        return (TOTAL_LOSS, *others, MULTI_TOKEN_LOSS)
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        """Return the names of the objective's losses per token."""
+        return self.objective.per_token
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the objective's inputs."""
+        return self.objective.inputs(batch)
+
+    def targets(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the objective's targets, then the tokens further ahead, their labels and weights [B, S, D]."""
+        return (*self.objective.targets(batch), batch[TOKENS], batch[LABELS], batch[WEIGHTS])
+
+    def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of all losses, the objective's scores, and the loss of multi-token prediction."""
+        *own, tokens, labels, weights = targets
+        assert output.look_ahead is not None
+        ahead = output.look_ahead(tokens)
+        output = output._replace(head=ahead.head, aux=add_aux(output.aux, ahead.aux))
+        scores = self.objective.scores(output, tuple(own))
+        losses = []
+        for depth, hidden in enumerate(ahead.hidden):
+            losses.append(output.head.cross_entropy(hidden, labels[..., depth], weights[..., depth]))
+        loss = torch.stack(losses).mean()
+        total = scores[0] + self.weight * loss
+        if TOTAL_LOSS in self.objective.names:
+            scores = scores[1:]
+        return torch.cat((total.unsqueeze(0), scores, loss.unsqueeze(0)))
+
+
+def evaluated_objective(objective: Objective) -> Objective:
+    """Return the objective that evaluations report: the same one, without tokens further ahead."""
+    if isinstance(objective, WithTokensAhead):
+        return objective.objective
+    return objective
+
+
 def build_objective(plan: RunPlan) -> Objective:
     """Return the objective of a run: preferences, masked language modelling for a bidirectional network, or causal."""
     network = plan.architecture
@@ -138,6 +203,8 @@ def build_objective(plan: RunPlan) -> Objective:
     statistics = block_statistics(network)
     if losses or statistics:
         objective = WithBlockLosses(objective, losses, statistics)
+    if network.mtp_num_layers:
+        objective = WithTokensAhead(objective, plan.config.training.mtp_loss_scaling_factor)
     return objective
 
 

@@ -25,6 +25,7 @@ from neox.engine import (
 )
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
+from neox.objectives import evaluated_objective
 from neox.plan import RunPlan
 from neox.train.evaluation_scalars import evaluation_scalars
 from neox.train.stopping import NonFiniteRule, StopSignals
@@ -250,7 +251,7 @@ class Trainer:
     def _mean_scores(self, name: str, batches: Iterator[Mapping[str, Tensor]]) -> dict[str, float] | None:
         """Return the objective's mean scores over `eval_iters` batches by name; None after a signal."""
         iterations = self.plan.config.training.eval_iters
-        totals = dict.fromkeys(self.engine.objective.names, 0.0)
+        totals = dict.fromkeys(evaluated_objective(self.engine.objective).names, 0.0)
         total_weight = 0.0
         for index in range(iterations):
             if self._asked_to_stop():

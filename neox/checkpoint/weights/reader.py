@@ -80,6 +80,9 @@ _DEEPSPEED_KEYS = frozenset(
 SCORES = "rm_linear.weight"
 """Parameter of a score head."""
 
+_PROJECTION = "eh_proj.weight"
+"""Parameter of a module of multi-token prediction, and of no other layer."""
+
 UNUSED_IN_NEOX = ("post_attention_layernorm.",)
 """Parameters that gpt-neox keeps next to one norm for both branches (`gpt_j_tied`), and never uses."""
 
@@ -96,8 +99,8 @@ class CheckpointReader:
             adapters, the checkpoint's adapters are added to the weights.
         weights: Weights that are read: the trained ones, or their average.
         finetune: Whether the network may differ from the checkpoint's as fine-tuning allows. An untied head that is not
-            stored starts as the embedding. A stored head that the network lacks is left out. Adapters and a soft
-            prompt may be missing.
+            stored starts as the embedding. A stored head that the network lacks is left out. Adapters, a soft prompt
+            and modules of multi-token prediction may be missing, and the latter may be more than the network has.
         gpt_neox_date: Date of the gpt-neox that wrote the checkpoint (`gpt_neox_version`), for files that do not tell
             in which form they are.
 
@@ -484,6 +487,12 @@ class CheckpointReader:
         if self._finetune and 1 in wanted - stored:  # a soft prompt for a network that was trained without one
             self.new_layers |= {1}
             wanted.discard(1)
+        if self._finetune and not layers.architecture.bidirectional:
+            # Modules of multi-token prediction start anew in a network that was trained without them, or are left out.
+            modules = {layer.index for layer in layers.multi_token}
+            self.new_layers |= modules - stored
+            wanted -= modules - stored
+            stored -= {index for index in stored if _PROJECTION in self.names(index)} - modules
         if layers.architecture.tie_word_embeddings and not has_own_head and head not in wanted:
             stored.discard(head)
         self._refuse_missing(sorted(wanted - stored), layers, stored)

@@ -19,6 +19,7 @@ from neox.architecture.choices import (
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Requires
 from neox.config.sections.numbers import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from neox.config.sections.preferences import OF_PREFERENCES
 
 InitMethod = Literal[
     "normal",
@@ -392,6 +393,19 @@ class ModelConfig(Section):
     soft_prompt_tuning: SoftPromptSettings | None = None
     """Train a soft prompt for a network that does not change. Give the network's checkpoint as `load`, with `finetune:
     true`."""
+
+    mtp_num_layers: Annotated[
+        NonNegativeInt | None,
+        Excludes("objective", ("masked_lm",), reason="a masked language model has no next tokens"),
+        Excludes("train_impl", OF_PREFERENCES, reason="its loss is of whole answers"),
+        Excludes("soft_prompt_tuning", reason="only the prompt is trained then"),
+        Excludes("lora", reason="peft's adapters have no place for these modules"),
+        Excludes("pos_emb", ("rpe",), reason="all blocks of the network share its table"),
+        Excludes("pipeline_schedule", ("interleaved", "dualpipev"), reason="the modules stand on the last stage"),
+    ] = None
+    """Number of modules that learn to predict tokens further ahead: module k predicts token k + 1 from the hidden
+    states and the tokens up to k ahead (multi-token prediction of DeepSeek-V3, arXiv:2412.19437). Each has a block like
+    the last one. Training only: generation and evaluations do not use them. The name is Megatron-LM's."""
 
     gmlp_attn_dim: Annotated[PositiveInt, _only("amlp")] = 64
     """Width of the attention in `amlp` blocks."""

@@ -126,6 +126,10 @@ class TrainingConfig(CharPerplexityKeys):
     exponentials of a token's logits is added to the token's loss, so that logits do not drift. 1e-4 is usual. It is
     reported as `z_loss`, and is not a part of `lm_loss`; `loss` is the sum of both."""
 
+    mtp_loss_scaling_factor: Annotated[NonNegativeFloat, OnlyWith("mtp_num_layers")] = 0.1
+    """Factor of the loss of mtp_num_layers: the mean of its modules' cross entropies, `mtp_loss`, is multiplied by it
+    and added to the trained loss, `total_loss`. DeepSeek-V3 began with 0.3. The name and default are Megatron-LM's."""
+
     attention_dropout: DropRate = 0.1
     """Dropout probability of attention weights (gpt-neox v2.0's default; later versions: 0)."""
 

@@ -29,7 +29,7 @@ from neox.model import (
     forward_over_stages,
     share_parameters,
 )
-from neox.objectives import Objective
+from neox.objectives import Objective, evaluated_objective
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 
@@ -52,13 +52,13 @@ class _PlannedLayer(LayerSpec):  # type: ignore[misc]
 
 
 class _TiedLayer(TiedLayerSpec):  # type: ignore[misc]
-    """Specification of the embedding, or of the head tied to it.
+    """Specification of the embedding, or of a layer that uses it: a tied head, or multi-token prediction.
 
-    A stage that holds only the head builds an embedding too, and drops all but the words' table.
+    A stage that holds only the latter builds an embedding too, and drops all but the words' table.
 
     Args:
         build: Builds a layer.
-        is_head: Whether this is the head.
+        is_head: Whether this is a layer that uses the embedding.
     """
 
     def __init__(self, build: BuildLayer, *, is_head: bool) -> None:
@@ -93,7 +93,6 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         pp_ranks: Rank of each stage, with this rank's data and tensor coordinates.
         sharers: Group of the tensor ranks if hidden states are replicated in it; otherwise None.
         overlaps_reduction: Whether a range's gradients are reduced while other ranges run.
-        score_count: Number of the objective's scores.
         targets: What the objective compares the network's output of the next micro batch with; on the loss stage.
         loss_factor: DeepSpeed multiplies the objective's loss by this before its backward pass.
     """
@@ -122,16 +121,16 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         self.loss_stage = self.stage_owner(len(plan.layers) - 1)
         self.pp_ranks = [grid.topology.rank_of(stage, grid.dp_rank, grid.tp_rank) for stage in range(grid.pp_size)]
         self.sharers = None if grid.tp_size == 1 or grid.topology.sequence_parallel else grid.tp_group
-        self.score_count = len(objective.names)
         overlap_comm = plan.config.deepspeed.zero_optimization.overlap_comm  # None: on, as by default
         self.overlaps_reduction = overlap_comm is not False and len(self._held.ranges) > 1 and grid.dp_size > 1
         self._dtype = dtype
         self._divides_samples = grid.cp_size > 1
         self._handoff = Handoff.of(plan.architecture, lengths=plan.marks_padding, documents=plan.keeps_documents_apart)
-        head = plan.layers.head
-        if head.kind == "masked_lm_head" and self._held.holds(head.index):
-            # This head has layers of its own next to the tied weight, which is all that DeepSpeed's list holds.
-            self.add_module(str(head.index), build(head.index))
+        for index in self._held.layers:
+            entry = plan.layers[index]
+            if entry.tied_to is not None and entry.parameters:
+                # It has parameters of its own next to the tied weight, which is all that DeepSpeed's list holds.
+                self.add_module(str(index), build(index))
         self._shared = self._share_over_stages(plan, grid)
         self.stage = Stage(plan, grid, self._layers(), self._held.ranges)
 
@@ -158,7 +157,19 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
             x = attach_losses(x, aux, self.loss_factor)
             return self._handoff.pack(x, context, add_aux(previous_aux, aux))
         assert self.targets is not None
-        return self._objective.scores(NetworkOutput(x, self.stage.head, add_aux(previous_aux, aux)), self.targets)
+        return self.objective.scores(self.stage.output(x, context, add_aux(previous_aux, aux)), self.targets)
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of this training step or evaluation."""
+        if self.training:
+            return self._objective
+        return evaluated_objective(self._objective)
+
+    @property
+    def score_count(self) -> int:
+        """Number of the objective's scores."""
+        return len(self.objective.names)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits [B, S, V/tp] of tokens [B, S] on the loss stage, None on others; all stages together."""
@@ -177,7 +188,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         hidden = forward_over_stages(self.stage, tokens, context, self._dtype)
         if hidden is None:
             return None
-        return function(NetworkOutput(hidden, self.stage.head, {}))
+        return function(self.stage.output(hidden, context, {}))
 
     def order(self, micro_batches: int, *, is_training: bool) -> PassOrder:
         """Return the passes of all stages in a step or an evaluation."""
@@ -277,15 +288,14 @@ def _specs(plan: RunPlan, build: BuildLayer) -> list[Any]:
     """Return one specification per layer; identity layers are functions, so that no file is written for them."""
     specs: list[Any] = []
     for entry in plan.layers:
-        is_tied = plan.architecture.tie_word_embeddings and entry.kind in ("embedding", "head", "masked_lm_head")
         if entry.kind == "identity":
             specs.append(_identity)
-        elif not is_tied:
-            specs.append(_PlannedLayer(build, entry.index))
-        elif entry.kind == "embedding":
+        elif entry.tied_to is not None:
+            specs.append(_TiedLayer(build, is_head=True))
+        elif entry.kind == "embedding" and any(other.tied_to is not None for other in plan.layers):
             specs.append(_TiedLayer(build, is_head=False))
         else:
-            specs.append(_TiedLayer(build, is_head=True))
+            specs.append(_PlannedLayer(build, entry.index))
     return specs
 
 

@@ -20,6 +20,7 @@ The sum is in `activation_bytes`. What a key changes:
                                                  (`_expert_gradient_bytes`)
     precision                                    bytes of a number
     vocabulary, teacher_logits, train_impl       logits of a chunk (`head.py`)
+    mtp_num_layers                               what its modules keep, and a head for each (`_multi_token_bytes`)
     num_layers, hidden_size, heads, qk_norm,     sizes of all of these, from the architecture
         logit_softcap, soft_prompt_tuning
     gradient_accumulation_steps                  micro batches that a schedule can have in flight
@@ -123,6 +124,7 @@ def activation_bytes(run: LaidOutRun, stage: StagePlan) -> int:
     head_pass = 0
     if stage.holds(run.layers.head.index):
         head_pass = 2 * hidden_states + head_bytes(run)
+        kept += run.network.mtp_num_layers * _multi_token_bytes(run)
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
     tile = _tile_bytes(run)
     at_work = max(block_bytes(run) // 2, _gathered_pass_bytes(run))
@@ -174,16 +176,52 @@ def _blocks_memory(run: LaidOutRun, stage: StagePlan) -> BlocksMemory:
     return BlocksMemory(kept - recomputing * released, min(recomputing, 1) * released)
 
 
+def _multi_token_bytes(run: LaidOutRun) -> int:
+    """Return the bytes that a module of multi-token prediction keeps for one micro batch, without its head.
+
+    The vectors of later tokens, both halves of the projection's input, the output of the block, and what its norm makes
+    of it: (1 + 2 + 1) x tokens x H x number / token shares + tokens x H x number. And what the block keeps.
+    """
+    network = run.network
+    last = network.num_layers - 1
+    hidden_states = run.tokens * network.hidden_size * run.bytes_per_number
+    share = hidden_states // run.token_shares
+    of_block = _kind_bytes(run, BLOCKS[network.attention[last]])
+    if run.layout.recomputes and last not in run.layout.no_recompute_blocks:
+        attention = _attention_memory(run)
+        if run.recomputes_blocks:
+            of_block = _one_chunk_input(run)
+        elif run.layout.recomputed_part == "full_attn":
+            of_block -= attention.scores + attention.operands
+        else:
+            of_block -= attention.scores
+    elif run.config.training.activation_memory_budget is not None:
+        of_block = share + int(run.config.training.activation_memory_budget * (of_block - share))
+    return 4 * share + hidden_states + of_block
+
+
+def _one_chunk_input(run: LaidOutRun) -> int:
+    """Return the bytes on the device of the input of one recomputed chunk: tokens x H x number; 0 if on the host."""
+    if run.layout.kept_inputs_on_cpu and not run.on_cpu:
+        return 0
+    return _chunk_input_bytes(run)
+
+
+def _chunk_input_bytes(run: LaidOutRun) -> int:
+    """Return the bytes of the input of one recomputed chunk for one micro batch: tokens x H x number."""
+    chunk_input = run.tokens * run.network.hidden_size * run.bytes_per_number // run.token_shares
+    if run.config.training.partition_activations:
+        chunk_input //= run.layout.tp_size
+    return chunk_input
+
+
 def _chunk_inputs(run: LaidOutRun, stage: StagePlan) -> int:
     """Return the bytes of the inputs of recomputed chunks for one micro batch: chunks x tokens x H x number."""
     training = run.config.training
     chunks = 0
     for blocks in _runs_of_recomputed_blocks(run, stage):
         chunks += -(-blocks // training.checkpoint_num_layers)
-    chunk_input = run.tokens * run.network.hidden_size * run.bytes_per_number // run.token_shares
-    if training.partition_activations:
-        chunk_input //= run.layout.tp_size
-    return chunks * chunk_input
+    return chunks * _chunk_input_bytes(run)
 
 
 def kept_inputs_on_host(run: LaidOutRun, stage: StagePlan) -> int:
@@ -193,6 +231,9 @@ def kept_inputs_on_host(run: LaidOutRun, stage: StagePlan) -> int:
     total = 0
     for layer_range, micro_batches in zip(stage.ranges, _in_flight(run, stage), strict=True):
         total += micro_batches * _chunk_inputs(run, replace(stage, ranges=(layer_range,)))
+    last = run.network.num_layers - 1
+    if stage.holds(run.layers.head.index) and last not in run.layout.no_recompute_blocks:
+        total += run.network.mtp_num_layers * _chunk_input_bytes(run)
     return total
 
 

@@ -22,7 +22,8 @@ def head_bytes(run: LaidOutRun) -> int:
     Kept until the backward pass: the gradients of the hidden states, predicted tokens x H x number, and of the head's
     weight in fp32, vocabulary / tp_size x H x 4. Added to them is the larger of the temporaries of a chunk and the
     weight's gradient in the weight's dtype. Preference losses copy the hidden states of answers, at worst of all
-    tokens. A teacher's ids and logits take 12 x tokens x logits per token.
+    tokens. A teacher's ids and logits take 12 x tokens x logits per token. Each module of multi-token prediction goes
+    through the head, too, and has gradients of its own until the backward pass adds them up.
     """
     if run.network.score_head:
         return 0  # scores of a few tokens only
@@ -35,7 +36,9 @@ def head_bytes(run: LaidOutRun) -> int:
         hidden_states *= 2
     weight_gradient = weight * number if number < _FP32 else 0
     teacher = tokens * run.config.distillation.logits_of_token * (_INT64 + _FP32)
-    return hidden_states + teacher + _FP32 * weight + max(_chunk_bytes(run, tokens), weight_gradient)
+    heads = 1 + run.network.mtp_num_layers
+    kept = heads * (hidden_states + _FP32 * weight)
+    return kept + teacher + max(_chunk_bytes(run, tokens), weight_gradient)
 
 
 def _chunk_bytes(run: LaidOutRun, tokens: int) -> int:

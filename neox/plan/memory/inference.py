@@ -27,8 +27,9 @@ def inference_bytes(plan: RunPlan, pp_size: int, tp_size: int) -> int:
     number = BYTES[precision]
     caches = [_cached_bytes(plan, kind, tp_size, number) for kind in plan.architecture.attention]
     most = 0
+    loaded = layers.without_multi_token
     for stage in stages:
-        weights = sum(spec.shard_numel(tp_size) for spec in stage.parameter_specs(layers))
+        weights = sum(spec.shard_numel(tp_size) for spec in stage.parameter_specs(loaded))
         cached = 0
         for layer in stage.entries(layers):
             if layer.kind == "block":

@@ -488,6 +488,7 @@ _FIELDS: Mapping[str, FieldKeys] = MappingProxyType(
             lambda network: keys_if(network.score_head, train_impl=REWARD_MODEL),
             later=("train_impl",),
         ),
+        "mtp_num_layers": later_key("mtp_num_layers", 0),
         **{name: _of_logits(name, row) for name, row in _FIELDS_OF_LOGITS.items()},
         **EXPERT_FIELDS,
         **RECURRENT_FIELDS,

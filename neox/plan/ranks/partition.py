@@ -24,6 +24,7 @@ LAYER_CLASS_NAMES: Mapping[str, str] = MappingProxyType(
         "masked_lm_head": "MaskedLMHead",
         "sentence_head": "SentenceHead",
         "score_head": "ScoreHead",
+        "multi_token": "MultiTokenPrediction",
     }
 )
 
@@ -48,6 +49,8 @@ def partition_problem(method: str) -> str | None:
 def partition_layers(plan: LayerPlan, parts: int, method: str, tp_size: int = 1) -> list[int]:
     """Return the bounds of consecutive parts: part i holds layers [bounds[i], bounds[i + 1]).
 
+    Modules of multi-token prediction count as a part of the head, since they use its input, and it their outputs.
+
     Args:
         plan: Layers to divide.
         parts: Number of parts.
@@ -56,13 +59,19 @@ def partition_layers(plan: LayerPlan, parts: int, method: str, tp_size: int = 1)
     """
     assert partition_problem(method) is None
     kind, _, pattern = method.lower().partition(":")  # DeepSpeed lowers the whole method too
+    after_head = len(plan.multi_token)
     if kind == "uniform":
-        return partition_uniform(len(plan), parts)
+        bounds = partition_uniform(len(plan) - after_head, parts)
+        return [*bounds[:-1], len(plan)]
     if kind == "parameters":
-        return partition_balanced([_held_elements(plan, layer, tp_size) for layer in plan], parts)
-    matching = re.compile(pattern, re.IGNORECASE)
-    matches = [matching.search(LAYER_CLASS_NAMES[layer.kind]) for layer in plan]
-    return partition_balanced([int(match is not None) for match in matches], parts)
+        weights = [_held_elements(plan, layer, tp_size) for layer in plan]
+    else:
+        matching = re.compile(pattern, re.IGNORECASE)
+        weights = [int(matching.search(LAYER_CLASS_NAMES[layer.kind]) is not None) for layer in plan]
+    last = len(plan) - after_head - 1
+    weights[last:] = [sum(weights[last:])]
+    bounds = partition_balanced(weights, parts)
+    return [*bounds[:-1], len(plan)]
 
 
 def _held_elements(plan: LayerPlan, layer: LayerEntry, tp_size: int) -> int:
@@ -71,7 +80,7 @@ def _held_elements(plan: LayerPlan, layer: LayerEntry, tp_size: int) -> int:
     for spec in layer.parameters:
         if spec.shared_with is None:
             held += spec.shard_numel(tp_size)
-    if layer.tied_to is not None:
+    if layer.tied_to is not None and layer not in plan.multi_token[1:]:  # all modules share one copy
         held += plan.word_embeddings.shard_numel(tp_size)
     return held
 

@@ -18,6 +18,7 @@ from neox.plan.rules.deepspeed import deepspeed_problems
 from neox.plan.rules.encoder import encoder_problems
 from neox.plan.rules.experts import expert_problems
 from neox.plan.rules.fields import field_problems
+from neox.plan.rules.multi_token import multi_token_problems
 from neox.plan.rules.network import network_problems
 from neox.plan.rules.notes import notes_without_effect
 from neox.plan.rules.optimizer import optimizer_problems
@@ -37,6 +38,7 @@ _RULES = (
     recurrent_problems,
     encoder_problems,
     expert_problems,
+    multi_token_problems,
     parallelism_problems,
     context_problems,
     optimizer_problems,

@@ -1,0 +1,150 @@
+"""Multi-token prediction trains alike in every layout, and goes on in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from neox.plan import RunPlan
+from tests.distributed.spawn import run_ranks
+from tests.distributed.test_context_parallel import uneven
+from tests.distributed.test_reshard import plan_of, relay_and_still, worst
+from tests.distributed.training_runs import tiny_plan
+
+STEPS = 6
+MODULES: dict[str, Any] = {
+    "mtp_num_layers": 2,
+    "mtp_loss_scaling_factor": 0.5,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "mlp_width": 48,
+    "no_weight_tying": True,
+    "loss_normalization": "micro_batch",
+}
+TIED = {"no_weight_tying": False}
+DOCUMENTS = {"reset_attention_mask": True}
+EXPERTS = {
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_router_type": "sigmoid",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_first_k_dense": 1,
+}
+BIASED = {**EXPERTS, "moe_router_enable_expert_bias": True}  # not with ZeRO 3
+RECOMPUTED = {"checkpoint_activations": True}
+SHARES = {"mp": 2, "sequence_parallel": True}
+
+
+def curves(plans: Sequence[RunPlan]) -> list[list[dict[str, float]]]:
+    """Return scores and gradient norm of each step by plan; last, the scores of an evaluation."""
+    from neox.engine import initialize_distributed, initialize_engine
+
+    results = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        data = uneven(plan, grid.data_rank)
+        steps = [engine.train_batch(data) for _ in range(STEPS)]
+        evaluated = dict(engine.eval_batch(data).scores)
+        again = engine.train_batch(data)
+        results.append([{**step.scores, "norm": step.grad_norm} for step in [*steps, again]] + [evaluated])
+    return results
+
+
+def check(
+    world: int, layouts: Sequence[dict[str, Any]], closeness: float = 2e-6, **network: Any
+) -> list[dict[str, float]]:
+    """Compare layouts with one rank; return its curve."""
+    network = {**MODULES, **network}
+    expected = run_ranks(1, curves, [tiny_plan(1, **network)], timeout=300)[0][0]
+    plans = [tiny_plan(world, **layout, **network) for layout in layouts]
+    for rank in run_ranks(world, curves, plans, timeout=500):
+        for layout, curve in zip(layouts, rank, strict=True):
+            for step, (found, wanted) in enumerate(zip(curve, expected, strict=True)):
+                assert found.keys() == wanted.keys(), layout
+                for name, value in wanted.items():
+                    tolerance = 10 * closeness if name == "norm" else closeness
+                    assert found[name] == pytest.approx(value, rel=tolerance), (layout, step, name)
+    return expected
+
+
+def test_two_ranks_train_as_one_does() -> None:
+    expected = check(2, [{"mp": 2}, {"pp": 2}, {"zero": 1}, {"zero": 3}])
+    assert list(expected[0]) == ["total_loss", "lm_loss", "mtp_loss", "norm"]
+    assert list(expected[-1]) == ["lm_loss"]
+    assert expected[-2]["mtp_loss"] < expected[0]["mtp_loss"] - 0.05
+    assert expected[0]["total_loss"] == pytest.approx(expected[0]["lm_loss"] + 0.5 * expected[0]["mtp_loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalization", ["micro_batch", "tokens", "samples"])
+def test_tied_embeddings_and_documents(normalization: str) -> None:
+    layouts = [{"mp": 2}, {"pp": 2, "zero": 1, **RECOMPUTED}, {"zero": 2}, {"zero": 3, **RECOMPUTED}, SHARES]
+    check(2, layouts, 5e-6, **TIED, **DOCUMENTS, loss_normalization=normalization)  # rounded sums differ by 3e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all_gather", "ulysses"])
+def test_context_ranks(kind: str) -> None:
+    ranks = {"context_parallel_size": 2, "context_parallel_kind": kind}
+    check(2, [{**ranks, "zero": 1}, {**ranks, "zero": 3, **RECOMPUTED}], **DOCUMENTS)
+    check(4, [{**ranks, "pp": 2}, {**ranks, **SHARES}], **DOCUMENTS)
+
+
+@pytest.mark.slow
+def test_experts() -> None:
+    divided = {"expert_model_parallel_size": 2}
+    check(2, [{"mp": 2}, {"pp": 2}, {"zero": 3}, {**divided, "zero": 2, **RECOMPUTED}], **EXPERTS)
+    check(2, [{**divided, "zero": 1}], **BIASED)
+    check(4, [{**SHARES, "pp": 2}, {**divided, "mp": 2}, {**divided, "pp": 2}], **BIASED)
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    check(4, [{"pp": 2, "mp": 2}, {"pp": 2, **SHARES, **RECOMPUTED}, {"pp": 4}, {"mp": 4}, {"mp": 2, "zero": 1}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, TIED, EXPERTS], ids=["untied", "tied", "experts"])
+def test_a_relay_of_layouts_is_an_undisturbed_run(tmp_path, keys: dict[str, Any]) -> None:
+    layouts = [
+        {"pp": 2, "mp": 1, "zero": 1},
+        {"pp": 1, "mp": 2, "zero": 0},
+        {"pp": 1, "mp": 1, "zero": 3},
+        {"pp": 2, "mp": 1, "zero": 0},
+    ]
+    save = str(tmp_path / "relay")
+    keys = {**MODULES, **keys}
+    relayed = [plan_of(2, layout, save=save, load=save, **keys) for layout in layouts]
+    still = plan_of(2, {"pp": 1, "mp": 1, "zero": 1}, save=str(tmp_path / "still"), **keys)
+    got, expected = run_ranks(2, relay_and_still, relayed, still, timeout=300)[0]
+    assert worst([loss for loss, _ in got], [loss for loss, _ in expected]) < 2e-6
+
+
+def finetuned(first: RunPlan, second: RunPlan) -> list[dict[str, float]]:
+    """Train and save, then fine-tune in another network; return the first scores of both."""
+    from neox.engine import initialize_distributed, open_engine, save_checkpoint
+
+    found = []
+    for plan in (first, second):
+        grid, device = initialize_distributed(plan)
+        engine = open_engine(plan, grid, device)
+        data = uneven(plan, grid.data_rank)
+        found.append(dict(engine.train_batch(data).scores))
+        if plan is first:
+            save_checkpoint(engine, plan.config.checkpoint.save)
+            found.append(dict(engine.train_batch(uneven(plan, grid.data_rank)).scores))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
+def test_fine_tuning_starts_with_other_modules(tmp_path, before: int, after: int) -> None:
+    saving = tiny_plan(1, **{**MODULES, "mtp_num_layers": before}, save=str(tmp_path))
+    loading = tiny_plan(1, **{**MODULES, "mtp_num_layers": after}, load=str(tmp_path), finetune=True)
+    _, trained, tuned = run_ranks(1, finetuned, saving, loading, timeout=300)[0]
+    assert tuned["lm_loss"] == pytest.approx(trained["lm_loss"], rel=1e-6)
+    assert ("mtp_loss" in tuned) == (after > 0)

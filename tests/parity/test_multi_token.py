@@ -1,0 +1,186 @@
+"""Multi-token prediction of DeepSeek-V3 and GLM-4.5 against transformers: import, training, export bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.modeling_layers import MtpModel
+
+from neox.checkpoint import CheckpointReader
+from neox.config import NeoXConfig
+from neox.convert import from_hf, to_hf
+from neox.convert.verification import load_reference_model, single_rank_plan
+from neox.errors import ConversionError
+from neox.model import Context
+from neox.objectives import build_objective, with_tokens_ahead
+from tests.errors import raises_naming
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 72,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "torch_dtype": "float32",
+}
+FAMILIES = {
+    "deepseek_v3": {
+        "kv_lora_rank": 12,
+        "q_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
+    "glm4_moe": {"num_key_value_heads": 2, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+}
+TOKENS = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+LABELS = torch.cat((TOKENS[:, 1:], torch.tensor([[5], [7]])), 1)
+
+
+def published(directory: Path, model_type: str, depths: int) -> tuple[Any, Any]:
+    """Write a random model in the form of the published ones; return transformers' network and modules."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        model_type, **{**SIZES, **FAMILIES[model_type], "num_nextn_predict_layers": depths}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    modules = MtpModel(model, depths)
+    for network in (model, modules):
+        network.set_experts_implementation("eager")
+        for name, parameter in network.named_parameters():
+            if "norm" in name:
+                torch.nn.init.normal_(parameter, 1.0, 0.2)
+            elif parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, 0.0, 0.2)
+        for name, buffer in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, 0.0, 0.1)
+    model.save_pretrained(directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for depth, module in enumerate(modules.layers):
+        prefix = f"model.layers.{config.num_hidden_layers + depth}."
+        tensors |= {f"{prefix}{ours}": tensor for ours, tensor in as_published(module).items()}
+        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    return model, modules
+
+
+def as_published(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of one of transformers' modules under the names of DeepSeek's files."""
+    tensors = {}
+    for name, tensor in module.state_dict().items():
+        name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        if name == "mlp.experts.gate_up_proj":
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                tensors[f"mlp.experts.{expert}.gate_proj.weight"] = gate.contiguous()
+                tensors[f"mlp.experts.{expert}.up_proj.weight"] = up.contiguous()
+        elif name == "mlp.experts.down_proj":
+            for expert, down in enumerate(tensor):
+                tensors[f"mlp.experts.{expert}.down_proj.weight"] = down.contiguous()
+        else:
+            tensors[name] = tensor.contiguous()
+    return tensors
+
+
+def theirs(model: Any, modules: Any, depths: int) -> list[Tensor]:
+    """Return the sum of cross entropies of each depth over all positions with a label, divided by all positions.
+
+    Position i of depth k gets the vectors of token i + k, as in transformers' drafts.
+    """
+    hidden = model.model(TOKENS).last_hidden_state
+    losses = []
+    for depth in range(1, depths + 1):
+        kept = TOKENS.shape[1] - depth
+        positions = torch.arange(kept).expand(len(TOKENS), -1)
+        hidden = modules.forward_layer(depth - 1, hidden[:, :kept], positions, None, input_ids=TOKENS[:, depth:])
+        logits = modules._project_to_logits(hidden)
+        losses.append(F.cross_entropy(logits.flatten(0, 1), LABELS[:, depth:].flatten(), reduction="sum") / 24)
+    return losses
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_imported_modules_are_those_of_transformers_and_go_out_bit_for_bit(tmp_path: Path, model_type: str) -> None:
+    depths = 2
+    source = tmp_path / "hf"
+    model, modules = published(source, model_type, depths)
+    result = from_hf(source, tmp_path / "ours", mtp_num_layers=depths)
+    keys = yaml.safe_load(result.config_file.read_text())
+    assert keys["mtp_num_layers"] == depths
+    config = NeoXConfig.from_flat(keys)
+    plan = single_rank_plan(config, 90)
+    ours = load_reference_model(CheckpointReader(result.checkpoint, plan.layers), config)
+    objective = build_objective(plan)
+    weights = torch.ones(TOKENS.shape) / TOKENS.numel()
+    batch = with_tokens_ahead({"tokens": TOKENS, "labels": LABELS, "loss_mask": weights}, depths, "loss_mask")
+    ours.requires_grad_(True)
+    scores = ours(TOKENS, Context(), lambda output: objective.scores(output, objective.targets(batch)))
+    found = dict(zip(objective.names, scores, strict=True))
+    expected = torch.stack(theirs(model, modules, depths)).mean()
+    assert found["mtp_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+
+    # Gradients: the embedding's, which is used by the network and each module, and of the first projection.
+    (ours_words, ours_projection) = torch.autograd.grad(
+        found["total_loss"] - found["lm_loss"],
+        [ours.stage.layers[0].word_embeddings.weight, ours.stage.layers[7].eh_proj.weight],
+    )
+    factor = plan.config.training.mtp_loss_scaling_factor
+    (words, projection) = torch.autograd.grad(
+        factor * expected, [model.model.embed_tokens.weight, modules.layers[0].eh_proj.weight]
+    )
+    for got, wanted in ((ours_words, words), (ours_projection, projection)):
+        assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+    exported = tmp_path / "again"
+    written = to_hf(tmp_path / "ours", config, exported, verify=True)
+    assert written.check is not None
+    before = load_file(source / "model.safetensors")
+    after = load_file(exported / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((exported / "config.json").read_text())["num_nextn_predict_layers"] == depths
+
+
+def test_modules_stay_out_unless_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = tmp_path / "hf"
+    published(source, "glm4_moe", 1)
+    with caplog.at_level(logging.WARNING):
+        result = from_hf(source, tmp_path / "ours")
+    assert "--mtp-num-layers 1" in caplog.text
+    config = NeoXConfig.from_flat(yaml.safe_load(result.config_file.read_text()))
+    to_hf(tmp_path / "ours", config, tmp_path / "again", verify=False)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert not any(".layers.2." in key for key in load_file(tmp_path / "again" / "model.safetensors"))
+
+    with raises_naming(ConversionError, "num_nextn_predict_layers: 1"):
+        from_hf(source, tmp_path / "two", mtp_num_layers=2)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.2.embed_tokens.weight"][3, 4] += 1.0
+    save_file(tensors, source / "model.safetensors")
+    with raises_naming(ConversionError, "model.layers.2.embed_tokens.weight", "model.embed_tokens.weight"):
+        from_hf(source, tmp_path / "two", mtp_num_layers=1)

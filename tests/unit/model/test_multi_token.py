@@ -1,0 +1,170 @@
+"""Multi-token prediction against a transcription of DeepSeek-V3's formulas (arXiv:2412.19437, section 2.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neox.model import GPT, Context
+from neox.model.context import BlockContext
+from neox.objectives import Objective, build_objective, evaluated_objective, with_tokens_ahead
+from neox.parallel import ParallelGrid
+from neox.plan import RunPlan
+from tests.plans import small_plan
+
+TOKENS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+LABELS = torch.cat((TOKENS[:, 1:], torch.tensor([[5], [7]])), 1)
+WEIGHTS = torch.ones(TOKENS.shape) / TOKENS.numel()
+
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "rms_norm_epsilon": 1e-6, "mtp_loss_scaling_factor": 0.3}
+EXPERTS = {
+    **LLAMA,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_router_type": "topk",
+    "moe_aux_loss_coeff": 0.1,
+}
+
+
+def trained_loss(plan: RunPlan, model: GPT, objective: Objective, **fields: Any) -> Tensor:
+    """Return the objective's scores of the batch."""
+    batch: dict[str, Tensor] = {"tokens": TOKENS, "labels": LABELS, "loss_mask": WEIGHTS, **fields}
+    if plan.architecture.mtp_num_layers:
+        batch = with_tokens_ahead(batch, plan.architecture.mtp_num_layers, "loss_mask")
+    inputs = objective.inputs(batch)
+    tokens = inputs.pop("tokens")
+    return model(tokens, Context(**inputs), lambda output: objective.scores(output, objective.targets(batch)))
+
+
+def paper_loss(model: GPT, tokens: Tensor, labels: Tensor, depths: int) -> Tensor:
+    """Return the mean over depths of -1/T sum log P(t), term by term as in equations 21 to 25.
+
+    Only `model`'s embedding, network and head are used as they are, and the transformer block of each module, on the
+    positions 1 to T - k, so that nothing behind them can have an effect.
+    """
+
+    def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
+
+    samples, length = tokens.shape
+    hidden = model.hidden(tokens)  # h of depth 0
+    words = model.stage.layers[0]
+    head = model.stage.head
+    total = torch.zeros(())
+    for depth in range(1, depths + 1):
+        module = model.stage.layers[len(model.stage.layers) - depths + depth - 1]
+        kept = length - depth
+        embedded = words(tokens[:, depth:])
+        both = torch.cat((rms_norm(embedded, module.enorm.scale), rms_norm(hidden[:, :kept], module.hnorm.scale)), -1)
+        x = both @ module.eh_proj.weight.t()
+        stage_range = model.stage.ranges[0]
+        context: BlockContext = stage_range.block_context(x, kept, Context())
+        x, _ = module.block(x, context)
+        hidden = rms_norm(x, module.shared_head.norm.scale)
+        logits = head.logits(hidden)
+        for sample in range(samples):
+            for i in range(kept):
+                target = labels[sample, i + depth]
+                total = total - F.log_softmax(logits[sample, i], -1)[target] / (length * samples)
+    return total / depths
+
+
+@pytest.mark.parametrize("depths", [1, 3])
+@pytest.mark.parametrize("keys", [LLAMA, {**LLAMA, "no_weight_tying": False}], ids=["untied", "tied"])
+def test_loss_and_gradients_are_those_of_the_published_formula(keys: dict[str, Any], depths: int):
+    plan = small_plan(**keys, mtp_num_layers=depths)
+    model = GPT(plan, ParallelGrid.single())
+    objective = build_objective(plan)
+    assert objective.names == ("total_loss", "lm_loss", "mtp_loss")
+    scores = trained_loss(plan, model, objective)
+    scores[0].backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model.zero_grad()
+    logits = model(TOKENS)
+    main = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+    ahead = paper_loss(model, TOKENS, LABELS, depths)
+    (main + 0.3 * ahead).backward()
+    torch.testing.assert_close(scores, torch.stack((main + 0.3 * ahead, main, ahead)).detach(), rtol=1e-5, atol=0)
+    for name, parameter in model.named_parameters():
+        largest = parameter.grad.abs().max().item()
+        assert largest > 0, name
+        assert (found[name] - parameter.grad).abs().max().item() < 1e-5 * largest, name
+
+
+def test_labels_stay_in_their_document():
+    """Rows of two documents give the losses of the documents by themselves; a masked label is nobody's target."""
+    plan = small_plan(**LLAMA, mtp_num_layers=2, reset_attention_mask=True)
+    model = GPT(plan, ParallelGrid.single())
+    starts = torch.tensor([[0] * 5 + [5] * 7] * 2)
+    mask = WEIGHTS.clone()
+    mask[:, 4] = 0.0  # predicts the other document
+    mask[:, 9] = 0.0  # not a part of an answer
+    objective = build_objective(plan)
+    scores = trained_loss(plan, model, objective, loss_mask=mask, document_starts=starts)
+    expected = 0.0
+    for first, stop in ((0, 5), (5, 12)):
+        part = slice(first, stop)
+        batch = {"tokens": TOKENS[:, part], "labels": LABELS[:, part], "loss_mask": mask[:, part]}
+        batch = with_tokens_ahead(batch, 2, "loss_mask")
+        expected += model(
+            batch["tokens"], Context(), lambda output, given=batch: objective.scores(output, objective.targets(given))
+        )[2]
+    torch.testing.assert_close(scores[2], expected)
+
+    batch = with_tokens_ahead(
+        {"tokens": TOKENS, "labels": LABELS, "loss_mask": mask, "label_documents": starts}, 2, "loss_mask"
+    )
+    assert "label_documents" not in batch
+    counted = batch["weights_ahead"][0] > 0  # [S, D]
+    assert counted[:, 0].nonzero().flatten().tolist() == [0, 1, 2, 5, 6, 7, 9, 10]
+    assert counted[:, 1].nonzero().flatten().tolist() == [0, 1, 5, 6, 8, 9]
+
+
+def test_block_losses_of_the_modules_are_trained_and_statistics_are_those_of_the_network():
+    plain = small_plan(**EXPERTS)
+    plan = small_plan(**EXPERTS, mtp_num_layers=1)
+    model = GPT(plan, ParallelGrid.single())
+    objective = build_objective(plan)
+    scores = dict(zip(objective.names, trained_loss(plan, model, objective), strict=True))
+    alone = GPT(plain, ParallelGrid.single())
+    objective_alone = build_objective(plain)
+    scores_alone = dict(zip(objective_alone.names, trained_loss(plain, alone, objective_alone), strict=True))
+    for name in ("lm_loss", "moe_largest_share"):
+        torch.testing.assert_close(scores[name], scores_alone[name])
+    # A module's block adds a loss about as large as each of the two blocks'.
+    assert 1.3 < scores["moe_balance_loss"] / scores_alone["moe_balance_loss"] < 1.7
+    parts = scores["lm_loss"] + scores["moe_balance_loss"] + 0.3 * scores["mtp_loss"]
+    torch.testing.assert_close(scores["total_loss"], parts)
+    scores["total_loss"].backward()
+    assert model.stage.layers[7].block.mlp.router.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("keys", [LLAMA, EXPERTS], ids=["dense", "experts"])
+def test_evaluations_report_the_network_alone(keys: dict[str, Any]):
+    plain = small_plan(**keys)
+    plan = small_plan(**keys, mtp_num_layers=2)
+    objective = evaluated_objective(build_objective(plan))
+    assert objective == build_objective(plain)
+    model = GPT(plan, ParallelGrid.single()).eval()
+    for module in model.stage.ranges[0].multi_token:
+        module.register_forward_hook(lambda *_: pytest.fail("an evaluation computes a module"))
+    found = trained_loss(plan, model, objective)
+    torch.testing.assert_close(found, trained_loss(plain, GPT(plain, ParallelGrid.single()).eval(), objective))
+
+
+@pytest.mark.parametrize("keys", [LLAMA, EXPERTS], ids=["dense", "experts"])
+def test_recomputation_gives_the_same_gradients(keys: dict[str, Any]):
+    results = []
+    for recompute in (False, True):
+        plan = small_plan(**keys, mtp_num_layers=2, hidden_dropout=0.2, checkpoint_activations=recompute)
+        grid = ParallelGrid.single()
+        model = GPT(plan, grid)
+        grid.seed(3)
+        trained_loss(plan, model, build_objective(plan))[0].backward()
+        results.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
