@@ -2,8 +2,8 @@
 
 from neox.convert.from_hf import FromHFResult, from_hf
 from neox.convert.hub import find_source, upload
+from neox.convert.peft_adapters import write_peft_adapter
 from neox.convert.to_hf import ToHFResult, choose_family, to_hf
-from neox.convert.write_peft import write_peft_adapter
 
 __all__ = [
     "FromHFResult",

@@ -1,10 +1,22 @@
-"""Import of a Hugging Face directory (such as Pythia, GPT-NeoX-20B or our own exports) as a checkpoint."""
+"""Import of a Hugging Face directory (such as Pythia, GPT-NeoX-20B or our own exports) as a checkpoint.
+
+config.json             Family.read_config -> Architecture -> YAML keys -> plan on one rank: layers, names, shapes
+model.safetensors       HFWeights: key -> file; `_stored_keys`: each of our parameters -> the keys it is made from
+     |  layer by layer: tensors -> `from_hf_layout` -> our parameter, cast, cut for the tensor ranks
+     v
+OUTPUT/.import-DIGEST   finished layers (`PartialImport`): the same import, started again, goes on after them
+     |  `_commit`       with the tokenizer, generation_config.json and the client state
+     v
+OUTPUT/global_step0, latest, tokenizer.json, generation_config.json, config.yml
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +42,7 @@ from neox.convert.hf_directory import CONFIG, read_json, write_json
 from neox.convert.hf_tokenizer import TOKENIZER_FILES, import_tokenizer
 from neox.convert.hf_weights import HFWeights, with_own_head
 from neox.convert.layouts import from_hf_layout, to_hf_layout
-from neox.convert.partial_import import PartialImport, fingerprint
-from neox.convert.read_peft import read_peft_adapter
+from neox.convert.peft_adapters import read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError, os_errors
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
@@ -39,8 +50,12 @@ from neox.files import fsync_path, replace_file
 from neox.log import get_logger, progress
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, architecture_of, yaml_keys
-from neox.tokenizer import GENERATION_CONFIG, Tokenizer, build_tokenizer, identify, write_tokenizer_identity
+from neox.tokenizer import GENERATION_CONFIG, build_tokenizer, identify, write_tokenizer_identity
 from neox.tokenizer.chat import TEMPLATE_DIRECTORY
+
+_log = get_logger(__name__)
+_IMPORT_PREFIX = ".import-"
+_DONE = ".done"
 
 
 @dataclass(frozen=True)
@@ -93,35 +108,45 @@ def from_hf(
     source = Path(hf_dir)
     output = Path(output_dir)
     _check_format(source)
+
+    # The network, from config.json. What cannot be expressed here is said before any weights are looked for.
     hf = read_json(source / CONFIG)
     family, architecture, settings = read_family(hf)
-    _config_keys(architecture, settings)  # what cannot be expressed is said before any weights are looked for
+    _config_keys(architecture, settings)
+
+    # Two things only the files know: whether a head said to be tied is one, and how many rows the embedding has.
     weights = HFWeights(source, family)
     architecture = with_own_head(architecture, weights)
-    further_layers = architecture.mtp_num_layers
+    stored_modules = architecture.mtp_num_layers  # of multi-token prediction
     if adapter_dir is not None and mtp_num_layers:
         raise ConversionError("--mtp-num-layers: adapters are trained without multi-token prediction; leave it out")
-    if mtp_num_layers > further_layers:
-        number = f"{family.further_layers_key}: {further_layers}" if family.further_layers_key else "none"
+    if mtp_num_layers > stored_modules:
+        number = f"{family.further_layers_key}: {stored_modules}" if family.further_layers_key else "none"
         raise ConversionError(
             f"{source}: {mtp_num_layers} modules of multi-token prediction are asked for, and config.json has {number}"
         )
     architecture = replace(architecture, mtp_num_layers=mtp_num_layers)
     keys = {**_config_keys(architecture, settings), "hf_architecture": family.model_type}
-    rows = _embedding_rows(weights) or settings.vocab_size
+    rows = settings.vocab_size
+    (embedding,) = family.tensors["embedding"]["word_embeddings"].modules
+    embedding_key = weights.find(f"{embedding}.weight")
+    if embedding_key is not None:
+        rows = weights.get(embedding_key).shape[0] or rows
+
+    # Every parameter is found before the first one is written.
     plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)
-    stored_keys = _stored_keys(weights, plan.layers, further_layers)
-    _check_degree(plan.layers, model_parallel_size)
     layers = plan.layers
+    stored_keys = _stored_keys(weights, layers, stored_modules)
+    _check_degree(layers, model_parallel_size)
     adapters: Mapping[int, Mapping[str, Tensor]] = {}
+    read_files = [source / CONFIG, *weights.files]
     if adapter_dir is not None:
         adapter = read_peft_adapter(Path(adapter_dir), layers, family)
         layers = add_adapters(layers, adapter.lora)
         adapters = adapter.tensors
         keys["lora"] = adapter.keys
-    read_files = [source / CONFIG, *weights.files]
-    if adapter_dir is not None:
         read_files += Path(adapter_dir).iterdir()
+
     choices = {"ranks": model_parallel_size, "precision": precision, "modules": mtp_num_layers}
     partial = PartialImport(output, fingerprint(read_files, choices))
     _check_copies(weights, layers)
@@ -132,15 +157,24 @@ def from_hf(
         raise
     trained = replace(plan, layers=layers)
     checkpoint, tokenizer = _commit(partial, source, output, trained, model_parallel_size, overwrite=overwrite)
+
+    # The model's keys as YAML, to fine-tune from.
     keys["padded_vocab_size"] = rows  # so that training and exports keep the rows of the embedding
+    if tokenizer is not None:
+        keys["tokenizer_type"] = "HFTokenizer"
+        keys["vocab_file"] = str(tokenizer)
+    keys["load"] = str(output)
+    keys["finetune"] = True
     header = f"# Imported from {name or source.name}. Add data, batch and optimizer keys to train.\n"
-    return FromHFResult(checkpoint, _write_config(output, header, keys, tokenizer), layers.numel)
+    config_file = output / "config.yml"
+    config_file.write_text(header + yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    return FromHFResult(checkpoint, config_file, layers.numel)
 
 
 def _commit(
     partial: PartialImport, source: Path, output: Path, plan: RunPlan, ranks: int, *, overwrite: bool
 ) -> tuple[Path, Path | None]:
-    """Write what belongs to the weights, and commit the checkpoint.
+    """Write the tokenizer, the settings of generation and the client state of the weights, and commit the checkpoint.
 
     Nothing in `output` is replaced before the source has been read.
 
@@ -162,21 +196,28 @@ def _commit(
     refuse_running(output)
     staged = stage_directory(output, 0)
     beside = staged.with_name(f"{staged.name}.files")  # those that lie next to the checkpoint
-    tokenizer = None
-    built = None
+    tokenizer_file = None
     try:
         partial.move_to(staged)
         beside.mkdir()
         copied = import_tokenizer(source, beside)
-        settings = _import_generation_config(source, beside)
-        write_generation_settings(staged, settings)
+        write_generation_settings(staged, _import_generation_config(source, beside))
+
+        # The client state names the model as a training's does. What only a run decides is left out.
+        identity = identity_state(plan)
+        identity[ARGS]["model_parallel_size"] = ranks
+        del identity[ARGS]["tokenizer_type"]
+        for key in ("vocab_size", "precision", "zero_stage", "data_parallel_size"):
+            del identity[MODEL][key]
         if copied is not None:
-            tokenizer = output / copied.name
-            built = build_tokenizer("HFTokenizer", copied)
-            write_tokenizer_identity(staged, identify(built, tokenizer))
-        client_state = {"iteration": 0, **_identity(plan, built, ranks)}
+            tokenizer_file = output / copied.name
+            tokenizer = build_tokenizer("HFTokenizer", copied)
+            write_tokenizer_identity(staged, identify(tokenizer, tokenizer_file))
+            identity[ARGS]["tokenizer_type"] = "HFTokenizer"
+            identity[MODEL]["vocab_size"] = min(tokenizer.vocab_size, plan.padded_vocab_size)
         for rank in range(ranks):
-            write_client_state(staged, rank, client_state)
+            write_client_state(staged, rank, {"iteration": 0, **identity})
+
         if overwrite:
             supersede_all(output, further_files=(*TOKENIZER_FILES, TEMPLATE_DIRECTORY, GENERATION_CONFIG))
         with os_errors(CheckpointError, f"{output}: files of the import cannot be moved there"):
@@ -185,7 +226,7 @@ def _commit(
                 if path.is_dir():
                     shutil.rmtree(output / path.name, ignore_errors=True)  # a directory only takes an empty one's place
                 replace_file(path, output / path.name)
-        return commit(staged), tokenizer
+        return commit(staged), tokenizer_file
     except BaseException:
         discard(staged)
         raise
@@ -193,10 +234,16 @@ def _commit(
         shutil.rmtree(beside, ignore_errors=True)
 
 
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_WITHOUT_EFFECT = frozenset({*_SPECIAL_IDS, "_from_model_config", "transformers_version", "use_cache", "max_length"})
+_OFF = (None, False)  # transformers writes some of these for every model
+
+
 def _import_generation_config(source: Path, output: Path) -> dict[str, Any]:
     """Copy the settings of generation, which generation and exports take from there, and return them.
 
-    Without them transformers takes the ids of special tokens from `config.json`, where they may be several, too.
+    Without them transformers takes the ids of special tokens from `config.json`, where they may be several, too. A log
+    line names the settings, such as those of sampling, that are carried to exports without an effect here.
 
     Raises:
         ConversionError: If a file cannot be read.
@@ -204,7 +251,14 @@ def _import_generation_config(source: Path, output: Path) -> dict[str, Any]:
     path = source / GENERATION_CONFIG
     if path.is_file():
         settings = read_json(path)
-        _note_sampling(path, settings)
+        carried = sorted(key for key, value in settings.items() if key not in _WITHOUT_EFFECT and value not in _OFF)
+        if carried:
+            _log.info(
+                "%s: exports get %s back; generation here follows the YAML's keys (temperature, top_p, top_k, ...) "
+                "instead",
+                path,
+                ", ".join(carried),
+            )
     else:
         config = read_json(source / CONFIG)
         settings = {}
@@ -216,22 +270,6 @@ def _import_generation_config(source: Path, output: Path) -> dict[str, Any]:
         settings["_from_model_config"] = True
     write_json(output / GENERATION_CONFIG, settings)
     return settings
-
-
-_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_WITHOUT_EFFECT = frozenset({*_SPECIAL_IDS, "_from_model_config", "transformers_version", "use_cache", "max_length"})
-_OFF = (None, False)  # transformers writes some of these for every model
-
-
-def _note_sampling(path: Path, settings: Mapping[str, Any]) -> None:
-    """Say which settings of generation are carried to exports without an effect here."""
-    carried = sorted(key for key, value in settings.items() if key not in _WITHOUT_EFFECT and value not in _OFF)
-    if carried:
-        get_logger(__name__).info(
-            "%s: exports get %s back; generation here follows the YAML's keys (temperature, top_p, top_k, ...) instead",
-            path,
-            ", ".join(carried),
-        )
 
 
 _OTHER_FORMATS = (
@@ -289,15 +327,6 @@ def _config_keys(architecture: Architecture, settings: ModelSettings) -> dict[st
     }
 
 
-def _embedding_rows(weights: HFWeights) -> int | None:
-    """Return the number of rows of the stored embedding; None if there is none."""
-    (module,) = weights.family.tensors["embedding"]["word_embeddings"].modules
-    key = weights.find(f"{module}.weight")
-    if key is None:
-        return None
-    return weights.get(key).shape[0]
-
-
 def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> dict[TensorMapping, list[str]]:
     """Return the stored keys of each parameter.
 
@@ -324,9 +353,24 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
                 unknown.discard(stored)
     if layers.architecture.tie_word_embeddings:
         unknown -= weights.family.head_keys()  # a copy of the embedding
+
     for mapping in weights.family.copies(layers):
         unknown.difference_update(mapping.keys)
-    unknown -= _left_out(unknown, layers, further_layers)
+
+    # Layers after the last block predict further tokens (DeepSeek-V3). A model may have only some of them, or none.
+    network = layers.architecture
+    first = network.num_layers + network.mtp_num_layers
+    end = network.num_layers + further_layers
+    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, end))
+    left_out = {key for key in unknown if key.startswith(prefixes)}
+    if left_out:
+        _log.warning(
+            f"left out {len(left_out)} tensors of the multi-token prediction layers {first} to {end - 1}, which are "
+            f"not part of the network ({min(left_out)} and others); --mtp-num-layers {further_layers} keeps them, to "
+            "train them on"
+        )
+    unknown -= left_out
+
     if missing or unknown:
         lines = [f"{weights.directory}: the weights are not those that config.json describes"]
         if missing:
@@ -334,21 +378,6 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
         if unknown:
             lines.append(f"  unknown: {', '.join(sorted(unknown)[:10])}")
         raise ConversionError("\n".join(lines))
-    return found
-
-
-def _left_out(keys: Collection[str], layers: LayerPlan, number: int) -> set[str]:
-    """Return the keys of those of `number` layers after the last block that a model lacks, and warn of them."""
-    network = layers.architecture
-    first = network.num_layers + network.mtp_num_layers
-    end = network.num_layers + number
-    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, end))
-    found = {key for key in keys if key.startswith(prefixes)}
-    if found:
-        get_logger(__name__).warning(
-            f"left out {len(found)} tensors of the multi-token prediction layers {first} to {end - 1}, which are not "
-            f"part of the network ({min(found)} and others); --mtp-num-layers {number} keeps them, to train them on"
-        )
     return found
 
 
@@ -399,9 +428,12 @@ def _write_layers(
         stored_keys: Parameter -> the keys of its tensors there.
         adapters: Layer index -> adapters by name.
         layers: Layers of the model, with adapters.
-        partial: What an earlier import has written, and the place for the rest.
+        partial: Layers that an earlier import has written, and the place for the rest.
         tp_size: Number of tensor ranks.
         precision: Precision of the weights; None keeps the source's.
+
+    Raises:
+        ConversionError: If a tensor has another shape than the model's.
     """
     by_layer: dict[int, list[TensorMapping]] = {}
     for mapping in stored_keys:
@@ -411,65 +443,102 @@ def _write_layers(
             if partial.has(layer.index):
                 bar.update(layer.numel)
                 continue
+            specs = {spec.name: spec for spec in layer.parameters}
             state = dict(adapters.get(layer.index, {}))
             for mapping in by_layer[layer.index]:
-                state[mapping.name] = _read_parameter(weights, mapping, stored_keys[mapping], layers)
+                # The shapes that their tensors must have are those of an export of our parameter.
+                ours = torch.empty(specs[mapping.name].shape, device="meta")
+                expected = to_hf_layout(ours, mapping.source, layers.architecture)
+                theirs = []
+                for key, wanted in zip(stored_keys[mapping], expected, strict=True):
+                    tensor = weights.get(key)
+                    fits = tensor.shape == wanted.shape
+                    if mapping.source.cut_anywhere:
+                        fits = tensor.shape[1:] == wanted.shape[1:]
+                    if not fits:
+                        raise ConversionError(
+                            f"{weights.directory}: {key} has shape {list(tensor.shape)}, but config.json describes a "
+                            f"model with {list(wanted.shape)}"
+                        )
+                    theirs.append(tensor)
+                rows = sum(tensor.shape[0] for tensor in theirs)
+                if mapping.source.cut_anywhere and rows != ours.shape[0]:
+                    keys = ", ".join(stored_keys[mapping])
+                    raise ConversionError(
+                        f"{weights.directory}: {keys} have {rows} rows, but config.json says {ours.shape[0]}"
+                    )
+                state[mapping.name] = from_hf_layout(theirs, mapping.source, layers.architecture)
             if precision:
-                kept = {spec.name for spec in layer.parameters if spec.stays_fp32}
                 for name, tensor in state.items():
-                    if name not in kept:
+                    if not specs[name].stays_fp32:
                         state[name] = tensor.to(DTYPES[precision])
-            write_full_layer(partial.directory, layer, state, tp_size)
+            write_full_layer(partial.directory, layer, state, tp_size)  # cuts each parameter for the tensor ranks
             partial.finish(layer.index)
             bar.update(layer.numel)
 
 
-def _read_parameter(weights: HFWeights, mapping: TensorMapping, keys: list[str], layers: LayerPlan) -> Tensor:
-    """Return one full parameter. Raises ConversionError if a tensor has another shape than the model's."""
-    architecture = layers.architecture
-    shape = next(spec.shape for spec in layers[mapping.layer].parameters if spec.name == mapping.name)
-    expected = to_hf_layout(torch.empty(shape, device="meta"), mapping.source, architecture)
-    tensors = []
-    for key, part in zip(keys, expected, strict=True):
-        tensor = weights.get(key)
-        fits = tensor.shape == part.shape
-        if mapping.source.cut_anywhere:
-            fits = tensor.shape[1:] == part.shape[1:]
-        if not fits:
-            raise ConversionError(
-                f"{weights.directory}: {key} has shape {list(tensor.shape)}, but config.json describes a model with "
-                f"{list(part.shape)}"
-            )
-        tensors.append(tensor)
-    rows = sum(tensor.shape[0] for tensor in tensors)
-    if mapping.source.cut_anywhere and rows != shape[0]:
-        raise ConversionError(
-            f"{weights.directory}: {', '.join(keys)} have {rows} rows, but config.json says {shape[0]}"
-        )
-    return from_hf_layout(tensors, mapping.source, architecture)
+def fingerprint(files: Iterable[Path], settings: Mapping[str, Any]) -> str:
+    """Return a digest of what an import reads and how it writes it.
+
+    Args:
+        files: Files of the model and of an adapter. Their names, sizes and times of change count.
+        settings: Further settings as JSON can hold them.
+    """
+    read = []
+    for path in sorted(files):
+        status = path.stat()
+        read.append([str(path), status.st_size, status.st_mtime_ns])
+    described = json.dumps({"files": read, "settings": settings}, sort_keys=True)
+    return sha256(described.encode()).hexdigest()[:16]
 
 
-def _identity(plan: RunPlan, tokenizer: Tokenizer | None, tp_size: int) -> dict[str, dict[str, Any]]:
-    """Return the model's entries of the client state, without those of a training run."""
-    state = identity_state(plan)
-    state[ARGS]["model_parallel_size"] = tp_size
-    del state[ARGS]["tokenizer_type"]
-    for key in ("vocab_size", "precision", "zero_stage", "data_parallel_size"):
-        del state[MODEL][key]
-    if tokenizer is not None:
-        state[ARGS]["tokenizer_type"] = "HFTokenizer"
-        state[MODEL]["vocab_size"] = min(tokenizer.vocab_size, plan.padded_vocab_size)
-    return state
+class PartialImport:
+    """A directory next to the checkpoints, with the layers that are written so far.
 
+    A layer is complete if a file with its number says so. That is written after the layer's files are on disk.
 
-def _write_config(output: Path, header: str, keys: Mapping[str, Any], tokenizer: Path | None) -> Path:
-    """Write the model's keys as YAML to fine-tune from, with the tokenizer if there is one."""
-    flat = dict(keys)
-    if tokenizer is not None:
-        flat["tokenizer_type"] = "HFTokenizer"
-        flat["vocab_file"] = str(tokenizer)
-    flat["load"] = str(output)
-    flat["finetune"] = True
-    path = output / "config.yml"
-    path.write_text(header + yaml.safe_dump(flat, sort_keys=False), encoding="utf-8")
-    return path
+    Args:
+        output: Directory of checkpoints.
+        digest: What `fingerprint` returns. Directories of other imports are removed.
+
+    Attributes:
+        directory: The directory.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+
+    def __init__(self, output: Path, digest: str) -> None:
+        self.directory = output / f"{_IMPORT_PREFIX}{digest}"
+        with os_errors(CheckpointError, f"{output}: cannot be written"):
+            output.mkdir(parents=True, exist_ok=True)
+            for other in output.glob(f"{_IMPORT_PREFIX}*"):
+                if other != self.directory:
+                    shutil.rmtree(other)
+            self.directory.mkdir(exist_ok=True)
+        done = len(list(self.directory.glob(f"*{_DONE}")))
+        if done:
+            _log.info("going on with an interrupted import: %d layers are written", done)
+
+    def has(self, layer: int) -> bool:
+        """Return whether a layer is complete."""
+        return (self.directory / f"{layer}{_DONE}").exists()
+
+    def finish(self, layer: int) -> None:
+        """Mark a layer as complete, once its files are on disk. Raises CheckpointError."""
+        with os_errors(CheckpointError, f"{self.directory}: cannot be written"):
+            for path in self.directory.glob(f"layer_{layer:02d}-*"):
+                fsync_path(path)
+            (self.directory / f"{layer}{_DONE}").touch()
+
+    def move_to(self, staged: Path) -> None:
+        """Move the files of all layers into another directory, and remove this one. Raises CheckpointError."""
+        with os_errors(CheckpointError, f"{staged}: cannot be written"):
+            for path in self.directory.iterdir():
+                if path.suffix != _DONE:
+                    path.rename(staged / path.name)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the directory. A failure does no harm: the next import removes it."""
+        shutil.rmtree(self.directory, ignore_errors=True)

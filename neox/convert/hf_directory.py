@@ -18,7 +18,7 @@ from neox.log import get_logger
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
 BIN = "pytorch_model.bin"
-_ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _EXPORTED = (
     "*.json",
     "*.safetensors",
@@ -103,7 +103,7 @@ def _files_of_others(output: Path) -> list[str]:
     if not output.is_dir():
         return [output.name] if output.exists() else []
     names = sorted(path.name for path in output.iterdir())
-    if not any(name in names for name in (CONFIG, _ADAPTER_CONFIG)):
+    if not any(name in names for name in (CONFIG, ADAPTER_CONFIG)):
         return names
     return [name for name in names if (output / name).is_dir() or not any(fnmatch(name, form) for form in _EXPORTED)]
 

@@ -1,22 +1,39 @@
-"""Tokenizer files of a Hugging Face directory: written by an export, copied by an import."""
+"""Tokenizer files of a Hugging Face directory: written by an export, copied by an import.
+
+import   tokenizer.json and its companions are copied; other vocabularies become one by transformers
+|  tokens that only the companions name, which transformers adds when it loads: `complete_tokenizer`
+v
+a tokenizer.json that holds every token, as our runs read it alone
+
+export   BERT's WordPiece            tokenizer.json and a configuration that adds [CLS] and [SEP]
+a directory of transformers its files as they are, with the class that takes tokenizer.json unchanged
+other tokenizer.json        the file, or the tokenizer with `added_tokens`, and a new configuration
+GPT-2's vocab and merges    both files and a new configuration
+SentencePiece, tiktoken ... nothing, with a warning
+|  and the chat template, if it is not the tokenizer's own
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
 from neox.config import NeoXConfig
-from neox.convert.added_tokens import ADDED_TOKENS, complete_tokenizer
 from neox.convert.hf_directory import read_json, write_json
 from neox.errors import ConfigError, ConversionError, os_errors
 from neox.families import Family
 from neox.files import write_text
 from neox.log import get_logger
 from neox.tokenizer import (
+    ADDED_TOKENS_DECODER,
     BERT_SPECIALS,
     GENERATION_CONFIG,
     SPECIAL_TOKENS_MAP,
@@ -32,6 +49,7 @@ from neox.tokenizer.chat import TEMPLATE_DIRECTORY, TEMPLATE_FILE, TOOL_USE, Cha
 
 _log = get_logger(__name__)
 
+_ADDED_TOKENS = "added_tokens.json"
 _FAST = "PreTrainedTokenizerFast"
 _CLASSES = MappingProxyType(
     {
@@ -41,10 +59,13 @@ _CLASSES = MappingProxyType(
     }
 )
 """`tokenizer_type` -> transformers' class of its exports."""
-_COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, TEMPLATE_FILE)
+_COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, _ADDED_TOKENS, TEMPLATE_FILE)
 """Files next to a `tokenizer.json` that travel with it: special tokens and the chat template."""
 TOKENIZER_FILES = (TOKENIZER_FILE, *_COMPANIONS)
 """Files of a tokenizer that an import writes."""
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""Entries of a token of a JSON file."""
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Files of tokenizers that transformers can turn into a `tokenizer.json`."""
 
@@ -142,26 +163,53 @@ def write_tokenizer(
     """
     tokenizer = source.tokenizer
     if isinstance(tokenizer, HFTokenizer) and tokenizer.is_bert and not source.has_configuration:
-        _write_bert(tokenizer, output, max_length)
+        write_text(output / TOKENIZER_FILE, tokenizer.paired().to_str(pretty=True))
+        config = {
+            "tokenizer_class": _FAST,
+            "clean_up_tokenization_spaces": True,
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+            "model_max_length": max_length,
+            **BERT_SPECIALS,
+        }
+        write_json(output / TOKENIZER_CONFIG, config)
     elif source.type not in _CLASSES:
         _log.warning("%s has no Hugging Face form: the export has no tokenizer files", source.type)
     elif source.has_configuration:
-        _write_vocabulary(source, output)
-        _warn_of_other_ids(source, family)
-        copy_companions(source.vocab_file.parent, output)
+        _write_vocabulary(source, output, family)
+        _copy_companions(source.vocab_file.parent, output)
         _name_fast_class(output)
     else:
+        assert isinstance(tokenizer, HFTokenizer), source.type
         if source.type == "HFTokenizer" or source.has_added_tokens:
-            _write_vocabulary(source, output)
-            _warn_of_other_ids(source, family)
+            _write_vocabulary(source, output, family)
         else:
             assert source.merge_file is not None, "GPT-2's tokenizer has a vocabulary and merges"
             _copy(source.vocab_file, output / "vocab.json")
             _copy(source.merge_file, output / "merges.txt")
-        _write_configuration(source, output, max_length)
-    is_own = template == own_chat_template(source.vocab_file, tokenizer)  # then its files are copied
-    if template is not None and source.type in _CLASSES and not is_own:
-        _write_chat_template(template, output)
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), tokenizer.eod_token)
+        config = {
+            "tokenizer_class": _FAST if source.has_added_tokens else _CLASSES[source.type],
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": max_length,
+            **special,
+        }
+        write_json(output / TOKENIZER_CONFIG, config)
+        write_json(output / SPECIAL_TOKENS_MAP, special)
+
+    if template is None or source.type not in _CLASSES or template == own_chat_template(source.vocab_file, tokenizer):
+        return  # the tokenizer's own was copied
+    shutil.rmtree(output / TEMPLATE_DIRECTORY, ignore_errors=True)
+    write_text(output / TEMPLATE_FILE, template.source)
+    if template.tool_use is not None:
+        (output / TEMPLATE_DIRECTORY).mkdir()
+        write_text(output / TEMPLATE_DIRECTORY / f"{TOOL_USE}.jinja", template.tool_use)
+    config = read_json(output / TOKENIZER_CONFIG)
+    config.pop("chat_template", None)
+    for key, token in template.tokens.items():  # those that the template was used with
+        if special_token(output / TOKENIZER_FILE, key) != token:
+            config[key] = token
+    write_json(output / TOKENIZER_CONFIG, config)
 
 
 def write_grown_tokenizer(tokenizer: HFTokenizer, vocab_file: Path, output: Path) -> None:
@@ -180,7 +228,7 @@ def write_grown_tokenizer(tokenizer: HFTokenizer, vocab_file: Path, output: Path
     target = output / TOKENIZER_FILE
     same = vocab_file.parent.resolve() == output.resolve()
     if vocab_file.name == TOKENIZER_FILE and not same:  # those of another name are read alone
-        copy_companions(vocab_file.parent, output)
+        _copy_companions(vocab_file.parent, output)
         if (vocab_file.parent / GENERATION_CONFIG).is_file():
             _copy(vocab_file.parent / GENERATION_CONFIG, output / GENERATION_CONFIG)
         if (output / TOKENIZER_CONFIG).is_file():
@@ -198,85 +246,34 @@ def _name_fast_class(output: Path) -> None:
     write_json(output / TOKENIZER_CONFIG, config)
 
 
-def _write_chat_template(template: ChatTemplate, output: Path) -> None:
-    """Write a chat template in place of the tokenizer's own, with the special tokens that it was used with."""
-    shutil.rmtree(output / TEMPLATE_DIRECTORY, ignore_errors=True)  # a copy of the tokenizer's own
-    write_text(output / TEMPLATE_FILE, template.source)
-    if template.tool_use is not None:
-        (output / TEMPLATE_DIRECTORY).mkdir()
-        write_text(output / TEMPLATE_DIRECTORY / f"{TOOL_USE}.jinja", template.tool_use)
-    config = read_json(output / TOKENIZER_CONFIG)
-    config.pop("chat_template", None)
-    for key, token in template.tokens.items():
-        if special_token(output / TOKENIZER_FILE, key) != token:
-            config[key] = token
-    write_json(output / TOKENIZER_CONFIG, config)
+def _write_vocabulary(source: TokenizerSource, output: Path, family: Family) -> None:
+    """Write the `tokenizer.json`: a copy of the file, or the tokenizer with the tokens that were added to it.
 
-
-def _write_vocabulary(source: TokenizerSource, output: Path) -> None:
-    """Write the `tokenizer.json`: a copy of the file, or the tokenizer with the tokens that were added to it."""
+    A warning says if transformers 5 builds the family's own tokenizer instead, and that splits texts in another way.
+    """
+    assert isinstance(source.tokenizer, HFTokenizer), source.type
     target = output / TOKENIZER_FILE
-    if not source.has_added_tokens:
+    if source.has_added_tokens:
+        with os_errors(ConversionError, f"{target}: cannot be written"):
+            write_text(target, source.tokenizer.to_json())
+    else:
         _copy(source.vocab_file, target)
-        return
-    assert isinstance(source.tokenizer, HFTokenizer), source.type
-    with os_errors(ConversionError, f"{target}: cannot be written"):
-        write_text(target, source.tokenizer.to_json())
-
-
-def _write_bert(tokenizer: HFTokenizer, output: Path, max_length: int) -> None:
-    """Write BERT's tokenizer, which adds [CLS] and [SEP] in transformers."""
-    write_text(output / TOKENIZER_FILE, tokenizer.paired().to_str(pretty=True))
-    config = {
-        "tokenizer_class": _FAST,
-        "clean_up_tokenization_spaces": True,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-        "model_max_length": max_length,
-        **BERT_SPECIALS,
-    }
-    write_json(output / TOKENIZER_CONFIG, config)
-
-
-def _write_configuration(source: TokenizerSource, output: Path, max_length: int) -> None:
-    """Write the configuration of a tokenizer without one: the end of a document is every special token."""
-    assert isinstance(source.tokenizer, HFTokenizer), source.type
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), source.tokenizer.eod_token)
-    config = {
-        "tokenizer_class": _FAST if source.has_added_tokens else _CLASSES[source.type],
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-        **special,
-    }
-    write_json(output / TOKENIZER_CONFIG, config)
-    write_json(output / SPECIAL_TOKENS_MAP, special)
-
-
-def _warn_of_other_ids(source: TokenizerSource, family: Family) -> None:
-    """Warn if transformers 5 builds the family's own tokenizer, and that splits texts in another way."""
     if family.tokenizer_pattern is None:
         return
-    assert isinstance(source.tokenizer, HFTokenizer), source.type
     pre_tokenizer = json.loads(source.tokenizer.to_json()).get("pre_tokenizer") or {}
-    if {"Regex": family.tokenizer_pattern} in _patterns(pre_tokenizer):
-        return
-    _log.warning(
-        "%s splits texts in another way than %s: AutoTokenizer of transformers 5 builds %s's tokenizer for "
-        "model_type %s and gives other ids; load the export's with PreTrainedTokenizerFast.from_pretrained",
-        source.vocab_file,
-        family.title,
-        family.title,
-        family.model_type,
-    )
-
-
-def _patterns(pre_tokenizer: dict[str, Any]) -> list[Any]:
-    """Return the patterns by which a `pre_tokenizer` of a `tokenizer.json` splits texts."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    return [step.get("pattern") for step in steps]
+    if {"Regex": family.tokenizer_pattern} not in [step.get("pattern") for step in steps]:
+        _log.warning(
+            "%s splits texts in another way than %s: AutoTokenizer of transformers 5 builds %s's tokenizer for "
+            "model_type %s and gives other ids; load the export's with PreTrainedTokenizerFast.from_pretrained",
+            source.vocab_file,
+            family.title,
+            family.title,
+            family.model_type,
+        )
 
 
-def copy_companions(source: Path, output: Path) -> None:
+def _copy_companions(source: Path, output: Path) -> None:
     """Copy the files that belong to a `tokenizer.json`. Raises ConversionError if one cannot be copied."""
     for name in _COMPANIONS:
         if (source / name).is_file():
@@ -297,13 +294,24 @@ def import_tokenizer(source: Path, output: Path) -> Path | None:
         The `tokenizer.json`; None, with a warning, if there is no tokenizer.
 
     Raises:
-        ConversionError: If a file cannot be copied.
+        ConversionError: If a file cannot be copied, or the files contradict each other.
     """
     copied = output / TOKENIZER_FILE
     if (source / TOKENIZER_FILE).is_file():
         _copy(source / TOKENIZER_FILE, copied)
-        copy_companions(source, output)
-        _add_named_tokens(source, copied)
+        _copy_companions(source, output)
+        backend = tokenizer_backend(copied)
+        before = backend.to_str()
+        complete = complete_tokenizer(source, backend)
+        if complete.backend.to_str() != before:
+            write_text(copied, complete.backend.to_str(pretty=True))
+            _log.info(
+                "%s: as in transformers, tokens of the files next to it are added to it: %s",
+                source / TOKENIZER_FILE,
+                ", ".join(complete.added),
+            )
+        if complete.named:
+            write_json(output / TOKENIZER_CONFIG, _read_if_there(output / TOKENIZER_CONFIG) | dict(complete.named))
         return copied
     if any((source / name).is_file() for name in _OTHER_VOCABULARIES):
         from transformers import AutoTokenizer
@@ -318,28 +326,155 @@ def import_tokenizer(source: Path, output: Path) -> Path | None:
     return None
 
 
-def _add_named_tokens(source: Path, copied: Path) -> None:
-    """Complete the copy of a `tokenizer.json` with tokens that only the files next to it name.
+@dataclass(frozen=True)
+class CompleteTokenizer:
+    """A tokenizer with all tokens that its directory names.
+
+    Attributes:
+        backend: The tokenizer.
+        added: Tokens that `tokenizer.json` lacks, or describes in another way.
+        named: Name, such as `pad_token` -> token, of those that `tokenizer_config.json` does not name.
+    """
+
+    backend: Backend
+    added: tuple[str, ...]
+    named: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _CompanionTokens:
+    """Tokens that the files next to a `tokenizer.json` name. Special tokens are JSON values: texts or objects.
+
+    Attributes:
+        by_id: Id -> token.
+        origin: File that gives the ids.
+        named: Name, such as `pad_token` -> special token.
+        unnamed: Special tokens without one of the usual names.
+    """
+
+    by_id: Mapping[int, AddedToken]
+    origin: Path
+    named: Mapping[str, Any]
+    unnamed: Sequence[Any]
+
+
+def complete_tokenizer(directory: Path, backend: Backend) -> CompleteTokenizer:
+    """Add the tokens of the files next to a `tokenizer.json`, as transformers does when it loads it.
+
+    Order and precedence are those of transformers 5 (`tokenization_utils_base.py`, `tokenization_utils_tokenizers.py`):
+    `added_tokens_decoder` of `tokenizer_config.json`, or else `special_tokens_map.json` and `added_tokens.json`; then
+    the special tokens that are named and not yet added, which get the next ids.
 
     Args:
-        source: Directory of the files.
-        copied: The copy, next to copies of the files.
+        directory: Directory of the files.
+        backend: The tokenizer, which is changed.
 
     Raises:
-        ConversionError: If they contradict each other.
+        ConversionError: If a file cannot be read, or gives a token another id than it gets.
     """
-    backend = tokenizer_backend(copied)
-    before = backend.to_str()
-    complete = complete_tokenizer(source, backend)
-    if complete.backend.to_str() != before:
-        write_text(copied, complete.backend.to_str(pretty=True))
-        shown = ", ".join(complete.added)
-        _log.info(
-            "%s: as in transformers, tokens of the files next to it are added to it: %s", source / TOKENIZER_FILE, shown
-        )
-    if complete.named:
-        path = copied.with_name(TOKENIZER_CONFIG)
-        write_json(path, (read_json(path) if path.is_file() else {}) | dict(complete.named))
+    config = _read_if_there(directory / TOKENIZER_CONFIG)
+    files = _read_tokens(directory, config, backend)
+
+    # Tokens with an id come first, in the order of ids: those that the tokenizer lacks, or describes in another way.
+    known: set[str] = set()
+    texts: set[str] = set()
+    for token in backend.get_added_tokens_decoder().values():
+        known.add(repr(token))  # the text and all flags
+        texts.add(token.content)
+    to_add: list[AddedToken] = []
+    for _, token in sorted(files.by_id.items()):
+        if repr(token) not in known:
+            texts.add(token.content)
+            to_add.append(token)
+
+    # Special tokens without an id follow, and get the next ones.
+    for value in (*files.named.values(), *files.unnamed):
+        token = _token(value, special=True)
+        if token.content not in texts:
+            texts.add(token.content)
+            to_add.append(token)
+
+    # The tokenizer counts ids itself, so files of another tokenizer show by ids that differ.
+    backend.add_tokens(to_add)
+    for number, token in files.by_id.items():
+        found = backend.token_to_id(token.content)
+        if found != number:
+            raise ConversionError(
+                f"{files.origin}: gives {token.content!r} id {number}, but tokenizer.json and the files next to it "
+                f"give it {found}: they belong to different tokenizers, or ids have gaps; save the tokenizer again "
+                "with the program that trained the model"
+            )
+
+    in_config = _named_tokens(config)
+    missing_names: dict[str, str] = {}
+    for key, value in files.named.items():
+        if key not in in_config or _text(in_config[key]) != _text(value):
+            missing_names[key] = _text(value)
+    return CompleteTokenizer(backend, tuple(token.content for token in to_add), missing_names)
+
+
+def _read_tokens(directory: Path, config: Mapping[str, Any], backend: Backend) -> _CompanionTokens:
+    """Read the files next to a `tokenizer.json`.
+
+    Args:
+        directory: Directory of the files.
+        config: Content of `tokenizer_config.json`.
+        backend: The tokenizer of `tokenizer.json`.
+    """
+    named = _named_tokens(config)
+    unnamed = _unnamed_tokens(config)
+    by_id: dict[int, AddedToken] = {}
+    if config.get(ADDED_TOKENS_DECODER) is not None:  # then transformers reads no other file
+        for number, value in config[ADDED_TOKENS_DECODER].items():
+            by_id[int(number)] = _token(value)
+        return _CompanionTokens(by_id, directory / TOKENIZER_CONFIG, named, unnamed)
+    special_map = _read_if_there(directory / SPECIAL_TOKENS_MAP)
+    named |= _named_tokens(special_map)
+    unnamed += _unnamed_tokens(special_map)
+    special = set(map(_text, (*named.values(), *unnamed)))
+    origin = directory / _ADDED_TOKENS
+    for text, number in _read_if_there(origin).items():  # it gives no flags
+        by_id[number] = AddedToken(text, special=text in special, normalized=text not in special)
+    by_id |= backend.get_added_tokens_decoder()  # tokenizer.json goes before
+    return _CompanionTokens(by_id, origin, named, unnamed)
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens with one of the usual names, as JSON values."""
+    found: dict[str, Any] = {}
+    for key in _SPECIAL_NAMES:
+        if settings.get(key):
+            found[key] = settings[key]
+    return found
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; nothing if there is none. Raises ConversionError."""
+    return read_json(path) if path.is_file() else {}
+
+
+def _unnamed_tokens(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the special tokens without one of the usual names."""
+    found: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        given = settings.get(key) or []
+        found += given.values() if isinstance(given, Mapping) else given
+    return found
+
+
+def _text(token: Any) -> str:
+    """Return the text of a token of a JSON file, which is a string or an object."""
+    return str(token["content"] if isinstance(token, Mapping) else token)
+
+
+def _token(value: Any, *, special: bool = False) -> AddedToken:
+    """Return a token of a JSON file; `special` is what it is if the file does not say it."""
+    flags: dict[str, bool] = {"special": special}
+    if isinstance(value, Mapping):
+        for key in _TOKEN_FLAGS:
+            if key in value:
+                flags[key] = value[key]
+    return AddedToken(_text(value), **flags)
 
 
 def _copy(source: Path, target: Path) -> None:

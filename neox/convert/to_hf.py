@@ -1,7 +1,20 @@
-"""Export of a checkpoint as a Hugging Face directory."""
+"""Export of a checkpoint as a Hugging Face directory.
+
+configuration    `choose_family`: the first family that survives an export and an import unchanged
+checkpoint       opened with the plan of that network; its tokenizer, chat template and settings of generation
+|  `plan_tensors`: key, shape and dtype of every tensor, before one is read
+v
+a new directory  safetensors            `write_weights`, while a thread compares the checkpoint's hashes
+|           config.json            `Family.config_json`
+|           generation_config.json, tokenizer files
+|  `compare_logits`: our network and transformers' on the same tokens
+v
+README.md, and the directory gets its name; after an error it is removed
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +43,6 @@ from neox.convert.hf_directory import (
     write_json,
 )
 from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, write_tokenizer
-from neox.convert.model_card import model_card
 from neox.convert.verification import (
     Verification,
     compare_logits,
@@ -50,8 +62,30 @@ _log = get_logger(__name__)
 VERIFY_UP_TO_PARAMETERS = 300_000_000
 """Largest model that is compared by default: both sides fit in a few GiB together and take seconds."""
 _VERIFY_TOKENS = 256
+_PRECISIONS = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 _TOLERANCE = MappingProxyType({torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3})
 """Dtype -> largest difference of logits. Rounding to another precision moves them, and so does the order of sums."""
+
+_CARD_KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rotary_pct",
+    "use_parallel_residual",
+    "tie_word_embeddings",
+    "hidden_act",
+)
+"""Entries of `config.json` that the card shows."""
+_TASKS = MappingProxyType(
+    {
+        "AutoModelForCausalLM": "text-generation",
+        "AutoModelForPreTraining": "fill-mask",
+        "AutoModelForSequenceClassification": "text-classification",
+    }
+)
+"""transformers' class of a model -> its task on the hub."""
 
 
 @dataclass(frozen=True)
@@ -121,21 +155,46 @@ def to_hf(
         _log.warning("the export has no modules of multi-token prediction: files of %s have no place", family.title)
     output = Path(output_dir)
     refuse_used_directory(output, overwrite=overwrite)
-    reader, plan = _open(checkpoint_at(Path(input_dir)), config, weights)
+
+    # The checkpoint must be of the network that was trained, and is read as the network that is exported: their norms
+    # may differ. The vocabulary has the stored size.
+    path = checkpoint_at(Path(input_dir))
+    with refusals():
+        stored = CheckpointReader(path)
+        check_same_model(path, stored.args, single_rank_plan(config, stored.vocabulary_rows))
+        plan = single_rank_plan(config, stored.vocabulary_rows, exported=True)
+        reader = CheckpointReader(path, plan.layers, weights=weights, gpt_neox_date=config.checkpoint.gpt_neox_date)
+
+    # What comes along: the tokenizer, its template, and rows for its ids.
     source = find_tokenizer(config, Path(tokenizer_file) if tokenizer_file else None)
-    template = _chat_template(config, reader, source)
+    template = None
+    if source is not None:
+        template = find_chat_template(config.tokenizer.chat_template, reader.path, source.vocab_file, source.tokenizer)
     rows = _vocabulary_rows(config, reader, source, trim=trim_vocab)
-    planned = plan_tensors(reader, plan.layers, family, _dtype(reader, precision, weights), rows)
+
+    dtype = None
+    if precision is not None:
+        dtype = DTYPES[precision]
+    elif weights == "ema":  # which is fp32 in files: the export has the precision of the trained weights
+        dtype = CheckpointReader(reader.path).parts(0, WORD_EMBEDDINGS)[0].dtype
+    planned = plan_tensors(reader, plan.layers, family, dtype, rows)
     if verify is None:
         verify = plan.layers.numel <= VERIFY_UP_TO_PARAMETERS
     with new_directory(output, overwrite=overwrite) as partial:
         export = _write_undamaged(reader, config, plan.layers, planned, partial, max_shard_bytes)
-        settings = _settings(config, rows, source, export.dtype)
+        settings = ModelSettings(
+            dtype=_PRECISIONS[export.dtype],
+            initializer_range=config.model.init_method_std,
+            attention_dropout=config.training.attention_dropout,
+            hidden_dropout=config.training.hidden_dropout,
+            vocab_size=rows,
+            eod=source.tokenizer.eod if source else None,
+            bos=source.bos if source else None,
+        )
         hf = family.config_json(plan.architecture, settings) | _padding_entry(plan, source)
         write_json(partial / CONFIG, hf)
         if not family.is_encoder and not plan.architecture.score_head:
-            came = _generation_settings(config, reader, source)
-            _write_generation_config(partial, came, settings, template, source)
+            _write_generation_config(partial, config, reader.path, settings, template, source)
         if source is not None:
             write_tokenizer(source, partial, family, plan.architecture.max_positions, template)
         check = None
@@ -143,9 +202,13 @@ def to_hf(
             length = min(_VERIFY_TOKENS, plan.architecture.max_length)
             tokens, origin = verification_tokens(source.tokenizer if source else None, rows, length, verify_text)
             check = compare_logits(reader, config, partial, tokens, origin)
-            _refuse_other_logits(check, export)
+            allowed = _TOLERANCE[export.dtype] * max(1.0, check.largest)
+            if not check.difference <= allowed:  # also if it is NaN
+                raise ConversionError(
+                    f"the export's logits differ from the checkpoint's: {check}; the export was removed"
+                )
         reader.note_averages()
-        card = model_card(
+        card = _model_card(
             name=output.name,
             family=family,
             hf=hf,
@@ -153,15 +216,10 @@ def to_hf(
             iteration=reader.iteration_or_none,
             check=check,
         )
-        _write_card(partial, card)
+        readme = partial / "README.md"
+        with os_errors(ConversionError, f"{readme}: cannot be written"):
+            readme.write_text(card, encoding="utf-8")
     return ToHFResult(output, export, check)
-
-
-def _write_card(directory: Path, card: str) -> None:
-    """Write the model card. Raises ConversionError if it cannot be written."""
-    readme = directory / "README.md"
-    with os_errors(ConversionError, f"{readme}: cannot be written"):
-        readme.write_text(card, encoding="utf-8")
 
 
 def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
@@ -196,44 +254,21 @@ def choose_family(config: NeoXConfig, name: str | None = None) -> Family:
     raise ConfigError("\n".join(lines))
 
 
-def _open(input_dir: Path, config: NeoXConfig, weights: LoadedWeights) -> tuple[CheckpointReader, RunPlan]:
-    """Open a checkpoint with the plan of the configuration's network. The vocabulary has the stored size."""
-    with refusals():
-        reader = CheckpointReader(input_dir)
-        plan = single_rank_plan(config, reader.vocabulary_rows)
-        check_same_model(input_dir, reader.args, plan)
-        plan = single_rank_plan(config, reader.vocabulary_rows, exported=True)
-        return CheckpointReader(
-            input_dir, plan.layers, weights=weights, gpt_neox_date=config.checkpoint.gpt_neox_date
-        ), plan
-
-
-def _dtype(reader: CheckpointReader, precision: Precision | None, weights: LoadedWeights) -> torch.dtype | None:
-    """Return the dtype of the export; None for that of each stored tensor."""
-    if precision is not None:
-        return DTYPES[precision]
-    if weights == "ema":  # which is fp32 in files
-        return CheckpointReader(reader.path).parts(0, WORD_EMBEDDINGS)[0].dtype
-    return None
-
-
-def _refuse_other_tokenizer(config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None) -> None:
-    """Raise ConversionError if the export's tokenizer is not the one that the model was trained with."""
-    saved = saved_tokenizer_identity(reader.path)
-    if saved is None or source is None or config.checkpoint.allow_other_tokenizer:
-        return
-    ours = identify(source.tokenizer, source.vocab_file, config.tokenizer.added_tokens)
-    if not ours.same_ids(saved):
-        with refusals():
-            raise ConversionError(ours.difference(reader.path, saved))
-
-
 def _vocabulary_rows(
     config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None, *, trim: bool
 ) -> int:
-    """Return the number of rows of the exported embedding. Raises ConversionError for another tokenizer."""
+    """Return the number of rows of the exported embedding.
+
+    Raises:
+        ConversionError: If the export's tokenizer is not the one that the model was trained with.
+    """
+    trained_with = saved_tokenizer_identity(reader.path)
+    if trained_with is not None and source is not None and not config.checkpoint.allow_other_tokenizer:
+        ours = identify(source.tokenizer, source.vocab_file, config.tokenizer.added_tokens)
+        if not ours.same_ids(trained_with):
+            with refusals():
+                raise ConversionError(ours.difference(reader.path, trained_with))
     stored = reader.vocabulary_rows
-    _refuse_other_tokenizer(config, reader, source)
     known = reader.args.get("vocab_size")
     if source is not None:
         known = used_vocabulary(config, source.tokenizer.vocab_size)
@@ -275,50 +310,23 @@ def _write_undamaged(
     return export
 
 
-def _settings(config: NeoXConfig, rows: int, source: TokenizerSource | None, dtype: torch.dtype) -> ModelSettings:
-    """Return the settings of the export."""
-    precisions = {known: name for name, known in DTYPES.items()}
-    return ModelSettings(
-        dtype=precisions[dtype],
-        initializer_range=config.model.init_method_std,
-        attention_dropout=config.training.attention_dropout,
-        hidden_dropout=config.training.hidden_dropout,
-        vocab_size=rows,
-        eod=source.tokenizer.eod if source else None,
-        bos=source.bos if source else None,
-    )
-
-
-def _chat_template(config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None) -> ChatTemplate | None:
-    """Return the chat template of the model; None if there is none, or no tokenizer."""
-    if source is None:
-        return None
-    given = config.tokenizer.chat_template
-    return find_chat_template(given, reader.path, source.vocab_file, source.tokenizer)
-
-
-def _generation_settings(
-    config: NeoXConfig, reader: CheckpointReader, source: TokenizerSource | None
-) -> dict[str, Any]:
-    """Return the settings of generation of the model."""
-    if source is None:
-        found = find_generation_settings(config, reader.path, None, None)
-    else:
-        found = find_generation_settings(config, reader.path, source.vocab_file, source.tokenizer)
-    return found or {"_from_model_config": True}
-
-
 def _write_generation_config(
     output: Path,
-    generation: dict[str, Any],
+    config: NeoXConfig,
+    checkpoint: Path,
     settings: ModelSettings,
     template: ChatTemplate | None,
     source: TokenizerSource | None,
 ) -> None:
-    """Write what an import brought along, such as settings of sampling, and the ids that begin and end a text.
+    """Write the settings of generation that an import brought along, and the ids that begin and end a text.
 
-    What came stays as it was. The end of a document ends a text, and with a chat template the end of an answer does.
+    Imported ones stay as they were. The end of a document ends a text, and with a chat template the end of an answer.
     """
+    if source is None:
+        found = find_generation_settings(config, checkpoint, None, None)
+    else:
+        found = find_generation_settings(config, checkpoint, source.vocab_file, source.tokenizer)
+    generation = found or {"_from_model_config": True}
     imported = generation.get("eos_token_id")
     ends = dict.fromkeys(imported if isinstance(imported, list) else [imported])
     ends[settings.eod] = None
@@ -348,8 +356,60 @@ def _padding_entry(plan: RunPlan, source: TokenizerSource | None) -> dict[str, i
     return {"pad_token_id": padding}
 
 
-def _refuse_other_logits(check: Verification, export: Export) -> None:
-    """Raise ConversionError if the export's logits differ by more than its precision explains."""
-    allowed = _TOLERANCE[export.dtype] * max(1.0, check.largest)
-    if not check.difference <= allowed:  # also if it is NaN
-        raise ConversionError(f"the export's logits differ from the checkpoint's: {check}; the export was removed")
+def _model_card(
+    *,
+    name: str,
+    family: Family,
+    hf: Mapping[str, Any],
+    export: Export,
+    iteration: int | None,
+    check: Verification | None,
+) -> str:
+    """Return the model card: architecture, origin and check of the weights, and how to load them.
+
+    Args:
+        name: Name of the directory.
+        family: Family of the export.
+        hf: Contents of `config.json`.
+        export: Weights that were written.
+        iteration: Training step of the checkpoint, if known.
+        check: Result of the verification, if there was one.
+    """
+    rows = "\n".join(f"| {key} | {hf[key]} |" for key in _CARD_KEYS if key in hf)
+    auto_class = family.auto_class(hf)
+    task = _TASKS[auto_class]
+    kind = "reward model" if task == "text-classification" else "language model"
+    dtype = str(export.dtype).removeprefix("torch.")
+    size = f"{export.parameters:,} parameters"
+    if iteration is not None:
+        size += f" after {iteration:,} training steps"
+    checked = "The logits were not compared with the training code's on export."
+    if check is not None:
+        checked = (
+            f"On export, this directory's logits in `transformers` were compared with the training code's: {check}."
+        )
+    return f"""---
+library_name: transformers
+pipeline_tag: {task}
+tags:
+- {family.model_type}
+---
+
+# {name}
+
+A {family.title} {kind} of {size}, exported by `neox` from its training checkpoint:
+{export.tensors} tensors, {export.total_bytes:,} bytes, {dtype}.
+
+| | |
+|---|---|
+{rows}
+
+{checked}
+
+```python
+from transformers import {auto_class}, AutoTokenizer
+
+model = {auto_class}.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""

@@ -18,8 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_problem
 from neox.config import NeoXConfig
-from neox.convert.peft_names import CONFIG
-from neox.convert.read_peft import WITHOUT_EFFECT, read_peft_adapter
+from neox.convert.hf_directory import ADAPTER_CONFIG
+from neox.convert.peft_adapters import WITHOUT_EFFECT, read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
@@ -238,7 +238,7 @@ def test_every_key_of_an_adapter(tmp_path):
     unread = []
     for key in defaults.keys() - WITHOUT_EFFECT.keys():
         found = [read(**{key: value}) for value in special.get(key, others(defaults[key]))]
-        named = [item for item in found if not isinstance(item, str) or key in item or CONFIG in item]
+        named = [item for item in found if not isinstance(item, str) or key in item or ADAPTER_CONFIG in item]
         if all(item == plain for item in named):
             unread.append(key)
     assert unread == []

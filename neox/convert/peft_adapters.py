@@ -1,21 +1,24 @@
-"""Import of LoRA adapters that the package `peft` has written.
+"""LoRA adapters in the files of the package `peft`: import and export.
 
-Several modules there may be one linear layer here. Their adapters then become one adapter of rank r1 + r2 + r3. Its A
-consists of theirs, and its B has zeros outside of theirs:
+Both sides compute y = W x + scale B A x. One linear layer of ours may be several modules there: queries, keys and
+values, or the two products of a gated MLP. An export gives all of them our A, and each its rows of our B. An import
+joins adapters that may differ: its A consists of all different ones, and its B has zeros outside of theirs.
 
-    [A1]      [B1  0   0 ]
-    [A2]      [0   B2  0 ]
-    [A3]      [0   0   B3]
+    ours                        export ->                              import <-
+    A [r, inputs]               A of each module [r, inputs]           [A1]      [B1  0   0 ]
+    B [outputs, r]              B1 [outputs of module 1, r], B2, B3    [A2]      [0   B2  0 ]    rank r1 + r2 + r3
+                                                                       [A3]      [0   0   B3]
 
-Modules with the same A, as our exports have them, share its rows.
+Modules with the same A, as our exports have them, share its rows: their rank stays r. The rows of B are in the order of
+the weight's (`neox.convert.layouts`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,26 +26,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neox.architecture import ADAPTER, LayerPlan, Lora
-from neox.convert.hf_directory import read_json
+from neox.architecture import ADAPTER, LayerPlan, Lora, add_adapters
+from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at
+from neox.config import NeoXConfig
+from neox.convert.hf_directory import ADAPTER_CONFIG, new_directory, read_json, refuse_used_directory, write_json
 from neox.convert.layouts import from_hf_layout, to_hf_layout
-from neox.convert.peft_names import (
-    CONFIG,
-    PREFIX,
-    WEIGHTS,
-    adaptable_weights,
-    layout_of_b,
-    modules_of,
-    target_of,
-    tensor_key,
-)
-from neox.errors import ConversionError
-from neox.families import Family, TensorMapping
+from neox.convert.to_hf import choose_family
+from neox.convert.verification import single_rank_plan
+from neox.errors import ConversionError, TokenizerError, refusals
+from neox.families import Family, TensorMapping, TensorSource
 from neox.log import get_logger
+from neox.tokenizer import other_tokenizer, tokenizer_of
 
 _log = get_logger(__name__)
-
-_KEY = re.compile(rf"^{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight$")
+_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Beginning of the names of all modules."""
+_KEY = re.compile(rf"^{re.escape(_PREFIX)}(.+)\.lora_[AB]\.weight$")
 _USED = frozenset(
     {
         "alpha_pattern",
@@ -139,19 +139,19 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> Pef
     Raises:
         ConversionError: For settings that are not supported, each by name, and for missing or unknown tensors.
     """
-    settings = read_json(directory / CONFIG)
-    _check_settings(directory / CONFIG, settings)
-    weights = list(adaptable_weights(layers, family))
-    products = _read_products(directory / WEIGHTS, settings, weights)
+    settings = read_json(directory / ADAPTER_CONFIG)
+    _check_settings(directory / ADAPTER_CONFIG, settings)
+    weights = list(_adaptable_weights(layers, family))
+    products = _read_products(directory / _WEIGHTS, settings, weights)
     joined: dict[TensorMapping, _Product] = {}
     for mapping in weights:
-        theirs = [products.get(module) for module in modules_of(mapping)]
+        theirs = [products.get(module) for module in _modules_of(mapping)]
         if any(theirs):
-            joined[mapping] = _join(theirs, mapping, layers, directory / WEIGHTS)
+            joined[mapping] = _join(theirs, mapping, layers, directory / _WEIGHTS)
     if not joined:
-        raise ConversionError(f"{directory / WEIGHTS}: holds no adapters")
-    _refuse_missing(directory / WEIGHTS, settings, products, weights)
-    targets = tuple(sorted(set(map(target_of, joined))))
+        raise ConversionError(f"{directory / _WEIGHTS}: holds no adapters")
+    _refuse_missing(directory / _WEIGHTS, settings, products, weights)
+    targets = tuple(sorted(set(map(_target_of, joined))))
     rank = max(len(product.a) for product in joined.values())
     scale = max(product.scale for product in joined.values())
     tensors: dict[int, dict[str, Tensor]] = {}
@@ -197,7 +197,7 @@ def _read_products(file: Path, settings: Mapping[str, Any], weights: Sequence[Te
     stored = load_file(file)
     known: set[str] = set()
     for mapping in weights:
-        known.update(modules_of(mapping))
+        known.update(_modules_of(mapping))
     products: dict[str, _Product] = {}
     unknown = []
     for key in stored:
@@ -209,14 +209,9 @@ def _read_products(file: Path, settings: Mapping[str, Any], weights: Sequence[Te
     if unknown:
         raise ConversionError(
             f"{file}: unknown tensors {', '.join(sorted(unknown)[:5])}; adapters of "
-            f"{', '.join(sorted(_ends(known)))} are supported"
+            f"{', '.join(sorted({module.rpartition('.')[2] for module in known}))} are supported"
         )
     return products
-
-
-def _ends(modules: set[str]) -> set[str]:
-    """Return the last words of modules' names."""
-    return {module.rpartition(".")[2] for module in modules}
 
 
 def _read_setting(settings: Mapping[str, Any], key: str, patterns: str, module: str) -> Any:
@@ -230,15 +225,15 @@ def _read_setting(settings: Mapping[str, Any], key: str, patterns: str, module: 
 def _product_of(file: Path, settings: Mapping[str, Any], module: str, stored: Mapping[str, Tensor]) -> _Product:
     """Return the adapter of one Hugging Face module. Raises ConversionError for missing tensors and other ranks."""
     for part in ("A", "B"):
-        if tensor_key(module, part) not in stored:
-            raise ConversionError(f"{file}: {tensor_key(module, part)} is missing")
-    a = stored[tensor_key(module, "A")]
-    b = stored[tensor_key(module, "B")]
+        if _tensor_key(module, part) not in stored:
+            raise ConversionError(f"{file}: {_tensor_key(module, part)} is missing")
+    a = stored[_tensor_key(module, "A")]
+    b = stored[_tensor_key(module, "B")]
     rank = int(_read_setting(settings, "r", "rank_pattern", module))
     if a.shape[0] != rank or b.shape[1] != rank:
         raise ConversionError(
-            f"{file}: the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}, but its rank in {CONFIG} "
-            f"is {rank}"
+            f"{file}: the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}, but its rank in "
+            f"{ADAPTER_CONFIG} is {rank}"
         )
     divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
     alpha = float(_read_setting(settings, "lora_alpha", "alpha_pattern", module))
@@ -257,14 +252,14 @@ def _refuse_missing(
     in_some_block: set[str] = set()
     lacking: list[tuple[str, str]] = []  # kind of module, module
     for mapping in weights:
-        for kind, module in zip(mapping.source.modules, modules_of(mapping), strict=True):
+        for kind, module in zip(mapping.source.modules, _modules_of(mapping), strict=True):
             if module in products:
                 in_some_block.add(kind)
             else:
                 lacking.append((kind, module))
     for kind, module in lacking:
         if kind in in_some_block:
-            raise ConversionError(f"{file}: {tensor_key(module, 'A')} is missing, which other blocks have")
+            raise ConversionError(f"{file}: {_tensor_key(module, 'A')} is missing, which other blocks have")
 
 
 def _join(products: Sequence[_Product | None], mapping: TensorMapping, layers: LayerPlan, file: Path) -> _Product:
@@ -280,11 +275,13 @@ def _join(products: Sequence[_Product | None], mapping: TensorMapping, layers: L
         ConversionError: If a tensor has another shape than the model's.
     """
     shape = next(spec.shape for spec in layers[mapping.layer].parameters if spec.name == mapping.name)
-    source = layout_of_b(mapping.source)
+    source = _layout_of_b(mapping.source)
     shapes = [part.shape for part in to_hf_layout(torch.empty(shape, device="meta"), source, layers.architecture)]
+
+    # A: all different ones below each other. Each module knows the columns of B that meet its own rows.
     different: list[Tensor] = []
-    columns: list[slice] = []  # of each module in B
-    for product, wanted, module in zip(products, shapes, modules_of(mapping), strict=True):
+    columns: list[slice] = []
+    for product, wanted, module in zip(products, shapes, _modules_of(mapping), strict=True):
         if product is None:
             columns.append(slice(0, 0))
             continue
@@ -296,6 +293,8 @@ def _join(products: Sequence[_Product | None], mapping: TensorMapping, layers: L
             )
         columns.append(_place(product.a, different))
     a = torch.cat(different)
+
+    # B: the modules' rows, zero outside of their columns. The largest scale stays, so that no number grows.
     scale = max(product.scale for product in products if product)
     rows = []
     for product, wanted, here in zip(products, shapes, columns, strict=True):
@@ -335,3 +334,152 @@ def _pad(product: _Product, rank: int, scale: float, seed: int) -> _Product:
     new_rows = (2 * torch.rand(missing, inputs, generator=generator) - 1) / math.sqrt(inputs)
     a = torch.cat([product.a, new_rows.to(product.a.dtype)])
     return _Product(a, torch.cat([b, torch.zeros(len(b), missing, dtype=b.dtype)], dim=1), scale)
+
+
+def write_peft_adapter(
+    input_dir: str | Path,
+    config: NeoXConfig,
+    output_dir: str | Path,
+    *,
+    base: str,
+    overwrite: bool = False,
+    hf_architecture: str | None = None,
+) -> Path:
+    """Write a checkpoint's adapters without its weights, as `peft` loads them onto the exported base model.
+
+    Args:
+        input_dir: `global_stepN` directory of a run with `lora`, or one that holds some.
+        config: The run's configuration.
+        output_dir: Directory to create.
+        base: Name or path of the base model, which peft finds in the adapter.
+        overwrite: Whether `output_dir` is replaced.
+        hf_architecture: Key of `FAMILIES`, that of the base model; None takes the first that can express the model.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ConfigError: If no family can express the model.
+        ConversionError: If the checkpoint has no adapters, or was trained with another tokenizer.
+        CheckpointError: If the checkpoint cannot be read or belongs to another model.
+    """
+    from safetensors.torch import save_file
+
+    path = checkpoint_at(Path(input_dir))
+    output = Path(output_dir)
+    refuse_used_directory(output, overwrite=overwrite)
+    stored = CheckpointReader(path)
+    _refuse_other_tokenizer(config, path)
+    settings = stored.args.get("lora")
+    if settings is None:
+        raise ConversionError(f"{path} holds no adapters: it was not trained with `lora`")
+    lora = Lora(settings["rank"], settings["alpha"], tuple(settings["targets"]))
+    family = choose_family(config, hf_architecture)
+    plan = single_rank_plan(config, stored.vocabulary_rows)
+    check_same_model(path, stored.args, plan)
+    if plan.architecture.score_head:
+        raise ConversionError(
+            f"{path} is a reward model, whose whole head was trained in addition to the adapters: export it without "
+            "--adapter, which merges the adapters into the weights"
+        )
+    reader = CheckpointReader(path, add_adapters(plan.layers, lora))
+    tensors: dict[str, Tensor] = {}
+    adapted: list[str] = []
+    transposed = False
+    for mapping in _adaptable_weights(plan.layers, family):
+        if _target_of(mapping) not in lora.targets:
+            continue
+        adapted += _modules_of(mapping)
+        transposed = mapping.source.transpose
+        adapter = mapping.name.removesuffix(".weight") + ADAPTER
+        a = reader.full(mapping.layer, f"{adapter}lora_A")
+        b = reader.full(mapping.layer, f"{adapter}lora_B")
+        rows = to_hf_layout(b, _layout_of_b(mapping.source), plan.architecture)
+        for module, part in zip(_modules_of(mapping), rows, strict=True):
+            tensors[_tensor_key(module, "A")] = a.clone()
+            tensors[_tensor_key(module, "B")] = part.contiguous()
+    peft_settings = {
+        "peft_type": "LORA",
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "task_type": None if family.is_encoder else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": config.training.lora.dropout if config.training.lora else 0.0,
+        "target_modules": _target_modules(adapted, family.mappings(plan.layers)),
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+    }
+    with new_directory(output, overwrite=overwrite) as partial:
+        write_json(partial / ADAPTER_CONFIG, peft_settings)
+        save_file(tensors, partial / _WEIGHTS, metadata={"format": "pt"})
+    return output
+
+
+def _refuse_other_tokenizer(config: NeoXConfig, checkpoint: Path) -> None:
+    """Raise ConversionError if the configuration's tokenizer can be built and is not that of the training."""
+    try:
+        tokenizer = tokenizer_of(config)
+    except TokenizerError:
+        return
+    difference = other_tokenizer(config, tokenizer, checkpoint)
+    if difference is not None:
+        with refusals():
+            raise ConversionError(difference)
+
+
+def _target_modules(adapted: Sequence[str], mappings: Iterable[TensorMapping]) -> list[str]:
+    """Return names for `target_modules`, which peft compares with the ends of all modules' names.
+
+    Args:
+        adapted: Modules that have adapters.
+        mappings: All parameters of the network.
+
+    Returns:
+        The shortest ends that no other module has; a whole name if another module has each of its ends.
+    """
+    others: set[str] = set()
+    for mapping in mappings:
+        others.update(_modules_of(mapping))
+    others.difference_update(adapted)
+    found = set()
+    for module in adapted:
+        words = module.split(".")
+        end = words.pop()
+        while words and any(f".{other}".endswith(f".{end}") for other in others):
+            end = f"{words.pop()}.{end}"
+        found.add(end)
+    return sorted(found)
+
+
+def _adaptable_weights(layers: LayerPlan, family: Family) -> Iterator[TensorMapping]:
+    """Yield the weights of blocks that can have adapters."""
+    for mapping in family.mappings(layers):
+        layer = layers[mapping.layer]
+        if layer.kind != "block":
+            continue
+        spec = next(spec for spec in layer.parameters if spec.name == mapping.name)
+        if spec.is_matrix and not spec.experts:
+            yield mapping
+
+
+def _target_of(mapping: TensorMapping) -> str:
+    """Return the name of a linear layer among the targets of `lora`."""
+    return mapping.name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _modules_of(mapping: TensorMapping) -> list[str]:
+    """Return the Hugging Face modules of a parameter."""
+    return [key.rpartition(".")[0] for key in mapping.keys]
+
+
+def _layout_of_b(source: TensorSource) -> TensorSource:
+    """Return the layout of B, whose rows are those of the weight. Like A, it is never stored transposed."""
+    return replace(source, transpose=False)
+
+
+def _tensor_key(module: str, part: str) -> str:
+    """Return peft's key of A or B of a module."""
+    return f"{_PREFIX}{module}.lora_{part}.weight"
