@@ -197,7 +197,8 @@ class _BlockCutter:
         """Add whole rows as `add` does."""
         self._column = rows.column
         while rows.lengths:
-            good, rows = rows.split(self._rows_before_too_long(rows))
+            is_too_long = [length > self.max_line_bytes for length in rows.lengths]
+            good, rows = rows.split([*is_too_long, True].index(True))
             if good.lengths:
                 self._complete.append(good.data)
                 self._lengths += good.lengths
@@ -208,23 +209,18 @@ class _BlockCutter:
                 yield self._too_long(len(too_long.data))
                 self._advance(1, too_long.size)
 
-    def _rows_before_too_long(self, rows: TextRows) -> int:
-        for number, length in enumerate(rows.lengths):
-            if length > self.max_line_bytes:
-                return number
-        return len(rows.lengths)
-
     def _add_lines(self, chunk: bytes) -> Iterator[LineBlock | BadInput]:
-        """Add a part of JSON lines as `add` does."""
+        """Add a piece of JSON lines as `add` does."""
         newline = chunk.find(b"\n")
-        line_bytes = self._skipped_bytes + self._begun_bytes
+        line_bytes = self._skipped_bytes + self._begun_bytes  # size of the begun line up to here
         if newline < 0:
             line_bytes += len(chunk)
         else:
             line_bytes += newline
         if self._skipped_bytes or line_bytes > self.max_line_bytes:
             yield from self.cut()
-            self._drop_begun_line()
+            self._begun = []
+            self._begun_bytes = 0
             if newline < 0:
                 self._skipped_bytes = line_bytes
                 return
@@ -232,34 +228,35 @@ class _BlockCutter:
             self._skipped_bytes = 0
             self._advance(1, line_bytes + 1)
             chunk = chunk[newline + 1 :]
-        self._collect(chunk)
 
-    def _collect(self, chunk: bytes) -> None:
-        """Add a chunk to the complete lines, up to its last newline, and to the begun line."""
+        # The begun line and the chunk up to its last newline are complete; the rest begins the next line.
         complete = chunk.rfind(b"\n") + 1
         if complete:
             self._complete += self._begun
             self._complete.append(chunk[:complete])
             self.complete_bytes += self._begun_bytes + complete
-            self._drop_begun_line()
+            self._begun = []
+            self._begun_bytes = 0
         if complete < len(chunk):
             self._begun.append(chunk[complete:])
             self._begun_bytes += len(chunk) - complete
 
-    def _drop_begun_line(self) -> None:
-        self._begun = []
-        self._begun_bytes = 0
-
     def cut(self) -> Iterator[LineBlock]:
-        """Yield the complete lines as a block, if there are any."""
-        if self._complete:
-            data = b"".join(self._complete)
-            self._complete = []
-            self.complete_bytes = 0
-            if self._column is None:
-                yield self._block(data, data.count(b"\n"))
-            else:
-                yield self._block_of_rows(data)
+        """Yield the complete lines or rows as a block, if there are any. The next block starts at its end."""
+        if not self._complete:
+            return
+        data = b"".join(self._complete)
+        self._complete = []
+        self.complete_bytes = 0
+        start = self.start
+        if self._column is None:
+            self._advance(data.count(b"\n"), len(data))
+            yield LineBlock(self.file, data, start, self.start, self.filters)
+        else:
+            lengths = tuple(self._lengths)
+            self._lengths = []
+            self._advance(len(lengths), len(data) + len(lengths))  # as if each row ended with a newline
+            yield LineBlock(self.file, data, start, self.start, self.filters, self._column, lengths)
 
     def cut_last_line(self) -> Iterator[LineBlock | BadInput]:
         """Yield the last line of the file, if no newline ends it."""
@@ -268,22 +265,11 @@ class _BlockCutter:
             self._advance(1, self._skipped_bytes)
         elif self._begun:
             data = b"".join(self._begun)
-            self._drop_begun_line()
-            yield self._block(data, 1)
-
-    def _block(self, data: bytes, lines: int) -> LineBlock:
-        """Return the next block and move `start` to its end."""
-        start = self.start
-        self._advance(lines, len(data))
-        return LineBlock(self.file, data, start, self.start, self.filters)
-
-    def _block_of_rows(self, data: bytes) -> LineBlock:
-        """Return the collected rows as the next block and move `start` to its end."""
-        start = self.start
-        lengths = tuple(self._lengths)
-        self._lengths = []
-        self._advance(len(lengths), len(data) + len(lengths))
-        return LineBlock(self.file, data, start, self.start, self.filters, self._column, lengths)
+            self._begun = []
+            self._begun_bytes = 0
+            start = self.start
+            self._advance(1, len(data))
+            yield LineBlock(self.file, data, start, self.start, self.filters)
 
     def bad_input(self, reason: str) -> BadInput:
         """Return a defect at the current position."""

@@ -95,15 +95,9 @@ def check_is_data(head: bytes, *, is_text: bool = True) -> None:
             raise CorruptInput(f"it is {what}")
     if head[257:262] == b"ustar":
         raise CorruptInput("it is a tar archive: unpack it, or give it a name that ends with .tar")
-    _check_is_not_unmarked(head)
 
-
-def _check_is_not_unmarked(head: bytes) -> None:
-    """Raise CorruptInput for UTF-16 without its mark.
-
-    Every other byte of English or JSON is then 0: here in more than three quarters of the places of one parity, and in
-    less than a quarter of the others.
-    """
+    # UTF-16 without its mark: every other byte of English or JSON is 0, here in more than three quarters of the places
+    # of one parity, and in less than a quarter of the others.
     if head.startswith(tuple(_ENCODINGS)) or len(head) < 4:
         return
     even = head[::2]
@@ -126,22 +120,18 @@ def as_utf_8(chunks: Iterable[bytes]) -> Iterator[bytes]:
         if len(head) >= HEAD_BYTES:
             break
     check_is_data(head)
-    for mark, encoding in _ENCODINGS.items():
-        if head.startswith(mark):
-            yield from _converted(chain([head], chunks), encoding)
-            return
-    yield head
-    yield from chunks
-
-
-def _converted(chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-    decoder = codecs.getincrementaldecoder(encoding)()
+    marked = [encoding for mark, encoding in _ENCODINGS.items() if head.startswith(mark)]
+    if not marked:
+        yield head
+        yield from chunks
+        return
+    decoder = codecs.getincrementaldecoder(marked[0])()
     try:
-        for chunk in chunks:
+        for chunk in chain([head], chunks):
             yield decoder.decode(chunk).encode()
         yield decoder.decode(b"", final=True).encode()
     except UnicodeError as error:
-        raise CorruptInput(f"the text begins as {encoding.upper()}, but is not ({error})") from error
+        raise CorruptInput(f"the text begins as {marked[0].upper()}, but is not ({error})") from error
 
 
 def holds_whole_values(head: bytes) -> bool:
@@ -165,28 +155,23 @@ def json_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """
     chunks = iter(chunks)
     head = next(chunks, b"")
-    if holds_whole_values(head):
-        yield from _values(chain([head], chunks))
-    else:
+    if not holds_whole_values(head):
         yield head
         yield from chunks
-
-
-def _values(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the elements of an array, or each of several values, as lines.
-
-    orjson reads one value. What it refuses is read as Python reads JSON: several values, NaN, lone surrogates.
-    """
+        return
     data = bytearray()
-    for chunk in chunks:
+    for chunk in chain([head], chunks):
         data += chunk
         if len(data) > _MOST_BYTES_OF_VALUES:
             raise CorruptInput(
                 f"it is JSON over several lines with more than {_MOST_BYTES_OF_VALUES:,} bytes, which would have to be "
                 "held in memory; write one object on each line: jq -c '.[]' FILE > NEW_FILE.jsonl"
             )
-    dump: Callable[[Any], bytes] = orjson.dumps
     content = bytes(data).removeprefix(BYTE_ORDER_MARK)
+
+    # orjson reads one value. What it refuses is read as Python reads JSON: several values, NaN, lone surrogates. The
+    # parser of lines judges the latter.
+    dump: Callable[[Any], bytes] = orjson.dumps
     try:
         values = [orjson.loads(content)]
     except orjson.JSONDecodeError:
@@ -203,25 +188,22 @@ def _several_values(content: bytes) -> Iterator[Any]:
     decoder = json.JSONDecoder()
     try:
         text = content.decode("utf-8")
-        position = _next_position(text, 0)
-        while position < len(text):
+        position = 0
+        while True:
+            while position < len(text) and text[position].isspace():
+                position += 1
+            if position == len(text):
+                return
             value, position = decoder.raw_decode(text, position)
             yield value
-            position = _next_position(text, position)
     except UnicodeDecodeError as error:
         raise CorruptInput(f"the text is not UTF-8 ({error.reason}); {OTHER_ENCODING}") from error
     except (ValueError, RecursionError) as error:
         raise CorruptInput(f"it is JSON over several lines, but not valid ({error})") from error
 
 
-def _next_position(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
-
-
 def _plain_json(value: Any) -> bytes:
-    return json.dumps(value).encode()  # with NaN and lone surrogates, which the parser of lines judges
+    return json.dumps(value).encode()
 
 
 def whole_text(data: bytes) -> str:

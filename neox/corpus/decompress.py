@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -46,7 +46,10 @@ def compressed_files(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            found += _files_in(path)
+            files = sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIX) and file.is_file())
+            if not files:
+                raise DataError(f"{path}: the directory holds no .zst file")
+            found += files
         elif not path.is_file():
             raise DataError(f"{path} does not exist")
         elif not path.name.endswith(_SUFFIX):
@@ -54,13 +57,6 @@ def compressed_files(paths: Sequence[str | Path]) -> tuple[Path, ...]:
         else:
             found.append(path)
     return tuple(found)
-
-
-def _files_in(directory: Path) -> list[Path]:
-    files = sorted(path for path in directory.iterdir() if path.name.endswith(_SUFFIX) and path.is_file())
-    if not files:
-        raise DataError(f"{directory}: the directory holds no .zst file")
-    return files
 
 
 def decompress_files(
@@ -94,17 +90,13 @@ def decompress_files(
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
         finally:
-            if not all(_succeeded(job) for job in jobs):
+            if not all(job.done() and job.exception() is None for job in jobs):
                 stop.set()
     for job in jobs:
         error = job.exception()
         if isinstance(error, DataError):
             raise error
     return tuple(job.result() for job in jobs)
-
-
-def _succeeded(job: Future[Decompressed]) -> bool:
-    return job.done() and job.exception() is None
 
 
 class _Stopped(Exception):
@@ -115,24 +107,15 @@ def _decompress_file(
     source: Path, directory: Path | None, consumed: Callable[[int], None] | None, stop: Event
 ) -> Decompressed:
     """Decompress one file, or keep an earlier result. Raises DataError as `decompress_files`."""
-    if directory is None:
-        return _decompress(source, None, open(os.devnull, "wb"), consumed, stop)
-    target = directory / source.name.removesuffix(_SUFFIX)
-    if target.exists() and target.stat().st_mtime >= source.stat().st_mtime:
-        if consumed is not None:
-            consumed(source.stat().st_size)
-        return Decompressed(source, target, target.stat().st_size, fresh=False)
-    return _decompress(source, target, atomic_write(target), consumed, stop)
-
-
-def _decompress(
-    source: Path,
-    target: Path | None,
-    opened: AbstractContextManager[BinaryIO],
-    consumed: Callable[[int], None] | None,
-    stop: Event,
-) -> Decompressed:
-    """Write the content of a file to the file that `opened` gives. Raises DataError as `decompress_files`."""
+    target = None
+    opened: AbstractContextManager[BinaryIO | None] = nullcontext()
+    if directory is not None:
+        target = directory / source.name.removesuffix(_SUFFIX)
+        if target.exists() and target.stat().st_mtime >= source.stat().st_mtime:
+            if consumed is not None:
+                consumed(source.stat().st_size)
+            return Decompressed(source, target, target.stat().st_size, fresh=False)
+        opened = atomic_write(target)
     size = 0
     reported = 0
     try:
@@ -140,7 +123,8 @@ def _decompress(
             for chunk in decompress_zstd(file):
                 if stop.is_set():
                     raise _Stopped
-                out.write(chunk)
+                if out is not None:
+                    out.write(chunk)
                 size += len(chunk)
                 position = file.tell()
                 if consumed is not None and position != reported:

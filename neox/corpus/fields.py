@@ -41,26 +41,22 @@ def look_up(record: Mapping[str, Any], key: str) -> Any:
     if key in record:
         return record[key]
     if "{" not in key:
-        return _walk(record, key)
-    parts = []
+        value: Any = record
+        for name in key.split("."):
+            if not isinstance(value, dict) or name not in value:
+                names = ", ".join(map(repr, list(record)[:8]))
+                raise FieldError(key, f"no field {key!r} (the line has {names or 'none'})")
+            value = value[name]
+        return value
+    texts = []
     for literal, field in template_parts(key):
-        parts.append(literal)
+        texts.append(literal)
         if field:
             value = look_up(record, field)
             if isinstance(value, bool) or not isinstance(value, str | int | float):
                 raise FieldError(field, f"{field!r} in {key!r} is neither text nor a number")
-            parts.append(str(value))
-    return "".join(parts)
-
-
-def _walk(record: Mapping[str, Any], path: str) -> Any:
-    value: Any = record
-    for name in path.split("."):
-        if not isinstance(value, dict) or name not in value:
-            names = ", ".join(map(repr, list(record)[:8]))
-            raise FieldError(path, f"no field {path!r} (the line has {names or 'none'})")
-        value = value[name]
-    return value
+            texts.append(str(value))
+    return "".join(texts)
 
 
 @lru_cache(maxsize=64)
@@ -91,8 +87,8 @@ class Filter:
     comparison: Comparison
     values: tuple[str, ...]
 
-    def passes(self, record: Any) -> bool:
-        """Return whether a record meets the condition; null never does. Raises FieldError if the field is missing."""
+    def is_met(self, record: Any) -> bool:
+        """Return whether a record meets this condition; null never does. Raises FieldError if the field is missing."""
         if not isinstance(record, dict):
             raise FieldError(self.field, f"no field {self.field!r}: the line is not an object")
         value = look_up(record, self.field)
@@ -100,13 +96,11 @@ class Filter:
             return False
         if isinstance(value, list | dict):
             raise FieldError(self.field, f"{self.field!r} is a list or an object, which cannot be compared")
-        if self.comparison == "=":
-            return _is_one_of(value, self.values)
-        if self.comparison == "!=":
-            return not _is_one_of(value, self.values)
-        return self._is_within(value)
+        if self.comparison in ("=", "!="):
+            is_one_of_them = any(_equal(value, text) for text in self.values)
+            return is_one_of_them == (self.comparison == "=")
 
-    def _is_within(self, value: Any) -> bool:
+        # An order: of numbers if the value is one, else of texts.
         bounds: Sequence[Any] = self.values
         if isinstance(value, bool):
             raise FieldError(self.field, f"{self.field!r} is a boolean, which has no order")
@@ -129,10 +123,6 @@ class Filter:
         if self.comparison == "..":
             return f"{self.field}={self.values[0]}..{self.values[1]}"
         return f"{self.field}{self.comparison}{','.join(self.values)}"
-
-
-def _is_one_of(value: Any, texts: Sequence[str]) -> bool:
-    return any(_equal(value, text) for text in texts)
 
 
 def _equal(value: Any, text: str) -> bool:

@@ -1,4 +1,11 @@
-"""Reading documents from JSON lines, and writing them."""
+"""Lines and rows of blocks as JSON values, texts and documents; writing of documents.
+
+LineBlock           whole lines, or texts of a table's rows        (`neox.corpus.blocks`)
+|  convert_lines    one line: JSON value, filters, then a function of the caller's; BadInput for a bad line
++-- parse_texts         texts under keys, for token files
++-- parse_records       whole objects, for steps that change them
++-- read_documents      `Document`s, one after another
+"""
 
 from __future__ import annotations
 
@@ -88,15 +95,10 @@ def read_documents(
                 if isinstance(line, BadInput):
                     budget.add(line)
                 elif line.texts[0]:
-                    yield Document(line.texts[0], _metadata(line.record))
-
-
-def _metadata(record: Any) -> Mapping[str, Any]:
-    """Return the metadata of a line; an empty object if it has none."""
-    if isinstance(record, dict) and isinstance(record.get("meta"), dict):
-        metadata: dict[str, Any] = record["meta"]
-        return metadata
-    return {}
+                    metadata: Mapping[str, Any] = {}
+                    if isinstance(line.record, dict) and isinstance(line.record.get("meta"), dict):
+                        metadata = line.record["meta"]
+                    yield Document(line.texts[0], metadata)
 
 
 def write_documents(path: str | Path, documents: Iterable[Document], *, level: int = 3) -> int:
@@ -126,7 +128,11 @@ def write_documents(path: str | Path, documents: Iterable[Document], *, level: i
         compressor.stream_writer(file, closefd=False) as stream,
     ):
         for document in documents:
-            stream.write(_line(document, count, path))
+            try:
+                line = orjson.dumps({"text": document.text, "meta": dict(document.meta)})
+            except TypeError as error:
+                raise DataError(f"{path}: document {count} cannot be written as JSON: {error}") from error
+            stream.write(line + b"\n")
             count += 1
     return count
 
@@ -257,13 +263,22 @@ def convert_lines(
             for a bad line.
         filtered: List to which the numbers of lines that filters leave out are appended.
     """
+    rows: Iterable[bytes | memoryview | None]  # a JSON line, or the text or null that a table holds in its row
+    if block.column is None:
+        rows = block.data.split(b"\n")
+    else:
+        rows = TextRows(block.column, memoryview(block.data), list(block.lengths)).texts()
     line = block.start.line
     offset = block.start.offset
-    for row in _rows_of(block):
-        if not _is_blank(row):
+    for row in rows:
+        is_blank = isinstance(row, bytes) and (not row or row.isspace())
+        if not is_blank:
             try:
-                record, strict = _load_row(block, row)
-                if not block.filters or _passes(record, block.filters):
+                if isinstance(row, bytes):
+                    record, strict = _load(row)
+                else:
+                    record, strict = {block.column: _decoded(row)}, True
+                if not block.filters or _meets_all(record, block.filters):
                     yield convert(record, strict)
                 elif filtered is not None:
                     filtered.append(line)
@@ -273,37 +288,20 @@ def convert_lines(
         offset += len(row or b"") + 1
 
 
-Row = bytes | memoryview | None
-"""A JSON line (bytes), or what a table holds in its row: a text (memoryview) or null."""
-
-
-def _rows_of(block: LineBlock) -> Iterable[Row]:
-    """Return the lines or rows of a block."""
-    if block.column is None:
-        return block.data.split(b"\n")
-    return TextRows(block.column, memoryview(block.data), list(block.lengths)).texts()
-
-
-def _is_blank(row: Row) -> bool:
-    return isinstance(row, bytes) and (not row or row.isspace())
-
-
-def _load_row(block: LineBlock, row: Row) -> tuple[Any, bool]:
-    """Return the value of a line or row, and whether it is strict JSON. Raises BadRecord."""
-    if isinstance(row, bytes):
-        return _load(row)
-    if row is None:
-        return {block.column: None}, True
+def _decoded(text: memoryview | None) -> str | None:
+    """Return the text of a table's row; None for null. Raises BadRecord."""
+    if text is None:
+        return None
     try:
-        return {block.column: str(row, "utf-8")}, True
+        return str(text, "utf-8")
     except UnicodeDecodeError:
         raise BadRecord(NOT_UTF_8) from None
 
 
-def _passes(record: Any, filters: Sequence[Filter]) -> bool:
-    """Return whether a record passes all filters. Raises BadRecord if it lacks a field of theirs."""
+def _meets_all(record: Any, filters: Sequence[Filter]) -> bool:
+    """Return whether a record meets all conditions. Raises BadRecord if it lacks a field of theirs."""
     try:
-        return all(each.passes(record) for each in filters)
+        return all(each.is_met(record) for each in filters)
     except FieldError as error:
         raise BadRecord(f"--filter: {error}") from None
 
@@ -410,18 +408,16 @@ def _load(data: bytes) -> tuple[Any, bool]:
     data = data.removeprefix(BYTE_ORDER_MARK)  # of the file, or of one that was joined to it
     try:
         return orjson.loads(data), True
-    except orjson.JSONDecodeError as error:
-        return _load_slowly(data, error), False
+    except orjson.JSONDecodeError as problem:
+        error = problem
 
-
-def _load_slowly(data: bytes, error: orjson.JSONDecodeError) -> Any:
-    """Parse a line that is not strict JSON with ujson, as gpt-neox does. Raises BadRecord."""
+    # It is not strict JSON. gpt-neox reads it with ujson.
     if data.startswith(BAD_ROW):
         raise BadRecord(data.removeprefix(BAD_ROW).decode("utf-8", "replace")) from None
     if b"\0" in data:
         raise BadRecord(f"NUL byte at position {data.index(0)} of the line") from None
     try:
-        return ujson.loads(data.decode("utf-8"))
+        return ujson.loads(data.decode("utf-8")), False
     except UnicodeDecodeError as problem:
         raise BadRecord(f"not UTF-8 at position {problem.start} of the line; {OTHER_ENCODING}") from None
     except (ValueError, RecursionError):
@@ -437,10 +433,3 @@ def _check_writable(value: Any) -> None:
         orjson.dumps(value)
     except TypeError as error:
         raise BadRecord(f"it cannot be written as JSON: a lone surrogate (half of a character), or {error}") from None
-
-
-def _line(document: Document, number: int, path: Path) -> bytes:
-    try:
-        return orjson.dumps({"text": document.text, "meta": dict(document.meta)}) + b"\n"
-    except TypeError as error:
-        raise DataError(f"{path}: document {number} cannot be written as JSON: {error}") from error

@@ -259,18 +259,36 @@ def download(
         The path.
 
     Raises:
-        DataError: If five attempts fail, or the size or digest is wrong.
+        DataError: If five attempts fail, or the size or digest is wrong, also that of an existing file.
     """
     path = Path(path)
     digest_file = path.with_name(path.name + ".sha256")
     partial = partial_path(path)
     if path.exists() and not force:
-        _check_existing(path, digest_file, sha256)
+        expected = sha256
+        if expected is None and digest_file.exists():
+            expected = next(iter(digest_file.read_text(encoding="utf-8").split()), None)
+        if expected is not None:
+            found = sha256_of(path)
+            if found != expected.lower():
+                raise DataError(
+                    f"{path} has the sha256 {found}, not {expected}; fetch it again with --force-redownload"
+                )
         return path
     if force:
         _discard(partial)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _fetch_with_retries(url, partial, received, pause)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            _fetch(url, partial, received)
+            break
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code not in _TEMPORARY_STATUS:
+                raise DataError(f"{url}: {error}; give another source with NAME=URL, or a local path") from error
+            if attempt == _ATTEMPTS:
+                raise DataError(f"{url}: {error}, {_ATTEMPTS} times; the same command resumes the download") from error
+            _log.warning("%s: %s: trying again", url, error)
+            time.sleep(pause * 2 ** (attempt - 1))
     digest = sha256_of(partial)
     if sha256 is not None and digest != sha256.lower():
         _discard(partial)
@@ -341,34 +359,6 @@ def _discard(partial: Path) -> None:
     _version_file(partial).unlink(missing_ok=True)
 
 
-def _check_existing(path: Path, digest_file: Path, sha256: str | None) -> None:
-    """Raise DataError if a file has another digest than the given one, or else than the one in its digest file."""
-    expected = sha256
-    if expected is None and digest_file.exists():
-        words = digest_file.read_text(encoding="utf-8").split()
-        expected = next(iter(words), None)
-    if expected is None:
-        return
-    found = sha256_of(path)
-    if found != expected.lower():
-        raise DataError(f"{path} has the sha256 {found}, not {expected}; fetch it again with --force-redownload")
-
-
-def _fetch_with_retries(url: str, partial: Path, received: Callable[[int], None] | None, pause: float) -> None:
-    """Download the rest of a file. Raises DataError after an error that a retry cannot mend, or the last attempt."""
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            _fetch(url, partial, received)
-            return
-        except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, urllib.error.HTTPError) and error.code not in _TEMPORARY_STATUS:
-                raise DataError(f"{url}: {error}; give another source with NAME=URL, or a local path") from error
-            if attempt == _ATTEMPTS:
-                raise DataError(f"{url}: {error}, {_ATTEMPTS} times; the same command resumes the download") from error
-            _log.warning("%s: %s: trying again", url, error)
-            time.sleep(pause * 2 ** (attempt - 1))
-
-
 def _fetch(url: str, partial: Path, received: Callable[[int], None] | None) -> None:
     """Download the rest of a file, or all of it if the server does not send the rest of the same version."""
     version = _Version.read(partial)
@@ -379,12 +369,25 @@ def _fetch(url: str, partial: Path, received: Callable[[int], None] | None) -> N
         have = partial.stat().st_size
         if have == version.size:
             return
-    response = _response(url, version, have)
-    if response is None:
-        _discard(partial)
-        raise OSError(f"the server's file is shorter than the {have:,} bytes received: it has changed")
+
+    # Ask for the rest, if the file is still the same one.
+    headers = {"User-Agent": "neox", "Accept-Encoding": "identity"}
+    if version is not None and have:
+        headers |= {"Range": f"bytes={have}-", **version.condition()}
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60)
+    except urllib.error.HTTPError as error:
+        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:
+            _discard(partial)
+            raise OSError(f"the server's file is shorter than the {have:,} bytes received: it has changed") from error
+        raise
     with response:
-        start = _start_of(response, have)
+        # Some servers begin before the byte that was asked for, and some send the rest with the status of the whole.
+        start = 0
+        if content_range := _CONTENT_RANGE.match(response.headers.get("Content-Range", "")):
+            start = int(content_range[1])
+        elif getattr(response, "status", None) == HTTPStatus.PARTIAL_CONTENT:
+            start = have
         found = _Version.of_response(url, response.headers, start)
         if start and (start > have or version is None or not found.is_same(version)):
             _discard(partial)
@@ -403,32 +406,3 @@ def _fetch(url: str, partial: Path, received: Callable[[int], None] | None) -> N
     size = partial.stat().st_size
     if found.size is not None and size != found.size:
         raise OSError(f"the connection ended after {size:,} of {found.size:,} bytes")
-
-
-def _response(url: str, version: _Version | None, have: int) -> Any:
-    """Return the response to a request for a file, or for the rest after `have` bytes; None if there is no rest."""
-    headers = {"User-Agent": "neox", "Accept-Encoding": "identity"}
-    if version is not None and have:
-        headers |= {"Range": f"bytes={have}-", **version.condition()}
-    try:
-        return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60)
-    except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and have:
-            return None
-        raise
-
-
-def _start_of(response: Any, have: int) -> int:
-    """Return the byte of the file with which the content of a response begins.
-
-    Some servers begin before the byte that was asked for, and some send the rest with the status of the whole.
-
-    Args:
-        response: The response.
-        have: First byte that was asked for.
-    """
-    if found := _CONTENT_RANGE.match(response.headers.get("Content-Range", "")):
-        return int(found[1])
-    if getattr(response, "status", None) == HTTPStatus.PARTIAL_CONTENT:
-        return have
-    return 0

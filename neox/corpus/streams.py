@@ -2,6 +2,12 @@
 
 The lines of `.jsonl` and its compressed forms are yielded unchanged. `archives` converts the other formats of
 lm-dataformat (text, zip, tar, ...): each document becomes a line that is one JSON string, lm-dataformat's old form.
+
+    name ends with           read by                       chunks of about 256 KiB
+    .jsonl .ndjson .json     as on disk, or `_content` ->  JSON lines          an array becomes lines (`json_lines`)
+    .jsonl.zst .json.gz ...  `_content`, by first bytes    JSON lines          UTF-16 becomes UTF-8 (`as_utf_8`)
+    .parquet .arrow .csv     `neox.corpus.tables`          rows: JSON lines, or texts if one column is wanted
+    .txt .zip .tar .gz ...   `neox.corpus.archives`        one JSON string for each text
 """
 
 from __future__ import annotations
@@ -83,19 +89,28 @@ def read_chunks(
     name = name_of(path)
     with os_errors(DataError, f"{shown(path)} cannot be read"), open_file(path) as opened:
         file = _Counting(opened, consumed)
-        if name.endswith(PLAIN_SUFFIXES) and _is_plain(file.head):
-            file.seek(skip)
-            yield from _pieces(file)
-        elif (table := table_reader(name)) is not None:
-            yield from table(path, cast(IO[bytes], file), skip_lines, columns)
+        if name.endswith(_CSV_SUFFIXES):
+            yield from _csv(path, file, skip_lines, columns)
+            return
+        for suffix, table in _BINARY_TABLES.items():
+            if name.endswith(suffix):
+                check_is_data(file.head, is_text=False)
+                yield from table(path, cast(IO[bytes], file), skip_lines, columns)
+                return
+        if name.endswith(PLAIN_SUFFIXES):
+            check_is_data(file.head)
+            is_utf_16 = file.head.startswith((b"\xff\xfe", b"\xfe\xff"))
+            if packing_of(file.head) is None and not holds_whole_values(file.head) and not is_utf_16:
+                file.seek(skip)  # lines of UTF-8, as on disk: the first ones need not be read
+                yield from _pieces(file)
+                return
+            reader = _json()
         else:
-            yield from _after(_reader_of(name)(file), skip)
-
-
-def _is_plain(head: bytes) -> bool:
-    """Return whether JSON with these first bytes is lines of UTF-8, so that a part of it can be skipped unread."""
-    check_is_data(head)
-    return packing_of(head) is None and not holds_whole_values(head) and not head.startswith((b"\xff\xfe", b"\xfe\xff"))
+            reader = next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))
+        for chunk in reader(file):
+            if skip < len(chunk):
+                yield chunk[skip:]
+            skip = max(0, skip - len(chunk))
 
 
 class _Counting(io.RawIOBase):
@@ -233,25 +248,13 @@ def _unzipped(file: Any) -> IO[bytes]:
 
 
 def _unpacked(what: str, opened: Any) -> Iterator[bytes]:
-    """Yield the content of a file of gzip, bz2 or xz. Raises CorruptInput if it is damaged."""
+    """Yield the content of a file of gzip, bz2 or xz, opened by its module. Raises CorruptInput if it is damaged."""
     try:
         yield from _pieces(opened)
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise CorruptInput(f"{what} data is damaged or truncated ({error})") from error
-
-
-def _gzip(file: Any) -> Iterator[bytes]:
-    return _unpacked("gzip", _unzipped(file))
-
-
-def _bz2(file: Any) -> Iterator[bytes]:
-    return _unpacked("bz2", bz2.BZ2File(file))
-
-
-def _xz(file: Any) -> Iterator[bytes]:
-    return _unpacked("xz", lzma.LZMAFile(file))
 
 
 def _tar_of_zstd(file: Any) -> Iterator[bytes]:
@@ -285,10 +288,14 @@ def _json(named: str | None = None) -> Callable[[Any], Iterator[bytes]]:
     return lambda file: json_lines(as_utf_8(_content(file, named)))
 
 
-def _text_file(file: Any) -> Iterator[bytes]:
+def _text_file(file: _Counting) -> Iterator[bytes]:
     """Yield a text file as one line, in pieces. All kinds of line ends become newlines, as in lm-dataformat."""
-    content = _Joined(_text_content(file))
-    text = io.TextIOWrapper(io.BufferedReader(content, _CHUNK_BYTES), encoding="utf-8-sig")
+    is_page = packing_of(file.head) is None and file.head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"<")
+    if is_page:  # HTML is text too
+        content = _pieces(file)
+    else:
+        content = as_utf_8(_content(file))
+    text = io.TextIOWrapper(io.BufferedReader(_Joined(content), _CHUNK_BYTES), encoding="utf-8-sig")
     try:
         started = False
         while piece := text.read(_CHUNK_BYTES):
@@ -302,13 +309,6 @@ def _text_file(file: Any) -> Iterator[bytes]:
             yield b'"\n'
     except UnicodeDecodeError as error:
         raise CorruptInput(f"the text is not UTF-8 ({error.reason}); {OTHER_ENCODING}") from error
-
-
-def _text_content(file: _Counting) -> Iterator[bytes]:
-    """Yield the content of a text file. It may be HTML, which is text too."""
-    if packing_of(file.head) is None and file.head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"<"):
-        return _pieces(file)
-    return as_utf_8(_content(file))
 
 
 def _check_is_one_text(piece: str) -> None:
@@ -329,16 +329,6 @@ def _check_is_one_text(piece: str) -> None:
             raise CorruptInput(f"it holds a table, not one text: give it a name that ends with {suffix}")
 
 
-def _after(chunks: Iterator[bytes], skip: int) -> Iterator[bytes]:
-    """Yield the bytes of chunks after the first `skip`."""
-    for chunk in chunks:
-        if skip >= len(chunk):
-            skip -= len(chunk)
-        else:
-            yield chunk[skip:]
-            skip = 0
-
-
 # If several suffixes match, the first one decides.
 _READERS: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
     ".jsonl.zst": _json(".zst"),
@@ -357,42 +347,18 @@ _READERS: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
     "_data.xz": lambda file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_chunks`)
     "openwebtext.tar.xz": lambda file: tar_of_tars(lzma.LZMAFile(file)),  # noqa: SIM115
 }
-_TABLES: Mapping[str, TableReader] = {
-    ".parquet": parquet_rows,
-    ".arrow": arrow_rows,
-    ".csv": csv_lines,
-    ".tsv": csv_lines,
-}
+_BINARY_TABLES: Mapping[str, TableReader] = {".parquet": parquet_rows, ".arrow": arrow_rows}
 _PACKED: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
-    ".gz": _gzip,
-    ".bz2": _bz2,
-    ".xz": _xz,
+    ".gz": lambda file: _unpacked("gzip", _unzipped(file)),
+    ".bz2": lambda file: _unpacked("bz2", bz2.BZ2File(file)),
+    ".xz": lambda file: _unpacked("xz", lzma.LZMAFile(file)),  # noqa: SIM115
     ".zst": decompress_zstd,
 }
 _PACKED_TABLES = tuple(f"{table}{packed}" for table in (".csv", ".tsv") for packed in _PACKED)
+_CSV_SUFFIXES = (".csv", ".tsv", *_PACKED_TABLES)
 
 
-def table_reader(name: str) -> TableReader | None:
-    """Return the reader of a table with this file name; None if it is no table."""
-    if name.endswith((".csv", ".tsv", *_PACKED_TABLES)):
-        return _csv
-    for suffix, reader in _TABLES.items():
-        if name.endswith(suffix):
-            return _checked(reader)
-    return None
-
-
-def _checked(reader: TableReader) -> TableReader:
-    """Return a reader of a binary table that names files which hold something else by its name."""
-
-    def read(path: str, file: Any, skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
-        check_is_data(file.head, is_text=False)
-        return reader(path, file, skip, columns)
-
-    return read
-
-
-def _csv(path: str, file: Any, skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
+def _csv(path: str, file: _Counting, skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
     """Yield the rows of a CSV file, compressed or not, as JSON lines."""
     plain = name_of(path)
     named = None
@@ -403,12 +369,6 @@ def _csv(path: str, file: Any, skip: int, columns: Sequence[str] | None) -> Iter
     return csv_lines(plain, content, skip, columns)
 
 
-def _reader_of(name: str) -> Callable[[Any], Iterator[bytes]]:
-    if name.endswith(PLAIN_SUFFIXES):
-        return _json()
-    return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))
-
-
 def suffixes() -> tuple[str, ...]:
     """Return the endings of the names of inputs."""
-    return (*PLAIN_SUFFIXES, *_TABLES, *_PACKED_TABLES, *_READERS)
+    return (*PLAIN_SUFFIXES, *_BINARY_TABLES, *_CSV_SUFFIXES, *_READERS)

@@ -233,7 +233,11 @@ def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | No
         header = text.readline()
     except UnicodeDecodeError as error:
         raise CorruptInput(f"the text is not UTF-8 ({error.reason}) at its begin; {OTHER_ENCODING}") from None
-    delimiter = _delimiter_of(path, header)
+    delimiter = ","
+    if ".tsv" in Path(path).name:
+        delimiter = "\t"
+    elif "," not in header and len(next(csv.reader([header], delimiter=";"), [])) > 1:
+        delimiter = ";"
     rows = csv.reader(chain((header,), text), delimiter=delimiter, strict=True)
     lines: list[bytes] = []
     size = 0
@@ -260,15 +264,6 @@ def csv_lines(path: str, file: IO[bytes], skip: int, columns: Sequence[str] | No
         yield b"\n".join([*lines, b""])
     if problem:
         raise CorruptInput(problem)
-
-
-def _delimiter_of(path: str, header: str) -> str:
-    """Return what separates the columns of a CSV or TSV file with a first line."""
-    if ".tsv" in Path(path).name:
-        return "\t"
-    if "," not in header and len(next(csv.reader([header], delimiter=";"), [])) > 1:
-        return ";"
-    return ","
 
 
 def _check_delimiter(names: Sequence[str], delimiter: str) -> None:
