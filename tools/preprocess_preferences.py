@@ -30,7 +30,7 @@ from preprocess_data import add_files, add_running, run, shared_settings, text_k
 from neox.arguments import ScriptParser
 from neox.errors import run_script
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, check_settings
-from neox.preprocess.preference_lines import FIELDS
+from neox.preprocess.preference_encoder import FIELDS
 from neox.tokenizer import Tokenizer
 from neox.tokenizer.chat import ChatRenderer, ChatTemplate, own_chat_template, read_chat_template
 

@@ -18,7 +18,7 @@ from neox.log import get_logger
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec
 from neox.preprocess.conversations import without_nulls
 from neox.preprocess.encode import EncodeJob
-from neox.preprocess.preference_lines import CHOSEN, PreferenceEncoder
+from neox.preprocess.preference_encoder import CHOSEN, PreferenceEncoder
 from neox.tokenizer.chat import ChatTemplate
 
 _log = get_logger(__name__)

@@ -1,4 +1,4 @@
-"""Encoding of blocks of JSON lines to token ids."""
+"""Encoding of blocks of JSON lines to token ids: the values that all encoders share, and the encoder of plain texts."""
 
 from __future__ import annotations
 
@@ -199,28 +199,18 @@ class BlockEncoder:
         if not texts:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
         ids, lengths = self.encoder.encode_flat(texts)
-        self._check_one(texts, len(ids))
-        return ids, lengths
-
-    def _check_one(self, texts: Sequence[str], seed: int) -> None:
-        """Compare the ids of one short text, if there is one, with those of the tokenizer itself.
-
-        Args:
-            texts: Texts of a block.
-            seed: Number that determines where the search for a short text starts.
-
-        Raises:
-            TokenizerError: If the ids differ.
-        """
         if self.encoder.name == "off":
-            return
-        start = seed % len(texts)
+            return ids, lengths
+
+        # An accelerator's ids of one short text, if there is one, are compared with those of the tokenizer itself.
+        start = len(ids) % len(texts)
         for text in texts[start : start + _CHECKED_AMONG]:
             if len(text) <= _CHECKED_CHARS:
                 difference = first_difference(self.encoder, self.tokenizer, [text])
                 if difference is not None:
                     raise TokenizerError(f"{difference}. Run again with --accelerator off --restart")
-                return
+                break
+        return ids, lengths
 
 
 def labels_after(documents: EncodedKey, pattern: Sequence[int]) -> np.ndarray:

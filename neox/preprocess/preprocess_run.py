@@ -20,8 +20,9 @@ from neox.data.token_files.columns import columns_path
 from neox.data.token_files.sidecar import DOCUMENT_BYTES, Sidecar, read_sidecar, write_sidecar
 from neox.errors import DataError, refusals
 from neox.log import Progress, get_logger, progress
-from neox.preprocess.block_encoders import EncodeWork, build_encoder, lines_of, text_size
-from neox.preprocess.encode import EncodedBlock, EncodeJob, load_ftfy
+from neox.preprocess.chat_encoder import ChatEncoder
+from neox.preprocess.encode import BlockEncoder, EncodedBlock, EncodeJob, load_ftfy
+from neox.preprocess.preference_encoder import PreferenceEncoder
 from neox.preprocess.sentences import sentence_splitter
 from neox.preprocess.settings import (
     PreprocessSettings,
@@ -153,8 +154,19 @@ class _Display:
 class _PreprocessRun:
     """One run.
 
-        inputs -> blocks of lines -> workers: encoded blocks -> builders -> datasets
-                  (_read_blocks)     (_encode)                  (_collect)  (_finish)
+        inputs             a line of .jsonl.zst: {"text": "To be"}
+          |  _read_blocks  blocks of whole lines, with their positions                      neox.corpus
+          v
+        LineBlock
+          |  _encode       worker processes parse and tokenize; results keep their order    encode.py, chat_encoder.py,
+          v                                                                                 preference_encoder.py
+        EncodedBlock       ids of all documents [1514, 307, 50256, ...], their lengths [3, ...]
+          |  _collect      a builder for each key appends them, and the state is saved
+          v
+        PREFIX_text_document.bin, .idx
+          |  _finish       the sidecar says what they are
+          v
+        .json              rows of training are cut from the files later (neox.data.samples)
 
     On disk it goes through these states; the last column is what a later run with the same settings does:
 
@@ -453,9 +465,33 @@ class _PreprocessRun:
         seconds = time.monotonic() - started
         sidecars = {}
         for key, builder in builders.items():
-            sidecars[key] = self._sidecar(key, builder, state)
+            details = {
+                **self.description,
+                "run": self.name,
+                "dtype": self.dtype.name,
+                "skipped": state.skipped,
+                "text_bytes": state.text_bytes,
+                "key": key,
+            }
+            if self.settings.filters:
+                details["filtered"] = state.filtered
+            if state.document_bytes is not None and key in state.document_bytes:
+                details[DOCUMENT_BYTES] = state.document_bytes[key]
+            if key in self.settings.label_keys:
+                details["labels"] = True
+            details.update(builder.columns_state)
+            sidecars[key] = Sidecar(
+                tokenizer_type=self.settings.tokenizer.tokenizer_type,
+                tokenizer_hash=self.tokenizer.content_hash,
+                vocab_size=self.tokenizer.vocab_size,
+                eod=self.tokenizer.eod,
+                append_eod=self.settings.append_eod,
+                inputs=tuple(map(shown, self.files)),
+                settings=details,
+                **builder.totals,
+            )
             builder.finalize()
-            write_sidecar(self.settings.prefix(key), sidecars[key])
+            write_sidecar(self.settings.prefix(key), sidecars[key])  # last: a dataset with a sidecar is complete
         self.log.remove()
         plain_texts = self.settings.chat is None and self.settings.preferences is None
         if plain_texts and self.settings.append_eod and self.tokenizer.after_text[-1:] == (self.tokenizer.eod,):
@@ -467,33 +503,6 @@ class _PreprocessRun:
             _log.warning("%s lines lose %s; what is left out is not trained", f"{lines:,}", loss)
         accelerator = self.accelerator or "off"
         return PreprocessReport.of(sidecars, seconds=seconds, accelerator=accelerator, not_strict=self.not_strict)
-
-    def _sidecar(self, key: str, builder: IndexedDatasetBuilder, state: RunState) -> Sidecar:
-        settings = {
-            **self.description,
-            "run": self.name,
-            "dtype": self.dtype.name,
-            "skipped": state.skipped,
-            "text_bytes": state.text_bytes,
-            "key": key,
-        }
-        if self.settings.filters:
-            settings["filtered"] = state.filtered
-        if state.document_bytes is not None and key in state.document_bytes:
-            settings[DOCUMENT_BYTES] = state.document_bytes[key]
-        if key in self.settings.label_keys:
-            settings["labels"] = True
-        settings.update(builder.columns_state)
-        return Sidecar(
-            tokenizer_type=self.settings.tokenizer.tokenizer_type,
-            tokenizer_hash=self.tokenizer.content_hash,
-            vocab_size=self.tokenizer.vocab_size,
-            eod=self.tokenizer.eod,
-            append_eod=self.settings.append_eod,
-            inputs=tuple(map(shown, self.files)),
-            settings=settings,
-            **builder.totals,
-        )
 
 
 def _check_flags(settings: PreprocessSettings) -> None:
@@ -512,3 +521,45 @@ def _check_flags(settings: PreprocessSettings) -> None:
         raise DataError("--append-eod is for whole documents, not for sentences; leave it out")
     if settings.mask_before:
         raise DataError("--mask-before-token is for whole documents, not for sentences; leave it out")
+
+
+@dataclass(frozen=True)
+class EncodeWork:
+    """Function that encodes a block, for a `WorkerPool`. Each process builds its encoder for its first block."""
+
+    job: EncodeJob
+
+    def __call__(self, item: LineBlock | BadInput) -> EncodedBlock | BadInput:
+        """Return the encoded block. A bad input is returned unchanged, so that it keeps its place in the order."""
+        if isinstance(item, BadInput):
+            return item
+        return self.encoder.encode(item)
+
+    @cached_property
+    def encoder(self) -> BlockEncoder | ChatEncoder | PreferenceEncoder:
+        """Encoder of this process."""
+        return build_encoder(self.job)
+
+
+def build_encoder(job: EncodeJob, tokenizer: Tokenizer | None = None) -> BlockEncoder | ChatEncoder | PreferenceEncoder:
+    """Return the encoder of texts, conversations or preferences. Arguments and errors are those of the encoders."""
+    settings = job.settings
+    if settings.chat is not None:
+        return ChatEncoder(job, settings.chat, tokenizer)
+    if settings.preferences is not None:
+        return PreferenceEncoder(job, settings.preferences, tokenizer)
+    return BlockEncoder(job, tokenizer)
+
+
+def text_size(item: LineBlock | BadInput) -> int:
+    """Return the number of bytes of text in an item."""
+    if isinstance(item, BadInput):
+        return 0
+    return len(item.data)
+
+
+def lines_of(item: LineBlock | BadInput) -> str:
+    """Return the name of an item in messages: its file and lines."""
+    if isinstance(item, BadInput):
+        return str(item)
+    return f"{item.file}:{item.start.line} to line {item.end.line - 1}"

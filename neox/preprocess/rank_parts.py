@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -121,68 +121,25 @@ def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> Preproc
     if division.complete:
         return finished(settings) if where.rank == 0 else None
     started = time.monotonic()
-    parts = _parts(settings, division)
-    if where.rank in parts:
-        preprocess(parts[where.rank], may_be_empty=True)
-    if where.rank != 0:
-        return None
-    _wait_for(parts.values())
-    return _join(settings, list(parts.values()), started)
-
-
-def _division(settings: PreprocessSettings, where: RankInfo) -> _Division:
-    """Return the division of the inputs. On each machine, one process asks servers for files and sizes, if possible."""
-    if where.shared is None:
-        return _asked_division(settings, where.ranks)
-    path = where.shared / "inputs.json"
-    if where.local_rank == 0:
-        division = _asked_division(settings, where.ranks)
-        write_text(path, json.dumps(asdict(division)))
-        return division
-    while not path.exists():  # the launcher ends all ranks if the one that asks fails
-        time.sleep(_POLL_SECONDS)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return _Division(tuple(map(tuple, found["groups"])), found["complete"])
-
-
-def _asked_division(settings: PreprocessSettings, ranks: int) -> _Division:
-    files = settings.files()
-    complete = finished(_of_files(settings, files)) is not None
-    return _Division(tuple(split_files(files, ranks)), complete)
-
-
-def _of_files(settings: PreprocessSettings, files: tuple[str, ...]) -> PreprocessSettings:
-    """Return settings with the files that the inputs stand for, for which no server is asked again."""
-    return replace(settings, inputs=files, split=None, config=None)
-
-
-def _parts(settings: PreprocessSettings, division: _Division) -> dict[int, PreprocessSettings]:
-    """Return the settings of the part of each rank that has files."""
-    parts = {}
-    ranks = len(division.groups)
+    runs: dict[int, PreprocessSettings] = {}  # the part of each rank that has files
     for rank, group in enumerate(division.groups):
         if group:
-            prefix = f"{settings.output_prefix}.part{rank:04}of{ranks:04}"
-            parts[rank] = replace(_of_files(settings, group), output_prefix=prefix)
-    return parts
+            prefix = f"{settings.output_prefix}.part{rank:04}of{where.ranks:04}"
+            runs[rank] = replace(_of_files(settings, group), output_prefix=prefix)
+    if where.rank in runs:
+        preprocess(runs[where.rank], may_be_empty=True)
+    if where.rank != 0:
+        return None
 
-
-def _wait_for(parts: Iterable[PreprocessSettings]) -> None:
-    """Wait until all parts are complete."""
-    missing = list(parts)
+    # Rank 0 waits for the others, and joins.
+    parts = list(runs.values())
+    missing = parts
     logged = time.monotonic()
-    while True:
-        missing = [part for part in missing if finished(part) is None]
-        if not missing:
-            return
+    while missing := [part for part in missing if finished(part) is None]:
         time.sleep(_POLL_SECONDS)
         if time.monotonic() - logged > _LOG_SECONDS:
             _log.info("waiting for %d parts, among them %s", len(missing), missing[0].output_prefix)
             logged = time.monotonic()
-
-
-def _join(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], started: float) -> PreprocessReport:
-    """Join the parts of each key, and remove them. Raises DataError if all parts have too many bad inputs together."""
     with lock_output(settings.output_prefix):
         joined = {key: _join_key(settings, parts, key) for key in settings.keys}
     for part in parts:
@@ -192,8 +149,29 @@ def _join(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], sta
     return PreprocessReport.of(joined, seconds=time.monotonic() - started, accelerator=settings.accelerator)
 
 
+def _division(settings: PreprocessSettings, where: RankInfo) -> _Division:
+    """Return the division of the inputs. On each machine, one process asks servers for files and sizes, if possible."""
+    path = where.shared / "inputs.json" if where.shared is not None else None
+    if path is not None and where.local_rank != 0:
+        while not path.exists():  # the launcher ends all ranks if the one that asks fails
+            time.sleep(_POLL_SECONDS)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return _Division(tuple(map(tuple, found["groups"])), found["complete"])
+    files = settings.files()
+    complete = finished(_of_files(settings, files)) is not None
+    division = _Division(tuple(split_files(files, where.ranks)), complete)
+    if path is not None:
+        write_text(path, json.dumps(asdict(division)))
+    return division
+
+
+def _of_files(settings: PreprocessSettings, files: tuple[str, ...]) -> PreprocessSettings:
+    """Return settings with the files that the inputs stand for, for which no server is asked again."""
+    return replace(settings, inputs=files, split=None, config=None)
+
+
 def _join_key(settings: PreprocessSettings, parts: Sequence[PreprocessSettings], key: str) -> Sidecar:
-    """Join the parts of one key, and return the sidecar of the result. Raises DataError as `_join`."""
+    """Join the parts of one key, and return the sidecar of the result. Raises DataError for too many bad inputs."""
     sidecars = []
     skipped = 0
     text_bytes = 0

@@ -15,7 +15,7 @@ import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,26 +48,12 @@ class MaskedPair(NamedTuple):
     """Sentences of a record. Masked tokens have their original ids again.
 
     Attributes:
-        parts: Ids of the first part and of the second, if there is one.
-        follows: Whether the second part follows the first in its document.
+        sentences: Ids of the first segment and of the second, if there is one.
+        follows: Whether the second follows the first in its document.
     """
 
-    parts: tuple[np.ndarray, ...]
+    sentences: tuple[np.ndarray, ...]
     follows: bool
-
-
-class _Damaged(Exception):
-    """A record is damaged.
-
-    Attributes:
-        reason: The damage.
-        may_continue: Whether the records after it can be read.
-    """
-
-    def __init__(self, reason: str, *, may_continue: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.may_continue = may_continue
 
 
 def read_records(path: str | Path) -> Iterator[bytes | BadInput]:
@@ -78,37 +64,27 @@ def read_records(path: str | Path) -> Iterator[bytes | BadInput]:
     with open(path, "rb") as file:
         for number in itertools.count(1):
             start = file.tell()
-            try:
-                data = _read_record(file)
-            except _Damaged as damage:
-                yield BadInput(str(path), number, start, damage.reason)
-                if damage.may_continue:
-                    continue
+            header = file.read(_HEADER.size)
+            if not header:
                 return
-            if data is None:
+            truncated = BadInput(str(path), number, start, "the file ends inside a record; it is truncated")
+            if len(header) < _HEADER.size:
+                yield truncated
                 return
-            yield data
-
-
-def _read_record(file: BinaryIO) -> bytes | None:
-    """Return the data of the next record, or None at the end of the file. Raises _Damaged."""
-    truncated = _Damaged("the file ends inside a record; it is truncated", may_continue=False)
-    header = file.read(_HEADER.size)
-    if not header:
-        return None
-    if len(header) < _HEADER.size:
-        raise truncated
-    size, length_checksum = _HEADER.unpack(header)
-    if length_checksum != masked_crc(header[:_LENGTH_BYTES]) or size > _MAX_RECORD_BYTES:
-        raise _Damaged("the length of the record is damaged, or this is not a TFRecord file", may_continue=False)
-    data = file.read(size)
-    footer = file.read(_FOOTER.size)
-    if len(data) < size or len(footer) < _FOOTER.size:
-        raise truncated
-    (checksum,) = _FOOTER.unpack(footer)
-    if checksum != masked_crc(data):
-        raise _Damaged("the checksum of the record is wrong; it is damaged", may_continue=True)
-    return data
+            size, length_checksum = _HEADER.unpack(header)
+            if length_checksum != masked_crc(header[:_LENGTH_BYTES]) or size > _MAX_RECORD_BYTES:
+                reason = "the length of the record is damaged, or this is not a TFRecord file"
+                yield BadInput(str(path), number, start, reason)
+                return
+            data = file.read(size)
+            footer = file.read(_FOOTER.size)
+            if len(data) < size or len(footer) < _FOOTER.size:
+                yield truncated
+                return
+            if _FOOTER.unpack(footer) != (masked_crc(data),):
+                yield BadInput(str(path), number, start, "the checksum of the record is wrong; it is damaged")
+            else:
+                yield data
 
 
 def masked_crc(data: bytes) -> int:
@@ -147,13 +123,26 @@ def parse_example(data: bytes) -> dict[str, np.ndarray]:
 
 
 def _numbers(feature: bytes) -> np.ndarray | None:
-    """Return the numbers of a feature; None if it holds something else."""
+    """Return the numbers of a feature, int64 or float32 [values]; None if it holds something else.
+
+    A `FloatList` or `Int64List` has its values in one packed field, or a field for each value.
+    """
     numbers = None
     for kind, values in _fields(feature):
         if kind == _FLOAT_LIST and isinstance(values, bytes):
-            numbers = _floats(values)
+            packed = b"".join(field for _, field in _fields(values) if isinstance(field, bytes))
+            numbers = np.frombuffer(packed, dtype="<f4")
         elif kind == _INT64_LIST and isinstance(values, bytes):
-            numbers = _integers(values)
+            integers: list[int] = []
+            for _, field in _fields(values):
+                if isinstance(field, int):
+                    integers.append(field)
+                    continue
+                position = 0
+                while position < len(field):
+                    value, position = _varint(field, position)
+                    integers.append(value)
+            numbers = np.array(integers, dtype=np.uint64).astype(np.int64)
     return numbers
 
 
@@ -197,26 +186,6 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
             return value, position
 
 
-def _integers(data: bytes) -> np.ndarray:
-    """Return the values of an `Int64List`, which may be packed, int64 [values]."""
-    values: list[int] = []
-    for _, field in _fields(data):
-        if isinstance(field, int):
-            values.append(field)
-            continue
-        position = 0
-        while position < len(field):
-            value, position = _varint(field, position)
-            values.append(value)
-    return np.array(values, dtype=np.uint64).astype(np.int64)
-
-
-def _floats(data: bytes) -> np.ndarray:
-    """Return the values of a `FloatList`, which may be packed, float32 [values]."""
-    packed = b"".join(field for _, field in _fields(data) if isinstance(field, bytes))
-    return np.frombuffer(packed, dtype="<f4")
-
-
 def read_pair(features: dict[str, np.ndarray]) -> MaskedPair:
     """Return the sentences of a record from its features.
 
@@ -230,16 +199,16 @@ def read_pair(features: dict[str, np.ndarray]) -> MaskedPair:
         raise ValueError("ids, masks or positions are not integers")
     tokens = _unmasked(features)
     segments = features["segment_ids"][: len(tokens)]
-    second = int(np.searchsorted(segments, 1))  # first token of the second part
+    second = int(np.searchsorted(segments, 1))  # first token of the second segment
     if segments[:second].any() or (segments[second:] != 1).any():
         raise ValueError("segment_ids are not zeros, then ones")
-    parts = [tokens[1 : second - 1]]  # without [CLS] and [SEP]
+    sentences = [tokens[1 : second - 1]]  # without [CLS] and [SEP]
     if second < len(tokens):
-        parts.append(tokens[second:-1])
-    if not all(len(part) for part in parts):
+        sentences.append(tokens[second:-1])
+    if not all(map(len, sentences)):
         raise ValueError("a sentence is empty")
     follows = not features.get("next_sentence_labels", np.zeros(1)).any()
-    return MaskedPair(tuple(parts), follows)
+    return MaskedPair(tuple(sentences), follows)
 
 
 def _unmasked(features: dict[str, np.ndarray]) -> np.ndarray:
@@ -265,8 +234,8 @@ def convert_tfrecords(
 ) -> tuple[int, int]:
     """Write the sentences of TFRecords as a token dataset, `OUTPUT_PREFIX.{bin,idx,json}`.
 
-    Masked tokens get their original ids, because training chooses other ones. If the second part of a record follows
-    the first, they are one document. Otherwise they are two.
+    Masked tokens get their original ids, because training chooses other ones. If the second segment of a record
+    follows the first, they are one document. Otherwise they are two.
 
     Args:
         inputs: Paths of TFRecord files.
@@ -290,11 +259,11 @@ def convert_tfrecords(
         try:
             for pair in _pairs(inputs, built.vocab_size, budget):
                 bar.update(1)
-                sizes = [len(part) for part in pair.parts]
+                sizes = [len(ids) for ids in pair.sentences]
                 counts = [1] * len(sizes)
                 if pair.follows:
                     counts = [len(sizes)]
-                builder.add_documents(np.concatenate(pair.parts), sizes, counts)
+                builder.add_documents(np.concatenate(pair.sentences), sizes, counts)
             if not builder.num_documents:
                 raise DataError("the inputs hold no record: nothing was written")
         except BaseException:
@@ -323,7 +292,7 @@ def _pairs(inputs: Sequence[str | Path], vocab_size: int, budget: SkipBudget) ->
                     continue
                 try:
                     pair = read_pair(parse_example(record))
-                    if any(part.min() < 0 or part.max() >= vocab_size for part in pair.parts):
+                    if any(ids.min() < 0 or ids.max() >= vocab_size for ids in pair.sentences):
                         raise ValueError(f"an id is outside the vocabulary of {vocab_size}")
                 except (ValueError, OverflowError) as error:
                     budget.add(BadInput(str(path), number, None, f"the record cannot be read: {error}"))

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from neox.corpus import BadInput, LineBlock, Position, read_blocks
 from neox.preprocess import ChatSettings, PreferenceSettings, PreprocessSettings, TokenizerSpec
-from neox.preprocess.chat import ChatEncoder
+from neox.preprocess.chat_encoder import ChatEncoder
 from neox.preprocess.encode import EncodedBlock, EncodeJob
-from neox.preprocess.preference_lines import PreferenceEncoder
+from neox.preprocess.preference_encoder import PreferenceEncoder
 from neox.tokenizer import build_tokenizer
 from neox.tokenizer.chat import ChatRenderer, ChatTemplate, own_chat_template
 

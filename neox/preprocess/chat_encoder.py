@@ -1,4 +1,19 @@
-"""Encoding of conversations to token ids, and to labels that train the answers only."""
+"""Encoding of conversations to token ids, and to labels that train the answers only.
+
+line of JSON    {"messages": [...]}, ShareGPT's, Alpaca's, TRL's
+|  read_conversation    (conversations.py) messages in OpenAI's form, tools, variables of the template
+v
+messages
+|  render_marked        the chat template (neox.tokenizer.chat) makes one text
+|  _answers             ranges of its characters that are trained
+v
+text, ranges
+|  encode_batch         the text is encoded at once: ids, and the characters of each token
+|  AnswerEnds.included  a range takes the token that ends the answer
+|  is_trained           a token of which one character is in a range
+v
+ids, labels     labels are the ids, and IGNORED where nothing is trained: two datasets, NAME and NAME_label
+"""
 
 from __future__ import annotations
 
@@ -144,7 +159,11 @@ class ChatEncoder:
         return 0 < blanks < len(ids) and ids[-1 - blanks] in self.ends.special
 
     def _samples(self, record: Any) -> list[RenderedConversation]:
-        """Render the conversation of a line, or what becomes of it. Raises BadRecord if the line is bad."""
+        """Render the conversation of a line, or with `split_answers` each answer with what comes before it.
+
+        Raises:
+            BadRecord: If the line is bad, the template refuses it, or no answer can be told apart.
+        """
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
         conversation = read_conversation(record, self.chat.keys, self.chat.role)
@@ -158,11 +177,12 @@ class ChatEncoder:
         return samples
 
     def _rendered(self, conversation: Conversation) -> RenderedConversation:
-        """Render a conversation. Raises BadRecord if the template refuses it, or no answer can be told apart."""
+        """Apply the template to a conversation, and find its answers. Raises BadRecord."""
+        messages = conversation.messages
         try:
-            text, answers = self._render(conversation)
+            text, marked = self.renderer.render_marked(messages, conversation.tools, conversation.variables)
+            answers = self._answers(conversation, text, marked)
             size = len(text.encode())
-            messages = conversation.messages
             if self.chat.split_answers:
                 messages = messages[-1:]  # the template is to leave out thoughts of earlier ones
             losses = lost_in_template(messages, conversation.tools, text)
@@ -172,55 +192,77 @@ class ChatEncoder:
             raise BadRecord(f"its text has {size:,} bytes, more than the {self.job.piece_bytes:,} that memory allows")
         return RenderedConversation(text, answers, losses)
 
-    def _render(self, conversation: Conversation) -> tuple[str, list[Range]]:
-        """Return the text of a conversation, and its trained ranges of characters. Raises BadRecord or ChatError."""
-        text, marked = self.renderer.render_marked(conversation.messages, conversation.tools, conversation.variables)
+    def _answers(self, conversation: Conversation, text: str, marked: Sequence[Range] | None) -> list[Range]:
+        """Return the ranges of characters that are trained, from which the loss mask follows.
+
+        Args:
+            conversation: The conversation.
+            text: Its text.
+            marked: What the template marks with `{% generation %}`; None if it has no such tag.
+
+        Raises:
+            BadRecord: If there is no answer, or the template changes answers when others follow.
+            ChatError: If the template refuses the messages.
+        """
         if not text:
             raise BadRecord("the chat template turns it into an empty text")
         if self.chat.count_all:
-            return text, [(0, len(text))]
+            return [(0, len(text))]
         numbers = trained_messages(conversation, self.chat.role)
         if not numbers:
             raise BadRecord(_NOTHING_TRAINED.format(self.chat.role))
         if self.chat.only_last or self.chat.split_answers:
             numbers = numbers[-1:]
         if marked is None or self.chat.role != ASSISTANT:
-            return text, [self._answer(conversation, number, text) for number in numbers]
-        answers = self._marked_answers(conversation, numbers, marked, text)
+            return [self._message_range(conversation, number, text) for number in numbers]
+
+        # The template marks answers. If only some of them are trained, the marks within those messages count.
+        roles = [message["role"] for message in conversation.messages]
+        answers = []
+        if numbers == [number for number, role in enumerate(roles) if role == ASSISTANT]:
+            answers = [(begin, end) for begin, end in marked if begin < end]
+        else:
+            for number in numbers:
+                begin, end = self._message_range(conversation, number, text)
+                if roles[number] != ASSISTANT:  # a flag of the message says that it is trained
+                    answers.append((begin, end))
+                for marked_begin, marked_end in marked:
+                    if max(begin, marked_begin) < min(end, marked_end):
+                        answers.append((max(begin, marked_begin), min(end, marked_end)))
         if not answers:
             raise BadRecord("the chat template marks none of its text as an answer with {% generation %}")
-        return text, answers
-
-    def _marked_answers(
-        self, conversation: Conversation, numbers: Sequence[int], marked: Sequence[Range], text: str
-    ) -> list[Range]:
-        """Return the marked ranges within the messages that are trained. Arguments and errors as for `_render`."""
-        if self._trains_every_answer(conversation, numbers):
-            return [(begin, end) for begin, end in marked if begin < end]
-        answers = []
-        for number in numbers:
-            begin, end = self._answer(conversation, number, text)
-            if conversation.messages[number]["role"] != ASSISTANT:  # a flag of the message says so
-                answers.append((begin, end))
-            for marked_begin, marked_end in marked:
-                if max(begin, marked_begin) < min(end, marked_end):
-                    answers.append((max(begin, marked_begin), min(end, marked_end)))
         return answers
 
-    def _trains_every_answer(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
-        """Return whether the trained messages are all that the template can mark as answers."""
-        answers = []
-        for number, message in enumerate(conversation.messages):
-            if message["role"] == ASSISTANT:
-                answers.append(number)
-        return answers == numbers
+    def _message_range(self, conversation: Conversation, number: int, text: str) -> Range:
+        """Return the range of characters of a message in the text of all messages.
 
-    def _answer(self, conversation: Conversation, number: int, text: str) -> Range:
-        """Return the range of characters of a message in the text of all messages. Raises BadRecord or ChatError."""
-        up_to_answer = self._up_to(conversation, number + 1)
+            up_to_answer   <|user|>How many?<|end|><|assistant|>Twelve.<|end|>
+            before         <|user|>How many?<|end|>
+            prompt         <|user|>How many?<|end|><|assistant|>
+                                                                |-- range --|
+
+        Raises BadRecord or ChatError.
+        """
+        up_to_answer = self._text_of_first(conversation, number + 1)
         if not text.startswith(up_to_answer):  # some templates end each text, and not each answer, with this token
             up_to_answer = up_to_answer.removesuffix(self.tokenizer.eod_token)
-        begin = self._begin(conversation, number, up_to_answer)
+        before = ""
+        if number:
+            before = self._text_of_first(conversation, number)
+        try:
+            prompt = self._text_of_first(conversation, number, prompt=True)
+        except ChatError:  # a template may need messages
+            prompt = before
+
+        begin = None
+        if up_to_answer.startswith(prompt):
+            begin = len(prompt)
+        elif up_to_answer.startswith(before):
+            begin = len(before)
+            if conversation.messages[number]["role"] == ASSISTANT:
+                # The prompt may be longer than what stands before an answer, as with an open thought. The answer then
+                # begins where they differ, as in TRL. For other roles, the prompt may be that of another role.
+                begin = max(begin, common_length(prompt, up_to_answer))
         if begin is None or not text.startswith(up_to_answer):
             raise BadRecord(
                 f"the chat template changes message {number}, or messages before it, when others follow; its tokens "
@@ -229,29 +271,8 @@ class ChatEncoder:
             )
         return begin, len(up_to_answer)
 
-    def _begin(self, conversation: Conversation, number: int, up_to_answer: str) -> int | None:
-        """Return the first character of an answer; None if the template changes what is before it.
-
-        A template may write a longer prompt than what stands before an answer, as with an open thought. The answer
-        then begins where they differ, as in TRL.
-        """
-        before = ""
-        if number:
-            before = self._up_to(conversation, number)
-        try:
-            prompt = self._up_to(conversation, number, prompt=True)
-        except ChatError:  # a template may need messages
-            prompt = before
-        if up_to_answer.startswith(prompt):
-            return len(prompt)
-        if not up_to_answer.startswith(before):
-            return None
-        if conversation.messages[number]["role"] != ASSISTANT:  # the prompt may be that of another role
-            return len(before)
-        return max(len(before), common_length(prompt, up_to_answer))
-
-    def _up_to(self, conversation: Conversation, count: int, *, prompt: bool = False) -> str:
-        """Return the text of the first messages. Raises ChatError."""
+    def _text_of_first(self, conversation: Conversation, count: int, *, prompt: bool = False) -> str:
+        """Return the text of the first messages, with the prompt for an answer if it is asked for. Raises ChatError."""
         messages = conversation.messages[:count]
         return self.renderer.render(messages, conversation.tools, prompt=prompt, variables=conversation.variables)
 
@@ -333,8 +354,8 @@ def lost_in_template(messages: Sequence[Message], tools: Any, text: str) -> tupl
     return tuple(what for what, parts in expected.items() if not all(part in text for part in parts))
 
 
-def common_length(one: str, other: str) -> int:
-    """Return the number of characters with which two texts begin alike."""
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of characters or messages with which two texts or conversations begin alike."""
     length = 0
     for left, right in zip(one, other, strict=False):
         if left != right:

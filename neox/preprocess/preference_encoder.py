@@ -1,16 +1,26 @@
-"""Encoding of preferences: two answers to one prompt, or one answer with a judgement."""
+"""Encoding of preferences: two answers to one prompt, or one answer with a judgement.
+
+line of JSON    {"prompt", "chosen", "rejected"}, {"prompt", "completion", "label"}, LLaMA-Factory's names
+|  _read_line       the prompt by its name, or what both answers begin with
+|  _answer_text     prompt and answer as one text: joined, or by the chat template; where the answer begins
+v
+AnswerText
+|  _encode_answers  ids of the whole text; labels are IGNORED before the answer; both answers begin together
+v
+datasets        chosen, chosen_label, rejected, rejected_label; or completion, completion_label, completion_reward
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, find_value, kind_of, missing_key
 from neox.data.token_files.indexed_dataset import IGNORED
-from neox.preprocess.chat import common_length, is_trained, lost_in_template
+from neox.preprocess.chat_encoder import common_length, is_trained, lost_in_template
 from neox.preprocess.conversations import (
     ASSISTANT,
     MESSAGES,
@@ -119,21 +129,21 @@ class PreferenceEncoder:
             self.renderer = ChatRenderer(preferences.template)
 
     def encode(self, block: LineBlock) -> EncodedBlock:
-        """Encode each row of a block."""
+        """Encode each line of a block."""
         columns: dict[str, list[np.ndarray]] = {name: [] for name in self.preferences.datasets}
         not_strict = 0
         losses: Counter[str] = Counter()
 
-        def encode_row(record: Any, strict: bool) -> bool:
+        def encode_line(record: Any, strict: bool) -> bool:
             """Encode a line, and add its documents. Raises BadRecord if the line is bad."""
-            row = self._row(without_nulls(record) if block.fills_nulls else record)
-            documents = self._documents(row)
-            losses.update(row.losses)
+            line = self._read_line(without_nulls(record) if block.fills_nulls else record)
+            documents = self._encode_answers(line)
+            losses.update(line.losses)
             arrays: list[np.ndarray] = []
             for document in documents:
                 arrays += [document.ids, document.labels]
-            if row.desirable is not None:
-                reward = 1 if row.desirable else -1
+            if line.desirable is not None:
+                reward = 1 if line.desirable else -1
                 arrays.append(np.full(len(arrays[0]), reward, np.int32))
             for column, array in zip(columns.values(), arrays, strict=True):
                 column.append(array)
@@ -141,14 +151,18 @@ class PreferenceEncoder:
 
         bad: list[BadInput] = []
         filtered: list[int] = []
-        for line in convert_lines(block, encode_row, filtered):
-            if isinstance(line, BadInput):
-                bad.append(line)
-            elif not line:
+        for is_strict in convert_lines(block, encode_line, filtered):
+            if isinstance(is_strict, BadInput):
+                bad.append(is_strict)
+            elif not is_strict:
                 not_strict += 1
+        keys = []
+        for arrays in columns.values():
+            lengths = np.array(list(map(len, arrays)), np.int32)
+            keys.append(EncodedKey(np.concatenate([np.empty(0, np.int32), *arrays]), lengths))  # there may be none
         return EncodedBlock(
             end=block.end,
-            keys=tuple(map(_joined, columns.values())),
+            keys=tuple(keys),
             bad=tuple(bad),
             not_strict=not_strict,
             text_bytes=len(block.data),
@@ -160,37 +174,33 @@ class PreferenceEncoder:
 
     def pair(self, record: Any) -> tuple[EncodedAnswer, EncodedAnswer]:
         """Return both answers of a line. Raises BadRecord if the line is bad."""
-        chosen, rejected = self._documents(self._row(record))
+        chosen, rejected = self._encode_answers(self._read_line(record))
         return chosen, rejected
 
     def completion(self, record: Any) -> EncodedAnswer:
         """Return the only answer of a line, which needs no judgement. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
-        return self._document(self._completion(_with_prompt(record)))
+        return self._encode_answer(self._read_completion(_with_prompt(record)))
 
-    def _documents(self, row: PreferenceLine) -> list[EncodedAnswer]:
-        """Return the ids of the answers of a line. Raises BadRecord if they cannot be trained on.
-
-        Both answers begin at the same token, as in TRL: if one of them divides a token of the other, the earlier one.
-        """
-        documents = list(map(self._document, row.answers))
-        begin = min(document.prompt_length for document in documents)
-        for document in documents:
-            document.labels[begin:] = document.ids[begin:]
-        self._check(documents)
-        return documents
-
-    def _row(self, record: Any) -> PreferenceLine:
+    def _read_line(self, record: Any) -> PreferenceLine:
         """Return the answers of a line. Raises BadRecord if the line is bad."""
         if not isinstance(record, dict):
             raise BadRecord(f"the line is {kind_of(record)}, not an object")
-        record = _with_prompt(self._with_names(record))
-        if self.preferences.labelled:
-            return self._labelled_row(record)
-        return self._paired_row(record)
+        named = {name: find_value(record, key) for name, key in self.preferences.fields}
+        record = _with_prompt({**record, **named})
+        if not self.preferences.labelled:
+            return self._read_pair(record)
+        answer = self._read_completion(record)
+        key = LABEL if LABEL in record or _KTO_TAG not in record else _KTO_TAG
+        if key not in record:
+            raise missing_key(record, key)
+        desirable = record[key]
+        if not isinstance(desirable, bool | int | float) or desirable not in (0, 1):
+            raise BadRecord(f"{key!r} is {kind_of(desirable)}, not true or false (or 1 or 0)")
+        return PreferenceLine((answer,), bool(desirable))
 
-    def _paired_row(self, record: Mapping[str, Any]) -> PreferenceLine:
+    def _read_pair(self, record: Mapping[str, Any]) -> PreferenceLine:
         """Return the answers of a line with two answers. Raises BadRecord if the line is bad."""
         for key in (CHOSEN, REJECTED):
             if key not in record:
@@ -205,42 +215,30 @@ class PreferenceEncoder:
         if isinstance(prompt, str) and isinstance(chosen, list):
             prompt = None  # the conversations contain it
         if prompt is None:
-            prompt, chosen, rejected = _shared_prompt(chosen, rejected)
+            # It is what both begin with. Texts are cut before a blank, as TRL's `extract_prompt` does.
+            shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+            if isinstance(chosen, str) and chosen[shared - 1 : shared] == " ":
+                shared -= 1
+            if shared <= 0:
+                raise BadRecord(f"it has no prompt: no {PROMPT!r}, and {CHOSEN!r} and {REJECTED!r} share no beginning")
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         if isinstance(prompt, list) and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]  # the answers repeat it
         answers = []
         for key, value in ((CHOSEN, chosen), (REJECTED, rejected)):
-            answers.append(self._answer(prompt, key, value, record))
+            answers.append(self._answer_text(prompt, key, value, record))
         begin = min(answer.begin for answer in answers)
         return PreferenceLine(tuple(answer._replace(begin=begin) for answer in answers), None)
 
-    def _with_names(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a line with the names that `fields` give. Raises BadRecord if it lacks one of their keys."""
-        if not self.preferences.fields:
-            return record
-        found = {name: find_value(record, key) for name, key in self.preferences.fields}
-        return {**record, **found}
-
-    def _labelled_row(self, record: Mapping[str, Any]) -> PreferenceLine:
-        """Return the answer of a line that judges one answer. Raises BadRecord if the line is bad."""
-        answer = self._completion(record)
-        key = LABEL if LABEL in record or _KTO_TAG not in record else _KTO_TAG
-        if key not in record:
-            raise missing_key(record, key)
-        desirable = record[key]
-        if not isinstance(desirable, bool | int | float) or desirable not in (0, 1):
-            raise BadRecord(f"{key!r} is {kind_of(desirable)}, not true or false (or 1 or 0)")
-        return PreferenceLine((answer,), bool(desirable))
-
-    def _completion(self, record: Mapping[str, Any]) -> AnswerText:
+    def _read_completion(self, record: Mapping[str, Any]) -> AnswerText:
         """Return the answer of a line with one answer. Raises BadRecord if it has none."""
         for key in (PROMPT, COMPLETION):
             if key not in record:
                 raise missing_key(record, key)
         completion = _as_given(COMPLETION, record[COMPLETION])
-        return self._answer(_prompt_of(record, completion), COMPLETION, completion, record)
+        return self._answer_text(_prompt_of(record, completion), COMPLETION, completion, record)
 
-    def _answer(self, prompt: Any, key: str, value: Any, record: Mapping[str, Any]) -> AnswerText:
+    def _answer_text(self, prompt: Any, key: str, value: Any, record: Mapping[str, Any]) -> AnswerText:
         """Return the text of a prompt and an answer of a line. Raises BadRecord if they are bad."""
         if isinstance(prompt, str) and isinstance(value, str):
             if not prompt:
@@ -249,8 +247,8 @@ class PreferenceEncoder:
                 raise BadRecord(f"{key!r} is empty")
             has_end = value.endswith(self.tokenizer.eod_token)
             lost = (_SYSTEM_OF_TEXTS,) if record.get(SYSTEM) else ()
-            answer = AnswerText(prompt + value, len(prompt), ends_with_eod=not has_end, is_document=True, losses=lost)
-            return self._checked(answer)
+            joined = AnswerText(prompt + value, len(prompt), ends_with_eod=not has_end, is_document=True, losses=lost)
+            return self._within_memory(joined)
         before = add_system(record, _messages(PROMPT, prompt))
         if isinstance(value, str) and value:
             value = [{"role": ASSISTANT, "content": value}]
@@ -271,9 +269,9 @@ class PreferenceEncoder:
         except ChatError as error:
             raise BadRecord(str(error)) from None
         append_eod = self.job.settings.append_eod
-        return self._checked(AnswerText(text, len(begin), append_eod, is_document=False, losses=losses))
+        return self._within_memory(AnswerText(text, len(begin), append_eod, is_document=False, losses=losses))
 
-    def _checked(self, answer: AnswerText) -> AnswerText:
+    def _within_memory(self, answer: AnswerText) -> AnswerText:
         """Return an answer whose text can be encoded at once. Raises BadRecord for others."""
         try:
             size = len(answer.text.encode())
@@ -283,7 +281,7 @@ class PreferenceEncoder:
             raise BadRecord(f"its text has {size:,} bytes, more than the {self.job.piece_bytes:,} that memory allows")
         return answer
 
-    def _document(self, answer: AnswerText) -> EncodedAnswer:
+    def _encode_answer(self, answer: AnswerText) -> EncodedAnswer:
         """Return the ids of an answer and of its prompt. Raises BadRecord if one of them has no tokens."""
         encoding = self.tokenizer.backend.encode(answer.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
@@ -300,20 +298,31 @@ class PreferenceEncoder:
             raise BadRecord("it has no prompt: no token comes before the answer")
         return EncodedAnswer(ids, np.where(trained, ids, np.int32(IGNORED)))
 
-    def _check(self, documents: Sequence[EncodedAnswer]) -> None:
-        """Raise BadRecord if two answers have the same ids, or a row of training cannot hold them."""
-        if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
+    def _encode_answers(self, line: PreferenceLine) -> list[EncodedAnswer]:
+        """Return the ids of the answers of a line.
+
+        Both answers begin at the same token, as in TRL: if one of them divides a token of the other, the earlier one.
+
+        Raises:
+            BadRecord: If both answers have the same ids, or a row of training cannot hold them.
+        """
+        answers = list(map(self._encode_answer, line.answers))
+        begin = min(answer.prompt_length for answer in answers)
+        for answer in answers:
+            answer.labels[begin:] = answer.ids[begin:]
+        if len(answers) == 2 and np.array_equal(answers[0].ids, answers[1].ids):
             raise BadRecord(f"{CHOSEN!r} and {REJECTED!r} have the same tokens, so that nothing is preferred")
         room = self.preferences.seq_length
         if room is None:
-            return
-        needed = sum(len(document.ids) for document in documents)
+            return answers
+        needed = sum(len(answer.ids) for answer in answers)
         holds = "both answers with the prompt"
-        if len(documents) == 1:
-            needed += documents[0].prompt_length + 1
+        if len(answers) == 1:
+            needed += answers[0].prompt_length + 1
             holds = "the answer, and the prompt again with another answer"
         if needed > room:
             raise BadRecord(f"a row of {room:,} tokens (--seq-length) cannot hold {holds}, {needed:,} tokens")
+        return answers
 
 
 def _with_prompt(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -359,25 +368,6 @@ def _prompt_of(record: Mapping[str, Any], answer: str | Messages) -> Any:
     return prompt
 
 
-def _shared_prompt(chosen: str | Messages, rejected: str | Messages) -> tuple[Any, Any, Any]:
-    """Return the prompt that two conversations or texts begin with, and what follows it in each.
-
-    Texts are cut where they differ, before a blank there, as TRL's `extract_prompt` does. Raises BadRecord if there is
-    no prompt.
-    """
-    shared = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        shared += 1
-    shared = min(shared, len(chosen) - 1, len(rejected) - 1)
-    if isinstance(chosen, str) and chosen[shared - 1 : shared] == " ":
-        shared -= 1
-    if shared <= 0:
-        raise BadRecord(f"it has no prompt: no {PROMPT!r}, and {CHOSEN!r} and {REJECTED!r} share no beginning")
-    return chosen[:shared], chosen[shared:], rejected[shared:]
-
-
 def _messages(key: str, value: Any) -> Messages:
     """Return the messages under a key. Raises BadRecord if they are none."""
     if not isinstance(value, list | dict):
@@ -387,10 +377,3 @@ def _messages(key: str, value: Any) -> Messages:
             raise BadRecord("it has no prompt: there is no message before the answer")
         raise BadRecord(f"{key!r} is empty")
     return read_messages(value, key)
-
-
-def _joined(documents: Sequence[np.ndarray]) -> EncodedKey:
-    """Return documents of a block as one array."""
-    nothing = np.empty(0, np.int32)  # numpy cannot join an empty list
-    lengths = np.array(list(map(len, documents)), np.int32)
-    return EncodedKey(np.concatenate([nothing, *documents]), lengths)
