@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from neox.tokenizer import Tokenizer
+from neox.tokenizer.beside_weights import read_beside_weights, write_beside_weights
 from neox.tokenizer.chat import CHAT_TEMPLATE, ChatTemplate, own_chat_template, read_chat_template
-from neox.tokenizer.saved_parts import read_part, write_part
 
 
 def write_chat_template(directory: Path, template: ChatTemplate | None) -> None:
     """Write a template, if there is one, into a checkpoint. Raises CheckpointError if the disk refuses."""
-    write_part(directory / CHAT_TEMPLATE, template)
+    write_beside_weights(directory / CHAT_TEMPLATE, template)
 
 
 def saved_chat_template(checkpoint: Path) -> ChatTemplate | None:
     """Return the template that a checkpoint carries; None if it has none. Raises CheckpointError if it is damaged."""
-    return read_part(checkpoint / CHAT_TEMPLATE, "a chat template", ChatTemplate.from_json)
+    return read_beside_weights(checkpoint / CHAT_TEMPLATE, "a chat template", ChatTemplate.from_json)
 
 
 def find_chat_template(

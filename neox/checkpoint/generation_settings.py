@@ -21,7 +21,7 @@ from neox.tokenizer import (
     identify_configured,
     saved_tokenizer_identity,
 )
-from neox.tokenizer.saved_parts import read_part
+from neox.tokenizer.beside_weights import read_beside_weights
 
 END_IDS = "eos_token_id"
 
@@ -42,7 +42,7 @@ def saved_generation_settings(checkpoint: Path) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(fields).__name__}")
         return fields
 
-    return read_part(checkpoint / GENERATION_CONFIG, "settings of generation", build) or {}
+    return read_beside_weights(checkpoint / GENERATION_CONFIG, "settings of generation", build) or {}
 
 
 def find_generation_settings(

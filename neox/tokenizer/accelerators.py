@@ -65,13 +65,13 @@ class PlainEncoder:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, uint32 [all tokens], and the length of each, int64 [texts]."""
-        parts = [np.empty(0, np.uint32)]
+        ids = [np.empty(0, np.uint32)]
         lengths = np.zeros(len(texts), dtype=np.int64)
         for owners, pieces in self._batches(texts):
-            for owner, ids in zip(owners, self._tokenizer.encode_batch(pieces), strict=True):
-                lengths[owner] += len(ids)
-                parts.append(np.array(ids, dtype=np.uint32))
-        return np.concatenate(parts), lengths
+            for owner, piece_ids in zip(owners, self._tokenizer.encode_batch(pieces), strict=True):
+                lengths[owner] += len(piece_ids)
+                ids.append(np.array(piece_ids, dtype=np.uint32))
+        return np.concatenate(ids), lengths
 
     def _batches(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
         """Yield batches of pieces, each with the numbers of the texts to which its pieces belong."""
@@ -79,7 +79,10 @@ class PlainEncoder:
         pieces: list[str] = []
         size = 0
         for number, text in enumerate(texts):
-            for piece in self._pieces(text):
+            pieces_of_text: Iterable[str] = (text,)
+            if len(text) > _BATCH_CHARS and self._may_cut:
+                pieces_of_text = cut(text, _BATCH_CHARS)
+            for piece in pieces_of_text:
                 owners.append(number)
                 pieces.append(piece)
                 size += len(piece)
@@ -90,11 +93,6 @@ class PlainEncoder:
                     size = 0
         if pieces:
             yield owners, pieces
-
-    def _pieces(self, text: str) -> Iterable[str]:
-        if len(text) > _BATCH_CHARS and self._may_cut:
-            return cut(text, _BATCH_CHARS)
-        return (text,)
 
 
 class FastokensEncoder:
@@ -169,14 +167,17 @@ def choose_encoder(tokenizer: Tokenizer, wanted: str, sample: Sequence[str]) -> 
     if wanted != "auto":
         return EncoderChoice(_checked_encoder(tokenizer, wanted, sample))
     rejected: list[str] = []
+    encoder: FlatEncoder = PlainEncoder(tokenizer)
     for name in ("fastokens", "words"):
         try:
             encoder = _checked_encoder(tokenizer, name, sample)
+            break
         except TokenizerError as error:
             rejected.append(str(error))
-        else:
-            return EncoderChoice(encoder, _note(name, rejected))
-    return EncoderChoice(PlainEncoder(tokenizer), _note("off", rejected))
+    if not rejected:
+        return EncoderChoice(encoder)
+    speed = {"words": "several times slower than with fastokens", "off": "many times slower than with an accelerator"}
+    return EncoderChoice(encoder, f"tokenizing {speed[encoder.name]}: {'; '.join(rejected)}")
 
 
 def _checked_encoder(tokenizer: Tokenizer, name: str, sample: Sequence[str]) -> FlatEncoder:
@@ -186,13 +187,6 @@ def _checked_encoder(tokenizer: Tokenizer, name: str, sample: Sequence[str]) -> 
     if difference is not None:
         raise TokenizerError(difference)
     return encoder
-
-
-def _note(name: str, rejected: Sequence[str]) -> str | None:
-    if not rejected:
-        return None
-    speed = {"words": "several times slower than with fastokens", "off": "many times slower than with an accelerator"}
-    return f"tokenizing {speed[name]}: {'; '.join(rejected)}"
 
 
 def longest_piece(text: str, size: int, *, may_cut: bool) -> int:

@@ -1,4 +1,16 @@
-"""Chat templates, which turn a conversation into text."""
+"""Chat templates, which turn a conversation into text.
+
+    chat_template.jinja, or tokenizer_config.json     own_chat_template -> ChatTemplate: source, special tokens
+         |  ChatRenderer        compiled in Jinja's sandbox (chat_environment.py)
+         |  with_forms          messages in the forms that this template takes (chat_messages.py)
+         v
+    render(messages)            <|user|>How many?<|end|><|assistant|>Twelve.<|end|>
+    render(..., prompt=True)    the same, and the beginning of an answer
+    render_marked(messages)     the text, and the characters inside `{% generation %}`
+
+Which text of a conversation is trained, `neox.preprocess.chat_encoder` decides. `find_answer_form` finds what ends an
+answer in generation.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +120,25 @@ def own_chat_template(vocab_file: str | Path, tokenizer: Tokenizer | None = None
         TokenizerError: If a file cannot be read, or there are only templates with other names than `default`.
     """
     vocab = Path(vocab_file)
-    sources = _template_files(vocab.parent) or _configured_templates(vocab)
+    directory = vocab.parent
+
+    # Files of templates go before the entry of the configuration, as in transformers.
+    sources: dict[str, str] = {}
+    if (directory / TEMPLATE_FILE).is_file():
+        sources[_DEFAULT] = _read_template(directory / TEMPLATE_FILE)
+    for file in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja")):
+        sources[file.stem] = _read_template(file)
+    sources = {name: source for name, source in sources.items() if source.strip()}
+    if not sources:
+        # That entry is one template, a list of templates with names, or an object.
+        configured: Any = tokenizer_config(vocab).get("chat_template")
+        if isinstance(configured, str):
+            configured = {_DEFAULT: configured}
+        elif isinstance(configured, list):
+            configured = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
+        for name, source in (configured or {}).items():
+            if isinstance(name, str) and isinstance(source, str) and source.strip():
+                sources[name] = source
     if not sources:
         return None
     if _DEFAULT not in sources:
@@ -142,30 +172,6 @@ def _read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path}: cannot be read as a chat template: {error}") from error
-
-
-def _template_files(directory: Path) -> dict[str, str]:
-    """Return the templates by name that have files of their own, as transformers finds them."""
-    sources = {}
-    if (directory / TEMPLATE_FILE).is_file():
-        sources[_DEFAULT] = _read_template(directory / TEMPLATE_FILE)
-    for file in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja")):
-        sources[file.stem] = _read_template(file)
-    return {name: source for name, source in sources.items() if source.strip()}
-
-
-def _configured_templates(vocab_file: Path) -> dict[str, str]:
-    """Return `chat_template` of `tokenizer_config.json` by name: one template, a list with names, or an object."""
-    configured: Any = tokenizer_config(vocab_file).get("chat_template")
-    if isinstance(configured, str):
-        configured = {_DEFAULT: configured}
-    elif isinstance(configured, list):
-        configured = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
-    sources = {}
-    for name, source in (configured or {}).items():
-        if isinstance(name, str) and isinstance(source, str) and source.strip():
-            sources[name] = source
-    return sources
 
 
 class ChatRenderer:

@@ -1,4 +1,21 @@
-"""Tokenizers of the library `tokenizers`: from a `tokenizer.json`, GPT-2's files or BERT's vocabulary."""
+"""Tokenizers of the library `tokenizers`: from a `tokenizer.json`, GPT-2's files or BERT's vocabulary.
+
+    tokenizer.json            backend: normalizer -> pre_tokenizer -> model -> post_processor
+        |  `_setup`           no padding, no truncation; special tokens in a text count, or do not
+        |                     before_text, after_text: ids that the post_processor writes around each text (`<s>`)
+        v
+    tokenizer_config.json     eos_token: the end of a document; bos_token: the first token, if nothing is written
+    special_tokens_map.json   the same, of older versions
+    generation_config.json    further ids at which generation ends
+        |
+        v
+    encode("To be")           ids between before_text and after_text
+    encode_bare               ids of the text alone
+    encode_inside             ids after another text: also without the blank before the first word (`_inside`)
+
+`neox.tokenizer.positions` says which of them is meant where. Tokens that only the files next to a `tokenizer.json` name
+are written into it by an import (`neox.convert.hf_tokenizer`).
+"""
 
 from __future__ import annotations
 
@@ -87,7 +104,18 @@ class HFTokenizer(Tokenizer):
         self.backend = backend
         self.special_in_text = special_in_text
         self.vocab_size = _number_of_ids(backend, origin)
-        self.eod, self.eod_token = _end_of_document(backend, eod_tokens, origin)
+        for token in eod_tokens:
+            found = backend.token_to_id(token)
+            if found is not None:
+                self.eod = found
+                self.eod_token = token
+                break
+        else:
+            raise TokenizerError(
+                f"{origin}: the vocabulary has no token that ends a document ({' or '.join(map(repr, eod_tokens))}); "
+                f"add one (tools/train_tokenizer.py does), or name it as `eos_token` in a {TOKENIZER_CONFIG} next to a "
+                f"{TOKENIZER_FILE}"
+            )
         self.pad = backend.token_to_id(PADDING)
         if self.is_bert:  # the samples add [CLS] and [SEP], not the tokenizer
             backend.post_processor = processors.Sequence([])
@@ -256,7 +284,18 @@ class HFGPT2Tokenizer(HFTokenizer):
         Raises:
             TokenizerError: If a file is missing or unreadable, or the vocabulary has no `<|endoftext|>`.
         """
-        backend = _gpt2_like(Path(path), merge_file)
+        path = Path(path)
+        own_merges = path.with_name("merges.txt")
+        if path.is_dir() and not (path / TOKENIZER_FILE).is_file():
+            backend = _byte_level_bpe(path / "vocab.json", path / "merges.txt")
+        elif path.is_dir():
+            backend = tokenizer_backend(path / TOKENIZER_FILE)
+        elif merge_file is not None:
+            backend = _byte_level_bpe(path, Path(merge_file))
+        elif path.name == "vocab.json" and own_merges.is_file():
+            backend = _byte_level_bpe(path, own_merges)
+        else:
+            backend = tokenizer_backend(path)
         backend.add_special_tokens([END_OF_DOCUMENT, PADDING])
         self._setup(backend, str(path), [END_OF_DOCUMENT], special_in_text)
 
@@ -297,7 +336,16 @@ class WordPieceTokenizer(HFTokenizer):
         if path.suffix == ".json":
             backend = tokenizer_backend(path)
         else:
-            backend = _word_piece(path, lowercase=self.lowercase)
+            _check_file(path, "vocabulary file")
+            try:
+                model = models.WordPiece.from_file(str(path), unk_token=BERT_UNKNOWN, max_input_chars_per_word=200)
+            except Exception as error:  # the library raises bare Exception
+                raise TokenizerError(f"{path}: not a vocabulary of BERT with one token per line ({error})") from error
+            backend = word_piece_backend(model, lowercase=self.lowercase)
+            special = [token for token in BERT_SPECIALS.values() if backend.token_to_id(token) is not None]
+            if BERT_UNKNOWN not in special:
+                raise TokenizerError(f"{path}: the vocabulary has no token {BERT_UNKNOWN!r}; give a vocab.txt of BERT")
+            backend.add_special_tokens(special)
         self._setup(backend, str(path), [_BERT_END], special_in_text)
 
 
@@ -321,20 +369,6 @@ def word_piece_backend(model: models.WordPiece, *, lowercase: bool) -> tokenizer
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix=_WORD_PIECE)
-    return backend
-
-
-def _word_piece(path: Path, *, lowercase: bool) -> tokenizers.Tokenizer:
-    _check_file(path, "vocabulary file")
-    try:
-        model = models.WordPiece.from_file(str(path), unk_token=BERT_UNKNOWN, max_input_chars_per_word=200)
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{path}: not a vocabulary of BERT with one token per line ({error})") from error
-    backend = word_piece_backend(model, lowercase=lowercase)
-    special = [token for token in BERT_SPECIALS.values() if backend.token_to_id(token) is not None]
-    if BERT_UNKNOWN not in special:
-        raise TokenizerError(f"{path}: the vocabulary has no token {BERT_UNKNOWN!r}; give a vocab.txt of BERT")
-    backend.add_special_tokens(special)
     return backend
 
 
@@ -366,20 +400,6 @@ def _byte_level_bpe(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-def _gpt2_like(path: Path, merge_file: str | Path | None) -> tokenizers.Tokenizer:
-    """Read a `tokenizer.json`, or a `vocab.json` with its merges; `path` as in `HFGPT2Tokenizer`."""
-    if path.is_dir():
-        if (path / TOKENIZER_FILE).is_file():
-            return tokenizer_backend(path / TOKENIZER_FILE)
-        return _byte_level_bpe(path / "vocab.json", path / "merges.txt")
-    if merge_file is not None:
-        return _byte_level_bpe(path, Path(merge_file))
-    own_merges = path.with_name("merges.txt")
-    if path.name == "vocab.json" and own_merges.is_file():
-        return _byte_level_bpe(path, own_merges)
-    return tokenizer_backend(path)
 
 
 def _check_file(path: Path, what: str) -> None:
@@ -532,15 +552,3 @@ def _without_start(step: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if kind == "Strip":
         return {**step, "strip_left": False}
     return step
-
-
-def _end_of_document(backend: tokenizers.Tokenizer, tokens: Sequence[str], origin: str) -> tuple[int, str]:
-    """Return the id and the text of the first of `tokens` that is in the vocabulary."""
-    for token in tokens:
-        found = backend.token_to_id(token)
-        if found is not None:
-            return found, token
-    raise TokenizerError(
-        f"{origin}: the vocabulary has no token that ends a document ({' or '.join(map(repr, tokens))}); add one "
-        f"(tools/train_tokenizer.py does), or name it as `eos_token` in a {TOKENIZER_CONFIG} next to a {TOKENIZER_FILE}"
-    )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
+from neox.tokenizer.beside_weights import read_beside_weights, write_beside_weights
 from neox.tokenizer.huggingface import HFTokenizer
-from neox.tokenizer.saved_parts import read_part, write_part
 from neox.tokenizer.tokenizer_types import build_tokenizer
 
 if TYPE_CHECKING:
@@ -120,12 +120,12 @@ def is_larger(tokenizer: Tokenizer, saved: TokenizerIdentity) -> bool:
 
 def write_tokenizer_identity(directory: Path, identity: TokenizerIdentity | None) -> None:
     """Write an identity, if there is one, to a checkpoint. Raises CheckpointError if it cannot be written."""
-    write_part(directory / TOKENIZER_IDENTITY, identity)
+    write_beside_weights(directory / TOKENIZER_IDENTITY, identity)
 
 
 def saved_tokenizer_identity(checkpoint: Path) -> TokenizerIdentity | None:
     """Return the identity saved in a checkpoint; None if it has none. Raises CheckpointError if it is damaged."""
-    return read_part(checkpoint / TOKENIZER_IDENTITY, "the identity of a tokenizer", _from_json)
+    return read_beside_weights(checkpoint / TOKENIZER_IDENTITY, "the identity of a tokenizer", _from_json)
 
 
 def _from_json(fields: Mapping[str, Any]) -> TokenizerIdentity:

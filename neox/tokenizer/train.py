@@ -79,7 +79,12 @@ def train_tokenizer(
         )
     files = tokenizer_files(Path(out_path), kind)
     for file in files:
-        _check_output(file)
+        try:
+            check_writable(file)
+            if file.is_dir():
+                raise IsADirectoryError(0, "a directory has this name")
+        except OSError as error:
+            raise TokenizerError(f"{file}: cannot be written ({error.strerror}); nothing has been trained") from error
     trained = _trainer(kind)(_TextSource(texts), vocab_size)
     if trained.vocab_size < vocab_size:
         log.warning(
@@ -96,16 +101,6 @@ def tokenizer_files(out_path: Path, kind: TokenizerKind) -> tuple[Path, ...]:
     if kind == "gpt2":
         return (out_path / "vocab.json", out_path / "merges.txt")
     return (out_path,)
-
-
-def _check_output(file: Path) -> None:
-    """Raise TokenizerError if a file cannot be written."""
-    try:
-        check_writable(file)
-        if file.is_dir():
-            raise IsADirectoryError(0, "a directory has this name")
-    except OSError as error:
-        raise TokenizerError(f"{file}: cannot be written ({error.strerror}); nothing has been trained") from error
 
 
 class _Trained(NamedTuple):
@@ -291,22 +286,19 @@ class _TextSource:
             if self.stopped:
                 return
             self.characters += len(text)
-            yield from _pieces(text)
+
+            # A long text is cut at ends of lines, so that no word is divided. A text of one line is not cut.
+            start = 0
+            while len(text) - start > _PIECE_CHARS:
+                end = text.find("\n", start + _PIECE_CHARS)
+                if end < 0:
+                    break
+                yield text[start:end]
+                start = end
+            yield text[start:]
         self.ended.set()
 
     def check(self) -> None:
         """Raise TokenizerError if there was no text."""
         if not self.characters:
             raise TokenizerError("there is no text to train a tokenizer on: every input is empty")
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text at ends of lines, so that no word is divided. A text of one line is not cut."""
-    start = 0
-    while len(text) - start > _PIECE_CHARS:
-        end = text.find("\n", start + _PIECE_CHARS)
-        if end < 0:
-            break
-        yield text[start:end]
-        start = end
-    yield text[start:]

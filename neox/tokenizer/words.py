@@ -46,10 +46,13 @@ def cut_reason(tokenizer: Tokenizer) -> str | None:
         return "it has another normalizer than NFC"
     if _step_types(state["post_processor"], "processors") not in ([], ["ByteLevel"]):
         return "it adds ids to a text"
-    if not _splits_like_gpt2(state["pre_tokenizer"]):
+    splits = state["pre_tokenizer"]
+    is_byte_level = splits is not None and splits["type"] == "ByteLevel"
+    if not is_byte_level or not splits.get("use_regex", True) or splits.get("add_prefix_space"):
         return "it does not split texts like GPT-2"
     for token in state["added_tokens"]:
-        if _depends_on_context(token):
+        depends_on_context = token["lstrip"] or token["rstrip"] or token["single_word"]
+        if depends_on_context or _CUT.search(token["content"]) is not None:
             return f"its added token {token['content']!r} depends on the characters around it"
     return None
 
@@ -61,18 +64,6 @@ def _step_types(step: dict[str, Any] | None, members: str) -> list[str]:
     if step["type"] == "Sequence":
         return [member["type"] for member in step[members]]
     return [step["type"]]
-
-
-def _splits_like_gpt2(pre_tokenizer: dict[str, Any] | None) -> bool:
-    if pre_tokenizer is None or pre_tokenizer["type"] != "ByteLevel":
-        return False
-    return pre_tokenizer.get("use_regex", True) and not pre_tokenizer.get("add_prefix_space")
-
-
-def _depends_on_context(added_token: dict[str, Any]) -> bool:
-    if added_token["lstrip"] or added_token["rstrip"] or added_token["single_word"]:
-        return True
-    return _CUT.search(added_token["content"]) is not None
 
 
 def cut(text: str, size: int) -> Iterator[str]:
@@ -120,20 +111,18 @@ class WordEncoder:
 
     def _encode(self, text: str) -> bytes:
         """Return the ids of a text as bytes of `_dtype`."""
-        words = self._words(text)
-        try:
-            return b"".join(map(self._ids.__getitem__, words))
-        except KeyError:
-            return self._learn(words)
-
-    def _words(self, text: str) -> list[str]:
-        """Split a text into ASCII words. A piece with other characters or an added token is not split further."""
+        # It is split into ASCII words. A piece with other characters or an added token is not split further:
+        #
+        #     To| be| or naïve| questions
+        #           start     done
         words: list[str] = []
         done = 0  # number of characters split so far
         for found in self._not_ascii_words.finditer(text):
             if found.start() < done:
                 continue
-            start = _cut_before(text, found.start(), done)
+            start = found.start()  # moved back to the last place where the text can be cut
+            while start > done and (text[start] not in " \t\n\r" or text[start - 1].isspace()):
+                start -= 1
             words += _ASCII_WORD.findall(text, done, start)
             cut_after = _CUT.search(text, found.end())
             if cut_after is None:
@@ -142,7 +131,10 @@ class WordEncoder:
                 done = cut_after.start()
             words.append(text[start:done])
         words += _ASCII_WORD.findall(text, done)
-        return words
+        try:
+            return b"".join(map(self._ids.__getitem__, words))
+        except KeyError:
+            return self._learn(words)
 
     def _learn(self, words: list[str]) -> bytes:
         """Encode the words of a text, some of which are unknown, and cache the short ones."""
@@ -167,10 +159,3 @@ class WordEncoder:
 
     def _pack(self, ids: Iterable[int]) -> bytes:
         return array(self._dtype.char, ids).tobytes()
-
-
-def _cut_before(text: str, position: int, first: int) -> int:
-    """Return the last place at or before `position` where the text can be cut; `first` if there is none."""
-    while position > first and (text[position] not in " \t\n\r" or text[position - 1].isspace()):
-        position -= 1
-    return position

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint next to its weights: dataclasses in JSON files, which may be missing."""
+"""Files of a checkpoint that stand beside its weights: dataclasses as JSON, which may be missing."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def write_part(path: Path, part: DataclassInstance | None) -> None:
-    """Write a part, if there is one, to a checkpoint. Raises CheckpointError if it cannot be written."""
-    if part is None:
+def write_beside_weights(path: Path, value: DataclassInstance | None) -> None:
+    """Write a value, if there is one, as a file of a checkpoint. Raises CheckpointError if it cannot be written."""
+    if value is None:
         return
     with os_errors(CheckpointError, f"{path}: cannot be written"):
-        path.write_text(json.dumps(asdict(part), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(asdict(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_part(path: Path, what: str, build: Callable[[Any], T]) -> T | None:
-    """Return a part of a checkpoint; None if it has none.
+def read_beside_weights(path: Path, what: str, build: Callable[[Any], T]) -> T | None:
+    """Return the value of a file of a checkpoint; None if there is no such file.
 
     Args:
-        path: The part's file.
+        path: The file.
         what: What it holds, for the message.
-        build: Function from its JSON to the part. It raises ValueError or TypeError for JSON of another form.
+        build: Function from its JSON to the value. It raises ValueError or TypeError for JSON of another form.
 
     Raises:
         CheckpointError: If the file is damaged.
