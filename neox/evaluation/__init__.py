@@ -1,6 +1,15 @@
 """Scores of a model: perplexities, LAMBADA and the tasks of lm-evaluation-harness.
 
-Import from the modules: `run` (the tasks of a configuration), `tasks` (their names and files, checked without torch),
-`results` (tables and files), `perplexity`, `lambada`, `harness` (scorers) and `scoring` (log-probabilities of token
-spans).
+    eval_tasks     lambada=FILE, wikitext=FILE, perplexity=FILE, needle=PICTURE, names of the harness
+        |          tasks.py: names and files, checked without torch
+        v
+    evaluate.py    each task in turn, with a loaded model or one in training
+        |          lambada.py, perplexity.py, needle.py, harness.py: texts -> spans of tokens
+        v
+    scoring.py     log-probabilities of spans, divided among the data-parallel ranks
+        v
+    results.py     `TaskResult`: metrics and counts; tables and files
+
+`text_scores.py` scores answers with a reward model, `squad.py` has SQuAD's official scores, and `task_texts.py` the
+texts of tasks for decontamination. Import from the modules.
 """

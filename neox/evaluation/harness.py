@@ -1,4 +1,13 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (package `lm-eval`), run through its model interface."""
+"""Tasks of EleutherAI's lm-evaluation-harness (package `lm-eval`), run through its model interface.
+
+names     open_tasks      known to the harness, or YAML files
+|     harness_tasks   `simple_evaluate` of the harness, with
+|       HarnessModel    loglikelihood            text after a context -> span of tokens -> `Scorer.score`
+|                       loglikelihood_rolling    whole text -> windows -> `Scorer.score`
+|                       generate_until           prompt -> `generate_all`
+v
+report    results_of      a `TaskResult` for each task, the same on every rank
+"""
 
 from __future__ import annotations
 
@@ -195,7 +204,8 @@ def harness_model(scorer: Scorer) -> TemplateLM:
     """Return the model behind the harness's interface. Its class is made here because the package is optional."""
     from lm_eval.api.model import TemplateLM
 
-    answers = _Answers(scorer)
+    tokenizer = scorer.tokenizer
+    longest = scorer.model.max_length
 
     class HarnessModel(TemplateLM):  # type: ignore[misc, unused-ignore] # Any if lm-eval is not installed
         """loglikelihood, loglikelihood_rolling and generate_until with a `Scorer`."""
@@ -207,117 +217,89 @@ def harness_model(scorer: Scorer) -> TemplateLM:
         @property
         def eot_token_id(self) -> int:
             """End-of-document id."""
-            return scorer.tokenizer.eod
+            return tokenizer.eod
 
         @property
         def max_length(self) -> int:
             """Context of the model in tokens."""
-            return scorer.model.max_length
+            return longest
 
         @property
         def tokenizer_name(self) -> str:
             """Name under which the harness caches requests."""
-            return scorer.tokenizer.name
+            return tokenizer.name
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             """Return the ids of a text that begins a document."""
-            return positions.document(scorer.tokenizer, string)
+            return positions.document(tokenizer, string)
 
         def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             """Return the log-probability of each text after its context, and whether its tokens were the best ones."""
-            return answers.log_likelihoods([request.args for request in requests])
+            spans = []
+            empty = []
+            for context, text in [request.args for request in requests]:
+                spans.append(Span(*positions.scored(tokenizer, context, text)))
+                if spans[-1].first == len(spans[-1].tokens):
+                    empty.append(text)
+            if empty:
+                _log.warning(
+                    "%d of %d answers have no tokens, such as %r: their log-probability is 0, more than that of any "
+                    "other",
+                    len(empty),
+                    len(requests),
+                    empty[0],
+                )
+            return self._scores(spans)
 
         def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-            return answers.scores([Span((*context, *text), len(context)) for _, context, text in requests])
+            return self._scores([Span((*context, *text), len(context)) for _, context, text in requests])
+
+        def _scores(self, spans: Sequence[Span]) -> list[tuple[float, bool]]:
+            fitting = [truncate(span, longest) for span in spans]
+            scores = scorer.score(fitting, "loglikelihood")
+            return [(score.log_probability, score.greedy) for score in scores]
 
         def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
             """Return the log-probability of each whole text."""
-            return answers.text_log_likelihoods([request.args[0] for request in requests])
+            spans: list[Span] = []
+            owners: list[int] = []  # number of the text of each span
+            for number, request in enumerate(requests):
+                ids, first = positions.scored(tokenizer, "", request.args[0])
+                for span in full_windows(ids[first - 1 :], longest):
+                    spans.append(span)
+                    owners.append(number)
+            totals = [0.0] * len(requests)
+            for number, score in zip(owners, scorer.score(spans, "rolling"), strict=True):
+                totals[number] += score.log_probability
+            return totals
 
         def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-            """Return the continuation of each prompt up to its stop strings."""
-            return answers.continuations([request.args for request in requests])
+            """Return the continuation of each prompt up to its stop strings. Equal settings are generated together."""
+            groups: dict[SamplingParams, list[int]] = defaultdict(list)
+            for number, request in enumerate(requests):
+                _, settings = request.args
+                groups[sampling_params(settings, longest)].append(number)
+            texts = [""] * len(requests)
+            for params, numbers in groups.items():
+                # A prompt loses the beginning that leaves too few tokens for the answer, as in the harness itself.
+                room = longest - params.max_new_tokens
+                prompts = []
+                for number in numbers:
+                    prompt, _ = requests[number].args
+                    prompts.append(tuple(positions.prompt(tokenizer, prompt)[-room:]))
+                completions = generate_all(
+                    scorer.model,  # type: ignore[arg-type] # a ModelRunner offers both protocols
+                    prompts,
+                    params,
+                    tokenizer,
+                    scorer.grid,
+                    batch_size=scorer.batch_size,
+                )
+                for number, completion in zip(numbers, completions, strict=True):
+                    texts[number] = completion.text
+            return texts
 
     return HarnessModel()
-
-
-class _Answers:
-    """Answers to the harness's requests, all of one kind at a time."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-        self._tokenizer = scorer.tokenizer
-        self._max_length = scorer.model.max_length
-
-    def log_likelihoods(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return the log-probability of texts, and whether each of their tokens was the most probable one.
-
-        Args:
-            requests: (context, text).
-        """
-        spans = []
-        empty = []
-        for context, text in requests:
-            spans.append(Span(*positions.scored(self._tokenizer, context, text)))
-            if spans[-1].first == len(spans[-1].tokens):
-                empty.append(text)
-        if empty:
-            _log.warning(
-                "%d of %d answers have no tokens, such as %r: their log-probability is 0, more than that of any other",
-                len(empty),
-                len(requests),
-                empty[0],
-            )
-        return self.scores(spans)
-
-    def scores(self, spans: Sequence[Span]) -> list[tuple[float, bool]]:
-        """Return the log-probability of each span, and whether each of its tokens was the most probable one."""
-        fitting = [truncate(span, self._max_length) for span in spans]
-        scores = self._scorer.score(fitting, "loglikelihood")
-        return [(score.log_probability, score.greedy) for score in scores]
-
-    def text_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-probabilities of whole texts."""
-        spans: list[Span] = []
-        owners: list[int] = []  # number of the text of each span
-        for number, text in enumerate(texts):
-            ids, first = positions.scored(self._tokenizer, "", text)
-            for span in full_windows(ids[first - 1 :], self._max_length):
-                spans.append(span)
-                owners.append(number)
-        totals = [0.0] * len(texts)
-        for number, score in zip(owners, self._scorer.score(spans, "rolling"), strict=True):
-            totals[number] += score.log_probability
-        return totals
-
-    def continuations(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        """Return the continuations of prompts, generated together with those of equal settings.
-
-        Args:
-            requests: (prompt, `generation_kwargs`).
-        """
-        groups: dict[SamplingParams, list[int]] = defaultdict(list)
-        for number, (_, settings) in enumerate(requests):
-            groups[sampling_params(settings, self._max_length)].append(number)
-        texts = [""] * len(requests)
-        for params, numbers in groups.items():
-            prompts = [self._truncated(requests[number][0], params) for number in numbers]
-            completions = generate_all(
-                self._scorer.model,  # type: ignore[arg-type] # a ModelRunner offers both protocols
-                prompts,
-                params,
-                self._tokenizer,
-                self._scorer.grid,
-                batch_size=self._scorer.batch_size,
-            )
-            for number, completion in zip(numbers, completions, strict=True):
-                texts[number] = completion.text
-        return texts
-
-    def _truncated(self, prompt: str, params: SamplingParams) -> tuple[int, ...]:
-        """Return a prompt without the beginning that leaves too few tokens for the answer, as the harness does."""
-        longest = self._max_length - params.max_new_tokens
-        return tuple(positions.prompt(self._tokenizer, prompt)[-longest:])
 
 
 def full_windows(text: TokenIds, length: int) -> list[Span]:
@@ -351,7 +333,12 @@ def sampling_params(asked: Mapping[str, Any], max_length: int) -> SamplingParams
         value = left.pop(key, None)
         if value is not None:
             limit = int(value)
-    temperature = _temperature(left.pop("do_sample", None), float(left.pop("temperature", 0.0) or 0.0))
+    temperature = float(left.pop("temperature", 0.0) or 0.0)  # 0 takes the most probable token
+    do_sample = left.pop("do_sample", None)  # if it is not given, the temperature decides
+    if do_sample is False:
+        temperature = 0.0
+    elif do_sample and temperature == 0:
+        temperature = 1.0
     known = {key: left.pop(key) for key in _SAMPLING_KEYS if key in left}
     if left:
         raise EvaluationError(f"the task needs unsupported generation settings: {', '.join(sorted(left))}")
@@ -361,20 +348,6 @@ def sampling_params(asked: Mapping[str, Any], max_length: int) -> SamplingParams
         stop=tuple(filter(None, stops)),
         **known,
     )
-
-
-def _temperature(do_sample: bool | None, temperature: float) -> float:
-    """Return the temperature of sampling; 0 for the most probable token.
-
-    Args:
-        do_sample: Setting of that name; None if it is not given, so that the temperature decides.
-        temperature: Setting of that name; 0 if it is not given.
-    """
-    if do_sample is False:
-        return 0.0
-    if do_sample and temperature == 0:
-        return 1.0
-    return temperature
 
 
 def _is_file(name: str) -> bool:

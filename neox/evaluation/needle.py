@@ -7,8 +7,8 @@ of the length, the depth and the number of the trial.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from neox.tokenizer import Tokenizer, positions
 
 DEPTHS = (0, 25, 50, 75, 100)
 """Places of the key, in per cent of the text before the question."""
-_PARTS = (8, 4, 2, 1)
+_DIVISORS = (8, 4, 2, 1)
 """The lengths of texts are the window divided by these."""
 _TRIALS = 4
 _FILLER = (
@@ -69,12 +69,12 @@ def needle(path: str | Path, scorer: Scorer, name: str = "needle") -> TaskResult
     longest = min(scorer.window, scorer.model.max_length)
     asked: list[Cell] = []  # the cell of each text
     spans: list[Span] = []
-    for cell in _cells(longest):
-        for trial in range(trials):
-            span = hidden_key(cell, trial, scorer.tokenizer)
-            if span is not None:
-                asked.append(cell)
-                spans.append(span)
+    for divisor, depth, trial in product(_DIVISORS, DEPTHS, range(trials)):
+        cell = Cell(longest // divisor, depth)
+        span = hidden_key(cell, trial, scorer.tokenizer)
+        if span is not None:
+            asked.append(cell)
+            spans.append(span)
     if not spans:
         raise EvaluationError(f"{name}: a window of {longest} tokens is too short for a pass key and a question")
     found: dict[Cell, list[bool]] = {}
@@ -97,12 +97,6 @@ def needle(path: str | Path, scorer: Scorer, name: str = "needle") -> TaskResult
         except OSError as error:
             raise EvaluationError(f"{path}: cannot be written ({error})") from error
     return TaskResult(name, metrics, {"texts": len(spans)})
-
-
-def _cells(longest: int) -> Iterator[Cell]:
-    for part in _PARTS:
-        for depth in DEPTHS:
-            yield Cell(longest // part, depth)
 
 
 def hidden_key(cell: Cell, trial: int, tokenizer: Tokenizer) -> Span | None:

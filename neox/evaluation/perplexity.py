@@ -6,7 +6,6 @@ the first of which is not predicted. O is the number of words of the original te
 
 from __future__ import annotations
 
-import math
 import re
 from itertools import islice
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from neox.errors import EvaluationError
-from neox.evaluation.results import TaskResult, perplexity_of
+from neox.evaluation.results import TaskResult, bits_per_byte, perplexity_of
 from neox.evaluation.scoring import Scorer, TokenIds
 from neox.evaluation.tasks import is_token_file, read_corpus, read_text, token_documents
 from neox.tokenizer import positions
@@ -62,11 +61,6 @@ def word_perplexity(loss: float, tokens: int, words: int) -> float:
     """Return exp(L / (T - 1) * (T - 1) / (O - 1)), which does not depend on the tokenizer."""
     tokens_per_word = (tokens - 1) / (words - 1)
     return perplexity_of(loss / (tokens - 1) * tokens_per_word)
-
-
-def bits_per_byte(loss: float, size: int) -> float:
-    """Return the loss in bits per UTF-8 byte of the original text."""
-    return loss / math.log(2) / size
 
 
 def count_words(text: str) -> int:

@@ -43,9 +43,14 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(700.0, loss))
 
 
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Return the bits per byte of text of a mean loss in nats for each token."""
-    return loss / (math.log(2.0) * bytes_per_token)
+def bits_per_byte(loss: float, size: float) -> float:
+    """Return the bits per byte of text.
+
+    Args:
+        loss: Loss in nats, summed over a text or the mean over its tokens.
+        size: UTF-8 bytes of the text, or of each token.
+    """
+    return loss / (math.log(2.0) * size)
 
 
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
@@ -61,7 +66,18 @@ def format_table(results: Sequence[TaskResult]) -> str:
     """Return a table with one line per metric. The first line of a task has its counts and settings."""
     rows = [("task", "metric", "value", "std. error", "over")]
     for result in results:
-        rows += _rows_of(result)
+        counts = [f"{count:,} {name}" for name, count in result.counts.items()]
+        settings = [f"{name} {setting}" for name, setting in result.settings.items()]
+        task = result.task
+        scope = ", ".join([*counts, *settings])
+        for name, value in result.metrics.items():
+            if name.endswith("_stderr"):
+                continue
+            error = result.metrics.get(f"{name}_stderr")
+            shown_error = "" if error is None else f"{error:.2g}"
+            rows.append((task, name, f"{value:.6g}", shown_error, scope))
+            task = ""
+            scope = ""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -69,27 +85,6 @@ def format_table(results: Sequence[TaskResult]) -> str:
         lines.append("  ".join(cells).rstrip())
     rule = "  ".join("-" * width for width in widths)
     return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _rows_of(result: TaskResult) -> list[tuple[str, str, str, str, str]]:
-    """Return the lines of one task: task, metric, value, standard error, counts and settings."""
-    over = []
-    for name, count in result.counts.items():
-        over.append(f"{count:,} {name}")
-    for name, setting in result.settings.items():
-        over.append(f"{name} {setting}")
-    task = result.task
-    scope = ", ".join(over)
-    rows = []
-    for name, value in result.metrics.items():
-        if name.endswith("_stderr"):
-            continue
-        error = result.metrics.get(f"{name}_stderr")
-        shown_error = "" if error is None else f"{error:.2g}"
-        rows.append((task, name, f"{value:.6g}", shown_error, scope))
-        task = ""
-        scope = ""
-    return rows
 
 
 def results_path(prefix: str, now: datetime, kind: str = "eval") -> Path:

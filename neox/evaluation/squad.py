@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,16 @@ def read_squad(path: str | Path) -> list[Question]:
         for article in json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"]:
             for paragraph in article["paragraphs"]:
                 for entry in paragraph["qas"]:
-                    questions.append(_question_of(entry, paragraph["context"]))
+                    answers = entry.get("answers", ())
+                    questions.append(
+                        Question(
+                            id=str(entry["id"]),
+                            question=entry["question"],
+                            context=paragraph["context"],
+                            answers=tuple(answer["text"] for answer in answers),
+                            starts=tuple(answer["answer_start"] for answer in answers),
+                        )
+                    )
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -61,18 +70,6 @@ def read_squad(path: str | Path) -> list[Question]:
             if question.context[start : start + len(answer)] != answer:
                 raise DataError(f"{path}: question {question.id}: {answer!r} is not at character {start} of its text")
     return questions
-
-
-def _question_of(entry: Mapping[str, Any], context: str) -> Question:
-    """Return a question of the file's JSON. Raises KeyError or TypeError for another format."""
-    answers = entry.get("answers", ())
-    return Question(
-        id=str(entry["id"]),
-        question=entry["question"],
-        context=context,
-        answers=tuple(answer["text"] for answer in answers),
-        starts=tuple(answer["answer_start"] for answer in answers),
-    )
 
 
 def normalize_answer(text: str) -> str:
