@@ -19,6 +19,8 @@ STABILITY = "stability"
 """Beginning of the names of numbers by layer: `stability/QUANTITY/LAYER`."""
 STABILITY_PICTURE = "stability.png"
 _POINTS_WITHOUT_SMOOTHING = 50
+_LONG_LABEL = 60
+"""Characters of a label that leaves no room for a second one next to it."""
 _MARKERS = "osD^vP*X"
 _TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
 """Groups of scalars that have the trained loss."""
@@ -130,6 +132,7 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
     from matplotlib.figure import Figure
 
+    tokens = {label: evaluated_tokens(runs[label]) for label in found}
     tasks: dict[str, TaskCurves] = {}
     for label in found:
         if not names and (scores := task_curves(runs[label])):
@@ -141,8 +144,11 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
         kinds = list(dict.fromkeys(map(_of_weights, lines)))
         for name, points in lines.items():
             style = _style(name, kinds.index(_of_weights(name)))
+            group = name.rpartition("/")[0]
+            if f"{group}/tokens" in tokens[run]:
+                style["label"] += f" ({tokens[run][f'{group}/tokens']:,.0f} tokens a point)"
             if len(found) > 1:
-                style["label"] = f"{run}: {name}"
+                style["label"] = f"{run}: {style['label']}"
                 style["color"] = f"C{number % 10}"
             places = places_of(runs[run], sorted(points), against)
             values = [points[iteration] for iteration in sorted(points)]
@@ -154,11 +160,21 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
         for path in runs.values():
             _add_interruptions(axes, path)
             _add_token_axis(axes, path)
-    axes.legend()
+    _add_legend(axes)
     if tasks:
         _draw_tasks(below[0], tasks, {label: runs[label] for label in tasks}, against)
     figure.savefig(picture, format="png")
     return True
+
+
+def evaluated_tokens(path: Path) -> dict[str, float]:
+    """Return how many tokens the last evaluations read, by the name of the scalar: `validation/tokens`, and of sets."""
+    found: dict[str, float] = {}
+    for row in read_metrics(path):
+        for name, value in row.items():
+            if name.endswith("/tokens") and name.partition("/")[0] in _TRAINED_GROUPS:
+                found[name] = value
+    return found
 
 
 def task_curves(path: Path) -> TaskCurves:
@@ -194,7 +210,14 @@ def _draw_tasks(axes: Axes, tasks: Mapping[str, TaskCurves], runs: Mapping[str, 
     axes.set_xlabel(against)
     axes.set_ylabel("score (with standard error)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    _add_legend(axes)
+
+
+def _add_legend(axes: Axes) -> None:
+    """Add a legend below the axes, where it covers no curve: two columns, or one if labels are long."""
+    longest = max(map(len, axes.get_legend_handles_labels()[1]))
+    columns = 2 if longest < _LONG_LABEL else 1
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns, fontsize=8, frameon=False)
 
 
 def _add_interruptions(axes: Axes, path: Path) -> None:

@@ -58,6 +58,13 @@ class BatchIterator:
     A micro batch is a function of its number, so an iterator needs no saved state. A step with gradient accumulation
     takes several micro batches in a row. After the last sample the iterator starts again, with a warning.
 
+    With `whole`, the last samples are read too if they do not fill a micro batch of all ranks. Copies of the last one
+    stand in the empty places, and their labels do not count:
+
+        samples       0 1 | 2 3 | 4 4           five samples
+        rank           0     1     0     1
+        micro batch    0     0     1     1      rank 1 reads copies only
+
     Attributes:
         position: Number of the next micro batch.
     """
@@ -78,6 +85,7 @@ class BatchIterator:
         label_documents: bool = False,
         mark_padding: bool = False,
         boundaries: DocumentBoundaries = "index",
+        whole: bool = False,
     ) -> None:
         """Set up the iterator.
 
@@ -96,6 +104,7 @@ class BatchIterator:
                 within documents. Labels further ahead need it.
             mark_padding: Whether batches have `lengths`.
             boundaries: Where documents end: where they were joined, or at `eod`.
+            whole: Whether samples that do not fill a micro batch of all ranks are read.
 
         Raises:
             DataError: If there are fewer samples than one micro batch of all ranks, or `eod` is needed and missing.
@@ -117,6 +126,8 @@ class BatchIterator:
         self.position = start
         self._global_size = micro_batch_size * dp_size
         self._batches = dataset.num_samples // self._global_size
+        if whole:
+            self._batches = -(-dataset.num_samples // self._global_size)
         if self._batches == 0:
             raise DataError(
                 f"the data has {dataset.num_samples} samples, fewer than one micro batch of all ranks "
@@ -125,6 +136,11 @@ class BatchIterator:
         self._workers = num_workers
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro batches of one pass over the samples."""
+        return self._batches
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -162,8 +178,16 @@ class BatchIterator:
 
     def sample_numbers(self, position: int) -> np.ndarray:
         """Return the sample numbers of micro batch `position` on this rank, int64 [B]."""
+        return np.minimum(self._places(position), self.dataset.num_samples - 1)
+
+    def _places(self, position: int) -> np.ndarray:
+        """Return the numbers of a micro batch's places, int64 [B]. Those behind the last sample hold a copy of it."""
         first = (position % self._batches) * self._global_size + self.dp_rank * self.micro_batch_size
         return np.arange(first, first + self.micro_batch_size)
+
+    def counted(self, position: int) -> torch.Tensor:
+        """Return which samples of micro batch `position` count, 1 or 0, fp32 [B, 1]. Copies of the last one do not."""
+        return torch.from_numpy(self._places(position) < self.dataset.num_samples).float().unsqueeze(1)
 
     def read(self, position: int) -> Batch:
         """Read micro batch `position`. Raises DataError for ids outside the vocabulary."""
@@ -171,7 +195,7 @@ class BatchIterator:
         rows = self.dataset.read(samples)  # [B, S + 1], in the file's dtype
         self._check_ids(rows)
         tokens = torch.from_numpy(rows[:, :-1].astype(np.int64))
-        loss_mask = torch.ones(tokens.shape)
+        loss_mask = self.counted(position).expand(tokens.shape).clone()
         starts = None
         if self.mark_documents or self.eod_mask_loss:
             starts = self.document_starts(samples, rows)
@@ -278,7 +302,9 @@ class PreferenceBatchIterator(BatchIterator):
             fields["lengths"] = (fields["slots"] != NO_SLOT).sum(axis=1)
         self._check_ids(fields["tokens"])
         self._check_ids(fields["labels"])
-        return {name: torch.from_numpy(field) for name, field in fields.items()}
+        batch = {name: torch.from_numpy(field) for name, field in fields.items()}
+        batch["pair_mask"] *= self.counted(position)
+        return batch
 
 
 def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:

@@ -55,6 +55,31 @@ def samples_of_epochs(data: DataConfig, seq_length: int, epochs: float) -> int:
     return 0
 
 
+def samples_of_set(
+    prefix: str, labels: str | None, data: DataConfig, seq_length: int, *, split: int | None = None
+) -> int | None:
+    """Return the number of samples of one pass over an evaluation's documents.
+
+    Args:
+        prefix: Prefix of the token files.
+        labels: Prefix of those of the labels, if any.
+        data: Data section of the configuration.
+        seq_length: Number of tokens of a sample's input.
+        split: Number of the part of `split` whose documents are meant; None for all documents.
+
+    Returns:
+        The samples; None if too many documents would have to be packed to count them.
+
+    Raises:
+        DataError: If token files are missing or damaged.
+    """
+    indexed = IndexedDataset(prefix, data.data_impl)
+    documents = range(len(indexed)) if split is None else split_documents(data.split, len(indexed))[split]
+    if data.pack_impl != "packed" and len(documents) > _COUNTED_DOCUMENTS:
+        return None
+    return _samples(indexed, documents, labels, data, seq_length, 1) if documents else 0
+
+
 def rows_of_epochs(config: NeoXConfig, seq_length: int, epochs: float) -> int:
     """Return the number of rows that hold the answers for training in a number of passes over them.
 

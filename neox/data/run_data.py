@@ -55,6 +55,8 @@ class EvaluationSet(NamedTuple):
         name: Name in metrics; None for the only set.
         weight: Weight of the set's scores in the mean over all sets.
         start: Number of the micro batch that each evaluation begins with; None to continue after the one before.
+        micro_batches: Number of micro batches of an evaluation on this rank; None for those of `eval_iters` steps.
+        tokens: Tokens of the samples of an evaluation, over all ranks; None if they are not known.
         bytes_per_token: Bytes of text for each token of its data; None if they are not known.
     """
 
@@ -63,6 +65,8 @@ class EvaluationSet(NamedTuple):
     weight: float = 1.0
     start: int | None = None
     bytes_per_token: float | None = None
+    micro_batches: int | None = None
+    tokens: int | None = None
 
 
 class DataIterators(NamedTuple):
@@ -98,7 +102,7 @@ def build_data_iterators(
 
     Their positions are those of an uninterrupted run after `consumed_iterations`. A training iteration reads the number
     of samples in the plan's batch schedule. An evaluation reads `eval_iters` times `gradient_accumulation_steps` micro
-    batches. The next one reads them again, or continues after them (`eval_order`).
+    batches, or the whole set. The next one reads them again, or continues after them (`eval_order`).
 
     Args:
         plan: Plan of the run.
@@ -151,27 +155,40 @@ def build_data_iterators(
         valid_start = 0
         each_start = 0  # of each evaluation
     else:
+        assert training.eval_iters != "all"
         evaluations = _evaluations_done(training, consumed_iterations)
         valid_start = evaluations * training.eval_iters * plan.batch.gradient_accumulation_steps
         each_start = None
 
-    def iterator(dataset: SampleSource, start: int, split: str) -> BatchIterator:
-        return _iterator(plan, tokenizer, dp_rank, dataset, start, split)
+    def evaluation_set(
+        dataset: SampleSource, start: int, split: str, name: str | None = None, weight: float = 1.0
+    ) -> EvaluationSet:
+        reads_all = training.eval_iters == "all"
+        batches = _iterator(plan, tokenizer, dp_rank, dataset, start, split, whole=reads_all)
+        samples = training.evaluation_samples(plan.batch.train_batch_size)
+        if samples is None:
+            samples = dataset.num_samples
+        return EvaluationSet(
+            batches,
+            name,
+            weight,
+            each_start,
+            mean_bytes(dataset),
+            batches.micro_batches if reads_all else None,
+            samples * plan.batch_schedule.full_length,
+        )
 
     valid_sets = []
     if datasets.valid is not None:
-        batches = iterator(datasets.valid, valid_start, "valid")
-        valid_sets.append(EvaluationSet(batches, start=each_start, bytes_per_token=mean_bytes(datasets.valid)))
+        valid_sets.append(evaluation_set(datasets.valid, valid_start, "valid"))
     for name, dataset in datasets.validation_sets.items():
         weight = config.data.validation_sets[name].weight
-        batches = iterator(dataset, valid_start, f"valid-{name}")
-        valid_sets.append(EvaluationSet(batches, name, weight, each_start, mean_bytes(dataset)))
+        valid_sets.append(evaluation_set(dataset, valid_start, f"valid-{name}", name, weight))
     test_sets = []
     if datasets.test is not None:
-        batches = iterator(datasets.test, 0, "test")
-        test_sets.append(EvaluationSet(batches, start=each_start, bytes_per_token=mean_bytes(datasets.test)))
+        test_sets.append(evaluation_set(datasets.test, 0, "test"))
     return DataIterators(
-        iterator(training_data.dataset, train_start, "train"),
+        _iterator(plan, tokenizer, dp_rank, training_data.dataset, train_start, "train"),
         tuple(valid_sets),
         tuple(test_sets),
         training_data.ledger_at,
@@ -202,22 +219,21 @@ def mean_bytes(dataset: object) -> float | None:
 
 
 def sample_counts(training: TrainingConfig, train_batch_size: int) -> SampleCounts:
-    """Return the number of samples of a run. As in NeoX, an evaluation reads `eval_iters` training batches.
+    """Return the number of samples of a run.
 
     Args:
         training: Length of the run, and its evaluations.
         train_batch_size: Number of samples of a step.
     """
     assert training.train_iters is not None
+    train = training.train_iters * train_batch_size
+    samples = training.evaluation_samples(train_batch_size)
+    if samples is None:
+        return SampleCounts(train, None, None)
     evaluations = 1
     if training.eval_order == "gpt-neox":
         evaluations = _evaluations_until(training, training.train_iters) + 1  # one more at the end
-    samples_of_evaluation = training.eval_iters * train_batch_size
-    return SampleCounts(
-        train=training.train_iters * train_batch_size,
-        valid=evaluations * samples_of_evaluation,
-        test=samples_of_evaluation,
-    )
+    return SampleCounts(train, valid=evaluations * samples, test=samples)
 
 
 def _evaluations_until(training: TrainingConfig, steps: int) -> int:
@@ -296,7 +312,7 @@ def open_preferences(
     keys = plan.config.preferences
     datasets: list[PreferenceDataset | None] = []
     for answers, count in zip(keys.answers(plan.config.data), counts, strict=True):
-        if not count or not answers.paths:
+        if count == 0 or not answers.paths:
             datasets.append(None)
             continue
         pairs = open_pairs(answers, factory.seq_length, factory.open, factory.open_rewards)
@@ -318,7 +334,14 @@ def open_preferences(
 
 
 def _iterator(
-    plan: RunPlan, tokenizer: Tokenizer, dp_rank: int, dataset: SampleSource, start: int, split: str
+    plan: RunPlan,
+    tokenizer: Tokenizer,
+    dp_rank: int,
+    dataset: SampleSource,
+    start: int,
+    split: str,
+    *,
+    whole: bool = False,
 ) -> BatchIterator:
     """Build the iterator of the dataset of a split; its first micro batch is number `start`."""
     data = plan.config.data
@@ -336,6 +359,7 @@ def _iterator(
         "label_documents": plan.architecture.mtp_num_layers > 0,
         "mark_padding": plan.marks_padding,
         "boundaries": data.document_boundaries,
+        "whole": whole,
     }
     if distillation.teacher_logits is not None:
         directory = Path(distillation.teacher_logits)

@@ -45,11 +45,11 @@ _log = get_logger(__name__)
 
 
 class SampleCounts(NamedTuple):
-    """Number of samples of each split that all ranks of a run read together."""
+    """Number of samples of each split that all ranks of a run read together; None for one pass over the split."""
 
     train: int
-    valid: int
-    test: int
+    valid: int | None
+    test: int | None
 
 
 class Datasets(NamedTuple):
@@ -123,7 +123,7 @@ class DatasetFactory:
                 paths = blend.paths or ()
                 if has_names:
                     splits.append(None)
-                elif repeats_evaluations and is_evaluation and len(paths) == 1 and count:
+                elif repeats_evaluations and is_evaluation and len(paths) == 1 and count != 0:
                     label = blend.labels[0] if blend.labels else None
                     splits.append(self.whole(paths[0], label, count))
                 else:
@@ -136,7 +136,7 @@ class DatasetFactory:
                 '--output-prefix P), or "train_data_paths"'
             )
         validation_sets = {}
-        if counts.valid:
+        if counts.valid != 0:
             for name, item in data.validation_sets.items():
                 validation_sets[name] = self.whole(item.path, item.labels, counts.valid)
         train, valid, test = splits
@@ -150,12 +150,12 @@ class DatasetFactory:
         ranges = split_documents(split, total)
         result: list[SampleDataset | None] = []
         for name, share, documents, num_samples in zip(SampleCounts._fields, shares, ranges, counts, strict=True):
-            if num_samples and documents:
+            if num_samples != 0 and documents:
                 (fill_in_middle,) = self.rearrangements(name, 1)
                 result.append(self.samples(indexed, documents, num_samples, fill_in_middle=fill_in_middle))
                 continue
             result.append(None)
-            if num_samples and share:  # a share of 0 asks for none
+            if num_samples != 0 and share:  # a share of 0 asks for none
                 # gpt-neox's default reserves a thousandth for the test, which is less than a sample of small data.
                 is_default = split == DataConfig.model_fields["split"].default
                 level = logging.DEBUG if name == "test" and is_default else logging.WARNING
@@ -169,8 +169,12 @@ class DatasetFactory:
                 )
         return result
 
-    def blended(self, blend: Blend, num_samples: int) -> BlendedDataset | None:
-        """Blend several datasets. If no samples are needed or no paths are given, return None."""
+    def blended(self, blend: Blend, num_samples: int | None) -> BlendedDataset | None:
+        """Blend several datasets. If no samples are needed or no paths are given, return None.
+
+        Raises:
+            DataError: A dataset is missing or damaged, or one pass over several was asked for.
+        """
         if num_samples == 0:
             return None
         if not blend.paths:
@@ -178,6 +182,8 @@ class DatasetFactory:
             level = logging.INFO if blend.split == "valid" else logging.DEBUG
             _log.log(level, "without %s_data_paths there is no %s data", blend.split, blend.split)
             return None
+        if num_samples is None:  # the launcher refuses it, with the keys
+            raise DataError(f"{blend.split}_data_paths: one pass over a blend of several datasets is not defined")
         files = [self.open(path) for path in blend.paths]
         shares = self.shares(blend, files)
         counts = samples_of_each(shares, num_samples)
@@ -212,13 +218,13 @@ class DatasetFactory:
             raise DataError(f"{name}_data_weights has {len(blend.weights)} weights for {len(files)} {name}_data_paths")
         return normalized(blend.weights)
 
-    def whole(self, path: str, label: str | None, num_samples: int) -> SampleDataset:
+    def whole(self, path: str, label: str | None, num_samples: int | None) -> SampleDataset:
         """Return the samples of all documents of one dataset, which no blend reorders.
 
         Args:
             path: Prefix of the token files.
             label: Prefix of the files of labels; None if each token is its own label.
-            num_samples: Number of samples that the run asks for.
+            num_samples: Number of samples that the run asks for; None for one pass.
         """
         indexed = self.open(path)
         return self.samples(indexed, range(self.num_documents(indexed)), num_samples, label)
@@ -227,7 +233,7 @@ class DatasetFactory:
         self,
         indexed: IndexedDataset,
         documents: range,
-        num_samples: int,
+        num_samples: int | None,
         label_prefix: str | None = None,
         fill_in_middle: FillInMiddle | None = None,
     ) -> SampleDataset:
@@ -235,6 +241,7 @@ class DatasetFactory:
         cache_dir = self.index_cache(indexed.prefix)
         if self.masking is not None:
             settings, vocabulary = self.masking
+            assert num_samples is not None, "`eval_iters: all` is refused"
             return SentencePairDataset(indexed, documents, num_samples, settings, vocabulary, self.seed, cache_dir)
         return GPTDataset(
             indexed,

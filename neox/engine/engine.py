@@ -229,9 +229,15 @@ class Engine:
         return dict(zip(self.objective.names, scores, strict=True)), norm
 
     @torch.no_grad()
-    def eval_batch(self, batches: Iterator[Batch]) -> EvaluationResult:
-        """Return the objective's mean scores of the next `gradient_accumulation_steps` micro batches."""
-        count = self.plan.batch.gradient_accumulation_steps
+    def eval_batch(self, batches: Iterator[Batch], count: int | None = None) -> EvaluationResult:
+        """Return the objective's mean scores of the next micro batches.
+
+        Args:
+            batches: Micro batches of this data rank.
+            count: Number of micro batches of each data rank; None for those of a step.
+        """
+        if count is None:
+            count = self.plan.batch.gradient_accumulation_steps
         batches = self._completed(batches, count)
         scores, amount = self._runner.evaluate(batches, count, self.plan.batch_schedule.full_length)
         names = evaluated_objective(self.objective).names

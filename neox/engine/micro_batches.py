@@ -91,7 +91,7 @@ class WholeNetworkRunner:
     Args:
         engine: DeepSpeed's engine.
         objective: Objective of the training.
-        weights: Weights of the labels of a step.
+        weights: Weights of the labels of a step, and of an evaluation.
         grid: This rank's grid.
         device: Device of the model.
         timers: Timers of the parts of a step.
@@ -101,14 +101,14 @@ class WholeNetworkRunner:
         self,
         engine: PlainEngine,
         objective: Objective,
-        weights: LabelWeights,
+        weights: tuple[LabelWeights, LabelWeights],
         grid: ParallelGrid,
         device: torch.device,
         timers: Timers,
     ) -> None:
         self.engine = engine
         self._objective = objective
-        self._weights = weights
+        self._weights, self._evaluation_weights = weights
         self._grid = grid
         self._device = device
         self._timers = timers
@@ -136,7 +136,7 @@ class WholeNetworkRunner:
         self.engine.eval()
         objective = evaluated_objective(self._objective)
         total = self._no_scores(objective)
-        weighted = self._weights.of_step(batches, count)
+        weighted = self._evaluation_weights.of_step(batches, count)
         for batch in weighted.batches:
             total += self._scores(batch, objective)
         return self._mean(total / count), weighted.amount
@@ -182,7 +182,7 @@ class PipelineRunner:
     Args:
         engine: DeepSpeed's engine.
         objective: Objective of the training.
-        weights: Weights of the labels of a step.
+        weights: Weights of the labels of a step, and of an evaluation.
         grid: This rank's grid.
         device: Device of the model.
     """
@@ -191,13 +191,13 @@ class PipelineRunner:
         self,
         engine: PipelineEngine,
         objective: Objective,
-        weights: LabelWeights,
+        weights: tuple[LabelWeights, LabelWeights],
         grid: ParallelGrid,
         device: torch.device,
     ) -> None:
         self.engine = engine
         self._objective = objective
-        self._weights = weights
+        self._weights, self._evaluation_weights = weights
         self._grid = grid
         stage = engine.module.stage
         self._is_first = stage.ranges[0].is_first
@@ -209,21 +209,21 @@ class PipelineRunner:
     def train(self, batches: Iterator[Batch], length: int) -> None:
         """Do one optimizer step. With sequence parallelism each tensor rank passes on its share of the tokens."""
         self._reset_buffers_if_changed(length // self._grid.cp_size // self._token_shares)
-        weighted = self._weighted(batches, self.engine.gradient_accumulation_steps())
+        weighted = self._weighted(self._weights, batches, self.engine.gradient_accumulation_steps())
         self.engine.train_batch(self._pairs(weighted.batches, self._objective))
 
     def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
         """Return mean scores, and the divisor of the losses. Each tensor rank passes on all tokens."""
         self._reset_buffers_if_changed(length // self._grid.cp_size)
-        weighted = self._weighted(batches, count)
+        weighted = self._weighted(self._evaluation_weights, batches, count)
         pairs = self._pairs(weighted.batches, evaluated_objective(self._objective))
         scores: Tensor = self.engine.eval_batch(pairs, num_micro_batches=count)
         return scores, self._sent_by_last(weighted.amount)
 
-    def _weighted(self, batches: Iterator[Batch], count: int) -> WeightedBatches:
+    def _weighted(self, weights: LabelWeights, batches: Iterator[Batch], count: int) -> WeightedBatches:
         """Return the next micro batches. Only the last stage weights labels; middle stages read no batches."""
         if self._is_last:
-            return self._weights.of_step(batches, count)
+            return weights.of_step(batches, count)
         return WeightedBatches(batches, 0.0)
 
     def _sent_by_last(self, amount: float) -> float:
@@ -312,10 +312,21 @@ class LabelWeights:
         self._depths = depths
 
     @classmethod
-    def of(cls, plan: RunPlan, objective: Objective, grid: ParallelGrid, device: torch.device) -> LabelWeights:
-        """Return the weights of a run."""
+    def of(
+        cls, plan: RunPlan, objective: Objective, grid: ParallelGrid, device: torch.device
+    ) -> tuple[LabelWeights, LabelWeights]:
+        """Return the weights of a run's steps, and of its evaluations.
+
+        The mean over a whole set must not depend on how it is cut into micro batches, the last of which has copies that
+        do not count. So each label of the set has the same weight, also where a step has means of micro batches.
+        """
+        depths = plan.architecture.mtp_num_layers
         normalization = LOSS_NORMALIZATIONS[plan.loss_normalization]
-        return cls(normalization, objective.label_mask, grid, device, depths=plan.architecture.mtp_num_layers)
+        training = cls(normalization, objective.label_mask, grid, device, depths=depths)
+        reads_whole_sets = plan.config.training.eval_iters == "all"
+        if not reads_whole_sets or plan.loss_normalization != "micro_batch":
+            return training, training
+        return training, cls(LOSS_NORMALIZATIONS["tokens"], objective.label_mask, grid, device, depths=depths)
 
     def of_step(self, batches: Iterator[Batch], count: int) -> WeightedBatches:
         """Return the next `count` micro batches of this data rank; all ranks of the data group call it together."""

@@ -91,4 +91,5 @@ def _splits(run: RunPlan, tokenizer: Tokenizer) -> Iterator[_Split]:
     for kind, sets, count in (("valid", data.valid, counts.valid), ("test", data.test, counts.test)):
         for item in sets:
             name = kind if item.name is None else f"{kind}-{item.name}"
-            yield _Split(name, item.batches, min(count, item.batches.dataset.num_samples))
+            stored = item.batches.dataset.num_samples
+            yield _Split(name, item.batches, stored if count is None else min(count, stored))

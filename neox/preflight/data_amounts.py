@@ -11,7 +11,7 @@ from neox.config import NeoXConfig
 from neox.config.sections.data import split_shares
 from neox.errors import ConfigError, DataError
 from neox.plan import RunPlan
-from neox.plan.report.data_lines import notes_on_passes
+from neox.plan.report.data_lines import notes_on_evaluations, notes_on_passes
 from neox.problems import Problem
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ _PACKED_DOCUMENTS = 1 << 17
 def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     """Return a plan with the sizes of its datasets and notes on them, and why they do not suffice."""
     data = plan.config.data
+    plan = replace(plan, validation_tokens=validation_tokens(plan.config))
+    plan = replace(plan, notes=(*plan.notes, *notes_on_evaluations(plan)))
     if data.weight_by_num_documents or plan.config.training.train_iters is None:
         return plan, ()
     plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=tokens_of_passes(plan.config))
@@ -73,6 +75,39 @@ def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
         return tuple(tokens)
     except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
         return ()
+
+
+def validation_tokens(config: NeoXConfig) -> tuple[tuple[str | None, int], ...]:
+    """Return the name of each validation set, None for one without, and the tokens of one pass over it.
+
+    Sets that cannot be read, or only be counted by packing many documents, are left out; blends too, which have no end.
+    """
+    data = config.data
+    length = config.model.seq_length
+    is_text = config.model.objective != "masked_lm" and not config.preferences.on_preferences
+    if length is None or not is_text:
+        return ()
+    sets: dict[str | None, tuple[str, str | None]] = {}
+    part: int | None = None  # of `split`
+    if data.train_data_paths is None and data.data_path is not None:
+        sets[None] = (data.data_path, None)
+        part = 1
+    for name, item in data.validation_sets.items():
+        sets[name] = (item.path, item.labels)
+    paths = data.blends[1].paths or ()
+    if len(paths) == 1:
+        sets[None] = (paths[0], (data.valid_label_data_paths or (None,))[0])
+    found = []
+    for key, (prefix, labels) in sets.items():
+        try:
+            from neox.data.pass_amounts import samples_of_set  # numpy, which a dry run without data does not need
+
+            samples = samples_of_set(prefix, labels, data, length, split=part)
+        except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
+            continue
+        if samples:
+            found.append((key, samples * length))
+    return tuple(found)
 
 
 def _training_sets(config: NeoXConfig) -> Iterator[tuple[str, str | None]]:

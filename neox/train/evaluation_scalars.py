@@ -37,6 +37,7 @@ def evaluation_scalars(
         if item.name is not None:
             scalars |= _with_perplexities(f"{kind}/{item.name}", found, per_token)
     scalars |= _bits_per_byte(kind, sets, scores, per_token)
+    scalars |= _tokens(kind, sets)
     if not densities:
         return scalars
     density = 0.0
@@ -68,6 +69,19 @@ def _bits_per_byte(
                 scalars[f"{kind}/{item.name}/{name}_bits_per_byte"] = own
         scalars[f"{kind}/{name}_bits_per_byte"] = mean
     return scalars
+
+
+def _tokens(kind: str, sets: Sequence[EvaluationSet]) -> dict[str, float]:
+    """Return the tokens that the scores are of, as `KIND/tokens`, and `KIND/NAME/tokens` of each set with a name."""
+    total = 0
+    scalars = {}
+    for item in sets:
+        if item.tokens is None:
+            return {}
+        total += item.tokens
+        if item.name is not None:
+            scalars[f"{kind}/{item.name}/tokens"] = float(item.tokens)
+    return {f"{kind}/tokens": float(total)} | scalars
 
 
 def _by_character(

@@ -196,7 +196,9 @@ class Trainer:
         return True
 
     def evaluate(self, name: str, sets: Sequence[EvaluationSet]) -> None:
-        """Report the objective's mean scores over `eval_iters` batches; of validation, at most once per iteration.
+        """Report the objective's mean scores over each set, as far as an evaluation reads it.
+
+        Validation is reported at most once per iteration.
 
         Losses per token are reported with their perplexity. A signal ends the evaluation without a report. Other
         weights of a feature, such as an average, are evaluated on the same batches.
@@ -235,7 +237,7 @@ class Trainer:
             batches: Iterator[Mapping[str, Tensor]] = item.batches
             for feature in self.features:
                 batches = feature.evaluation_batches(batches)
-            means = self._mean_scores(name, batches)
+            means = self._mean_scores(name, batches, self._micro_batches(item))
             if means is None:
                 return False
             scores.append(means)
@@ -248,16 +250,26 @@ class Trainer:
         self._report_evaluation(name, scalars)
         return True
 
-    def _mean_scores(self, name: str, batches: Iterator[Mapping[str, Tensor]]) -> dict[str, float] | None:
-        """Return the objective's mean scores over `eval_iters` batches by name; None after a signal."""
-        iterations = self.plan.config.training.eval_iters
+    def _micro_batches(self, item: EvaluationSet) -> int:
+        """Return the number of micro batches of an evaluation on a set."""
+        if item.micro_batches is not None:
+            return item.micro_batches
+        steps = self.plan.config.training.eval_iters
+        assert steps != "all"
+        return steps * self.plan.batch.gradient_accumulation_steps
+
+    def _mean_scores(
+        self, name: str, batches: Iterator[Mapping[str, Tensor]], micro_batches: int
+    ) -> dict[str, float] | None:
+        """Return the objective's mean scores over micro batches by name; None after a signal."""
         totals = dict.fromkeys(evaluated_objective(self.engine.objective).names, 0.0)
         total_weight = 0.0
-        for index in range(iterations):
+        at_once = self.plan.batch.gradient_accumulation_steps
+        for done in range(0, micro_batches, at_once):
             if self._asked_to_stop():
-                _log.warning("%s: interrupted after %d of %d batches, not reported", name, index, iterations)
+                _log.warning("%s: interrupted after %d of %d micro batches, not reported", name, done, micro_batches)
                 return None
-            result = self.engine.eval_batch(batches)
+            result = self.engine.eval_batch(batches, min(at_once, micro_batches - done))
             for score, value in result.scores.items():
                 totals[score] += value * result.amount
             total_weight += result.amount

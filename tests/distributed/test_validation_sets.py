@@ -1,4 +1,4 @@
-"""Validation sets with names in training: the same scores with data ranks and with pipeline stages."""
+"""Validation sets in training: the same scores with data ranks and with pipeline stages; whole sets as transformers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from neox.data import IndexedDatasetBuilder
+from neox.config import NeoXConfig
+from neox.convert import from_hf
+from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.metrics import read_metrics
-from neox.plan import RunPlan
+from neox.plan import RunPlan, config_from_files, resolve
 from tests.distributed.spawn import run_ranks
-from tests.distributed.training_runs import VOCAB, tiny_plan
+from tests.distributed.training_runs import SEQ, VOCAB, tiny_plan
+from tests.parity.family_configs import COMMON
+from tests.parity.test_hf_families import CASES, transformers_model
 
 
 def write_data(directory: Path) -> dict[str, Any]:
@@ -74,3 +79,66 @@ def test_both_engines_report_every_set(tmp_path: Path) -> None:
     assert at_start == pytest.approx(found[0]["validation/mixed/lm_loss"]), "the same batches"
     assert at_end != found[-1]["validation/mixed/lm_loss"]
     assert (tmp_path / "stages" / "loss.png").exists()
+
+
+SAMPLES = 23
+LEFT = 5
+"""Tokens behind the last whole sample of a set, which are not read."""
+
+
+def write_document(path: Path, samples: int, length: int) -> str:
+    """Write one document: nothing is shuffled, so where its samples begin is known."""
+    random = np.random.default_rng(5)
+    tokens = samples * length + 1 + LEFT
+    with IndexedDatasetBuilder(path, np.uint16) as builder:
+        builder.add_documents(random.integers(0, VOCAB, tokens), [tokens])
+    return str(path)
+
+
+def mean_over_set(model: Any, path: str, samples: int, length: int) -> float:
+    """Return the mean cross entropy of transformers' model over all labels of a set, one sample after the other."""
+    stream = torch.from_numpy(IndexedDataset(path)[0].astype(np.int64))
+    total = 0.0
+    with torch.no_grad():
+        for sample in range(samples):
+            row = stream[sample * length : (sample + 1) * length + 1]
+            logits = model(row[:-1].unsqueeze(0)).logits[0]
+            total += float(torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum"))
+    return total / (samples * length)
+
+
+def test_one_pass_over_a_set_is_the_mean_over_its_tokens_in_every_layout(tmp_path: Path) -> None:
+    """Micro batches, data ranks and steps that do not divide the set's 23 samples count each of them once."""
+    reference = transformers_model("gpt_neox", **CASES["gpt_neox"]).eval()
+    reference.save_pretrained(tmp_path / "hf")
+    imported = from_hf(tmp_path / "hf", tmp_path / "neox")
+    paths = {"long": write_document(tmp_path / "long", SAMPLES, SEQ), "one": write_document(tmp_path / "one", 1, SEQ)}
+    flat = config_from_files([imported.config_file]).to_flat() | {
+        "load": str(tmp_path / "neox"),
+        "finetune": True,
+        "seq_length": SEQ,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "train_iters": 1,
+        "eval_at_start": True,
+        "eval_interval": 5,
+        "eval_iters": "all",
+        "num_workers": 2,
+        "train_data_paths": [paths["long"]],
+        "valid_data_paths": paths,
+    }
+
+    def plan(world: int, name: str, micro: int, batch: int, **layout: Any) -> RunPlan:
+        sizes = {"train_micro_batch_size_per_gpu": micro, "train_batch_size": batch, "log_dir": str(tmp_path / name)}
+        return resolve(NeoXConfig.from_flat({**flat, **sizes, **layout}), world, COMMON["vocab_size"])
+
+    stages = {"pipe_parallel_size": 2}
+    run_ranks(2, train, [plan(2, "data", 2, 8), plan(2, "wide", 16, 32), plan(2, "stages", 3, 6, **stages)])
+    expected = {name: mean_over_set(reference, paths[name], n, SEQ) for name, n in (("long", SAMPLES), ("one", 1))}
+    for layout in ("data", "wide", "stages"):
+        at_start = evaluations(tmp_path / layout)[0]
+        for name, value in expected.items():
+            assert at_start[f"validation/{name}/lm_loss"] == pytest.approx(value, rel=2e-6), (layout, name)
+        assert at_start["validation/long/tokens"] == SAMPLES * SEQ
+        assert at_start["validation/lm_loss"] == pytest.approx(sum(expected.values()) / 2, rel=2e-6)

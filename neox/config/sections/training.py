@@ -92,10 +92,24 @@ class TrainingConfig(CharPerplexityKeys):
     """Number of passes over the training documents, which may be a fraction. train_iters follows from it: whole batches
     of the samples in these passes, at least one."""
 
-    eval_iters: NonNegativeInt = 100
-    """Number of batches in one evaluation."""
+    eval_iters: Annotated[
+        NonNegativeInt | Literal["all"],
+        Excludes(
+            "objective",
+            ("masked_lm",),
+            when=("all",),
+            reason="which tokens are masked is drawn anew in each pass",
+            advice="give a number of batches",
+        ),
+    ] = 100
+    """Number of batches in one evaluation. `all`: one pass over the whole set, each sample once. Its scores are means
+    over the set's labels (with `loss_normalization: samples` over its samples), so they depend neither on the batch nor
+    on the layout. Joined documents are cut into whole samples; what is left at their end is not read."""
 
-    eval_order: Literal["fixed", "gpt-neox"] = "fixed"
+    eval_order: Annotated[
+        Literal["fixed", "gpt-neox"],
+        Excludes("eval_iters", ("all",), when=("gpt-neox",), reason="nothing is left to go on with"),
+    ] = "fixed"
     """Which samples an evaluation reads. `fixed`: the same ones each time, so that curves of one run can be compared,
     and runs with each other. `gpt-neox`: each evaluation goes on after the one before."""
 
@@ -211,6 +225,12 @@ class TrainingConfig(CharPerplexityKeys):
         if self.recompute_granularity == "selective":
             return "core_attn"
         return self.recompute_granularity
+
+    def evaluation_samples(self, train_batch_size: int) -> int | None:
+        """Return the samples of an evaluation: as in NeoX, `eval_iters` training batches. None for the whole set."""
+        if self.eval_iters == "all":
+            return None
+        return self.eval_iters * train_batch_size
 
 
 class CheckpointConfig(MirrorKeys, BestCheckpointKeys, HfExportKeys, ForwardCheckKeys):

@@ -70,14 +70,14 @@ def usable_pairs(pairs: AnswerPairs, seq_length: int, *, skip_bad: bool) -> np.n
 
 
 def pack_pairs(
-    pairs: AnswerPairs, usable: np.ndarray, rows: int, seq_length: int, seed: int, impl: PackImpl
+    pairs: AnswerPairs, usable: np.ndarray, rows: int | None, seq_length: int, seed: int, impl: PackImpl
 ) -> PairRows:
     """Divide pairs into rows, in as many passes over them as the rows need.
 
     Args:
         pairs: The pairs.
         usable: Numbers of those that are used.
-        rows: Number of rows to make.
+        rows: Number of rows to make; None for those of one pass.
         seq_length: Number of positions of a row.
         seed: Seed of the shuffles.
         impl: Kind of packing, as `PreferenceDataset` takes it.
@@ -85,7 +85,7 @@ def pack_pairs(
     found: list[list[int]] = []
     for rows_of_pass in rows_of_passes(pairs, usable, seq_length, seed, impl):
         found += rows_of_pass
-        if len(found) >= rows:
+        if rows is None or len(found) >= rows:
             break
     del found[rows:]
     lengths = list(map(len, found))
@@ -139,7 +139,7 @@ class PreferenceDataset:
 
     Args:
         pairs: The pairs.
-        num_samples: Number of rows that the run reads.
+        num_samples: Number of rows that the run reads; None for those of one pass.
         seq_length: Number of positions of a row.
         seed: Seed of the shuffles.
         impl: `unpacked` puts one pair in a row, `pack_until_overflow` fills one row after the other, and `packed` fills
@@ -160,7 +160,7 @@ class PreferenceDataset:
     def __init__(
         self,
         pairs: AnswerPairs,
-        num_samples: int,
+        num_samples: int | None,
         seq_length: int,
         seed: int,
         *,
@@ -170,10 +170,11 @@ class PreferenceDataset:
     ) -> None:
         self.pairs = pairs
         self.seq_length = seq_length
-        self.num_samples = max(1, num_samples)
         self.reference = reference
         usable = usable_pairs(pairs, seq_length, skip_bad=skip_bad)
-        self.row_pairs = pack_pairs(pairs, usable, self.num_samples, seq_length, seed, impl)
+        rows = None if num_samples is None else max(1, num_samples)
+        self.row_pairs = pack_pairs(pairs, usable, rows, seq_length, seed, impl)
+        self.num_samples = len(self.row_pairs.starts) - 1
 
     def numbers(self, row: int) -> np.ndarray:
         """Return the numbers of the pairs in a row."""

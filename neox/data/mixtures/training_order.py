@@ -85,6 +85,7 @@ def in_gpt_neox_order(
         samples = plan.batch_schedule.samples(steps)
         records = {}
         for key, member, count in zip(keys, members, _samples_of_each(dataset, samples), strict=True):
+            assert member.requested_samples is not None, "training reads a number of samples"
             order = IndexMapArguments(member.requested_samples, member.seq_length, member.seed)
             records[key] = DatasetRecord(gpt_neox=order).with_read(member.seq_length, count)
         return Ledger(mixture, 0, {}, samples, records).to_json()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class GPTDataset:
     Attributes:
         indexed: Token dataset.
         documents: Numbers of the documents that are used.
-        requested_samples: Number of samples that the run asked for, which sets how many epochs are built.
+        requested_samples: Number of samples that the run asked for, which sets how many epochs are built; None is one.
         seed: Seed of the shuffles.
         cache_dir: Directory that keeps the maps between runs; None if they are in memory.
         labels: Labels of the tokens, with the same sequences; IGNORED for a token that is not predicted. None if each
@@ -84,7 +85,7 @@ class GPTDataset:
         self,
         indexed: IndexedDataset,
         documents: range,
-        num_samples: int,
+        num_samples: int | None,
         seq_length: int,
         seed: int,
         cache_dir: str | Path | None = None,
@@ -98,7 +99,7 @@ class GPTDataset:
         Args:
             indexed: Token dataset.
             documents: Numbers of the documents to use, with step 1.
-            num_samples: Number of samples that the run asks for, which sets how many epochs are built.
+            num_samples: Number of samples that the run asks for, which sets how many epochs are built; None is one.
             seq_length: Number of tokens of a sample's input.
             seed: Seed of the shuffles.
             cache_dir: Directory that keeps the maps between runs; None builds them in memory.
@@ -130,11 +131,11 @@ class GPTDataset:
                 f"{seq_length + 1} tokens, not one sample; use more data or a shorter seq_length"
             )
 
-    def _build_maps(self, num_samples: int) -> IndexMaps:
-        """Build or load the index maps for a number of samples."""
+    def _build_maps(self, num_samples: int | None) -> IndexMaps:
+        """Build or load the index maps for a number of samples, or for one pass."""
         sizes = self.indexed.sizes
         documents = self.documents
-        settings = {"num_samples": num_samples, "seq_length": self.seq_length, "seed": self.seed}
+        settings: dict[str, Any] = {"num_samples": num_samples, "seq_length": self.seq_length, "seed": self.seed}
         impl = self.packing.impl
         packing_key = b""
         build: Callable[[], IndexMaps]

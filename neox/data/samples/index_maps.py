@@ -38,7 +38,7 @@ class IndexMaps:
 
 
 def content_key(
-    sizes: np.ndarray, documents: range, *, num_samples: int, seq_length: int, seed: int, packing: bytes = b""
+    sizes: np.ndarray, documents: range, *, num_samples: int | None, seq_length: int, seed: int, packing: bytes = b""
 ) -> str:
     """Return a hash of everything that determines the maps: the lengths of documents, all parameters, and `packing`."""
     digest = hashlib.sha256(f"{_FORMAT} {documents} {num_samples} {seq_length} {seed} {sizes.dtype}\n".encode())
@@ -52,13 +52,15 @@ def count_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> in
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
-def build_index_maps(sizes: np.ndarray, documents: range, *, num_samples: int, seq_length: int, seed: int) -> IndexMaps:
+def build_index_maps(
+    sizes: np.ndarray, documents: range, *, num_samples: int | None, seq_length: int, seed: int
+) -> IndexMaps:
     """Build the index maps.
 
     Args:
         sizes: Number of tokens of every sequence of the dataset [sequences].
         documents: Numbers of the sequences to use.
-        num_samples: Smallest number of samples. It determines the number of epochs.
+        num_samples: Smallest number of samples. It determines the number of epochs; None is one epoch.
         seq_length: Number of tokens of a sample's input.
         seed: Seed of both shuffles.
 
@@ -69,7 +71,7 @@ def build_index_maps(sizes: np.ndarray, documents: range, *, num_samples: int, s
     tokens_per_epoch = int(sizes.sum(dtype=np.int64))
     if tokens_per_epoch == 0:
         raise DataError(f"documents {documents.start} to {documents.stop} hold no tokens; there is nothing to train on")
-    epochs = count_epochs(tokens_per_epoch, seq_length, num_samples)
+    epochs = count_epochs(tokens_per_epoch, seq_length, num_samples or 0)
     samples = (epochs * tokens_per_epoch - 1) // seq_length
     random = np.random.RandomState(seed)
     stream = _shuffled_documents(sizes, documents, epochs, random)

@@ -218,7 +218,7 @@ def build_whole_document_maps(
     usable: np.ndarray,
     *,
     impl: PackImpl,
-    num_samples: int,
+    num_samples: int | None,
     seq_length: int,
     seed: int,
 ) -> IndexMaps:
@@ -229,19 +229,30 @@ def build_whole_document_maps(
         documents: Numbers of the sequences to use.
         usable: Which of them are usable, from `usable_documents` [documents].
         impl: `pack_until_overflow` or `unpacked`.
-        num_samples: Number of samples that the run reads. So many are made, in several passes if needed.
+        num_samples: Number of samples that the run reads. So many are made, in several passes if needed; None makes
+            those of one pass.
         seq_length: Number of tokens of a sample's input.
         seed: Seed of the shuffles.
     """
-    samples = max(1, num_samples)
+    own_sizes = np.asarray(sizes[documents.start : documents.stop])
+    room = seq_length + 1
     random = np.random.RandomState(seed)
-    shuffle_map = shuffled(samples, random)
-    if impl == "unpacked":
-        entries = np.resize(np.flatnonzero(usable), samples)
-        starts = np.arange(samples + 1)
+    if num_samples is None:
+        if impl == "unpacked":
+            entries = np.flatnonzero(usable)
+            starts = np.arange(len(entries) + 1)
+        else:
+            entries, starts = _one_pass_until_overflow(own_sizes, usable, room, random)
+        samples = len(starts) - 1
+        shuffle_map = shuffled(samples, random)
     else:
-        own_sizes = np.asarray(sizes[documents.start : documents.stop])
-        entries, starts = _until_overflow(own_sizes, usable, samples, seq_length + 1, random)
+        samples = max(1, num_samples)
+        shuffle_map = shuffled(samples, random)  # before the documents, as gpt-neox does
+        if impl == "unpacked":
+            entries = np.resize(np.flatnonzero(usable), samples)
+            starts = np.arange(samples + 1)
+        else:
+            entries, starts = _until_overflow(own_sizes, usable, samples, room, random)
     sample_map = np.zeros((samples + 1, 2), dtype=np.int64)
     sample_map[:, 0] = starts
     return IndexMaps((entries + documents.start).astype(np.int32), sample_map, shuffle_map)
@@ -280,7 +291,24 @@ def _until_overflow(
             left -= tokens[document]
 
 
-def build_best_fit_maps(pieces: DocumentPieces, *, num_samples: int, seed: int) -> IndexMaps:
+def _one_pass_until_overflow(
+    sizes: np.ndarray, usable: np.ndarray, room: int, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fill samples with every usable document once. Arguments and result as for `_until_overflow`."""
+    order = np.arange(len(sizes))
+    random.shuffle(order)
+    entries = order[usable[order]]
+    starts: list[int] = []
+    left = 0  # room in the last sample
+    for entry, tokens in enumerate(sizes[entries].tolist()):
+        if not starts or tokens > left:
+            starts.append(entry)
+            left = room
+        left -= tokens
+    return entries, np.array([*starts, len(entries)])
+
+
+def build_best_fit_maps(pieces: DocumentPieces, *, num_samples: int | None, seed: int) -> IndexMaps:
     """Build the index maps of `best_fit` (arXiv:2404.10830).
 
     Pieces of a pass are shuffled. Windows of them, one after the other, are packed by best-fit decreasing: the longest
@@ -288,11 +316,19 @@ def build_best_fit_maps(pieces: DocumentPieces, *, num_samples: int, seed: int) 
 
     Args:
         pieces: Pieces of the documents.
-        num_samples: Number of samples that the run reads. So many are made, in several passes if needed.
+        num_samples: Number of samples that the run reads. So many are made, in several passes if needed; None makes
+            those of one pass.
         seed: Seed of the shuffles.
     """
-    samples = max(1, num_samples)
     random = np.random.RandomState(seed)
+    if num_samples is None:
+        order = np.arange(len(pieces))
+        random.shuffle(order)
+        packs = list(packed(order, pieces.lengths(order), pieces.width))
+        ends = np.cumsum([0, *map(len, packs)])
+        of_pass = np.stack([ends, np.zeros_like(ends)], axis=1)
+        return IndexMaps(np.concatenate(packs), of_pass, shuffled(len(packs), random))
+    samples = max(1, num_samples)
     shuffle_map = shuffled(samples, random)
     entries: list[int] = []
     sample_map = np.zeros((samples + 1, 2), dtype=np.int64)

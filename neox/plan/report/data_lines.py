@@ -33,14 +33,43 @@ def data_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def validation_lines(plan: RunPlan) -> Iterator[str]:
-    """Yield what an evaluation reads of each validation set that has a name; nothing if there are none."""
+    """Yield how many tokens an evaluation reads of each validation set; nothing if there are none."""
+    if plan.config.training.eval_iters == 0:
+        return
     sets = plan.config.data.validation_sets
-    samples = plan.config.training.eval_iters * plan.batch.train_batch_size
+    if not sets and None in dict(plan.validation_tokens):
+        yield _tokens_of_evaluation(plan, None)
     total = sum(item.weight for item in sets.values())
     for name, item in sets.items():
         share = 100 * item.weight / total
-        tokens = samples * plan.batch_schedule.full_length
-        yield f"{name} ({Path(item.path).name}): {tokens:,} tokens an evaluation, {share:.3g} % of the mean"
+        yield f"{name} ({Path(item.path).name}): {_tokens_of_evaluation(plan, name)}, {share:.3g} % of the mean"
+
+
+def _tokens_of_evaluation(plan: RunPlan, name: str | None) -> str:
+    """Return how many tokens of a validation set an evaluation reads."""
+    samples = plan.config.training.evaluation_samples(plan.batch.train_batch_size)
+    in_set = dict(plan.validation_tokens).get(name)
+    if samples is None:
+        return "the whole set" if in_set is None else f"the whole set, {in_set:,} tokens, an evaluation"
+    tokens = f"{samples * plan.batch_schedule.full_length:,} tokens an evaluation"
+    return tokens if in_set is None else f"{tokens}, of {in_set:,} in the set"
+
+
+def notes_on_evaluations(plan: RunPlan) -> list[str]:
+    """Return notes on validation sets that one evaluation reads more than once."""
+    samples = plan.config.training.evaluation_samples(plan.batch.train_batch_size)
+    if samples is None:
+        return []
+    notes = []
+    for name, in_set in plan.validation_tokens:
+        times = samples * plan.batch_schedule.full_length / in_set
+        if times > 1:
+            which = "the validation set" if name is None else f"validation set {name}"
+            notes.append(
+                f"an evaluation reads {which}, of {in_set:,} tokens, {times:.3g} times; `eval_iters: all` reads each "
+                "sample once"
+            )
+    return notes
 
 
 def notes_on_passes(plan: RunPlan) -> list[str]:

@@ -17,6 +17,7 @@ def data_problems(config: NeoXConfig) -> Iterator[Problem]:
         yield from _split(config)
     yield from _numbers_of_datasets(config)
     yield from _validation_sets(config)
+    yield from _whole_sets(config)
     for blend in config.data.blends:
         if blend.split == "valid" and config.data.validation_sets:
             continue
@@ -65,6 +66,20 @@ def _validation_sets(config: NeoXConfig) -> Iterator[Problem]:
                 f"`{key}: {item.labels}` does not go with `objective: masked_lm`: only masked tokens are in its loss"
             )
             yield config.problem_about(f"{message}; remove it", key, "objective")
+
+
+def _whole_sets(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield blends of several datasets of which an evaluation should read all samples once, whatever their weights."""
+    if config.training.eval_iters != "all" or config.preferences.on_preferences:
+        return
+    for blend in config.data.blends[1:]:
+        if blend.paths is not None and len(blend.paths) > 1:
+            key = f"{blend.split}_data_paths"
+            advice = "give a number of batches, or one path"
+            if blend.split == "valid":
+                advice = "give each path a name and a weight in the mean: `NAME: {path: PATH, weight: 1}`"
+            rule = f"reads each sample once, which a blend of {len(blend.paths)} {key} does not; {advice}"
+            yield config.problem("eval_iters", rule, key)
 
 
 def _weights(config: NeoXConfig, blend: Blend) -> Iterator[Problem]:

@@ -76,3 +76,20 @@ def test_too_little_data_and_foreign_ids_are_refused():
     with raises_naming(DataError, 4, 11, 10):
         next(iterator)
     iterator.close()
+
+
+def test_a_pass_over_all_samples_counts_each_once_on_any_number_of_ranks():
+    """11 samples fill two micro batches of three ranks with 2 samples each, but for the last place."""
+    for ranks, size in ((1, 11), (2, 4), (3, 2), (4, 16)):
+        counted = []
+        for rank in range(ranks):
+            iterator = BatchIterator(Counting(11), size, dp_rank=rank, dp_size=ranks, num_workers=0, whole=True)
+            assert iterator.micro_batches == -(-11 // (ranks * size))
+            for _ in range(iterator.micro_batches):
+                batch = next(iterator)
+                assert batch["tokens"].shape == (size, 4)
+                for row, mask in zip(batch["tokens"], batch["loss_mask"], strict=True):
+                    assert len(mask.unique()) == 1
+                    if mask[0]:
+                        counted.append(int(row[0]))
+        assert sorted(counted) == list(range(11)), (ranks, size)

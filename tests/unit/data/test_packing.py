@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neox.config.sections.data import DataConfig
+from neox.config.sections.data import DataConfig, PackImpl
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.batches import BatchIterator
 from neox.data.run_datasets import DatasetFactory, SampleCounts
@@ -137,3 +137,16 @@ def test_labels_of_a_blend(data: IndexedDataset, labels: IndexedDataset) -> None
         bad = config.model_copy(update={"train_label_data_paths": (labels.prefix, wrong)})
         with raises_naming(DataError, wrong):
             DatasetFactory(bad, **run).datasets(SampleCounts(6, 0, 0))
+
+
+@pytest.mark.parametrize("impl", ["unpacked", "pack_until_overflow", "best_fit"])
+def test_samples_of_one_pass_hold_each_document_once(data: IndexedDataset, impl: PackImpl) -> None:
+    """Those of less than two tokens predict nothing; `unpacked` and `pack_until_overflow` cut longer ones."""
+    dataset = GPTDataset(data, range(10), None, SEQ, seed=1, packing=Packing(impl))
+    _, found = rows(dataset)
+    predicted = sorted(label for row in found for label in row if label >= 0)
+    longest = max(SIZES) if impl == "best_fit" else ROOM
+    expected = [
+        100 * document + 1 + t for document, size in enumerate(SIZES) if size > 1 for t in range(min(size, longest))
+    ]
+    assert predicted == expected

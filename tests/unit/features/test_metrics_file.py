@@ -98,6 +98,18 @@ def test_the_picture_has_a_line_for_each_validation_set(tmp_path):
     assert draw({"": file}, tmp_path / "loss.png")
 
 
+def test_the_legend_says_how_many_tokens_a_point_is_of(tmp_path, monkeypatch):
+    file = tmp_path / "metrics.jsonl"
+    row = {"validation/loss": 4.0, "validation/a/loss": 3.0, "validation/tokens": 4096.0, "validation/a/tokens": 2048.0}
+    file.write_text("".join(json.dumps({"iteration": i, "kind": "validation", **row}) + "\n" for i in (1, 2)))
+    labels = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.legend", lambda self, **style: labels.extend(self.get_legend_handles_labels()[1])
+    )
+    assert draw({"": file}, tmp_path / "loss.png")
+    assert [("4,096" in label, "2,048" in label) for label in labels] == [(True, False), (False, True)]
+
+
 def test_files_of_version_0_1_have_no_kinds(tmp_path):
     file = tmp_path / "metrics.jsonl"
     rows = [{"iteration": i, "train/lm_loss": loss, "train/learning_rate": 0.1} for i, loss in ((1, 4.0), (2, 3.0))]

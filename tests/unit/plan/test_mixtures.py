@@ -13,7 +13,7 @@ from neox.config import load_config
 from neox.errors import ConfigError
 from neox.plan import RunPlan, decode_payload, encode_payload, format_plan, plan_as_dict
 from neox.plan.batches.dataset_shares import shares_of_stages
-from neox.plan.report.data_lines import notes_on_passes, validation_lines
+from neox.plan.report.data_lines import notes_on_evaluations, notes_on_passes, validation_lines
 from tests.plans import SIZES, plan_of
 
 PATHS = {"train_data_paths": ["a", "b", "c"], "train_iters": 100}
@@ -151,3 +151,16 @@ def test_the_plan_shows_each_validation_set() -> None:
     assert "wiki_text_document" in wiki
     assert "25 %" in wiki
     assert "75 %" in code
+
+
+def test_the_plan_says_how_many_tokens_a_point_is_of_and_whether_it_reads_them_more_than_once() -> None:
+    for samples in (5, "all"):
+        plan = plan_of(**SIZES, data_path="a", eval_iters=samples)
+        tokens = 5 * plan.batch.train_batch_size * plan.batch_schedule.full_length
+        assert notes_on_evaluations(plan) == []
+        (line,) = validation_lines(replace(plan, validation_tokens=((None, 2 * tokens),)))
+        assert f"{2 * tokens:,}" in line
+        assert (f"{tokens:,} tokens an" in line) is (samples == 5)
+        notes = notes_on_evaluations(replace(plan, validation_tokens=(("wiki", tokens // 5),)))
+        assert len(notes) == (samples == 5)
+        assert all("wiki" in note and "5 times" in note for note in notes)

@@ -115,6 +115,13 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ),
     ("valid_data_paths", (), {"train_data_paths": ["a"], "valid_data_paths": {}}),
     (
+        "eval_iters",
+        ("valid_data_paths",),
+        {"train_data_paths": ["a"], "valid_data_paths": ["a", "b"], "eval_iters": "all"},
+    ),
+    ("eval_order", ("eval_iters",), {"eval_order": "gpt-neox", "eval_iters": "all"}),
+    ("eval_iters", (), {"eval_iters": "some"}),
+    (
         "valid_data_paths.x.weight",
         (),
         {"train_data_paths": ["a"], "valid_data_paths": {"x": {"path": "a", "weight": 0}}},

@@ -34,7 +34,7 @@ class IdleEngine:
         self.at_step.get(self.iteration, lambda: None)()
         return StepResult({"lm_loss": 2.0}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, update_skipped=False)
 
-    def eval_batch(self, batches):
+    def eval_batch(self, batches, count):
         next(batches)
         self.evaluated += 1
         self.at_evaluation.get(self.evaluated, lambda: None)()
@@ -113,7 +113,7 @@ def test_a_whole_run_evaluates_and_saves_each_once(fit):
 def test_each_set_has_its_scores_and_the_first_are_the_weighted_means(fit):
     sets = [EvaluationSet(iter([1.0] * 100), "a", 1.0), EvaluationSet(iter([5.0] * 100), "b", 3.0)]
     engine = IdleEngine()
-    engine.eval_batch = lambda batches: EvaluationResult({"lm_loss": next(batches)}, 2.0)
+    engine.eval_batch = lambda batches, count: EvaluationResult({"lm_loss": next(batches)}, 2.0)
     _, diary = fit(engine, sets=sets)
     scores = {name: value for name, value in diary.validation.items() if not name.startswith("timers/")}
     assert scores == {
@@ -145,7 +145,7 @@ def test_no_score_has_a_special_name(fit):
     engine = IdleEngine()
     engine.objective = Ranking()
     scores = {"ranking_loss": 1.0, "accuracy": 0.5, "token_loss": 2.0}
-    engine.eval_batch = lambda batches: EvaluationResult(scores, 1.0)
+    engine.eval_batch = lambda batches, count: EvaluationResult(scores, 1.0)
     _, diary = fit(engine)
     assert set(diary.scalars) == {*(f"test/{name}" for name in Ranking.names), "test/token_loss_ppl", "timers/test"}
     assert next(iter(diary.scalars)) == "test/ranking_loss", "readers take the first for the trained loss"
