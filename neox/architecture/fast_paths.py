@@ -22,6 +22,7 @@ FastPathName = Literal[
     "attention_kernels",
     "recorded_steps",
     "compiled_layers",
+    "fused_update",
 ]
 
 
@@ -70,6 +71,12 @@ FAST_PATHS: Final[Mapping[FastPathName, FastPath]] = MappingProxyType(
         ),
         "recorded_steps": FastPath("generation by recorded CUDA graphs", _GPUS, "a launch for each kernel"),
         "compiled_layers": FastPath("transformer layers compiled by torch.compile", _GPUS, "eager layers"),
+        # torch_npu and Gaudi's plugin have fused optimizers of their own, with other arguments.
+        "fused_update": FastPath(
+            "AdamW's update in one kernel, which also clips",
+            ("cpu", "cuda", "rocm", "xpu"),
+            "AdamW of torch, a kernel for each operation on all weights",
+        ),
     }
 )
 """Fast paths by name."""

@@ -25,6 +25,7 @@ from neox.engine.deepspeed_patches import (
     runtime_json,
 )
 from neox.engine.deepspeed_patches.startup import import_muon_uncompiled
+from neox.engine.device import other_paths
 from neox.engine.distributed import grid_mpu
 from neox.engine.engine import Engine
 from neox.engine.feature import MakeFeatures, TrainedModel, no_features
@@ -104,6 +105,9 @@ def build_engine(
         run_files: What checkpoints say of the run.
         make_features: Builds what takes part in the training besides.
     """
+    for line in other_paths(plan, device):
+        _log.warning(line)
+
     # With ZeRO 0 our optimizer computes the norm of the gradient: over which ranks, and of which parameters.
     norm_scope = None
     if clips_itself(plan):

@@ -9,8 +9,12 @@ from collections.abc import Mapping
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from neox.architecture import FAST_PATHS
 from neox.errors import LaunchError
 from neox.launch.hosts.vendors import VENDORS, refused_backend, unused_devices
+from neox.ops import device_family, has_fast_path
+from neox.plan import RunPlan
+from neox.plan.devices.fast_paths import path_choices
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -80,6 +84,32 @@ def choose_backend(asked: str, device: torch.device) -> str:
     if refusals and None not in refusals:
         raise LaunchError(f"distributed_backend: {refusals[0]}")
     return asked
+
+
+def other_paths(plan: RunPlan, device: torch.device) -> list[str]:
+    """Return which of the run's computations take another path on this rank's device than the launcher planned.
+
+    Args:
+        plan: The run.
+        device: Device of this rank.
+    """
+    if plan.device_family is None:
+        return []
+    lines = []
+    for choice in path_choices(plan, plan.device_family):
+        path = FAST_PATHS[choice.name]
+        planned = plan.device_family in path.families
+        found = has_fast_path(choice.name, device)
+        if planned and not choice.is_taken:
+            continue  # the run itself rules it out, on every device
+        if planned and not found:
+            why = f"this rank computes on {device_family(device.type) or device.type}"
+            if device_family(device.type) == plan.device_family:
+                why = "this rank's torch lacks it"
+            lines.append(f"{choice.name} ({choice.use}) was planned, but {why}: {path.elsewhere or 'refused'} instead")
+        elif found and not planned:
+            lines.append(f"{choice.name} ({choice.use}) was not planned, but this rank's device has it and takes it")
+    return lines
 
 
 def device_kind() -> str:

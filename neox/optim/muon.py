@@ -99,7 +99,7 @@ class Muon(AdamW):
         self.divide_gradients(divisor)
         for group in self.param_groups:
             if not group.get("hidden"):
-                self._update_fused(group, None)
+                self._update_adamw(group, None)
                 continue
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -29,6 +29,7 @@ def encode_payload(plan: RunPlan) -> str:
         "batch": asdict(plan.batch),
         "precision": plan.precision,
         "vocab_size": plan.vocab_size,
+        "device_family": plan.device_family,
         "epoch_samples": plan.epoch_samples,
         "digest": plan_digest(plan),
     }
@@ -53,7 +54,7 @@ def decode_payload(text: str) -> RunPlan:
             data["precision"],
             data["vocab_size"],
         )
-        plan = replace(plan, epoch_samples=data["epoch_samples"])
+        plan = replace(plan, device_family=data["device_family"], epoch_samples=data["epoch_samples"])
         digest = data["digest"]
     except (binascii.Error, zlib.error, UnicodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the payload of the launcher cannot be read: {error}") from None

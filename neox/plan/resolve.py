@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from neox.architecture import Architecture, LayerPlan, build_layer_plan
+from neox.architecture import FAST_PATHS, Architecture, LayerPlan, build_layer_plan
 from neox.config.keys import TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
@@ -57,7 +57,8 @@ def resolve(
     Raises:
         ConfigError: Every rule that the configuration breaks.
     """
-    config, precision_notes = settle_precision(config, _with_gpu_type(config, capabilities))
+    capabilities = _with_gpu_type(config, capabilities)
+    config, precision_notes = settle_precision(config, capabilities)
     problems = static_problems(config)
     precision = choose_precision(config, [])  # a contradiction is among the problems above
     grid = solve_grid(config, world_size, problems)
@@ -92,9 +93,18 @@ def resolve(
 def _with_gpu_type(config: NeoXConfig, known: Capabilities) -> Capabilities:
     """Return capabilities in which the kind of GPU that is planned for answers, if no host was asked."""
     gpu_type = config.runner.gpu_type
-    if known.bf16 is not None or gpu_type is None or GPUS[gpu_type].has_bf16:
+    if gpu_type is None or known.family is not None or known.bf16 is not None:
         return known
-    return replace(known, bf16=False, devices=f"{GPUS[gpu_type].name} (`gpu_type`)")
+    gpu = GPUS[gpu_type]
+    has_fp8 = gpu.peak_fp8_tflops > 0 and gpu.family in FAST_PATHS["scaled_product"].families
+    if gpu.has_bf16 and has_fp8:
+        return known
+    lacking: dict[str, bool] = {}
+    if not gpu.has_bf16:
+        lacking["bf16"] = False
+    if not has_fp8:
+        lacking["fp8"] = False
+    return replace(known, **lacking, devices=f"{gpu.name} (`gpu_type`)")
 
 
 def derive_plan(

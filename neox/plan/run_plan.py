@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from neox.architecture import Architecture, AttentionImpl, LayerPlan
+from neox.architecture import Architecture, AttentionImpl, DeviceFamily, LayerPlan
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
 from neox.plan.batches.batch import BatchPlan
@@ -38,6 +38,7 @@ class RunPlan:
         deepspeed: JSON object for DeepSpeed.
         notes: Messages on what was translated, assumed or dropped.
         attention: Attention kernel of each block.
+        device_family: Kind of device that the launcher has planned kernels for; None if it has not.
         epoch_samples: Samples of one pass over the training data; 0 if no log needs them, so that nobody counted.
         dataset_tokens: Tokens of each training dataset; empty if they are not known. Ranks do not need them.
         pass_tokens: Tokens of the samples of one pass over each, padding included; empty if they are not known.
@@ -58,6 +59,7 @@ class RunPlan:
     deepspeed: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     attention: tuple[AttentionImpl, ...] = ()
+    device_family: DeviceFamily | None = None
     epoch_samples: int = 0
     dataset_tokens: tuple[int, ...] = ()
     pass_tokens: tuple[int, ...] = ()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from neox.architecture import DeviceFamily
 from neox.config import NeoXConfig
 from neox.errors import EvaluationError, GenerationError, install_command
-from neox.launch.hosts.machine import available_memory, smallest_memory
+from neox.launch.hosts.machine import available_memory, device_family, smallest_memory
 from neox.launch.hosts.placement import Placement
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
 from neox.plan.devices.device import gib, rank_memory
@@ -108,12 +109,15 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
     return []
 
 
-def device_of_ranks(plan: RunPlan, placement: Placement, *, training: bool, dry_run: bool) -> Device:
+def device_of_ranks(
+    plan: RunPlan, placement: Placement, family: DeviceFamily | None, *, training: bool, dry_run: bool
+) -> Device:
     """Return the device of each rank: CPUs or GPUs of this machine, or GPUs as the configuration describes them.
 
     Args:
         plan: The plan.
         placement: Hosts and slots.
+        family: Kind of device of the hosts; None if they were not asked.
         training: Whether the model is trained, not only run.
         dry_run: Whether nothing will be started. Then keys about GPUs, if given, mean GPUs.
     """
@@ -126,8 +130,12 @@ def device_of_ranks(plan: RunPlan, placement: Placement, *, training: bool, dry_
         ranks = range(placement.world_size)
         return host_device(plan, ranks, placement.hosts[0].name, available_memory(), training=training)
     if placement.is_local and placement.accelerators and not memory_given and not placement.assumed:
-        return gpu_device(plan, smallest_memory())
-    return gpu_device(plan)
+        return gpu_device(plan, smallest_memory(), device_family())
+    if planned_for_gpus:
+        family = None
+    elif placement.is_local and placement.accelerators:
+        family = device_family()
+    return gpu_device(plan, family=family)
 
 
 def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Problem]:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from neox.config.sections.runner import RunnerConfig
@@ -204,6 +204,7 @@ class StartRun(JobCommand):
     def _launch(self, start: PreparedStart, directory: Path, restarts: Restarts, agents: AgentProcesses) -> RunEnd:
         """Check what the plan needs of its hosts, start the ranks, and follow them until the last has ended."""
         plan = start.planned.plan
+        device = start.planned.device
         spec = self.launch_spec(start.job, start.planned, directory, start.runner)
         notes = list(plan.notes)
         reports = start.reports
@@ -215,6 +216,10 @@ class StartRun(JobCommand):
                 raise ConfigError(problems)
             _, precision_notes = settle_precision(plan.config, capabilities)
             notes += precision_notes
+            if capabilities.family is not None:
+                device = replace(device, family=capabilities.family)
+                plan = replace(plan, device_family=capabilities.family)
+                spec = self.launch_spec(start.job, replace(start.planned, plan=plan), directory, start.runner)
         if start.job.runs_model:
             check_memory(plan, reports, training=start.job.trains)
             if reports or start.job.placement.is_local:
@@ -222,7 +227,7 @@ class StartRun(JobCommand):
         if start.job.trains:
             check_compilers(plan, reports, self.environment)
         print_to_stderr("note", notes)
-        write_run_directory(directory, plan, start.planned.device, self.launch_commands(spec))
+        write_run_directory(directory, plan, device, self.launch_commands(spec))
         restarts.record_start(spec, directory, start.left_out, plan.batch.train_batch_size)
         return launch(spec, start.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from neox.launch.hosts.vendors import NVIDIA, present_devices
+from neox.architecture import DeviceFamily
+from neox.launch.hosts.vendors import NVIDIA, Vendor, present_devices
 from neox.launch.spec import SlotId
 
 # Flags of /proc/cpuinfo. One of them is enough.
@@ -133,6 +134,20 @@ def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
 # -- number formats
 
 
+def _used_vendor() -> Vendor | None:
+    """Return the vendor of the accelerators that ranks of this machine use; None for CPU ranks."""
+    vendor, _ = present_devices()
+    if vendor is None or vendor.hides_all(os.environ):
+        return None
+    return vendor
+
+
+def device_family() -> DeviceFamily:
+    """Return the kind of device that ranks of this machine use, in `neox.architecture.FAST_PATHS`."""
+    vendor = _used_vendor()
+    return "cpu" if vendor is None else vendor.family
+
+
 def native_formats(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """Return which number formats the devices of this machine multiply natively.
 
@@ -142,13 +157,14 @@ def native_formats(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     Returns:
         `devices`: "CPU", "GPUs" (NVIDIA's) or a text such as "Ascend devices"; `bf16`, `fp16`, `fp8`: True or False,
         None if it is not known (`fp8` of CPUs).
+        `family`: kind of device in `neox.architecture.FAST_PATHS`.
         `bf16_is_slow`: True for CPUs that multiply bf16 natively, but train slower in it than in fp32.
     """
-    vendor, _ = present_devices()
-    if vendor is None or vendor.hides_all(os.environ):
-        return {"devices": "CPU", **_formats_of_cpu(cpuinfo)}
+    vendor = _used_vendor()
+    if vendor is None:
+        return {"devices": "CPU", "family": "cpu", **_formats_of_cpu(cpuinfo)}
     name = "GPUs" if vendor is NVIDIA else f"{vendor.name} devices"
-    return {"devices": name, **vendor.formats(Path("/")), "bf16_is_slow": False}
+    return {"devices": name, "family": vendor.family, **vendor.formats(Path("/")), "bf16_is_slow": False}
 
 
 def _formats_of_cpu(cpuinfo: Path) -> dict[str, bool | None]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from neox.architecture import DeviceFamily
 from neox.launch.hosts import device_facts
 from neox.launch.hosts.device_facts import UNKNOWN_FORMATS, amd_gpus, intel_tiles, read_text, render_nodes, run_tool
 from neox.launch.spec import SlotId
@@ -73,7 +74,7 @@ class Vendor:
     """
 
     name: str
-    accelerator: str
+    accelerator: DeviceFamily
     backends: tuple[str, ...]
     visible: tuple[str, ...]
     for_ranks: tuple[str, ...]
@@ -111,6 +112,11 @@ class Vendor:
             if name in environment:
                 return _entries(environment[name])
         return tuple(range(present))
+
+    @property
+    def family(self) -> DeviceFamily:
+        """Kind of device in the table of fast paths."""
+        return "rocm" if self.torch_field == "hip" else self.accelerator
 
     def hides_all(self, environment: Mapping[str, str]) -> bool:
         """Return whether the environment hides all devices, which asks for CPU ranks."""

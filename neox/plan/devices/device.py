@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from neox.architecture import DeviceFamily
 from neox.config.neox_config import NeoXConfig
 from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
 from neox.plan.memory.inference import inference_bytes
@@ -37,6 +38,7 @@ class Device:
         shared: Whether the ranks of a host share its memory, so that more ranks there do not help.
         peak_tflops: Peak of its arithmetic; None if nothing is assumed.
         peak_source: Text that says where the peak comes from.
+        family: Kind of device in the table of fast paths.
         assumed: Whether nobody gave or measured its size.
     """
 
@@ -48,11 +50,18 @@ class Device:
     shared: bool
     peak_tflops: float | None
     peak_source: str
+    family: DeviceFamily
     assumed: bool = False
 
 
-def gpu_device(plan: RunPlan, size: float | None = None) -> Device:
-    """Return a GPU of a size in bytes, by default the size of `gpu_memory_gib` or of the kind in `gpu_type`."""
+def gpu_device(plan: RunPlan, size: float | None = None, family: DeviceFamily | None = None) -> Device:
+    """Return a GPU of a size in bytes, by default the size of `gpu_memory_gib` or of the kind in `gpu_type`.
+
+    Args:
+        plan: The plan.
+        size: Its memory.
+        family: Kind of device that the hosts have; None if they were not asked, so that `gpu_type` says it.
+    """
     config = plan.config
     kind = _gpu_of_type(config)
     name = ""
@@ -77,6 +86,7 @@ def gpu_device(plan: RunPlan, size: float | None = None) -> Device:
         shared=False,
         peak_tflops=peak,
         peak_source=peak_source,
+        family=family or (kind.family if kind is not None else "cuda"),
         assumed=assumed,
     )
 
@@ -150,6 +160,7 @@ def host_device(plan: RunPlan, ranks: Sequence[int], host: str, available: int |
         shared=True,
         peak_tflops=config.logging.peak_theoretical_tflops,
         peak_source=f"peak_theoretical_tflops: {config.source('peak_theoretical_tflops')}",
+        family="cpu",
         assumed=size == _UNKNOWN_SIZE,
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from neox.architecture import DeviceFamily
 from neox.config.neox_config import NeoXConfig
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
@@ -30,6 +31,7 @@ class Capabilities:
         fp8: Whether every GPU multiplies fp8; None if no host was asked, or for CPUs.
         devices: Names of the devices that were asked, for messages.
         bf16_is_slow: Whether a host has a CPU that multiplies bf16 natively, but trains slower in it than in fp32.
+        family: Kind of the devices; None if no host was asked, or they differ.
         saved: Precision of the checkpoint that the run resumes or runs; None without one.
     """
 
@@ -38,6 +40,7 @@ class Capabilities:
     fp8: bool | None = None
     devices: str = "the hosts"
     bf16_is_slow: bool = False
+    family: DeviceFamily | None = None
     saved: Precision | None = None
 
     @staticmethod
@@ -51,12 +54,14 @@ class Capabilities:
         owner = "this host's"
         if len(answers) > 1:
             owner = f"the {len(answers)} hosts'"
+        families = {answer.get("family") for answer in answers}
         return Capabilities(
             bf16=_every(answers, "bf16"),
             fp16=_every(answers, "fp16"),
             fp8=_every(answers, "fp8"),
             devices=f"{owner} {kinds}",
             bf16_is_slow=any(answer.get("bf16_is_slow") for answer in answers),
+            family=families.pop() if len(families) == 1 else None,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from neox.plan.devices.device import Device, gpu_device, memory_on
+from neox.plan.devices.fast_paths import path_choices
 from neox.plan.memory import MemoryPlan, stage_memory
 from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.network.parameter_groups import group_lines
@@ -52,6 +53,7 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "stages": [_stage(plan, stage) for stage in plan.stages],
         "imbalance": imbalance(plan),
         "memory": _memory_and_fit(plan, device),
+        "kernels": [asdict(choice) for choice in path_choices(plan, device.family)],
         "figures": asdict(run_totals(plan, device)),
         "expert_traffic": None if traffic is None else traffic._asdict(),
         "save_iterations": len(plan.save_iterations),

@@ -10,6 +10,7 @@ from typing import Any
 from neox.architecture import BLOCKS, Architecture, block_kinds
 from neox.features.on_paper import PAPERS
 from neox.plan.devices.device import GIB, Device, gib, gpu_device, memory_on
+from neox.plan.devices.fast_paths import path_choices, path_lines
 from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.memory.inference import inference_bytes
 from neox.plan.network.parameter_groups import group_lines
@@ -67,6 +68,7 @@ def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool =
         notes += length_notes(plan, device)
     else:
         lines += _inference_lines(plan, device)
+    lines += labelled("kernels", path_lines(path_choices(plan, device.family, training=training)))
     lines += labelled("derived", _derived_lines(plan, verbose=verbose))
     lines += _default_lines(plan, training=training)
     if verbose:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from neox.architecture import DeviceFamily
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -17,6 +19,7 @@ class Gpu:
 
     Attributes:
         name: What people call it.
+        family: Kind of device in the table of fast paths.
         memory_gib: Memory that the driver reports, in GiB.
         peak_tflops: Dense peak in bf16 (fp16 if there is no bf16), in TFLOP/s.
         peak_fp8_tflops: Dense peak in fp8, in TFLOP/s; 0 without fp8.
@@ -41,6 +44,7 @@ class Gpu:
     """
 
     name: str
+    family: DeviceFamily = "cuda"
     memory_gib: float
     peak_tflops: float
     peak_fp8_tflops: float = 0.0
@@ -153,6 +157,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         # trainings on Frontier reached (arXiv:2312.12705).
         "mi250x": Gpu(
             name="MI250X, one die of 64 GB",
+            family="rocm",
             memory_gib=63.98,
             peak_tflops=191.5,
             bandwidth=1.64,
@@ -167,6 +172,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         # TFLOP/s (stas00/ml-engineering, network/README.md and compute/accelerator/README.md).
         "mi300x": Gpu(
             name="MI300X 192 GB",
+            family="rocm",
             memory_gib=191.5,
             peak_tflops=1307.0,
             peak_fp8_tflops=2614.0,
@@ -182,6 +188,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         ),
         "ascend910": Gpu(
             name="Ascend 910 32 GB",
+            family="npu",
             memory_gib=32.0,
             peak_tflops=256.0,
             bandwidth=1.2,
@@ -200,6 +207,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         # peak_theoretical_tflops.
         "ascend910b": Gpu(
             name="Ascend 910B 64 GB",
+            family="npu",
             memory_gib=60.97,
             peak_tflops=354.0,
             bandwidth=1.6,
@@ -217,6 +225,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 CPU_CORE = Gpu(
     name="CPU core",
+    family="cpu",
     memory_gib=0.0,
     peak_tflops=0.1,
     bandwidth=0.01,

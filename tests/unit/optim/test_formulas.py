@@ -321,3 +321,23 @@ def test_every_schedule_goes_on_exactly(name):
         train(resumed, further, seek, steps[2:])
         for (key, p), q in zip(whole.named_parameters(), resumed.parameters(), strict=True):
             assert torch.equal(p, q), (schedule, key)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_adamw_without_a_fused_kernel_updates_alike(monkeypatch, betas, clip):
+    params = {"betas": list(betas), "eps": 1e-6}
+    results = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr("neox.optim.adamw.has_fast_path", lambda name, device: False)
+        model, steps = example()
+        optimizer = built(model, "AdamW", clip=clip, **params)
+        weights = run(model, optimizer, steps)
+        results.append((weights, {key: value for p in model.parameters() for key, value in optimizer.state[p].items()}))
+    (fused, fused_states), (plain, plain_states) = results
+    assert fused_states.keys() == plain_states.keys()
+    for name in fused:
+        torch.testing.assert_close(plain[name], fused[name], rtol=2e-6, atol=1e-8)
+    for name in fused_states:
+        torch.testing.assert_close(plain_states[name], fused_states[name], rtol=2e-6, atol=1e-9)

@@ -24,6 +24,7 @@ LABELS = {
     "model",
     "stages",
     "memory",
+    "kernels",
     "loss",
     "step",
     "run",
@@ -84,7 +85,7 @@ class TestText:
         assert set(brief.splitlines()) <= set(verbose.splitlines())
         assert set(labels(brief)) == LABELS
         assert set(labels(verbose)) == LABELS | {"stage", "given", "others", "deepspeed"}
-        assert len(brief.splitlines()) - len(plan_as_dict(plan)["notes"]) <= 17
+        assert len(brief.splitlines()) - len(plan_as_dict(plan)["notes"]) <= 18
 
     def test_it_has_the_figures_of_the_json(self):
         plan = shipped("20B", 96)

@@ -1,0 +1,172 @@
+"""Fast paths that a run will take on a kind of device, and why it takes the plain one of others.
+
+Only what the run has a use for is listed. On its rank the library asks the device itself (`neox.ops.fast_paths`); a
+rank that finds otherwise says so at its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from neox.architecture import BLOCKS, FAST_PATHS, FLEX_HEAD_DIM, POSITIONS, DeviceFamily, FastPathName
+from neox.plan.devices.compiled import compile_obstacle
+from neox.plan.run_plan import RunPlan
+
+_FAMILY_NAMES: Mapping[DeviceFamily, str] = MappingProxyType(
+    {
+        "cpu": "CPUs",
+        "cuda": "NVIDIA's GPUs",
+        "rocm": "AMD's GPUs",
+        "npu": "Ascend",
+        "xpu": "Intel's GPUs",
+        "hpu": "Gaudi",
+    }
+)
+
+
+class _Use(NamedTuple):
+    """A use that a run has for a fast path.
+
+    Attributes:
+        name: The fast path.
+        of: What the run would compute by it.
+        obstacle: What of the run does not go together with it; empty if nothing.
+    """
+
+    name: FastPathName
+    of: str
+    obstacle: str = ""
+
+
+@dataclass(frozen=True)
+class PathChoice:
+    """Which path a run takes for one of its computations.
+
+    Attributes:
+        name: The fast path.
+        use: What the run computes by it, or by the plain one.
+        is_taken: Whether the fast one is taken.
+        reason: Why the plain one is; empty if it is not.
+        instead: What the plain one is; empty if the fast one is taken.
+    """
+
+    name: FastPathName
+    use: str
+    is_taken: bool
+    reason: str = ""
+    instead: str = ""
+
+
+def path_choices(plan: RunPlan, family: DeviceFamily, *, training: bool = True) -> list[PathChoice]:
+    """Return which paths a run takes on a kind of device.
+
+    Args:
+        plan: The plan.
+        family: Kind of device.
+        training: Whether the model is trained, not only run.
+    """
+    uses = _uses_in_training(plan) if training else _uses_in_generation(plan)
+    choices = []
+    for name, use, obstacle in uses:
+        path = FAST_PATHS[name]
+        reason = obstacle
+        if family not in path.families:
+            reason = f"not on {_FAMILY_NAMES[family]}"
+        instead = (path.elsewhere or "refused") if reason else ""
+        choices.append(PathChoice(name, use, not reason, reason, instead))
+    return choices
+
+
+def path_lines(choices: Iterable[PathChoice]) -> Iterator[str]:
+    """Yield a line with the fast paths that are taken, and one for each reason why others are not."""
+    uses: dict[str, dict[str, list[str]]] = {"": {}}  # reason -> name -> uses; those that are taken come first
+    for choice in choices:
+        uses.setdefault(choice.reason, {}).setdefault(choice.name, []).append(choice.use)
+    for reason, names in uses.items():
+        if names:
+            paths = ", ".join(f"{name} ({', '.join(of)})" for name, of in names.items())
+            yield f"{reason}: {paths}" if reason else paths
+
+
+def _uses_in_training(plan: RunPlan) -> Iterator[_Use]:
+    network = plan.architecture
+    training = plan.config.training
+    yield _Use("triton", "cross entropy")
+    fused = plan.attention.count("fused")
+    if fused:
+        yield _Use("triton", f"softmax of {_blocks(fused)}")
+    yield from _masked_attention(plan)
+    if network.num_experts:
+        yield _experts(plan)
+    if training.fp8 is not None:
+        yield _Use("scaled_product", "linear layers of blocks")
+    if plan.precision != "fp32":
+        yield _Use("product_added_to_fp32", "gradient of the head")
+    if training.compile_layers is not False:
+        obstacle = compile_obstacle(plan.config) if training.compile_layers == "auto" else None
+        yield _Use("compiled_layers", "blocks", f"{obstacle[0]} is set" if obstacle else "")
+    on_device = not plan.config.deepspeed.zero_optimization.offloads_optimizer
+    if on_device and plan.config.optimizer.optimizer.name in ("adam", "muon"):
+        yield _Use("fused_update", "optimizer")
+
+
+def _uses_in_generation(plan: RunPlan) -> Iterator[_Use]:
+    yield _Use("attention_kernels", "attention")
+    if plan.architecture.num_experts:
+        yield _experts(plan)
+    if plan.config.generation.cuda_graphs:
+        obstacle = ""
+        if plan.architecture.num_experts:
+            obstacle = "the host reads how many tokens each expert has"
+        elif plan.grid.pp_size * plan.grid.tp_size > 1:
+            obstacle = "several ranks hold the model"
+        yield _Use("recorded_steps", "steps of one token", obstacle)
+
+
+def _experts(plan: RunPlan) -> _Use:
+    obstacle = ""
+    if plan.precision != "bf16":
+        obstacle = f"experts multiply in {plan.precision}, not in bf16"
+    return _Use("grouped_product", "experts", obstacle)
+
+
+def _masked_attention(plan: RunPlan) -> Iterator[_Use]:
+    """Yield the attention of the blocks whose queries do not see all earlier tokens of their row.
+
+    `SelfAttention.takes_block_masks` asks the same of a module.
+    """
+    network = plan.architecture
+    divided = plan.grid.cp_size > 1 and plan.grid.cp_kind != "ulysses"
+    width = network.head_dim
+    by_use: dict[str, int] = {}
+    for block, kernel in zip(network.attention, plan.attention, strict=True):
+        attention = BLOCKS[block].attention
+        if attention is None or kernel != "flash":
+            continue
+        masks = []
+        if attention.sees != "all":
+            masks.append(f"{attention.sees}s")
+        if plan.keeps_documents_apart:
+            masks.append("documents")
+        if divided:
+            masks.append("shares of tokens")
+        if masks:
+            use = " and ".join(masks)
+            by_use[use] = by_use.get(use, 0) + 1
+            width = min(width, attention.value_width(network))
+    obstacle = ""
+    if plan.config.training.attention_dropout:
+        obstacle = "attention_dropout is set"
+    elif POSITIONS[network.positions].biases_scores:
+        obstacle = f"pos_emb {network.positions} adds to scores"
+    elif width < FLEX_HEAD_DIM:
+        obstacle = f"heads are {width} wide, less than {FLEX_HEAD_DIM}"
+    for use, count in by_use.items():
+        yield _Use("flex_attention", f"{use} in {_blocks(count)}", obstacle)
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block" if count == 1 else f"{count} blocks"
