@@ -196,9 +196,7 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
         if job.dry_run:
             raise
         raise ConfigError([*error.problems, *problems]) from None
-    device = device_of_ranks(
-        plan, job.placement, capabilities.family, training=job.trains, dry_run=job.dry_run
-    )
+    device = device_of_ranks(plan, job.placement, capabilities.family, training=job.trains, dry_run=job.dry_run)
     plan = replace(plan, device_family=device.family)
     if job.trains and device.shared:
         problems += quantizer_problems(plan.config)

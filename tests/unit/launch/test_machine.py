@@ -50,7 +50,14 @@ def test_formats_of_a_cpu(
     if cpuinfo is not None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
     formats = native_formats(tmp_path / "cpuinfo")
-    assert formats == {"devices": "CPU", "bf16": bf16, "fp16": fp16, "fp8": None, "bf16_is_slow": False}
+    assert formats == {
+        "devices": "CPU",
+        "family": "cpu",
+        "bf16": bf16,
+        "fp16": fp16,
+        "fp8": None,
+        "bf16_is_slow": False,
+    }
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,7 @@ def test_formats_of_gpus(
     monkeypatch.setattr(machine, "present_devices", lambda: (NVIDIA, 2))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    expected = {"devices": "GPUs", "bf16": bf16, "fp16": fp16, "fp8": fp8, "bf16_is_slow": False}
+    expected = {"devices": "GPUs", "family": "cuda", "bf16": bf16, "fp16": fp16, "fp8": fp8, "bf16_is_slow": False}
     assert native_formats() == expected
 
 

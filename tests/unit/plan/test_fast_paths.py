@@ -84,7 +84,9 @@ def test_flex_attention_is_that_of_the_modules(network: str, dropout: float, doc
     assert sum(int(choice.use.split(" in ")[1].split()[0]) for choice in flex) == taken
 
 
-@pytest.mark.parametrize(("kind", "fp8"), [("h100", True), ("a100-80", False), ("mi300x", False), ("ascend910b", False)])
+@pytest.mark.parametrize(
+    ("kind", "fp8"), [("h100", True), ("a100-80", False), ("mi300x", False), ("ascend910b", False)]
+)
 def test_fp8_is_planned_for_devices_that_have_it(kind: str, fp8: bool) -> None:
     keys = {**SMALL, **WIDE, "precision": "bf16", "fp8": "tensorwise", "gpu_type": kind}
     if fp8:
