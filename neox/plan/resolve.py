@@ -99,12 +99,9 @@ def _with_gpu_type(config: NeoXConfig, known: Capabilities) -> Capabilities:
     has_fp8 = gpu.peak_fp8_tflops > 0 and gpu.family in FAST_PATHS["scaled_product"].families
     if gpu.has_bf16 and has_fp8:
         return known
-    lacking: dict[str, bool] = {}
-    if not gpu.has_bf16:
-        lacking["bf16"] = False
-    if not has_fp8:
-        lacking["fp8"] = False
-    return replace(known, **lacking, devices=f"{gpu.name} (`gpu_type`)")
+    bf16 = known.bf16 if gpu.has_bf16 else False
+    fp8 = known.fp8 if has_fp8 else False
+    return replace(known, bf16=bf16, fp8=fp8, devices=f"{gpu.name} (`gpu_type`)")
 
 
 def derive_plan(

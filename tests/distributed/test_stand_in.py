@@ -154,7 +154,12 @@ def test_the_script_saves_and_resumes_as_on_a_cpu(tmp_path: Path, layout: str, a
         for steps in (2, STEPS):
             keys = {**data_keys(tmp_path / "data", "dense"), **LAYOUTS[layout], "train_iters": STEPS}
             files = {name: str(directory / "run") for name in ("save", "load", "log_dir")}
-            saves = {"checkpoint_factor": 1, "async_save": asynchronous, "exit_interval": steps}
+            saves = {
+                "checkpoint_factor": 1,
+                "async_save": asynchronous,
+                "exit_interval": steps,
+                "tokenizer_type": "CharLevelTokenizer",
+            }
             micro = 1 if layout == "stages" else 2
             plan = tiny_plan(2, train_micro_batch_size_per_gpu=micro, **keys, **files, **saves)
             losses[on_npus] = train_script(directory, plan, on_npus=on_npus)

@@ -103,6 +103,9 @@ def _compute(operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any
         return value
 
     args, kwargs = tree_map(lower, (args, kwargs))
+    args = tuple(
+        _as_tensor(argument, value) for argument, value in zip(operation._schema.arguments, args, strict=False)
+    )
     _draw_from_device(operation, args, kwargs)
     result = operation(*args, **kwargs)
     for value, lowered in given:
@@ -118,6 +121,13 @@ def _compute(operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any
         return on_device(value)
 
     return tree_map(raise_again, result)
+
+
+def _as_tensor(argument: Any, value: Any) -> Any:
+    """Return a number as a tensor where the kernel takes one: torch hands over numbers that it had wrapped."""
+    if isinstance(value, int | float) and isinstance(argument.type, torch.TensorType):
+        return torch.tensor(value)
+    return value
 
 
 def _draw_from_device(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
