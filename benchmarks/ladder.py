@@ -1,6 +1,6 @@
 """A ladder on the CPU: five sizes of the quickstart's text, and the sixth, which is predicted and then trained.
 
-python benchmarks/ladder.py /tmp/ladder        # about an hour on one core; resumes where it was ended
+python benchmarks/ladder.py /tmp/ladder        # 20 to 60 minutes on one core; resumes where it was ended
 
 It makes the text, a tokenizer of 1,024 ids and the token files in the directory, writes the ladder there, and runs
 `tools/ladder.py ladder.yml --train_target`, whose last line states the error of the prediction.
@@ -52,6 +52,7 @@ LADDER = """configs: [target.yml]
 sizes: [4.0e+4, 7.0e+4, 1.15e+5, 1.9e+5, 3.1e+5]
 tokens_per_parameter: 4
 batch_size: 8
+learning_rate: {factors: [1, 2, 4, 8]}
 """
 
 

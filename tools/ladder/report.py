@@ -166,6 +166,11 @@ def _draw_losses(axes: Axes, prediction: Prediction) -> None:
     reach = [[loss.value - loss.low], [loss.high - loss.value]]
     axes.errorbar([prediction.parameters], [loss.value], yerr=reach, fmt="*k", markersize=10, label="target, predicted")
     axes.set_xscale("log")
+    shown = {prediction.parameters}
+    for run in prediction.runs:
+        shown.add(run.size.parameters)
+    axes.set_xticks(sorted(shown), list(map(short, sorted(shown))), fontsize=8)
+    axes.minorticks_off()
     axes.set_xlabel("parameters without the embedding")
     axes.set_ylabel("final loss")
     axes.grid(alpha=0.3)
