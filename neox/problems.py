@@ -29,6 +29,7 @@ class Source:
         line: Line of the file, from 1; 0 for the whole file.
         replaces: Place in an earlier file whose value this one replaces.
         rule: Key or value from which this value was derived; empty if it stands there as it is.
+        dropped: Settings inside the replaced block that this value leaves out, as `path: value`.
     """
 
     kind: SourceKind
@@ -36,11 +37,14 @@ class Source:
     line: int = 0
     replaces: Source | None = None
     rule: str = ""
+    dropped: tuple[str, ...] = ()
 
     @classmethod
-    def in_file(cls, file: str, line: int = 0, *, replaces: Source | None = None) -> Source:
+    def in_file(
+        cls, file: str, line: int = 0, *, replaces: Source | None = None, dropped: tuple[str, ...] = ()
+    ) -> Source:
         """Return a line of a file, or the whole file."""
-        return cls(SourceKind.FILE, file, line, replaces)
+        return cls(SourceKind.FILE, file, line, replaces, dropped=dropped)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Source:
@@ -48,6 +52,8 @@ class Source:
         values = {**data, "kind": SourceKind(data["kind"])}
         if "replaces" in data:
             values["replaces"] = cls.from_json(data["replaces"])
+        if "dropped" in data:
+            values["dropped"] = tuple(data["dropped"])
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
@@ -61,6 +67,8 @@ class Source:
             data["replaces"] = self.replaces.to_json()
         if self.rule:
             data["rule"] = self.rule
+        if self.dropped:
+            data["dropped"] = list(self.dropped)
         return data
 
     @property

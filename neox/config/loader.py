@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from neox.config.base_shapes import read_base_shapes
 from neox.config.flat import FlatKeys, without
@@ -202,8 +203,20 @@ def _apply_section(parsed: ParsedFile, flat: FlatKeys) -> None:
         for dotted in parsed.lines:
             if dotted.startswith(f"{path}."):
                 flat.sources[key + dotted.removeprefix(path)] = parsed.source(dotted)
-        flat.sources[key] = Source.in_file(here.file, here.line, replaces=former)
+        dropped = tuple(_dropped(flat.values.get(key), value))
+        flat.sources[key] = Source.in_file(here.file, here.line, replaces=former, dropped=dropped)
         flat.values[key] = value
+
+
+def _dropped(former: Any, value: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the settings inside a block that the block in its place does not have, as `path: value`."""
+    if not isinstance(former, dict) or not isinstance(value, dict):
+        return
+    for name, setting in former.items():
+        if name not in value:
+            yield f"{prefix}{name}: {setting}"
+        else:
+            yield from _dropped(setting, value[name], f"{prefix}{name}.")
 
 
 def _same_name(path: Path, first: Path) -> Problem:

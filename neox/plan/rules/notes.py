@@ -159,6 +159,12 @@ def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:
     for (later, earlier), keys in keys_of_files.items():
         listed = ", ".join(f"`{key}`" for key in keys)
         yield Note(tuple(keys), f"{later} replaces {listed} of {earlier}")
+        for key in keys:
+            dropped = config.source(key).dropped
+            if dropped:
+                settings = ", ".join(f"`{setting}`" for setting in dropped)
+                advice = f"repeat them, or set single ones (`--set {key}.NAME=VALUE`)"
+                yield Note((key,), f"{later} replaces all of `{key}`, which drops {settings} of {earlier}; {advice}")
 
 
 def _attention_notes(config: NeoXConfig) -> Iterator[Note]:

@@ -175,6 +175,18 @@ def test_the_section_overrides_replaces_keys_of_earlier_files(tmp_path):
     assert {"num_layers", "optimizer"} <= notes
 
 
+def test_settings_that_a_replaced_block_no_longer_has_are_named(tmp_path):
+    write(tmp_path / "model.yml", "optimizer: {type: Adam, params: {lr: 0.001, betas: [0.9, 0.95]}}\nseed: 3\n")
+    own = write(tmp_path / "own.yml", "overrides: {optimizer: {type: Adam, params: {lr: 0.01}}, seed: 4}\n")
+    config = config_from_files([tmp_path / "model.yml", own])
+    assert config.source("optimizer").dropped == ("params.betas: [0.9, 0.95]",)
+    assert Source.from_json(config.source("optimizer").to_json()) == config.source("optimizer")
+    (said,) = [note.message for note in notes_without_effect(config) if "drops" in note.message]
+    assert "params.betas: [0.9, 0.95]" in said
+    whole = write(tmp_path / "whole.yml", "overrides: {optimizer: {type: Adam, params: {lr: 1, betas: [0.8, 0.9]}}}\n")
+    assert config_from_files([tmp_path / "model.yml", whole]).source("optimizer").dropped == ()
+
+
 @pytest.mark.parametrize("text", ["overrides: 3\n", "overrides: {num_layers: 6}\n"])
 def test_a_wrong_section_overrides_is_a_problem(tmp_path, text):
     (place,) = lines([write(tmp_path / "own.yml", TINY + "train_micro_batch_size_per_gpu: 1\n" + text)])
