@@ -35,6 +35,7 @@ _STEP = "global_step"
 _LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", "model")
 _BATCH_KEYS = ("train_batch_size", "gradient_clipping")
 _MOST_DIFFERENCES = 4
+_SAMPLES = "samples_per_step"
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,13 @@ class FoundRun:
         checkpoint: The newest checkpoint, or the one that `latest` names.
         iteration: Number of steps that it has seen.
         identity: Its run; None if another program or an older version wrote it.
+        samples_per_step: Samples of its steps; None if they are not recorded.
     """
 
     checkpoint: Path
     iteration: int
     identity: RunIdentity | None
+    samples_per_step: int | None = None
 
     def is_run_of(self, config: NeoXConfig) -> bool:
         """Return whether it is the run that a configuration starts; False if its run is not recorded.
@@ -167,9 +170,15 @@ def find_run(save: Path) -> FoundRun | None:
     named = newest_checkpoint(save)
     for step, path in steps.items():
         if path == named:
-            return FoundRun(path, step, read_identity(path))
+            return found_run(path, step)
     newest = max(steps)
-    return FoundRun(steps[newest], newest, read_identity(steps[newest]))
+    return found_run(steps[newest], newest)
+
+
+def found_run(checkpoint: Path, iteration: int) -> FoundRun:
+    """Return the run of a checkpoint that has seen a number of steps."""
+    samples = _run_file(checkpoint).get(_SAMPLES)
+    return FoundRun(checkpoint, iteration, read_identity(checkpoint), samples if isinstance(samples, int) else None)
 
 
 def step_directories(save: Path) -> dict[int, Path]:
@@ -189,16 +198,32 @@ def step_directories(save: Path) -> dict[int, Path]:
 
 def read_identity(checkpoint: Path) -> RunIdentity | None:
     """Return the identity that a checkpoint carries; None if it has none."""
+    fields = _run_file(checkpoint)
+    if "run_id" not in fields or "start" not in fields:
+        return None
+    return RunIdentity(str(fields["run_id"]), str(fields["start"]))
+
+
+def _run_file(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of its run; nothing if the file is missing or damaged."""
     try:
         fields = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-        return RunIdentity(str(fields["run_id"]), str(fields["start"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except (OSError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
-def identity_text(identity: RunIdentity) -> str:
-    """Return the content of `RUN_FILE`."""
-    return json.dumps(asdict(identity), indent=2) + "\n"
+def identity_text(identity: RunIdentity, samples_per_step: int | None = None) -> str:
+    """Return the content of `RUN_FILE`.
+
+    Args:
+        identity: The run.
+        samples_per_step: Samples of a step, which follow from the degrees if `train_batch_size` is not given.
+    """
+    fields: dict[str, Any] = asdict(identity)
+    if samples_per_step is not None:
+        fields[_SAMPLES] = samples_per_step
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def other_run_message(config: NeoXConfig, found: FoundRun, address: str | None = None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError, ConfigError
 from neox.log import get_logger
-from neox.plan.run_identity import RUN_FILE, FoundRun, find_run, other_run_message, read_identity, resumes_own_directory
+from neox.plan.run_identity import RUN_FILE, find_run, found_run, other_run_message, resumes_own_directory
 from neox.preflight.data_decisions import DecidedConfig
 from neox.storage import shown
 
@@ -111,7 +111,7 @@ def _other_run(config: NeoXConfig, newest: RemoteCheckpoint) -> str | None:
         for name in _IDENTITY_FILES:
             if name in records:
                 newest.mirror.download(newest.iteration, name, copy / name, records[name])
-        found = FoundRun(copy, newest.iteration, read_identity(copy))
+        found = found_run(copy, newest.iteration)
         if found.is_run_of(config):
             return None
         return other_run_message(config, found, address)

@@ -48,7 +48,7 @@ from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
 from neox.preflight.remote_data import planned_data, with_local_data
-from neox.preflight.resume_from_save import resume_from_save, with_warmup_of_counted
+from neox.preflight.resume_from_save import batch_note, resume_from_save, with_warmup_of_counted
 from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
 from neox.problems import Problem, in_file_order
 
@@ -218,6 +218,8 @@ def _notes_of_training(plan: RunPlan) -> list[str]:
     """Return notes on what becomes of a training: its start, the chat template it carries, its export."""
     notes = [*finetune_notes(plan.config), *chat_template_notes(plan.config), *label_notes(plan.config)]
     notes += packed_conversation_notes(plan.config)
+    if (changed := batch_note(plan)) is not None:
+        notes.append(changed)
     note = export_note(plan.config, plan.architecture)
     if note is not None:
         notes.append(note)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from neox.config import NeoXConfig
-from neox.plan import static_problems
+from neox.plan import RunPlan, static_problems
 from neox.plan.run_identity import (
     FIRST_LOAD_KEYS,
     FoundRun,
     changed_keys,
     find_run,
+    found_run,
     other_run_message,
     resumes_own_directory,
     saved_config,
@@ -21,6 +23,7 @@ from neox.preflight.checks import is_complete
 from neox.preflight.data_decisions import DecidedConfig
 from neox.preflight.saved_schedule import with_saved_schedule, with_saved_warmup
 from neox.run_events import read_events
+from neox.storage import is_remote
 
 _MOST_CHANGES = 8
 _JUMP = 0.05  # share of the learning rate
@@ -57,7 +60,8 @@ def resume_from_save(config: NeoXConfig) -> DecidedConfig:
     loaded = found
     step = resumed.checkpoint.iteration
     if step is not None and step != found.iteration:  # it chooses among the checkpoints that were found
-        loaded = FoundRun(chosen_checkpoint(Path(resumed.checkpoint.load or ""), step), step, found.identity)
+        chosen = found_run(chosen_checkpoint(Path(resumed.checkpoint.load or ""), step), step)
+        loaded = replace(chosen, identity=found.identity)
     scheduled = _with_schedule_of_checkpoint(resumed)
     notes += (*scheduled.notes, *_changes_since(loaded, scheduled.config))
     return DecidedConfig(scheduled.config, notes, scheduled.problems)
@@ -103,6 +107,29 @@ def _changes_since(loaded: FoundRun, config: NeoXConfig) -> tuple[str, ...]:
                 f"{before:.3g} there"
             )
     return tuple(notes)
+
+
+def batch_note(plan: RunPlan) -> str | None:
+    """Return a note on a run whose steps have other samples than those of the checkpoint it resumes; None if the same.
+
+    Without `train_batch_size` they follow from the degrees, so that they are known only now. If it was given before and
+    is given now, it is among the keys that have changed.
+    """
+    keys = plan.config.checkpoint
+    if keys.load is None or keys.finetune or is_remote(keys.load):
+        return None
+    found = find_run(Path(keys.load))
+    if found is None:
+        return None
+    if keys.iteration not in (None, found.iteration):
+        found = found_run(chosen_checkpoint(Path(keys.load), keys.iteration), keys.iteration)
+    now = plan.batch.train_batch_size
+    if found.samples_per_step in (None, now):
+        return None
+    return (
+        f"changed since {found.checkpoint.name}: samples of a step {found.samples_per_step} -> {now}; "
+        f"`train_batch_size: {found.samples_per_step}` keeps them"
+    )
 
 
 def finished_note(config: NeoXConfig, directory: Path) -> str | None:

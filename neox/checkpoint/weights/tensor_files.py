@@ -217,13 +217,13 @@ def write_config(directory: Path, flat: Mapping[str, Any]) -> Path:
     return path
 
 
-def write_run(directory: Path, identity: RunIdentity) -> Path:
-    """Write the identity of a run into a checkpoint.
+def write_run(directory: Path, identity: RunIdentity, samples_per_step: int | None = None) -> Path:
+    """Write the identity of a run, and the samples of its steps, into a checkpoint.
 
     Raises:
         CheckpointError: If the disk refuses.
     """
     path = directory / RUN_FILE
     with os_errors(CheckpointError, f"{path}: cannot be written"):
-        path.write_text(identity_text(identity), encoding="utf-8")
+        path.write_text(identity_text(identity, samples_per_step), encoding="utf-8")
     return path

@@ -32,16 +32,18 @@ class RunFiles:
         chat_template: Template of conversations with the model; None if there is none.
         generation_settings: Settings of generation, such as end ids.
         tokenizer: Identity of the run's tokenizer; None for a model that is trained on ids without one.
+        samples_per_step: Samples of a step; None if they are not recorded.
     """
 
     run: RunIdentity
     chat_template: ChatTemplate | None = None
     generation_settings: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TokenizerIdentity | None = None
+    samples_per_step: int | None = None
 
     def write(self, directory: Path) -> None:
         """Write the files into a checkpoint. Raises CheckpointError if the disk refuses."""
-        write_run(directory, self.run)
+        write_run(directory, self.run, self.samples_per_step)
         write_chat_template(directory, self.chat_template)
         write_generation_settings(directory, self.generation_settings)
         write_tokenizer_identity(directory, self.tokenizer)
@@ -61,7 +63,9 @@ def files_of_run(plan: RunPlan, run: RunIdentity, checkpoint: Path | None) -> Ru
     identity: TokenizerIdentity | None = None
     with suppress(TokenizerError):  # a model that is trained on ids: the launcher refuses to start one on texts
         identity = identify_configured(plan.config, tokenizer_of(plan.config))
-    return RunFiles(run, template_to_save(plan, checkpoint), settings_to_save(plan, checkpoint), identity)
+    template = template_to_save(plan, checkpoint)
+    settings = settings_to_save(plan, checkpoint)
+    return RunFiles(run, template, settings, identity, plan.batch.train_batch_size)
 
 
 def template_to_save(plan: RunPlan, checkpoint: Path | None) -> ChatTemplate | None:

@@ -21,7 +21,7 @@ from neox.plan.run_identity import (
     run_identity,
     starting_weights,
 )
-from neox.preflight.resume_from_save import finished_note, resume_from_save, unfinished_note
+from neox.preflight.resume_from_save import batch_note, finished_note, resume_from_save, unfinished_note
 from neox.run_events import append_event
 from tests.plans import SMALL, small_plan
 
@@ -251,3 +251,19 @@ def test_a_jump_of_the_learning_rate_is_told(tmp_path: Path, iterations: int, ju
     again = make_config(save=str(tmp_path), lr_decay_iters=iterations, lr_decay_style="cosine")
     notes = resume_from_save(again).notes
     assert any("learning rate" in note for note in notes) is jumps
+
+
+def test_a_resume_with_other_degrees_names_the_samples_of_its_steps(tmp_path: Path) -> None:
+    put_checkpoint(tmp_path, 4, make_config())
+    keys = {"load": str(tmp_path), "train_micro_batch_size_per_gpu": 2}
+    half = small_plan(1, **keys)
+    assert batch_note(half) is None, "an older checkpoint does not say it"
+    samples = 2 * half.batch.train_batch_size
+    run = tmp_path / "global_step4" / RUN_FILE
+    run.write_text(identity_text(run_identity(make_config()), samples))
+    assert find_run(tmp_path).samples_per_step == samples
+    note = batch_note(half)
+    assert note is not None
+    assert f"{samples} -> {half.batch.train_batch_size}" in note
+    assert batch_note(small_plan(2, **keys)) is None
+    assert batch_note(small_plan(1, **keys, finetune=True)) is None
