@@ -137,6 +137,7 @@ def from_hf(
     plan = single_rank_plan(NeoXConfig.from_flat(keys), rows)
     layers = plan.layers
     stored_keys = _stored_keys(weights, layers, stored_modules)
+    _check_copies(weights, layers)
     _check_degree(layers, model_parallel_size)
     adapters: Mapping[int, Mapping[str, Tensor]] = {}
     read_files = [source / CONFIG, *weights.files]
@@ -149,7 +150,6 @@ def from_hf(
 
     choices = {"ranks": model_parallel_size, "precision": precision, "modules": mtp_num_layers}
     partial = PartialImport(output, fingerprint(read_files, choices))
-    _check_copies(weights, layers)
     try:
         _write_layers(weights, stored_keys, adapters, layers, partial, model_parallel_size, precision)
     except Exception:

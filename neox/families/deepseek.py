@@ -37,7 +37,7 @@ from neox.families.shared_entries import GATED_ACTIVATIONS, Activation, Rotary, 
 _BLOCK = "model.layers.{i}."
 FURTHER_LAYERS = "num_nextn_predict_layers"
 """Key of the number of multi-token prediction layers."""
-MULTI_TOKEN = Count(FURTHER_LAYERS, "mtp_num_layers", 0, null=0)
+MULTI_TOKEN = Count(FURTHER_LAYERS, "mtp_num_layers", 1, null=0)
 """The entry of that number."""
 
 

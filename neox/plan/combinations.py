@@ -144,6 +144,7 @@ FEATURES = (
     FeatureKeys("reward model", {"train_impl": "rm", **_PAIRS}),
     FeatureKeys("masked language model", {"objective": "masked_lm"}),
     FeatureKeys("distillation", {"teacher_logits": "teacher"}),
+    FeatureKeys("multi-token prediction", {"mtp_num_layers": 1}),
     FeatureKeys("packed documents", {"reset_attention_mask": True}),
     FeatureKeys("fill in the middle", {"fim_rate": 0.5}),
     # Kinds of blocks; two of them alternate.
@@ -162,6 +163,8 @@ IMPOSSIBLE: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("a recurrence sees earlier tokens only", ("Mamba-2",), ("masked language model",)),
     ("its loss is the probability of a continuation", ("DPO", "KTO"), ("masked language model",)),
     ("it prepares texts for prediction from left to right", ("fill in the middle",), ("masked language model",)),
+    ("it has no next tokens", ("multi-token prediction",), ("masked language model",)),
+    ("it scores answers, and predicts no tokens", ("multi-token prediction",), ("reward model",)),
     ("an answer in another order is not the answer", ("DPO", "KTO", "reward model"), ("fill in the middle",)),
     ("it scores answers, and predicts no tokens", ("reward model",), ("distillation",)),
     ("a gate of gMLP is over all tokens", ("tiles of MLPs",), ("gMLP",)),

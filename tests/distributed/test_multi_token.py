@@ -102,6 +102,36 @@ def test_experts() -> None:
     check(4, [{**SHARES, "pp": 2}, {**divided, "mp": 2}, {**divided, "pp": 2}], **BIASED)
 
 
+LATENT = {"attention_config": ["latent"] * 4, "kv_lora_rank": 12, "head_dim": 8, "v_head_dim": 6}
+NETWORKS = {
+    "latent": {**LATENT, "use_bias_in_qkv": False, "use_bias_in_attn_linear": False},
+    "windows": {"attention_config": ["global", "sliding_window"] * 2, "sliding_window_width": 5},
+    "mamba2": {"attention_config": ["global", "mamba2_mlp"] * 2, "mamba_head_dim": 8, "mamba_state_dim": 8},
+    "gmlp": {"attention_config": ["global", "gmlp"] * 2},
+    "softcap": {"logit_softcap": 5.0, "norm_placement": "both"},
+    "row": {"output_layer_parallelism": "row"},
+    "muP": {"use_mup": True, "mup_base_hidden_size": 16},
+    "z-loss": {"lm_z_loss": 0.001},
+    "tiles": {"mlp_tile_size": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_networks(network: dict[str, Any]) -> None:
+    check(2, [{"mp": 2}, {"pp": 2, **RECOMPUTED}, {"zero": 3}], **network)
+
+
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.005}}}
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [MUON, LION], ids=["Muon", "Lion"])
+def test_optimizers(keys: dict[str, Any]) -> None:
+    check(2, [{"pp": 2}, {"zero": 1}, {"zero": 2}], 5e-6, **keys)
+
+
 @pytest.mark.slow
 def test_four_ranks() -> None:
     check(4, [{"pp": 2, "mp": 2}, {"pp": 2, **SHARES, **RECOMPUTED}, {"pp": 4}, {"mp": 4}, {"mp": 2, "zero": 1}])

@@ -1,4 +1,4 @@
-"""The plan's memory of experts that data ranks divide is what a step holds."""
+"""The plan's memory of divided experts and of multi-token prediction is what a step holds."""
 
 from __future__ import annotations
 
@@ -20,3 +20,28 @@ def test_layouts_of_experts_take_the_planned_memory(world: int, precision: str) 
         device = device_of(plan)
         planned = memory_on(plan, device).needed(on_cpu=device.shared)
         assert planned == pytest.approx(max(of_rank[number] for of_rank in peaks), rel=0.05), layouts[number]
+
+
+MODULES = [
+    (1, {"mtp_num_layers": 1}, {"stage": 0}),
+    (1, {"mtp_num_layers": 3, "checkpoint_activations": True}, {"stage": 0}),
+    (2, {"mtp_num_layers": 2}, {"stage": 1}),
+    (2, {"mtp_num_layers": 2}, {"stage": 3}),
+    (2, {"mtp_num_layers": 2, "model_parallel_size": 2}, {"stage": 0}),
+    (2, {"mtp_num_layers": 2, "model_parallel_size": 2, "sequence_parallel": True}, {"stage": 0}),
+    (2, {"mtp_num_layers": 1, "pipe_parallel_size": 2, "gradient_accumulation_steps": 4}, {"stage": 1}),
+    (2, {**EXPERTS, "mtp_num_layers": 1, "expert_model_parallel_size": 2}, {"stage": 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_multi_token_prediction_takes_the_planned_memory(precision: str) -> None:
+    for world in (1, 2):
+        layouts = [(keys, zero) for ranks, keys, zero in MODULES if ranks == world]
+        plans = [plan_of(world, precision, zero, **keys) for keys, zero in layouts]
+        peaks = run_ranks(world, step_peaks, plans, timeout=1500)
+        for number, plan in enumerate(plans):
+            device = device_of(plan)
+            planned = memory_on(plan, device).needed(on_cpu=device.shared)
+            assert planned == pytest.approx(max(of_rank[number] for of_rank in peaks), rel=0.05), layouts[number]

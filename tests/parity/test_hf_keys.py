@@ -54,7 +54,7 @@ NO_EFFECT: Mapping[str, str] = {
     "embd_pdrop": _TRAINING,
     "embedding_dropout": _TRAINING,
     "qk_head_dim": _DERIVED,
-    "num_nextn_predict_layers": "layers behind the network, which are left out with a warning",
+    "num_nextn_predict_layers": "modules behind the network, for training only",
 }
 """Key of any family -> why it cannot change the function of a causal network or an encoder."""
 NO_EFFECT_IN: Mapping[str, Mapping[str, str]] = {

@@ -122,6 +122,11 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
     widths += _recurrent_widths(network)
     widths += _mlp_widths(network)
     yield f"          {', '.join(widths)}"
+    modules = plan.layers.multi_token
+    if modules:
+        elements = sum(layer.numel for layer in modules)
+        number = count(len(modules), "module")
+        yield f"          {number} of multi-token prediction, {elements:,} of the parameters, in training only"
     yield from labelled("groups", group_lines(plan.layers, plan.config))
 
 

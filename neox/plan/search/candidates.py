@@ -27,6 +27,7 @@ from neox.plan.layout import Layout
 from neox.plan.network.architecture import layer_plan
 from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES, ranges_per_stage
 from neox.plan.rules.context import context_problems
+from neox.plan.rules.multi_token import multi_token_problems
 from neox.plan.run_plan import RunPlan
 from neox.plan.search.divisible import TENSOR_DEGREES
 
@@ -62,6 +63,8 @@ class _Degrees(NamedTuple):
 
 def _layouts_of(degrees: _Degrees, plan: RunPlan, *, on_cpu: bool) -> Iterator[Layout]:
     """Yield the layouts with given degrees; none if the degrees do not divide the ranks and the batch."""
+    if any(multi_token_problems(plan.config.updated({"pipe_parallel_size": degrees.pp}))):
+        return
     same_weights, rest = divmod(plan.grid.world_size, degrees.tp * degrees.pp)
     if rest or same_weights % degrees.cp or same_weights % degrees.ep:
         return
@@ -125,6 +128,8 @@ def _schedules(layout: Layout, plan: RunPlan) -> Iterator[Layout]:
         yield layout
         return
     for name, virtual_stages in _SCHEDULES:
+        if plan.architecture.mtp_num_layers and name != "1f1b":  # its modules are refused with others
+            continue
         schedule = PIPELINE_SCHEDULES[name]
         ranges = ranges_per_stage(name, layout.pp_size, virtual_stages)
         is_deep_enough = layout.pp_size * ranges <= plan.architecture.num_layers

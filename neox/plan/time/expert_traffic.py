@@ -33,8 +33,13 @@ def expert_traffic(plan: RunPlan) -> ExpertTraffic | None:
     with_experts = frozenset(network.expert_blocks)
     blocks = 0
     for stage in plan.stages:
-        held = [layer.index - BLOCK_OFFSET for layer in stage.entries(plan.layers) if layer.kind == "block"]
-        blocks = max(blocks, len(with_experts.intersection(held)))
+        held = 0
+        for layer in stage.entries(plan.layers):
+            if layer.kind == "block":
+                held += layer.index - BLOCK_OFFSET in with_experts
+            elif layer.kind == "multi_token":  # its block is like the last one
+                held += network.num_layers - 1 in with_experts
+        blocks = max(blocks, held)
     passes = 2  # forward and backward; each dispatches rows to their experts and combines the results
     if run.recomputes_blocks:
         passes += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from neox.architecture import Architecture
 from neox.plan.layout import LaidOutRun
 from neox.plan.time.block import backward_seconds, forward_seconds, latency_seconds, product_seconds, ring_seconds
 from neox.plan.time.gpus import Gpu
@@ -84,11 +85,19 @@ def model_flops(run: LaidOutRun) -> float:
     """Return the operations of one step: forward, and twice that backward; once for products with frozen weights."""
     network = run.network
     head = run.layers.padded_vocab_size * network.hidden_size
-    per_token = (4 + 2 * run.layers.trained_share) * network.num_layers * block_parameters(network)
-    per_token += (6 if run.layers.trains_head else 4) * head
+    modules = network.mtp_num_layers  # of multi-token prediction: each a projection, a block and a head
+    blocks = network.num_layers + modules
+    matrices = blocks * block_parameters(network) + modules * _projection(network)
+    per_token = (4 + 2 * run.layers.trained_share) * matrices
+    per_token += (6 if run.layers.trains_head else 4) * head * (1 + modules)
     heads = network.num_attention_heads * network.head_dim
-    per_token += 12 * network.num_layers * heads * run.sequence_length
+    per_token += 12 * blocks * heads * run.sequence_length
     return float(per_token) * tokens_of_step(run)
+
+
+def _projection(network: Architecture) -> int:
+    """Return the elements of the projection in a module of multi-token prediction."""
+    return 2 * network.hidden_size**2
 
 
 class PassSeconds(NamedTuple):
@@ -109,19 +118,22 @@ def pass_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> PassSecon
     """Estimate the times of the passes of one micro batch; the last range has the head, too."""
     layout = run.layout
     ranges = ranges_of_stage(run)
+    modules = run.network.mtp_num_layers
     head = sum(_head(run, gpu, system))
     per_chunk = run.network.num_layers / layout.pp_size / ranges
     handoff = _handoff(run, gpu, system)
     blocked = handoff if system.blocking_handoff else 0.0
-    forward = per_chunk * forward_seconds(run, gpu, system).total + blocked
-    backward = per_chunk * backward_seconds(run, gpu, system).total + blocked
+    block_forward = forward_seconds(run, gpu, system).total
+    block_backward = backward_seconds(run, gpu, system).total
+    forward = per_chunk * block_forward + blocked
+    backward = per_chunk * block_backward + blocked
     fronts = [[forward] * ranges for _ in range(layout.pp_size)]
     backs = [[backward] * ranges for _ in range(layout.pp_size)]
     last_stage = layout.pp_size - 1
     if layout.pipeline_schedule == "dualpipev":  # its last range is on the first stage
         last_stage = 0
-    fronts[last_stage][-1] += head / 3
-    backs[last_stage][-1] += head * 2 / 3
+    fronts[last_stage][-1] += head / 3 + modules * block_forward
+    backs[last_stage][-1] += head * 2 / 3 + modules * block_backward
     return PassSeconds(fronts, backs, handoff)
 
 
@@ -149,12 +161,16 @@ def estimate_step(
     length = pipeline_length(
         layout.pipeline_schedule, passes.forward, passes.backward, layout.accumulation_steps, passes.handoff
     )
-    blocks = (forward + backward) * (network.num_layers / layout.pp_size * layout.accumulation_steps)
+    modules = network.mtp_num_layers  # on the last stage
+    blocks = (forward + backward) * ((network.num_layers / layout.pp_size + modules) * layout.accumulation_steps)
     busy = blocks.total + head * layout.accumulation_steps
     of_experts = expert_parameters(run)
     in_blocks = held_parameters(run) - of_experts
-    held = (in_blocks / layout.pp_size + run.layers.padded_vocab_size * network.hidden_size) / layout.tp_size
-    experts = of_experts / layout.pp_size / layout.tp_size
+    of_modules = modules * (in_blocks / network.num_layers + _projection(network))
+    table = run.layers.padded_vocab_size * network.hidden_size
+    held = (in_blocks / layout.pp_size + of_modules + table) / layout.tp_size
+    experts_in_modules = modules * of_experts / max(1, len(network.expert_blocks))
+    experts = (of_experts / layout.pp_size + experts_in_modules) / layout.tp_size
     return StepTime(
         products=blocks.products + head_products * layout.accumulation_steps,
         attention=blocks.attention,
@@ -173,8 +189,11 @@ def estimate_step(
 
 
 def _head(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> tuple[float, float]:
-    """Return the time of head and loss for one micro batch, forward and backward: products, and elementwise work."""
-    tokens = run.tokens
+    """Return the time of head and loss for one micro batch, forward and backward: products, and elementwise work.
+
+    Modules of multi-token prediction use the head once more each.
+    """
+    tokens = run.tokens * (1 + run.network.mtp_num_layers)
     rows = run.layers.padded_vocab_size / run.layout.tp_size
     one = product_seconds(gpu, tokens, rows, run.network.hidden_size)
     products = (3 if run.layers.trains_head else 2) * one

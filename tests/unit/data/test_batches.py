@@ -44,6 +44,18 @@ def test_the_end_of_a_document_can_be_left_out_of_the_loss():
         BatchIterator(Counting(10), 2, eod_mask_loss=True, boundaries="eod")
 
 
+def test_labels_further_ahead_know_their_document():
+    """Attention crosses documents, and labels do not: only then the batch says where documents start."""
+    keys = {"num_workers": 0, "eod": 3, "boundaries": "eod", "label_documents": True}
+    batch = next(BatchIterator(Counting(10), 2, eod_mask_loss=True, **keys))
+    assert batch["label_documents"].tolist() == [[0, 0, 0, 0], [0, 0, 0, 3]]
+    assert "document_starts" not in batch
+    assert "label_documents" not in next(BatchIterator(Counting(10), 2, **keys))
+    both = next(BatchIterator(Counting(10), 2, eod_mask_loss=True, mark_documents=True, **keys))
+    assert "label_documents" not in both
+    assert both["document_starts"].tolist() == batch["label_documents"].tolist()
+
+
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_ranks_share_each_micro_batch_and_any_position_can_be_resumed(num_workers):
     ranks = [BatchIterator(Counting(64), 2, dp_rank=r, dp_size=3, num_workers=num_workers) for r in range(3)]

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from neox.architecture import training_flops_per_token
 from neox.model import GPT, Context
 from neox.model.context import BlockContext
 from neox.objectives import Objective, build_objective, evaluated_objective, with_tokens_ahead
@@ -168,3 +170,15 @@ def test_recomputation_gives_the_same_gradients(keys: dict[str, Any]):
         trained_loss(plan, model, build_objective(plan))[0].backward()
         results.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    """All but the gradients of the head's weight, which are added up by an operation that torch does not count."""
+    for depths in (0, 2):
+        plan = small_plan(**LLAMA, mtp_num_layers=depths, attention_config=["global", "global"])
+        model = GPT(plan, ParallelGrid.single())
+        with FlopCounterMode(display=False) as operations:
+            trained_loss(plan, model, build_objective(plan))[0].backward()
+        uncounted = (1 + depths) * 2 * plan.architecture.hidden_size * plan.padded_vocab_size
+        counted = operations.get_total_flops() + TOKENS.numel() * uncounted
+        assert counted == TOKENS.numel() * training_flops_per_token(plan.layers, TOKENS.shape[1])
