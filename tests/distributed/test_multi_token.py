@@ -83,7 +83,8 @@ def test_two_ranks_train_as_one_does() -> None:
 @pytest.mark.parametrize("normalization", ["micro_batch", "tokens", "samples"])
 def test_tied_embeddings_and_documents(normalization: str) -> None:
     layouts = [{"mp": 2}, {"pp": 2, "zero": 1, **RECOMPUTED}, {"zero": 2}, {"zero": 3, **RECOMPUTED}, SHARES]
-    check(2, layouts, 5e-6, **TIED, **DOCUMENTS, loss_normalization=normalization)  # rounded sums differ by 3e-6
+    slow = {"optimizer": {"type": "Adam", "params": {"lr": 0.0005}}}  # rare tokens: Adam turns rounding into steps
+    check(2, layouts, **TIED, **DOCUMENTS, **slow, loss_normalization=normalization)
 
 
 @pytest.mark.slow
@@ -107,7 +108,7 @@ NETWORKS = {
     "latent": {**LATENT, "use_bias_in_qkv": False, "use_bias_in_attn_linear": False},
     "windows": {"attention_config": ["global", "sliding_window"] * 2, "sliding_window_width": 5},
     "mamba2": {"attention_config": ["global", "mamba2_mlp"] * 2, "mamba_head_dim": 8, "mamba_state_dim": 8},
-    "gmlp": {"attention_config": ["global", "gmlp"] * 2},
+    "gmlp": {"attention_config": ["global", "gmlp"] * 2, "activation": "gelu"},
     "softcap": {"logit_softcap": 5.0, "norm_placement": "both"},
     "row": {"output_layer_parallelism": "row"},
     "muP": {"use_mup": True, "mup_base_hidden_size": 16},
@@ -122,7 +123,7 @@ def test_networks(network: dict[str, Any]) -> None:
     check(2, [{"mp": 2}, {"pp": 2, **RECOMPUTED}, {"zero": 3}], **network)
 
 
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.005}}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.0005}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}
 
 
