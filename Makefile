@@ -96,10 +96,10 @@ lock: install  ## write requirements/constraints.txt again from the other files 
 # with the wheel's own requirements from the registry, far from the checkout
 dist: install-dev  ## sdist and wheel in dist/, and a small training with the wheel in an empty environment
 	rm -rf dist "$(VENV)/build"
-	$(PYTHON) -m venv "$(VENV)/build" && "$(VENV)/build/bin/python" -m pip install -q $(FROM) build
+	$(PYTHON) -m venv "$(VENV)/build" && "$(VENV)/build/bin/python" -m pip install -q build
 	"$(VENV)/build/bin/python" -m build -o dist .
 	@rm -rf build neox.egg-info
-	NEOX_WHEEL="$$(echo "$(CURDIR)"/dist/*.whl)" $(PY) -m pytest -q tests/end_to_end/test_wheel.py
+	NEOX_WHEEL="$$(echo "$(CURDIR)"/dist/*.whl)" NEOX_TORCH_INDEX="$(TORCH_INDEX)" $(PY) -m pytest -q tests/end_to_end/test_wheel.py
 
 quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama, gpt2, moe or bert)
 	@$(PY) tools/quickstart.py --model $(MODEL) $(if $(TEXT),--text "$(TEXT)") $(if $(DIR),--directory "$(DIR)")

@@ -50,10 +50,10 @@ overrides:
 """
 
 
-def run(command: list[str | Path], folder: Path, expect: int = 0) -> str:
+def run(command: list[str | Path], folder: Path, expect: int = 0, timeout: float = 500) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "NEOX"))}
     done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == expect, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -78,7 +78,11 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
+INSTALLATION = 3000  # seconds to fetch torch and what else the wheel requires
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(INSTALLATION + 900)
 def test_the_wheel_works_far_from_a_checkout(tmp_path: Path) -> None:
     """`make dist` gives the wheel, whose requirements are then installed too; else those of the tests are used."""
     given = os.environ.get("NEOX_WHEEL")
@@ -93,7 +97,10 @@ def test_the_wheel_works_far_from_a_checkout(tmp_path: Path) -> None:
     if given:
         constraints = ["-c", ROOT / "requirements" / "constraints.txt"]
         torch = next(line for line in constraints[1].read_text().splitlines() if line.startswith("torch=="))
-        run([environment / "bin" / "python", "-m", "pip", "install", "-q", torch, wheel, *constraints], tmp_path)
+        pip = [environment / "bin" / "python", "-m", "pip", "install", "-q"]
+        index = os.environ.get("NEOX_TORCH_INDEX")
+        run([*pip, torch, *(["--index-url", index] if index else [])], tmp_path, timeout=INSTALLATION)
+        run([*pip, wheel, *constraints], tmp_path, timeout=INSTALLATION)
     else:
         (packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     python = environment / "bin" / "python"
