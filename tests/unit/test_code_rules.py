@@ -10,11 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("neox", "tools/cluster", "tools/dataset", "tools/ladder", "tools/sweep", "tools/web_text")
-TREES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
-    for package in PACKAGES
-    for path in (ROOT / package).rglob("*.py")
-}
+FILES = sorted(str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MUTATORS = {"append", "extend", "insert", "update", "setdefault", "pop", "popitem", "clear", "add", "remove", "discard"}
 EMPTY = {"[]", "{}", "list()", "dict()", "set()", "defaultdict(list)", "deque()", "Counter()"}
 # The launcher; the start of a rank; the start of a worker process, which limits the threads of the libraries it loads.
@@ -42,11 +38,18 @@ INNER_IMPORTS = {
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Trees = dict[str, ast.Module]
 
 
-def functions() -> Iterator[tuple[str, Function]]:
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """The syntax trees of all files. At the top of this module every process of the tests would make and keep them."""
+    return {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES}
+
+
+def functions(trees: Trees) -> Iterator[tuple[str, Function]]:
     """All functions and methods, with their files."""
-    for file, tree in TREES.items():
+    for file, tree in trees.items():
         yield from ((file, node) for node in ast.walk(tree) if isinstance(node, Function))
 
 
@@ -71,9 +74,9 @@ def changed_name(node: ast.AST) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def test_modules_hold_no_state() -> None:
+def test_modules_hold_no_state(trees: Trees) -> None:
     found = []
-    for file, tree in TREES.items():
+    for file, tree in trees.items():
         names = top_level_values(tree)
         found += [f"{file}: {name} begins empty" for name, value in names.items() if ast.unparse(value) in EMPTY]
         for node in ast.walk(tree):
@@ -84,30 +87,30 @@ def test_modules_hold_no_state() -> None:
     assert found == []
 
 
-def test_the_environment_is_used_where_processes_start() -> None:
+def test_the_environment_is_used_where_processes_start(trees: Trees) -> None:
     uses = {
         file
-        for file, tree in TREES.items()
+        for file, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv", "os.putenv"}
     }
     assert [file for file in uses if not file.startswith(USES_ENVIRONMENT)] == []
 
 
-def test_files_are_replaced_and_locked_by_one_module() -> None:
+def test_files_are_replaced_and_locked_by_one_module(trees: Trees) -> None:
     calls = {"os.replace", "os.fsync", "fcntl.flock", "fcntl.lockf"}
     uses = {
         file
-        for file, tree in TREES.items()
+        for file, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in calls
     }
     assert uses == {"neox/files.py"}
 
 
-def test_every_parameter_is_typed() -> None:
+def test_every_parameter_is_typed(trees: Trees) -> None:
     untyped = []
-    for file, function in functions():
+    for file, function in functions(trees):
         if any("triton" in ast.unparse(decorator) for decorator in function.decorator_list):  # a language of its own
             continue
         given = function.args
@@ -117,9 +120,9 @@ def test_every_parameter_is_typed() -> None:
     assert untyped == []
 
 
-def test_imports_of_other_packages_stand_at_the_top() -> None:
+def test_imports_of_other_packages_stand_at_the_top(trees: Trees) -> None:
     inner = []
-    for file, function in functions():
+    for file, function in functions(trees):
         own = ".".join(file.split("/")[:2])
         others = ("neox", "tools")
         for node in ast.walk(function):
@@ -129,27 +132,27 @@ def test_imports_of_other_packages_stand_at_the_top() -> None:
     assert [entry for entry in inner if entry.split(":")[0] not in INNER_IMPORTS] == []
 
 
-def test_tensorboard_is_imported_in_its_tracker_alone() -> None:
+def test_tensorboard_is_imported_in_its_tracker_alone(trees: Trees) -> None:
     importers = {
         file
-        for file, tree in TREES.items()
+        for file, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module == "torch.utils.tensorboard"
     }
     assert importers == {"neox/features/trackers/tensorboard.py"}
 
 
-def test_modules_have_telling_names_and_no_lazy_attributes() -> None:
-    lazy = {f for f, tree in TREES.items() for node in tree.body if getattr(node, "name", None) == "__getattr__"}
+def test_modules_have_telling_names_and_no_lazy_attributes(trees: Trees) -> None:
+    lazy = {f for f, tree in trees.items() for node in tree.body if getattr(node, "name", None) == "__getattr__"}
     assert lazy == set()
-    assert [f for f in TREES if {"utils", "common", "helpers", "misc"} & set(Path(f).with_suffix("").parts)] == []
+    assert [f for f in FILES if {"utils", "common", "helpers", "misc"} & set(Path(f).with_suffix("").parts)] == []
 
 
 # Per 1,000 lines that are not blank. Denser code has to be read twice.
 MOST_CONDITIONAL_EXPRESSIONS, MOST_COMPREHENSIONS, MOST_TUPLE_ASSIGNMENTS = 12, 18, 3
 DENSE_UNITS = [
     "tools",
-    *sorted({"/".join(file.split("/")[:2]) for file in TREES if file.count("/") > 1} - set(PACKAGES)),
+    *sorted({"/".join(file.split("/")[:2]) for file in FILES if file.count("/") > 1} - set(PACKAGES)),
 ]
 
 
@@ -161,10 +164,10 @@ def is_tuple_assignment(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize("package", DENSE_UNITS)
-def test_code_is_not_dense(package: str) -> None:
-    files = [file for file in TREES if file.startswith(f"{package}/")]
+def test_code_is_not_dense(package: str, trees: Trees) -> None:
+    files = [file for file in FILES if file.startswith(f"{package}/")]
     lines = sum(len(list(filter(str.strip, (ROOT / file).read_text(encoding="utf-8").splitlines()))) for file in files)
-    nodes = [node for file in files for node in ast.walk(TREES[file])]
+    nodes = [node for file in files for node in ast.walk(trees[file])]
     conditional = [node for node in nodes if isinstance(node, ast.IfExp)]
     comprehensions = [
         node for node in nodes if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)
