@@ -91,7 +91,10 @@ class HalfRotary(Rotary):
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
         """Yield a reason if the file gives another fraction."""
         yield from super().problems(hf)
-        given = (hf.get("rope_parameters") or {}).get(self.fraction_key, hf.get(self.fraction_key, 0.5))
+        rope = hf.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            return  # which is a reason of its own, above
+        given = rope.get(self.fraction_key, hf.get(self.fraction_key, 0.5))
         if given != self.default_fraction:
             yield f"{self.fraction_key}: {given!r}: only 0.5 is supported for this family"
 

@@ -77,6 +77,9 @@ NO_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
         "residual_in_fp32": "precision of sums",
         "time_step_rank": "kept by transformers, and used by nothing",
     },
+    "olmo_hybrid": dict.fromkeys(
+        [f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")], _INITIAL
+    ),
     "bamba": {
         "mamba_chunk_size": "how the recurrence is computed",
         "num_logits_to_keep": _OUTPUTS,
