@@ -38,7 +38,13 @@ def resumed_numbers(directory: Path, name: str, settings: tuple[str, ...]) -> tu
     ("name", "settings", "tolerance"),
     [
         # Other degrees: dropout draws other numbers on other ranks, so it is compared in the same layout only.
-        pytest.param("dp2_skipped", ("num_gpus=2", "zero_optimization.stage=0", "ema_device=cpu"), 1e-6, id="skipped"),
+        pytest.param(
+            "dp2_skipped",
+            ("num_gpus=2", "zero_optimization.stage=0", "ema_device=cpu"),
+            1e-6,
+            id="skipped",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("dp2_zero1", (*TWO_RANKS, "check_replicas_every=4"), 1e-6, id="zero1", marks=pytest.mark.slow),
         pytest.param("dp2_zero3", ("num_gpus=2", "zero_optimization.stage=3"), 1e-6, id="zero3"),
         pytest.param(

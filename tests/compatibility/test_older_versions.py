@@ -65,7 +65,7 @@ def rows_by_step(rows: Iterator[dict[str, float]]) -> dict[int, dict[str, float]
         pytest.param(FP32, (), 1e-6, id="same-layout", marks=pytest.mark.slow),
         pytest.param(FP32, (*ONE_RANK, "zero_optimization.stage=0"), 1e-5, id="one-rank"),
         # Products in bf16 are rounded differently by different CPUs.
-        pytest.param(BF16, (*TWO_DATA_RANKS, "precision=auto"), 2e-3, id="bf16"),
+        pytest.param(BF16, (*TWO_DATA_RANKS, "precision=auto"), 2e-3, id="bf16", marks=pytest.mark.slow),
     ],
 )
 def test_training_goes_on_with_the_losses_it_would_have_had(

@@ -136,8 +136,11 @@ def compare_with_one_rank(world: int, cuts: list[dict[str, Any]]) -> None:
         assert curve == pytest.approx(wanted, rel=4e-6), (plan.grid, plan.batch)
 
 
-def test_cuts_of_a_batch_train_alike_on_two_ranks() -> None:
-    compare_with_one_rank(2, CUTS)
+@pytest.mark.parametrize(
+    "cuts", [[CUTS[at] for at in (0, 6, 9, 12)], pytest.param(CUTS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_cuts_of_a_batch_train_alike_on_two_ranks(cuts: list[dict[str, Any]]) -> None:
+    compare_with_one_rank(2, cuts)
 
 
 @pytest.mark.slow

@@ -49,13 +49,14 @@ def runs_of(tmp_path, world, layouts):
 
 
 FAST = [
-    {"pp": 2, "zero": 0, **DROPOUT},
-    {"pp": 2, "zero": 1, **BF16},
+    {"pp": 2, "zero": 1, **BF16, **DROPOUT},
     {"pp": 2, "zero": 0, **FP16},
-    {"zero": 2, **DROPOUT},
     {"mp": 2, "zero": 3},
 ]
 FURTHER = [
+    {"pp": 2, "zero": 0, **DROPOUT},
+    {"pp": 2, "zero": 1, **BF16},
+    {"zero": 2, **DROPOUT},
     {"pp": 2, "zero": 1},
     {"zero": 1, **DROPOUT},
     {"zero": 3},

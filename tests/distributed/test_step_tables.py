@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 
 from tests.distributed.spawn import run_ranks
@@ -46,9 +47,16 @@ def wrappers(layouts: list[tuple[str, int, int]]) -> list[tuple[str, bool, str]]
     return found
 
 
-def test_wrappers_are_those_of_the_table() -> None:
-    for of_rank in run_ranks(2, wrappers, list(WRAPPERS)):
-        assert dict(zip(WRAPPERS, of_rank, strict=True)) == WRAPPERS
+ONE_OF_EACH = [("fp32", 0, 0), ("fp32", 1, 0), ("bf16", 0, 0), ("bf16", 3, 0), ("bf16", 0, 2)]
+
+
+@pytest.mark.parametrize(
+    "layouts", [ONE_OF_EACH, pytest.param(list(WRAPPERS), marks=pytest.mark.slow)], ids=["one of each", "all"]
+)
+def test_wrappers_are_those_of_the_table(layouts: list[tuple[str, int, int]]) -> None:
+    assert {WRAPPERS[layout][0] for layout in layouts} == {name for name, _, _ in WRAPPERS.values()}
+    for of_rank in run_ranks(2, wrappers, layouts):
+        assert dict(zip(layouts, of_rank, strict=True)) == {layout: WRAPPERS[layout] for layout in layouts}
 
 
 ROUTING = {

@@ -23,11 +23,18 @@ def curves(plans: list[RunPlan]) -> list[list[tuple[float, float]]]:
     return [train_curve(plan, 3) for plan in plans]
 
 
-def test_losses_are_those_without_tiles() -> None:
-    sizes = (None, 3)
-    plans = [tiny_plan(2, num_layers=2, **keys, mlp_tile_size=size) for keys in LAYOUTS.values() for size in sizes]
+@pytest.mark.parametrize(
+    "names",
+    [("shares of tokens", "ZeRO 3"), pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def test_losses_are_those_without_tiles(names: tuple[str, ...]) -> None:
+    plans = []
+    for name in names:
+        for size in (None, 3):
+            plans.append(tiny_plan(2, num_layers=2, **LAYOUTS[name], mlp_tile_size=size))
     found = run_ranks(2, curves, plans, timeout=500)[0]
-    for name, whole, tiled in zip(LAYOUTS, found[::2], found[1::2], strict=True):
+    for name, whole, tiled in zip(names, found[::2], found[1::2], strict=True):
         for (loss, norm), (tiled_loss, tiled_norm) in zip(whole, tiled, strict=True):
             assert tiled_loss == pytest.approx(loss, rel=2e-6), name
             assert tiled_norm == pytest.approx(norm, rel=2e-5), name

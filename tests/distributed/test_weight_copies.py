@@ -14,7 +14,7 @@ from tests.distributed.training_runs import batches, tiny_plan
 from tests.features import feature_of
 
 STEPS = 3
-BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "num_layers": 2}
 SHARED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 COPIED = {**SHARED, "zero_hpz_partition_size": 2}
 AVERAGED = {"ema_decay": 0.5, "eval_ema": True}

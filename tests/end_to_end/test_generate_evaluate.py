@@ -4,6 +4,8 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.spawn import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +21,7 @@ def run(tmp_path, *command):
     return run_script(ROOT / script, *arguments, f"{NAME}/{NAME}.yml", *settings, directory=GOLDEN, OMP_NUM_THREADS="1")
 
 
+@pytest.mark.slow
 def test_two_stages_write_what_one_process_writes(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"context": "def main("}\n{"context": "The quick\\nbrown"}\n')

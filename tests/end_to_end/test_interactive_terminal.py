@@ -87,6 +87,7 @@ def test_a_conversation():
     assert terminal.leave() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_in_the_middle_of_an_answer():
     terminal = open_prompt(max_position_embeddings=100000, maximum_tokens=90000, minimum_tokens=90000)
     terminal.type("def main(\n")
@@ -130,6 +131,7 @@ def test_ctrl_c_stops_an_answer_of_a_conversation_and_ctrl_d_ends_it(template):
     hold_conversation(open_prompt(chat_template=template, **LONG))
 
 
+@pytest.mark.slow
 def test_a_conversation_over_two_ranks(template, tmp_path):
     keys = {**LONG, "num_gpus": 2, "log_dir": tmp_path / "logs", "save": tmp_path / "save"}
     hold_conversation(open_prompt(str(ROOT / "deepy.py"), "generate.py", chat_template=template, **keys))

@@ -97,6 +97,7 @@ def test_a_rank_killed_on_the_other_machine(machines: TwoMachines, tmp_path: Pat
     wait_until_gone(machines, 2)
 
 
+@pytest.mark.slow
 def test_killing_the_launcher_pdsh_ssh_or_an_agent(machines: TwoMachines, tmp_path: Path) -> None:
     roles = ("launcher", "pdsh", "ssh", "agent")
     runs = [launch(machines, tmp_path / role) for role in roles]
@@ -116,6 +117,7 @@ def test_killing_the_launcher_pdsh_ssh_or_an_agent(machines: TwoMachines, tmp_pa
         assert run.process.returncode != 0, (role, output)
 
 
+@pytest.mark.slow
 def test_a_signal_and_a_stopped_rank(machines: TwoMachines, tmp_path: Path) -> None:
     saving = launch(machines, tmp_path / "saving", NEOX_DUMMY="save")
     hanging = launch(machines, tmp_path / "hanging", set_=["hang_timeout=6"])

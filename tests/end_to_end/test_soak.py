@@ -24,6 +24,7 @@ def check(results: list[Result], faults: int) -> None:
     assert numbers["starts"] > len(results)
 
 
+@pytest.mark.slow
 def test_a_fault(tmp_path: Path) -> None:
     check(soak(tmp_path, 1, seed=1, scenarios=["one-rank"], each=1), 1)
 
