@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,9 +224,16 @@ def test_a_run_goes_on_with_its_reference(tmp_path: Path) -> None:
     assert second[0] == pytest.approx(first[0], rel=2e-6)
     assert first[1] == second[1]
     assert "seed 7" in first[1]
+    # A second model on the same data has a file of its own; under one name it is refused.
+    (of_first,) = tmp_path.glob("*.reference.npz")
     other = tiny_plan(1, train_micro_batch_size_per_gpu=4, **{**shared, "seed": 8})
+    ((started,),) = run_ranks(1, curves, [other])
+    assert started[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert len(list(tmp_path.glob("pos.start-*.reference.npz"))) == 2
+    named = of_first.with_name("pos.mine.reference.npz")
+    of_first.rename(named)
     with pytest.raises(RankError, match="seed 8"):
-        run_ranks(1, curves, [other])
+        run_ranks(1, curves, [replace(other, config=other.config.updated({"precompute_model_name": "mine"}))])
 
 
 @pytest.mark.slow
@@ -253,14 +261,15 @@ def test_the_reference_without_adapters_is_the_stored_one(tmp_path: Path) -> Non
     assert found == expected
     assert found[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert found[1]["loss"] != found[0]["loss"]
-    (tmp_path / "pos.start.reference.npz").unlink()
+    (stored_file,) = tmp_path.glob("*.reference.npz")
+    stored_file.unlink()
     save = str(tmp_path / "run")
     steps = {"train_iters": 6, "checkpoint_factor": 2, "reference_model": "without_adapters"}
     shared = {**keys, **steps, "train_micro_batch_size_per_gpu": 2, "save": save}
     whole, going_on = tiny_plan(2, **shared), tiny_plan(2, **shared, load=save, iteration=4, pp=2)
     first, second = run_ranks(2, resumed, [whole, going_on])[0]
     assert second[0] == pytest.approx(first[0], rel=4e-6)
-    assert not (tmp_path / "pos.start.reference.npz").exists()
+    assert not list(tmp_path.glob("*.reference.npz"))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +290,7 @@ def test_a_copy_of_the_weights_is_the_stored_reference(tmp_path: Path, names: li
         assert found[1]["loss"] != found[0]["loss"]
         for step, wanted in zip(found, expected, strict=True):
             assert step == pytest.approx(wanted, rel=2e-6, abs=2e-6), name
-        assert not (tmp_path / "pos.start.reference.npz").exists()
+        assert not list(tmp_path.glob("*.reference.npz"))
 
 
 def progress_of_other_ranks(plan: RunPlan, directory: str) -> bool:

@@ -161,7 +161,7 @@ class PreferenceConfig(Section):
     precompute_model_name: Annotated[str | None, OnlyWith("train_impl", ("dpo", "kto"))] = None
     """Name of the reference model in the files of its log-probabilities, `PREFIX.NAME.reference.npz` next to the data.
     They are computed once, by the model that the run starts from, and refused for other weights or other data. By
-    default the name is `start`."""
+    default the name is `start-` and a hash of the weights, so that each model has a file of its own."""
 
     dpo_loss: Annotated[Literal["sigmoid", "hinge", "ipo"], _DPO] = "sigmoid"
     """Loss of a pair's margin: `sigmoid` (DPO), `hinge` (SLiC, arXiv:2305.10425) or `ipo` (arXiv:2310.12036)."""

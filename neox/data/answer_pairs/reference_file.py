@@ -15,6 +15,9 @@ from neox.data.answer_pairs.answers import AnswerPairs
 from neox.errors import DataError, os_errors
 from neox.files import atomic_write
 
+START = "start"
+"""Name of the reference model without `precompute_model_name`, before a hash of its weights."""
+
 
 @dataclass(frozen=True)
 class ReferenceIdentity:
@@ -34,6 +37,12 @@ class ReferenceIdentity:
 def reference_path(prefix: str, name: str) -> Path:
     """Return the file of the log-probabilities of a dataset by a reference model with a name."""
     return Path(f"{prefix}.{name}.reference.npz")
+
+
+def start_path(prefix: str, identity: ReferenceIdentity) -> Path:
+    """Return the file of a reference model without a name: each start has its own, so that models share the data."""
+    digest = hashlib.sha256(f"{identity.weights} {identity.precision}".encode()).hexdigest()
+    return reference_path(prefix, f"{START}-{digest[:8]}")
 
 
 def hash_of_pairs(pairs: AnswerPairs) -> str:

@@ -114,7 +114,12 @@ def preference_lines(plan: RunPlan) -> Iterator[str]:
     if not keys.stores_reference:
         yield f"{loss}; the reference model is the model without its adapters, computed at each start"
         return
-    yield f"{loss}; the reference's log-probabilities are computed once and stored with the data: no second model"
+    prefix = keys.answers(plan.config.data)[0].paths
+    name = keys.precompute_model_name or "start-HASH"
+    stored = f"{prefix[0]}.{name}.reference.npz" if prefix else "with the data"
+    of_weights = "" if keys.precompute_model_name else ", HASH being that of the weights it starts from"
+    yield f"{loss}; the reference's log-probabilities are computed once and stored: no second model"
+    yield f"{stored}{of_weights}"
 
 
 def fim_lines(plan: RunPlan) -> Iterator[str]:
