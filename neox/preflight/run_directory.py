@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import join
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 
 from neox.config import NeoXConfig
-from neox.errors import LaunchError
+from neox.errors import LaunchError, os_errors
 from neox.files import write_text
 from neox.metrics import METRICS_FILE
 from neox.plan import Device, RunPlan, plan_as_dict
@@ -85,6 +86,17 @@ def claim_curves(directory: Path, config: NeoXConfig) -> str | None:
     except OSError as error:
         raise LaunchError(f"log_dir: {directory} cannot be written: {error}; choose another log_dir") from None
     return note
+
+
+def make_tensorboard_directory(config: NeoXConfig) -> None:
+    """Make `tensorboard_dir` before ranks start. Raises LaunchError if it cannot be written."""
+    if config.logging.tensorboard_dir is None:
+        return
+    directory = Path(config.logging.tensorboard_dir)
+    with os_errors(LaunchError, f"tensorboard_dir: {directory} cannot be written, choose another directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
 
 
 def _other_run(directory: Path, ours: Mapping[str, Any]) -> str | None:

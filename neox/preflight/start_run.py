@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from neox.config.sections.runner import RunnerConfig
-from neox.errors import ConfigError, LaunchError, UnreachableHostError
+from neox.errors import ConfigError, LaunchError, UnreachableHostError, refusals
 from neox.launch.hosts.doctor import HostChecks, HostReport, examine_hosts, format_reports
 from neox.launch.hosts.machine import native_formats
 from neox.launch.hosts.placement import Placement, choose_hosts, place_ranks
@@ -47,7 +47,7 @@ from neox.preflight.next_steps import next_steps
 from neox.preflight.planning import Job, PlannedJob, plan_job
 from neox.preflight.restarts import Restarts
 from neox.preflight.resume_from_save import finished_note, unfinished_note
-from neox.preflight.run_directory import claim_curves, write_run_directory
+from neox.preflight.run_directory import claim_curves, make_tensorboard_directory, write_run_directory
 from neox.preflight.spare_hosts import can_change_hosts, with_spares
 from neox.storage import ids_file
 
@@ -97,7 +97,10 @@ class StartRun(JobCommand):
                     print_to_stderr("note", [note])
                     self._print_next_steps(start.planned.plan)
                     return 0
-                note = claim_curves(directory, self.config)
+                with refusals():
+                    if start.job.placement.is_local:
+                        make_tensorboard_directory(self.config)
+                    note = claim_curves(directory, self.config)
                 if note is not None:
                     print_to_stderr("note", [note])
             with restarts.recording_refusals(directory):
