@@ -14,32 +14,30 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
 from neox.errors import DataError, run_script
+from neox.launch.status.run_paths import find_run_directory
 from neox.metrics import AGAINST, METRICS_FILE, draw
 
 
 def metrics_file(run: str) -> Path:
-    """Return the metrics file of a run: the path itself, or the file in it or one level below.
+    """Return the metrics file of a run: the path itself, or that of the run which it names.
 
     Raises:
         DataError: There is none, or more than one.
     """
     path = Path(run)
-    for file in (path, path / METRICS_FILE):
-        if file.is_file():
-            return file
-    found = sorted(path.glob(f"*/{METRICS_FILE}"))
-    if len(found) == 1:
-        return found[0]
-    problem = "has none"
-    if found:
-        problem = f"has several: {', '.join(map(str, found))}; name one"
-    raise DataError(f"{run}: a RUN is a {METRICS_FILE}, or a directory with one in it or one level below; it {problem}")
+    if path.is_file():
+        return path
+    file = find_run_directory(path) / METRICS_FILE
+    if not file.is_file():
+        raise DataError(f"{file} is missing: the run has not written any metrics")
+    return file
 
 
 def main() -> int:
     """Run the tool."""
     parser = ScriptParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN[=LABEL]", help=f"log_dir of a run, or its {METRICS_FILE}")
+    runs_help = f"log_dir of a run, its {METRICS_FILE}, or its checkpoints"
+    parser.add_argument("runs", nargs="+", metavar="RUN[=LABEL]", help=runs_help)
     parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
     parser.add_argument(
         "--metric", action="append", default=[], metavar="NAME", help="metric to draw (default: all losses)"

@@ -38,7 +38,9 @@ def serve(directory: Path, host: str, port: int, allowed: list[str]) -> None:
 def main() -> int:
     """Run the tool."""
     parser = ScriptParser(description=__doc__)
-    parser.add_argument("run_directory", type=Path, help="log_dir of a run, or its metrics.jsonl")
+    parser.add_argument(
+        "run_directory", type=Path, help="log_dir of a run, its metrics.jsonl, the directory above, or its checkpoints"
+    )
     parser.add_argument("--json", action="store_true", help="print the status as one JSON object")
     parser.add_argument("--serve", action="store_true", help="serve a web page with the status")
     parser.add_argument("--host", default="127.0.0.1", help="with --serve: address to listen on")

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,6 +128,26 @@ def _user_directory() -> Path:
     if path.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise LaunchError(f"{path} is not a private directory of this user: remove it, or set TMPDIR")
     return path
+
+
+# -- process ids, in the directory of a host's logs
+
+_PIDS_FILE = "pids.json"
+
+
+def write_pids(logs: Path, pids: Mapping[str, int]) -> None:
+    """Write the process ids of a host's agent (`agent`) and ranks, for people and for `neox.launch.status`."""
+    with suppress(OSError):  # nothing of the run depends on it
+        write_text(logs / _PIDS_FILE, json.dumps(pids) + "\n")
+
+
+def read_pids(logs: Path) -> dict[str, int]:
+    """Return what `write_pids` has written; nothing if the file is missing or damaged."""
+    try:
+        pids = json.loads((logs / _PIDS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return pids if isinstance(pids, dict) else {}
 
 
 # -- called by ranks

@@ -49,6 +49,7 @@ from neox.launch.agent.agent_files import (
     agent_directory,
     create_agent_directory,
     take_secrets,
+    write_pids,
 )
 from neox.launch.agent.lifeline import follow_launcher, is_unanswered, ssh_ports
 from neox.launch.agent.plain_output import PlainOutput
@@ -331,6 +332,8 @@ class StartOnHost:
             if problem is not None:  # under slurm and mpirun nobody else has asked this host
                 raise LaunchError(f"{self.host.name} has {problem}")
             self.ranks.start(self.spec, self.node_rank, environment, warm_ranks)
+            pids = {"agent": os.getpid(), **{str(rank.rank): rank.pid for rank in self.ranks.ranks}}
+            write_pids(self.activity.log_dir, pids)
             self.preemption.start()
             self.follow_ranks(warm_ranks)
         finally:

@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from neox.errors import DataError
+from neox.launch.agent.agent_files import read_pids
 from neox.launch.processes import is_alive, process_start
 from neox.launch.run_lock import LOCK_FILE, is_training
+from neox.launch.status.run_paths import find_run_directory
 from neox.metrics import METRICS_FILE, curves, read_metrics
 from neox.run_events import interruptions, of_newest_run, read_events, rollbacks
 
@@ -29,30 +30,30 @@ def run_status(directory: Path) -> Status:
     """Return the status of a run as JSON.
 
     Args:
-        directory: The run directory (`log_dir`), or the metrics file in it.
+        directory: A path that names the run, as `find_run_directory` takes it.
 
     Raises:
-        DataError: The directory is not a run directory.
+        DataError: The path names no run.
     """
-    if directory.name == METRICS_FILE:
-        directory = directory.parent
+    directory = find_run_directory(directory)
     events = of_newest_run(read_events(directory))
     metrics = directory / METRICS_FILE
-    if not events and not metrics.exists() and not (directory / "plan.json").exists():
-        raise DataError(f"{directory} is not a run directory: it has no events.jsonl, {METRICS_FILE} or plan.json")
     rows = _last_steps(metrics)
     starts = [event for event in events if event["event"] == "start"]
     status_of_launch = _state(directory, events)
     progress = _progress(rows, _planned_steps(directory))
+    hosts = _hosts(directory, starts, rows)
     if status_of_launch["state"] not in _GOING_ON:
         progress["seconds_left"] = None
+        for host in hosts:
+            host["pids"] = {}  # other processes may have them by now
     status: Status = {
         "directory": str(directory),
         "time": time.time(),
         **status_of_launch,
         **progress,
         "curves": {name: _thinned(points) for name, points in _curves(metrics).items()},
-        "hosts": _hosts(directory, starts, rows),
+        "hosts": hosts,
         "starts": len(starts),
         "interruptions": _interruptions(events),
         "rollbacks": [event["step"] for event in rollbacks(events)],
@@ -158,20 +159,21 @@ def _progress(rows: Sequence[Mapping[str, Any]], planned: int | None) -> Status:
 
 def _hosts(
     directory: Path, starts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Return the hosts of the last start, with the seconds since their ranks last printed, and their slowness."""
+) -> list[dict[str, Any]]:
+    """Return the hosts of the last start: seconds since their ranks last printed, slowness, and process ids by rank."""
     slow: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
             if name.startswith(_SLOW_HOST):
                 slow[name.removeprefix(_SLOW_HOST)] = value
-    hosts: list[Mapping[str, Any]] = []
+    hosts: list[dict[str, Any]] = []
     if not starts:
         return hosts
     for name in starts[-1]["hosts"]:
         logs = list((directory / "ranks" / name).glob("rank_*.log"))
         ages = [age for age in map(_age, logs) if age is not None]
-        hosts.append({"name": name, "silent_seconds": min(ages, default=None), "slower": slow.get(name)})
+        host: dict[str, Any] = {"name": name, "silent_seconds": min(ages, default=None), "slower": slow.get(name)}
+        hosts.append({**host, "pids": read_pids(directory / "ranks" / name)})
     return hosts
 
 
@@ -230,6 +232,9 @@ def format_status(status: Status) -> str:
         if host["slower"]:
             activity += f", {host['slower']:.2f} times as slow as the others"
         lines.append(f"host        {host['name']}: {activity}")
+        if host["pids"]:
+            ranks = ", ".join(f"{rank}: {pid}" for rank, pid in host["pids"].items())
+            lines.append(f"            process ids: {ranks}")
     interrupted = status["interruptions"]
     lines.append(f"starts      {status['starts']}, interruptions {len(interrupted)}")
     for event in interrupted[-_SHOWN_INTERRUPTIONS:]:

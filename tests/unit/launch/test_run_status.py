@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from neox.errors import DataError
+from neox.launch.agent.agent_files import write_pids
 from neox.launch.run_lock import lock_directory
+from neox.launch.status.run_paths import find_run_directory
 from neox.launch.status.run_status import duration, format_status, run_status
 from neox.launch.status.status_server import StatusServer
 from neox.metrics import draw
 from neox.run_events import EVENTS_FILE
+from tests.errors import raises_naming
 
 
 def write_run(directory: Path, *events: dict[str, Any], steps: int = 30) -> Path:
@@ -220,3 +223,28 @@ def test_the_picture_of_a_run_shows_its_interruptions(tmp_path: Path) -> None:
     (tmp_path / "run" / EVENTS_FILE).unlink()
     draw({"": metrics}, tmp_path / "without.png")
     assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+
+
+def test_a_run_is_found_by_its_directory_its_metrics_and_its_checkpoints(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "logs")
+    checkpoint = tmp_path / "runs" / "checkpoints" / "global_step3"
+    (checkpoint / "configs").mkdir(parents=True)
+    (checkpoint / "configs" / "config.yml").write_text(f"log_dir: {run}\n")
+    for path in (run, run / "metrics.jsonl", tmp_path / "runs", checkpoint, checkpoint.parent):
+        assert find_run_directory(path) == run, path
+    write_run(tmp_path / "runs" / "others")
+    with raises_naming(DataError, "logs", "others"):
+        find_run_directory(tmp_path / "runs")
+    with raises_naming(DataError, tmp_path / "nothing"):
+        find_run_directory(tmp_path / "nothing")
+
+
+def test_process_ids_are_shown_while_the_run_goes_on(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_pids(run / "ranks" / "worker-0", {"agent": 40, "0": 41, "1": 42})
+    status = run_status(run)
+    assert [host["pids"] for host in status["hosts"]] == [{"agent": 40, "0": 41, "1": 42}, {}]
+    assert "agent: 40, 0: 41, 1: 42" in format_status(status)
+    ended = write_run(tmp_path / "ended", end("finished", 0))
+    write_pids(ended / "ranks" / "worker-0", {"agent": 40})
+    assert run_status(ended)["hosts"][0]["pids"] == {}

@@ -18,11 +18,23 @@ function show(id, text) {
 }
 
 function rows(id, lines) {
+  byId(id).closest(".wide").hidden = !lines.length; // no table without rows
   byId(id).replaceChildren(...lines.map((cells) => {
     const row = document.createElement("tr");
     for (const cell of cells) row.insertCell().textContent = cell ?? "";
     return row;
   }));
+}
+
+// Round numbers between two, about `count` of them.
+function ticks(low, high, count) {
+  const rough = (high - low || 1) / count;
+  const unit = 10 ** Math.floor(Math.log10(rough));
+  const step = unit * [1, 2, 5, 10].find((factor) => factor * unit >= rough);
+  const found = [];
+  for (let number = Math.ceil(low / step); number * step <= high; number++) found.push(number * step);
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return found.map((value) => [value, value.toFixed(digits)]);
 }
 
 function element(name, attributes, text) {
@@ -36,21 +48,31 @@ function draw(curves, interruptions, rollbacks) {
   const picture = byId("picture");
   const names = Object.keys(curves).filter((name) => curves[name].length);
   const points = names.flatMap((name) => curves[name]);
-  if (!points.length) return picture.replaceChildren(element("text", { x: 350, y: 160 }, "no steps yet"));
+  const width = picture.clientWidth || 800; // its units are pixels, so that letters keep their size
+  const columns = width < 600 ? 1 : 2;
+  const height = 325 + 18 * Math.ceil(names.length / columns);
+  picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  if (!points.length) {
+    return picture.replaceChildren(element("text", { x: width / 2, y: 160, "text-anchor": "middle" }, "no steps yet"));
+  }
   const xs = points.map((point) => point[0]);
   const ys = points.map((point) => point[1]);
-  const [left, right, top, bottom] = [60, 785, 15, 290];
+  const [left, right, top, bottom] = [55, width - 20, 15, 290];
   const [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   const x = (value) => left + (value - x0) / (x1 - x0 || 1) * (right - left);
   const y = (value) => bottom - (value - y0) / (y1 - y0 || 1) * (bottom - top);
   const parts = [
     element("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
     element("line", { class: "axis", x1: left, x2: left, y1: top, y2: bottom }),
-    element("text", { x: 5, y: top + 5 }, y1.toPrecision(4)),
-    element("text", { x: 5, y: bottom }, y0.toPrecision(4)),
-    element("text", { x: left, y: bottom + 18 }, x0),
-    element("text", { x: right - 40, y: bottom + 18 }, x1),
   ];
+  for (const [value, label] of ticks(y0, y1, 6)) {
+    parts.push(element("line", { class: "grid", x1: left, x2: right, y1: y(value), y2: y(value) }));
+    parts.push(element("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, label));
+  }
+  for (const [value, label] of ticks(x0, x1, width < 600 ? 4 : 8)) {
+    parts.push(element("line", { class: "grid", x1: x(value), x2: x(value), y1: top, y2: bottom }));
+    parts.push(element("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, label));
+  }
   for (const event of interruptions) {
     if (event.step === null || event.step < x0) continue;
     parts.push(element("line", { class: "interruption", x1: x(event.step), x2: x(event.step), y1: top, y2: bottom }));
@@ -65,7 +87,8 @@ function draw(curves, interruptions, rollbacks) {
     parts.push(element("polyline", { class: "curve", points: path, stroke: colour }));
     const [lastX, lastY] = curves[name][curves[name].length - 1];
     parts.push(element("circle", { cx: x(lastX), cy: y(lastY), r: 2.5, fill: colour }));
-    parts.push(element("text", { x: right - 180, y: top + 12 + 16 * number, fill: colour }, `— ${name}`));
+    const place = { x: left + (number % columns) * (width / 2), y: bottom + 38 + 18 * Math.floor(number / columns) };
+    parts.push(element("text", { ...place, fill: colour }, `— ${name}`));
   });
   picture.replaceChildren(...parts);
 }
@@ -87,6 +110,7 @@ function present(status) {
     host.name,
     host.silent_seconds === null ? "nothing yet" : `${duration(host.silent_seconds)} ago`,
     host.slower ? `${host.slower.toFixed(2)} times as slow as the others` : "",
+    Object.entries(host.pids).map(([rank, pid]) => `${rank}: ${pid}`).join(", "),
   ]));
   show("starts", `${status.interruptions.length} in ${status.starts} starts`);
   rows("interruptions", status.interruptions.map((event) =>
