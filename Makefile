@@ -20,8 +20,8 @@ DIR    ?=
 TORCH_INDEX ?=
 # accelerators that are not NVIDIA's: ascend, rocm or xpu takes torch from requirements/requirements-$(ACCELERATOR).txt
 ACCELERATOR ?=
-# how many tests run at once, and which
-TEST_JOBS ?= 2
+# how many tests run at once, and which; one more than the cores, because many wait for processes that they started
+TEST_JOBS ?= 3
 TESTS ?= tests
 # a file is one unit of work; in alphabetical order the long ones come first, and unit tests fill what is left
 TEST_FLAGS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -q --durations=20 -o cache_dir="$(HERE)/cache/pytest"

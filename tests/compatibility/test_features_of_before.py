@@ -46,7 +46,9 @@ def resumed_numbers(directory: Path, name: str, settings: tuple[str, ...]) -> tu
             marks=pytest.mark.slow,
         ),
         pytest.param("dp2_zero1", (*TWO_RANKS, "check_replicas_every=4"), 1e-6, id="zero1", marks=pytest.mark.slow),
-        pytest.param("dp2_zero3", ("num_gpus=2", "zero_optimization.stage=3"), 1e-6, id="zero3"),
+        pytest.param(
+            "dp2_zero3", ("num_gpus=2", "zero_optimization.stage=3"), 1e-6, id="zero3", marks=pytest.mark.slow
+        ),
         pytest.param(
             "pp2",
             ("num_gpus=2", "pipe_parallel_size=2", "zero_optimization.stage=0"),

@@ -46,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
     "fp32 statistics": {"log_stability_every": 1, "log_param_norm": True, "ema_decay": 0.9, "check_replicas_every": 1},
 }
-QUICK = [("experts", "zero1"), ("windows", "stages"), ("dpo", "zero3")]
+QUICK = [("experts", "zero1"), ("windows", "stages")]
 REFUSED = {("dpo", "context ranks"), ("packed", "context ranks"), ("lora", "fp32 statistics")}
 
 

@@ -85,6 +85,7 @@ def test_a_gloo_job_and_odd_values(machines: TwoMachines, tmp_path: Path) -> Non
     wait_until_gone(machines)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_on_the_other_machine(machines: TwoMachines, tmp_path: Path) -> None:
     run = launch(machines, tmp_path, script=GLOO_RANK, NEOX_DUMMY="loop")
     run.wait_up(4, 90)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from neox.corpus import read_documents
+from neox.data import IndexedDataset
 
 ROOT = Path(__file__).parents[2]
 VOCAB = ROOT / "tests" / "golden" / "data" / "tokenizer.json"
@@ -108,7 +109,8 @@ def run(folder: Path, script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_recipe_from_urls_to_a_model(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_recipe_from_urls_to_a_model(address: str, tmp_path: Path, trains: bool) -> None:
     count = ENGLISH + COPIES + EDITED + FOREIGN + BOILERPLATE
     urls = [f"{address}/{number}" for number in range(count)]
     (tmp_path / "urls.txt").write_text("\n".join([*urls, *urls[:5], f"{address}/photo.jpg", f"{address}/gone"]))
@@ -148,6 +150,9 @@ def test_a_recipe_from_urls_to_a_model(address: str, tmp_path: Path) -> None:
     assert not [text for text in kept if "Log in" in text or "Copyright 2026" in text]
     again = run(tmp_path, "tools/web_text.py", "run", "recipe.yml")
     assert again.count("complete before") == len(steps)
+    assert len(IndexedDataset(tmp_path / "out" / "07-tokenize_text_document")) == len(kept)
+    if not trains:
+        return
     settings = {**MODEL, "data_path": "out/07-tokenize_text_document", "vocab_file": str(VOCAB)}
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     run(tmp_path, "deepy.py", "train.py", "-d", str(ROOT / "configs"), "quickstart.yml", *overrides)
