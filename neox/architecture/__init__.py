@@ -38,6 +38,7 @@ from neox.architecture.kernels import (
     MASKED_SCORES,
     MOST_BLOCKED,
     QUERY_BLOCK,
+    REDUCED_RANGE,
     AttentionImpl,
 )
 from neox.architecture.layers import (
@@ -79,6 +80,7 @@ __all__ = [
     "LARGEST_SHARE",
     "LOSS_CHUNK",
     "FLEX_HEAD_DIM",
+    "REDUCED_RANGE",
     "MASKED_QUERY_BLOCK",
     "MASKED_QUERY_CHUNK",
     "MASKED_SCORES",

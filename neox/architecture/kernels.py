@@ -35,5 +35,9 @@ FLEX_HEAD_DIM: Final = 16
 MASKED_QUERY_CHUNK: Final = 1024
 """Queries that a GPU compares at once with the keys of a window when it reads a prompt."""
 
+REDUCED_RANGE: Final = 2**25
+"""Elements of gradients that the backward pass sends together at least: 64 MB in bf16, with which networks reach their
+bandwidth."""
+
 FP8_MULTIPLE: Final = 16
 """Every dimension of a matrix product in fp8 is a multiple of this on a GPU (cuBLAS)."""

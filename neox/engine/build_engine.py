@@ -128,6 +128,8 @@ def build_engine(
         deepspeed_engine = _deepspeed_engine(PipelineEngine, plan, model, model.mpu(), optimizer)
     else:
         deepspeed_engine = _deepspeed_engine(PlainEngine, plan, model, grid_mpu(grid), optimizer)
+        if plan.config.deepspeed.zero_optimization.overlap_comm is not False and isinstance(model, GPT):
+            deepspeed_engine.reduce_during_backward(list(model.sequential))
     for parameter, bias in biases:
         parameter.data = bias
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state. The learning rate is

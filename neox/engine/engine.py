@@ -9,6 +9,7 @@ A step crosses into DeepSpeed and back six times (<1> to <6>). In the order of t
     <2> PlainEngine.backward          scales the loss for fp16                              deepspeed_patches/engines.py
           DeepSpeedEngine.backward    autograd; gradients are accumulated (ZeRO 2, 3: reduce-scattered at once)
     <3>     PlainEngine.allreduce_gradients   after the last micro batch: average over data ranks
+                                            (bf16 with ZeRO 1: waits for what <2> has started, `LayerReduction`)
         DeepSpeedEngine.step          nothing before the last micro batch, then:
     <4>   wrapper.step                looks for overflow, clips: table below                deepspeed_patches/bf16_*.py
     <5>     Engine._before_update     scores and norm start to the host; features.before_update

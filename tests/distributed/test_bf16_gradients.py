@@ -52,3 +52,78 @@ def test_curves_are_deepspeeds(layout):
         assert set(immediate[1]) == {0}
         assert min(late[1]) > 0
         assert any(norm > 0.5 for _, norm in original[0])  # some steps were clipped
+
+
+NETWORKS = {
+    "untied": {"no_weight_tying": True},
+    "tied": {"no_weight_tying": False},
+    "recomputed": {"checkpoint_activations": True, "checkpoint_num_layers": 1},
+    "adapters": {"lora": {"r": 4, "alpha": 8, "target": ["query_key_value", "dense"]}},
+    "experts of all ranks": {"moe_num_experts": 4, "moe_top_k": 2, "moe_ffn_hidden_size": 24},
+    "divided experts": {"moe_num_experts": 4, "moe_top_k": 2, "expert_model_parallel_size": 2},
+    "sent in fp32": {"communication_data_type": "fp32"},
+}
+
+
+def overlapped(plans):
+    """Of each plan: (loss, norm) of each step, and the events of the last one: gradients that arrive, ranges."""
+    from neox.engine.deepspeed_patches.range_reduction import LayerReduction, RangeReduction
+
+    events = []
+    start, arrived = RangeReduction.start, LayerReduction.gradient_arrived
+
+    def recorded_start(reduction, chunk):
+        events.append(chunk)
+        start(reduction, chunk)
+
+    def recorded_arrival(reduction, parameter):
+        events.append("gradient")
+        arrived(reduction, parameter)
+
+    RangeReduction.start = recorded_start  # this process ends with the test
+    LayerReduction.gradient_arrived = recorded_arrival
+    return [_overlapped(plan, events) for plan in plans]
+
+
+def _overlapped(plan, events):
+    from neox.engine import initialize_distributed, initialize_engine
+
+    grid, device = initialize_distributed(plan)
+    engine = initialize_engine(plan, grid, device)
+    data = batches(plan, grid.dp_rank)
+    curve = []
+    for _ in range(3):
+        events.clear()
+        result = engine.train_batch(data)
+        curve.append((result.loss, result.grad_norm))
+    return curve, list(events)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, ["tied"]),
+        pytest.param(2, list(NETWORKS), marks=pytest.mark.slow),
+        pytest.param(4, list(NETWORKS), marks=pytest.mark.slow),
+    ],
+)
+def test_reduction_begins_before_the_backward_pass_ends(ranks, names):
+    """Which changes no number, but that sums of more than two ranks are in another order."""
+    keys = {"train_batch_size": 2 * ranks, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    plans = []
+    for network in map(NETWORKS.get, names):
+        for overlap in (True, False):
+            zero = {"stage": 1, "overlap_comm": overlap, "reduce_bucket_size": 1}
+            plans.append(tiny_plan(ranks, **keys, **network, zero_optimization=zero))
+    for rank in run_ranks(ranks, overlapped, plans):
+        for name, (during, events), (after, none) in zip(names, rank[::2], rank[1::2], strict=True):
+            assert none == [], name
+            begun = [event for event in events if event != "gradient"]
+            assert begun == sorted(begun), name
+            assert len(begun) > 3, name
+            last_gradient = max(place for place, event in enumerate(events) if event == "gradient")
+            during_backward = [event for event in events[:last_gradient] if event != "gradient"]
+            assert len(during_backward) >= len(begun) - 1, (name, events)
+            assert events.index(0) > events.count("gradient") / 2, name  # not in the first micro batch
+            bound = 0 if ranks == 2 else 2e-3
+            torch.testing.assert_close(torch.tensor(during), torch.tensor(after), rtol=bound, atol=0, msg=name)

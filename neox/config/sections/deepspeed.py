@@ -74,7 +74,8 @@ class ZeroSettings(Section):
     allgather_bucket_size: Annotated[NonNegativeInt | None, _SHARDED] = None
     """Number of elements that are gathered at once."""
     overlap_comm: Annotated[bool | None, _SHARDED] = None
-    """Overlap the reduction with the backward pass; left out, with a note, if there are pipeline stages."""
+    """Overlap the reduction with the backward pass. With bf16 and ZeRO 1 it is on unless it is `false`. It is left out,
+    with a note, if there are pipeline stages."""
     load_from_fp32_weights: Annotated[bool | None, _NO_EFFECT] = None
     """DeepSpeed's way to load a checkpoint. It changes nothing here, with a note."""
     elastic_checkpoint: Annotated[bool | None, _NO_EFFECT] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
+from neox.engine.deepspeed_patches.range_reduction import LayerReduction
 from neox.optim import EXPERTS, ExpertGroups
 
 
@@ -23,6 +25,9 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
     With expert parallelism, experts have their own parameter groups, whose fp32 copies are sharded over the ranks with
     the same experts. DeepSpeed finds these ranks only for its own MoE layers, and omits experts from the norm.
 
+    Attributes:
+        layer_reduction: What reduces gradients during the last backward pass of a step; None if that follows the pass.
+
     Args:
         *args: DeepSpeed's arguments.
         experts: Process groups of expert parallelism; None if each rank has all experts.
@@ -30,6 +35,7 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, experts: ExpertGroups | None = None, **kwargs: Any) -> None:
+        self.layer_reduction: LayerReduction | None = None
         self.experts = experts  # DeepSpeed's constructor calls `_configure_moe_settings`
         super().__init__(*args, **kwargs)
 
@@ -67,6 +73,14 @@ class BF16Optimizer(BF16_Optimizer):  # type: ignore[misc]
         self.fp32_groups_has_gradients[group_idx][param_idx] = True
         if clear_lp_grads:
             lp.grad.zero_()
+        if self.layer_reduction is not None:
+            self.layer_reduction.gradient_arrived(lp)  # type: ignore[arg-type]  # DeepSpeed's lists say Tensor
+
+    @property
+    def accumulated_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter and its accumulated gradient, in DeepSpeed's order."""
+        for weights, gradients in zip(self.bf16_groups, self.fp32_groups_gradients, strict=True):
+            yield from zip(weights, gradients, strict=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import has_inf_or_nan
-from torch import Tensor
+from torch import Tensor, nn
 
+from neox.architecture import REDUCED_RANGE
 from neox.engine.deepspeed_patches.bf16_optimizer import BF16Optimizer
 from neox.engine.deepspeed_patches.file_states import SwappedStage3
+from neox.engine.deepspeed_patches.range_reduction import LayerReduction, RangeReduction, ranges_of_layers
 from neox.engine.measurements import COMMUNICATION, NoTimers, Timers
 from neox.optim import EXPERTS, ClippedOptimizer, ExpertGroups
 from neox.parallel import holds_divided_experts
@@ -111,6 +113,33 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
                 trains_experts = trains_experts or parameter.requires_grad
         return trains_experts
 
+    def reduce_during_backward(self, layers: Sequence[nn.Module]) -> None:
+        """Reduce gradients during the last backward pass of a step from now on, where that is the plain average.
+
+        It serves `BF16Optimizer`, whose gradients are reduced by this engine. DeepSpeed's ZeRO optimizers reduce in
+        buckets of their own.
+
+        Args:
+            layers: The layers of the network in order.
+        """
+        wrapper = self.optimizer
+        is_plain_average = self.postscale_gradients() and self.gradient_predivide_factor() == 1.0
+        if not isinstance(wrapper, BF16Optimizer) or not wrapper.immediate_grad_update or not is_plain_average:
+            return
+        group = self.seq_data_parallel_group
+        if dist.get_world_size(group) == 1 or self.sequence_parallel_size > 1:
+            return
+        accumulated = {id(weight): gradient for weight, gradient in wrapper.accumulated_gradients}
+
+        def takes_part(parameter: nn.Parameter) -> bool:
+            return id(parameter) in accumulated and not holds_divided_experts(parameter)
+
+        ranges = ranges_of_layers(layers, takes_part, min(REDUCED_RANGE, self.zero_reduce_bucket_size()))
+        reduction = RangeReduction(
+            ranges, lambda parameter: accumulated[id(parameter)], group, self.communication_data_type
+        )
+        wrapper.layer_reduction = LayerReduction(ranges, reduction)
+
     def backward(self, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Scale the loss, which is the first of the scores, and run the backward pass.
 
@@ -121,6 +150,9 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         loss = scores[0]
         if scaling is not None and scaling.use_grad_scaling:
             loss = loss.float() * scaling.cur_scale
+        layer_reduction = getattr(self.optimizer, "layer_reduction", None)
+        if layer_reduction is not None and self.is_gradient_accumulation_boundary():
+            layer_reduction.begin()
         return super().backward(loss, *args, **kwargs)
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
@@ -134,7 +166,17 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         DeepSpeed copies all gradients into one buffer and back, for a single rank too. Parameters without a gradient
         get zeros, as there.
         """
-        if self.dp_world_size > 1:
+        layer_reduction = getattr(self.optimizer, "layer_reduction", None)
+        if grads is None and layer_reduction is not None:
+            layer_reduction.finish()
+            rest = []
+            for weight, gradient in self.optimizer.accumulated_gradients:
+                if not layer_reduction.holds(weight) and not holds_divided_experts(weight):
+                    rest.append(gradient)
+            if rest:
+                super().buffered_allreduce_fallback(rest, *args, **kwargs)
+            self._average_experts()
+        elif self.dp_world_size > 1:
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             self._average_experts()
         elif isinstance(self.optimizer, ClippedOptimizer):

@@ -239,10 +239,7 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
             return None
         accumulated: dict[int, Tensor] = {}
         if isinstance(self.optimizer, BF16Optimizer):
-            for weights, gradients in zip(
-                self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients, strict=True
-            ):
-                accumulated.update(zip(map(id, weights), gradients, strict=True))
+            accumulated = {id(weight): gradient for weight, gradient in self.optimizer.accumulated_gradients}
 
         def gradient_of(parameter: nn.Parameter) -> Tensor:
             if id(parameter) in accumulated:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
+from neox.architecture import REDUCED_RANGE
 from neox.config.sections.optimizer_kind import PIECE
 from neox.plan.layout import LaidOutRun
 from neox.plan.memory.parameters import ParameterCount
@@ -164,6 +165,18 @@ class Bf16Optimizer(Sharding):
     def reduction_after_passes(self) -> int:
         """Return bytes of the engine's bucket, see `_engine_bucket_bytes`."""
         return _engine_bucket_bytes(self.run, self.count)
+
+    def held_during_passes(self) -> int:
+        """Return bytes of the range of layers that is reduced while the backward pass of earlier ones runs.
+
+        Without stages that is a layer, or `REDUCED_RANGE` elements of several.
+        """
+        run = self.run
+        asked = run.config.deepspeed.zero_optimization.overlap_comm
+        if run.layout.pp_size > 1 or asked is False:
+            return 0
+        layer = self.count.trained // max(1, run.layers.architecture.num_layers)
+        return _engine_bucket_bytes(run, self.count, max(layer, min(REDUCED_RANGE, run.reduce_bucket)))
 
     def update(self) -> int:
         """Return bytes of the optimizer's temporary tensors."""
@@ -360,7 +373,7 @@ class Zero3(_ReducedByZero):
         return self.run.gradient_bytes
 
 
-def _engine_bucket_bytes(run: LaidOutRun, count: ParameterCount) -> int:
+def _engine_bucket_bytes(run: LaidOutRun, count: ParameterCount, largest: int = _ENGINE_BUCKET) -> int:
     """Return bytes of a bucket in which DeepSpeed's engine reduces accumulated gradients.
 
     Elements of a bucket x (gradient + bytes of the communicated type, if that is another one); none for one data rank.
@@ -371,7 +384,7 @@ def _engine_bucket_bytes(run: LaidOutRun, count: ParameterCount) -> int:
     per_element = run.gradient_bytes
     if run.communicated_bytes != run.gradient_bytes:
         per_element += run.communicated_bytes
-    return per_element * min(count.trained - count.own_experts, _ENGINE_BUCKET)
+    return per_element * min(count.trained - count.own_experts, largest)
 
 
 def _gathered_at_once(run: LaidOutRun) -> int:
