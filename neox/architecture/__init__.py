@@ -53,6 +53,7 @@ from neox.architecture.layers import (
 from neox.architecture.lora import ADAPTER, Lora, adapter_parameters
 from neox.architecture.multi_token import MULTI_TOKEN_BLOCK, MULTI_TOKEN_LOSS
 from neox.architecture.parameter import (
+    ByChannel,
     Constant,
     FromKey,
     InitialValues,
@@ -108,6 +109,7 @@ __all__ = [
     "AttentionImpl",
     "Constant",
     "BlockKind",
+    "ByChannel",
     "DeviceFamily",
     "Difference",
     "FastPath",

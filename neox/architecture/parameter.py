@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
@@ -51,6 +51,18 @@ class StepSizes:
     high: float
 
 
+@dataclass(frozen=True)
+class ByChannel:
+    """Initial values that a formula gives for each channel of each block.
+
+    Attributes:
+        value: (channel, number of channels, block, number of blocks) -> the value. Channels are the elements of the
+            whole parameter, one after another; both numbers count from 0.
+    """
+
+    value: Callable[[int, int, int, int], float]
+
+
 class FromKey(StrEnum):
     """Initial values that the configuration chooses, by the key that does."""
 
@@ -59,7 +71,7 @@ class FromKey(StrEnum):
     PROMPT_RANGE = "soft_prompt_tuning.init_range"
 
 
-InitialValues = Constant | Normal | Uniform | LogUniform | LogCounts | StepSizes | FromKey
+InitialValues = Constant | Normal | Uniform | LogUniform | LogCounts | StepSizes | ByChannel | FromKey
 ZEROS = Constant(0.0)
 ONES = Constant(1.0)
 

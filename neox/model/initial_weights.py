@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from neox.architecture import (
+    BLOCK_OFFSET,
+    ByChannel,
     Constant,
     FromKey,
     InitialValues,
@@ -130,6 +132,8 @@ class InitialWeights:
         generator.manual_seed(derive_seed(self.seed, *seeded))
         if spec.init is FromKey.PROMPT_RANGE:
             return self._draw(spec.init, spec.shape, generator)
+        if isinstance(spec.init, ByChannel):
+            return self._by_channel(spec.init, spec.shape, entry.index - BLOCK_OFFSET)
         if spec.experts:
             full = torch.empty(spec.shape, device=generator.device)
             for expert in range(spec.experts):
@@ -142,6 +146,12 @@ class InitialWeights:
         if self.scale != 1.0:
             full *= self.scale
         return full
+
+    def _by_channel(self, init: ByChannel, shape: tuple[int, ...], block: int) -> Tensor:
+        """Return a formula's values for one block in fp32."""
+        channels = math.prod(shape)
+        values = [init.value(channel, channels, block, self.layers) for channel in range(channels)]
+        return torch.tensor(values, dtype=torch.float32).view(shape)
 
     def _draw(self, init: InitialValues, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draw initial values in fp32 on the generator's device."""

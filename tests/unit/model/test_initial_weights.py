@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from neox.architecture import Constant, FromKey, Normal, ParameterSpec, Uniform
+from neox.architecture import ByChannel, Constant, FromKey, Normal, ParameterSpec, Uniform
 from neox.checkpoint.weights.shards import merge
 from neox.model import GPT, build_layer, initial_weights, initialize
 from neox.model.initial_weights import draw
@@ -117,6 +117,14 @@ def test_bf16_parameters_are_the_rounded_fp32_ones_and_the_rotary_buffer_stays_f
     for name, tensor in GPT(plan, grid, dtype=torch.bfloat16).state_dict().items():
         dtype = torch.float32 if name.endswith("inv_freq") else torch.bfloat16
         assert torch.equal(tensor, exact[name].to(dtype))
+
+
+def test_formulas_of_channels_know_their_block():
+    plan = small_plan(num_layers=3)
+    weights = initial_weights(plan.config, plan.architecture)
+    init = ByChannel(lambda channel, channels, block, blocks: channel + 10 * channels + 100 * block + 1000 * blocks)
+    full = weights.full(ParameterSpec("weight", (2, 3), init=init), plan.layers[2 + 1])
+    assert full.tolist() == [[3160, 3161, 3162], [3163, 3164, 3165]]
 
 
 def test_every_form_of_initial_values_is_drawn():
