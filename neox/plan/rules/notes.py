@@ -194,8 +194,9 @@ def _rotary_notes(config: NeoXConfig) -> Iterator[Note]:
 def _heads_notes(config: NeoXConfig) -> Iterator[Note]:
     """Yield heads of attention in a network without any, which gpt-neox's files of Mamba have to give."""
     key = "num_attention_heads"
-    if only_recurrent(config) and config.given(key):
-        reason = f"changes nothing: blocks {' and '.join(asked_kinds(config))} have no attention"
+    kinds = asked_kinds(config)
+    if only_recurrent(config) and config.given(key) and not any(key in kind.uses for kind in kinds.values()):
+        reason = f"changes nothing: blocks {' and '.join(kinds)} have no attention"
         yield Note((key, "attention_config"), f"{config.describe_setting(key)} {reason}")
 
 
