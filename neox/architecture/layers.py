@@ -20,7 +20,7 @@ from neox.architecture.architecture import Architecture
 from neox.architecture.blocks import BLOCKS
 from neox.architecture.choices import POSITIONS, norm_parameters
 from neox.architecture.encoder import masked_lm_head_parameters, sentence_head_parameters, token_type_parameters
-from neox.architecture.lora import Lora
+from neox.architecture.lora import ADAPTER, Lora
 from neox.architecture.multi_token import multi_token_parameters
 from neox.architecture.parameter import ZEROS, FromKey, ParameterSpec
 
@@ -169,6 +169,18 @@ class LayerPlan:
                     total += spec.active_numel
                     trained += spec.active_numel * spec.trained
         return trained / total if total else 1.0
+
+    @property
+    def divided_linears(self) -> Iterator[ParameterSpec]:
+        """Weights of the linear layers of blocks that tensor ranks divide: without adapters, tables and recurrences."""
+        tables = {spec.name for spec in POSITIONS[self.architecture.positions].shared(self.architecture)}
+        for layer in self.layers:
+            if layer.kind != "block":
+                continue
+            for spec in layer.parameters:
+                is_split = spec.is_matrix and spec.partition_dim is not None
+                if is_split and spec.name not in tables and ADAPTER not in spec.name and not spec.of_recurrence:
+                    yield spec
 
     @property
     def trains_head(self) -> bool:

@@ -174,9 +174,12 @@ def _trained_share_notes(layers: LayerPlan, config: NeoXConfig) -> Iterator[str]
         if layers.architecture.soft_prompt_tokens:
             rule = "and `soft_prompt_tuning` each train nothing else; give one of them"
             raise ConfigError(config.problem("lora", rule, "soft_prompt_tuning"))
+        known = {spec.name.split(".")[-2] for spec in layers.divided_linears}
+        unknown = [target for target in config.training.lora.target if target not in known]
+        if unknown:
+            rule = f"has targets that no block of this network has: {', '.join(unknown)}; its linear layers are"
+            raise ConfigError(config.problem("lora", f"{rule} {', '.join(sorted(known))}", "attention_config"))
         trained = layers.trained_numel
-        if not trained:
-            raise ConfigError(config.problem("lora", "has targets that no block of this network has"))
         percentage = 100 * trained / layers.numel
         yield f"lora: {trained:,} of {layers.numel:,} parameters are trained ({percentage:.2g} %)"
     if config.tokenizer.train_only_added_tokens:

@@ -67,10 +67,10 @@ class LoraSettings(Section):
     dropout: DropRate = 0.0
     """Dropout on the adapters' inputs in training."""
 
-    target: tuple[Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "in_proj", "out_proj"], ...] = (
-        Field(("query_key_value",), min_length=1)
-    )
-    """Linear layers of a block that get an adapter: input and output of attention, of the MLP, of a recurrent mixer."""
+    target: tuple[str, ...] = Field(("query_key_value",), min_length=1)
+    """Linear layers of a block that get an adapter: `query_key_value` and `dense` of attention, `dense_h_to_4h` and
+    `dense_4h_to_h` of the MLP, `in_proj` and `out_proj` of a recurrent mixer, or others that tensor ranks divide, such
+    as those of `rwkv` blocks."""
 
 
 class TrainingConfig(CharPerplexityKeys):

@@ -12,7 +12,6 @@ from neox.errors import LaunchError
 from neox.model import GPT
 from neox.ops import FP8_RECIPES
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
-from neox.plan.devices.fp8 import fp8_matrices
 from tests.plans import MIXTURES, NETWORKS, small_plan
 
 FP8 = {"precision": "bf16", "fp8": "tensorwise"}
@@ -42,7 +41,7 @@ def test_the_checked_matrices_are_those_that_multiply_in_fp8(name: str):
     checked = {
         f"{layer.index}.{spec.name}"
         for layer in plan.layers
-        for spec in fp8_matrices(replace(plan.layers, layers=(layer,)))
+        for spec in replace(plan.layers, layers=(layer,)).divided_linears
     }
     assert changed == checked
     without_mlp = name.count("mlp") + (name in ("mamba", "mamba2"))
