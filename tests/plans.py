@@ -166,6 +166,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "mamba_use_bias_in_linears": True,
         "gpt_j_residual": True,
     },
+    "rwkv": {"attention_config": ["rwkv", "global"], "dim_att": 48, "head_size": 6, "ffn_dim": 40},
     "soft_prompt": {"soft_prompt_tuning": {"enabled": True, "num_tokens": 3}},
     "mup": {"use_mup": True, "mup_base_hidden_size": 16, "mup_output_temp": 0.5, "mup_embedding_mult": 2.0},
     "gptj": {

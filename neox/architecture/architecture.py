@@ -139,6 +139,9 @@ class Architecture:
         linear_negative_eigenvalues: Whether their writes may have twice the strength, so that a state can change sign.
         linear_norm_epsilon: Epsilon of the norm of their heads; 0 without them.
         linear_residual: Key of `RESIDUALS` in these blocks; empty for that of the network.
+        rwkv_width: Width of time mixing in `rwkv` blocks; 0 without such blocks.
+        rwkv_heads: Number of its heads; 0 without such blocks.
+        rwkv_mlp_width: Width of channel mixing in these blocks; 0 without them.
         soft_prompt_tokens: Number of trained vectors before the tokens; 0 for none.
         tie_word_embeddings: Whether the head multiplies by the embedding's weight.
         attention_scale: Factor of attention's scores; 0 for 1 / sqrt(head_dim).
@@ -233,6 +236,9 @@ class Architecture:
     linear_negative_eigenvalues: bool = False
     linear_norm_epsilon: float = 0.0
     linear_residual: str = ""
+    rwkv_width: int = 0
+    rwkv_heads: int = 0
+    rwkv_mlp_width: int = 0
     soft_prompt_tokens: int = field(default=0, metadata=_FINETUNE)
     tie_word_embeddings: bool = field(metadata=_FINETUNE)
     attention_scale: float = 0.0

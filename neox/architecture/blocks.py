@@ -37,6 +37,7 @@ from neox.architecture.mamba2 import MAMBA2
 from neox.architecture.parameter import ParameterSpec
 from neox.architecture.recurrence import recurrent_block
 from neox.architecture.residual import RESIDUALS
+from neox.architecture.rwkv import RWKV
 from neox.architecture.sparsity import SPARSITY
 
 
@@ -90,6 +91,7 @@ BLOCKS: Mapping[str, BlockKind] = MappingProxyType(
         "gated_delta": recurrent_block(GATED_DELTA, "mlp"),
         "mamba2": recurrent_block(MAMBA2, "nothing"),
         "mamba2_mlp": recurrent_block(MAMBA2, "mlp"),
+        "rwkv": RWKV,
     }
 )
 """Kind of block (`Architecture.attention`) -> its row."""

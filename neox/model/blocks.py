@@ -17,6 +17,7 @@ from neox.model.latent_attention import LatentSelfAttention
 from neox.model.mamba import MambaMixer
 from neox.model.mamba2 import Mamba2Mixer
 from neox.model.mixer import Mixer
+from neox.model.rwkv import RWKVLayer
 from neox.ops import AttentionImpl, machine_has_fast_path
 from neox.parallel import ParallelGrid, TensorOptions
 from neox.plan.run_plan import RunPlan
@@ -83,6 +84,12 @@ def _gated(plan: RunPlan, number: int, grid: ParallelGrid, **options: Unpack[Ten
     return GatedMLPLayer(plan.architecture, number, grid, **options)
 
 
+def _rwkv(plan: RunPlan, number: int, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> Block:
+    """Build a block of time mixing and channel mixing."""
+    dropout = plan.config.training.hidden_dropout
+    return RWKVLayer(plan.architecture, number, grid, hidden_dropout=dropout, **options)
+
+
 BLOCKS: Mapping[str, Callable[..., Block]] = MappingProxyType(
     {
         "global": _transformer(SelfAttention),
@@ -94,6 +101,7 @@ BLOCKS: Mapping[str, Callable[..., Block]] = MappingProxyType(
         "mamba": _recurrent(MambaMixer),
         "gated_delta": _recurrent(GatedDeltaMixer),
         **dict.fromkeys(("mamba2", "mamba2_mlp"), _recurrent(Mamba2Mixer)),
+        "rwkv": _rwkv,
     }
 )
 """Kind of block (`Architecture.attention`) -> constructor (plan, number of the block, grid, device=, dtype=)."""

@@ -24,14 +24,13 @@ Legend: B batch, S sequence, N heads, K width of receptances and keys, V width o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WKV_CHUNK: Final = 16
-"""Tokens of a chunk."""
+from neox.architecture.rwkv import WKV_CHUNK
 
 
 def wkv_recurrence(

@@ -113,6 +113,7 @@ PUBLISHED_PARAMETERS = {
     "recurrent/mamba2-780M": 780_161_280,
     "recurrent/mamba2-1-3B": 1_343_757_312,
     "recurrent/mamba2-2-7B": 2_702_599_680,
+    "recurrent/rwkv-170M": 173_556_480,
     # Counted by transformers, with both heads, at the published shapes and vocabularies.
     "bert/base": 110_106_428,
     "bert/large": 336_226_108,

@@ -12,12 +12,12 @@ _MAMBA2 = OnlyWith("attention_config", ("mamba2", "mamba2_mlp"))
 _MAMBA1 = OnlyWith("attention_config", ("mamba",))
 _MAMBA = OnlyWith("attention_config", ("mamba", "mamba2", "mamba2_mlp"))
 
-
 _DELTA = OnlyWith("attention_config", ("gated_delta",))
+_RWKV = OnlyWith("attention_config", ("rwkv",))
 
 
 class RecurrentConfig(Section):
-    """Blocks with a recurrent state instead of attention: Mamba, gated linear attention."""
+    """Blocks with a recurrent state instead of attention: Mamba, gated linear attention, RWKV."""
 
     mamba_num_heads: Annotated[PositiveInt | None, _MAMBA2] = None
     """Number of heads in `mamba2` blocks, by default 2 x hidden_size / mamba_head_dim. A multiple of
@@ -82,3 +82,15 @@ class RecurrentConfig(Section):
     ] = None
     """What is normalised in these blocks, by default what norm_placement says (OLMo Hybrid: `input`, and `output` in
     blocks with attention)."""
+
+    dim_att: Annotated[PositiveInt | None, _RWKV] = None
+    """Width of time mixing in `rwkv` blocks, a multiple of head_size; by default hidden_size. gpt-neox's name, as the
+    next two."""
+
+    head_size: Annotated[PositiveInt | None, _RWKV] = None
+    """Channels of one head of time mixing in these blocks, by default dim_att / num_attention_heads, or 64 without that
+    key. The number of heads is a multiple of model_parallel_size."""
+
+    ffn_dim: Annotated[PositiveInt | None, _RWKV] = None
+    """Width of channel mixing in these blocks, a multiple of model_parallel_size. By default intermediate_size, or
+    expansion_factor (here 3.5) x hidden_size, rounded down to a multiple of 32 as in gpt-neox."""

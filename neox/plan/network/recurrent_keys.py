@@ -18,6 +18,9 @@ _STATES: Final = MappingProxyType({"mamba": 16, "mamba2": 128, "mamba2_mlp": 128
 """Kind -> elements of the state of a channel, if no key says so."""
 DELTA_KINDS: Final = ("gated_delta",)
 _DELTA_EPSILON: Final = 1e-6
+RWKV_KINDS: Final = ("rwkv",)
+_RWKV_HEAD: Final = 64
+_RWKV_MLP_UNIT: Final = 32
 
 
 def _row(
@@ -83,6 +86,37 @@ def _state(given: int | None, attention_config: Any, num_layers: int) -> int:
     """Return the elements of the state of a channel; the rules refuse kinds with other defaults in one network."""
     kinds = attention_kinds(attention_config, num_layers)
     return given or next(_STATES[kind] for kind in kinds if kind in _STATES)
+
+
+def _rwkv_width(hidden_size: int, width: int | None) -> int:
+    return width or hidden_size
+
+
+def rwkv_head_size(hidden_size: int, width: int | None, head_size: int | None, heads: int | None) -> int:
+    """Return the channels of a head of an `rwkv` block. A network without attention gives its heads as gpt-neox does.
+
+    Args:
+        hidden_size: The key.
+        width: `dim_att`.
+        head_size: The key.
+        heads: `num_attention_heads`.
+    """
+    if head_size:
+        return head_size
+    if heads:
+        return _rwkv_width(hidden_size, width) // heads
+    return _RWKV_HEAD
+
+
+def _rwkv_heads(hidden_size: int, width: int | None, head_size: int | None, heads: int | None) -> int:
+    return _rwkv_width(hidden_size, width) // rwkv_head_size(hidden_size, width, head_size, heads)
+
+
+def rwkv_mlp_width(hidden_size: int, width: int | None, of_mlp: int | None, expansion: float | None) -> int:
+    """Return the width of channel mixing: `ffn_dim`, or what gpt-neox derives from the MLP's keys."""
+    if width:
+        return width
+    return (of_mlp or int((expansion or 3.5) * hidden_size)) // _RWKV_MLP_UNIT * _RWKV_MLP_UNIT
 
 
 def _delta_epsilon(given: float | None, norm: str, *epsilons: float) -> float:
@@ -160,6 +194,27 @@ RECURRENT_FIELDS: Mapping[str, FieldKeys] = MappingProxyType(
         ),
         "linear_residual": _row(
             DELTA_KINDS, ("linear_norm_placement", "norm_placement"), "", _delta_residual, _write_delta_residual
+        ),
+        "rwkv_width": _row(
+            RWKV_KINDS,
+            ("hidden_size", "dim_att"),
+            0,
+            _rwkv_width,
+            lambda network: unless_default("dim_att", network.rwkv_width, network.hidden_size),
+        ),
+        "rwkv_heads": _row(
+            RWKV_KINDS,
+            ("hidden_size", "dim_att", "head_size", "num_attention_heads"),
+            0,
+            _rwkv_heads,
+            lambda network: {"head_size": network.rwkv_width // network.rwkv_heads},
+        ),
+        "rwkv_mlp_width": _row(
+            RWKV_KINDS,
+            ("hidden_size", "ffn_dim", "intermediate_size", "expansion_factor"),
+            0,
+            rwkv_mlp_width,
+            lambda network: {"ffn_dim": network.rwkv_mlp_width},
         ),
     }
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from neox.config.neox_config import NeoXConfig
 from neox.plan.network.architecture import architecture_of
 from neox.plan.network.attention_config import asked_kinds, only_recurrent
-from neox.plan.network.recurrent_keys import MAMBA2_KINDS
+from neox.plan.network.recurrent_keys import MAMBA2_KINDS, rwkv_head_size, rwkv_mlp_width
 from neox.plan.rules.network import nearest_multiples
 from neox.problems import Problem
 
@@ -22,7 +22,12 @@ def recurrent_problems(config: NeoXConfig) -> Iterator[Problem]:
     names = [name for name, kind in kinds.items() if kind.keeps == "state"]
     if not names or any(config.value(key) is None for key in _SIZES):
         return
-    problems = [*_mamba2_heads(config, names), *_states(config, names), *_delta_heads(config, names)]
+    problems = [
+        *_mamba2_heads(config, names),
+        *_states(config, names),
+        *_delta_heads(config, names),
+        *_rwkv_sizes(config, names),
+    ]
     yield from problems
     if not problems:
         yield from _divided(config, names)
@@ -62,6 +67,32 @@ def _delta_heads(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
         yield config.problem("linear_num_value_heads", rule, "linear_num_key_heads", _ATTENTION)
 
 
+def _rwkv_sizes(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
+    """Yield heads of time mixing that do not fill its width, and a channel mixing without channels."""
+    if "rwkv" not in names:
+        return
+    keys = config.recurrent
+    model = config.model
+    hidden = model.hidden_size or 0
+    width = keys.dim_att or hidden
+    heads = model.num_attention_heads
+    size = rwkv_head_size(hidden, keys.dim_att, keys.head_size, heads)
+    from_heads = keys.head_size is None and heads is not None
+    if width % (heads if from_heads and heads else size):
+        key = "num_attention_heads" if from_heads else "head_size"
+        rule = f"does not divide the {width} channels of time mixing in blocks rwkv"
+        if not config.given(key):
+            yield config.problem_about(f"the default `{key}: {size}` {rule}; give it", key, "dim_att", "hidden_size")
+        else:
+            yield config.problem(key, f"{rule}; use a divisor of that", "dim_att", "hidden_size", _ATTENTION)
+    elif only_recurrent(config) and heads is not None and heads * size != width:
+        rule = f"and {config.describe_setting('num_attention_heads')} are not the {width} channels of time mixing"
+        yield config.problem("head_size", f"{rule}; remove one of them", "num_attention_heads", "dim_att", _ATTENTION)
+    if not rwkv_mlp_width(hidden, keys.ffn_dim, model.intermediate_size, model.expansion_factor):
+        rule = "is missing: what gpt-neox's rule derives from the other keys, a multiple of 32, is 0"
+        yield config.problem_about(f"`ffn_dim` {rule}", "ffn_dim", "hidden_size", "intermediate_size", _ATTENTION)
+
+
 def _divided(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
     """Yield what tensor ranks cannot divide."""
     degree = config.parallelism.model_parallel_size
@@ -88,11 +119,15 @@ def _without_meaning(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
     blocks = " and ".join(names)
     if config.given("head_dim"):
         yield config.problem("head_dim", f"has no effect in blocks {blocks}, which have no attention", _ATTENTION)
-    if config.recurrent.mamba_width is not None:
-        for key in ("intermediate_size", "expansion_factor"):
-            if config.given(key) and not any(kind.two_sublayers for kind in asked_kinds(config).values()):
-                yield config.problem(key, "has no effect next to mamba_width; remove one of them", "mamba_width")
     has_mlp = any(kind.two_sublayers for kind in asked_kinds(config).values())
-    if not has_mlp and config.given("activation") and config.model.activation not in ("silu", "swish"):
+    if has_mlp:
+        return
+    widths = {"mamba": "mamba_width", "rwkv": "ffn_dim"}
+    own = [widths[name] for name in names if name in widths]
+    if own and all(config.value(key) is not None for key in own):
+        for key in ("intermediate_size", "expansion_factor"):
+            if config.given(key):
+                yield config.problem(key, f"has no effect next to {' and '.join(own)}; remove one of them", *own)
+    if config.given("activation") and config.model.activation not in ("silu", "swish"):
         rule = f"has no effect in blocks {blocks}, whose activation is silu; remove it"
         yield config.problem("activation", rule, _ATTENTION)

@@ -173,7 +173,7 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         },
     ),
     ("te_mha", (), {"te_mha": True}),
-    ("attention_config", (), {"attention_config": [[["rwkv"], 4]]}),
+    ("attention_config", (), {"attention_config": [[["retnet"], 4]]}),
     ("attention_config", ("num_layers",), {"attention_config": [[["flash"], 3]]}),
     ("attention_config", ("num_layers",), {"attention_config": [[["flash", "global", "flash"], "all"]]}),
     ("attention_config", (), {"attention_config": [["flash", 4]]}),
