@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import WORD_EMBEDDINGS
@@ -17,6 +18,9 @@ from neox.checkpoint.weights.reader import CheckpointReader
 from neox.checkpoint.weights.tensor_files import load_file
 from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, optimizer_of_states
 from neox.errors import CheckpointError
+
+_EXCEPTIONS: Mapping[str, bool] = MappingProxyType({"mixer.A_log": False, "att.ln_x.weight": True})
+"""Parameters whose decay does not follow from their shape: Mamba's decays, and RWKV's norm of heads."""
 
 WRITER = "written by"
 """Key of a layout that is not ours."""
@@ -140,13 +144,14 @@ def stage_order(path: Path, stage: int, counts: Sequence[Sequence[int]], weights
 
 
 def _by_decay(keys: Sequence[Key], weights: CheckpointReader) -> list[list[Key]]:
-    """Return the two groups of an optimizer with weight decay: matrices, then vectors."""
-    matrices: list[Key] = []
-    vectors: list[Key] = []
+    """Return the two groups of an optimizer with weight decay: matrices, then vectors, but for `_EXCEPTIONS`."""
+    decayed: list[Key] = []
+    others: list[Key] = []
     for key in keys:
-        group = matrices if weights.parts(*key)[0].dim() > 1 else vectors
+        decays = _EXCEPTIONS.get(key.name, weights.parts(*key)[0].dim() > 1)
+        group = decayed if decays else others
         group.append(key)
-    return [matrices, vectors]
+    return [decayed, others]
 
 
 def group_counts(path: Path, pp: int, tp: int) -> list[list[int]]:

@@ -83,6 +83,9 @@ SCORES = "rm_linear.weight"
 _PROJECTION = "eh_proj.weight"
 """Parameter of a module of multi-token prediction, and of no other layer."""
 
+SELECTION = "mixer.x_proj.weight"
+"""Parameter of blocks of Mamba that gpt-neox's tensor ranks use without their sum."""
+
 UNUSED_IN_NEOX = ("post_attention_layernorm.",)
 """Parameters that gpt-neox keeps next to one norm for both branches (`gpt_j_tied`), and never uses."""
 
@@ -255,6 +258,12 @@ class CheckpointReader:
                     f"{self.path}: layer {index} has no `{name}`; it holds {', '.join(state) or 'nothing'}"
                 )
             found.append(state[name])
+        if name == SELECTION and len(found) > 1 and not self.is_own:
+            raise CheckpointError(
+                f"{self.path}: layer {index} is a block mamba of {len(found)} tensor ranks of gpt-neox. These do not "
+                f"sum `{name}`, so each selects by its own channels: another network than that of one rank. "
+                "Only checkpoints of model_parallel_size 1 can be read"
+            )
         return tuple(self.in_this_order(name, found))
 
     def in_this_order(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -341,14 +350,14 @@ class CheckpointReader:
 
         Args:
             index: Index of the layer.
-            name: Name of the parameter; a vector is one block, and so is each expert of a stack.
+            name: Name of the parameter; a vector is one block, also as [1, 1, N], and so is each expert of a stack.
             max_bytes: Approximate limit of a block.
         """
         spec = self.spec(index, name)
         parts = self.parts(index, name)
         if self._adapters_of(index, spec):
             yield self.full(index, name)
-        elif spec.partition_dim is None or parts[0].dim() == 1:
+        elif spec.partition_dim is None or parts[0].dim() == 1 or parts[0].shape[0] == 1:
             yield self._joined(index, spec)
         elif spec.experts:
             for expert in range(spec.experts):
