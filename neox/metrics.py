@@ -19,6 +19,9 @@ STABILITY = "stability"
 """Beginning of the names of numbers by layer: `stability/QUANTITY/LAYER`."""
 STABILITY_PICTURE = "stability.png"
 _POINTS_WITHOUT_SMOOTHING = 50
+_LEGEND_LINES = 3
+_LEGEND_LINE = 0.17
+"""Lines of a legend that a picture has room for, and inches of each further one."""
 _LONG_LABEL = 60
 """Characters of a label that leaves no room for a second one next to it."""
 _MARKERS = "osD^vP*X"
@@ -160,6 +163,8 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
         for path in runs.values():
             _add_interruptions(axes, path)
             _add_token_axis(axes, path)
+    lines_of_legend = len(axes.get_legend_handles_labels()[1])
+    figure.set_figheight(figure.get_figheight() + _LEGEND_LINE * max(0, lines_of_legend - _LEGEND_LINES))
     _add_legend(axes)
     if tasks:
         _draw_tasks(below[0], tasks, {label: runs[label] for label in tasks}, against)

@@ -138,7 +138,9 @@ class TerminalLine(Feature):
         parts = [f"{name} at iteration {state.iteration}"]
         for key, value in scalars.items():
             group, _, shown = key.partition("/")
-            if group != "timers":
+            if shown == "tokens" or shown.endswith("/tokens"):
+                parts.append(f"{shown}: {value:.0f}")
+            elif group != "timers":
                 parts.append(f"{shown}: {value:.6E}")
         print(" " + " | ".join(parts), flush=True)
 
