@@ -36,6 +36,11 @@ def choose_device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if kind == "mps":
         raise LaunchError(f"DeepSpeed trains on no Apple GPU over several steps ({host}): set DS_ACCELERATOR=cpu")
+    if kind == "npu" and "ASCEND_HOME_PATH" not in os.environ:
+        raise LaunchError(
+            f"ASCEND_HOME_PATH is not set on {host}, and DeepSpeed asks for it: before the start, "
+            "`source /usr/local/Ascend/ascend-toolkit/set_env.sh`"
+        )
     count = accelerator.device_count()
     variables = accelerator.visible_devices_envs()
     if count == 1 and _has_own_device(os.environ, variables[0]):

@@ -14,6 +14,7 @@ from neox.config import NeoXConfig
 from neox.errors import EvaluationError, GenerationError, install_command
 from neox.launch.hosts.machine import available_memory, device_family, smallest_memory
 from neox.launch.hosts.placement import Placement
+from neox.launch.hosts.vendors import VENDORS, refused_backend
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
 from neox.plan.devices.device import gib, rank_memory
 from neox.preflight.command_line import INFERENCE
@@ -136,6 +137,17 @@ def device_of_ranks(
     elif placement.is_local and placement.accelerators:
         family = device_family()
     return gpu_device(plan, family=family)
+
+
+def backend_refusal(backend: str, family: DeviceFamily) -> str | None:
+    """Return why devices that a run is planned for cannot communicate over a backend; None if they can.
+
+    Args:
+        backend: Value of `distributed_backend`.
+        family: Kind of device. CPU ranks take gloo, whatever is asked for.
+    """
+    refusals = [refused_backend(backend, vendor) for vendor in VENDORS if vendor.family == family]
+    return refusals[0] if refusals else None
 
 
 def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Problem]:

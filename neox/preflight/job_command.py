@@ -58,7 +58,7 @@ class JobCommand:
         """Return what this machine multiplies natively, if a dry run depends on it and ranks would run here."""
         depends = self.config.model.precision == "auto" or self.config.training.fp8 is not None
         if depends and placement.is_local:
-            return Capabilities.of_hosts([native_formats()])
+            return Capabilities.of_hosts([native_formats(environment=self.environment)])
         return Capabilities()
 
     def launcher_problems(self, placement: Placement, path: str | None) -> list[str]:

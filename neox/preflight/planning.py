@@ -33,6 +33,7 @@ from neox.preflight.chat_checks import (
 )
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes, layer_problems
 from neox.preflight.checks import (
+    backend_refusal,
     device_of_ranks,
     login_problems,
     memory_problems,
@@ -198,6 +199,9 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
         raise ConfigError([*error.problems, *problems]) from None
     device = device_of_ranks(plan, job.placement, capabilities.family, training=job.trains, dry_run=job.dry_run)
     plan = replace(plan, device_family=device.family)
+    refusal = backend_refusal(plan.config.runner.distributed_backend, device.family)
+    if refusal is not None:
+        raise ConfigError([plan.config.problem("distributed_backend", refusal)])
     if job.trains and device.shared:
         problems += quantizer_problems(plan.config)
     too_large: list[Problem] = []

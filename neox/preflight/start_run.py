@@ -155,7 +155,7 @@ class StartRun(JobCommand):
             reports = self._check_hosts(self.empty_spec(placement, job.script), restarts)
             capabilities = capabilities_of(reports)
         elif placement.is_local:
-            capabilities = Capabilities.of_hosts([native_formats()])
+            capabilities = Capabilities.of_hosts([native_formats(environment=self.environment)])
         planned = plan_job(self.config, job, capabilities)
         self._refuse_problems(planned, placement)
         return PreparedStart(job, planned, self.runner, reports, must_ask=over_ssh and not asked_first)

@@ -125,11 +125,15 @@ def amd_gpus(root: Path) -> list[tuple[Path, int | None]]:
 
 
 def amd_memory(root: Path) -> list[int]:
-    """Return the memory of each GPU in bytes, as the driver shows it in `/sys`, or else rocm-smi.
+    """Return the memory of each GPU in bytes, as the driver shows it in `/sys`, or else amd-smi or rocm-smi.
 
+    amd-smi: https://rocm.docs.amd.com/projects/amdsmi, `metric --mem-usage --json`; MB are MiB (196,592: MI300X).
     rocm-smi: https://rocm.docs.amd.com/projects/rocm_smi_lib, `--showmeminfo vram --json`.
     """
     sizes = [memory for _, memory in amd_gpus(root) if memory is not None]
+    if sizes:
+        return sizes
+    sizes = _sizes_of_amd_smi(run_tool("amd-smi", "metric", "--mem-usage", "--json"))
     if sizes:
         return sizes
     try:
@@ -141,6 +145,17 @@ def amd_memory(root: Path) -> list[int]:
         if value.isdecimal():
             sizes.append(int(value))
     return sizes
+
+
+def _sizes_of_amd_smi(text: str) -> list[int]:
+    """Return the memory of each GPU in bytes: in a list of GPUs, which ROCm 7 has under `gpu_data`."""
+    try:
+        found = json.loads(text)
+        rows = found["gpu_data"] if isinstance(found, dict) else found
+        totals = [row["mem_usage"]["total_vram"] for row in rows]
+        return [int(total["value"]) * 2**20 for total in totals if total["unit"] == "MB"]
+    except (ValueError, KeyError, TypeError):  # no such tool, or a value is N/A
+        return []
 
 
 def amd_formats(root: Path) -> dict[str, bool | None]:

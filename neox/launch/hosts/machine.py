@@ -134,10 +134,10 @@ def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
 # -- number formats
 
 
-def _used_vendor() -> Vendor | None:
+def _used_vendor(environment: Mapping[str, str] | None = None) -> Vendor | None:
     """Return the vendor of the accelerators that ranks of this machine use; None for CPU ranks."""
     vendor, _ = present_devices()
-    if vendor is None or vendor.hides_all(os.environ):
+    if vendor is None or vendor.hides_all(os.environ if environment is None else environment):
         return None
     return vendor
 
@@ -148,11 +148,14 @@ def device_family() -> DeviceFamily:
     return "cpu" if vendor is None else vendor.family
 
 
-def native_formats(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+def native_formats(
+    cpuinfo: Path = Path("/proc/cpuinfo"), environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return which number formats the devices of this machine multiply natively.
 
     Args:
         cpuinfo: The kernel's description of the CPU, which is read if this process sees no GPU.
+        environment: Variables of the ranks; those of this process if left out.
 
     Returns:
         `devices`: "CPU", "GPUs" (NVIDIA's) or a text such as "Ascend devices"; `bf16`, `fp16`, `fp8`: True or False,
@@ -160,7 +163,7 @@ def native_formats(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
         `family`: kind of device in `neox.architecture.FAST_PATHS`.
         `bf16_is_slow`: True for CPUs that multiply bf16 natively, but train slower in it than in fp32.
     """
-    vendor = _used_vendor()
+    vendor = _used_vendor(environment)
     if vendor is None:
         return {"devices": "CPU", "family": "cpu", **_formats_of_cpu(cpuinfo)}
     name = "GPUs" if vendor is NVIDIA else f"{vendor.name} devices"

@@ -12,6 +12,7 @@ from enum import Enum
 from neox.config import NeoXConfig
 from neox.config.sections.runner import RunnerConfig
 from neox.errors import ConfigError, LaunchError
+from neox.launch.environment import environment_file
 from neox.launch.hosts.hostfile import (
     check_host_name,
     is_this_machine,
@@ -20,7 +21,7 @@ from neox.launch.hosts.hostfile import (
     resolves_to_this_machine,
     select_hosts,
 )
-from neox.launch.hosts.machine import count_accelerators
+from neox.launch.hosts.machine import visible_accelerators
 from neox.launch.hosts.vendors import torch_problem
 from neox.launch.spec import Host
 from neox.plan import static_problems
@@ -170,7 +171,7 @@ def place_ranks(runner: RunnerConfig, source: Source = DEFAULT) -> Placement:
         return _place_by_hostfile(runner, *named)
     if runner.launcher == "slurm" and "SLURM_JOB_NODELIST" in os.environ:
         hosts = select_hosts(_slurm_hosts(runner.num_gpus), num_nodes=runner.num_nodes)
-        return Placement(hosts, ChosenBy.SLURM, count_accelerators())
+        return Placement(hosts, ChosenBy.SLURM, _count_accelerators())
     return _place_here(runner)
 
 
@@ -196,7 +197,7 @@ def _place_by_hostfile(runner: RunnerConfig, path: str, named_by: str) -> Placem
     hosts = tuple(host for host in hosts if not host.spare)
     if len(hosts) == 1 and not is_this_machine(hosts[0].name) and resolves_to_this_machine(hosts[0].name):
         hosts = (replace(hosts[0], name="localhost"),)
-    placement = Placement(hosts, ChosenBy.HOSTFILE, count_accelerators(), f"{path} of {named_by}", spares)
+    placement = Placement(hosts, ChosenBy.HOSTFILE, _count_accelerators(), f"{path} of {named_by}", spares)
     if runner.global_num_gpus and runner.global_num_gpus != placement.world_size:
         raise refusal(
             f"global_num_gpus is {runner.global_num_gpus}, but the chosen hosts of {path} have "
@@ -214,7 +215,7 @@ def _place_here(runner: RunnerConfig) -> Placement:
         )
     if runner.exclude or (runner.include and "@" in runner.include):
         raise refusal("include/exclude of hosts need a hostfile (hostfile: PATH, or -H PATH)", "include", "exclude")
-    accelerators = count_accelerators()
+    accelerators = _count_accelerators()
     if runner.include:
         every_slot = tuple(range(accelerators or _MAX_CPU_SLOTS))
         hosts = select_hosts([Host("localhost", every_slot)], include=runner.include)
@@ -254,6 +255,16 @@ def slurm_gpus() -> int:
     return int(count) if count.isdecimal() else 1  # `a100:8`, or `a100` for one
 
 
+def _environment_of_ranks() -> dict[str, str]:
+    """Return this process's environment with the variables of DeepSpeed's files, such as `DS_ACCELERATOR`."""
+    return {**os.environ, **environment_file(os.environ)}
+
+
+def _count_accelerators() -> int:
+    """Return the number of accelerators that ranks on this machine may use."""
+    return len(visible_accelerators(_environment_of_ranks()))
+
+
 def _count_ranks(runner: RunnerConfig, accelerators: int) -> tuple[int, ChosenBy]:
     """Return the number of ranks on this machine, and what decided it."""
     if runner.global_num_gpus:
@@ -277,7 +288,7 @@ def check_local_devices(placement: Placement) -> None:
         ranks = len(host.slots)
         if not is_this_machine(host.name):
             continue
-        problem = torch_problem(os.environ)
+        problem = torch_problem(_environment_of_ranks())
         if problem is not None:
             raise LaunchError(f"{host.name} has {problem}")
         if 0 < placement.accelerators < ranks:
@@ -322,4 +333,4 @@ def _assume_ranks(config: NeoXConfig, why: str) -> tuple[Placement, list[str]]:
         count = _model_copy_size(config)
         warning = f"{why}; {count} ranks are assumed, one copy of the model"
     hosts = (Host("localhost", tuple(range(count))),)
-    return Placement(hosts, ChosenBy.ASSUMPTION, count_accelerators()), [warning]
+    return Placement(hosts, ChosenBy.ASSUMPTION, _count_accelerators()), [warning]

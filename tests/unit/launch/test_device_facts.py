@@ -136,6 +136,17 @@ def test_memory_of_amds_gpus_without_a_file(tmp_path: Path) -> None:
     assert AMD.memory(tmp_path) == [68702699520]
 
 
+@pytest.mark.parametrize("under", [None, "gpu_data"])  # ROCm 6, ROCm 7
+def test_memory_of_amds_gpus_by_amd_smi(tmp_path: Path, under: str | None) -> None:
+    """Values of a MI300X as amd-smi prints them; the second shape from ROCm 7's releases."""
+    machine_with(tmp_path, "kfd", "dri/renderD128")
+    usage = {"total_vram": {"value": 196592, "unit": "MB"}, "used_vram": {"value": 284, "unit": "MB"}}
+    rows = [{"gpu": 0, "mem_usage": usage}]
+    text = json.dumps(rows if under is None else {under: rows})
+    add_tool(tmp_path / "bin", "amd-smi", text, "metric --mem-usage --json")
+    assert AMD.memory(tmp_path) == [196592 * MIB]
+
+
 def test_tiles_of_intels_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Level Zero: each tile is a device in the hierarchy FLAT, which is the default, and not in COMPOSITE."""
     root = intel_machine(tmp_path)

@@ -218,3 +218,12 @@ def test_a_host_may_hold_several_stages_and_hosts_may_differ() -> None:
     assert [(group.ranks, group.stages) for group in groups] == [((0, 2), (0, 2)), ((3, 3), (3, 3))]
     assert "rank 3, stage 3" in str(groups[1])
     assert [group.names for group in ranks_of_hosts(Topology(1, 2, 1), hosts_with(1, 1))] == [("h0",), ("h1",)]
+
+
+def test_deepspeeds_file_may_ask_for_cpu_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, 4)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert place_ranks(RunnerConfig()).accelerators == 4
+    (tmp_path / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
+    assert place_ranks(RunnerConfig()).accelerators == 0

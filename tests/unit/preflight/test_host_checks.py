@@ -14,6 +14,7 @@ from neox.launch.hosts.placement import ChosenBy, Placement
 from neox.launch.hosts.vendors import ASCEND, NVIDIA
 from neox.preflight import host_checks
 from neox.preflight.command_line import find_script, parse_arguments
+from neox.preflight.dry_run import DryRun
 from neox.preflight.host_checks import check_backend, check_compilers, check_memory, hosts_without_room
 from neox.preflight.planning import read_config
 from neox.preflight.restarts import Restarts
@@ -76,6 +77,19 @@ def test_a_backend_of_another_vendor_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="this machine"):
         check_backend(plan, [], {})
     check_backend(plan, [], {"DS_ACCELERATOR": "cpu"})
+
+
+def test_a_backend_that_does_not_fit_the_planned_gpus_is_refused_in_a_dry_run(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    for backend, kind, fits in (("nccl", "h100", True), ("nccl", "ascend910b", False), ("hccl", "mi250x", False)):
+        file.write_text(json.dumps({**SMALL, "distributed_backend": backend, "gpu_type": kind}))
+        arguments = parse_arguments(["train.py", str(file), "--dry-run", "--gpus", "8"])
+        command = DryRun(arguments, read_config(arguments))
+        if fits:
+            command.plan_without_run()
+        else:
+            with pytest.raises(ConfigError, match="distributed_backend"):
+                command.plan_without_run()
 
 
 def test_a_spare_host_replaces_one_without_memory(tmp_path: Path) -> None:
