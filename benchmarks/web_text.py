@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import zstandard
 
-from tools.web_text.candidates import FindCandidates, write_firsts
 from tools.web_text.document_index import DocumentIndex
-from tools.web_text.minhash import Bands, band_hashes, bands_for
+from tools.web_text.near_duplicates import FindCandidates, write_firsts
+from tools.web_text.signatures import Bands, band_hashes, bands_for
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 200

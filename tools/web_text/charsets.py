@@ -74,7 +74,17 @@ def declared_codec(data: bytes) -> str | None:
     A page whose declaration can be read as ASCII is not in UTF-16, whatever it declares: browsers read UTF-8.
     """
     head = _COMMENT.sub(b"", data[:_PRESCANNED])
-    labels = [_label_of_meta(found[1]) for found in _META.finditer(head)]
+    labels: list[bytes] = []
+    for meta in _META.finditer(head):
+        values: dict[bytes, bytes] = {}
+        for found in _ATTRIBUTE.finditer(meta[1]):
+            values.setdefault(found[1].lower(), found[2] or found[3] or found[4] or b"")
+        is_content_type = values.get(b"http-equiv", b"").strip().lower() == b"content-type"
+        of_content = _CHARSET_OF_CONTENT.search(values.get(b"content", b""))
+        if b"charset" in values:
+            labels.append(values[b"charset"])
+        elif is_content_type and of_content is not None:
+            labels.append(of_content[1])
     if xml := _XML.match(head):
         labels.append(xml[1])
     for label in filter(None, labels):
@@ -86,20 +96,6 @@ def declared_codec(data: bytes) -> str | None:
         if codec is not None:
             return codec
     return None
-
-
-def _label_of_meta(attributes: bytes) -> bytes | None:
-    values: dict[bytes, bytes] = {}
-    for found in _ATTRIBUTE.finditer(attributes):
-        values.setdefault(found[1].lower(), found[2] or found[3] or found[4] or b"")
-    if b"charset" in values:
-        return values[b"charset"]
-    if values.get(b"http-equiv", b"").strip().lower() != b"content-type":
-        return None
-    found_label = _CHARSET_OF_CONTENT.search(values.get(b"content", b""))
-    if found_label is None:
-        return None
-    return found_label[1]
 
 
 def decode(data: bytes, codec: str) -> str:
@@ -151,21 +147,21 @@ def _with_controls(data: bytes, codec: str) -> str:
 
 def _gb18030(data: bytes) -> str:
     """Decode GB 18030, in which a single byte 80 is the euro sign of Windows' GBK."""
-    parts: list[str] = []
+    pieces: list[str] = []
     start = 0
     while start < len(data):
         try:
-            parts.append(data[start:].decode("gb18030"))
+            pieces.append(data[start:].decode("gb18030"))
             break
         except UnicodeDecodeError as error:
-            parts.append(data[start : start + error.start].decode("gb18030"))
+            pieces.append(data[start : start + error.start].decode("gb18030"))
             if data[start + error.start] == 0x80:
-                parts.append("\u20ac")
+                pieces.append("\u20ac")
                 start += error.start + 1
             else:
-                parts.append("\ufffd")
+                pieces.append("\ufffd")
                 start += error.end
-    return "".join(parts)
+    return "".join(pieces)
 
 
 def _euc_jp(data: bytes) -> str:
@@ -184,32 +180,32 @@ def _euc_jp(data: bytes) -> str:
             return pair.decode("euc_jp", "replace")
         return _of_place(pair[0] - 0xA1, pair[1] - 0xA1)
 
-    parts: list[str] = []
+    pieces: list[str] = []
     start = 0
     for found in _TWO_BYTES.finditer(data):
-        parts.append(data[start : found.start()].decode("ascii", "replace"))
-        parts.append(decoded(found))
+        pieces.append(data[start : found.start()].decode("ascii", "replace"))
+        pieces.append(decoded(found))
         start = found.end()
-    parts.append(data[start:].decode("ascii", "replace"))
-    return "".join(parts)
+    pieces.append(data[start:].decode("ascii", "replace"))
+    return "".join(pieces)
 
 
 def _iso_2022_jp(data: bytes) -> str:
     """Decode ISO-2022-JP with the characters of Windows; escape sequences say in which table the next bytes are."""
-    parts: list[str] = []
+    pieces: list[str] = []
     start = 0
     table = b"\x1b(B"
     for found in _JIS_SHIFTS.finditer(data + b"\x1b(B"):
         piece = data[start : found.start()]
         if table in (b"\x1b$@", b"\x1b$B"):
-            parts += [_of_place(a - 0x21, b - 0x21) for a, b in zip(piece[::2], piece[1::2], strict=False)]
+            pieces += [_of_place(a - 0x21, b - 0x21) for a, b in zip(piece[::2], piece[1::2], strict=False)]
         elif table == b"\x1b(I":
-            parts.append(bytes(byte | 0x80 for byte in piece).decode("cp932", "replace"))
+            pieces.append(bytes(byte | 0x80 for byte in piece).decode("cp932", "replace"))
         else:
-            parts.append(piece.decode("ascii", "replace"))
+            pieces.append(piece.decode("ascii", "replace"))
         table = found[0]
         start = found.end()
-    return "".join(parts)
+    return "".join(pieces)
 
 
 def _of_place(row: int, column: int) -> str:

@@ -101,9 +101,17 @@ class _Cleaner:
     def __init__(self, settings: CleanSettings) -> None:
         self._settings = settings
         self._detect = language_detector(settings)
-        self._repair = _repair() if settings.ftfy else str
-        self._fix = _old_ftfy() if "ftfy_fix_text" in settings.fixes else str
-        self._has_bad_word = _bad_words(settings.bad_words)
+        self._repair: Callable[[str], str] = str
+        self._fix: Callable[[str], str] = str  # ftfy with its defaults, as the old recipe has it
+        if settings.ftfy:
+            self._repair = _repair()
+        if "ftfy_fix_text" in settings.fixes:
+            import ftfy
+
+            self._fix = ftfy.fix_text
+        self._bad_words = None
+        if settings.bad_words is not None:
+            self._bad_words = word_pattern(_lines_of(settings.bad_words))
         self._rules: dict[Rules, Callable[[str], tuple[str, str | None]]] = dict(_RULES)
         if settings.stop_words is not None:
             quality = partial(gopher_quality, stop_words=frozenset(_lines_of(settings.stop_words)))
@@ -126,8 +134,12 @@ class _Cleaner:
         if self._count(text) < settings.min_tokens:
             return text, _TOO_FEW
         counted = text
-        if (reason := self._other_language(text)) is not None:
-            return text, reason
+        if settings.language != "any":
+            code, confidence = self._detect(text)
+            if code != settings.language:
+                return text, f"language: {code}"
+            if confidence < settings.min_confidence:
+                return text, "language: not sure"
         for name in settings.fixes:
             new, dropped = old_fix(name, text, lambda part: self._detect(part)[0], self._fix)
             if dropped:
@@ -138,23 +150,11 @@ class _Cleaner:
             text = _noted(text, new, "c4: lines removed", changed)
             if reason is not None:
                 return text, reason
-        if self._has_bad_word(text):
+        if self._bad_words is not None and self._bad_words.search(text) is not None:
             return text, "bad words"
         if text != counted and self._count(text) < settings.min_tokens:
             return text, _TOO_FEW
         return text, None
-
-    def _other_language(self, text: str) -> str | None:
-        """Return why a text is not in the language to keep; None if it is."""
-        settings = self._settings
-        if settings.language == "any":
-            return None
-        code, confidence = self._detect(text)
-        if code != settings.language:
-            return f"language: {code}"
-        if confidence < settings.min_confidence:
-            return "language: not sure"
-        return None
 
 
 # Rule -> function that returns the new text, and why the text is dropped, or None.
@@ -183,13 +183,6 @@ def _repair() -> Callable[[str], str]:
         unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False, explain=False
     )
     return partial(ftfy.fix_text, config=config)
-
-
-def _old_ftfy() -> Callable[[str], str]:
-    """Return ftfy with its defaults, as the old recipe has it."""
-    import ftfy
-
-    return ftfy.fix_text
 
 
 def language_detector(settings: CleanSettings) -> Callable[[str], tuple[str, float]]:
@@ -241,13 +234,6 @@ def _fasttext(settings: CleanSettings) -> Callable[[str], tuple[str, float]]:
         return label.removeprefix("__label__"), round(probability, 6)
 
     return detect
-
-
-def _bad_words(path: Path | None) -> Callable[[str], bool]:
-    if path is None:
-        return lambda text: False
-    pattern = word_pattern(_lines_of(path))
-    return lambda text: pattern is not None and pattern.search(text) is not None
 
 
 def _lines_of(path: Path) -> list[str]:

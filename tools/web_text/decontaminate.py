@@ -151,7 +151,9 @@ def build_decontaminate(settings: DecontaminateSettings) -> DocumentFunction:
         if not matches:
             return [Outcome(record)]
         cuts = cut_intervals(text, [match[:2] for match in matches], settings.margin)
-        pieces = [piece for piece in _pieces(text, cuts) if len(piece) >= settings.least_characters]
+        borders = [0, *(border for interval in cuts for border in interval), len(text)]
+        left = [text[start:stop].strip() for start, stop in zip(borders[::2], borders[1::2], strict=True)]
+        pieces = [piece for piece in left if len(piece) >= settings.least_characters]
         if len(pieces) > settings.most_pieces:
             return [Outcome(record, dropped=f"over {settings.most_pieces} pieces")]
         if not pieces:
@@ -164,15 +166,6 @@ def build_decontaminate(settings: DecontaminateSettings) -> DocumentFunction:
         return outcomes
 
     return cut
-
-
-def _pieces(text: str, cuts: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield what is left of a text between its cuts."""
-    start = 0
-    for first, stop in cuts:
-        yield text[start:first].strip()
-        start = stop
-    yield text[start:].strip()
 
 
 def decontaminate(job: Job[DecontaminateSettings]) -> None:

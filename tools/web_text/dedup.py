@@ -1,4 +1,11 @@
-"""Step `dedup`: one document of each group of equal or nearly equal ones."""
+"""Step `dedup`: one document of each group of equal or nearly equal ones.
+
+    inputs   -> make_index, group_documents    near_duplicates.py: the first document of each document's group
+             -> choose                         which document of a group is kept: the first, or the longest
+    inputs   -> WriteChunk                     read again: kept, or dropped as an exact or a near duplicate
+
+The search keeps what it has completed in the work directory, so that an interrupted step continues there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +36,7 @@ from tools.web_text.near_duplicates import (
 from tools.web_text.step import Job, Step, without
 
 _ROWS = 1 << 20
-_Part = tuple[Chunk, range, list[int], list[int]]
+_NumberedChunk = tuple[Chunk, range, list[int], list[int]]
 
 
 class DedupSettings(NearDuplicateSettings):
@@ -74,8 +81,30 @@ def dedup(job: Job[DedupSettings]) -> None:
     job.counts = groups.counts
     job.counts.documents_in -= others
     job.counts.bytes_in -= int(index.column("bytes")[:others].sum(dtype=np.int64))
-    job.counts.details |= {"groups": _count_groups(groups), "documents_of_other_files": others}
-    _write(job, groups, kept, others)
+    sizes = np.bincount(groups.roots, minlength=1)
+    figures = {"of_several_documents": int(np.count_nonzero(sizes > 1)), "documents_of_the_largest": int(sizes.max())}
+    job.counts.details |= {"groups": figures, "documents_of_other_files": others}
+
+    # The inputs are read again, and each document is kept or dropped. Those of other files are not written.
+    output = settings.output
+
+    def chunks() -> Iterator[_NumberedChunk]:
+        with progress(f"{job.name}: writing", total_bytes(index.files), "B") as bar:
+            for start, end, chunk in index.chunks(bar.update):
+                if start >= others and end > start:
+                    rows = slice(start, end)
+                    yield chunk, range(start, end), kept[rows].tolist(), groups.firsts[rows].tolist()
+
+    with atomic_write(output) as file, atomic_write(job.dropped) as dropped:
+        with closing(ordered_map(WriteChunk(output), chunks(), settings.workers)) as results:
+            for _, written in results:
+                file.write(written.kept)
+                dropped.write(written.dropped)
+                job.counts.add(written.counts)
+        if not job.counts.documents_out:
+            file.write(empty_file(output))
+        if not job.counts.dropped:
+            dropped.write(empty_file(output))
 
 
 def choose(groups: Groups, keep: str, others: int, work: Path) -> NDArray[np.uint32]:
@@ -112,26 +141,20 @@ def choose(groups: Groups, keep: str, others: int, work: Path) -> NDArray[np.uin
     return np.asarray(longest)
 
 
-def _count_groups(groups: Groups) -> dict[str, int]:
-    """Count the groups of at least two documents, and the documents of the largest."""
-    sizes = np.bincount(groups.roots, minlength=1)
-    return {"of_several_documents": int(np.count_nonzero(sizes > 1)), "documents_of_the_largest": int(sizes.max())}
-
-
 @dataclass(frozen=True)
 class WriteChunk:
     """Function of a chunk, for worker processes: keeps documents, and drops the others without their text."""
 
     output: Path
 
-    def __call__(self, part: _Part) -> ChunkResult:
+    def __call__(self, numbered: _NumberedChunk) -> ChunkResult:
         """Return the output of a chunk.
 
         Args:
-            part: Chunk, and for each of its documents: its number, the number of the document that is kept for it, and
-                the number of the first document with the same text.
+            numbered: Chunk, and for each of its documents: its number, the number of the document that is kept for it,
+                and the number of the first document with the same text.
         """
-        chunk, numbers, chosen, firsts = part
+        chunk, numbers, chosen, firsts = numbered
         output = ChunkOutput(self.output)
         for record, number, choice, first in zip(good_records(chunk), numbers, chosen, firsts, strict=True):
             size = text_bytes(record)
@@ -143,37 +166,6 @@ class WriteChunk:
                 {**without(record, "text"), "dropped": reason, "document": number, "kept": choice}, reason, size
             )
         return output.result()
-
-
-def _write(job: Job[DedupSettings], groups: Groups, kept: NDArray[np.uint32], others: int) -> None:
-    """Write the documents that are kept, and those that are dropped.
-
-    Args:
-        job: The job; its counts are filled in.
-        groups: Groups of the documents.
-        kept: Number of the document that is kept, for each document [documents].
-        others: Number of documents in other files, which are not written.
-    """
-    output = job.settings.output
-    index = groups.index
-
-    def parts() -> Iterator[_Part]:
-        with progress(f"{job.name}: writing", total_bytes(index.files), "B") as bar:
-            for start, end, chunk in index.chunks(bar.update):
-                if start >= others and end > start:
-                    rows = slice(start, end)
-                    yield chunk, range(start, end), kept[rows].tolist(), groups.firsts[rows].tolist()
-
-    with atomic_write(output) as file, atomic_write(job.dropped) as dropped:
-        with closing(ordered_map(WriteChunk(output), parts(), job.settings.workers)) as results:
-            for _, written in results:
-                file.write(written.kept)
-                dropped.write(written.dropped)
-                job.counts.add(written.counts)
-        if not job.counts.documents_out:
-            file.write(empty_file(output))
-        if not job.counts.dropped:
-            dropped.write(empty_file(output))
 
 
 DEDUP = Step("dedup", DedupSettings, dedup, packages=("rensa", "numpy"), sharded=True)

@@ -25,7 +25,7 @@ from neox.workers import ordered_map
 from tools.web_text.chunks import RESULT_AS_JSON, START, Chunk, read_chunks
 from tools.web_text.documents import ChunkState
 from tools.web_text.lines import batches, total_bytes
-from tools.web_text.minhash import Bands, band_hashes
+from tools.web_text.signatures import Bands, band_hashes
 from tools.web_text.step import Counts, Record
 
 LONGEST = 1 << 23  # characters; a longer document only equals others with the same text
@@ -212,22 +212,34 @@ class DocumentIndex:
         if state.complete:
             return state.counts
         with ExitStack() as stack:
-            columns = [stack.enter_context(file) for file in self._open_columns(state)]
+            columns: list[BinaryIO] = []  # after the rows that the state counts; the one of the chunks last
+            for name in self.names:
+                size = _width(name) * state.counts.documents_in
+                columns.append(stack.enter_context(open_truncated(self.directory / name, size)))
+            of_chunks = open_truncated(self.directory / _CHUNKS, _width(_CHUNKS) * state.chunks)
+            columns.append(stack.enter_context(of_chunks))
             bar = stack.enter_context(progress("signatures", total_bytes(self.files), "B"))
             chunks = read_chunks(self.files, state.next, self.max_line_bytes, bar.update)
             results = stack.enter_context(closing(ordered_map(work, chunks, workers)))
             for chunk, rows in results:
-                _append(columns, state, chunk, rows, skip_bad)
+                counts = state.counts
+                for bad in (*chunk.bad, *rows.bad):
+                    counts.add_bad(bad, skip_bad)
+                for file, data in zip(columns, (*rows.columns, np.uint32(rows.documents).tobytes()), strict=True):
+                    file.write(data)
+                counts.documents_in += rows.documents
+                counts.bytes_in += rows.text_bytes
+                state.chunks += 1
+                state.next = chunk.next
+                if chunk.content is None:  # the end of a file
+                    state.file_ends.append(counts.documents_in)
+                if counts.documents_in >= MAX_DOCUMENTS:
+                    raise DataError(f"more than {MAX_DOCUMENTS:,} documents: divide the files into several runs")
                 if self._log.is_due:
                     self._write_state(state, columns)
             state.complete = True
             self._write_state(state, columns)
         return state.counts
-
-    def _open_columns(self, state: _Indexed) -> list[BinaryIO]:
-        """Open all columns, the one of the chunks last, after the rows that the state counts."""
-        files = [open_truncated(self.directory / name, _width(name) * state.counts.documents_in) for name in self.names]
-        return [*files, open_truncated(self.directory / _CHUNKS, _width(_CHUNKS) * state.chunks)]
 
     def _write_state(self, state: _Indexed, columns: list[BinaryIO]) -> None:
         for file in columns:
@@ -238,20 +250,3 @@ class DocumentIndex:
 def _width(column: str) -> int:
     """Return the bytes of a value of a column."""
     return 4 if column in _NARROW else 8
-
-
-def _append(columns: list[BinaryIO], state: _Indexed, chunk: Chunk, rows: ChunkRows, skip_bad: int) -> None:
-    """Append the rows of a chunk."""
-    counts = state.counts
-    for bad in (*chunk.bad, *rows.bad):
-        counts.add_bad(bad, skip_bad)
-    for file, data in zip(columns, (*rows.columns, np.uint32(rows.documents).tobytes()), strict=True):
-        file.write(data)
-    counts.documents_in += rows.documents
-    counts.bytes_in += rows.text_bytes
-    state.chunks += 1
-    state.next = chunk.next
-    if chunk.content is None:
-        state.file_ends.append(counts.documents_in)
-    if counts.documents_in >= MAX_DOCUMENTS:
-        raise DataError(f"more than {MAX_DOCUMENTS:,} documents: divide the files into several runs")

@@ -3,16 +3,25 @@
 The inputs are cut into chunks at positions that depend on their bytes only. Each chunk becomes one zstd frame of the
 output, in order. So the output is the same for any number of workers, and a run that was killed continues after the
 last chunk that its state file counts.
+
+    read_chunks                 chunks.py; of WARC or HTML files: pages.py; of dumps: wikipedia.py
+        |  ordered_map          worker processes, results in order
+        |    ChunkWork            each document -> `Outcome`s: kept, or dropped with a reason
+        v
+    ChunkResult                 lines kept and dropped, compressed; counts; bad inputs
+        |  write_results        appends them, and saves the state every few seconds
+        v
+    OUTPUT, dropped/OUTPUT      renamed when complete
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Self
+from typing import Any, Generic, Self
 
 from neox.corpus import BadInput, LineBlock, Position, parse_records
 from neox.errors import DataError
@@ -20,10 +29,9 @@ from neox.files import fsync_file, partial_path, replace_file
 from neox.log import get_logger, progress
 from neox.resume import ResumeLog, open_truncated
 from neox.workers import ordered_map
-from tools.web_text.chunks import RESULT_AS_JSON, START, Chunk, Place, Reader, read_chunks
+from tools.web_text.chunks import RESULT_AS_JSON, START, Chunk, Place, Reader, read_chunks, with_shards, write_shard
 from tools.web_text.lines import compress_lines, empty_file, encode_line, text_bytes, total_bytes
-from tools.web_text.shards import with_shards, write_shard
-from tools.web_text.step import Counts, DocumentFunction, Job, Outcome, Record, S, Step, without
+from tools.web_text.step import Counts, DocumentFunction, Job, Record, S, Step, without
 
 _log = get_logger(f"neox.{__name__}")
 _MIB = 1 << 20
@@ -106,40 +114,34 @@ class ChunkWork(Generic[S]):
         function = _built(self.build, self.settings, self.identity)
         output = ChunkOutput(self.settings.output)
         bad: list[BadInput] = []
-        for record in _records(chunk.content, self.key):
+        records: Iterable[Record | BadInput] = ()
+        if isinstance(chunk.content, LineBlock):
+            records = parse_records(chunk.content, self.key)
+        elif chunk.content is not None:
+            records = chunk.content
+        for record in records:
             if isinstance(record, BadInput):
                 bad.append(record)
                 continue
             output.counts.documents_in += 1
             output.counts.bytes_in += text_bytes(record, self.key)
             for outcome in function(record):
-                self._add(output, outcome)
+                result = outcome.record
+                size = text_bytes(result, self.key if self.key in result else "text")
+                for name in outcome.changed:
+                    output.counts.change(name)
+                if outcome.dropped is None:
+                    output.keep(encode_line(result), size)
+                elif self.keep_text:
+                    output.drop(result, outcome.dropped, size)
+                else:
+                    output.drop(without(result, self.key), outcome.dropped, size)
         return output.result(bad)
-
-    def _add(self, output: ChunkOutput, outcome: Outcome) -> None:
-        record = outcome.record
-        key = self.key if self.key in record else "text"
-        size = text_bytes(record, key)
-        for name in outcome.changed:
-            output.counts.change(name)
-        if outcome.dropped is None:
-            output.keep(encode_line(record), size)
-            return
-        if not self.keep_text:
-            record = without(record, self.key)
-        output.drop(record, outcome.dropped, size)
 
 
 @lru_cache(maxsize=1)
 def _built(build: Callable[[S], DocumentFunction], settings: S, identity: str) -> DocumentFunction:
     return build(settings)
-
-
-def _records(content: LineBlock | tuple[Record, ...] | None, key: str) -> Iterator[Record | BadInput]:
-    if isinstance(content, LineBlock):
-        yield from parse_records(content, key)
-    elif content is not None:
-        yield from content
 
 
 @dataclass
@@ -213,47 +215,37 @@ def write_results(
     log = ResumeLog(job.work / "state.progress.json", job.identity, _Written.from_json)
     targets = (job.settings.output, job.dropped)
     job.dropped.parent.mkdir(parents=True, exist_ok=True)
-    state, outputs = _open_outputs(targets, log.read() or _Written())
+    state = log.read() or _Written()
+    kept, dropped = map(partial_path, targets)
+    try:
+        outputs = [open_truncated(kept, state.sizes[0]), open_truncated(dropped, state.sizes[1])]
+    except DataError as error:
+        _log.warning("the interrupted run cannot be resumed (%s): starting over", error)
+        state = _Written()
+        outputs = [open_truncated(kept, 0), open_truncated(dropped, 0)]
     with ExitStack() as stack:
         for output in outputs:
             stack.enter_context(output)
         bar = stack.enter_context(progress(job.name, total, unit))
         results = stack.enter_context(closing(produce(state.next, bar.update)))
-        _append(results, state, outputs, log, job.settings.skip_bad)
+        for chunk, result in results:
+            for bad in (*chunk.bad, *result.bad):
+                state.counts.add_bad(bad, job.settings.skip_bad)
+            for output, data in zip(outputs, (result.kept, result.dropped), strict=True):
+                output.write(data)
+            state.counts.add(result.counts)
+            state.sizes = (state.sizes[0] + len(result.kept), state.sizes[1] + len(result.dropped))
+            state.next = chunk.next
+            if log.is_due:
+                for output in outputs:
+                    fsync_file(output)  # what the state counts must be on disk
+                log.write(state)
         for target, output, size in zip(targets, outputs, state.sizes, strict=True):
             if not size:
                 output.write(empty_file(target))
             fsync_file(output)
             replace_file(partial_path(target), target)
     job.counts = state.counts
-
-
-def _open_outputs(targets: tuple[Path, Path], state: _Written) -> tuple[_Written, list[BinaryIO]]:
-    """Open the partial files of an interrupted run, or those of a new run if they are incomplete."""
-    kept, dropped = map(partial_path, targets)
-    try:
-        return state, [open_truncated(kept, state.sizes[0]), open_truncated(dropped, state.sizes[1])]
-    except DataError as error:
-        _log.warning("the interrupted run cannot be resumed (%s): starting over", error)
-        return _Written(), [open_truncated(kept, 0), open_truncated(dropped, 0)]
-
-
-def _append(
-    results: Results, state: _Written, outputs: list[BinaryIO], log: ResumeLog[_Written], skip_bad: int
-) -> None:
-    """Append results, and write the state every few seconds."""
-    for chunk, result in results:
-        for bad in (*chunk.bad, *result.bad):
-            state.counts.add_bad(bad, skip_bad)
-        for output, data in zip(outputs, (result.kept, result.dropped), strict=True):
-            output.write(data)
-        state.counts.add(result.counts)
-        state.sizes = (state.sizes[0] + len(result.kept), state.sizes[1] + len(result.dropped))
-        state.next = chunk.next
-        if log.is_due:
-            for output in outputs:
-                fsync_file(output)
-            log.write(state)
 
 
 def document_step(

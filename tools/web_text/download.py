@@ -24,8 +24,7 @@ from tools.web_text.pages import WARC_SUFFIXES, decode_page
 from tools.web_text.step import Job, Settings, Step
 
 if TYPE_CHECKING:
-    from tools.web_text.addresses import Network
-    from tools.web_text.fetch import Fetcher, Page
+    from tools.web_text.fetch import Fetcher, Network, Page
 
 _URLS_OF_CHUNK = 64
 _LONGEST_URL = 8192

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from neox.errors import ConfigError, DataError, NeoXError, needs_package
 from neox.log import setup_logging
+from tools.web_text.chunks import shard_directory
 from tools.web_text.recipe import RecipeStep
 from tools.web_text.run import check_packages, run_step
-from tools.web_text.shards import shard_directory
 from tools.web_text.step import Job
 
 Executor = Literal["local", "slurm", "ray"]

@@ -50,8 +50,11 @@ class ExtractSettings(Settings):
 
 def build_extract(settings: ExtractSettings) -> DocumentFunction:
     """Return the function that extracts the text of a page."""
-    methods = {"trafilatura": _trafilatura, "bs4": lambda _: _paragraphs, "raw": lambda _: _whole}
-    method: Callable[[str, str | None], str | None] = methods[settings.method](settings)
+    method: Callable[[str, str | None], str | None] = _whole
+    if settings.method == "trafilatura":
+        method = _trafilatura(settings)
+    elif settings.method == "bs4":
+        method = _paragraphs
 
     def extract(record: Record) -> list[Outcome]:
         html = record[_KEY]
@@ -117,15 +120,18 @@ def expand_pages(paths: Sequence[Path | str]) -> tuple[str, ...]:
     """
     files: list[str] = []
     for given in paths:
-        if is_remote(given):
-            files += _pages_at(given)
+        if is_remote(given):  # its ending tells which
+            if name_of(given).endswith(WARC_SUFFIXES):
+                files += expand_suffixes([given], WARC_SUFFIXES)
+            else:
+                files += expand_inputs([given])
             continue
         path = Path(given)
         warc = path.is_dir() and any(file.name.endswith(WARC_SUFFIXES) for file in path.iterdir())
         if warc or path.name.endswith(WARC_SUFFIXES):
             files += expand_suffixes([path], WARC_SUFFIXES)
-        elif path.is_dir() and (pages := _html_files(path)):
-            files += pages
+        elif path.is_dir() and (pages := [file for file in sorted(path.rglob("*")) if _is_page_file(file)]):
+            files += map(str, pages)
         elif path.name.endswith(HTML_SUFFIXES):
             files += expand_suffixes([path], HTML_SUFFIXES)
         else:
@@ -133,20 +139,8 @@ def expand_pages(paths: Sequence[Path | str]) -> tuple[str, ...]:
     return tuple(files)
 
 
-def _pages_at(address: Path | str) -> tuple[str, ...]:
-    """Return the WARC files or other inputs at an address, whose ending tells which."""
-    if name_of(address).endswith(WARC_SUFFIXES):
-        return expand_suffixes([address], WARC_SUFFIXES)
-    return expand_inputs([address])
-
-
-def _html_files(directory: Path) -> list[str]:
-    """Return the HTML files in a directory and inside its directories, sorted by path."""
-    found = []
-    for file in sorted(directory.rglob("*")):
-        if file.name.endswith(HTML_SUFFIXES) and file.is_file():
-            found.append(str(file))
-    return found
+def _is_page_file(file: Path) -> bool:
+    return file.name.endswith(HTML_SUFFIXES) and file.is_file()
 
 
 def extract(job: Job[ExtractSettings]) -> None:

@@ -1,21 +1,34 @@
-"""Fetching of many pages at once, politely and in bounded memory."""
+"""Fetching of many pages at once, politely and in bounded memory.
+
+    URLs in order      `Fetcher._begin`         a task for each, of at most 16 times `concurrency`
+        |              `_page`                  waits while finished pages fill the memory; retries temporary failures
+        |              `_follow`, `_request`    redirects; private addresses; robots.txt of the host (`_check_robots`)
+        |              `_slot`                  few requests at once to a host, with a delay, and `concurrency` in all
+        |              `_read`                  status, type, size, body without compression
+        v
+    results in order   `Fetcher.results`        a `Page`, or the reason why there is none
+
+Private networks are contacted only if the user allows them, also after redirects and by DNS (`PublicResolver`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 import ssl
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
+from aiohttp.abc import AbstractResolver
+from aiohttp.resolver import ThreadedResolver
 from protego import Protego
 
-from tools.web_text.addresses import PrivateAddressError, PublicResolver, is_literal, may_contact
 from tools.web_text.charsets import byte_order_mark, decode
 from tools.web_text.http_body import (
     BodyError,
@@ -41,6 +54,11 @@ _LARGEST_ROBOTS = 8 << 20
 _ROBOTS_KEPT = 10_000
 _LONGEST_CRAWL_DELAY = 30.0
 _CONTACT = re.compile(r"\+?https?://[^\s;)]+|\S+@\S+")
+
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class Refused(Exception):
@@ -102,7 +120,7 @@ class Fetcher:
         self._robots: OrderedDict[str, asyncio.Task[Protego | str]] = OrderedDict()
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._changed = asyncio.Condition()
-        self._held = 0  # bytes of pages that wait for an earlier one
+        self._waiting_bytes = 0  # of pages that wait for an earlier one
         self._next = 0  # number of the next URL to begin
         self._first = 0  # number of the first URL without a result
         self._session: aiohttp.ClientSession | None = None
@@ -119,7 +137,7 @@ class Fetcher:
             self._pending.popleft()
             async with self._changed:
                 self._first = first.number + 1
-                self._held -= len(result.body) if isinstance(result, Page) else 0
+                self._waiting_bytes -= len(result.body) if isinstance(result, Page) else 0
                 self._changed.notify_all()
             found.append((first.url, result))
         return found
@@ -162,14 +180,14 @@ class Fetcher:
 
         def may_start() -> bool:
             is_first = pending.number == self._first  # it never waits, because its end frees memory
-            return is_first or self._held < settings.memory_mb * _MIB
+            return is_first or self._waiting_bytes < settings.memory_mb * _MIB
 
         async with self._changed:
             await self._changed.wait_for(may_start)
         for attempt in range(settings.retries + 1):
             try:
                 page = await self._follow(pending.url, settings.max_page_mb * _MIB, robots=settings.robots)
-                self._held += len(page.body)
+                self._waiting_bytes += len(page.body)
                 return page
             except Retry as error:
                 if attempt == settings.retries:
@@ -193,12 +211,20 @@ class Fetcher:
 
     async def _request(self, url: str, limit: int, *, robots: bool, types: tuple[str, ...]) -> Page | str:
         """Return the page of a URL, or where it redirects to. Raises Refused."""
-        origin, host = _origin_and_host(url)
-        if is_literal(host) and not may_contact(host, self._networks):
-            raise Refused("private address")
+        try:
+            parts = urlsplit(url)
+            _ = parts.port  # raises for a bad one
+        except ValueError:
+            raise Refused("malformed URL") from None
+        host = parts.hostname
+        if parts.scheme not in ("http", "https") or not host:
+            raise Refused("malformed URL")
+        with suppress(ValueError):  # of a name, whose addresses the resolver judges
+            if not may_contact(host, self._networks):
+                raise Refused("private address")
         delay = self._settings.delay
         if robots:
-            delay = max(delay, await self._check_robots(origin, url))
+            delay = max(delay, await self._check_robots(f"{parts.scheme}://{parts.netloc}", url))
         with _refusals():
             async with (
                 self._slot(host, delay),
@@ -220,7 +246,22 @@ class Fetcher:
             raise Refused("not a page")
         if (response.content_length or 0) > most_bytes(limit):
             raise Refused("too large")
-        body = await _body(response, limit)
+        pieces: list[bytes] = []
+        size = 0
+        async for data in response.content.iter_chunked(_PIECE_BYTES):
+            size += len(data)
+            if size > most_bytes(limit):
+                raise Refused("too large")
+            pieces.append(data)
+        encodings = ", ".join(response.headers.getall("Content-Encoding", []))
+        try:
+            body = decoded_body(b"".join(pieces), encodings, limit)  # never decompresses much more than the limit
+        except DamagedBody as error:
+            raise Retry(str(error)) from None
+        except BodyError as error:
+            raise Refused(str(error)) from None
+        if len(body) > limit:
+            raise Refused("too large")
         media_type = media_type or sniffed_type(body)
         if types and (media_type not in types or is_binary(body, media_type, charset)):
             raise Refused("not a page")
@@ -280,18 +321,6 @@ class Fetcher:
         return Protego.parse(_robots_text(page.body))
 
 
-def _origin_and_host(url: str) -> tuple[str, str]:
-    """Return the origin of a URL, such as http://example.com:8080, and its host. Raises Refused."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises for a bad one
-    except ValueError:
-        raise Refused("malformed URL") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Refused("malformed URL")
-    return f"{parts.scheme}://{parts.netloc}", parts.hostname
-
-
 @contextmanager
 def _refusals() -> Iterator[None]:
     """Raise Refused or Retry in place of the errors of a request."""
@@ -312,27 +341,6 @@ def _refusals() -> Iterator[None]:
         raise Retry("connection failed") from None
 
 
-async def _body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Return the decoded content. Never decompresses much more than the limit. Raises Refused."""
-    parts: list[bytes] = []
-    size = 0
-    async for data in response.content.iter_chunked(_PIECE_BYTES):
-        size += len(data)
-        if size > most_bytes(limit):
-            raise Refused("too large")
-        parts.append(data)
-    encodings = response.headers.getall("Content-Encoding", [])
-    try:
-        content = decoded_body(b"".join(parts), ", ".join(encodings), limit)
-    except DamagedBody as error:
-        raise Retry(str(error)) from None
-    except BodyError as error:
-        raise Refused(str(error)) from None
-    if len(content) > limit:
-        raise Refused("too large")
-    return content
-
-
 def _robots_text(data: bytes) -> str:
     """Return the text of a robots.txt: its first 500 KiB, in UTF-8 or as its byte order mark says."""
     data = data[:_ROBOTS_BYTES]
@@ -346,3 +354,45 @@ def _robots_text(data: bytes) -> str:
         elif data[1:2] == b"\0":
             codec = "utf-16-le"
     return "\n".join(decode(data, codec).splitlines())
+
+
+class PrivateAddressError(OSError):
+    """A host has only private addresses."""
+
+
+def may_contact(text: str, allowed: Sequence[Network]) -> bool:
+    """Return whether an address is public or in an allowed network.
+
+    An IPv6 address that stands for an IPv4 address is judged by that address.
+    """
+    address: Address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _NAT64:
+            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        elif address.teredo is not None:
+            _, address = address.teredo
+        else:
+            address = address.ipv4_mapped or address.sixtofour or address
+    if any(address in network for network in allowed):
+        return True
+    return address.is_global and not address.is_multicast
+
+
+class PublicResolver(AbstractResolver):
+    """Resolver that returns only addresses that may be contacted; a connection uses what it returns."""
+
+    def __init__(self, allowed: Sequence[Network]) -> None:
+        self._allowed = allowed
+        self._inner = ThreadedResolver()
+
+    async def resolve(self, host: str, port: int = 0, family: Any = 0) -> list[Any]:
+        """Return addresses of a host. Raises PrivateAddressError if none may be contacted."""
+        found = await self._inner.resolve(host, port, family)
+        public = [entry for entry in found if may_contact(entry["host"], self._allowed)]
+        if not public:
+            raise PrivateAddressError(f"{host} has private addresses only")
+        return public
+
+    async def close(self) -> None:
+        """Release nothing."""
+        await self._inner.close()

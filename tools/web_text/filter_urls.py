@@ -170,24 +170,18 @@ class UrlFilter:
         parts = _split(url)
         if parts is None or parts.hostname is None:
             return url, "malformed", 0
-        reason = self._unwanted(parts.hostname.rstrip("."), parts.path.lower())
-        if reason is not None:
-            return url, reason, 0
+        host = parts.hostname.rstrip(".")
+        name, suffix = _suffixes()(host)
+        if not (name and suffix) and not settings.keep_addresses:
+            return url, "no registered domain", 0
+        if self.blocked.blocks(host, name):
+            return url, "domain", 0
+        if parts.path.lower().endswith(tuple(f".{extension.lower()}" for extension in settings.extensions)):
+            return url, "extension", 0
         url = parts._replace(fragment="").geturl()
         with suppress(ValueError):  # of hosts that no client asks for
             return url, None, url_digest(url)
         return url, "malformed", 0
-
-    def _unwanted(self, host: str, path: str) -> str | None:
-        """Return why a host or a path is not wanted; None if both are."""
-        name, suffix = _suffixes()(host)
-        if not (name and suffix) and not self.settings.keep_addresses:
-            return "no registered domain"
-        if self.blocked.blocks(host, name):
-            return "domain"
-        if path.endswith(tuple(f".{extension.lower()}" for extension in self.settings.extensions)):
-            return "extension"
-        return None
 
 
 def _split(url: str) -> SplitResult | None:
@@ -247,52 +241,52 @@ def normal_form(url: str) -> str:
 def filter_urls(job: Job[FilterUrlsSettings]) -> None:
     """Write the URLs to keep, and the dropped ones with their reasons."""
     settings = job.settings
+    check = UrlFilter(settings, read_domains(settings.domains, default=settings.default_domains))
+    urls = job.work / "urls"
     digests = [job.work / f"digests{number:02}" for number in range(_BUCKETS)]
     with atomic_write(job.dropped) as dropped:
-        count = _check_urls(job, digests, dropped)
-        repeated = _repeated(digests, count)
-        with atomic_write(settings.output) as output, open(job.work / "urls", "rb") as urls:
-            for line, is_repeated in zip(urls, repeated, strict=True):
+        # Each line is checked. URLs that pass go to a file, and the digests of their normal forms to buckets, so that
+        # equal ones come together.
+        count = 0
+        with ExitStack() as stack:
+            passed = stack.enter_context(open(urls, "wb"))
+            buckets = [stack.enter_context(open(path, "wb")) for path in digests]
+            bar = stack.enter_context(progress(job.name, total_bytes(job.files), "B"))
+            read = read_lines(job.files, 4 * settings.max_length, bar.update)
+            batches = iter(lambda: list(islice(read, _LINES)), [])
+            for lines, results in ordered_map(check, batches, settings.workers):
+                job.counts.documents_in += len(lines)
+                job.counts.bytes_in += sum(map(len, lines))
+                found = []
+                for url, reason, digest in results:
+                    if reason is None:
+                        found.append((digest, count))
+                        passed.write(url.encode() + b"\n")
+                        count += 1
+                    else:
+                        _drop(job, dropped, url, reason)
+                entries = np.array(found, _ENTRY)
+                bucket_of = entries["digest"] % _BUCKETS
+                for number in np.unique(bucket_of):
+                    buckets[number].write(entries[bucket_of == number].tobytes())
+
+        # A URL is repeated if an earlier one has its digest. Memory holds one bucket at a time.
+        repeated = np.zeros(count, bool)
+        for path in digests:
+            entries = np.fromfile(path, _ENTRY)
+            first = np.unique(entries["digest"], return_index=True)[1]
+            again = np.ones(len(entries), bool)
+            again[first] = False
+            repeated[entries["number"][again]] = True
+
+        with atomic_write(settings.output) as output, open(urls, "rb") as lines_of_urls:
+            for line, is_repeated in zip(lines_of_urls, repeated, strict=True):
                 if is_repeated:
                     _drop(job, dropped, line[:-1].decode(), DUPLICATE)
                 else:
                     output.write(line)
                     job.counts.documents_out += 1
                     job.counts.bytes_out += len(line) - 1
-
-
-def _check_urls(job: Job[FilterUrlsSettings], digests: Sequence[Path], dropped: IO[bytes]) -> int:
-    """Write the URLs that pass every check to `urls` in the work directory, and their digests to buckets.
-
-    Args:
-        job: The job; its counts are filled in.
-        digests: File of each bucket.
-        dropped: File for the other URLs.
-
-    Returns:
-        Number of URLs that pass.
-    """
-    settings = job.settings
-    check = UrlFilter(settings, read_domains(settings.domains, default=settings.default_domains))
-    count = 0
-    with ExitStack() as stack:
-        kept = stack.enter_context(open(job.work / "urls", "wb"))
-        buckets = [stack.enter_context(open(path, "wb")) for path in digests]
-        bar = stack.enter_context(progress(job.name, total_bytes(job.files), "B"))
-        batches = _batches(read_lines(job.files, 4 * settings.max_length, bar.update))
-        for lines, results in ordered_map(check, batches, settings.workers):
-            job.counts.documents_in += len(lines)
-            job.counts.bytes_in += sum(map(len, lines))
-            found = []
-            for url, reason, digest in results:
-                if reason is None:
-                    found.append((digest, count))
-                    kept.write(url.encode() + b"\n")
-                    count += 1
-                else:
-                    _drop(job, dropped, url, reason)
-            _distribute(np.array(found, _ENTRY), buckets)
-    return count
 
 
 def _drop(job: Job[FilterUrlsSettings], dropped: IO[bytes], url: str, reason: str) -> None:
@@ -323,35 +317,6 @@ def read_lines(paths: Iterable[str], limit: int, consumed: Callable[[int], objec
                 consumed(size)
                 if line := line.strip():
                     yield line
-
-
-def _batches(lines: Iterator[bytes]) -> Iterator[list[bytes]]:
-    while batch := list(islice(lines, _LINES)):
-        yield batch
-
-
-def _distribute(entries: np.ndarray, buckets: Sequence[IO[bytes]]) -> None:
-    """Append entries to the buckets of their digests, so that equal ones come together."""
-    bucket = entries["digest"] % len(buckets)
-    for number in np.unique(bucket):
-        buckets[number].write(entries[bucket == number].tobytes())
-
-
-def _repeated(paths: Sequence[Path], count: int) -> np.ndarray:
-    """Return for each URL whether an earlier URL has its digest [URLs]. Memory holds one bucket at a time.
-
-    Args:
-        paths: Files of the buckets.
-        count: Number of URLs.
-    """
-    repeated = np.zeros(count, bool)
-    for path in paths:
-        entries = np.fromfile(path, _ENTRY)
-        first = np.unique(entries["digest"], return_index=True)[1]
-        again = np.ones(len(entries), bool)
-        again[first] = False
-        repeated[entries["number"][again]] = True
-    return repeated
 
 
 def expand_suffixes(paths: Sequence[Path | str], suffixes: tuple[str, ...]) -> tuple[str, ...]:

@@ -86,17 +86,17 @@ def batches(items: Iterable[T], limit: int, size: Callable[[T], int] = len) -> I
         limit: Weight at which a list is complete.
         size: Function that returns the weight of an item.
     """
-    held: list[T] = []
+    batch: list[T] = []
     weight = 0
     for item in items:
-        held.append(item)
+        batch.append(item)
         weight += size(item)
         if weight >= limit:
-            yield held
-            held = []
+            yield batch
+            batch = []
             weight = 0
-    if held:
-        yield held
+    if batch:
+        yield batch
 
 
 def empty_file(path: Path) -> bytes:

@@ -1,4 +1,16 @@
-"""Web pages: their encoding, and WARC files."""
+"""Web pages: their encoding, and the files that hold them.
+
+    WARC file    `_Archive.records`    one record after another; after a damaged one, reading continues at the next
+                     |  `_page`        its HTTP body without chunks and compression, if it is a page
+                     v
+                 `warc_reader`         chunks of records: url, html (bytes), content_type, charset
+    HTML file    `html_reader`         a chunk for each file
+                     |
+                     v
+    processes    `decode_page`         bytes to text, as browsers decode them
+
+extract.py extracts the text of the pages.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +102,33 @@ def warc_reader(
         at = start[1] if number == start[0] else Position()
         with os_errors(DataError, f"{files[number]} cannot be read"), open_file(files[number]) as file:
             file.seek(at.offset)
-            yield from _file_chunks(files[number], file, number, at, max_bytes, consumed)
+            records: list[Record] = []
+            size = 0  # of their pages
+            count = at.line
+            bad: list[BadInput] = []
+            reported = at.offset
+            empty = True
+            for offset, found in _Archive(file).records(partial(_page, max_bytes=max_bytes)):
+                empty = False
+                if size >= _CHUNK_BYTES or len(records) >= _CHUNK_RECORDS:
+                    consumed(offset - reported)
+                    reported = offset
+                    yield Chunk(tuple(records), tuple(bad), (number, Position(count, offset)))
+                    records = []
+                    size = 0
+                    bad = []
+                if isinstance(found, str):
+                    bad.append(BadInput(files[number], count, offset, found))
+                    continue
+                count += 1
+                if found is not None:
+                    records.append(found)
+                    size += len(found["html"])
+            if empty:
+                bad.append(BadInput(files[number], None, None, "the file holds no WARC record"))
+            if records:
+                yield Chunk(tuple(records), (), (number, Position(count, file.tell())))
+            yield Chunk(None, tuple(bad), (number + 1, Position()))
 
 
 def html_reader(
@@ -126,38 +164,6 @@ def html_reader(
         yield Chunk(None, (), (number + 1, Position()))
 
 
-def _file_chunks(
-    path: str, file: Any, number: int, at: Position, max_bytes: int, consumed: Callable[[int], Any]
-) -> Iterator[Chunk]:
-    held: list[Record] = []
-    size = 0  # of the pages held
-    count = at.line
-    bad: list[BadInput] = []
-    reported = at.offset
-    empty = True
-    for offset, found in _Archive(file).records(partial(_page, max_bytes=max_bytes)):
-        empty = False
-        if size >= _CHUNK_BYTES or len(held) >= _CHUNK_RECORDS:
-            consumed(offset - reported)
-            reported = offset
-            yield Chunk(tuple(held), tuple(bad), (number, Position(count, offset)))
-            held = []
-            size = 0
-            bad = []
-        if isinstance(found, str):
-            bad.append(BadInput(path, count, offset, found))
-            continue
-        count += 1
-        if found is not None:
-            held.append(found)
-            size += len(found["html"])
-    if empty:
-        bad.append(BadInput(path, None, None, "the file holds no WARC record"))
-    if held:
-        yield Chunk(tuple(held), (), (number, Position(count, file.tell())))
-    yield Chunk(None, tuple(bad), (number + 1, Position()))
-
-
 class _Archive:
     """Records of a WARC file, whose ends are checked. warcio leaves out what it cannot read, or prints a warning."""
 
@@ -173,7 +179,7 @@ class _Archive:
         self._open()
 
     def _open(self) -> None:
-        self._iterator = ArchiveIterator(_Whole(self._file), arc2warc=True)
+        self._iterator = ArchiveIterator(_UncutFile(self._file), arc2warc=True)
         self._iterator.reader = _Members(self._iterator.fh)
         self._iterator.INC_RECORD = ""  # a warning with the whole line
 
@@ -252,7 +258,7 @@ class _Archive:
         return True
 
 
-class _Whole:
+class _UncutFile:
     """File that raises ArchiveLoadFailed where a compressed file is cut; warcio takes EOFError as its end."""
 
     def __init__(self, file: Any) -> None:
@@ -318,9 +324,15 @@ def _is_one_gzip_file(file: Any) -> bool:
 
 def _page(entry: Any, max_bytes: int) -> Record | None:
     """Return the page of a WARC record; None if it holds none."""
-    content = _content_type(entry)
-    kind, charset = content_type(content or "")
-    if content is None or (kind and kind not in PAGE_TYPES):
+    headers = entry.http_headers
+    if entry.rec_type == "conversion":  # Common Crawl's WET: text
+        header = "text/plain; charset=utf-8"
+    elif entry.rec_type not in ("response", "resource") or (headers and headers.get_statuscode() != "200"):
+        return None
+    else:
+        header = (headers or entry.rec_headers).get_header("Content-Type") or ""
+    kind, charset = content_type(header)
+    if kind and kind not in PAGE_TYPES:
         return None
     url = entry.rec_headers.get_header("WARC-Target-URI")
     parts: list[bytes] = []
@@ -331,7 +343,11 @@ def _page(entry: Any, max_bytes: int) -> Record | None:
             return {"url": url, "html": b"", "too_large": True}
         parts.append(part)
     try:
-        body = _content(b"".join(parts), entry.http_headers, max_bytes)
+        body = b"".join(parts)
+        if headers:
+            if (headers.get_header("Transfer-Encoding") or "").lower().endswith("chunked"):
+                body = without_chunks(body)
+            body = decoded_body(body, headers.get_header("Content-Encoding") or "", max_bytes, archived=True)
     except BodyError as error:
         return {"url": url, "html": b"", "unreadable": str(error)}
     if len(body) > max_bytes:
@@ -343,23 +359,3 @@ def _page(entry: Any, max_bytes: int) -> Record | None:
     if entry.rec_headers.get_header("WARC-Truncated"):
         record["truncated"] = True
     return record
-
-
-def _content_type(entry: Any) -> str | None:
-    """Return the `Content-Type` of the page in a WARC record, perhaps empty; None if the record holds no page."""
-    if entry.rec_type == "conversion":  # Common Crawl's WET: text
-        return "text/plain; charset=utf-8"
-    if entry.rec_type not in ("response", "resource"):
-        return None
-    if entry.http_headers and entry.http_headers.get_statuscode() != "200":
-        return None
-    return (entry.http_headers or entry.rec_headers).get_header("Content-Type") or ""
-
-
-def _content(body: bytes, headers: Any, max_bytes: int) -> bytes:
-    """Return what a body holds by its HTTP headers, if there are any. Raises BodyError."""
-    if not headers:
-        return body
-    if (headers.get_header("Transfer-Encoding") or "").lower().endswith("chunked"):
-        body = without_chunks(body)
-    return decoded_body(body, headers.get_header("Content-Encoding") or "", max_bytes, archived=True)

@@ -75,11 +75,29 @@ def _recipe_step(
         before: The step before it; its outputs are the default inputs.
     """
     path = f"steps.{number}"
-    step, given = _entry(parsed, path, entry, steps)
+    if isinstance(entry, str):
+        entry = {entry: None}
+    if not isinstance(entry, dict) or len(entry) != 1:
+        raise ConfigError(f"{_at(parsed, path)}: give a step's name, or `name: {{setting: value}}`")
+    ((name, given),) = entry.items()
+    if name not in steps:
+        raise ConfigError(f"{_at(parsed, f'{path}.{name}', path)} is no step; they are {', '.join(steps)}")
+    step = steps[name]
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{_at(parsed, f'{path}.{name}', path)}: its settings must be `key: value` pairs")
+    spelled: dict[str, Any] = {}
+    for key, value in given.items():
+        if key.replace("-", "_") in spelled:
+            raise ConfigError(f"{_at(parsed, f'{path}.{name}.{key}')} is given twice, with `-` and `_`; remove one")
+        spelled[key.replace("-", "_")] = value
+
+    # Its own settings go before those of the recipe, and these before what follows from its place.
     defaults = {key: parsed.values[key] for key in _DEFAULTS if key in parsed.values}
     suffix = step.suffixes[0] if step.suffixes else ""
     output = Path(parsed.values["directory"]) / f"{number + 1:02}-{step.name}{suffix}"
-    own: dict[str, Any] = {**defaults, "output": str(output), **given}
+    own: dict[str, Any] = {**defaults, "output": str(output), **spelled}
     if "input" not in own and before is not None:
         own["input"] = before.step.outputs(before.settings)
 
@@ -88,30 +106,6 @@ def _recipe_step(
         return f"{_at(parsed, f'{path}.{step.name}.{key}', *others)} of step {step.name}"
 
     return RecipeStep(step, step.make_settings(own, where))
-
-
-def _entry(
-    parsed: ParsedFile, path: str, entry: Any, steps: Mapping[str, Step[Any]]
-) -> tuple[Step[Any], dict[str, Any]]:
-    """Return step and given settings of an item of `steps`."""
-    if isinstance(entry, str):
-        entry = {entry: None}
-    if not isinstance(entry, dict) or len(entry) != 1:
-        raise ConfigError(f"{_at(parsed, path)}: give a step's name, or `name: {{setting: value}}`")
-    ((name, given),) = entry.items()
-    if name not in steps:
-        raise ConfigError(f"{_at(parsed, f'{path}.{name}', path)} is no step; they are {', '.join(steps)}")
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"{_at(parsed, f'{path}.{name}', path)}: its settings must be `key: value` pairs")
-    settings = {}
-    for key, value in given.items():
-        spelled = key.replace("-", "_")
-        if spelled in settings:
-            raise ConfigError(f"{_at(parsed, f'{path}.{name}.{key}')} is given twice, with `-` and `_`; remove one")
-        settings[spelled] = value
-    return steps[name], settings
 
 
 def _at(parsed: ParsedFile, path: str, *others: str) -> str:

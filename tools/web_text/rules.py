@@ -55,21 +55,11 @@ def gopher_quality(text: str, stop_words: frozenset[str] = _STOP_WORDS) -> str |
     ellipses = sum(map(text.count, _ELLIPSES))
     if max(text.count("#"), ellipses) / len(words) > 0.1:
         return "gopher: symbols for words"
-    return _gopher_lines(text) or _gopher_words(text, words, stop_words)
-
-
-def _gopher_lines(text: str) -> str | None:
     lines = list(filter(None, map(str.strip, text.splitlines())))
-    bullets = sum(line.startswith(_BULLETS) for line in lines)
-    if bullets > 0.9 * len(lines):
+    if sum(line.startswith(_BULLETS) for line in lines) > 0.9 * len(lines):
         return "gopher: lines that start with a bullet"
-    ellipses = sum(line.endswith(_ELLIPSES) for line in lines)
-    if ellipses > 0.3 * len(lines):
+    if sum(line.endswith(_ELLIPSES) for line in lines) > 0.3 * len(lines):
         return "gopher: lines that end with an ellipsis"
-    return None
-
-
-def _gopher_words(text: str, words: Sequence[str], stop_words: frozenset[str]) -> str | None:
     with_letters = sum(any(map(str.isalpha, word)) for word in words)
     if with_letters < 0.8 * len(words):
         return "gopher: words without a letter"
@@ -86,9 +76,14 @@ def _gopher_words(text: str, words: Sequence[str], stop_words: frozenset[str]) -
 def gopher_repetition(text: str) -> str | None:
     """Return the name of the first of Gopher's repetition rules that a text breaks; None if it keeps all."""
     for name, pattern in (("lines", r"\n+"), ("paragraphs", r"\n{2,}")):
-        parts = list(filter(None, re.split(pattern, text.strip())))
-        repeated = _repetitions(parts)
-        if len(repeated) > 0.3 * len(parts):
+        pieces = list(filter(None, re.split(pattern, text.strip())))
+        seen: set[str] = set()
+        repeated = []  # pieces that have occurred before
+        for piece in pieces:
+            if piece in seen:
+                repeated.append(piece)
+            seen.add(piece)
+        if len(repeated) > 0.3 * len(pieces):
             return f"gopher: repeated {name}"
         if sum(map(len, repeated)) > 0.2 * len(text):
             return f"gopher: characters in repeated {name}"
@@ -101,17 +96,6 @@ def gopher_repetition(text: str) -> str | None:
         if _repeated_characters(words, n) > share * size:
             return f"gopher: repeated {n}-grams"
     return None
-
-
-def _repetitions(parts: Sequence[str]) -> list[str]:
-    """Return the parts that have occurred before."""
-    seen: set[str] = set()
-    repeated = []
-    for part in parts:
-        if part in seen:
-            repeated.append(part)
-        seen.add(part)
-    return repeated
 
 
 def _characters_of_the_most_frequent(words: Sequence[str], n: int) -> int:

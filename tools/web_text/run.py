@@ -11,7 +11,7 @@ from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from neox.errors import ConfigError, DataError, install_command, os_errors
 from neox.files import check_writable, sha256_of, write_text
@@ -35,19 +35,16 @@ def read_sidecar(output: str | Path) -> dict[str, Any] | None:
     path = sidecar_path(Path(output))
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
-        if not _is_sidecar(sidecar):
+        if not isinstance(sidecar, dict):
             raise ValueError("no step wrote it")
+        for key, kind in _SIDECAR.items():
+            if not isinstance(sidecar.get(key), kind):
+                raise ValueError("no step wrote it")
         return sidecar
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): remove it, and the step runs again") from error
-
-
-def _is_sidecar(value: Any) -> TypeGuard[dict[str, Any]]:
-    if not isinstance(value, dict):
-        return False
-    return all(isinstance(value.get(key), kind) for key, kind in _SIDECAR.items())
 
 
 def run_step(step: Step[S], settings: S) -> dict[str, Any]:
@@ -80,37 +77,71 @@ def run_step(step: Step[S], settings: S) -> dict[str, Any]:
 
 
 def _run_or_keep(step: Step[S], settings: S, files: tuple[str, ...]) -> dict[str, Any]:
-    """Run a step whose output is locked, unless an equal run is complete. Returns the report, with `fresh`."""
+    """Run a step whose output is locked, unless an equal run is complete.
+
+    `identity` is a hash of the step, its settings, its packages and the contents of its inputs. It stands in three
+    places:
+
+        OUTPUT.work/identity    an interrupted run with these intermediate files, which continues
+        Job.identity            of this run
+        OUTPUT.step.json        a complete run, whose outputs have the sizes that are recorded there
+
+    Returns:
+        The report, with `fresh`.
+    """
     started = time.monotonic()
-    old = _old_sidecar(step.outputs(settings)[0])
+    outputs = step.outputs(settings)
+    old = None
+    try:
+        old = read_sidecar(outputs[0])
+    except DataError as error:
+        _log.warning("%s", error)
     inputs = [_checked_input(file, old) for file in files]
+    named_files: dict[str, list[str]] = {}  # that change the output, such as word lists and models
+    for name in settings.model_fields_set - settings.RUNTIME:
+        if paths := _paths_of(settings, name):
+            named_files[name] = [sha256_of(path) for path in paths if path.is_file()]
     description = {
         "format": _FORMAT,
         "step": step.name,
         "settings": settings.fingerprint(),
-        "files": _hashes_of_named_files(settings),
+        "files": named_files,
         "packages": check_packages(step),
         "inputs": [entry["sha256"] for entry in inputs],
     }
     job = Job(step.name, settings, files, _hash_json(description))
-    if old is not None and _is_complete(old, job.identity, step.outputs(settings)):
-        report = old["report"]
-        _check_bad(report, settings)
-        return {**report, "fresh": False}
-    _prepare(job, step)
+
+    # Is an equal run complete?
+    if old is not None and old["identity"] == job.identity:
+        recorded = [old["outputs"].get(path.name, {}).get("bytes") for path in outputs]
+        sizes = [path.stat().st_size if path.exists() else -1 for path in outputs]
+        if recorded == sizes:
+            report = old["report"]
+            if report["bad"] > settings.skip_bad:
+                raise DataError(
+                    f"{settings.output} was made with {report['bad']:,} bad inputs skipped, such as "
+                    f"{report['bad_examples'][0]}. Remove it, and the step runs again, or give --skip-bad "
+                    f"{report['bad']}"
+                )
+            return {**report, "fresh": False}
+
+    # What describes another run goes: sidecars of old outputs, and intermediate files.
+    for output in {settings.output, *outputs}:
+        sidecar_path(output).unlink(missing_ok=True)
+    name_of_work = job.work / "identity"
+    if not name_of_work.exists() or name_of_work.read_text() != job.identity:
+        shutil.rmtree(job.work, ignore_errors=True)
+        write_text(name_of_work, job.identity)
+
     step.run(job)
     report = {"step": step.name, **job.counts.as_json(), "seconds": round(time.monotonic() - started, 3)}
-    _finish(job, step, {**description, "identity": job.identity, "inputs": inputs, "report": report})
+    written = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in outputs}
+    sidecar = {**description, "identity": job.identity, "inputs": inputs, "report": report, "outputs": written}
+    text = json.dumps(sidecar, indent=1, ensure_ascii=False)
+    for output in outputs:
+        write_text(sidecar_path(output), text)
+    shutil.rmtree(job.work, ignore_errors=True)
     return {**report, "fresh": True}
-
-
-def _check_bad(report: Mapping[str, Any], settings: Settings) -> None:
-    """Raise DataError if a complete run skipped more bad inputs than may be skipped now."""
-    if report["bad"] > settings.skip_bad:
-        raise DataError(
-            f"{settings.output} was made with {report['bad']:,} bad inputs skipped, such as "
-            f"{report['bad_examples'][0]}. Remove it, and the step runs again, or give --skip-bad {report['bad']}"
-        )
 
 
 def _paths_of(settings: Settings, name: str) -> list[Path]:
@@ -118,15 +149,6 @@ def _paths_of(settings: Settings, name: str) -> list[Path]:
     value = getattr(settings, name)
     values = value if isinstance(value, tuple) else (value,)
     return [entry for entry in values if isinstance(entry, Path)]
-
-
-def _hashes_of_named_files(settings: Settings) -> dict[str, list[str]]:
-    """Return the hashes of the files in settings that change the output, such as word lists and models."""
-    hashes = {}
-    for name in settings.model_fields_set - settings.RUNTIME:
-        if paths := _paths_of(settings, name):
-            hashes[name] = [sha256_of(path) for path in paths if path.is_file()]
-    return hashes
 
 
 def _check_paths(step: Step[S], settings: S, files: tuple[str, ...]) -> None:
@@ -155,21 +177,23 @@ def _check_kept(step: Step[S], flag: str, written: Iterable[Path], others: Itera
             raise ConfigError(f"{step.name}: writing {path} would replace {replaced}; choose another --{flag}")
 
 
-def _old_sidecar(output: Path) -> dict[str, Any] | None:
-    try:
-        return read_sidecar(output)
-    except DataError as error:
-        _log.warning("%s", error)
-        return None
-
-
 def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
     """Describe an input by size, time and hash, and compare it with what the step that wrote it recorded.
 
     If the old sidecar of the output has an input of this size and time, its hash is not computed again.
+
+    Raises:
+        DataError: If it cannot be read, is not what that step wrote, or its server tags no content, so that a change
+            would not be noticed.
     """
-    if is_remote(file):
-        return _remote_input(file)
+    if is_remote(file):  # it is not read: the server's tag stands for its content
+        state = state_of(file)
+        if not state.version:
+            raise DataError(
+                f"{shown(file)}: the server has no tag for its content; download it, and give the local file"
+            )
+        described = {"path": shown(file), "bytes": state.size, "version": state.version}
+        return {**described, "sha256": _hash_json(described)}
     path = Path(file)
     with os_errors(DataError, f"{file} cannot be read"):
         status = path.stat()
@@ -187,21 +211,6 @@ def _checked_input(file: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
     return entry
 
 
-def _remote_input(address: str) -> dict[str, Any]:
-    """Describe an input at an address by its size and the server's tag of its content, without reading it.
-
-    Raises:
-        DataError: If the server refuses, or tags no content, so that a change would not be noticed.
-    """
-    state = state_of(address)
-    if not state.version:
-        raise DataError(
-            f"{shown(address)}: the server has no tag for its content; download it, and give the local file"
-        )
-    entry = {"path": shown(address), "bytes": state.size, "version": state.version}
-    return {**entry, "sha256": _hash_json(entry)}  # of the description, not of the content
-
-
 def check_packages(step: Step[Any]) -> dict[str, str]:
     """Return the versions of a step's packages. Raises ConfigError if one is missing."""
     versions = {}
@@ -212,37 +221,6 @@ def check_packages(step: Step[Any]) -> dict[str, str]:
             install = install_command("requirements-webtext.txt")
             raise ConfigError(f"the step {step.name} needs the package {name}: {install}") from None
     return versions
-
-
-def _is_complete(sidecar: Mapping[str, Any], identity: str, outputs: tuple[Path, ...]) -> bool:
-    """Return whether a sidecar is of this job, and its outputs are there with the sizes it records."""
-    if sidecar["identity"] != identity:
-        return False
-    for output in outputs:
-        recorded = sidecar["outputs"].get(output.name)
-        if recorded is None or not output.exists() or output.stat().st_size != recorded["bytes"]:
-            return False
-    return True
-
-
-def _prepare(job: Job[S], step: Step[S]) -> None:
-    """Remove what describes another job: sidecars of old outputs, and intermediate files."""
-    for output in {job.settings.output, *step.outputs(job.settings)}:
-        sidecar_path(output).unlink(missing_ok=True)
-    name = job.work / "identity"
-    if not name.exists() or name.read_text() != job.identity:
-        shutil.rmtree(job.work, ignore_errors=True)
-        write_text(name, job.identity)
-
-
-def _finish(job: Job[S], step: Step[S], sidecar: dict[str, Any]) -> None:
-    """Write the sidecars of a complete job, and remove its intermediate files."""
-    outputs = step.outputs(job.settings)
-    described = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in outputs}
-    text = json.dumps({**sidecar, "outputs": described}, indent=1, ensure_ascii=False)
-    for output in outputs:
-        write_text(sidecar_path(output), text)
-    shutil.rmtree(job.work, ignore_errors=True)
 
 
 def _hash_json(value: Mapping[str, Any]) -> str:

@@ -36,26 +36,21 @@ class ShuffleSettings(Settings):
 def shuffle(job: Job[ShuffleSettings]) -> None:
     """Write the documents of a job in random order."""
     runs: list[Path] = []
-    held: list[_Keyed] = []
+    in_memory: list[_Keyed] = []
     memory = 0
-    for keyed in _keyed_lines(job):
-        held.append(keyed)
-        memory += len(keyed[2]) + _ENTRY_BYTES
-        if memory >= job.settings.memory_mb * _MIB:
-            runs.append(_write_run(job.work / f"run{len(runs):05}", held))
-            held = []
-            memory = 0
-    held.sort()
-    merged = heapq.merge(*map(_read_run, runs), held)
-    job.counts.documents_out = write_lines(job.settings.output, (line for _, _, line in merged))
-    job.counts.bytes_out = job.counts.bytes_in
-
-
-def _keyed_lines(job: Job[ShuffleSettings]) -> Iterator[_Keyed]:
-    """Yield each document with its random number and its own number."""
     draws = _draws(job.settings.seed)
     for number, record in enumerate(read_records(job)):
-        yield next(draws), number, encode_line(record)
+        line = encode_line(record)
+        in_memory.append((next(draws), number, line))
+        memory += len(line) + _ENTRY_BYTES
+        if memory >= job.settings.memory_mb * _MIB:
+            runs.append(_write_run(job.work / f"run{len(runs):05}", in_memory))
+            in_memory = []
+            memory = 0
+    in_memory.sort()
+    merged = heapq.merge(*map(_read_run, runs), in_memory)
+    job.counts.documents_out = write_lines(job.settings.output, (line for _, _, line in merged))
+    job.counts.bytes_out = job.counts.bytes_in
 
 
 def _draws(seed: int) -> Iterator[int]:
@@ -64,10 +59,10 @@ def _draws(seed: int) -> Iterator[int]:
         yield from random.integers(0, 1 << 63, _DRAWS, dtype=np.uint64).tolist()
 
 
-def _write_run(path: Path, held: list[_Keyed]) -> Path:
-    held.sort()
+def _write_run(path: Path, in_memory: list[_Keyed]) -> Path:
+    in_memory.sort()
     with open(path, "wb") as file:
-        for key, number, line in held:
+        for key, number, line in in_memory:
             file.write(_HEADER.pack(key, number, len(line)) + line)
     return path
 

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from neox.corpus import BadInput, LineBlock
@@ -17,7 +16,6 @@ from tools.dataset.split import draw_parts, write_parts
 from tools.web_text.document_index import DocumentIndex, records_of
 from tools.web_text.lines import total_bytes
 from tools.web_text.near_duplicates import (
-    Groups,
     NearDuplicateSettings,
     group_documents,
     index_shard,
@@ -67,24 +65,20 @@ def split(job: Job[SplitSettings]) -> None:
         return index_shard(job, index)
     groups = group_documents(job, index)
     draws = draw_parts(f"{train},{settings.dev_percent},{settings.test_percent}", settings.seed)
-    part_of = _parts_of_groups(groups, draws, job.work / "parts")
+
+    # The part of a document is that of the first of its group.
+    count = len(groups.roots)
+    part_of = np.memmap(job.work / "parts", np.int8, "w+", shape=max(count, 1))
+    for start in range(0, count, _MIB):
+        stop = min(start + _MIB, count)
+        part_of[start:stop] = np.fromiter(islice(draws, stop - start), np.int8, stop - start)
+        part_of[start:stop] = part_of[groups.roots[start:stop]]
     outputs = [(path, path.with_name(f"{path.name.rpartition('.jsonl')[0]}.tsv")) for path in settings.parts()]
-    written = write_parts(_lines(index), map(int, part_of), outputs)
+    written = write_parts(_lines(index), map(int, part_of[:count]), outputs)
     job.counts = groups.counts
     job.counts.documents_out = job.counts.documents_in
     job.counts.bytes_out = job.counts.bytes_in
     job.counts.details |= written
-
-
-def _parts_of_groups(groups: Groups, draws: Iterator[int], path: Path) -> NDArray[np.int8]:
-    """Return the part of each document [documents], in a file. It is the part of the first document of its group."""
-    count = len(groups.roots)
-    parts = np.memmap(path, np.int8, "w+", shape=max(count, 1))
-    for start in range(0, count, _MIB):
-        stop = min(start + _MIB, count)
-        parts[start:stop] = np.fromiter(islice(draws, stop - start), np.int8, stop - start)
-        parts[start:stop] = parts[groups.roots[start:stop]]
-    return parts[:count]
 
 
 def _lines(index: DocumentIndex) -> Iterator[tuple[str, int, bytes]]:
@@ -93,17 +87,12 @@ def _lines(index: DocumentIndex) -> Iterator[tuple[str, int, bytes]]:
         for _, _, chunk in index.chunks(bar.update):
             if not isinstance(chunk.content, LineBlock):
                 continue
-            numbers = _document_lines(chunk.content)
-            for (number, line), record in zip(numbers, records_of(chunk), strict=True):
+            first = chunk.content.start.line
+            lines = enumerate(chunk.content.data.split(b"\n"), start=first)
+            filled = [(number, line) for number, line in lines if line and not line.isspace()]
+            for (number, line), record in zip(filled, records_of(chunk), strict=True):
                 if not isinstance(record, BadInput):
                     yield chunk.content.file, number, line
-
-
-def _document_lines(block: LineBlock) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of each line that is not blank."""
-    for number, line in enumerate(block.data.split(b"\n"), start=block.start.line):
-        if line and not line.isspace():
-            yield number, line
 
 
 SPLIT = Step("split", SplitSettings, split, outputs=SplitSettings.parts, packages=("rensa", "numpy"), sharded=True)

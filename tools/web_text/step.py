@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails
 
 from neox.config.sections.base import Section
 from neox.corpus import BadInput, SkipBudget, expand_inputs
@@ -269,7 +268,15 @@ class Step(Generic[S]):
         try:
             settings = self.settings(**values)
         except ValidationError as error:
-            raise ConfigError([_in_words(problem, where) for problem in error.errors()]) from None
+            sentences = []
+            for problem in error.errors():
+                name = str(problem["loc"][0]) if problem["loc"] else ""
+                message = problem["msg"]
+                sentence = f"{where(name)}: {message[:1].lower()}{message[1:]}"
+                if problem["type"] != "missing":
+                    sentence += f" (given: {problem['input']!r:.80})"
+                sentences.append(sentence)
+            raise ConfigError(sentences) from None
         if (wrong := self.output_problem(settings)) is not None:
             raise ConfigError(f"{where('output')}: {wrong}")
         unused = []
@@ -288,13 +295,3 @@ class Step(Generic[S]):
         if self.suffixes and not name.endswith(self.suffixes):
             return f"{settings.output} must end with {' or '.join(self.suffixes)}, which give its format"
         return None
-
-
-def _in_words(problem: ErrorDetails, where: Callable[[str], str]) -> str:
-    """Return pydantic's description of a problem as a sentence that names the field and the value."""
-    name = str(problem["loc"][0]) if problem["loc"] else ""
-    message = problem["msg"]
-    sentence = f"{where(name)}: {message[:1].lower()}{message[1:]}"
-    if problem["type"] == "missing":
-        return sentence
-    return f"{sentence} (given: {problem['input']!r:.80})"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import IO, Any
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from neox.corpus import BadInput, Position
@@ -217,46 +217,41 @@ def read_dump(files: tuple[str, ...], start: Place, max_bytes: int, consumed: Ca
     Raises:
         DataError: If a file cannot be read.
     """
+    from lxml import etree
+
     for number in range(start[0], len(files)):
         first = start[1].line if number == start[0] else 1
         reading = os_errors(DataError, f"{files[number]} cannot be read")
         with reading, open_file(files[number]) as raw, bz2.open(raw) as plain:
             file = plain if name_of(files[number]).endswith(".bz2") else raw
-            yield from _chunks(files[number], file, raw, number, first, max_bytes, consumed)
-
-
-def _chunks(
-    path: str, file: Any, raw: IO[bytes], number: int, first: int, max_bytes: int, consumed: Callable[[int], Any]
-) -> Iterator[Chunk]:
-    from lxml import etree
-
-    held: list[Record] = []
-    size = 0  # of the pages held
-    bad: list[BadInput] = []
-    page = first
-    reported = 0
-    pages = _pages(file)
-    try:
-        for page, record in enumerate(islice(pages, first - 1, None), start=first):
-            length = len(record["text"].encode())
-            if length > max_bytes:
-                bad.append(BadInput(path, page, None, f"the page {record['title']!r} has {length:,} bytes"))
-                continue
-            held.append(record)
-            size += length
-            if size >= _CHUNK_BYTES:
-                consumed(raw.tell() - reported)
-                reported = raw.tell()
-                yield Chunk(tuple(held), tuple(bad), (number, Position(page + 1, page)))
-                held = []
-                size = 0
-                bad = []
-    except (etree.XMLSyntaxError, EOFError, OSError, ValueError) as error:
-        reason = str(error).strip()[:200] or type(error).__name__
-        bad.append(BadInput(path, page, None, f"the rest of the dump is damaged or no XML ({reason})"))
-    if held:
-        yield Chunk(tuple(held), (), (number, Position(page + 1, page)))
-    yield Chunk(None, tuple(bad), (number + 1, Position()))
+            records: list[Record] = []
+            size = 0  # of their pages
+            bad: list[BadInput] = []
+            page = first
+            reported = 0
+            try:
+                for page, record in enumerate(islice(_pages(file), first - 1, None), start=first):
+                    length = len(record["text"].encode())
+                    if length > max_bytes:
+                        reason = f"the page {record['title']!r} has {length:,} bytes"
+                        bad.append(BadInput(files[number], page, None, reason))
+                        continue
+                    records.append(record)
+                    size += length
+                    if size >= _CHUNK_BYTES:
+                        consumed(raw.tell() - reported)
+                        reported = raw.tell()
+                        yield Chunk(tuple(records), tuple(bad), (number, Position(page + 1, page)))
+                        records = []
+                        size = 0
+                        bad = []
+            except (etree.XMLSyntaxError, EOFError, OSError, ValueError) as error:
+                reason = str(error).strip()[:200] or type(error).__name__
+                defect = f"the rest of the dump is damaged or no XML ({reason})"
+                bad.append(BadInput(files[number], page, None, defect))
+            if records:
+                yield Chunk(tuple(records), (), (number, Position(page + 1, page)))
+            yield Chunk(None, tuple(bad), (number + 1, Position()))
 
 
 def _pages(file: Any) -> Iterator[Record]:

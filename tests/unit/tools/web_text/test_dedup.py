@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from tools.web_text import run_step
-from tools.web_text.clusters import UnionFind
 from tools.web_text.dedup import DEDUP, DedupSettings
 from tools.web_text.document_index import IndexChunk
-from tools.web_text.minhash import band_hashes, bands_for
-from tools.web_text.shingles import similarity
+from tools.web_text.near_duplicates import UnionFind
+from tools.web_text.signatures import band_hashes, bands_for, similarity
 
 sys.path.append(str(Path(__file__).parent))
 real: Any = importlib.import_module("real_texts")
@@ -90,7 +89,7 @@ def test_same_bytes_for_any_workers_and_memory(
     for name in ("FEW_DOCUMENTS", "FEW_CANDIDATES"):
         monkeypatch.setattr(f"tools.web_text.near_duplicates.{name}", 0)
     if "memory_mb" in settings:
-        monkeypatch.setattr("tools.web_text.candidates._BYTES_PER_DOCUMENT", 1 << 17)  # several ranges
+        monkeypatch.setattr("tools.web_text.near_duplicates._BYTES_PER_DOCUMENT", 1 << 17)  # several ranges
     dedup(source, tmp_path / "other.jsonl.zst", **settings)
     assert (tmp_path / "one.jsonl.zst").read_bytes() == (tmp_path / "other.jsonl.zst").read_bytes()
     dropped = tmp_path / "dropped"
@@ -124,9 +123,9 @@ def test_an_interrupted_run_continues_to_the_same_bytes(
 
     targets: dict[str, tuple[str, int]] = {
         "index": ("tools.web_text.document_index.IndexChunk.__call__", 1),
-        "candidates": ("tools.web_text.candidates.FindCandidates.__call__", 5),
-        "texts": ("tools.web_text.clusters.SelectTexts.__call__", 1),
-        "links": ("tools.web_text.clusters.UnionFind.join", 40),
+        "candidates": ("tools.web_text.near_duplicates.FindCandidates.__call__", 5),
+        "texts": ("tools.web_text.near_duplicates.SelectTexts.__call__", 1),
+        "links": ("tools.web_text.near_duplicates.UnionFind.join", 40),
         "writing": ("tools.web_text.dedup.WriteChunk.__call__", 1),
     }
     name, at = targets[place]
@@ -204,9 +203,10 @@ def test_a_large_group_of_unlike_documents_is_compared_with_representatives(
     monkeypatch.setattr(
         IndexChunk, "_hashes", lambda work, texts, bands: np.full((len(texts), bands.count), 7, dtype=np.uint64)
     )
-    compare = importlib.import_module("tools.web_text.clusters")._Sets.similarity
+    compare = importlib.import_module("tools.web_text.near_duplicates")._NgramSets.similarity
     monkeypatch.setattr(
-        "tools.web_text.clusters._Sets.similarity", lambda *arguments: comparisons.append(1) or compare(*arguments)
+        "tools.web_text.near_duplicates._NgramSets.similarity",
+        lambda *arguments: comparisons.append(1) or compare(*arguments),
     )
     report = dedup(real.write(tmp_path / "in.jsonl", texts), tmp_path / "out.jsonl")
     bands = report["details"]["bands"]
@@ -216,7 +216,7 @@ def test_a_large_group_of_unlike_documents_is_compared_with_representatives(
 
 
 def test_long_documents_are_compared_exactly_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("document_index", "candidates", "near_duplicates"):
+    for module in ("document_index", "near_duplicates"):
         monkeypatch.setattr(f"tools.web_text.{module}.LONGEST", 1000)
     text = "".join(real.passages(1500, 1))
     source = real.write(tmp_path / "in.jsonl", [text, text + "!", text, text[:900], text[:899]])

@@ -15,8 +15,8 @@ from warcio.archiveiterator import ArchiveIterator
 from neox.errors import ConfigError
 from tests.errors import raises_naming
 from tools.web_text import run_step
-from tools.web_text.addresses import may_contact
 from tools.web_text.download import DOWNLOAD, DownloadSettings
+from tools.web_text.fetch import may_contact
 
 sys.path.append(str(Path(__file__).parent))
 faulty: Any = importlib.import_module("faulty_server")

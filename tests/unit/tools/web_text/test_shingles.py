@@ -9,8 +9,17 @@ import pytest
 
 from neox.errors import ConfigError
 from tests.errors import raises_naming
-from tools.web_text.minhash import OLD_BANDS, Bands, band_hashes, bands_for
-from tools.web_text.shingles import SIMILARITIES, narrow_set, shingles_of_texts, similarity, wide_set
+from tools.web_text.signatures import (
+    OLD_BANDS,
+    SIMILARITIES,
+    Bands,
+    band_hashes,
+    bands_for,
+    narrow_set,
+    shingles_of_texts,
+    similarity,
+    wide_set,
+)
 
 ALPHABETS = ("ab", "abcdé ", "a字中ß", "🙂a\U0010ffff")
 

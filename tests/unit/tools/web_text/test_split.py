@@ -11,7 +11,7 @@ from typing import Any
 from neox.errors import ConfigError
 from tests.errors import raises_naming
 from tools.web_text import run_step
-from tools.web_text.shingles import similarity
+from tools.web_text.signatures import similarity
 from tools.web_text.split import SPLIT, SplitSettings
 
 sys.path.append(str(Path(__file__).parent))

@@ -1,4 +1,13 @@
-"""Character 5-grams of texts as integers, and exact similarities of two texts.
+"""Similarity of texts: character 5-grams, MinHash signatures in bands, and the exact similarity of two texts.
+
+    text      "To be, or"
+    5-grams   "To be" "o be," " be, " "be, o" "e, or"      a set; the similarity of two texts is that of their sets
+        |  MinHash: 128 numbers, each of which two texts share with the probability of their similarity
+        v
+    bands     [ 1 .. rows ][ rows+1 .. 2 rows ] ...         texts that share the hash of a band are candidates
+        |  `similarity`: their 5-grams are compared
+        v
+    near-duplicates
 
 If all five code points of a 5-gram are below 4096, the 5-gram is their 60 bits as a number. Other 5-grams (Chinese,
 emoji) are wide: signatures use a hash of them, and the exact similarity compares their code points.
@@ -7,11 +16,16 @@ emoji) are wide: signatures use a hash of them, and the exact similarity compare
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from neox.errors import ConfigError
+
+PERMUTATIONS = 128
+RECALL = 0.99
 NGRAM = 5
 _BITS = 12  # of a code point in a packed 5-gram
 _WIDE = np.uint64(1 << 63)  # marks a 5-gram that is hashed
@@ -60,19 +74,16 @@ def _packed(codes: NDArray[np.uint32]) -> Ids:
         five |= c[4:]
         if c.max() >> np.uint64(_BITS):
             wide = c >> np.uint64(_BITS) != 0
-            np.copyto(five, _hashed(c), where=np.lib.stride_tricks.sliding_window_view(wide, NGRAM).any(axis=1))
+            # A 63-bit hash of the 5-gram at each position; its highest bit marks it as a hash.
+            value = c[: 1 - NGRAM].copy()
+            for offset in range(1, NGRAM):
+                value *= _FACTOR
+                value ^= value >> np.uint64(29)
+                value += c[offset : len(c) - NGRAM + 1 + offset]
+            value *= _FACTOR
+            value |= _WIDE
+            np.copyto(five, value, where=np.lib.stride_tricks.sliding_window_view(wide, NGRAM).any(axis=1))
     return ids
-
-
-def _hashed(c: Ids) -> Ids:
-    """Return a 63-bit hash of the 5-gram at each position; its highest bit marks it as a hash."""
-    value = c[: 1 - NGRAM].copy()
-    for offset in range(1, NGRAM):
-        value *= _FACTOR
-        value ^= value >> np.uint64(29)
-        value += c[offset : len(c) - NGRAM + 1 + offset]
-    value *= _FACTOR
-    return value | _WIDE
 
 
 def narrow_set(text: str) -> Ids:
@@ -123,3 +134,64 @@ def similarity(a: str, b: str, kind: str = "union") -> float:
     first = make_set(a)
     second = make_set(b)
     return SIMILARITIES[kind](shared(first, second), len(first), len(second))
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Division of a signature: two documents are candidates if they agree in all rows of a band.
+
+    Attributes:
+        count: Number of bands.
+        rows: Number of signature values in a band.
+    """
+
+    count: int
+    rows: int
+
+    def recall(self, similarity: float) -> float:
+        """Return the expected share of pairs that are candidates (Leskovec et al., section 3.4).
+
+        Args:
+            similarity: Jaccard similarity of the pairs.
+        """
+        return 1 - (1 - similarity**self.rows) ** self.count
+
+
+OLD_BANDS = Bands(10, 10)  # of the OpenWebText recipe in Megatron-LM
+
+
+def bands_for(threshold: float) -> Bands:
+    """Return the most selective bands whose expected recall at the threshold is at least 0.99.
+
+    Raises:
+        ConfigError: If no division of 128 values reaches it.
+    """
+    for rows in range(PERMUTATIONS, 0, -1):
+        bands = Bands(PERMUTATIONS // rows, rows)
+        if bands.recall(threshold) >= RECALL:
+            return bands
+    least = 1 - (1 - RECALL) ** (1 / PERMUTATIONS)
+    raise ConfigError(
+        f"--threshold {threshold}: {PERMUTATIONS} signature values find near-duplicates from a similarity of "
+        f"{least:.3f} on; choose a higher threshold"
+    )
+
+
+def band_hashes(texts: Sequence[str], bands: Bands, seed: int) -> NDArray[np.uint64]:
+    """Return a hash of each band of each text's signature [texts, bands].
+
+    Args:
+        texts: Texts, at least one.
+        bands: Division of the signature.
+        seed: Seed of the signature's hash functions; hashes of different seeds cannot be compared.
+    """
+    from rensa import RMinHash
+
+    used = bands.count * bands.rows
+    ids, starts = shingles_of_texts(texts)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(ids, starts, max(PERMUTATIONS, used), seed)
+    values = np.array(matrix.to_rows(), dtype=np.uint64)[:, :used]
+    # Multilinear hashing (Lemire and Kaser 2014): odd random factors, sum modulo 2**64.
+    factors = np.random.default_rng(0).integers(0, 1 << 64, bands.rows, dtype=np.uint64) | np.uint64(1)
+    hashes: NDArray[np.uint64] = values.reshape(len(texts), bands.count, bands.rows) @ factors
+    return hashes
