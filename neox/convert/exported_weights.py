@@ -64,16 +64,16 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A Hugging Face tensor to be written: one part of a parameter.
+    """A Hugging Face tensor to be written, one of those that a parameter becomes.
 
     Attributes:
         mapping: The parameter.
-        part: Number of the part, which is that of its key in `mapping.keys`.
+        number: Its place among them, which is that of its key in `mapping.keys`.
         entry: Its name, shape and dtype in the file.
     """
 
     mapping: TensorMapping
-    part: int
+    number: int
     entry: TensorEntry
 
 
@@ -125,9 +125,9 @@ def plan_tensors(
         target = dtype
         if target is None or spec.stays_fp32:
             target = reader.parts(mapping.layer, mapping.name)[0].dtype
-        parts = to_hf_layout(torch.empty(stored, device="meta"), mapping.source, layers.architecture)
-        for number, (key, part) in enumerate(zip(mapping.keys, parts, strict=True)):
-            planned.append(PlannedTensor(mapping, number, TensorEntry(key, tuple(part.shape), target)))
+        theirs = to_hf_layout(torch.empty(stored, device="meta"), mapping.source, layers.architecture)
+        for number, (key, tensor) in enumerate(zip(mapping.keys, theirs, strict=True)):
+            planned.append(PlannedTensor(mapping, number, TensorEntry(key, tuple(tensor.shape), target)))
     reader.release()
     return planned
 
@@ -201,12 +201,12 @@ def _blocks(reader: CheckpointReader, architecture: Architecture, item: PlannedT
         blocks = reader.row_blocks(mapping.layer, mapping.name)
     elif mapping.source.layout == "experts":
         modules = len(mapping.source.modules)
-        expert, module = divmod(item.part, modules)
+        expert, module = divmod(item.number, modules)
         weight = reader.expert(mapping.layer, mapping.name, expert)
         blocks = iter([weight.tensor_split(modules)[module]])
     else:
         full = reader.full(mapping.layer, mapping.name)
-        blocks = iter([to_hf_layout(full, mapping.source, architecture)[item.part]])
+        blocks = iter([to_hf_layout(full, mapping.source, architecture)[item.number]])
     rows_left = item.entry.shape[0]
     for block in blocks:
         rows = block[:rows_left]

@@ -1,13 +1,15 @@
 """Import of a Hugging Face directory (such as Pythia, GPT-NeoX-20B or our own exports) as a checkpoint.
 
-config.json             Family.read_config -> Architecture -> YAML keys -> plan on one rank: layers, names, shapes
-model.safetensors       HFWeights: key -> file; `_stored_keys`: each of our parameters -> the keys it is made from
-     |  layer by layer: tensors -> `from_hf_layout` -> our parameter, cast, cut for the tensor ranks
-     v
-OUTPUT/.import-DIGEST   finished layers (`PartialImport`): the same import, started again, goes on after them
-     |  `_commit`       with the tokenizer, generation_config.json and the client state
-     v
-OUTPUT/global_step0, latest, tokenizer.json, generation_config.json, config.yml
+    config.json             `Family.read_config` -> `Architecture` -> YAML keys -> plan on one rank: layers and shapes
+    model.safetensors       `HFWeights`: key -> file; `_stored_keys`: each of our parameters -> the keys of its tensors
+         |                  layer by layer: tensors -> `from_hf_layout` -> our parameter, cut for the tensor ranks
+         v
+    OUTPUT/.import-DIGEST   finished layers (`PartialImport`)
+         |                  `_commit`: with the tokenizer, generation_config.json and the client state
+         v
+    OUTPUT/global_step0, latest, tokenizer.json, generation_config.json, config.yml
+
+The same import, started again, resumes after the finished layers.
 """
 
 from __future__ import annotations

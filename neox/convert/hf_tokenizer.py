@@ -1,16 +1,17 @@
 """Tokenizer files of a Hugging Face directory: written by an export, copied by an import.
 
-import   tokenizer.json and its companions are copied; other vocabularies become one by transformers
-|  tokens that only the companions name, which transformers adds when it loads: `complete_tokenizer`
-v
-a tokenizer.json that holds every token, as our runs read it alone
+    import   tokenizer.json and its companions are copied; other vocabularies become one by transformers
+                 |  `complete_tokenizer`: tokens that only the companions name, which transformers adds when it loads
+                 v
+             a tokenizer.json that holds every token, as our runs read it alone
 
-export   BERT's WordPiece            tokenizer.json and a configuration that adds [CLS] and [SEP]
-a directory of transformers its files as they are, with the class that takes tokenizer.json unchanged
-other tokenizer.json        the file, or the tokenizer with `added_tokens`, and a new configuration
-GPT-2's vocab and merges    both files and a new configuration
-SentencePiece, tiktoken ... nothing, with a warning
-|  and the chat template, if it is not the tokenizer's own
+    export   BERT's WordPiece              tokenizer.json and a configuration that adds [CLS] and [SEP]
+             a directory of transformers   its files as they are, with the class that takes tokenizer.json unchanged
+             other tokenizer.json          the file, or the tokenizer with `added_tokens`, and a new configuration
+             GPT-2's vocab and merges      both files and a new configuration
+             SentencePiece, tiktoken ...   nothing, with a warning
+
+An export also gets the model's chat template, if it is not the tokenizer's own.
 """
 
 from __future__ import annotations

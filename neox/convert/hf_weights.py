@@ -158,43 +158,40 @@ def _files_of_index(index: Path) -> dict[str, Path]:
     Raises:
         ConversionError: If a shard is missing, broken or lacks a tensor, or transformers would read another file's.
     """
-    files: dict[str, Path] = {}
+    listed: dict[str, Path] = {}
     missing: set[str] = set()
     for key, name in read_json(index).get("weight_map", {}).items():
-        files[key] = index.parent / name
-        if not files[key].is_file():
-            missing.add(str(files[key]))
+        listed[key] = index.parent / name
+        if not listed[key].is_file():
+            missing.add(str(listed[key]))
     if missing:
         raise ConversionError(f"{index} names files that are missing: {', '.join(sorted(missing))}")
-    return _with_unlisted(index, files)
 
-
-def _with_unlisted(index: Path, listed: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the file of each key, also of those that an index does not list. Errors as for `_files_of_index`."""
-    held: dict[str, list[Path]] = {}
+    # The tensors that the files hold, listed or not.
+    files_with: dict[str, list[Path]] = {}
     for path in sorted(set(listed.values())):
         for key in _keys_of(path):
-            held.setdefault(key, []).append(path)
-    absent = sorted(key for key, path in listed.items() if path not in held.get(key, ()))
+            files_with.setdefault(key, []).append(path)
+    absent = sorted(key for key, path in listed.items() if path not in files_with.get(key, ()))
     if absent:
         where = ", ".join(f"{key} (in {listed[key].name})" for key in absent[:_MOST_NAMES])
         raise ConversionError(f"{index} lists tensors that their files do not hold: {where}; download all files again")
-    unlisted = sorted(held.keys() - listed.keys())
+    unlisted = sorted(files_with.keys() - listed.keys())
     if unlisted:
-        where = ", ".join(f"{key} (in {held[key][0].name})" for key in unlisted[:_MOST_NAMES])
+        where = ", ".join(f"{key} (in {files_with[key][0].name})" for key in unlisted[:_MOST_NAMES])
         _log.warning(
             "%s does not list %d tensors of its files, which are read all the same: %s", index, len(unlisted), where
         )
     # transformers takes the tensor of the last file
-    several = sorted(key for key, paths in held.items() if len(paths) > 1 and listed.get(key) != paths[-1])
+    several = sorted(key for key, paths in files_with.items() if len(paths) > 1 and listed.get(key) != paths[-1])
     if several:
         where = ", ".join(
-            f"{key} (in {' and '.join(path.name for path in held[key])})" for key in several[:_MOST_NAMES]
+            f"{key} (in {' and '.join(path.name for path in files_with[key])})" for key in several[:_MOST_NAMES]
         )
         raise ConversionError(
             f"{index}: several files hold the same tensor: {where}; remove the files of another model"
         )
-    return {**listed, **{key: held[key][0] for key in unlisted}}
+    return {**listed, **{key: files_with[key][0] for key in unlisted}}
 
 
 def _keys_of(path: Path) -> list[str]:

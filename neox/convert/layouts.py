@@ -36,18 +36,18 @@ def to_hf_layout(tensor: Tensor, source: TensorSource, architecture: Architectur
         source: Their modules and layout.
         architecture: The network, whose heads the layout may depend on.
     """
-    parts = ROWS[source.layout].to_hf(tensor, source, architecture)
+    theirs = ROWS[source.layout].to_hf(tensor, source, architecture)
     if source.transpose and tensor.dim() == 2:
-        return [part.T.contiguous() for part in parts]
-    return parts
+        return [each.T.contiguous() for each in theirs]
+    return theirs
 
 
 def from_hf_layout(tensors: Sequence[Tensor], source: TensorSource, architecture: Architecture) -> Tensor:
     """Return a full parameter from its Hugging Face tensors: the inverse of `to_hf_layout`."""
-    parts = list(tensors)
+    theirs = list(tensors)
     if source.transpose and tensors[0].dim() == 2:
-        parts = [part.T for part in parts]
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        theirs = [each.T for each in theirs]
+    joined = theirs[0] if len(theirs) == 1 else torch.cat(theirs)
     return ROWS[source.layout].from_hf(joined, source, architecture).contiguous()
 
 
@@ -109,10 +109,10 @@ def _grouped_heads_to_hf(tensor: Tensor, source: TensorSource, architecture: Arc
     groups = architecture.num_kv_heads
     if groups == architecture.num_attention_heads:
         return [tensor]  # rows [heads, 3, head_dim] on both sides
-    parts = []
-    for part in tensor.split(_head_rows(architecture)):
-        parts.append(part.reshape(groups, -1, architecture.head_dim, *tensor.shape[1:]))
-    return [torch.cat(parts, dim=1).reshape(tensor.shape)]
+    by_group = []
+    for rows in tensor.split(_head_rows(architecture)):
+        by_group.append(rows.reshape(groups, -1, architecture.head_dim, *tensor.shape[1:]))
+    return [torch.cat(by_group, dim=1).reshape(tensor.shape)]
 
 
 def _grouped_heads_from_hf(joined: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:

@@ -1,15 +1,17 @@
 """Export of a checkpoint as a Hugging Face directory.
 
-configuration    `choose_family`: the first family that survives an export and an import unchanged
-checkpoint       opened with the plan of that network; its tokenizer, chat template and settings of generation
-|  `plan_tensors`: key, shape and dtype of every tensor, before one is read
-v
-a new directory  safetensors            `write_weights`, while a thread compares the checkpoint's hashes
-|           config.json            `Family.config_json`
-|           generation_config.json, tokenizer files
-|  `compare_logits`: our network and transformers' on the same tokens
-v
-README.md, and the directory gets its name; after an error it is removed
+    configuration     `choose_family`: the first family that survives an export and an import unchanged
+    checkpoint        opened with the plan of that network; its tokenizer, chat template, settings of generation
+         |            `plan_tensors`: key, shape and dtype of every tensor, before one is read
+         v
+    new directory     safetensors            `write_weights`, while a thread compares the checkpoint's hashes
+         |            config.json            `Family.config_json`
+         |            generation_config.json, tokenizer files
+         |            `compare_logits`: our network and transformers' on the same tokens
+         v
+    README.md         and the directory gets its name
+
+After an error the new directory is removed.
 """
 
 from __future__ import annotations

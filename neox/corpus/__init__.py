@@ -1,18 +1,20 @@
 """Documents: reading of lines, tables and the Pile's archives, local or by address; writing as `.jsonl.zst`.
 
-paths, addresses, data sets of the Hub
-|  expand_inputs    inputs.py     directories, patterns and splits become files in order
-v
-file
-|  read_chunks      streams.py    decompressed (by first bytes: contents.py); archives.py and tables.py convert
-v                                 to JSON lines
-pieces of 256 KiB
-|  read_blocks      blocks.py     whole lines with their position: work for other processes; a resume starts there
-v
-LineBlock
-|  convert_lines    records.py    each line parsed; keys, paths, templates and filters are in fields.py
-v
-texts, objects or documents; BadInput with file, line and byte for what is none (`SkipBudget` limits them)
+    paths, addresses, data sets of the Hub
+        |  expand_inputs    inputs.py     directories, patterns and splits become files in order
+        v
+    file
+        |  read_chunks      streams.py    decompressed, after a look at its first bytes (contents.py); archives.py and
+        v                                 tables.py convert to JSON lines
+    pieces of 256 KiB
+        |  read_blocks      blocks.py     whole lines with their positions, where other processes or a resume start
+        v
+    LineBlock
+        |  convert_lines    records.py    each line parsed; keys, paths, templates and filters are in fields.py
+        v
+    texts, objects or documents
+
+A line or file that holds none of these is a `BadInput` with its place; a `SkipBudget` limits them.
 """
 
 from neox.corpus.blocks import DEFAULT_MAX_LINE_BYTES, LineBlock, Position, first_lines, read_blocks

@@ -162,19 +162,19 @@ class _ChunkReader:
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = iter(chunks)
-        self._held = b""
+        self._left = b""
         self.ended_early = False
 
     def take(self, size: int) -> Iterator[bytes]:
         """Yield the next `size` bytes in pieces."""
         self.ended_early = False
         while size:
-            self._held = self._held or next(self._chunks, b"")
-            if not self._held:
+            self._left = self._left or next(self._chunks, b"")
+            if not self._left:
                 self.ended_early = True
                 return
-            piece = self._held[:size]
-            self._held = self._held[size:]
+            piece = self._left[:size]
+            self._left = self._left[size:]
             size -= len(piece)
             yield piece
 

@@ -1,10 +1,12 @@
 """Lines and rows of blocks as JSON values, texts and documents; writing of documents.
 
-LineBlock           whole lines, or texts of a table's rows        (`neox.corpus.blocks`)
-|  convert_lines    one line: JSON value, filters, then a function of the caller's; BadInput for a bad line
-+-- parse_texts         texts under keys, for token files
-+-- parse_records       whole objects, for steps that change them
-+-- read_documents      `Document`s, one after another
+    LineBlock               whole lines, or texts of a table's rows (`neox.corpus.blocks`)
+        |  convert_lines    JSON value of each line, filters, then a function of the caller's
+        +-- parse_texts     texts under keys, for token files
+        +-- parse_records   whole objects, for steps that change them
+        +-- read_documents  one `Document` after another
+
+A bad line is a `BadInput` with its place.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Tasks of EleutherAI's lm-evaluation-harness (package `lm-eval`), run through its model interface.
 
-names     open_tasks      known to the harness, or YAML files
-|     harness_tasks   `simple_evaluate` of the harness, with
-|       HarnessModel    loglikelihood            text after a context -> span of tokens -> `Scorer.score`
-|                       loglikelihood_rolling    whole text -> windows -> `Scorer.score`
-|                       generate_until           prompt -> `generate_all`
-v
-report    results_of      a `TaskResult` for each task, the same on every rank
+    names     open_tasks      known to the harness, or YAML files
+        |     harness_tasks   calls the harness's `simple_evaluate` with a
+        |       HarnessModel    loglikelihood            text after a context -> span of tokens -> `Scorer.score`
+        |                       loglikelihood_rolling    whole text -> windows -> `Scorer.score`
+        |                       generate_until           prompt -> `generate_all`
+        v
+    report    results_of      a `TaskResult` for each task
+
+All ranks call these functions together and get the same results.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """Encoding of conversations to token ids, and to labels that train the answers only.
 
-line of JSON    {"messages": [...]}, ShareGPT's, Alpaca's, TRL's
-|  read_conversation    (conversations.py) messages in OpenAI's form, tools, variables of the template
-v
-messages
-|  render_marked        the chat template (neox.tokenizer.chat) makes one text
-|  _answers             ranges of its characters that are trained
-v
-text, ranges
-|  encode_batch         the text is encoded at once: ids, and the characters of each token
-|  AnswerEnds.included  a range takes the token that ends the answer
-|  is_trained           a token of which one character is in a range
-v
-ids, labels     labels are the ids, and IGNORED where nothing is trained: two datasets, NAME and NAME_label
+    line of JSON    {"messages": [...]}, ShareGPT's, Alpaca's, TRL's
+        |  read_conversation     (conversations.py) messages in OpenAI's form, tools, variables of the template
+        v
+    messages
+        |  render_marked         the chat template (neox.tokenizer.chat) makes one text
+        |  _answers              ranges of its characters that are trained
+        v
+    text, ranges
+        |  encode_batch          the text is encoded at once: ids, and the characters of each token
+        |  AnswerEnds.included   a range takes the token that ends the answer
+        |  is_trained            a token of which one character is in a range
+        v
+    ids, labels     two datasets, NAME and NAME_label
+
+A label is the token's id, or IGNORED where nothing is trained.
 """
 
 from __future__ import annotations
@@ -351,7 +353,7 @@ def lost_in_template(messages: Sequence[Message], tools: Any, text: str) -> tupl
     for message in messages:
         expected["thoughts"].append(thoughts_of(message))
         expected["calls of tools"] += names_of_calls(message)
-    return tuple(what for what, parts in expected.items() if not all(part in text for part in parts))
+    return tuple(what for what, texts in expected.items() if not all(part in text for part in texts))
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -1,13 +1,15 @@
 """Encoding of preferences: two answers to one prompt, or one answer with a judgement.
 
-line of JSON    {"prompt", "chosen", "rejected"}, {"prompt", "completion", "label"}, LLaMA-Factory's names
-|  _read_line       the prompt by its name, or what both answers begin with
-|  _answer_text     prompt and answer as one text: joined, or by the chat template; where the answer begins
-v
-AnswerText
-|  _encode_answers  ids of the whole text; labels are IGNORED before the answer; both answers begin together
-v
-datasets        chosen, chosen_label, rejected, rejected_label; or completion, completion_label, completion_reward
+    line of JSON    {"prompt", "chosen", "rejected"}, {"prompt", "completion", "label"}, LLaMA-Factory's names
+        |  _read_line        the prompt by its name, or the common beginning of both answers
+        |  _answer_text      prompt and answer as one text, joined or by the chat template; where the answer begins
+        v
+    AnswerText
+        |  _encode_answers   ids of the whole text; labels, IGNORED before the answer; both answers begin together
+        v
+    EncodedAnswer
+
+The datasets are chosen, chosen_label, rejected and rejected_label, or completion, completion_label, completion_reward.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ def parse_example(data: bytes) -> dict[str, np.ndarray]:
         for _, entry in _fields(entries):
             if not isinstance(entry, bytes):
                 raise ValueError("an entry of its features is not a message")
-            parts = dict(_fields(entry))
-            name = parts.get(1, b"")
-            feature = parts.get(2, b"")
+            name_and_feature = dict(_fields(entry))
+            name = name_and_feature.get(1, b"")
+            feature = name_and_feature.get(2, b"")
             if not isinstance(name, bytes) or not isinstance(feature, bytes):
                 raise ValueError("a feature has no name")
             values = _numbers(feature)

@@ -100,14 +100,14 @@ class WordEncoder:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, uint32 [all tokens], and the length of each, int64 [texts]."""
-        parts: list[bytes] = []
+        encoded: list[bytes] = []
         lengths = np.zeros(len(texts), dtype=np.int64)
         for number, text in enumerate(texts):
             for piece in cut(text, _SLICE_CHARS):
                 ids = self._encode(piece)
                 lengths[number] += len(ids) // self._dtype.itemsize
-                parts.append(ids)
-        return np.frombuffer(b"".join(parts), self._dtype).astype(np.uint32), lengths
+                encoded.append(ids)
+        return np.frombuffer(b"".join(encoded), self._dtype).astype(np.uint32), lengths
 
     def _encode(self, text: str) -> bytes:
         """Return the ids of a text as bytes of `_dtype`."""
