@@ -244,7 +244,21 @@ class SafetensorsWriter:
         self._path = path
         self._entries = list(entries)
         self._next = 0
-        header, self._end = _header(entries)
+
+        # 8 bytes with the length of the JSON, and the JSON, padded to a multiple of 8.
+        described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        size = 0
+        for entry in entries:
+            described[entry.name] = {
+                "dtype": _CODES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [size, size + entry.nbytes],
+            }
+            size += entry.nbytes
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = struct.pack("<Q", len(text)) + text
+        self._end = len(header) + size
         with os_errors(ConversionError, f"{path}: cannot be written"):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             # Raises now if the disk is full, and halves the time of writing.
@@ -303,21 +317,3 @@ class SafetensorsWriter:
                 count = os.pwrite(self._descriptor, view[:WRITE_BYTES], offset)
                 view = view[count:]
                 offset += count
-
-
-def _header(entries: Sequence[TensorEntry]) -> tuple[bytes, int]:
-    """Return the file's first bytes, padded to a multiple of 8, and the size of the whole file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        end = offset + entry.nbytes
-        header[entry.name] = {
-            "dtype": _CODES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = struct.pack("<Q", len(text)) + text
-    return start, len(start) + offset

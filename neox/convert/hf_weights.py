@@ -80,21 +80,25 @@ class HFWeights:
             ConversionError: If it cannot be read, or is quantized: its numbers need scales that are other tensors.
         """
         path = self._file_of[key]
-        tensor = self._stored(path, key)
+        if path.suffix == ".safetensors":
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                with safe_open(str(path), framework="pt") as opened:
+                    tensor: Tensor = opened.get_tensor(key)
+            except (SafetensorError, OSError) as error:
+                raise ConversionError(f"{path}: {key} cannot be read: {error}") from error
+        else:
+            if self._open_bin is None or self._open_bin[0] != path:
+                self._open_bin = None  # closes the file before the next one is mapped
+                self._open_bin = (path, _load_bin(path))
+            tensor = self._open_bin[1][key]
         if tensor.dtype not in _PLAIN_DTYPES:
             raise ConversionError(
                 f"{path}: {key} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantized weights are not "
                 "supported; save the model with 16-bit or 32-bit weights first"
             )
         return tensor
-
-    def _stored(self, path: Path, key: str) -> Tensor:
-        if path.suffix == ".safetensors":
-            return _read_safetensor(path, key)
-        if self._open_bin is None or self._open_bin[0] != path:
-            self._open_bin = None  # closes the file before the next one is mapped
-            self._open_bin = (path, _load_bin(path))
-        return self._open_bin[1][key]
 
 
 def with_own_head(architecture: Architecture, weights: HFWeights) -> Architecture:
@@ -205,18 +209,6 @@ def _keys_of(path: Path) -> list[str]:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
         raise ConversionError(f"{path}: broken, or not a safetensors file: {error}") from error
-
-
-def _read_safetensor(path: Path, key: str) -> Tensor:
-    """Return one tensor of a safetensors file. Raises ConversionError if it cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(key)
-    except (SafetensorError, OSError) as error:
-        raise ConversionError(f"{path}: {key} cannot be read: {error}") from error
-    return tensor
 
 
 def _load_bin(path: Path) -> Mapping[str, Tensor]:

@@ -86,7 +86,7 @@ _KEEPS_BASE = (None, True, False, "true", "false", "gaussian", "eva", "orthogona
 PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take a part out of the base model's weights, and so might values to come."""
 
 
-class _Product(NamedTuple):
+class _AdapterProduct(NamedTuple):
     """One adapter: scale * B A.
 
     Attributes:
@@ -143,7 +143,7 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> Pef
     _check_settings(directory / ADAPTER_CONFIG, settings)
     weights = list(_adaptable_weights(layers, family))
     products = _read_products(directory / _WEIGHTS, settings, weights)
-    joined: dict[TensorMapping, _Product] = {}
+    joined: dict[TensorMapping, _AdapterProduct] = {}
     for mapping in weights:
         theirs = [products.get(module) for module in _modules_of(mapping)]
         if any(theirs):
@@ -188,7 +188,9 @@ def _check_settings(file: Path, settings: Mapping[str, Any]) -> None:
         raise ConversionError(f"{file}: {'; '.join(problems)} is not supported")
 
 
-def _read_products(file: Path, settings: Mapping[str, Any], weights: Sequence[TensorMapping]) -> dict[str, _Product]:
+def _read_products(
+    file: Path, settings: Mapping[str, Any], weights: Sequence[TensorMapping]
+) -> dict[str, _AdapterProduct]:
     """Return the adapter of each Hugging Face module. Raises ConversionError for missing and unknown tensors."""
     from safetensors.torch import load_file
 
@@ -198,7 +200,7 @@ def _read_products(file: Path, settings: Mapping[str, Any], weights: Sequence[Te
     known: set[str] = set()
     for mapping in weights:
         known.update(_modules_of(mapping))
-    products: dict[str, _Product] = {}
+    products: dict[str, _AdapterProduct] = {}
     unknown = []
     for key in stored:
         match = _KEY.match(key)
@@ -222,7 +224,7 @@ def _read_setting(settings: Mapping[str, Any], key: str, patterns: str, module: 
     return settings[key]
 
 
-def _product_of(file: Path, settings: Mapping[str, Any], module: str, stored: Mapping[str, Tensor]) -> _Product:
+def _product_of(file: Path, settings: Mapping[str, Any], module: str, stored: Mapping[str, Tensor]) -> _AdapterProduct:
     """Return the adapter of one Hugging Face module. Raises ConversionError for missing tensors and other ranks."""
     for part in ("A", "B"):
         if _tensor_key(module, part) not in stored:
@@ -237,11 +239,11 @@ def _product_of(file: Path, settings: Mapping[str, Any], module: str, stored: Ma
         )
     divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
     alpha = float(_read_setting(settings, "lora_alpha", "alpha_pattern", module))
-    return _Product(a, b, alpha / divisor)
+    return _AdapterProduct(a, b, alpha / divisor)
 
 
 def _refuse_missing(
-    file: Path, settings: Mapping[str, Any], products: Mapping[str, _Product], weights: Sequence[TensorMapping]
+    file: Path, settings: Mapping[str, Any], products: Mapping[str, _AdapterProduct], weights: Sequence[TensorMapping]
 ) -> None:
     """Raise ConversionError if a kind of module that has adapters misses some, or all."""
     targets = settings.get("target_modules")
@@ -262,7 +264,9 @@ def _refuse_missing(
             raise ConversionError(f"{file}: {_tensor_key(module, 'A')} is missing, which other blocks have")
 
 
-def _join(products: Sequence[_Product | None], mapping: TensorMapping, layers: LayerPlan, file: Path) -> _Product:
+def _join(
+    products: Sequence[_AdapterProduct | None], mapping: TensorMapping, layers: LayerPlan, file: Path
+) -> _AdapterProduct:
     """Return the adapter of one linear layer of ours.
 
     Args:
@@ -302,7 +306,7 @@ def _join(products: Sequence[_Product | None], mapping: TensorMapping, layers: L
         if product is not None:
             b[:, here] = product.b * (product.scale / scale)
         rows.append(b)
-    return _Product(a, from_hf_layout(rows, source, layers.architecture), scale)
+    return _AdapterProduct(a, from_hf_layout(rows, source, layers.architecture), scale)
 
 
 def _place(a: Tensor, different: list[Tensor]) -> slice:
@@ -316,7 +320,7 @@ def _place(a: Tensor, different: list[Tensor]) -> slice:
     return slice(first, first + len(a))
 
 
-def _pad(product: _Product, rank: int, scale: float, seed: int) -> _Product:
+def _pad(product: _AdapterProduct, rank: int, scale: float, seed: int) -> _AdapterProduct:
     """Return the same product with another rank and scale.
 
     Args:
@@ -328,12 +332,12 @@ def _pad(product: _Product, rank: int, scale: float, seed: int) -> _Product:
     b = product.b * (product.scale / scale)
     missing = rank - len(product.a)
     if missing == 0:
-        return _Product(product.a, b, scale)
+        return _AdapterProduct(product.a, b, scale)
     inputs = product.a.shape[1]
     generator = torch.Generator().manual_seed(seed)
     new_rows = (2 * torch.rand(missing, inputs, generator=generator) - 1) / math.sqrt(inputs)
     a = torch.cat([product.a, new_rows.to(product.a.dtype)])
-    return _Product(a, torch.cat([b, torch.zeros(len(b), missing, dtype=b.dtype)], dim=1), scale)
+    return _AdapterProduct(a, torch.cat([b, torch.zeros(len(b), missing, dtype=b.dtype)], dim=1), scale)
 
 
 def write_peft_adapter(

@@ -300,7 +300,7 @@ def download(
 
 
 @dataclass(frozen=True)
-class _Version:
+class _FileVersion:
     """What a server says about a file, by which its versions are told apart.
 
     Attributes:
@@ -316,7 +316,7 @@ class _Version:
     size: int | None
 
     @classmethod
-    def of_response(cls, url: str, headers: Any, start: int) -> _Version:
+    def of_response(cls, url: str, headers: Any, start: int) -> _FileVersion:
         """Return the version that a response is of, whose content begins at byte `start`."""
         size = None
         if (length := headers.get("Content-Length", "")).isdecimal():
@@ -327,14 +327,14 @@ class _Version:
         return cls(url, headers.get("ETag", ""), headers.get("Last-Modified", ""), size)
 
     @classmethod
-    def read(cls, partial: Path) -> _Version | None:
+    def read(cls, partial: Path) -> _FileVersion | None:
         """Return the version of the file that a partial file is part of; None if that is not known."""
         try:
             return cls(**json.loads(_version_file(partial).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
-    def is_same(self, other: _Version) -> bool:
+    def is_same(self, other: _FileVersion) -> bool:
         """Return whether two responses are of one version, by all that the server says in both."""
         if self.size is None or other.size is None:
             return bool(self.etag or self.modified) and (self.etag, self.modified) == (other.etag, other.modified)
@@ -361,7 +361,7 @@ def _discard(partial: Path) -> None:
 
 def _fetch(url: str, partial: Path, received: Callable[[int], None] | None) -> None:
     """Download the rest of a file, or all of it if the server does not send the rest of the same version."""
-    version = _Version.read(partial)
+    version = _FileVersion.read(partial)
     have = 0
     if version is None or version.url != url:
         _discard(partial)
@@ -388,7 +388,7 @@ def _fetch(url: str, partial: Path, received: Callable[[int], None] | None) -> N
             start = int(content_range[1])
         elif getattr(response, "status", None) == HTTPStatus.PARTIAL_CONTENT:
             start = have
-        found = _Version.of_response(url, response.headers, start)
+        found = _FileVersion.of_response(url, response.headers, start)
         if start and (start > have or version is None or not found.is_same(version)):
             _discard(partial)
             raise OSError("the file has changed on the server since the download began")

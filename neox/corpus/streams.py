@@ -88,7 +88,7 @@ def read_chunks(
     path = str(path)
     name = name_of(path)
     with os_errors(DataError, f"{shown(path)} cannot be read"), open_file(path) as opened:
-        file = _Counting(opened, consumed)
+        file = _CountingFile(opened, consumed)
         if name.endswith(_CSV_SUFFIXES):
             yield from _csv(path, file, skip_lines, columns)
             return
@@ -113,7 +113,7 @@ def read_chunks(
             skip = max(0, skip - len(chunk))
 
 
-class _Counting(io.RawIOBase):
+class _CountingFile(io.RawIOBase):
     """File that reports how many bytes are read from it.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Counting(io.RawIOBase):
         return self._file.tell() - len(self._ahead)
 
 
-class _Joined(io.RawIOBase):
+class _FileOfChunks(io.RawIOBase):
     """File of the bytes of an iterator of chunks."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
@@ -199,7 +199,7 @@ def decompress_zstd(file: IO[bytes]) -> Iterator[bytes]:
         CorruptInput: If the data are damaged, truncated, empty or not zstd.
     """
     seal = os.urandom(32)
-    source = _Sealed(file, zstandard.ZstdCompressor(write_checksum=True).compress(seal))
+    source = _SealedFile(file, zstandard.ZstdCompressor(write_checksum=True).compress(seal))
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     reader = decompressor.stream_reader(cast(IO[bytes], source), read_across_frames=True)
     last = b""  # the last chunk; at least as long as the seal, so that it holds the whole seal at the end
@@ -222,7 +222,7 @@ def decompress_zstd(file: IO[bytes]) -> Iterator[bytes]:
         yield last[: -len(seal)]
 
 
-class _Sealed:
+class _SealedFile:
     """File with some bytes appended.
 
     Attributes:
@@ -267,7 +267,7 @@ def _tar_of_zstd(file: Any) -> Iterator[bytes]:
             yield _NEWLINE
 
 
-def _content(file: _Counting, named: str | None = None) -> Iterator[bytes]:
+def _content(file: _CountingFile, named: str | None = None) -> Iterator[bytes]:
     """Yield the content of a file that may be compressed, whatever its name says.
 
     Args:
@@ -288,14 +288,14 @@ def _json(named: str | None = None) -> Callable[[Any], Iterator[bytes]]:
     return lambda file: json_lines(as_utf_8(_content(file, named)))
 
 
-def _text_file(file: _Counting) -> Iterator[bytes]:
+def _text_file(file: _CountingFile) -> Iterator[bytes]:
     """Yield a text file as one line, in pieces. All kinds of line ends become newlines, as in lm-dataformat."""
     is_page = packing_of(file.head) is None and file.head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"<")
     if is_page:  # HTML is text too
         content = _pieces(file)
     else:
         content = as_utf_8(_content(file))
-    text = io.TextIOWrapper(io.BufferedReader(_Joined(content), _CHUNK_BYTES), encoding="utf-8-sig")
+    text = io.TextIOWrapper(io.BufferedReader(_FileOfChunks(content), _CHUNK_BYTES), encoding="utf-8-sig")
     try:
         started = False
         while piece := text.read(_CHUNK_BYTES):
@@ -358,14 +358,14 @@ _PACKED_TABLES = tuple(f"{table}{packed}" for table in (".csv", ".tsv") for pack
 _CSV_SUFFIXES = (".csv", ".tsv", *_PACKED_TABLES)
 
 
-def _csv(path: str, file: _Counting, skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
+def _csv(path: str, file: _CountingFile, skip: int, columns: Sequence[str] | None) -> Iterator[Chunk]:
     """Yield the rows of a CSV file, compressed or not, as JSON lines."""
     plain = name_of(path)
     named = None
     if plain.endswith(_PACKED_TABLES):
         plain, _, packed = plain.rpartition(".")
         named = f".{packed}"
-    content = io.BufferedReader(_Joined(as_utf_8(_content(file, named))), _CHUNK_BYTES)
+    content = io.BufferedReader(_FileOfChunks(as_utf_8(_content(file, named))), _CHUNK_BYTES)
     return csv_lines(plain, content, skip, columns)
 
 

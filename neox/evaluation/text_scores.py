@@ -26,7 +26,7 @@ _BLOCK_BYTES = 1 << 18
 _LONGEST_TEXT = 1 << 24
 
 
-class _Line(NamedTuple):
+class _LineToScore(NamedTuple):
     """A line of the input.
 
     Attributes:
@@ -98,7 +98,7 @@ def scored_lines(
     Raises:
         DataError: If there are more bad lines. It names the file and line of the first one.
     """
-    waiting: list[_Line] = []
+    waiting: list[_LineToScore] = []
     for line in _lines(encoder, paths, runner.max_length, skip_bad):
         waiting.append(line)
         if len(waiting) == batch:
@@ -108,10 +108,10 @@ def scored_lines(
         yield from _scored(runner, waiting, summary)
 
 
-def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, skip_bad: int) -> Iterator[_Line]:
+def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, skip_bad: int) -> Iterator[_LineToScore]:
     """Yield the good lines of files. Raises DataError for more than `skip_bad` bad ones."""
 
-    def read(record: Any, _: bool, *, fills_nulls: bool) -> _Line:
+    def read(record: Any, _: bool, *, fills_nulls: bool) -> _LineToScore:
         if fills_nulls:
             record = without_nulls(record)
         if isinstance(record, dict) and CHOSEN in record:
@@ -121,12 +121,12 @@ def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, sk
         longest = max(map(len, answers))
         if longest > max_length:
             raise BadRecord(f"prompt and answer have {longest:,} tokens, but the model reads at most {max_length:,}")
-        return _Line(record, answers)
+        return _LineToScore(record, answers)
 
     budget = SkipBudget(skip_bad, report=lambda bad: _log.warning("skipped %s", bad))
     for file in expand_inputs(paths):
         for block in read_blocks(file, block_bytes=_BLOCK_BYTES):
-            lines: Iterable[_Line | BadInput] = [block] if isinstance(block, BadInput) else ()
+            lines: Iterable[_LineToScore | BadInput] = [block] if isinstance(block, BadInput) else ()
             if not isinstance(block, BadInput):
                 lines = convert_lines(block, partial(read, fills_nulls=block.fills_nulls))
             for line in lines:
@@ -136,7 +136,7 @@ def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, sk
                     yield line
 
 
-def _scored(runner: ModelRunner, lines: Sequence[_Line], summary: ScoreSummary) -> Iterator[str]:
+def _scored(runner: ModelRunner, lines: Sequence[_LineToScore], summary: ScoreSummary) -> Iterator[str]:
     """Score lines in one forward pass, and yield them with their scores."""
     answers = [ids for line in lines for ids in line.answers]
     lengths = torch.tensor(list(map(len, answers)))

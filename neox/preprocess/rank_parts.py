@@ -81,7 +81,7 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class _Division:
+class _DividedInputs:
     """Division of the inputs between ranks.
 
     Attributes:
@@ -149,17 +149,17 @@ def preprocess_on_rank(settings: PreprocessSettings, where: RankInfo) -> Preproc
     return PreprocessReport.of(joined, seconds=time.monotonic() - started, accelerator=settings.accelerator)
 
 
-def _division(settings: PreprocessSettings, where: RankInfo) -> _Division:
+def _division(settings: PreprocessSettings, where: RankInfo) -> _DividedInputs:
     """Return the division of the inputs. On each machine, one process asks servers for files and sizes, if possible."""
     path = where.shared / "inputs.json" if where.shared is not None else None
     if path is not None and where.local_rank != 0:
         while not path.exists():  # the launcher ends all ranks if the one that asks fails
             time.sleep(_POLL_SECONDS)
         found = json.loads(path.read_text(encoding="utf-8"))
-        return _Division(tuple(map(tuple, found["groups"])), found["complete"])
+        return _DividedInputs(tuple(map(tuple, found["groups"])), found["complete"])
     files = settings.files()
     complete = finished(_of_files(settings, files)) is not None
-    division = _Division(tuple(split_files(files, where.ranks)), complete)
+    division = _DividedInputs(tuple(split_files(files, where.ranks)), complete)
     if path is not None:
         write_text(path, json.dumps(asdict(division)))
     return division

@@ -188,10 +188,10 @@ class ChatRenderer:
         Raises:
             TokenizerError: If it is not a valid Jinja template.
         """
-        self._default = _Compiled(template.source, template.tokens, clock)
+        self._default = _CompiledTemplate(template.source, template.tokens, clock)
         self._tool_use = self._default
         if template.tool_use is not None:
-            self._tool_use = _Compiled(template.tool_use, template.tokens, clock)
+            self._tool_use = _CompiledTemplate(template.tool_use, template.tokens, clock)
 
     def render(
         self,
@@ -230,11 +230,11 @@ class ChatRenderer:
             return chosen.render(messages, tools, False, variables or {}), None
         return chosen.render_marked(messages, tools, variables or {})
 
-    def _chosen(self, tools: list[Any] | None) -> _Compiled:
+    def _chosen(self, tools: list[Any] | None) -> _CompiledTemplate:
         return self._default if tools is None else self._tool_use
 
 
-class _Compiled:
+class _CompiledTemplate:
     """One compiled template.
 
     Attributes:

@@ -103,7 +103,7 @@ def tokenizer_files(out_path: Path, kind: TokenizerKind) -> tuple[Path, ...]:
     return (out_path,)
 
 
-class _Trained(NamedTuple):
+class _TrainedTokenizer(NamedTuple):
     """Result of a training.
 
     Attributes:
@@ -115,9 +115,9 @@ class _Trained(NamedTuple):
     vocab_size: int
 
 
-def _trainer(kind: TokenizerKind) -> Callable[[_TextSource, int], _Trained]:
+def _trainer(kind: TokenizerKind) -> Callable[[_TextSource, int], _TrainedTokenizer]:
     """Return the function that trains a kind of tokenizer. It takes the texts and the number of ids."""
-    trainers_of_kinds: dict[TokenizerKind, Callable[[_TextSource, int], _Trained]] = {
+    trainers_of_kinds: dict[TokenizerKind, Callable[[_TextSource, int], _TrainedTokenizer]] = {
         "byte-level-bpe": _train_20b,
         "gpt2": _train_gpt2,
         "sentencepiece": partial(_train_sentencepiece, model_type="bpe", user_defined_symbols=[END_OF_DOCUMENT]),
@@ -140,17 +140,17 @@ def _trainer(kind: TokenizerKind) -> Callable[[_TextSource, int], _Trained]:
     return trainers_of_kinds[kind]
 
 
-def _train_20b(texts: _TextSource, vocab_size: int) -> _Trained:
+def _train_20b(texts: _TextSource, vocab_size: int) -> _TrainedTokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.post_processor = processors.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     _run_bpe(backend, texts, vocab_size, [END_OF_DOCUMENT, PADDING])
-    return _Trained([backend.to_str(pretty=True).encode()], backend.get_vocab_size())
+    return _TrainedTokenizer([backend.to_str(pretty=True).encode()], backend.get_vocab_size())
 
 
-def _train_gpt2(texts: _TextSource, vocab_size: int) -> _Trained:
+def _train_gpt2(texts: _TextSource, vocab_size: int) -> _TrainedTokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     _run_bpe(backend, texts, vocab_size - 1, [])
@@ -162,7 +162,7 @@ def _train_gpt2(texts: _TextSource, vocab_size: int) -> _Trained:
         if not isinstance(pair, str):  # `tokenizers` from 0.20 on
             pair = " ".join(pair)
         lines.append(f"{pair}\n")
-    return _Trained([json.dumps(vocab, ensure_ascii=False).encode(), "".join(lines).encode()], len(vocab))
+    return _TrainedTokenizer([json.dumps(vocab, ensure_ascii=False).encode(), "".join(lines).encode()], len(vocab))
 
 
 def _run_bpe(backend: tokenizers.Tokenizer, texts: _TextSource, vocab_size: int, specials: list[str]) -> None:
@@ -175,7 +175,7 @@ def _run_bpe(backend: tokenizers.Tokenizer, texts: _TextSource, vocab_size: int,
     _run(lambda: backend.train_from_iterator(texts, trainer), texts, bars=sys.stderr.isatty())
 
 
-def _train_wordpiece(texts: _TextSource, vocab_size: int, *, lowercase: bool) -> _Trained:
+def _train_wordpiece(texts: _TextSource, vocab_size: int, *, lowercase: bool) -> _TrainedTokenizer:
     backend = word_piece_backend(models.WordPiece(unk_token=BERT_UNKNOWN), lowercase=lowercase)
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=list(BERT_SPECIALS.values()), show_progress=sys.stderr.isatty()
@@ -185,10 +185,10 @@ def _train_wordpiece(texts: _TextSource, vocab_size: int, *, lowercase: bool) ->
     if found > vocab_size:
         raise TokenizerError(f"vocab_size {vocab_size} is too small: the characters of the texts need {found}")
     vocabulary = sorted(backend.get_vocab().items(), key=lambda item: item[1])
-    return _Trained(["".join(f"{token}\n" for token, _ in vocabulary).encode()], found)
+    return _TrainedTokenizer(["".join(f"{token}\n" for token, _ in vocabulary).encode()], found)
 
 
-def _train_sentencepiece(texts: _TextSource, vocab_size: int, **options: Any) -> _Trained:
+def _train_sentencepiece(texts: _TextSource, vocab_size: int, **options: Any) -> _TrainedTokenizer:
     with needs_package(TokenizerError, "training of SentencePiece", "sentencepiece", "requirements-corpus.txt"):
         import sentencepiece
     model = io.BytesIO()
@@ -213,7 +213,7 @@ def _train_sentencepiece(texts: _TextSource, vocab_size: int, **options: Any) ->
         texts.check()
         raise TokenizerError(f"SentencePiece could not train {vocab_size} pieces: {error}") from error
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    return _Trained([model.getvalue()], processor.get_piece_size())
+    return _TrainedTokenizer([model.getvalue()], processor.get_piece_size())
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ Inputs are cut at positions that depend only on their bytes. So a step has the s
 
     one process, or several     read_chunks -> work(chunk) -> outputs, in order
     tasks of an executor        read_chunks -> work(chunk) of every N-th chunk -> OUTPUT.shards/NNNNN.results
-                                then a run as above, in which `Replay` returns these results: the same bytes
+                                then a run as above, in which `ShardResults` returns these results: the same bytes
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _read_header(path: Path) -> Any:
             return None
 
 
-class Replay(Generic[R]):
+class ShardResults(Generic[R]):
     """Function of a chunk that returns the result from a shard, or computes it if no shard has it."""
 
     def __init__(self, work: Callable[[Chunk], R], shards: list[Path]) -> None:
@@ -226,4 +226,4 @@ def with_shards(job: Job[S], work: Callable[[Chunk], R], files: tuple[str, ...])
     if any(_read_header(path) != header for path in shards):
         _log.warning("%s: the shards are of other inputs or settings: computing again", shards[0].parent)
         return work, job.settings.workers
-    return Replay(work, shards), 1
+    return ShardResults(work, shards), 1

@@ -110,7 +110,7 @@ class IndexChunk:
 
 
 @dataclass
-class _Indexed(ChunkState):
+class _IndexState(ChunkState):
     """State of an index.
 
     Attributes:
@@ -173,9 +173,9 @@ class DocumentIndex:
         return state.file_ends[files - 1]
 
     @cached_property
-    def _log(self) -> ResumeLog[_Indexed]:
+    def _log(self) -> ResumeLog[_IndexState]:
         # The directory belongs to one job, so every state in it does.
-        return ResumeLog(self.directory / "index.progress.json", "index", _Indexed.from_json)
+        return ResumeLog(self.directory / "index.progress.json", "index", _IndexState.from_json)
 
     def chunks(self, consumed: Callable[[int], Any] = lambda _: None) -> Iterator[tuple[int, int, Chunk]]:
         """Read the chunks of the files again.
@@ -208,7 +208,7 @@ class DocumentIndex:
             DataError: If too many inputs are bad, or there are more documents than can be numbered.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        state = self._log.read() or _Indexed()
+        state = self._log.read() or _IndexState()
         if state.complete:
             return state.counts
         with ExitStack() as stack:
@@ -241,7 +241,7 @@ class DocumentIndex:
             self._write_state(state, columns)
         return state.counts
 
-    def _write_state(self, state: _Indexed, columns: list[BinaryIO]) -> None:
+    def _write_state(self, state: _IndexState, columns: list[BinaryIO]) -> None:
         for file in columns:
             fsync_file(file)
         self._log.write(state)

@@ -164,7 +164,7 @@ class ChunkState:
 
 
 @dataclass
-class _Written(ChunkState):
+class _OutputState(ChunkState):
     """State of an interrupted run.
 
     Attributes:
@@ -212,16 +212,16 @@ def write_results(
         unit: Unit of that amount.
         total: Amount of input of the whole job; None if it is not known.
     """
-    log = ResumeLog(job.work / "state.progress.json", job.identity, _Written.from_json)
+    log = ResumeLog(job.work / "state.progress.json", job.identity, _OutputState.from_json)
     targets = (job.settings.output, job.dropped)
     job.dropped.parent.mkdir(parents=True, exist_ok=True)
-    state = log.read() or _Written()
+    state = log.read() or _OutputState()
     kept, dropped = map(partial_path, targets)
     try:
         outputs = [open_truncated(kept, state.sizes[0]), open_truncated(dropped, state.sizes[1])]
     except DataError as error:
         _log.warning("the interrupted run cannot be resumed (%s): starting over", error)
-        state = _Written()
+        state = _OutputState()
         outputs = [open_truncated(kept, 0), open_truncated(dropped, 0)]
     with ExitStack() as stack:
         for output in outputs:

@@ -89,7 +89,7 @@ class Page:
 
 
 @dataclass
-class _Host:
+class _HostState:
     """State of a host while requests to it wait or run."""
 
     slots: asyncio.Semaphore
@@ -99,7 +99,7 @@ class _Host:
 
 
 @dataclass
-class _Pending:
+class _PendingUrl:
     """URL that is being fetched."""
 
     url: str
@@ -115,8 +115,8 @@ class Fetcher:
         self._networks = settings.networks()
         self._robot = _CONTACT.sub("", settings.user_agent)  # a group of robots.txt may have the name in an address
         self._urls = urls
-        self._pending: deque[_Pending] = deque()
-        self._hosts: dict[str, _Host] = {}
+        self._pending: deque[_PendingUrl] = deque()
+        self._hosts: dict[str, _HostState] = {}
         self._robots: OrderedDict[str, asyncio.Task[Protego | str]] = OrderedDict()
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._changed = asyncio.Condition()
@@ -156,7 +156,7 @@ class Fetcher:
             url = next(self._urls, None)
             if url is None:
                 return
-            pending = _Pending(url, self._next)
+            pending = _PendingUrl(url, self._next)
             self._next += 1
             pending.task = asyncio.create_task(self._page(pending))
             self._pending.append(pending)
@@ -174,7 +174,7 @@ class Fetcher:
             )
         return self._session
 
-    async def _page(self, pending: _Pending) -> Page | str:
+    async def _page(self, pending: _PendingUrl) -> Page | str:
         """Return the page of a URL, or the reason why there is none."""
         settings = self._settings
 
@@ -271,7 +271,7 @@ class Fetcher:
     @asynccontextmanager
     async def _slot(self, name: str, delay: float) -> AsyncIterator[None]:
         """Wait until a request to a host may start."""
-        host = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self._settings.per_host)))
+        host = self._hosts.setdefault(name, _HostState(asyncio.Semaphore(self._settings.per_host)))
         host.users += 1
         loop = asyncio.get_running_loop()
         try:

@@ -1,6 +1,6 @@
 """Web pages: their encoding, and the files that hold them.
 
-    WARC file    `_Archive.records`    one record after another; after a damaged one, reading continues at the next
+    WARC file    `_WarcArchive.records`    one record after another; after a damaged one, reading continues at the next
                      |  `_page`        its HTTP body without chunks and compression, if it is a page
                      v
                  `warc_reader`         chunks of records: url, html (bytes), content_type, charset
@@ -108,7 +108,7 @@ def warc_reader(
             bad: list[BadInput] = []
             reported = at.offset
             empty = True
-            for offset, found in _Archive(file).records(partial(_page, max_bytes=max_bytes)):
+            for offset, found in _WarcArchive(file).records(partial(_page, max_bytes=max_bytes)):
                 empty = False
                 if size >= _CHUNK_BYTES or len(records) >= _CHUNK_RECORDS:
                     consumed(offset - reported)
@@ -164,7 +164,7 @@ def html_reader(
         yield Chunk(None, (), (number + 1, Position()))
 
 
-class _Archive:
+class _WarcArchive:
     """Records of a WARC file, whose ends are checked. warcio leaves out what it cannot read, or prints a warning."""
 
     def __init__(self, file: Any) -> None:
@@ -180,7 +180,7 @@ class _Archive:
 
     def _open(self) -> None:
         self._iterator = ArchiveIterator(_UncutFile(self._file), arc2warc=True)
-        self._iterator.reader = _Members(self._iterator.fh)
+        self._iterator.reader = _GzipMembers(self._iterator.fh)
         self._iterator.INC_RECORD = ""  # a warning with the whole line
 
     def records(self, read: Callable[[Any], Record | None]) -> Iterator[tuple[int, Record | str | None]]:
@@ -274,7 +274,7 @@ class _UncutFile:
         return data
 
 
-class _Members(DecompressingBufferedReader):  # type: ignore[misc]
+class _GzipMembers(DecompressingBufferedReader):  # type: ignore[misc]
     """Reader of a file with a gzip member for each record, or of one that is not compressed."""
 
     decompressor: Any
