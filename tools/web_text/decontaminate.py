@@ -151,7 +151,10 @@ def build_decontaminate(settings: DecontaminateSettings) -> DocumentFunction:
         if not matches:
             return [Outcome(record)]
         cuts = cut_intervals(text, [match[:2] for match in matches], settings.margin)
-        borders = [0, *(border for interval in cuts for border in interval), len(text)]
+        borders = [0]
+        for interval in cuts:
+            borders += interval
+        borders.append(len(text))
         left = [text[start:stop].strip() for start, stop in zip(borders[::2], borders[1::2], strict=True)]
         pieces = [piece for piece in left if len(piece) >= settings.least_characters]
         if len(pieces) > settings.most_pieces:
