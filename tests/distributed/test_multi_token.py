@@ -71,6 +71,7 @@ def check(
     return expected
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_does() -> None:
     expected = check(2, [{"mp": 2}, {"pp": 2}, {"zero": 1}, {"zero": 3}])
     assert list(expected[0]) == ["total_loss", "lm_loss", "mtp_loss", "norm"]
