@@ -20,6 +20,8 @@ DIR    ?=
 TORCH_INDEX ?=
 # accelerators that are not NVIDIA's: ascend, rocm or xpu takes torch from requirements/requirements-$(ACCELERATOR).txt
 ACCELERATOR ?=
+# the lock; with such an accelerator without torch and what torch pins, which would be put in place of its own
+LOCK := $(if $(ACCELERATOR),$(VENV)/lock-$(ACCELERATOR).txt,requirements/constraints.txt)
 # how many tests run at once, and which; one more than the cores, because many wait for processes that they started
 TEST_JOBS ?= 3
 TESTS ?= tests
@@ -62,14 +64,15 @@ ifeq ($(ACCELERATOR),)
 	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt -c requirements/constraints.txt
 else
 	$(PIP) install -q $(FROM) -r requirements/requirements-$(ACCELERATOR).txt
-	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt
+	@grep -vE '^(setuptools|torch|triton|nvidia-[a-z0-9-]*|cuda-[a-z]*)==' requirements/constraints.txt > "$(LOCK)"
+	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt -c "$(LOCK)"
 endif
 	@if test -w .; then $(PIP) install -q $(FROM) --no-deps --editable . && rm -rf build neox.egg-info; \
 	else echo "$(CURDIR)" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/neox.pth"; fi
 	@touch "$@"
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-*.txt)
-	$(PIP) install -q $(FROM) -r requirements/requirements-dev.txt -c requirements/constraints.txt
+	$(PIP) install -q $(FROM) -r requirements/requirements-dev.txt -c "$(LOCK)"
 	@touch "$@"
 
 # Packages without wheels (DeepSpeed) are built here, so that the other machine needs no build tool but setuptools.
