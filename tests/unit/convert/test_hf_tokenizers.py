@@ -104,6 +104,7 @@ def test_an_export_keeps_ids_special_tokens_and_the_chat_template(directory, tmp
 
 @pytest.mark.parametrize("pattern", [FAMILIES["qwen2"].tokenizer_pattern, r"\p{N}{1,3}|\p{L}+|."])
 def test_exports_of_qwen2_warn_of_other_ids_in_transformers_5(pattern, tmp_path, caplog):
+    pytest.importorskip("transformers", minversion="5", reason="it reads these tokenizers as they are before 5")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     backend = _byte_level(["<|endoftext|>"])
