@@ -68,11 +68,11 @@ def _activations(architecture: Architecture, batch: MicroBatch) -> int:
 def _recomputed(architecture: Architecture, batch: MicroBatch) -> int:
     """Return the bytes of everything between the two projections at the peak of its backward pass, fp32.
 
-    Of a token 14 tensors of F, and its share of the states at the ends of chunks; the states of one chunk, 6 times.
+    Of a token 10 tensors of F, and its share of the states at the ends of chunks; the states of one chunk, 6 times.
     """
     channels = architecture.mamba_width // batch.tp_size
     states = channels * architecture.mamba_state
-    of_tokens = batch.tokens * (14 * channels + states // CHUNK)
+    of_tokens = batch.tokens * (10 * channels + states // CHUNK)
     of_chunk = 6 * (batch.tokens // batch.sequence) * min(CHUNK, batch.sequence) * states
     return (of_tokens + of_chunk) * FP32
 

@@ -5,7 +5,10 @@ Legend: B batch, S sequence, C channels, K width of the convolution.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -20,22 +23,57 @@ def causal_convolution(
         bias: Bias [C]; None for none.
         before: The K - 1 inputs before these [B, K - 1, C]; zeros if None.
         positions: Position of each token in its document [B, S], if a row has several: a token does not see those
-            before its document. None for one document a row.
+            before its document. None for one document a row, and with `before`.
 
     Returns:
         Outputs [B, S, C], and the last K - 1 inputs, [B, K - 1, C].
     """
-    length = x.shape[1]
-    width = weight.shape[1]
+    kept = weight.shape[1] - 1
     if before is None:
-        before = x.new_zeros(x.shape[0], width - 1, x.shape[2])
-    padded = torch.cat((before.to(x.dtype), x), dim=1)  # [B, K - 1 + S, C]
-    y = x * weight[:, -1]
-    if bias is not None:
-        y = y + bias
-    for distance in range(1, width):
-        earlier = padded[:, width - 1 - distance : width - 1 - distance + length]
-        if positions is not None:
-            earlier = earlier * (positions >= distance).unsqueeze(-1)
-        y = y + earlier * weight[:, -1 - distance]
-    return y, padded[:, length:]
+        y = _Convolution.apply(x, weight, bias, positions)
+        return y, F.pad(x[:, max(0, x.shape[1] - kept) :], (0, 0, max(0, kept - x.shape[1]), 0))
+    whole = torch.cat((before.to(x.dtype), x), dim=1)  # [B, K - 1 + S, C]
+    y = _Convolution.apply(whole, weight, bias, positions)
+    return y[:, kept:], whole[:, x.shape[1] :]
+
+
+class _Convolution(torch.autograd.Function):
+    """The convolution with zeros before the first token. Products are added in place: it is bound by memory.
+
+    A product that autograd records would be a tensor of its own, three for each tap with the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Return y [B, S, C] for x [B, S, C] and weights [C, K]."""
+        ctx.save_for_backward(x, weight, positions)
+        newest, *earlier = weight.t().flip(0)
+        y = x * newest if bias is None else torch.addcmul(bias, x, newest)
+        for distance, tap in enumerate(earlier[: x.shape[1] - 1], start=1):
+            y[:, distance:].addcmul_(_of_document(x[:, :-distance], positions, distance), tap)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        """Return the gradients of x, weights and bias; those of weights that are not trained cost nothing."""
+        x, weight, positions = ctx.saved_tensors
+        _, trains_weight, trains_bias, _ = ctx.needs_input_grad
+        newest, *earlier = weight.t().flip(0)
+        of_x = gradient * newest
+        of_taps = torch.zeros_like(weight) if trains_weight else None
+        if of_taps is not None:
+            of_taps[:, -1] = (gradient * x).sum((0, 1))
+        for distance, tap in enumerate(earlier[: x.shape[1] - 1], start=1):
+            later = _of_document(gradient[:, distance:], positions, distance)
+            of_x[:, :-distance].addcmul_(later, tap)
+            if of_taps is not None:
+                of_taps[:, -1 - distance] = (later * x[:, :-distance]).sum((0, 1))
+        of_bias = gradient.sum((0, 1)) if trains_bias else None
+        return of_x, of_taps, of_bias, None
+
+
+def _of_document(x: Tensor, positions: Tensor | None, distance: int) -> Tensor:
+    """Return [B, S - distance, C] with zeros for pairs of tokens at this distance that are of different documents."""
+    if positions is None:
+        return x
+    return x * (positions[..., distance:] >= distance).unsqueeze(-1)
