@@ -239,7 +239,7 @@ def chunked_scan(
         sums = torch.matmul(
             steps, pairs.squeeze(2).float().transpose(-1, -2)
         )  # over the document's tokens in the chunk
-    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~pairs, -torch.inf).exp()  # [B, c, N, L, L]
+    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(~pairs, -torch.inf).exp_()  # [B, c, N, L, L]
 
     weights = torch.matmul(c, b.transpose(-1, -2))  # [B, c, G, L, L]
     weights = (between.unflatten(2, (groups, in_group)) * weights.unsqueeze(3)).flatten(2, 3)
