@@ -66,12 +66,14 @@ def _self_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     keys = architecture.num_kv_heads * architecture.head_dim
     rows = queries + 2 * keys
     sections: tuple[int, ...] = ()
+    turns = architecture.num_attention_heads
     if keys < queries:
         sections = (queries, keys, keys)
+        turns = 0
     if architecture.attention_output_gate:
         sections = (*(sections or (rows,)), queries)
         rows += queries
-    projection = [ParameterSpec("attention.query_key_value.weight", (rows, hidden), 0, sections=sections)]
+    projection = [ParameterSpec("attention.query_key_value.weight", (rows, hidden), 0, sections=sections, turns=turns)]
     if architecture.qkv_bias:
         bias = ParameterSpec("attention.query_key_value.bias", (rows,), 0, init=ZEROS, sections=sections)
         projection.append(bias)

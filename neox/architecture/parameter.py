@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,22 @@ ZEROS = Constant(0.0)
 ONES = Constant(1.0)
 
 
+class MatrixRows(NamedTuple):
+    """A matrix among the rows of a parameter.
+
+    Attributes:
+        first: Its first row; the rows of a stack of experts are counted through.
+        rows: Number of rows.
+        columns: Number of columns.
+        turns: Number of heads whose queries, keys and values take turns, which are then three matrices; 0 for one.
+    """
+
+    first: int
+    rows: int
+    columns: int
+    turns: int
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """One parameter of one layer.
@@ -89,6 +106,8 @@ class ParameterSpec:
             biases under `gpt_j_residual`). Here there is one value, written on rank 0 with zeros elsewhere.
         sections: Sizes along `partition_dim` of parts that are split separately (queries, keys and values; halves of
             a gated activation): a rank's part is its share of each, one after another. () for one section.
+        turns: Number of heads whose queries, keys and values take turns in the rows of the first section; 0 if they do
+            not.
         trained: Whether it has gradients. Others keep their initial or loaded values.
         trained_rows: First row and number of the rows that are trained; None for all.
         lr_factor: Factor of the learning rate that `parameter_groups` gives it.
@@ -109,6 +128,7 @@ class ParameterSpec:
     init: InitialValues = FromKey.METHOD
     summed_in_neox: bool = False
     sections: tuple[int, ...] = ()
+    turns: int = 0
     trained: bool = True
     trained_rows: tuple[int, int] | None = None
     lr_factor: float = 1.0
@@ -142,6 +162,22 @@ class ParameterSpec:
     def is_matrix(self) -> bool:
         """Whether it is a matrix of a product, or a stack of them, to which weight decay applies."""
         return len(self.shape) > 1 and not self.of_norm
+
+    def matrices(self, *, split: bool) -> Iterator[MatrixRows]:
+        """Yield the matrices whose rows stand one after another in a matrix or a stack of experts.
+
+        Args:
+            split: Whether queries, keys, values and the two halves of a gated MLP are matrices of their own. Otherwise
+                each is one matrix with what it is stored with. Each expert always is one.
+        """
+        *_, rows, columns = self.shape
+        is_cut = split and self.partition_dim == len(self.shape) - 2
+        sizes = self.sections if self.sections and is_cut else (rows,)
+        first = 0
+        for _ in range(max(1, self.experts)):
+            for number, size in enumerate(sizes):
+                yield MatrixRows(first, size, columns, self.turns if split and number == 0 else 0)
+                first += size
 
     def is_divisible(self, tp_size: int) -> bool:
         """Return whether every one of `tp_size` tensor ranks gets an equal part, of each section."""

@@ -135,9 +135,10 @@ def build_engine(
     # Some of DeepSpeed's wrappers take a step on zero gradients to allocate the optimizer's state. The learning rate is
     # 0 so far, so weights did not change, but the counter of steps and momenta did.
     optimizer.state.clear()
-    if isinstance(optimizer, Muon) and deepspeed_engine.optimizer is not optimizer:
+    if isinstance(optimizer, Muon):
         tensors = tuple(optimizer_tensors(plan, grid, model, deepspeed_engine.optimizer, optimizer))
-        optimizer.parts = matrix_parts(grid, model, parameter_names(model, plan.layers), tensors)
+        names = parameter_names(model, plan.layers)
+        optimizer.parts = matrix_parts(plan, grid, model, names, tensors, split=optimizer.split_fused)
         optimizer.device = deepspeed_engine.device
 
     trained = TrainedModel(plan, grid, device, objective, deepspeed_engine, optimizer)

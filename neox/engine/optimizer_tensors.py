@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from neox.architecture import LayerPlan
+from neox.architecture import LayerPlan, MatrixRows
 from neox.checkpoint.optimizer.file_formats import Key
 from neox.engine.deepspeed_patches import counts_in_norm
 from neox.engine.weights import weight_layers
@@ -149,55 +149,82 @@ def _stage3_tensors(wrapper: Any, grid: ParallelGrid, names: Names) -> Iterator[
 
 
 def matrix_parts(
-    grid: ParallelGrid, model: nn.Module, names: Names, tensors: Sequence[OptimizerTensor]
+    plan: RunPlan,
+    grid: ParallelGrid,
+    model: nn.Module,
+    names: Names,
+    tensors: Sequence[OptimizerTensor],
+    *,
+    split: bool,
 ) -> dict[Tensor, tuple[MatrixPart, ...]]:
-    """Return the parts of hidden matrices in flat tensors, for an optimizer that updates whole matrices.
+    """Return the parts of hidden matrices in the optimizer's tensors, for one that updates whole matrices.
 
     All data ranks call it together.
 
     Args:
+        plan: The run.
         grid: This rank's grid.
         model: This rank's part of the network.
         names: Keys of the model's parameters.
         tensors: The optimizer's tensors.
+        split: Whether what is stored in one matrix is divided into several (`ParameterSpec.matrices`).
     """
-    shapes: dict[Key, tuple[int, ...]] = {}
-    for parameter in model.parameters():
-        if is_hidden(parameter):
-            shapes[names[id(parameter)]] = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    here = [{part.key: part for part in tensor.fragments if part.key in shapes} for tensor in tensors]
+    hidden = {names[id(parameter)] for parameter in model.parameters() if is_hidden(parameter)}
+    matrices: dict[Key, tuple[MatrixRows, ...]] = {}
+    for key in sorted(hidden):
+        spec = next(spec for spec in plan.layers[key.layer].parameters if spec.name == key.name)
+        matrices[key] = tuple(spec.matrices(split=split))
+    here = [{part.key: part for part in tensor.fragments if part.key in matrices} for tensor in tensors]
     ranks = [here] * grid.dp_size
     if grid.dp_size > 1:
         dist.all_gather_object(ranks, here, group=grid.dp_group)
     parts: dict[Tensor, tuple[MatrixPart, ...]] = {}
     for number, tensor in enumerate(tensors):
         of_ranks = [fragments[number] for fragments in ranks]
-        parts[tensor.tensor] = tuple(_parts_of_tensor(of_ranks, shapes, grid))
+        parts[tensor.tensor] = tuple(_parts_of_tensor(of_ranks, matrices, grid))
     return parts
 
 
 def _parts_of_tensor(
     of_ranks: Sequence[Mapping[Key, Fragment]],
-    shapes: Mapping[Key, tuple[int, ...]],
+    matrices: Mapping[Key, tuple[MatrixRows, ...]],
     grid: ParallelGrid,
 ) -> Iterator[MatrixPart]:
     """Yield the parts of one tensor. Ranks gather shared matrices together, so all yield them in the same order.
 
     Args:
-        of_ranks: Fragments of hidden matrices in the tensor, of every data rank.
-        shapes: Shapes of the hidden matrices.
+        of_ranks: Fragments of hidden parameters in the tensor, of every data rank.
+        matrices: The matrices of each hidden parameter.
         grid: This rank's grid.
     """
-    for key in sorted(shapes):
-        holders = [rank for rank, fragments in enumerate(of_ranks) if key in fragments and fragments[key].length]
-        is_here = grid.dp_rank in holders
-        if len(holders) > 1:
+    for key, of_key in matrices.items():
+        for matrix in of_key:
+            pieces = [_piece(fragments.get(key), matrix) for fragments in of_ranks]
+            lengths = [piece.length for piece in pieces if piece.length]
+            is_divided = any(length < matrix.rows * matrix.columns for length in lengths)
             # Ranks without a part take part in gathering, too.
-            part = of_ranks[grid.dp_rank][key] if is_here else Fragment(key, first=0, length=0, start=0)
-            yield MatrixPart(shapes[key], part.first, part.length, part.start, grid.dp_group)
-        elif is_here:
-            part = of_ranks[grid.dp_rank][key]
-            yield MatrixPart(shapes[key], part.first, part.length, part.start)
+            if is_divided or pieces[grid.dp_rank].length:
+                own = pieces[grid.dp_rank]
+                yield MatrixPart(
+                    (matrix.rows, matrix.columns),
+                    own.first,
+                    own.length,
+                    own.start,
+                    turns=matrix.turns,
+                    group=grid.dp_group if is_divided else None,
+                )
+
+
+def _piece(fragment: Fragment | None, matrix: MatrixRows) -> Fragment:
+    """Return the part of a matrix in a fragment of its parameter, counted from the matrix's first element."""
+    if fragment is None:
+        return Fragment(Key(0, ""), first=0, length=0, start=0)
+    begin = matrix.first * matrix.columns
+    first = max(fragment.first, begin)
+    last = min(fragment.first + fragment.length, begin + matrix.rows * matrix.columns)
+    if first >= last:
+        return Fragment(fragment.key, first=0, length=0, start=0)
+    return Fragment(fragment.key, first - begin, last - first, fragment.start + first - fragment.first)
 
 
 class CountedRange(NamedTuple):

@@ -29,6 +29,8 @@ class MatrixPart:
         first: First element of the flattened matrix that is here.
         length: Number of elements here; may be 0 if the matrix is shared.
         start: Position of the first element in the optimizer's tensor.
+        turns: Number of heads whose queries, keys and values take turns in the rows, so that there are three matrices
+            [heads, 3, width, columns]; 0 for one.
         group: Ranks that hold the other parts; None if all are here.
     """
 
@@ -36,6 +38,7 @@ class MatrixPart:
     first: int
     length: int
     start: int
+    turns: int = 0
     group: dist.ProcessGroup | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -56,7 +59,8 @@ class Muon(AdamW):
     """Muon (arXiv:2502.16982) for groups marked `hidden`, AdamW for embeddings, head, norms and biases.
 
     Momentum is kept by element, so that a data rank needs it only for its part of a matrix. torch's Muon turns whole
-    matrices into steps. If ZeRO hands over flat tensors, a matrix that lies on several ranks is gathered for that.
+    matrices into steps. If ZeRO hands over flat tensors, a matrix that lies on several ranks is gathered for that. Each
+    expert is a matrix, and so are queries, keys, values, and the halves of a gated MLP.
 
     Args:
         groups: Parameter groups of `parameter_groups`.
@@ -65,12 +69,14 @@ class Muon(AdamW):
         eps: Number added to AdamW's denominator.
         momentum: Decay rate of Muon's momentum.
         nesterov: Whether Muon's momentum is Nesterov's.
+        split_fused: Whether queries, keys and values, and the halves of gated MLPs, are matrices of their own. Who sets
+            `parts` reads it.
         max_norm: Norm above which gradients are scaled down to it; 0 never clips.
         scope: Ranks and parameters of the norm.
         hidden: Further arguments of `torch.optim.Muon`.
 
     Attributes:
-        parts: Parts of matrices in each flat tensor of hidden parameters; tensors that are not in it are matrices.
+        parts: Parts of matrices in each tensor of hidden parameters; tensors that are not in it are matrices.
         device: Device that multiplies matrices; None for the device of the optimizer's tensors.
     """
 
@@ -83,6 +89,7 @@ class Muon(AdamW):
         eps: float = 1e-8,
         momentum: float = 0.95,
         nesterov: bool = True,
+        split_fused: bool = True,
         max_norm: float = 0.0,
         scope: NormScope | None = None,
         **hidden: Any,
@@ -90,6 +97,7 @@ class Muon(AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, max_norm=max_norm, scope=scope)
         self.parts: Mapping[Tensor, tuple[MatrixPart, ...]] = {}
         self.device: torch.device | None = None
+        self.split_fused = split_fused
         self._momentum = momentum
         self._nesterov = nesterov
         self._hidden = hidden
@@ -114,7 +122,7 @@ class Muon(AdamW):
         for part in self._parts_of(parameter):
             whole = part.whole(direction, self.device or parameter.device)
             if part.length:
-                step = self._orthogonal_step(whole, lr).view(-1)[part.first : part.first + part.length]
+                step = self._step_of_part(part, whole, lr).view(-1)[part.first : part.first + part.length]
                 part.of(parameter).add_(step.to(parameter.device))
         # Not used here, but torch's AdamW expects a counter in every state that it loads.
         self.state[parameter]["step"] = self.state[parameter].get("step", torch.zeros(())) + 1
@@ -126,6 +134,14 @@ class Muon(AdamW):
         if parameter.dim() == 2:
             return (MatrixPart(tuple(parameter.shape), first=0, length=parameter.numel(), start=0),)
         return ()
+
+    def _step_of_part(self, part: MatrixPart, whole: Tensor, lr: float) -> Tensor:
+        """Return the step of a whole matrix, or of the three whose rows take turns in it."""
+        if not part.turns:
+            return self._orthogonal_step(whole, lr)
+        by_kind = whole.view(part.turns, 3, -1, whole.shape[1]).transpose(0, 1)  # [3, heads, width, columns]
+        steps = [self._orthogonal_step(matrix.flatten(0, 1), lr).view_as(matrix) for matrix in by_kind]
+        return torch.stack(steps, dim=1).view_as(whole)
 
     def _orthogonal_step(self, matrix: Tensor, lr: float) -> Tensor:
         """Return what torch's Muon adds to a matrix for such a momentum."""

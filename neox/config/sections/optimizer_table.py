@@ -130,10 +130,14 @@ class MuonParams(DecayingParams):
     """With `type: Muon`: numbers of torch's Muon for matrices of blocks, and of AdamW for all others."""
 
     momentum: Beta = 0.95
-    """Decay rate of Muon's momentum. The matrix of queries, keys and values is one matrix."""
+    """Decay rate of Muon's momentum."""
 
     nesterov: bool = True
     """Nesterov's momentum."""
+
+    split_fused: bool = True
+    """Whether queries, keys, values, and the two halves of a gated MLP are matrices of their own, and not one matrix
+    with what they are stored with. Each expert always is one."""
 
     ns_steps: int = Field(5, ge=1, lt=100)
     """Newton-Schulz iterations."""

@@ -1,0 +1,114 @@
+"""Muon updates each expert, and queries, keys, values and both halves of a gated MLP, as matrices of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from neox.plan import RunPlan
+from tests.distributed.spawn import run_ranks
+from tests.distributed.test_experts import DIVIDED, EXPERTS, SAVED_AT, curves, resumed
+from tests.distributed.training_runs import batches, tiny_plan
+
+LR = 0.02
+MUON: dict[str, Any] = {
+    **EXPERTS,
+    "activation": "swiglu",
+    "mlp_width": 40,
+    "optimizer": {"type": "Muon", "params": {"lr": LR}},
+    "gradient_clipping": 0.0,
+    "lr_decay_style": "constant",
+    "warmup": 0.0,
+    "weight_decay": 0.1,
+}
+FUSED = {"optimizer": {"type": "Muon", "params": {"lr": LR, "split_fused": False}}}
+FOUR_HEADS = {"num_kv_heads": 4}
+TWO_KEY_HEADS = {"num_kv_heads": 2}
+
+
+def first_step(plan: RunPlan) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return weights before a step, their gradients, and weights after it, by name."""
+    from neox.engine import initialize_distributed, initialize_engine
+
+    grid, device = initialize_distributed(plan)
+    engine = initialize_engine(plan, grid, device)
+    module = engine.deepspeed_engine.module
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    gradients: dict[str, Tensor] = {}
+    step = engine.optimizer.step
+
+    def recording_step(*args: Any) -> Any:
+        gradients.update({name: parameter.grad.clone() for name, parameter in module.named_parameters()})
+        return step(*args)
+
+    engine.optimizer.step = recording_step
+    engine.train_batch(batches(plan, grid.data_rank))
+    return {name: (before[name], gradients[name], after.detach()) for name, after in module.named_parameters()}
+
+
+def slices(name: str, tensor: Tensor, split: bool, key_heads: int) -> Iterator[Tensor]:
+    """Yield copies of the matrices of a weight of a block with 4 heads of 8 dimensions."""
+    if tensor.dim() == 3:
+        for expert in tensor:
+            yield from expert.chunk(2) if split and "h_to_4h" in name else [expert]
+    elif split and "query_key_value" in name and key_heads == 4:
+        yield from (tensor.view(4, 3, 8, -1)[:, kind].reshape(32, -1) for kind in range(3))
+    elif split and "query_key_value" in name:
+        yield from tensor.split((32, 8 * key_heads, 8 * key_heads))
+    elif split and "dense_h_to_4h" in name:
+        yield from tensor.chunk(2)
+    else:
+        yield tensor
+
+
+@pytest.mark.parametrize(("keys", "split"), [(FOUR_HEADS, True), (TWO_KEY_HEADS, True), (FUSED, False)])
+def test_each_matrix_moves_as_torchs_muon_moves_it(keys: dict[str, Any], split: bool):
+    key_heads = keys.get("num_kv_heads", 4)
+    (moved,) = run_ranks(1, first_step, tiny_plan(1, **{**MUON, **keys}))
+    count = 0
+    for name, tensors in moved.items():
+        if tensors[0].dim() < 2 or not any(part in name for part in ("dense", "query_key_value", "router", "gate")):
+            continue
+        for before, gradient, after in zip(*(slices(name, one, split, key_heads) for one in tensors), strict=True):
+            matrix = torch.nn.Parameter(before.clone().contiguous())
+            matrix.grad = gradient.clone().contiguous()
+            torch.optim.Muon([matrix], lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+            torch.testing.assert_close(after, matrix.detach(), rtol=1e-3, atol=2e-5)
+            assert (after - before).abs().max() > 1e-4, name
+            count += 1
+    assert count > 4 * (3 + 1) + 2 * 4 * 2, "every expert of two blocks among them"
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (2, [{"zero": 1}, {**DIVIDED, "zero": 2}]),
+        pytest.param(
+            2, [DIVIDED, {"zero": 3}, {"context_parallel_size": 2, "zero": 2}, {"pp": 2}], marks=pytest.mark.slow
+        ),
+        pytest.param(4, [{**DIVIDED, "zero": 1}, {**DIVIDED, "zero": 2}, {**DIVIDED, "pp": 2}], marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_trains_the_same(world: int, layouts: list[dict[str, Any]]):
+    """Newton-Schulz multiplies in bf16, whose sums depend on nothing but the matrix."""
+    ((expected,),) = run_ranks(1, curves, [tiny_plan(1, **MUON)])
+    for found in run_ranks(world, curves, [tiny_plan(world, **MUON, **layout) for layout in layouts]):
+        for layout, curve in zip(layouts, found, strict=True):
+            for ours, theirs in zip(curve, expected, strict=True):
+                assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4), layout
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_at_other_degrees(tmp_path: Path):
+    path = str(tmp_path / "muon")
+    saving = tiny_plan(2, **MUON, **DIVIDED, zero=2, save=path)
+    loading = [tiny_plan(2, **MUON, **layout, load=path) for layout in ({"zero": 1}, {**DIVIDED}, {"zero": 3})]
+    for undisturbed, *others in run_ranks(2, resumed, [saving, *loading]):
+        for curve in others:
+            for ours, theirs in zip(curve, undisturbed[SAVED_AT:], strict=True):
+                assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4)
