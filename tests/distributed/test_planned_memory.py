@@ -45,3 +45,15 @@ def test_multi_token_prediction_takes_the_planned_memory(precision: str) -> None
             device = device_of(plan)
             planned = memory_on(plan, device).needed(on_cpu=device.shared)
             assert planned == pytest.approx(max(of_rank[number] for of_rank in peaks), rel=0.05), layouts[number]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["Muon", "Adam8bit"])
+def test_optimizers_of_divided_experts_take_the_planned_memory(optimizer: str) -> None:
+    divided = {"expert_model_parallel_size": 2}
+    plans = [plan_of(2, "bf16", {"stage": stage}, optimizer, **EXPERTS, **divided) for stage in (1, 2)]
+    peaks = run_ranks(2, step_peaks, plans, timeout=1500)
+    for number, plan in enumerate(plans):
+        device = device_of(plan)
+        planned = memory_on(plan, device).needed(on_cpu=device.shared)
+        assert planned == pytest.approx(max(of_rank[number] for of_rank in peaks), rel=0.05), plan.grid

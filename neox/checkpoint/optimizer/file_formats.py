@@ -183,12 +183,12 @@ class WholeState:
         if name == FP32:
             return self._fp32(key)
         stored = self._states[key][name]
-        return _numbers(self._states[key], name, 0, stored.numel()).reshape(stored.shape)
+        return state_numbers(self._states[key], name, 0, stored.numel()).reshape(stored.shape)
 
     def elements(self, key: Key, name: str, first: int, length: int) -> Tensor | None:
         """Return some elements of a parameter's fp32 weights or of a state."""
         if name != FP32:
-            return _numbers(self._states[key], name, first, length)
+            return state_numbers(self._states[key], name, first, length)
         weights = self._fp32(key)
         if weights is None:
             return None
@@ -298,7 +298,7 @@ def _part(tensors: RankTensors, flat: int, name: str, start: int, length: int) -
     states = tensors.states.get(flat, {})
     if name not in states:
         return torch.zeros_like(weights)
-    return _numbers(states, name, start, length)
+    return state_numbers(states, name, start, length)
 
 
 class OrderedState:
@@ -507,7 +507,7 @@ def state_names(stored: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _numbers(stored: Mapping[str, Tensor], name: str, start: int, length: int) -> Tensor:
+def state_numbers(stored: Mapping[str, Tensor], name: str, start: int, length: int) -> Tensor:
     """Return a part of a flattened state.
 
     The numbers of a state of 8 bits are products of two fp32 numbers. They are returned in fp64, which holds them
@@ -517,5 +517,5 @@ def _numbers(stored: Mapping[str, Tensor], name: str, start: int, length: int) -
     scales = stored.get(name + SCALES)
     if scales is None:
         return part
-    blocks = torch.arange(start, start + part.numel()) // BLOCK
+    blocks = torch.arange(start, start + part.numel(), device=part.device) // BLOCK
     return stored[name + VALUES][part.int()].double() * scales[blocks].double()

@@ -50,6 +50,8 @@ from neox.checkpoint import (
     write_config,
     write_layer,
 )
+from neox.checkpoint.optimizer.file_formats import state_numbers
+from neox.config.sections.optimizer_kind import BLOCK, SCALES, VALUES
 from neox.engine.distributed import all_succeeded, from_first_rank
 from neox.engine.engine import Engine
 from neox.engine.optimizer_tensors import optimizer_order
@@ -377,13 +379,36 @@ def gather_expert_states(engine: Engine) -> WholeStates:
         for position, parameter in enumerate(group["params"]):
             tensor = inner["params"][position]
             if holds_divided_experts(parameter):
-                whole = {}
-                for name, value in engine.optimizer.state[tensor].items():
-                    is_elementwise = value.shape == tensor.shape
-                    whole[name] = gather_experts(value, grid) if is_elementwise else value
+                whole = _gathered_states(engine.optimizer.state[tensor], tensor, grid)
                 weight = gather_experts(tensor.detach(), grid)
                 if grid.dp_rank == 0:
                     states[number] = whole
                     weights[index, position] = weight
             number += 1
     return WholeStates(states, weights)
+
+
+def _gathered_states(states: Mapping[str, Tensor], tensor: Tensor, grid: ParallelGrid) -> dict[str, Tensor]:
+    """Return the states of all experts.
+
+    States of 8 bits have a scale for each block of elements. If this rank's experts end within a block, the blocks of
+    all experts are others. Then the numbers are gathered in fp64, which holds them exactly.
+
+    Args:
+        states: States of this rank's experts.
+        tensor: Their weights in the optimizer.
+        grid: Process groups.
+    """
+    whole: dict[str, Tensor] = {}
+    ends_within_block = tensor.numel() % BLOCK != 0
+    for name, value in states.items():
+        is_coded = name + SCALES in states
+        if is_coded and ends_within_block:
+            whole[name] = gather_experts(state_numbers(states, name, 0, value.numel()).view_as(value), grid)
+        elif name.endswith((SCALES, VALUES)) and ends_within_block:
+            continue
+        elif value.shape == tensor.shape or name.endswith(SCALES):
+            whole[name] = gather_experts(value, grid)
+        else:
+            whole[name] = value  # the counter of steps, and the table of codes
+    return whole

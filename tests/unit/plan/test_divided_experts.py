@@ -14,7 +14,7 @@ DIVIDED: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk", "exp
 @pytest.mark.parametrize(
     ("other", "keys"),
     [
-        ("optimizer.type", {"optimizer": {"type": "Adam8bit"}}),
+        ("optimizer.type", {"optimizer": {"type": "SM3"}}),
         ("zero_optimization.reduce_scatter", {"zero_optimization": {"stage": 1, "reduce_scatter": False}}),
         ("zero_optimization.contiguous_gradients", {"zero_optimization": {"stage": 2, "contiguous_gradients": False}}),
     ],
