@@ -32,21 +32,24 @@ class Lora:
     def adapts(self, parameter: ParameterSpec) -> bool:
         """Return whether a block's parameter is the weight of a linear layer that gets an adapter."""
         module, _, name = parameter.name.rpartition(".")
-        is_linear = name == "weight" and len(parameter.shape) == 2
+        is_linear = name == "weight" and (len(parameter.shape) == 2 or parameter.experts > 0)
         return is_linear and module.rpartition(".")[2] in self.targets
 
 
 def adapter_parameters(weight: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]:
-    """Return A [rank, I] and B [O, rank] of a weight [O, I].
+    """Return A [rank, I] and B [O, rank] of a weight [O, I]; of a stack of experts [E, O, I] a stack of each.
 
     Tensor ranks split one of them as they split the weight: B if the weight is split by its outputs, else A.
     """
     module = weight.name.removesuffix(".weight")
-    outputs, inputs = weight.shape
+    *stack, outputs, inputs = weight.shape
+    rows = len(stack)  # dimension of the outputs
     bound = inputs**-0.5
-    down = ParameterSpec(f"{module}{ADAPTER}lora_A", (rank, inputs), 1, init=Uniform(-bound, bound))
-    up = ParameterSpec(f"{module}{ADAPTER}lora_B", (outputs, rank), None, init=ZEROS)
-    if weight.partition_dim == 0:
-        down = replace(down, partition_dim=None)
-        up = ParameterSpec(up.name, up.shape, 0, init=ZEROS, sections=weight.sections)
-    return down, up
+    of_experts = ParameterSpec("", (), experts=weight.experts, active_experts=weight.active_experts)
+    down = replace(
+        of_experts, name=f"{module}{ADAPTER}lora_A", shape=(*stack, rank, inputs), init=Uniform(-bound, bound)
+    )
+    up = replace(of_experts, name=f"{module}{ADAPTER}lora_B", shape=(*stack, outputs, rank), init=ZEROS)
+    if weight.partition_dim == rows:
+        return down, replace(up, partition_dim=rows, sections=weight.sections)
+    return replace(down, partition_dim=rows + 1), up

@@ -26,11 +26,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neox.architecture import ADAPTER, LayerPlan, Lora, add_adapters
+from neox.architecture import ADAPTER, LayerPlan, Lora, Uniform, add_adapters
 from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at
 from neox.config import NeoXConfig
 from neox.convert.hf_directory import ADAPTER_CONFIG, new_directory, read_json, refuse_used_directory, write_json
 from neox.convert.layouts import from_hf_layout, to_hf_layout
+from neox.convert.peft_experts import (
+    expert_b_from_peft,
+    expert_b_to_peft,
+    expert_module,
+    expert_parameter,
+    expert_stacks,
+)
 from neox.convert.to_hf import choose_family
 from neox.convert.verification import single_rank_plan
 from neox.errors import ConversionError, TokenizerError, refusals
@@ -54,6 +61,7 @@ _USED = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "use_rslora",
     }
 )
@@ -87,7 +95,7 @@ PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take a part out of the base model's weigh
 
 
 class _AdapterProduct(NamedTuple):
-    """One adapter: scale * B A.
+    """One adapter: scale * B A. Of a stack of experts it is one of each, along a first dimension.
 
     Attributes:
         a: A [rank, inputs].
@@ -142,8 +150,9 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> Pef
     settings = read_json(directory / ADAPTER_CONFIG)
     _check_settings(directory / ADAPTER_CONFIG, settings)
     weights = list(_adaptable_weights(layers, family))
-    products = _read_products(directory / _WEIGHTS, settings, weights)
-    joined: dict[TensorMapping, _AdapterProduct] = {}
+    stored = _read_tensors(directory / _WEIGHTS)
+    joined = _products_of_experts(directory / _WEIGHTS, settings, stored, layers, family)
+    products = _read_products(directory / _WEIGHTS, settings, stored, weights)
     for mapping in weights:
         theirs = [products.get(module) for module in _modules_of(mapping)]
         if any(theirs):
@@ -152,7 +161,7 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> Pef
         raise ConversionError(f"{directory / _WEIGHTS}: holds no adapters")
     _refuse_missing(directory / _WEIGHTS, settings, products, weights)
     targets = tuple(sorted(set(map(_target_of, joined))))
-    rank = max(len(product.a) for product in joined.values())
+    rank = max(product.a.shape[-2] for product in joined.values())
     scale = max(product.scale for product in joined.values())
     tensors: dict[int, dict[str, Tensor]] = {}
     for mapping, product in joined.items():
@@ -162,9 +171,31 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> Pef
         state[f"{adapter}lora_A"] = padded.a
         state[f"{adapter}lora_B"] = padded.b
     ranks = {len(product.a) for product in products.values()}
-    if ranks != {rank}:
+    if ranks and ranks != {rank}:
         _log.info("adapters of rank %s became products of rank %d", ", ".join(map(str, sorted(ranks))), rank)
-    return PeftAdapter(Lora(rank, scale * rank, targets), float(settings.get("lora_dropout") or 0.0), tensors)
+    lora = Lora(rank, scale * rank, targets)
+    _add_new_adapters(tensors, layers, lora)
+    return PeftAdapter(lora, float(settings.get("lora_dropout") or 0.0), tensors)
+
+
+def _add_new_adapters(tensors: dict[int, dict[str, Tensor]], layers: LayerPlan, lora: Lora) -> None:
+    """Add adapters that change nothing to linear layers that have our name of a target, and none in the file.
+
+    A network may have that name more than once: in a dense MLP, in experts and in a shared expert.
+    """
+    new: list[str] = []
+    for layer in add_adapters(layers, lora):
+        for spec in layer.parameters:
+            if ADAPTER not in spec.name or spec.name in tensors.get(layer.index, {}):
+                continue
+            values = torch.zeros(spec.shape)
+            if isinstance(spec.init, Uniform):
+                generator = torch.Generator().manual_seed(layer.index)
+                values = values.uniform_(spec.init.low, spec.init.high, generator=generator)
+            tensors.setdefault(layer.index, {})[spec.name] = values
+            new.append(spec.name.partition(ADAPTER)[0])
+    if new:
+        _log.info("layers of the same names start with new adapters: %s", ", ".join(dict.fromkeys(new)))
 
 
 def _check_settings(file: Path, settings: Mapping[str, Any]) -> None:
@@ -188,15 +219,70 @@ def _check_settings(file: Path, settings: Mapping[str, Any]) -> None:
         raise ConversionError(f"{file}: {'; '.join(problems)} is not supported")
 
 
-def _read_products(
-    file: Path, settings: Mapping[str, Any], weights: Sequence[TensorMapping]
-) -> dict[str, _AdapterProduct]:
-    """Return the adapter of each Hugging Face module. Raises ConversionError for missing and unknown tensors."""
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter's file. Raises ConversionError if there is none."""
     from safetensors.torch import load_file
 
     if not file.is_file():
         raise ConversionError(f"{file} does not exist; save the adapter with safe_serialization=True")
-    stored = load_file(file)
+    return load_file(file)
+
+
+def _products_of_experts(
+    file: Path, settings: Mapping[str, Any], stored: dict[str, Tensor], layers: LayerPlan, family: Family
+) -> dict[TensorMapping, _AdapterProduct]:
+    """Return the adapters of the experts of each block, A [experts, r, inputs] and B [experts, outputs, r].
+
+    Args:
+        file: File of the adapters, for messages.
+        settings: peft's settings.
+        stored: Its tensors, from which those of experts are taken.
+        layers: Layers of the model.
+        family: Family of the model.
+
+    Raises:
+        ConversionError: For missing tensors, other shapes, and settings that may differ between parameters.
+    """
+    targets = settings.get("target_parameters") or ()
+    found: dict[TensorMapping, str] = {}
+    for mapping in expert_stacks(layers, family):
+        parameter = expert_parameter(mapping)
+        if any(f".{parameter}".endswith(f".{target}") for target in targets):
+            found[mapping] = parameter
+    for target in targets:
+        if not any(f".{parameter}".endswith(f".{target}") for parameter in found.values()):
+            raise ConversionError(f"{file}: target_parameters: {target} is no parameter of experts of this model")
+    if found and (settings.get("alpha_pattern") or settings.get("rank_pattern")):
+        raise ConversionError(f"{file}: rank_pattern and alpha_pattern next to target_parameters are not supported")
+
+    products = {}
+    rank = int(settings["r"])
+    scale = float(settings["lora_alpha"]) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    for mapping, parameter in found.items():
+        spec = next(spec for spec in layers[mapping.layer].parameters if spec.name == mapping.name)
+        experts, outputs, inputs = spec.shape
+        module = expert_module(parameter, tuple(found.values()))
+        tensors = []
+        for part, shape in (("A", (experts * rank, inputs)), ("B", (outputs, rank * experts))):
+            key = _tensor_key(module, part)
+            if key not in stored:
+                raise ConversionError(f"{file}: {key} is missing")
+            tensors.append(stored.pop(key))
+            if tuple(tensors[-1].shape) != shape:
+                raise ConversionError(
+                    f"{file}: {key} has shape {list(tensors[-1].shape)}, and {experts} experts of this model with rank "
+                    f"{rank} need {list(shape)}"
+                )
+        a, b = tensors
+        b = expert_b_from_peft(b, experts, mapping.source, layers.architecture)
+        products[mapping] = _AdapterProduct(a.unflatten(0, (experts, rank)), b, scale)
+    return products
+
+
+def _read_products(
+    file: Path, settings: Mapping[str, Any], stored: Mapping[str, Tensor], weights: Sequence[TensorMapping]
+) -> dict[str, _AdapterProduct]:
+    """Return the adapter of each Hugging Face module. Raises ConversionError for missing and unknown tensors."""
     known: set[str] = set()
     for mapping in weights:
         known.update(_modules_of(mapping))
@@ -330,14 +416,14 @@ def _pad(product: _AdapterProduct, rank: int, scale: float, seed: int) -> _Adapt
         seed: Seed of the new rows.
     """
     b = product.b * (product.scale / scale)
-    missing = rank - len(product.a)
+    *stack, present, inputs = product.a.shape
+    missing = rank - present
     if missing == 0:
         return _AdapterProduct(product.a, b, scale)
-    inputs = product.a.shape[1]
     generator = torch.Generator().manual_seed(seed)
-    new_rows = (2 * torch.rand(missing, inputs, generator=generator) - 1) / math.sqrt(inputs)
-    a = torch.cat([product.a, new_rows.to(product.a.dtype)])
-    return _AdapterProduct(a, torch.cat([b, torch.zeros(len(b), missing, dtype=b.dtype)], dim=1), scale)
+    new_rows = (2 * torch.rand(*stack, missing, inputs, generator=generator) - 1) / math.sqrt(inputs)
+    a = torch.cat([product.a, new_rows.to(product.a.dtype)], dim=-2)
+    return _AdapterProduct(a, torch.cat([b, b.new_zeros(*b.shape[:-1], missing)], dim=-1), scale)
 
 
 def write_peft_adapter(
@@ -389,6 +475,7 @@ def write_peft_adapter(
     reader = CheckpointReader(path, add_adapters(plan.layers, lora))
     tensors: dict[str, Tensor] = {}
     adapted: list[str] = []
+    of_experts: dict[str, list[str]] = {}
     transposed = False
     for mapping in _adaptable_weights(plan.layers, family):
         if _target_of(mapping) not in lora.targets:
@@ -402,6 +489,18 @@ def write_peft_adapter(
         for module, part in zip(_modules_of(mapping), rows, strict=True):
             tensors[_tensor_key(module, "A")] = a.clone()
             tensors[_tensor_key(module, "B")] = part.contiguous()
+    stacks = [mapping for mapping in expert_stacks(plan.layers, family) if _target_of(mapping) in lora.targets]
+    parameters = [expert_parameter(mapping) for mapping in stacks]
+    for mapping, parameter in zip(stacks, parameters, strict=True):
+        adapter = mapping.name.removesuffix(".weight") + ADAPTER
+        a = reader.full(mapping.layer, f"{adapter}lora_A")
+        b = reader.full(mapping.layer, f"{adapter}lora_B")
+        module = expert_module(parameter, parameters)
+        tensors[_tensor_key(module, "A")] = a.flatten(0, 1).clone()
+        tensors[_tensor_key(module, "B")] = expert_b_to_peft(b, mapping.source, plan.architecture)
+    if stacks:
+        ends = {".".join(parameter.split(".")[-3:]) for parameter in parameters}
+        of_experts = {"target_parameters": sorted(ends)}
     peft_settings = {
         "peft_type": "LORA",
         "bias": "none",
@@ -412,9 +511,10 @@ def write_peft_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": config.training.lora.dropout if config.training.lora else 0.0,
-        "target_modules": _target_modules(adapted, family.mappings(plan.layers)),
+        "target_modules": _target_modules(adapted, family.mappings(plan.layers)) or None,
         "fan_in_fan_out": transposed,
         "inference_mode": True,
+        **of_experts,
     }
     with new_directory(output, overwrite=overwrite) as partial:
         write_json(partial / ADAPTER_CONFIG, peft_settings)

@@ -12,6 +12,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.model.blocks import BLOCKS
 from neox.model.embedding import Embedding, FinalNorm, Head
 from neox.model.encoder import MaskedLMHead, SentenceHead
+from neox.model.experts import GroupedLinear
 from neox.model.initial_weights import InitialWeights
 from neox.model.multi_token import MultiTokenLayer
 from neox.model.parameter_marks import mark_parameters
@@ -111,6 +112,9 @@ def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
         module, found, name = spec.name.partition(ADAPTER)
         if found and name == "lora_A":
             linear = layer.get_submodule(module)
+            if isinstance(linear, GroupedLinear):
+                linear.add_adapter(lora.rank, lora.scale)
+                continue
             assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), module
             linear.add_adapter(lora.rank, lora.scale, keys.dropout)
 

@@ -148,6 +148,44 @@ class Router(nn.Module):
         return logits, routes
 
 
+class ExpertAdapter(nn.Module):
+    """Summand scale * B A rows of the linear layer of each expert on this rank (LoRA, arXiv:2106.09685).
+
+    The expert with number e has its own A and B: lora_A [E/P, rank, I], lora_B [E/P, O, rank].
+
+    Args:
+        weight: Weight of the experts on this rank [E/P, O, I], which gives sizes, device and type.
+        grid: Process groups.
+        rank: Rank of the products.
+        scale: Factor of the products.
+        split_outputs: Whether tensor ranks divide the outputs; otherwise the inputs.
+    """
+
+    def __init__(self, weight: Tensor, grid: ParallelGrid, rank: int, scale: float, *, split_outputs: bool) -> None:
+        super().__init__()
+        experts, outputs, inputs = weight.shape
+        self.grid = grid
+        self.scale = scale
+        self.split_outputs = split_outputs
+        self.lora_A = nn.Parameter(torch.empty(experts, rank, inputs, device=weight.device, dtype=weight.dtype))
+        self.lora_B = nn.Parameter(torch.empty(experts, outputs, rank, device=weight.device, dtype=weight.dtype))
+
+    def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:
+        """Return the result [R, O/T] for rows [R, I], or a summand of [R, O] for rows [R, I/T].
+
+        The gradient of the rows is summed over tensor ranks where tokens were copied to them. So the factor that they
+        do not divide passes through a copy of its own, whose gradient is summed, too.
+        """
+        a: Tensor = self.lora_A
+        b: Tensor = self.lora_B
+        if self.split_outputs:
+            a = copy_to_tensor_ranks(a, self.grid)
+        else:
+            b = copy_to_tensor_ranks(b, self.grid)
+        inner = grouped_linear(rows, a, rows_per_expert)  # [R, rank]
+        return self.scale * grouped_linear(inner, b, rows_per_expert)
+
+
 class GroupedLinear(nn.Module):
     """Linear layer of each expert on this rank: weight [E/P, O, I], bias [E/P, O]. Sorted rows [R, I] -> [R, O].
 
@@ -183,10 +221,17 @@ class GroupedLinear(nn.Module):
         if bias:
             biases = nn.Parameter(torch.empty(local_experts, outputs, **options))
             self.bias = mark_divided_experts(mark_split(biases, grid.tp_size > 1 and not is_summand), grid)
+        self.adapter: ExpertAdapter | None = None
+
+    def add_adapter(self, rank: int, scale: float) -> None:
+        """Add a low-rank adapter to each expert, uninitialised."""
+        self.adapter = ExpertAdapter(self.weight, self.grid, rank, scale, split_outputs=not self.is_summand)
 
     def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:
         """Multiply rows [R, I] that are sorted by expert; `rows_per_expert` is [E/P]."""
         product = grouped_linear(rows, self.weight, rows_per_expert)
+        if self.adapter is not None:
+            product = product + self.adapter(rows, rows_per_expert)
         if self.bias is None:
             return product
         bias: Tensor = self.bias

@@ -283,15 +283,70 @@ def test_the_norm_in_bf16_is_that_of_the_whole_gradient(world: int):
         assert factor == pytest.approx(0.5 / (expected + 1e-6), rel=1e-6)
 
 
-def test_adapters_of_attention_train_next_to_divided_experts():
-    lora = {"r": 4, "alpha": 8, "target": ["query_key_value", "dense"]}
-    adapted = {**EXPERTS, "lora": lora, "gradient_clipping": 0.02}
-    ((expected,),) = run_ranks(1, curves, [tiny_plan(1, **adapted)])
-    stages = (0, 1, 2)
-    for found in run_ranks(2, curves, [tiny_plan(2, **adapted, **DIVIDED, zero=stage) for stage in stages]):
-        for stage, curve in zip(stages, found, strict=True):
+ADAPTED: dict[str, Any] = {
+    **EXPERTS,
+    "lora": {"r": 4, "alpha": 8, "target": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+    "gradient_clipping": 0.02,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.02}},
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (2, [{"mp": 2, "sequence_parallel": True, **RECOMPUTED}, {**DIVIDED, "zero": 2}]),
+        pytest.param(2, [{"mp": 2}, {"pp": 2, "zero": 1}, {"zero": 3}, DIVIDED], marks=pytest.mark.slow),
+        pytest.param(2, [{"context_parallel_size": 2, **DIVIDED, "zero": 1}], marks=pytest.mark.slow),
+        pytest.param(4, [{**DIVIDED, "mp": 2, "zero": 1}, {**DIVIDED, "pp": 2}], marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_experts_train_the_same(world: int, layouts: list[dict[str, Any]]):
+    ((expected,),) = run_ranks(1, curves, [tiny_plan(1, **ADAPTED)])
+    assert expected[-2]["lm_loss"] < expected[0]["lm_loss"]
+    for found in run_ranks(world, curves, [tiny_plan(world, **ADAPTED, **layout) for layout in layouts]):
+        for layout, curve in zip(layouts, found, strict=True):
             for ours, theirs in zip(curve, expected, strict=True):
-                assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8), stage
+                assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8), layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [24, 22], ids=["blocks end with experts", "blocks go over experts"])
+def test_states_of_8_bits_go_on(tmp_path: Path, width: int):
+    """At the same degree exactly; at others after blocks of other elements have been rounded."""
+    path = str(tmp_path / "eight bits")
+    optimizer = {"type": "Adam8bit", "params": {"lr": 0.005, "min_8bit_size": 64}}
+    keys = {**EXPERTS, "moe_ffn_hidden_size": width, "optimizer": optimizer}
+    for number, layout in enumerate(({**DIVIDED}, {**DIVIDED, "zero": 1})):
+        saving = tiny_plan(2, **keys, **layout, save=f"{path} {number}")
+        others: list[dict[str, Any]] = [layout, {"zero": 1}, {**DIVIDED, "zero": 2}]
+        loading = [tiny_plan(2, **keys, **other, load=f"{path} {number}") for other in others]
+        for undisturbed, same, *elsewhere in run_ranks(2, resumed, [saving, *loading]):
+            assert same == undisturbed[SAVED_AT:]
+            for curve in elsewhere:
+                for ours, theirs in zip(curve, undisturbed[SAVED_AT:], strict=True):
+                    assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_go_on_at_other_degrees_and_merge(tmp_path: Path):
+    path = str(tmp_path / "adapters")
+    saving = tiny_plan(2, **ADAPTED, **DIVIDED, zero=1, save=path)
+    layouts: list[dict[str, Any]] = [{"mp": 2}, {"zero": 3}, {**DIVIDED, "zero": 2}]
+    loading = [tiny_plan(2, **ADAPTED, **layout, load=path) for layout in layouts]
+    for undisturbed, *others in run_ranks(2, resumed, [saving, *loading]):
+        for curve in others:
+            for ours, theirs in zip(curve, undisturbed[SAVED_AT:], strict=True):
+                assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8)
+    checkpoint = find_checkpoint(path)
+    apart = open_checkpoint(checkpoint, saving.layers)
+    merged = open_checkpoint(checkpoint, tiny_plan(1, **EXPERTS).layers)
+    for layer in (3, 5):
+        for name in ("mlp.experts.dense_h_to_4h", "mlp.experts.dense_4h_to_h"):
+            a, b = (apart.full(layer, f"{name}.adapter.lora_{part}") for part in "AB")
+            assert b.abs().amax((1, 2)).min() > 0  # of every expert
+            expected = apart.full(layer, f"{name}.weight") + 2.0 * torch.einsum("eor,eri->eoi", b, a)
+            torch.testing.assert_close(merged.full(layer, f"{name}.weight"), expected)
+            torch.testing.assert_close(merged.expert(layer, f"{name}.weight", 3), expected[3])
 
 
 SAVED_AT = 2

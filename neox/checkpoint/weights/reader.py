@@ -355,7 +355,7 @@ class CheckpointReader:
         """
         spec = self.spec(index, name)
         parts = self.parts(index, name)
-        if self._adapters_of(index, spec):
+        if self._adapters_of(index, spec) and not spec.experts:
             yield self.full(index, name)
         elif spec.partition_dim is None or parts[0].dim() == 1 or parts[0].shape[0] == 1:
             yield self._joined(index, spec)
@@ -369,7 +369,7 @@ class CheckpointReader:
             yield from _row_blocks(parts, max_bytes)
 
     def expert(self, index: int, name: str, expert: int) -> Tensor:
-        """Return the weight of one expert of a stack as stored [rows, columns], without reading the others.
+        """Return the weight of one expert of a stack [rows, columns], without reading the others.
 
         Args:
             index: Index of the layer.
@@ -380,7 +380,11 @@ class CheckpointReader:
         assert spec.partition_dim is not None
         of_one = replace(spec, shape=spec.shape[1:], partition_dim=spec.partition_dim - 1, experts=0)
         of_ranks = [part[expert] for part in self.parts(index, name)]
-        return merge(of_one, of_ranks)
+        weight = merge(of_one, of_ranks)
+        adapters = self._adapters_of(index, spec)
+        if not adapters:
+            return weight
+        return (weight.float() + self._adapter_product(index, adapters, expert)).to(weight.dtype)
 
     def remember_mean(self, index: int, name: str, copies: Sequence[Tensor]) -> None:
         """Remember for `note_averages` that the mean of a replicated parameter's copies was read, if they differ."""
@@ -446,16 +450,16 @@ class CheckpointReader:
 
     def _adapters_of(self, index: int, spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
         """Return the stored adapters A and B that are added to a weight; none if there are none to add."""
-        if len(spec.shape) != 2 or not self._adds_adapters:
+        if len(spec.shape) < 2 or not self._adds_adapters:
             return ()
         first, _ = adapter_parameters(spec, 1)
         stored = self._states(index)[0].get(first.name)
         if stored is None:
             return ()
-        return adapter_parameters(spec, rank=stored.shape[0])
+        return adapter_parameters(spec, rank=stored.shape[-2])
 
-    def _adapter_product(self, index: int, adapters: tuple[ParameterSpec, ...]) -> Tensor:
-        """Return scale * B A in fp32."""
+    def _adapter_product(self, index: int, adapters: tuple[ParameterSpec, ...], expert: int | None = None) -> Tensor:
+        """Return scale * B A in fp32; of one expert, or of all of a stack."""
         settings = self.args.get("lora")
         if not isinstance(settings, Mapping):
             raise CheckpointError(
@@ -464,6 +468,9 @@ class CheckpointReader:
         spec_a, spec_b = adapters
         a = self._joined(index, spec_a).float()
         b = self._joined(index, spec_b).float()
+        if expert is not None:
+            a = a[expert]
+            b = b[expert]
         return Lora(**settings).scale * (b @ a)
 
     def _states(self, index: int) -> list[Mapping[str, Tensor]]:

@@ -87,13 +87,10 @@ def _widths(config: NeoXConfig) -> Iterator[Problem]:
 
 def _refused_with_experts(config: NeoXConfig) -> Iterator[Problem]:
     number = config.describe_setting(_NUMBER)
-    if config.optimizer.optimizer.kind.names[0] == "Muon":
-        rule = f"updates single matrices, and does not work with {number}, whose matrices are stacked; use Adam"
-        yield config.problem("optimizer.type", rule, _NUMBER)
     lora = config.training.lora
-    if lora is not None and not set(lora.target).isdisjoint(_MLP_MODULES):
-        rule = f"adapts MLPs, and does not work with {number}; leave {' and '.join(_MLP_MODULES)} out of its target"
-        yield config.problem("lora", rule, _NUMBER)
+    if lora is not None and lora.dropout and not set(lora.target).isdisjoint(_MLP_MODULES):
+        rule = f"does not work with adapters of experts ({number}): peft has none there; set it to 0"
+        yield config.problem("lora.dropout", rule, "lora.target", _NUMBER)
 
 
 def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
@@ -103,11 +100,8 @@ def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
     if config.experts.moe_num_experts % config.parallelism.expert_model_parallel_size:
         yield config.problem(key, f"does not divide {number}; use a divisor of that", _NUMBER)
     optimizer = config.optimizer.optimizer
-    if not optimizer.kind.elementwise:
-        rule = f"needs an optimizer that updates each element by itself, not {optimizer.name}; use Adam"
-        yield config.problem(key, rule, "optimizer.type")
-    elif any(state.bits == 8 for state in optimizer.kind.states):
-        rule = f"does not work with {optimizer.name}, whose scales are not gathered for a checkpoint; use Adam"
+    if not optimizer.kind.elementwise and not optimizer.kind.gathers:
+        rule = f"needs an optimizer that updates elements or matrices by themselves, not {optimizer.name}; use Adam"
         yield config.problem(key, rule, "optimizer.type")
     zero = config.deepspeed.zero_optimization
     if zero.reduce_scatter is False:

@@ -118,11 +118,30 @@ ADAPTED = [
 SETTINGS = {"use_rslora": True, "rank_pattern": {"v_proj": 2, "c_proj": 5}, "alpha_pattern": {"q_proj": 3}}
 
 
+ATTENTION_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ADAPTED_EXPERTS = [
+    ("mixtral", ATTENTION_MODULES, STACKS),
+    ("mixtral", None, STACKS[:1]),
+    ("qwen2_moe", ["o_proj", "shared_expert.down_proj"], STACKS[1:]),
+    ("gpt_oss", ["v_proj"], STACKS),
+]
+
+
+@pytest.mark.parametrize(("name", "modules", "parameters"), ADAPTED_EXPERTS, ids=str)
+def test_adapters_of_experts_come_in_and_go_out(tmp_path, name, modules, parameters):
+    """Each expert has the adapter that peft means by the order of its rows and columns (peft#3009)."""
+    check_round_trip(tmp_path, name, modules, target_parameters=parameters)
+
+
 @pytest.mark.parametrize(("name", "modules"), ADAPTED, ids=str)
 def test_adapters_of_every_family_come_in_and_go_out(tmp_path, name, modules):
+    check_round_trip(tmp_path, name, modules, **(SETTINGS if isinstance(modules, list) else {}))
+
+
+def check_round_trip(tmp_path, name, modules, **more):
     """Logits with peft's adapters, with ours, and with the adapters that we write are the same."""
     model = families_model(name, tmp_path / "base")
-    more = SETTINGS if isinstance(modules, list) else {}
     settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules, init_lora_weights=False, **more)
     adapted = peft.get_peft_model(model, settings)
     adapted.save_pretrained(tmp_path / "adapter")
