@@ -81,7 +81,6 @@ BLOCKS: Mapping[str, BlockKind] = MappingProxyType(
         **dict.fromkeys(SPARSITY, _transformer(SPARSE_ATTENTION)),
         "latent": _transformer(
             LATENT_ATTENTION,
-            context_ranks="whose keys and values differ in width",
             refused=("qk_norm", "use_qk_layernorm", "no_rotary_layers", "attention_output_gate", "lora"),
         ),
         "sliding_window": _transformer(WINDOWED_ATTENTION),

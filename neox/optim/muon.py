@@ -45,12 +45,12 @@ class MatrixPart:
         """Return the view [length] of the part in the optimizer's tensor, or in one of the same shape."""
         return tensor.view(-1)[self.start : self.start + self.length]
 
-    def whole(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return the whole matrix on a device; all ranks of the group call it together."""
+    def whole(self, part: Tensor, device: torch.device) -> Tensor:
+        """Return the whole matrix of its part [length] on a device; all ranks of the group call it together."""
         if self.group is None:
-            return self.of(tensor).view(self.shape).to(device)
-        matrix = torch.zeros(self.shape, dtype=tensor.dtype, device=device)
-        matrix.view(-1)[self.first : self.first + self.length].copy_(self.of(tensor))
+            return part.view(self.shape).to(device)
+        matrix = torch.zeros(self.shape, dtype=part.dtype, device=device)
+        matrix.view(-1)[self.first : self.first + self.length].copy_(part)
         dist.all_reduce(matrix, group=self.group)  # of zeros elsewhere: exact
         return matrix
 
@@ -117,9 +117,11 @@ class Muon(AdamW):
         """Update a matrix, or a flat tensor of parts of matrices."""
         momentum = self.states([parameter], "momentum_buffer")[0]
         momentum.lerp_(gradient, 1.0 - self._momentum)
-        direction = gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
         parameter.mul_(1.0 - lr * weight_decay)
         for part in self._parts_of(parameter):
+            direction = part.of(momentum)
+            if self._nesterov:
+                direction = part.of(gradient).lerp(direction, self._momentum)
             whole = part.whole(direction, self.device or parameter.device)
             if part.length:
                 step = self._step_of_part(part, whole, lr).view(-1)[part.first : part.first + part.length]

@@ -41,15 +41,20 @@ def gathered_context(k: Tensor, v: Tensor, grid: ParallelGrid) -> Iterator[tuple
 
     Args:
         k: Keys of this rank's tokens [B, S/C, K, D], with K key heads.
-        v: Values, in the same shape.
+        v: Values, in the same shape, or of another width [B, S/C, K, V].
         grid: Process groups.
 
     Yields:
-        Keys and values of all tokens in order, [B, S, K, D].
+        Keys [B, S, K, D] and values [B, S, K, V] of all tokens in order.
     """
-    own = torch.cat((k, v), dim=2)
-    whole = gather_context(own, grid)
-    all_k, all_v = whole.chunk(2, dim=2)
+    if k.shape == v.shape:
+        own = torch.cat((k, v), dim=2)
+        whole = gather_context(own, grid)
+        all_k, all_v = whole.chunk(2, dim=2)
+    else:
+        own = torch.cat((k, v), dim=3)
+        whole = gather_context(own, grid)
+        all_k, all_v = whole.split((k.shape[3], v.shape[3]), dim=3)
     if torch.compiler.is_compiling() or not whole.requires_grad:
         yield all_k, all_v
         return
@@ -67,8 +72,8 @@ class _SavedShard:
     no tensor that refers back to it, so everything is freed with the graph.
 
     Args:
-        own: Keys and values of this rank's tokens [B, S/C, 2K, D].
-        whole: Those of all tokens [B, S, 2K, D].
+        own: Keys and values of this rank's tokens [B, S/C, 2K, D], or [B, S/C, K, D + V].
+        whole: Those of all tokens, in the same form.
         grid: Process groups.
     """
 

@@ -10,7 +10,7 @@ import torch
 from neox.parallel import gather_tensor_ranks
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_context_parallel import BASE, DOCUMENTS, GROUPED, curves, kinds, uneven
+from tests.distributed.test_context_parallel import BASE, DOCUMENTS, GROUPED, LATENT, curves, kinds, uneven
 from tests.distributed.training_runs import tiny_plan
 
 Gradients = dict[str, list[Any]]
@@ -57,7 +57,7 @@ def test_gradients_of_two_context_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", [{}, GROUPED, {**DOCUMENTS, "pos_emb": "learned"}])
+@pytest.mark.parametrize("network", [{}, GROUPED, LATENT, {**DOCUMENTS, "pos_emb": "learned"}])
 def test_gradients_of_context_ranks(network: dict[str, Any]) -> None:
     check_gradients(2, **network)
     if "num_kv_heads" not in network:  # four context ranks cannot exchange two heads

@@ -25,6 +25,16 @@ BY_LENGTH = {
     "rotary_pct": 1.0,
 }
 RECOMPUTED = {"checkpoint_activations": True}
+LATENT = {
+    "norm": "rmsnorm",
+    "attention_config": [[["latent"], "all"]],
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "head_dim": 10,
+    "rotary_pct": 0.4,
+    "v_head_dim": 6,
+    "use_bias_in_qkv": False,
+}
 GROUPED = {"num_kv_heads": 2, "norm": "rmsnorm"}
 
 
@@ -152,6 +162,9 @@ SLOW: dict[str, tuple[int, list[dict[str, Any]], dict[str, Any]]] = {
     "learned": (2, kinds(2), {"pos_emb": "learned"}),
     "rotary by length": (2, kinds(2), BY_LENGTH),
     "rotary by length of documents": (2, kinds(2), {**BY_LENGTH, **DOCUMENTS}),
+    "latent": (2, [*kinds(2, zero=1), *kinds(2, zero=3, **RECOMPUTED)], LATENT),
+    "latent in documents": (2, kinds(2), {**LATENT, "reset_attention_mask": True}),
+    "latent and tensor ranks": (4, [*kinds(2, mp=2, sequence_parallel=True), *kinds(2, pp=2)], LATENT),
     "four": (4, [*kinds(4), *kinds(2), *kinds(2, mp=2, sequence_parallel=True)], DOCUMENTS),
     "adapters": (2, kinds(2, zero=1), {"lora": {"r": 2, "target": ["query_key_value", "dense"]}}),
     "interleaved": (4, kinds(2, pp=2, pipeline_schedule="interleaved"), {"num_layers": 8}),

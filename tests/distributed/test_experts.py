@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from neox.checkpoint import find_checkpoint, open_checkpoint, upcycle
+from neox.checkpoint import CheckpointReader, find_checkpoint, open_checkpoint, upcycle
 from neox.config import NeoXConfig
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
@@ -338,8 +338,8 @@ def test_adapters_of_experts_go_on_at_other_degrees_and_merge(tmp_path: Path):
             for ours, theirs in zip(curve, undisturbed[SAVED_AT:], strict=True):
                 assert ours == pytest.approx(theirs, rel=2e-6, abs=1e-8)
     checkpoint = find_checkpoint(path)
-    apart = open_checkpoint(checkpoint, saving.layers)
-    merged = open_checkpoint(checkpoint, tiny_plan(1, **EXPERTS).layers)
+    apart = CheckpointReader(checkpoint, saving.layers)
+    merged = CheckpointReader(checkpoint, tiny_plan(1, **EXPERTS).layers)
     for layer in (3, 5):
         for name in ("mlp.experts.dense_h_to_4h", "mlp.experts.dense_4h_to_h"):
             a, b = (apart.full(layer, f"{name}.adapter.lora_{part}") for part in "AB")
