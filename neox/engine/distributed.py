@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from neox.engine.compile_cache import keep_compiled_layers
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
 from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
 from neox.engine.determinism import use_deterministic_algorithms
@@ -48,6 +49,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval: every rank would start a process for each core
     given = set(os.environ)
     use_deterministic_algorithms(plan, os.environ)
+    keep_compiled_layers(plan, os.environ)
     world = _complete_environment()
     invented = {"MASTER_ADDR", "MASTER_PORT"} - given
     if world != plan.grid.world_size:

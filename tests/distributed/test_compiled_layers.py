@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from functools import partialmethod
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from neox.engine.build_engine import multiply_in_fp8
+from neox.engine.compile_cache import keep_compiled_layers
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.ops import DTYPES, FP8_RECIPES
@@ -218,3 +220,42 @@ def test_a_budget_keeps_fewer_activations_and_the_same_gradients():
     for _, gradients in results[1:]:
         for ours, expected in zip(gradients, results[0][1], strict=True):
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def cached_start(plan):
+    """Train a step; return (hits, misses) of the compiler's cache."""
+    from torch._dynamo.utils import counters
+
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    train_curves([plan], 1)
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_second_start_takes_compiled_layers_from_the_run(tmp_path):
+    """Both ranks of a host share the directory. Processes are new, as those of a second start."""
+    keys = {"num_layers": 2, "compile_layers": True, "zero": 1}
+    plan = tiny_plan(2, **keys, log_dir=str(tmp_path))
+    first = run_ranks(2, cached_start, plan, timeout=400)
+    assert all(hits + misses > 0 for hits, misses in first)
+    assert any(misses for _, misses in first)
+    assert any((tmp_path / "compile_cache").iterdir())
+    for hits, misses in run_ranks(2, cached_start, plan, timeout=400):
+        assert (hits > 0, misses) == (True, 0)
+
+
+def test_the_place_of_compiled_layers(tmp_path):
+    beside = {"save": "of checkpoints", "log_dir": str(tmp_path)}
+    cases = [
+        (beside, {}, str(tmp_path / "compile_cache")),
+        (beside, {"TORCHINDUCTOR_CACHE_DIR": "mine"}, "mine"),
+        (beside, {"TORCHINDUCTOR_CACHE_DIR": "earlier/compile_cache"}, str(tmp_path / "compile_cache")),
+        ({"save": str(tmp_path / "save")}, {}, str(tmp_path / "save" / "compile_cache")),
+        ({**beside, "compile_cache": False}, {}, None),
+        ({}, {}, None),
+    ]
+    for keys, environment, wanted in cases:
+        keep_compiled_layers(small_plan(**keys), environment)
+        assert environment.get("TORCHINDUCTOR_CACHE_DIR") == wanted

@@ -183,6 +183,11 @@ class TrainingConfig(CharPerplexityKeys):
     minute, and losses that agree up to rounding. On CPUs it needs a C++ compiler; it does not work with ZeRO 3. `auto`
     compiles on GPUs if the host has a C compiler and no other key forbids it."""
 
+    compile_cache: bool = True
+    """Keep compiled layers in the directory `compile_cache` in log_dir, or else in save, from which the next start
+    takes them instead of compiling again. Without these directories, or if the environment has TORCHINDUCTOR_CACHE_DIR,
+    torch chooses the place."""
+
     activation_memory_budget: Annotated[
         Fraction | None,
         Excludes("checkpoint_activations", reason="both choose what is recomputed"),
