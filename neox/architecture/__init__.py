@@ -29,6 +29,7 @@ from neox.architecture.experts import BALANCE_LOSS, DROPPED, LARGEST_SHARE, ROUT
 from neox.architecture.fast_paths import FAST_PATHS, DeviceFamily, FastPath, FastPathName
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import (
+    BACKEND_FAMILIES,
     DELTA_CHUNK,
     FLEX_HEAD_DIM,
     FP8_MULTIPLE,
@@ -38,7 +39,11 @@ from neox.architecture.kernels import (
     MASKED_SCORES,
     MOST_BLOCKED,
     QUERY_BLOCK,
+<<<<<<< HEAD
     REDUCED_RANGE,
+=======
+    AttentionBackend,
+>>>>>>> 8c8b40e9 (Choose the kernel of attention by a key)
     AttentionImpl,
 )
 from neox.architecture.layers import (
@@ -72,6 +77,7 @@ from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, spars
 __all__ = [
     "ACTIVATIONS",
     "ADAPTER",
+    "BACKEND_FAMILIES",
     "BALANCE_LOSS",
     "BLOCKS",
     "BLOCK_OFFSET",
@@ -107,6 +113,7 @@ __all__ = [
     "Activation",
     "Architecture",
     "Attention",
+    "AttentionBackend",
     "AttentionImpl",
     "Constant",
     "BlockKind",

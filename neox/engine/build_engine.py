@@ -12,6 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
+from neox.architecture import BACKEND_FAMILIES
 from neox.engine.checkpoints.run_files import RunFiles
 from neox.engine.checkpoints.run_start import RunStart
 from neox.engine.deepspeed_patches import (
@@ -33,7 +34,7 @@ from neox.engine.measurements import NoTimers, PassTimers, StepTimers, Timers
 from neox.engine.micro_batches import LabelWeights, MicroBatchRunner, PipelineRunner, WholeNetworkRunner
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline.stage_module import PipelineGPT
-from neox.errors import LaunchError
+from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.device_facts import LEAST_CAPABILITY
 from neox.log import get_logger
 from neox.model import GPT, Block, biased_routers, build_layer, share_parameters
@@ -190,6 +191,7 @@ def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device:
         model = GPT(plan, grid, device=device, dtype=dtype)
         share_parameters(enumerate(model.sequential), plan.layers)
     multiply_in_fp8(model, plan, device)
+    choose_attention_backend(model, plan, device)
     compile_blocks(model, plan, device)
     return model
 
@@ -249,6 +251,29 @@ def multiply_in_fp8(model: nn.Module, plan: RunPlan, device: torch.device) -> No
                 layer.multiply = multiply
             if isinstance(layer, ColumnParallelLinear):
                 layer.products = products
+
+
+def choose_attention_backend(model: nn.Module, plan: RunPlan, device: torch.device) -> None:
+    """Let attention use the kernel that `attention_backend` names.
+
+    Raises:
+        ConfigError: The device does not have it, or not for this precision.
+    """
+    key = "attention_backend"
+    backend = plan.config.training.attention_backend
+    if backend == "auto":
+        return
+    family = device_family(device.type)
+    if family not in BACKEND_FAMILIES[backend]:
+        others = [name for name, families in BACKEND_FAMILIES.items() if family in families]
+        rule = f"has no kernel for devices of kind {family or device.type}; use {' or '.join(['auto', *others])}"
+        raise ConfigError(plan.config.problem(key, rule))
+    if family != "cpu" and backend in ("flash", "cudnn") and plan.precision == "fp32":
+        rule = "takes no fp32; use memory_efficient, or precision: bf16"
+        raise ConfigError(plan.config.problem(key, rule, "precision"))
+    for module in model.modules():
+        if isinstance(module, Block) and module.attention is not None:
+            module.attention.backend = backend
 
 
 def _check_capability(device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.architecture import BLOCKS, FLEX_HEAD_DIM, Architecture, settings_of
+from neox.architecture import BLOCKS, FLEX_HEAD_DIM, Architecture, AttentionBackend, settings_of
 from neox.architecture import POSITIONS as POSITION_TRAITS
 from neox.config.sections.training import RecomputedPart
 from neox.model.cache import CacheForm
@@ -82,6 +82,7 @@ class SelfAttention(nn.Module):
     Attributes:
         recompute: What the backward pass computes again. `full_attn`: everything before the output projection.
             `core_attn`: what follows the projection to queries, keys and values.
+        backend: Kernel of the `flash` path, which the engine sets for training.
         score_scale: Factor of the attention scores, 1 / sqrt(D) unless the network says otherwise.
         softcap: Bound of the attention scores; 0 for none.
         gates_output: Whether the outputs of heads are multiplied by a sigmoid before the output projection.
@@ -97,6 +98,7 @@ class SelfAttention(nn.Module):
     """
 
     recompute: RecomputedPart = "none"
+    backend: AttentionBackend = "auto"
     reach: int | None = None
     pair_heads = 1
 
@@ -288,6 +290,7 @@ class SelfAttention(nn.Module):
             k,
             v,
             impl=self.impl,
+            backend=self.backend,
             scale=self.score_scale / self.softmax_scale,
             softmax_scale=self.softmax_scale,
             dropout_p=dropout_p,
@@ -395,7 +398,7 @@ class SelfAttention(nn.Module):
         """
         rule = self.pairs(length)
         computes_all_queries = not divided or self.exchanges_heads
-        if rule is None and document_starts is None and computes_all_queries:
+        if rule is None and document_starts is None and computes_all_queries and self.backend != "flex":
             return None
         heads = self.pair_heads
         if rule is not None and heads > 1 and divided and self.exchanges_heads:
@@ -446,7 +449,8 @@ class SelfAttention(nn.Module):
         """
         drops = self.training and self.dropout > 0.0
         wide_enough = min(self.head_dim, self.value_width) >= FLEX_HEAD_DIM
-        return self.impl == "flash" and not drops and not self.adds_bias and wide_enough
+        takes_them = self.impl == "flash" and self.backend in ("auto", "flex")
+        return takes_them and not drops and not self.adds_bias and wide_enough
 
     def _cache_mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Return which queries, at positions [S] or [B, S], see which keys, at [L] or [B, L].

@@ -10,20 +10,32 @@ Legend: B batch, S sequence, N heads of queries, K of keys and values, G = N / K
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.architecture import MASKED_QUERY_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
+from neox.architecture import MASKED_QUERY_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionBackend, AttentionImpl
 from neox.ops.blocked_attention import blocked_attention
 from neox.ops.flex import attention_by_block_mask
 from neox.ops.softcap import softly_capped
 from neox.ops.softmax import SoftmaxImpl, scale_mask_softmax, softmax_with_sinks
 from neox.ops.visible_pairs import VisiblePairs
+
+_TORCH_BACKENDS: Mapping[AttentionBackend, SDPBackend] = MappingProxyType(
+    {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "memory_efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+)
+"""Kernel -> torch's name of it; `flex` is a function of its own."""
 
 
 def core_attention(
@@ -32,6 +44,7 @@ def core_attention(
     v: Tensor,
     *,
     impl: AttentionImpl,
+    backend: AttentionBackend = "auto",
     scale: float | None = None,
     softmax_scale: float = 1.0,
     dropout_p: float = 0.0,
@@ -53,6 +66,7 @@ def core_attention(
         v: Values.
         impl: "eager" (torch operations), "fused" (the Triton softmax) or "flash" (torch's
             scaled_dot_product_attention).
+        backend: Kernel of "flash". All but "auto" and "flex" take a mask of pairs if there are any, and "flash" none.
         scale: Factor of the scores in the matmul; 1/sqrt(D) if None.
         softmax_scale: Factor of the scores in the softmax. NeoX's query-key layer scaling first divides by the layer's
             number and multiplies here, so that fp16 does not overflow.
@@ -90,7 +104,8 @@ def core_attention(
     scale = scale * softmax_scale
     if block_mask is not None:
         return attention_by_block_mask(q, k, v, block_mask, scale).transpose(1, 2)
-    if pairs is not None and bias is None and _takes_blocks(q):
+    chooses = backend in ("auto", "flex")
+    if pairs is not None and bias is None and chooses and _takes_blocks(q):
         with context:
             out = blocked_attention(q, k, v, pairs, scale, dropout_p=dropout_p, queries=queries)
         return out.transpose(1, 2)
@@ -98,10 +113,11 @@ def core_attention(
         mask = pairs.dense(queries)
     if bias is not None:
         mask = masked_bias(bias, mask)
-    if causal and mask is None and dropout_p == 0.0 and _goes_by_blocks(q):
+    if causal and mask is None and dropout_p == 0.0 and chooses and _goes_by_blocks(q):
         return _attention_in_blocks(q, k, v, scale).transpose(1, 2)
     with context:
-        out = dot_product_attention(q, k, v, mask, scale, causal=causal and mask is None, dropout_p=dropout_p)
+        is_causal = causal and mask is None
+        out = dot_product_attention(q, k, v, mask, scale, causal=is_causal, dropout_p=dropout_p, backend=backend)
     return out.transpose(1, 2)
 
 
@@ -114,6 +130,7 @@ def dot_product_attention(
     *,
     causal: bool = False,
     dropout_p: float = 0.0,
+    backend: AttentionBackend = "auto",
 ) -> Tensor:
     """Attend by torch's `scaled_dot_product_attention`: q [B, N, S, D], k [B, K, T, D], v [B, K, T, V] -> [B, N, S, V].
 
@@ -130,7 +147,15 @@ def dot_product_attention(
         scale: Factor of the scores.
         causal: Whether queries see earlier keys only, if there is no mask.
         dropout_p: Dropout probability of the attention weights.
+        backend: Kernel that computes it. torch raises an error if it cannot.
     """
+    if backend in _TORCH_BACKENDS:
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:  # not every kernel takes shared heads
+            k = k.repeat_interleave(groups, dim=1)
+            v = v.repeat_interleave(groups, dim=1)
+        with sdpa_kernel(_TORCH_BACKENDS[backend]):
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale)
     shares = q.shape[1] != k.shape[1]
     flash_takes_it = mask is None and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1]
     if shares and q.device.type != "cpu" and not flash_takes_it:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from neox.architecture import AttentionBackend
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, OnlyWithAny, Requires
 from neox.config.sections.numbers import (
@@ -182,6 +183,12 @@ class TrainingConfig(CharPerplexityKeys):
     """Compile each transformer layer with torch.compile: faster steps (especially on GPUs) after a start of up to a
     minute, and losses that agree up to rounding. On CPUs it needs a C++ compiler; it does not work with ZeRO 3. `auto`
     compiles on GPUs if the host has a C compiler and no other key forbids it."""
+
+    attention_backend: AttentionBackend = "auto"
+    """Kernel of training's attention in blocks that use torch's scaled_dot_product_attention (attention kinds `flash`,
+    `sliding_window` and `latent`): `flash`, `cudnn` (NVIDIA), `flex` (FlexAttention, compiled), `memory_efficient`, or
+    `math`, which keeps all scores in memory. `auto`: torch's choice, FlexAttention for windows and documents on GPUs,
+    and blocks of queries on CPUs. A kernel that the device or the network does not have is refused."""
 
     compile_cache: bool = True
     """Keep compiled layers in the directory `compile_cache` in log_dir, or else in save, from which the next start

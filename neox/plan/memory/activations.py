@@ -418,7 +418,8 @@ def _attention_memory(run: LaidOutRun) -> AttentionMemory:
     if _trains_bias(network):
         bias = network.num_attention_heads * run.sequence_length * run.queries * number // split
     scores = 0
-    if run.layout.attention != "flash" or bias:  # no kernel takes a trained bias, so the scores are kept
+    keeps_scores = run.layout.attention != "flash" or run.config.training.attention_backend == "math"
+    if keeps_scores or bias:  # no kernel takes a trained bias
         scores = run.tokens * _score_bytes(run)
     return AttentionMemory(operands, scores + bias)
 
@@ -490,6 +491,8 @@ def _needs_dense_mask(run: LaidOutRun) -> bool:
         return False
     if run.layout.attention != "flash" or POSITIONS[network.positions].biases_scores:
         return True
+    if run.config.training.attention_backend not in ("auto", "flex"):
+        return True
     return run.config.training.attention_dropout > 0 and not run.on_cpu  # the GPU's kernel for blocks has no dropout
 
 
@@ -524,6 +527,8 @@ def _goes_by_blocks(run: LaidOutRun) -> bool:
     """Return whether attention to all earlier keys goes by blocks of queries, which keep their weights."""
     network = run.network
     if not run.on_cpu or run.layout.attention != "flash" or run.precision == "fp16":
+        return False
+    if run.config.training.attention_backend != "auto":
         return False
     if run.gathers_keys:
         return False

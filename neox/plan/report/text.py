@@ -119,6 +119,8 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
         if network.num_kv_heads != network.num_attention_heads:
             heads += f" ({network.num_kv_heads} of keys)"
         widths.append(f"{heads} of {network.head_dim}")
+        if plan.config.training.attention_backend != "auto":
+            widths.append(f"attention by {plan.config.training.attention_backend}")
     widths += _recurrent_widths(network)
     widths += _mlp_widths(network)
     yield f"          {', '.join(widths)}"

@@ -17,7 +17,14 @@ from neox.architecture import (
 )
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.network.attention_config import FLASH, SLIDING_WINDOW, asked_kinds, attention_kinds, fused_softmax_key
+from neox.plan.network.attention_config import (
+    FLASH,
+    SLIDING_WINDOW,
+    asked_kinds,
+    attention_impls,
+    attention_kinds,
+    fused_softmax_key,
+)
 from neox.problems import Problem
 
 _ATTENTION = "attention_config"
@@ -67,6 +74,7 @@ def block_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _without_attention(config, kinds)
     yield from _without_sublayers(config, kinds)
     yield from _fused_softmax(config)
+    yield from _backend(config, kinds)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -229,3 +237,39 @@ def _fused_softmax(config: NeoXConfig) -> Iterator[Problem]:
             rule = f"does not work with {config.describe_setting(fused)}: {reason}; remove that"
             rule += ', or use attention_config: [[["flash"], "all"]]'
             yield config.problem(key, rule, fused, _ATTENTION)
+
+
+def _backend(config: NeoXConfig, kinds: Mapping[str, BlockKind]) -> Iterator[Problem]:
+    """Yield what the kernel of attention that the configuration names cannot do."""
+    key = "attention_backend"
+    backend = config.training.attention_backend
+    if backend == "auto" or not kinds:
+        return
+    if FLASH not in attention_impls(config):
+        rule = (
+            'has no effect: no block has attention kind flash; use attention_config: [[["flash"], "all"]], or remove it'
+        )
+        yield config.problem(key, rule, _ATTENTION)
+        return
+    # key of the other setting -> why the kernel does not go with it
+    refused: dict[str, str] = {}
+    if backend in ("flash", "flex") and POSITIONS[config.model.pos_emb].biases_scores:
+        refused["pos_emb"] = "adds to scores, which that kernel computes"
+    if backend in ("flash", "flex") and config.model.objective != "causal_lm":
+        refused["objective"] = "masks padding, and that kernel takes no mask"
+    if backend == "flex" and config.training.attention_dropout:
+        refused["attention_dropout"] = "drops weights, which that kernel does not"
+    if backend == "flash":
+        if any(kind.attention is not None and kind.attention.sees != "all" for kind in kinds.values()):
+            refused[_ATTENTION] = "hides earlier tokens, and that kernel takes no mask"
+        if "latent" in kinds:
+            refused[_ATTENTION] = "has values of another width than keys, which that kernel does not take"
+        if config.data.reset_attention_mask:
+            refused["reset_attention_mask"] = "hides other documents, and that kernel takes no mask"
+        if config.preferences.on_preferences:
+            refused["train_impl"] = "hides other answers, and that kernel takes no mask"
+        if config.parallelism.context_parallel_size > 1 and config.parallelism.context_parallel_kind == "all_gather":
+            refused["context_parallel_kind"] = "hides later tokens of other ranks, and that kernel takes no mask"
+    for other, why in refused.items():
+        setting = config.describe_setting(other)
+        yield config.problem(key, f"does not work with {setting}, which {why}; use auto or memory_efficient", other)
