@@ -46,7 +46,6 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("num_kv_heads", ("attention_config",), {**LATENT, "num_kv_heads": 2}),
     ("qk_norm", ("attention_config",), {**LATENT, "qk_norm": "head"}),
     ("lora", ("attention_config",), {**LATENT, "lora": {"r": 2}}),
-    ("context_parallel_size", ("attention_config",), {**LATENT, "context_parallel_size": 2}),
     ("hidden_size", ("num_attention_heads",), {"hidden_size": 66}),
     ("num_attention_heads", ("model_parallel_size",), {"num_attention_heads": 2, "model_parallel_size": 4}),
     ("log_gradient_noise_scale", ("zero_optimization.stage",), {"log_gradient_noise_scale": True, ZERO: {"stage": 1}}),
