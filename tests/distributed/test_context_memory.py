@@ -15,11 +15,3 @@ def test_four_context_ranks_hold_at_most_0_3_of_the_activations() -> None:
         assert row.planned == pytest.approx(row.measured, rel=0.05), row
     for row in rows[1:]:
         assert row.of_one_rank <= 0.3, row
-
-
-@pytest.mark.slow
-def test_latent_attention_takes_the_planned_memory() -> None:
-    latent = {"norm": "rmsnorm", "kv_lora_rank": 64, "q_lora_rank": 64, "head_dim": 64, "rotary_pct": 0.25}
-    kind = {"attention_config": [[["latent"], "all"]], "v_head_dim": 48, "use_bias_in_qkv": False}
-    for row in measured_rows(4096, 2, layers=4, hidden=256, heads=4, **latent, **kind):
-        assert row.planned == pytest.approx(row.measured, rel=0.05), row
