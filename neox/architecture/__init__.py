@@ -39,11 +39,8 @@ from neox.architecture.kernels import (
     MASKED_SCORES,
     MOST_BLOCKED,
     QUERY_BLOCK,
-<<<<<<< HEAD
     REDUCED_RANGE,
-=======
     AttentionBackend,
->>>>>>> 8c8b40e9 (Choose the kernel of attention by a key)
     AttentionImpl,
 )
 from neox.architecture.layers import (

@@ -152,10 +152,6 @@ def from_hf(
 
     choices = {"ranks": model_parallel_size, "precision": precision, "modules": mtp_num_layers}
     partial = PartialImport(output, fingerprint(read_files, choices))
-<<<<<<< HEAD
-=======
-    _check_copies(weights, plan.layers)
->>>>>>> 4c8c1bb8 (Compare copies of an import by the layers without adapters)
     try:
         _write_layers(weights, stored_keys, adapters, layers, partial, model_parallel_size, precision)
     except Exception:
