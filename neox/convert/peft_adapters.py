@@ -257,7 +257,9 @@ def _products_of_experts(
 
     products = {}
     rank = int(settings["r"])
-    scale = float(settings["lora_alpha"]) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    scale = float(settings["lora_alpha"]) / rank
+    if settings.get("use_rslora"):
+        scale *= math.sqrt(rank)
     for mapping, parameter in found.items():
         spec = next(spec for spec in layers[mapping.layer].parameters if spec.name == mapping.name)
         experts, outputs, inputs = spec.shape

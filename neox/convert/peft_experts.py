@@ -31,7 +31,9 @@ def expert_stacks(layers: LayerPlan, family: Family) -> Iterator[TensorMapping]:
 
 def expert_parameter(mapping: TensorMapping) -> str:
     """Return the name of transformers' parameter that holds the weights of a block's experts."""
-    name = "gate_up_proj" if mapping.name.endswith("dense_h_to_4h.weight") else "down_proj"
+    name = "down_proj"
+    if mapping.name.endswith("dense_h_to_4h.weight"):
+        name = "gate_up_proj"
     return f"model.layers.{mapping.layer - BLOCK_OFFSET}.mlp.experts.{name}"
 
 
@@ -43,8 +45,9 @@ def expert_module(parameter: str, adapted: Collection[str]) -> str:
         adapted: Names of all parameters with adapters.
     """
     module, _, name = parameter.rpartition(".")
-    is_inner = name == "gate_up_proj" and f"{module}.down_proj" in adapted
-    return f"{module}.base_layer" if is_inner else module
+    if name == "gate_up_proj" and f"{module}.down_proj" in adapted:
+        return f"{module}.base_layer"
+    return module
 
 
 def expert_b_to_peft(b: Tensor, source: TensorSource, architecture: Architecture) -> Tensor:
