@@ -245,12 +245,15 @@ def _products_of_experts(
     """
     targets = settings.get("target_parameters") or ()
     found: dict[TensorMapping, str] = {}
+    matched: set[str] = set()
     for mapping in expert_stacks(layers, family):
         parameter = expert_parameter(mapping)
-        if any(f".{parameter}".endswith(f".{target}") for target in targets):
-            found[mapping] = parameter
+        for target in targets:
+            if f".{parameter}".endswith(f".{target}"):
+                found[mapping] = parameter
+                matched.add(target)
     for target in targets:
-        if not any(f".{parameter}".endswith(f".{target}") for parameter in found.values()):
+        if target not in matched:
             raise ConversionError(f"{file}: target_parameters: {target} is no parameter of experts of this model")
     if found and (settings.get("alpha_pattern") or settings.get("rank_pattern")):
         raise ConversionError(f"{file}: rank_pattern and alpha_pattern next to target_parameters are not supported")
@@ -491,17 +494,21 @@ def write_peft_adapter(
         for module, part in zip(_modules_of(mapping), rows, strict=True):
             tensors[_tensor_key(module, "A")] = a.clone()
             tensors[_tensor_key(module, "B")] = part.contiguous()
-    stacks = [mapping for mapping in expert_stacks(plan.layers, family) if _target_of(mapping) in lora.targets]
-    parameters = [expert_parameter(mapping) for mapping in stacks]
-    for mapping, parameter in zip(stacks, parameters, strict=True):
+    parameters: dict[str, TensorMapping] = {}
+    for mapping in expert_stacks(plan.layers, family):
+        if _target_of(mapping) in lora.targets:
+            parameters[expert_parameter(mapping)] = mapping
+    for parameter, mapping in parameters.items():
         adapter = mapping.name.removesuffix(".weight") + ADAPTER
         a = reader.full(mapping.layer, f"{adapter}lora_A")
         b = reader.full(mapping.layer, f"{adapter}lora_B")
         module = expert_module(parameter, parameters)
         tensors[_tensor_key(module, "A")] = a.flatten(0, 1).clone()
         tensors[_tensor_key(module, "B")] = expert_b_to_peft(b, mapping.source, plan.architecture)
-    if stacks:
-        ends = {".".join(parameter.split(".")[-3:]) for parameter in parameters}
+    if parameters:
+        ends = set()
+        for parameter in parameters:
+            ends.add(".".join(parameter.split(".")[-3:]))  # mlp.experts.NAME
         of_experts = {"target_parameters": sorted(ends)}
     peft_settings = {
         "peft_type": "LORA",
