@@ -217,6 +217,7 @@ def to_hf(
             export=export,
             iteration=reader.iteration_or_none,
             check=check,
+            has_tokenizer=source is not None,
         )
         readme = partial / "README.md"
         with os_errors(ConversionError, f"{readme}: cannot be written"):
@@ -366,6 +367,7 @@ def _model_card(
     export: Export,
     iteration: int | None,
     check: Verification | None,
+    has_tokenizer: bool,
 ) -> str:
     """Return the model card: architecture, origin and check of the weights, and how to load them.
 
@@ -376,6 +378,7 @@ def _model_card(
         export: Weights that were written.
         iteration: Training step of the checkpoint, if known.
         check: Result of the verification, if there was one.
+        has_tokenizer: Whether the directory holds a tokenizer.
     """
     rows = "\n".join(f"| {key} | {hf[key]} |" for key in _CARD_KEYS if key in hf)
     auto_class = family.auto_class(hf)
@@ -390,6 +393,8 @@ def _model_card(
         checked = (
             f"On export, this directory's logits in `transformers` were compared with the training code's: {check}."
         )
+    loaded = {"model": auto_class} | ({"tokenizer": "AutoTokenizer"} if has_tokenizer else {})
+    statements = "\n".join(f'{variable} = {cls}.from_pretrained("{name}")' for variable, cls in loaded.items())
     return f"""---
 library_name: transformers
 pipeline_tag: {task}
@@ -409,9 +414,8 @@ A {family.title} {kind} of {size}, exported by `neox` from its training checkpoi
 {checked}
 
 ```python
-from transformers import {auto_class}, AutoTokenizer
+from transformers import {", ".join(loaded.values())}
 
-model = {auto_class}.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+{statements}
 ```
 """

@@ -79,7 +79,7 @@ class Trainer:
             The exit code: 0, or 130 after Ctrl-C.
 
         Raises:
-            NeoXError: If something fails that the user can fix. Callbacks were notified first.
+            NeoXError: If something fails that the user can fix. Features were told first (`on_failure`).
         """
         try:
             for feature in self.features:
@@ -163,7 +163,7 @@ class Trainer:
 
         The head of `neox.features.loss_spikes.run` goes through an example.
         """
-        # Every feature is asked, because it looks at the step when it is, or ends the run.
+        # Every feature is asked, whatever the others answer: it looks at the step then, and may end the run.
         asks = [feature.wants_rollback(self.state, report) for feature in self.features]
         may_roll_back = any(feature.may_roll_back for feature in self.features)
         if not may_roll_back:
@@ -175,6 +175,7 @@ class Trainer:
             self._background.wait()
             self._report_saves(self._background)
         if self._open_data is None:
+            _log.warning("iteration %d: no rollback, because this trainer cannot open its data again", step)
             return False
         if not all(feature.allows_rollback(self.engine, step) for feature in self.features):
             return False

@@ -56,8 +56,8 @@ class Packing:
 
     Attributes:
         impl: Kind of packing; the picture above shows each.
-        allow_chopped: Whether the end of a document longer than a sample is cut off. Otherwise the document is left
-            out.
+        allow_chopped: Whether a document longer than a sample is used: its beginning, or with `best_fit` all of its
+            pieces. Otherwise it is left out.
     """
 
     impl: PackImpl = "packed"
@@ -101,7 +101,7 @@ def usable_documents(
     if not allow_chopped:
         wanted += f" and at most seq_length + 1 = {seq_length + 1} (allow_chopped is false)"
     if labels is not None:
-        wanted += f", one of which {labels.prefix} does not ignore"
+        wanted += f", one of which, after the first, {labels.prefix} does not ignore"
     raise DataError(
         f"{indexed.prefix}: documents {documents.start} to {documents.stop} have no sample, because each needs "
         f"{wanted}; use other data, a longer seq_length or `pack_impl: packed`"

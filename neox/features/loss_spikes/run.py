@@ -79,7 +79,7 @@ class LossBand:
         return tuple(self._losses)
 
     def judge(self, loss: float, step: int) -> Spike | None:
-        """Add the loss of a step to the window. Return a spike if the loss is one, otherwise None.
+        """Add the loss of a step to the window, if it is finite. Return a spike if the loss is one, otherwise None.
 
         A spike enters the window too, so a loss that stays high soon becomes the new normal.
         """
