@@ -40,10 +40,6 @@ _HINTS: Mapping[str, str] = MappingProxyType(
     {
         "optimizer.params.max_grad_norm": "; gradient_clipping is the key for that",
         "rampup_batch_size": "; it is [first size, increment, samples of the ramp-up]",
-        "lora.target": (
-            "; q_proj, k_proj and v_proj are `query_key_value` here, o_proj is `dense`, gate_proj and up_proj are "
-            "`dense_h_to_4h`, and down_proj is `dense_4h_to_h`"
-        ),
     }
 )
 _LEAST_BEGINNING = 8  # letters of a key that is the beginning of another one

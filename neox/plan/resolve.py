@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 from neox.architecture import FAST_PATHS, Architecture, LayerPlan, build_layer_plan
 from neox.config.keys import TOKENIZER_KEYS
@@ -164,6 +165,15 @@ def derive_plan(
     )
 
 
+_LINEARS_OF_MOST = frozenset({"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "in_proj", "out_proj"})
+"""Targets of `lora` that the blocks of most networks have; one list of them fits several networks."""
+_NAMES_OF_PROJECTIONS = (
+    "q_proj, k_proj and v_proj are `query_key_value` here, o_proj is `dense`, gate_proj and up_proj are "
+    "`dense_h_to_4h`, and down_proj is `dense_4h_to_h`"
+)
+"""What Hugging Face's names of linear layers are here."""
+
+
 def _trained_share_notes(layers: LayerPlan, config: NeoXConfig) -> Iterator[str]:
     """Yield how much of the network `lora` or `train_only_added_tokens` trains.
 
@@ -175,10 +185,20 @@ def _trained_share_notes(layers: LayerPlan, config: NeoXConfig) -> Iterator[str]
             rule = "and `soft_prompt_tuning` each train nothing else; give one of them"
             raise ConfigError(config.problem("lora", rule, "soft_prompt_tuning"))
         known = {spec.name.split(".")[-2] for spec in layers.divided_linears}
-        unknown = [target for target in config.training.lora.target if target not in known]
-        if unknown:
-            rule = f"has targets that no block of this network has: {', '.join(unknown)}; its linear layers are"
-            raise ConfigError(config.problem("lora", f"{rule} {', '.join(sorted(known))}", "attention_config"))
+        targets = config.training.lora.target
+        unknown = [target for target in targets if target not in known]
+        if known.intersection(targets) and _LINEARS_OF_MOST.issuperset(unknown):
+            if unknown:  # runs of earlier versions name them, and must go on
+                yield f"lora.target: no block of this network has {', '.join(unknown)}"
+        elif unknown:
+            rule = f"has targets that no block of this network has: {', '.join(unknown)}"
+            near = [f"`{name}`" for target in unknown for name in get_close_matches(target, sorted(known), n=1)]
+            if near:
+                rule += f"; did you mean {' and '.join(near)}?"
+            rule += f" Its linear layers are {', '.join(sorted(known))}"
+            if any(target.endswith("_proj") for target in unknown):
+                rule += f" ({_NAMES_OF_PROJECTIONS})"
+            raise ConfigError(config.problem("lora", rule, "attention_config"))
         trained = layers.trained_numel
         percentage = 100 * trained / layers.numel
         yield f"lora: {trained:,} of {layers.numel:,} parameters are trained ({percentage:.2g} %)"

@@ -290,8 +290,6 @@ def test_wrong_types_are_listed_together(tmp_path):
         ("rampup_batch_size: [32, 32]", "rampup_batch_size", "first size"),
         ("rampup_batch_size: 32", "rampup_batch_size", "first size"),
         ("lr_decay_style: wsd", "lr_decay_style", "`WSD`?"),
-        ("lora: {target: [densee]}", "lora.target", "`dense`?"),
-        ("lora: {target: [q_proj]}", "lora.target", "`query_key_value`"),
         ("scheduler: {type: WarmupLR, params: {foo: 3}}", "scheduler.params.foo", "warmup_num_steps"),
         ("optimizer: {params: {max_grad_norm: 1}}", "optimizer.params.max_grad_norm", "gradient_clipping"),
         ("optimizer: {type: SGD, params: {momentun: 1}}", "optimizer.params.momentun", "`momentum`?"),

@@ -102,3 +102,18 @@ def test_adapters_have_names_too():
     plan = small_plan(parameter_groups=[{"match": "*lora_B", "lr_factor": 16}], **LORA)
     factors = {name: spec.lr_factor for (_, name), spec in specs_of(plan).items() if spec.trained}
     assert {name.rpartition("_")[2]: factor for name, factor in factors.items()} == {"A": 1.0, "B": 16.0}
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [(["densee"], "did you mean `dense`?"), (["q_proj"], "`query_key_value` here"), (["in_proj"], "its linear layers")],
+)
+def test_targets_of_lora_that_the_network_lacks_are_refused(targets: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small_plan(lora={"r": 2, "alpha": 4, "target": targets})
+    assert says.lower() in str(caught.value).lower()
+
+
+def test_a_target_of_other_networks_next_to_one_of_this_is_noted() -> None:
+    plan = small_plan(lora={"r": 2, "alpha": 4, "target": ["dense", "in_proj"]})
+    assert any("no block of this network has in_proj" in note for note in plan.notes)
