@@ -243,7 +243,9 @@ def _products_of_experts(
     Raises:
         ConversionError: For missing tensors, other shapes, and settings that may differ between parameters.
     """
-    targets = settings.get("target_parameters") or ()
+    targets = settings.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ConversionError(f"{file}: target_parameters should be a list of names, not {targets!r}")
     found: dict[TensorMapping, str] = {}
     matched: set[str] = set()
     for mapping in expert_stacks(layers, family):
