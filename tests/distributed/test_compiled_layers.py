@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from neox.engine.build_engine import multiply_in_fp8
-from neox.engine.compile_cache import keep_compiled_layers
+from neox.engine.compile_cache import keep_compiled_layers, model_of_cpu
 from neox.errors import ConfigError
 from neox.model import GPT
 from neox.ops import DTYPES, FP8_RECIPES
@@ -248,11 +248,18 @@ def test_a_second_start_takes_compiled_layers_from_the_run(tmp_path):
 
 def test_the_place_of_compiled_layers(tmp_path):
     beside = {"save": "of checkpoints", "log_dir": str(tmp_path)}
+    chosen = str(tmp_path / "compile_cache" / model_of_cpu())
     cases = [
-        (beside, {}, str(tmp_path / "compile_cache")),
+        (beside, {}, chosen),
         (beside, {"TORCHINDUCTOR_CACHE_DIR": "mine"}, "mine"),
-        (beside, {"TORCHINDUCTOR_CACHE_DIR": "earlier/compile_cache"}, str(tmp_path / "compile_cache")),
-        ({"save": str(tmp_path / "save")}, {}, str(tmp_path / "save" / "compile_cache")),
+        (beside, {"TORCHINDUCTOR_CACHE_DIR": "mine/compile_cache"}, "mine/compile_cache"),
+        # A second run of this process goes to its own place.
+        ({"save": str(tmp_path / "save")}, {}, str(tmp_path / "save" / "compile_cache" / model_of_cpu())),
+        (
+            {"save": str(tmp_path / "save")},
+            {"TORCHINDUCTOR_CACHE_DIR": chosen, "NEOX_COMPILE_CACHE": chosen},
+            str(tmp_path / "save" / "compile_cache" / model_of_cpu()),
+        ),
         ({**beside, "compile_cache": False}, {}, None),
         ({}, {}, None),
     ]
