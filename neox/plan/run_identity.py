@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.config.neox_config import NeoXConfig
+from neox.config.sections.optimizer_table import MuonParams
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
 from neox.plan.devices.precision import newest_checkpoint
@@ -36,6 +37,7 @@ _LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", 
 _BATCH_KEYS = ("train_batch_size", "gradient_clipping")
 _MOST_DIFFERENCES = 4
 _SAMPLES = "samples_per_step"
+_SPLIT_FUSED = "optimizer.params.split_fused"
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,12 @@ def other_run_message(config: NeoXConfig, found: FoundRun, address: str | None =
 
 def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     """Yield the keys that change what is learned, if they differ from the checkpoint's, with both values."""
-    yield from _changed_keys(config, saved_config(found.checkpoint), _is_learning_key)
+    saved = saved_config(found.checkpoint)
+    yield from _changed_keys(config, saved, _is_learning_key)
+    # Versions that did not record samples had no `split_fused` either, and did what false does now.
+    params = config.optimizer.optimizer.params
+    if found.samples_per_step is None and saved is not None and isinstance(params, MuonParams) and params.split_fused:
+        yield f"{_SPLIT_FUSED} false -> true (`false` goes on as before)"
 
 
 def learning_changes(before: NeoXConfig, now: NeoXConfig) -> Iterator[str]:

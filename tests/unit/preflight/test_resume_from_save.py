@@ -209,6 +209,18 @@ def test_only_what_has_changed_is_named(tmp_path: Path) -> None:
     assert changes == ["optimizer.params.lr 0.0006 -> 0.0001"]
 
 
+def test_a_run_of_muon_that_moved_whole_products_is_named(tmp_path: Path) -> None:
+    muon = {"type": "Muon", "params": {"lr": 1e-3}}
+    put_checkpoint(tmp_path, 4, make_config())
+    put_config(tmp_path, 4, make_config(optimizer=muon))
+    found = find_run(tmp_path)
+    assert found is not None
+    (change,) = changed_keys(make_config(optimizer=muon), found)
+    assert change.startswith("optimizer.params.split_fused false -> true")
+    of_today = replace(found, samples_per_step=8)
+    assert not list(changed_keys(make_config(optimizer=muon), of_today))
+
+
 def test_a_damaged_checkpoint_or_an_interrupted_evaluation_is_not_the_end(tmp_path: Path) -> None:
     checkpoint = put_complete_checkpoint(tmp_path, 2)
     run = tmp_path / "run"
