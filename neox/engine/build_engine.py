@@ -12,7 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
-from neox.architecture import BACKEND_FAMILIES
+from neox.architecture import BACKEND_FAMILIES, FLEX_HEAD_DIM
 from neox.engine.checkpoints.run_files import RunFiles
 from neox.engine.checkpoints.run_start import RunStart
 from neox.engine.deepspeed_patches import (
@@ -272,8 +272,13 @@ def choose_attention_backend(model: nn.Module, plan: RunPlan, device: torch.devi
         rule = "takes no fp32; use memory_efficient, or precision: bf16"
         raise ConfigError(plan.config.problem(key, rule, "precision"))
     for module in model.modules():
-        if isinstance(module, Block) and module.attention is not None:
-            module.attention.backend = backend
+        if not isinstance(module, Block) or module.attention is None or module.attention.impl != "flash":
+            continue
+        width = min(module.attention.head_dim, module.attention.value_width)
+        if backend == "flex" and width < FLEX_HEAD_DIM:
+            rule = f"takes heads of at least {FLEX_HEAD_DIM}, and these are {width} wide; use auto or memory_efficient"
+            raise ConfigError(plan.config.problem(key, rule))
+        module.attention.backend = backend
 
 
 def _check_capability(device: torch.device) -> None:

@@ -105,8 +105,8 @@ def other_paths(plan: RunPlan, device: torch.device) -> list[str]:
         path = FAST_PATHS[choice.name]
         planned = plan.device_family in path.families
         found = has_fast_path(choice.name, device)
-        if planned and not choice.is_taken:
-            continue  # the run itself rules it out, on every device
+        if choice.is_ruled_out:
+            continue
         if planned and not found:
             why = f"this rank computes on {device_family(device.type) or device.type}"
             if device_family(device.type) == plan.device_family:

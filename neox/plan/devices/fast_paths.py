@@ -50,6 +50,7 @@ class PathChoice:
         use: What the run computes by it, or by the plain one.
         is_taken: Whether the fast one is taken.
         reason: Why the plain one is; empty if it is not.
+        is_ruled_out: Whether the run itself rules the fast one out, on every device.
         instead: What the plain one is; empty if the fast one is taken.
     """
 
@@ -58,6 +59,7 @@ class PathChoice:
     is_taken: bool
     reason: str = ""
     instead: str = ""
+    is_ruled_out: bool = False
 
 
 def path_choices(plan: RunPlan, family: DeviceFamily, *, training: bool = True) -> list[PathChoice]:
@@ -76,7 +78,7 @@ def path_choices(plan: RunPlan, family: DeviceFamily, *, training: bool = True) 
         if family not in path.families:
             reason = f"not on {_FAMILY_NAMES[family]}"
         instead = (path.elsewhere or "refused") if reason else ""
-        choices.append(PathChoice(name, use, not reason, reason, instead))
+        choices.append(PathChoice(name, use, not reason, reason, instead, is_ruled_out=bool(obstacle)))
     return choices
 
 
@@ -158,7 +160,9 @@ def _masked_attention(plan: RunPlan) -> Iterator[_Use]:
             by_use[use] = by_use.get(use, 0) + 1
             width = min(width, attention.value_width(network))
     obstacle = ""
-    if plan.config.training.attention_dropout:
+    if plan.config.training.attention_backend not in ("auto", "flex"):
+        obstacle = f"attention_backend is {plan.config.training.attention_backend}"
+    elif plan.config.training.attention_dropout:
         obstacle = "attention_dropout is set"
     elif POSITIONS[network.positions].biases_scores:
         obstacle = f"pos_emb {network.positions} adds to scores"
