@@ -133,7 +133,8 @@ class InitialWeights:
         if spec.init is FromKey.PROMPT_RANGE:
             return self._draw(spec.init, spec.shape, generator)
         if isinstance(spec.init, ByChannel):
-            return self._by_channel(spec.init, spec.shape, entry.index - BLOCK_OFFSET)
+            block = min(entry.index - BLOCK_OFFSET, self.layers - 1)  # one behind the network starts as the last one
+            return self._by_channel(spec.init, spec.shape, block)
         if spec.experts:
             full = torch.empty(spec.shape, device=generator.device)
             for expert in range(spec.experts):

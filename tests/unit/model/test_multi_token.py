@@ -23,6 +23,7 @@ LABELS = torch.cat((TOKENS[:, 1:], torch.tensor([[5], [7]])), 1)
 WEIGHTS = torch.ones(TOKENS.shape) / TOKENS.numel()
 
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "rms_norm_epsilon": 1e-6, "mtp_loss_scaling_factor": 0.3}
+RWKV = {"attention_config": [[["rwkv"], "all"]], "pos_emb": "none", "head_size": 8}
 EXPERTS = {
     **LLAMA,
     "moe_num_experts": 4,
@@ -146,7 +147,7 @@ def test_block_losses_of_the_modules_are_trained_and_statistics_are_those_of_the
     assert model.stage.layers[7].block.mlp.router.weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("keys", [LLAMA, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("keys", [LLAMA, EXPERTS, RWKV], ids=["dense", "experts", "rwkv"])
 def test_evaluations_report_the_network_alone(keys: dict[str, Any]):
     plain = small_plan(**keys)
     plan = small_plan(**keys, mtp_num_layers=2)
