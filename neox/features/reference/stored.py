@@ -60,8 +60,11 @@ def reference_log_probs(engine: Engine, reference: str | None, pairs: AnswerPair
         path = start_path(prefix, identity)
         stored = read_reference(path, identity)
         if stored is None:
+            earlier = reference_path(prefix, START)
             with suppress(DataError):  # of other weights, or damaged
-                stored = read_reference(reference_path(prefix, START), identity)
+                stored = read_reference(earlier, identity)
+                if stored is not None:
+                    path = earlier
         return identity, path, stored
 
     identity, path, stored = from_first_rank(read)

@@ -10,7 +10,7 @@ from typing import Any
 from neox.engine import TrainState
 from neox.errors import ConfigError, TrainingError, install_command
 from neox.features.trackers.tracker import Tracker, run_settings
-from neox.objectives import build_objective
+from neox.objectives import build_objective, evaluated_objective
 from neox.plan import RunPlan
 
 
@@ -75,8 +75,9 @@ class TensorBoard(Tracker):
             text = json.dumps(values, indent=2, default=str)
             self._writer.add_text(name, textwrap.indent(text, "    ") + "\n", iteration)
         flat = {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
-        loss = build_objective(plan).names[0]
-        for summary in hparams(flat, {f"train/{loss}": 0.0, f"validation/{loss}": 0.0}):
+        objective = build_objective(plan)
+        names = (f"train/{objective.names[0]}", f"validation/{evaluated_objective(objective).names[0]}")
+        for summary in hparams(flat, dict.fromkeys(names, 0.0)):
             self._writer.file_writer.add_summary(summary)
 
     def on_end(self, state: TrainState) -> None:
