@@ -393,8 +393,11 @@ def _model_card(
         checked = (
             f"On export, this directory's logits in `transformers` were compared with the training code's: {check}."
         )
-    loaded = {"model": auto_class} | ({"tokenizer": "AutoTokenizer"} if has_tokenizer else {})
-    statements = "\n".join(f'{variable} = {cls}.from_pretrained("{name}")' for variable, cls in loaded.items())
+    imported = auto_class
+    statements = f'model = {auto_class}.from_pretrained("{name}")'
+    if has_tokenizer:
+        imported += ", AutoTokenizer"
+        statements += f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
     return f"""---
 library_name: transformers
 pipeline_tag: {task}
@@ -414,7 +417,7 @@ A {family.title} {kind} of {size}, exported by `neox` from its training checkpoi
 {checked}
 
 ```python
-from transformers import {", ".join(loaded.values())}
+from transformers import {imported}
 
 {statements}
 ```

@@ -136,8 +136,8 @@ class MuonParams(DecayingParams):
     """Nesterov's momentum."""
 
     split_fused: bool = True
-    """Whether queries, keys, values, and the two halves of a gated MLP are matrices of their own, and not one matrix
-    with what they are stored with. Each expert always is one."""
+    """Whether queries, keys, values, the two halves of a gated MLP, and what the `in_proj` of a recurrent block holds
+    are matrices of their own, and not one matrix with what they are stored with. Each expert always is one."""
 
     ns_steps: int = Field(5, ge=1, lt=100)
     """Newton-Schulz iterations."""
