@@ -165,8 +165,8 @@ def derive_plan(
     )
 
 
-_LINEARS_OF_MOST = frozenset({"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "in_proj", "out_proj"})
-"""Targets of `lora` that the blocks of most networks have; one list of them fits several networks."""
+_EARLIER_TARGETS = frozenset({"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "in_proj", "out_proj"})
+"""Targets of `lora` that earlier versions took, whether or not a network has all of them."""
 _NAMES_OF_PROJECTIONS = (
     "q_proj, k_proj and v_proj are `query_key_value` here, o_proj is `dense`, gate_proj and up_proj are "
     "`dense_h_to_4h`, and down_proj is `dense_4h_to_h`"
@@ -187,8 +187,8 @@ def _trained_share_notes(layers: LayerPlan, config: NeoXConfig) -> Iterator[str]
         known = {spec.name.split(".")[-2] for spec in layers.divided_linears}
         targets = config.training.lora.target
         unknown = [target for target in targets if target not in known]
-        if known.intersection(targets) and _LINEARS_OF_MOST.issuperset(unknown):
-            if unknown:  # runs of earlier versions name them, and must go on
+        if known.intersection(targets) and _EARLIER_TARGETS.issuperset(targets):
+            if unknown:  # runs of earlier versions must go on
                 yield f"lora.target: no block of this network has {', '.join(unknown)}"
         elif unknown:
             rule = f"has targets that no block of this network has: {', '.join(unknown)}"
