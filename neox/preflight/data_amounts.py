@@ -13,6 +13,7 @@ from neox.errors import ConfigError, DataError
 from neox.plan import RunPlan
 from neox.plan.report.data_lines import notes_on_evaluations, notes_on_passes
 from neox.problems import Problem
+from neox.storage import is_remote
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,6 +100,8 @@ def validation_tokens(config: NeoXConfig) -> tuple[tuple[str | None, int], ...]:
         sets[None] = (paths[0], (data.valid_label_data_paths or (None,))[0])
     found = []
     for key, (prefix, labels) in sets.items():
+        if not is_remote(prefix) and not Path(f"{prefix}.idx").exists():
+            continue
         try:
             from neox.data.pass_amounts import samples_of_set  # numpy, which a dry run without data does not need
 

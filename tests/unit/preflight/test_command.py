@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,18 @@ def test_what_is_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError):
         write_run_directory(tmp_path / "file", plan, gpu_device(plan), commands)
+
+
+def test_a_dry_run_without_data_starts_without_numpy() -> None:
+    """Each import is paid by everyone who looks at a plan."""
+    program = (
+        "import sys; from neox.preflight.command import main; "
+        "sys.argv = ['deepy.py', 'train.py', '-d', 'configs', '20B.yml', '--dry-run', '--set', 'data_path=nowhere']; "
+        "main(); "
+        "sys.exit('numpy' in sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[3]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, stdout=subprocess.DEVNULL).returncode == 0
 
 
 OF_96_RANKS = {**SIZES, "train_batch_size": 1536, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
