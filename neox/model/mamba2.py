@@ -23,7 +23,7 @@ from neox.architecture.mamba2 import CHUNK, EPSILON
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
 from neox.model.mixer import CausalConvolution, Mixer, continued, without_padding
-from neox.ops import linear
+from neox.ops import in_chunks, linear, starts_in_chunks
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -220,8 +220,7 @@ def chunked_scan(
     batch, length, heads, head_dim = x.shape
     groups = b.shape[2]
     in_group = heads // groups
-    missing = -length % chunk
-    x, dt, b, c = (_in_chunks(tensor.float(), missing, chunk) for tensor in (x, dt, b, c))  # [B, c, L, ...]
+    x, dt, b, c = (in_chunks(tensor.float(), chunk) for tensor in (x, dt, b, c))  # [B, c, L, ...]
     dt = dt.transpose(2, 3)  # [B, c, N, L]
     x = (x * dt.transpose(2, 3).unsqueeze(-1)).transpose(2, 3)  # dt x, [B, c, N, L, P]
     b, c = b.transpose(2, 3), c.transpose(2, 3)  # [B, c, G, L, D]
@@ -232,10 +231,9 @@ def chunked_scan(
     if document_starts is None:
         sums = steps.cumsum(-1)
     else:
-        starts = _in_chunks(document_starts, 0, chunk, last=missing)  # [B, c, L]
+        starts, began_before = starts_in_chunks(document_starts, chunk)  # [B, c, L]
         pairs = (pairs & (starts.unsqueeze(-1) == starts.unsqueeze(-2))).unsqueeze(2)  # [B, c, 1, L, L]
-        first = torch.arange(0, length + missing, chunk, device=x.device).unsqueeze(-1)  # of each chunk, [c, 1]
-        from_before = (starts < first).unsqueeze(2)
+        from_before = began_before.unsqueeze(2)
         sums = torch.matmul(
             steps, pairs.squeeze(2).float().transpose(-1, -2)
         )  # over the document's tokens in the chunk
@@ -261,19 +259,3 @@ def chunked_scan(
     read = torch.einsum("bcgld,bcgnpd->bcgnlp", c, earlier).flatten(2, 3)  # [B, c, N, L, P]
     y = torch.addcmul(y, read, from_start.unsqueeze(-1))
     return y.transpose(2, 3).flatten(1, 2)[:, :length], before
-
-
-def _in_chunks(x: Tensor, missing: int, chunk: int, *, last: int = 0) -> Tensor:
-    """Divide tokens into chunks: [B, S, ...] -> [B, c, L, ...].
-
-    Args:
-        x: The tensor.
-        missing: Number of zeros to append.
-        chunk: Tokens of a chunk, L.
-        last: Number of repetitions of the last token to append.
-    """
-    if missing:
-        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
-    if last:
-        x = torch.cat((x, x[:, -1:].expand(-1, last, *x.shape[2:])), dim=1)
-    return x.unflatten(1, (-1, chunk))

@@ -17,6 +17,7 @@ from neox.ops.attention import (
 from neox.ops.attention_scores import largest_score
 from neox.ops.blocked_attention import blocked_attention
 from neox.ops.causal_convolution import causal_convolution
+from neox.ops.chunks import in_chunks, starts_in_chunks
 from neox.ops.cross_entropy import label_scores, logits_gradient
 from neox.ops.fast_paths import device_family, has_fast_path, machine_has_fast_path
 from neox.ops.flex import block_mask_of
@@ -84,6 +85,7 @@ __all__ = [
     "gather_rows",
     "grouped_linear",
     "has_fast_path",
+    "in_chunks",
     "explicit_attention",
     "label_scores",
     "largest_score",
@@ -101,6 +103,7 @@ __all__ = [
     "sinkhorn",
     "sort_by_expert",
     "softly_capped",
+    "starts_in_chunks",
     "sparse_rule",
     "rule_of_heads",
     "scale_mask_softmax",

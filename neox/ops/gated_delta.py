@@ -28,10 +28,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neox.architecture import DELTA_CHUNK
+from neox.ops.chunks import heads_in_chunks, starts_in_chunks
 
 _SMALLEST: Final = 1e-6
 """Summand of the squared length of queries and keys."""
@@ -98,25 +98,22 @@ def gated_delta_scan(
     batch, length, groups, _ = keys.shape
     heads = values.shape[2]
     chunk = min(chunk, length)
-    missing = -length % chunk
     q, k = _of_unit_length(queries, keys)
     dtype = k.dtype
     # Padding has keys of 0, so it writes nothing, and a decay of 1.
-    q = _by_chunks(q, chunk, missing).unsqueeze(2)  # [B, G, 1, C, c, K]
-    k = _by_chunks(k, chunk, missing).unsqueeze(2)
-    v = _by_chunks(values.to(dtype), chunk, missing).unflatten(1, (groups, -1))  # [B, G, N/G, C, c, V]
-    b = _by_chunks(strength.to(dtype).unsqueeze(-1), chunk, missing).unflatten(1, (groups, -1))  # [B, G, N/G, C, c, 1]
-    fading = _by_chunks(log_decay.to(dtype).unsqueeze(-1), chunk, missing).squeeze(-1).unflatten(1, (groups, -1))
+    q = heads_in_chunks(q, chunk).unsqueeze(2)  # [B, G, 1, C, c, K]
+    k = heads_in_chunks(k, chunk).unsqueeze(2)
+    v = heads_in_chunks(values.to(dtype), chunk).unflatten(1, (groups, -1))  # [B, G, N/G, C, c, V]
+    b = heads_in_chunks(strength.to(dtype).unsqueeze(-1), chunk).unflatten(1, (groups, -1))  # [B, G, N/G, C, c, 1]
+    fading = heads_in_chunks(log_decay.to(dtype).unsqueeze(-1), chunk).squeeze(-1).unflatten(1, (groups, -1))
 
     # Decays between tokens, [B, G, N/G, C, c, c], from the beginning of the chunk, and over all of it.
     between = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).tril()
     from_before = fading.cumsum(-1).exp().unsqueeze(-1)  # [B, G, N/G, C, c, 1]
     if starts is not None:
-        first = F.pad(starts.unsqueeze(1).float(), (0, missing), mode="replicate").long()
-        first = first.view(batch, 1, 1, -1, chunk)
-        tokens = torch.arange(length + missing, device=k.device).view(-1, chunk)  # [C, c]
-        between = between & (first.unsqueeze(-1) <= tokens.unsqueeze(-2))
-        from_before = from_before * (first < tokens[:, :1]).unsqueeze(-1)
+        first, began_before = (tensor[:, None, None] for tensor in starts_in_chunks(starts, chunk))  # [B, 1, 1, C, c]
+        between = between & (first.unsqueeze(-1) == first.unsqueeze(-2))
+        from_before = from_before * began_before.unsqueeze(-1)
     decay = _DecaysBetween.apply(fading, between)
     to_end = decay[..., -1, :].unsqueeze(-1)
 
@@ -149,13 +146,6 @@ def _of_unit_length(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     queries = queries * torch.rsqrt(queries.square().sum(-1, keepdim=True) + _SMALLEST) * queries.shape[-1] ** -0.5
     keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + _SMALLEST)
     return queries, keys
-
-
-def _by_chunks(x: Tensor, chunk: int, missing: int) -> Tensor:
-    """Return tokens of heads [B, S, heads, width] by chunks, [B, heads, C, c, width], with padding at the end."""
-    if missing:
-        x = F.pad(x, (0, 0, 0, 0, 0, missing))
-    return x.transpose(1, 2).unflatten(2, (-1, chunk))
 
 
 class _DecaysBetween(torch.autograd.Function):

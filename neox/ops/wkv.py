@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.architecture.rwkv import WKV_CHUNK
+from neox.ops.chunks import heads_in_chunks, starts_in_chunks
 
 
 def wkv_recurrence(
@@ -87,20 +88,18 @@ def wkv_scan(
         Outputs [B, S, N, V] in fp32 or a wider type, and the state after the last token, [B, N, K, V].
     """
     batch, length, heads, width = keys.shape
-    missing = -length % chunk
     dtype = _wide(keys)
     # Padding has keys of 0, so it adds nothing, and a decay of 1.
-    r, k, v, fading = (_by_chunks(x.to(dtype), chunk, missing) for x in (receptance, keys, values, log_decay))
+    r, k, v, fading = (heads_in_chunks(x.to(dtype), chunk) for x in (receptance, keys, values, log_decay))
     up_to = fading.cumsum(-2)
     from_state = F.pad(up_to[..., :-1, :], (0, 0, 1, 0)).exp()  # e, [B, N, C, c, K]
     kept = up_to[..., -1, :].exp().unsqueeze(-1)  # e[c], [B, N, C, K, 1]
     to_end = F.pad(fading.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)).exp()
     visible = torch.ones(chunk, chunk, dtype=torch.bool, device=keys.device).tril(-1)
     if starts is not None:
-        first = F.pad(starts.unsqueeze(1).float(), (0, missing), mode="replicate").long().view(batch, 1, -1, chunk)
-        tokens = torch.arange(length + missing, device=keys.device).view(-1, chunk)  # [C, c]
-        visible = visible & (first.unsqueeze(-1) <= tokens.unsqueeze(-2))
-        sees_state = (first < tokens[:, :1]).unsqueeze(-1)
+        first, began_before = (tensor.unsqueeze(1) for tensor in starts_in_chunks(starts, chunk))  # [B, 1, C, c]
+        visible = visible & (first.unsqueeze(-1) == first.unsqueeze(-2))
+        sees_state = began_before.unsqueeze(-1)
         from_state = from_state * sees_state
         kept = kept * sees_state[..., -1:, :]
         to_end = to_end * (first == first[..., -1:]).unsqueeze(-1)
@@ -120,13 +119,6 @@ def wkv_scan(
 def _wide(x: Tensor) -> torch.dtype:
     """Return fp32, or the type of a tensor if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _by_chunks(x: Tensor, chunk: int, missing: int) -> Tensor:
-    """Return tokens of heads [B, S, N, width] by chunks, [B, N, C, c, width], with padding at the end."""
-    if missing:
-        x = F.pad(x, (0, 0, 0, 0, 0, missing))
-    return x.transpose(1, 2).unflatten(2, (-1, chunk))
 
 
 class _DecayedScores(torch.autograd.Function):

@@ -1,0 +1,46 @@
+"""Tokens in chunks, as the parallel forms of recurrences take them.
+
+Legend: B batch, S sequence, c chunks, L tokens of a chunk, N heads, W their width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """Divide tokens into chunks, with zeros at the end of the last one: [B, S, ...] -> [B, c, L, ...].
+
+    Args:
+        x: The tensor.
+        chunk: Tokens of a chunk, L.
+    """
+    missing = -x.shape[1] % chunk
+    if missing:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
+    return x.unflatten(1, (-1, chunk))
+
+
+def heads_in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """Divide tokens of heads into chunks, as `in_chunks`: [B, S, N, W] -> [B, N, c, L, W]."""
+    return in_chunks(x, chunk).movedim(3, 1)
+
+
+def starts_in_chunks(starts: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Divide the starts of documents into chunks, and say which documents began before their chunk.
+
+    What is missing at the end belongs to the last document.
+
+    Args:
+        starts: Index in the row at which each token's document starts, [B, S].
+        chunk: Tokens of a chunk, L.
+
+    Returns:
+        The starts [B, c, L], and whether each lies before its chunk, bool [B, c, L].
+    """
+    missing = -starts.shape[1] % chunk
+    starts = torch.cat((starts, starts[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, chunk))
+    first = torch.arange(0, starts.shape[1] * chunk, chunk, device=starts.device).unsqueeze(-1)  # of each chunk, [c, 1]
+    return starts, starts < first
