@@ -9,8 +9,8 @@ from __future__ import annotations
 from neox.architecture.architecture import Architecture
 from neox.architecture.block_kind import MicroBatch
 from neox.architecture.kernels import DELTA_CHUNK
-from neox.architecture.parameter import ONES, FromKey, LogUniform, ParameterSpec, StepSizes, Uniform
-from neox.architecture.recurrence import FP32, Mixer, StateShapes
+from neox.architecture.parameter import ONES, FromKey, LogUniform, ParameterSpec, StepSizes
+from neox.architecture.recurrence import FP32, Mixer, StateShapes, convolution_parameters
 
 
 def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
@@ -23,23 +23,12 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     heads = architecture.linear_value_heads
     keys = architecture.linear_key_heads * architecture.linear_key_dim
     values = heads * architecture.linear_value_dim
-    width = architecture.linear_conv
     rows = (keys, keys, values, values, heads, heads)
-    convolved = (keys, keys, values)
-    bound = width**-0.5
-    taps = ParameterSpec(
-        "conv1d.weight",
-        (sum(convolved), 1, width),
-        0,
-        init=Uniform(-bound, bound),
-        sections=convolved,
-        of_recurrence=True,
-    )
     return (
         ParameterSpec("dt_bias", (heads,), 0, init=StepSizes(0.001, 0.1)),
         ParameterSpec("A_log", (heads,), 0, init=LogUniform(0.01, 16.0)),
         ParameterSpec("in_proj.weight", (sum(rows), hidden), 0, sections=rows),
-        taps,
+        *convolution_parameters((keys, keys, values), architecture.linear_conv),
         ParameterSpec("norm.scale", (architecture.linear_value_dim,), init=ONES),
         ParameterSpec("out_proj.weight", (hidden, values), 1, init=FromKey.OUTPUT_METHOD),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from neox.architecture.architecture import Architecture
 from neox.architecture.block_kind import MicroBatch
 from neox.architecture.parameter import ONES, ZEROS, FromKey, LogCounts, ParameterSpec, StepSizes, Uniform
-from neox.architecture.recurrence import FP32, Mixer, StateShapes, linear_parameters
+from neox.architecture.recurrence import FP32, Mixer, StateShapes, convolution_parameters, linear_parameters
 
 CHUNK = 32
 """Tokens whose states are in memory at once."""
@@ -23,12 +23,6 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     channels = architecture.mamba_width
     states = architecture.mamba_state
     steps = architecture.mamba_dt_rank
-    width = architecture.mamba_conv
-    bound = width**-0.5
-    taps = ParameterSpec("conv1d.weight", (channels, 1, width), 0, init=Uniform(-bound, bound), of_recurrence=True)
-    convolution = [taps]
-    if architecture.mamba_conv_bias:
-        convolution.append(ParameterSpec("conv1d.bias", (channels,), 0, init=Uniform(-bound, bound)))
     selection = [ParameterSpec("x_proj.weight", (steps + 2 * states, channels), 1, of_recurrence=True)]
     has_bias = architecture.mamba_linear_bias
     if has_bias:
@@ -41,7 +35,7 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
         ParameterSpec("A_log", (channels, states), 0, init=LogCounts(), of_norm=True),
         ParameterSpec("D", (channels,), 0, init=ONES),
         *linear_parameters("in_proj", (2 * channels, hidden), 0, has_bias=has_bias, sections=(channels, channels)),
-        *convolution,
+        *convolution_parameters((channels,), architecture.mamba_conv, has_bias=architecture.mamba_conv_bias),
         *selection,
         step_weight,
         ParameterSpec("dt_proj.bias", (channels,), 0, init=StepSizes(0.001, 0.1)),

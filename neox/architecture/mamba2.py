@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from neox.architecture.architecture import Architecture
 from neox.architecture.block_kind import MicroBatch
-from neox.architecture.parameter import ONES, FromKey, LogUniform, ParameterSpec, StepSizes, Uniform
-from neox.architecture.recurrence import FP32, Mixer, StateShapes, linear_parameters
+from neox.architecture.parameter import ONES, FromKey, LogUniform, ParameterSpec, StepSizes
+from neox.architecture.recurrence import FP32, Mixer, StateShapes, convolution_parameters, linear_parameters
 
 CHUNK = 64
 """Tokens of a chunk of the parallel scan, whose pairs are multiplied with each other."""
@@ -27,30 +27,15 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     heads = architecture.mamba_heads
     channels = heads * architecture.mamba_head_dim
     states = architecture.mamba_groups * architecture.mamba_state
-    width = architecture.mamba_conv
     rows = (channels, channels, states, states, heads)
     convolved = (channels, states, states)
-    bound = width**-0.5
-    taps = ParameterSpec(
-        "conv1d.weight",
-        (sum(convolved), 1, width),
-        0,
-        init=Uniform(-bound, bound),
-        sections=convolved,
-        of_recurrence=True,
-    )
-    convolution = [taps]
-    if architecture.mamba_conv_bias:
-        convolution.append(
-            ParameterSpec("conv1d.bias", (sum(convolved),), 0, init=Uniform(-bound, bound), sections=convolved)
-        )
     has_bias = architecture.mamba_linear_bias
     return (
         ParameterSpec("dt_bias", (heads,), 0, init=StepSizes(0.001, 0.1)),
         ParameterSpec("A_log", (heads,), 0, init=LogUniform(1.0, 16.0)),
         ParameterSpec("D", (heads,), 0, init=ONES),
         *linear_parameters("in_proj", (sum(rows), hidden), 0, has_bias=has_bias, sections=rows),
-        *convolution,
+        *convolution_parameters(convolved, architecture.mamba_conv, has_bias=architecture.mamba_conv_bias),
         ParameterSpec("norm.scale", (channels,), 0, init=ONES),
         *linear_parameters("out_proj", (hidden, channels), 1, has_bias=has_bias, init=FromKey.OUTPUT_METHOD),
     )

@@ -10,7 +10,7 @@ from typing import Literal
 from neox.architecture.architecture import Architecture
 from neox.architecture.block_kind import BlockKind, MicroBatch
 from neox.architecture.choices import MLPS, norm_parameters
-from neox.architecture.parameter import ZEROS, FromKey, InitialValues, ParameterSpec, in_module
+from neox.architecture.parameter import ZEROS, FromKey, InitialValues, ParameterSpec, Uniform, in_module
 from neox.architecture.residual import RESIDUALS
 
 FP32 = 4
@@ -82,6 +82,26 @@ def linear_parameters(
     if partition_dim == 0:
         bias = replace(bias, partition_dim=0, sections=sections)
     return (weight, bias)
+
+
+def convolution_parameters(
+    channels: tuple[int, ...], width: int, *, has_bias: bool = False
+) -> tuple[ParameterSpec, ...]:
+    """Return the taps [channels, 1, width] of a convolution over tokens, and a bias. Tensor ranks divide the channels.
+
+    Args:
+        channels: Numbers of channels of what is convolved, one after another; each is divided by itself.
+        width: Number of taps.
+        has_bias: Whether there is a bias.
+    """
+    bound = width**-0.5
+    init = Uniform(-bound, bound)
+    sections = channels if len(channels) > 1 else ()
+    number = sum(channels)
+    taps = ParameterSpec("conv1d.weight", (number, 1, width), 0, init=init, sections=sections, of_recurrence=True)
+    if not has_bias:
+        return (taps,)
+    return (taps, ParameterSpec("conv1d.bias", (number,), 0, init=init, sections=sections))
 
 
 def recurrent_block(mixer: Mixer, second: Literal["nothing", "mlp"]) -> BlockKind:
