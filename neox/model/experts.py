@@ -384,13 +384,11 @@ class ExpertMLP(TokenShares):
             tokens = every[..., 0].numel() if text is None else int(text.sum())
             equal_share = tokens * experts.shape[-1] / number
             capacity = max(1, int(self.network.expert_capacity * equal_share))
-            order = sort_by_expert(every.flatten(0, 1), number, capacity, None if text is None else text.flatten(0, 1))
+            order = sort_by_expert(every, number, capacity, text)
             if samples is WHOLE_SAMPLES:
                 return order
             computed = samples.own(order.has_row.view_as(every))  # [B, S, K]
-        return sort_by_expert(
-            experts.flatten(0, 1), number, computed=None if computed is None else computed.flatten(0, 1)
-        )
+        return sort_by_expert(experts, number, computed=computed)
 
     def _report(
         self, logits: Tensor, routes: Routes, order: ExpertOrder, is_text: Tensor | None, samples: SampleTokens

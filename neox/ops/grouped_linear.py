@@ -57,18 +57,19 @@ class ExpertOrder:
 def sort_by_expert(
     experts: Tensor, num_experts: int, capacity: int | None = None, computed: Tensor | None = None
 ) -> ExpertOrder:
-    """Sort the choices of experts [T, K]; an expert's tokens keep their order.
+    """Sort the choices of experts; an expert's tokens keep their order.
 
     Args:
-        experts: Experts of each token [T, K].
+        experts: Experts of each token [..., K], of T tokens in all.
         num_experts: Number of experts E.
         capacity: Largest number of tokens of one expert. Later ones are dropped. None for no limit.
-        computed: Which choices experts compute, bool [T, K], or [T, 1] if they compute all or none of a token's; all
-            if None. No expert computes padding.
+        computed: Which choices experts compute, bool [..., K], or [..., 1] if they compute all or none of a token's;
+            all if None. No expert computes padding.
     """
     # What is not computed chooses expert E, one more than there are. It comes last and has no rows.
     if computed is not None:
         experts = experts.masked_fill(~computed, num_experts)
+    experts = experts.flatten(0, -2)  # [T, K]
     expert_of_choice = experts.flatten()  # [T x K]
     counts = tokens_per_expert(experts, num_experts + 1)
     choice_of_row = expert_of_choice.argsort(stable=True)  # of all choices; those without a row are left out now
