@@ -14,6 +14,7 @@ from neox.families.config_entries import (
     Fields,
     ModelSettings,
     Size,
+    Switch,
     hidden_per_head,
     is_whole_number,
 )
@@ -158,6 +159,24 @@ def expert_tensors(module: str, *, up: str, gate: str, down: str) -> dict[str, T
         "mlp.experts.dense_h_to_4h": TensorSource((f"{expert}.{up}", f"{expert}.{gate}"), layout="experts"),
         "mlp.experts.dense_4h_to_h": TensorSource((f"{expert}.{down}",), layout="experts"),
     }
+
+
+def qwen_expert_entries(*, number: int, per_token: int, width: int, normalizes: bool) -> tuple[ConfigEntries, ...]:
+    """Return the entries of Qwen's experts, with a model's defaults in transformers.
+
+    Args:
+        number: Number of experts.
+        per_token: Number of experts of a token.
+        width: Width of an expert.
+        normalizes: Whether the weights of a token's experts add up to 1.
+    """
+    return (
+        BlocksWithExperts(),
+        SeveralExperts("num_experts", "num_experts", number),
+        ExpertSize("num_experts_per_tok", "experts_per_token", per_token),
+        ExpertSize("moe_intermediate_size", "expert_width", width),
+        Switch("norm_topk_prob", "router_normalizes", default=normalizes),
+    )
 
 
 QWEN_EXPERTS = expert_tensors("mlp", up="up_proj", gate="gate_proj", down="down_proj")

@@ -14,9 +14,8 @@ from neox.families.expert_entries import (
     QWEN_EXPERTS,
     SHARED_EXPERT,
     SOFTMAX_EXPERTS,
-    BlocksWithExperts,
     ExpertSize,
-    SeveralExperts,
+    qwen_expert_entries,
 )
 from neox.families.family import Family, TensorSource
 from neox.families.linear_attention import (
@@ -92,11 +91,7 @@ QWEN3_NEXT = Family(
     fixed_fields={**_NETWORK, **SOFTMAX_EXPERTS, "shared_expert_gate": True},
     config=(
         *_entries(kv_heads=2, rotary=Rotary(fraction_key="partial_rotary_factor", default_fraction=0.25)),
-        BlocksWithExperts(),
-        SeveralExperts("num_experts", "num_experts", 512),
-        ExpertSize("num_experts_per_tok", "experts_per_token", 10),
-        ExpertSize("moe_intermediate_size", "expert_width", 512),
-        Switch("norm_topk_prob", "router_normalizes", default=True),
+        *qwen_expert_entries(number=512, per_token=10, width=512, normalizes=True),
         ExpertSize("shared_expert_intermediate_size", "shared_expert_width", 512),
         *ending_entries(),
     ),

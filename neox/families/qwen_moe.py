@@ -8,31 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from neox.families.config_entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, ConfigEntries, Fixed, Switch
+from neox.families.config_entries import ALL_GLOBAL, ATTENTION_BIASES_EQUAL, Fixed, Switch
 from neox.families.expert_entries import (
     QWEN_EXPERTS,
     SHARED_EXPERT,
     SOFTMAX_EXPERTS,
-    BlocksWithExperts,
     ExpertSize,
-    SeveralExperts,
+    qwen_expert_entries,
     with_equal_heads,
 )
 from neox.families.family import Family
 from neox.families.llama_like import BASE_PREFIX, BUFFERS, NETWORK, llama_entries, llama_tensors
 from neox.families.qwen import QWEN2
 from neox.families.shared_entries import LAYER_TYPES, ending_entries
-
-
-def _experts(*, number: int, per_token: int, width: int) -> tuple[ConfigEntries, ...]:
-    """Return the entries of experts with transformers' defaults."""
-    return (
-        BlocksWithExperts(),
-        SeveralExperts("num_experts", "num_experts", number),
-        ExpertSize("num_experts_per_tok", "experts_per_token", per_token),
-        ExpertSize("moe_intermediate_size", "expert_width", width),
-        Switch("norm_topk_prob", "router_normalizes", default=False),
-    )
 
 
 class _NoWindows(Fixed):
@@ -60,7 +48,7 @@ QWEN2_MOE = Family(
         ALL_GLOBAL,
         _NoWindows("use_sliding_window", False),
         Switch("qkv_bias", "qkv_bias", default=True),
-        *_experts(number=60, per_token=4, width=1408),
+        *qwen_expert_entries(number=60, per_token=4, width=1408, normalizes=False),
         ExpertSize("shared_expert_intermediate_size", "shared_expert_width", 5632),
         *ending_entries(),
     ),
@@ -82,7 +70,7 @@ QWEN3_MOE = Family(
         _NoWindows("use_sliding_window", False),
         Switch("attention_bias", "qkv_bias", default=False),
         ATTENTION_BIASES_EQUAL,
-        *_experts(number=128, per_token=8, width=768),
+        *qwen_expert_entries(number=128, per_token=8, width=768, normalizes=False),
         *ending_entries(),
     ),
     tensors={**_NORMED, "block": {**_NORMED["block"], **QWEN_EXPERTS}},

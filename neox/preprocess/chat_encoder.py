@@ -134,14 +134,9 @@ class ChatEncoder:
                 trained = np.append(trained, trained[-1:])
             ids.append(own_ids)
             labels.append(np.where(trained, own_ids, np.int32(IGNORED)))
-        lengths = np.array([len(each) for each in ids], np.int32)
-        nothing = np.empty(0, np.int32)  # numpy cannot join an empty list
         return EncodedBlock(
             end=block.end,
-            keys=(
-                EncodedKey(np.concatenate([nothing, *ids]), lengths),
-                EncodedKey(np.concatenate([nothing, *labels]), lengths),
-            ),
+            keys=(EncodedKey.of(ids), EncodedKey.of(labels)),
             bad=tuple(bad),
             not_strict=not_strict,
             text_bytes=len(block.data),

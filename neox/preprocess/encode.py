@@ -74,6 +74,13 @@ class EncodedKey:
     metadata: bytes = b""
     document_bytes: int | None = None
 
+    @classmethod
+    def of(cls, documents: Sequence[np.ndarray]) -> EncodedKey:
+        """Return whole documents, each int32 [tokens]; there may be none."""
+        lengths = np.array([len(document) for document in documents], np.int32)
+        nothing = np.empty(0, np.int32)  # numpy cannot join an empty list
+        return cls(np.concatenate([nothing, *documents]), lengths)
+
 
 @dataclass(frozen=True)
 class EncodedBlock:

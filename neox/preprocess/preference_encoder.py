@@ -158,13 +158,9 @@ class PreferenceEncoder:
                 bad.append(is_strict)
             elif not is_strict:
                 not_strict += 1
-        keys = []
-        for arrays in columns.values():
-            lengths = np.array(list(map(len, arrays)), np.int32)
-            keys.append(EncodedKey(np.concatenate([np.empty(0, np.int32), *arrays]), lengths))  # there may be none
         return EncodedBlock(
             end=block.end,
-            keys=tuple(keys),
+            keys=tuple(map(EncodedKey.of, columns.values())),
             bad=tuple(bad),
             not_strict=not_strict,
             text_bytes=len(block.data),
