@@ -75,29 +75,19 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class WithBlockLosses:
-    """An objective of a network whose blocks add losses of their own, such as the balance of experts.
+class _WithMoreScores:
+    """An objective that adds scores to those of another one, with its batches.
 
     Attributes:
-        objective: The objective itself.
-        losses: Names of the blocks' losses.
-        statistics: Names of numbers that blocks report with them, and that are not trained.
+        objective: The other one.
     """
 
     objective: Objective
-    losses: tuple[str, ...]
-    statistics: tuple[str, ...] = ()
 
     @property
     def label_mask(self) -> str:
         """Return the objective's name of the mask of labels."""
         return self.objective.label_mask
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the name of the sum, which is trained, then the names of its parts; no sum without losses."""
-        total = (TOTAL_LOSS,) if self.losses else ()
-        return (*total, *self.objective.names, *self.losses, *self.statistics)
 
     @property
     def per_token(self) -> tuple[str, ...]:
@@ -112,6 +102,26 @@ class WithBlockLosses:
         """Return the objective's targets."""
         return self.objective.targets(batch)
 
+
+@dataclass(frozen=True)
+class WithBlockLosses(_WithMoreScores):
+    """An objective of a network whose blocks add losses of their own, such as the balance of experts.
+
+    Attributes:
+        objective: The objective itself.
+        losses: Names of the blocks' losses.
+        statistics: Names of numbers that blocks report with them, and that are not trained.
+    """
+
+    losses: tuple[str, ...]
+    statistics: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the name of the sum, which is trained, then the names of its parts; no sum without losses."""
+        total = (TOTAL_LOSS,) if self.losses else ()
+        return (*total, *self.objective.names, *self.losses, *self.statistics)
+
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the sum of all losses, the objective's scores, and what the blocks report."""
         scores = self.objective.scores(output, targets)
@@ -123,7 +133,7 @@ class WithBlockLosses:
 
 
 @dataclass(frozen=True)
-class WithTokensAhead:
+class WithTokensAhead(_WithMoreScores):
     """An objective of a network that also predicts tokens further ahead (`neox.objectives.multi_token`).
 
     Its batches hold the fields of `with_tokens_ahead` besides.
@@ -133,28 +143,13 @@ class WithTokensAhead:
         weight: Factor w of the loss.
     """
 
-    objective: Objective
     weight: float
-
-    @property
-    def label_mask(self) -> str:
-        """Return the objective's name of the mask of labels."""
-        return self.objective.label_mask
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the name of the sum, which is trained, then the objective's scores, then the mean over all depths."""
         others = [name for name in self.objective.names if name != TOTAL_LOSS]
         return (TOTAL_LOSS, *others, MULTI_TOKEN_LOSS)
-
-    @property
-    def per_token(self) -> tuple[str, ...]:
-        """Return the names of the objective's losses per token."""
-        return self.objective.per_token
-
-    def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the objective's inputs."""
-        return self.objective.inputs(batch)
 
     def targets(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the objective's targets, then the tokens further ahead, their labels and weights [B, S, D]."""
