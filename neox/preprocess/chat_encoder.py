@@ -29,6 +29,7 @@ from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, kind_of
 from neox.data.token_files.indexed_dataset import IGNORED
 from neox.preprocess.conversations import (
     ASSISTANT,
+    USER,
     Conversation,
     read_conversation,
     trained_messages,
@@ -42,6 +43,7 @@ from neox.tokenizer.chat_messages import ChatError, Message, names_of_calls, tho
 
 Range = tuple[int, int]
 _NOTHING_TRAINED = "it has no message of the role {!r}, which would be trained"
+_QUESTION: Message = {"role": USER, "content": "Hi"}
 _LAST_END = "the end of the last answer (--append-eod adds a token for it)"
 
 
@@ -252,14 +254,17 @@ class ChatEncoder:
             prompt = before
 
         begin = None
-        if up_to_answer.startswith(prompt):
+        is_answer = conversation.messages[number]["role"] == ASSISTANT
+        if up_to_answer.startswith(prompt) and (prompt or not is_answer):
             begin = len(prompt)
+        elif is_answer and number == 0:
+            begin = self._begin_of_first(conversation, up_to_answer)
         elif up_to_answer.startswith(before):
             begin = len(before)
-            if conversation.messages[number]["role"] == ASSISTANT:
+            if is_answer:
                 # The prompt may be longer than what stands before an answer, as with an open thought. The answer then
-                # begins where they differ, as in TRL. For other roles, the prompt may be that of another role.
-                begin = max(begin, common_length(prompt, up_to_answer))
+                # begins where their tokens differ, as in TRL. For other roles, the prompt may be that of another role.
+                begin = max(begin, self._common_tokens(prompt, up_to_answer))
         if begin is None or not text.startswith(up_to_answer):
             raise BadRecord(
                 f"the chat template changes message {number}, or messages before it, when others follow; its tokens "
@@ -267,6 +272,36 @@ class ChatEncoder:
                 "before it, and --only-last trains the last answer only"
             )
         return begin, len(up_to_answer)
+
+    def _begin_of_first(self, conversation: Conversation, up_to_answer: str) -> int | None:
+        """Return where an answer begins that is the first message; None if that cannot be told.
+
+        A template may write a first token or a system message of its own in front of it, which it does not write
+        without messages. So the answer is rendered after a question, too:
+
+            up_to_answer   <s><|system|>Be kind.<|end|><|assistant|>Hello.<|end|>
+            asked          <s><|system|>Be kind.<|end|><|user|>Hi<|end|><|assistant|>Hello.<|end|>
+            prompt         <s><|system|>Be kind.<|end|><|user|>Hi<|end|><|assistant|>
+            opening                                                     |-- here --|
+
+        Raises ChatError.
+        """
+        with_question = conversation._replace(messages=[_QUESTION, *conversation.messages])
+        asked = self._text_of_first(with_question, 2)
+        prompt = self._text_of_first(with_question, 1, prompt=True)
+        opening = prompt.removeprefix(self._text_of_first(with_question, 1))
+        answer = asked[self._common_tokens(prompt, asked) :]
+        if up_to_answer.endswith(answer):
+            return len(up_to_answer) - len(answer)
+        place = up_to_answer.find(opening)  # the template writes the answer in another way if no question stands before
+        return place + len(opening) if place >= 0 else None
+
+    def _common_tokens(self, prompt: str, text: str) -> int:
+        """Return how many characters of a text its first tokens have that are those of a prompt, too."""
+        ids = self.tokenizer.backend.encode(prompt, add_special_tokens=False).ids
+        encoding = self.tokenizer.backend.encode(text, add_special_tokens=False)
+        common = common_length(ids, encoding.ids)
+        return encoding.offsets[common][0] if common < len(encoding.ids) else len(text)
 
     def _text_of_first(self, conversation: Conversation, count: int, *, prompt: bool = False) -> str:
         """Return the text of the first messages, with the prompt for an answer if it is asked for. Raises ChatError."""

@@ -42,7 +42,7 @@ LLAMA3 = (
 )
 SPECIALS = [
     *("<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "[gMASK]", "<sop>"),
-    *("<|user|>", "<|assistant|>", "<|observation|>"),
+    *("<|user|>", "<|assistant|>", "<|observation|>", "<think>"),
 ]
 TOOLS = [
     {
@@ -494,13 +494,63 @@ def test_what_a_template_leaves_out_is_counted(vocab: Path) -> None:
     assert chat(vocab, {"messages": [USER, plain]}, THINKING)[1] == "One.<|im_end|>\n"
 
 
-def test_a_conversation_that_begins_with_the_assistant(vocab: Path) -> None:
-    """A template may need the first message: the prompt for the first answer is then nothing."""
-    strict = "{%- if messages[0]['role'] == 'system' %}{%- endif %}" + LLAMA3
+OPENED = (
+    "{%- if messages[0].role != 'system' %}{{ '<s><|im_start|>system\nBe kind.<|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}"
+    "{%- generation %}{{ m.content }}<|im_end|>{%- endgeneration %}"
+    "{%- else %}{{ m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\nPROMPTED' }}{%- endif %}"
+)
+"""A template with a system message of its own, whose prompt may be longer than what stands before answers."""
+
+
+def unmarked(template: str) -> str:
+    """The same template without the marks around answers, which then follow from the prompt."""
+    return template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+
+
+def marked_by_transformers(vocab: Path, messages: Any, template: str) -> str:
+    """Text that transformers marks as answers."""
+    tokenizer = theirs(vocab)
+    both = tokenizer.apply_chat_template(
+        messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    marked = [own for own, mask in zip(both["input_ids"], both["assistant_masks"], strict=True) if mask]
+    text: str = tokenizer.decode(marked)
+    return text
+
+
+@pytest.mark.parametrize("prompted", ["", "<think>\n"])
+def test_a_conversation_that_begins_with_the_assistant(vocab: Path, prompted: str) -> None:
+    """axolotl PR 723, NeMo Speech PR 16284: what a template writes before the first answer is not trained."""
     messages = [{"role": "assistant", "content": "Hi"}, USER, {"role": "assistant", "content": "Two."}]
+    strict = "{%- if messages[0]['role'] == 'system' %}{%- endif %}" + LLAMA3
     ids, trained = chat(vocab, {"messages": messages}, strict)
     assert ids == rendered(vocab, messages, strict)
-    assert trained.endswith("Hi<|eot|>Two.<|eot|>")
+    assert trained == "Hi<|eot|>Two.<|eot|>"
+
+    template = OPENED.replace("PROMPTED", prompted)
+    expected = marked_by_transformers(vocab, messages, template)
+    assert expected == "Hi<|im_end|>Two.<|im_end|>"
+    assert chat(vocab, {"messages": messages}, unmarked(template))[1] == expected
+
+    # Qwen 3 writes an empty thought into answers after the last question only.
+    late = "{%- if loop.last and not loop.first %}{{ '<think></think>' }}{%- endif %}{{ m.content }}"
+    template = OPENED.replace("PROMPTED", "").replace("{{ m.content }}", late)
+    expected = marked_by_transformers(vocab, messages, template)
+    assert expected == "Hi<|im_end|><think></think>Two.<|im_end|>"
+    assert chat(vocab, {"messages": messages}, unmarked(template))[1] == expected
+
+
+@pytest.mark.parametrize("content", ["", "<b>Two</b>", "<|", "Two."])
+def test_an_answer_that_begins_like_the_prompt(vocab: Path, content: str) -> None:
+    """DeepSeek-R1-Distill's prompt opens a thought, which answers in a conversation lack: tokens tell, as in TRL."""
+    template = OPENED.replace("PROMPTED", "<think>\n")
+    messages = [USER, {"role": "assistant", "content": content}, {"role": "tool", "content": "sun"}]
+    conversation = [*messages, {"role": "assistant", "content": "Two."}]
+    expected = marked_by_transformers(vocab, conversation, template)
+    assert expected == f"{content}<|im_end|>Two.<|im_end|>"
+    assert chat(vocab, {"messages": conversation}, unmarked(template))[1] == expected
 
 
 def pairs(vocab: Path, record: Any, template: str | None = CHATML) -> tuple[list[int], list[int], list[int]]:
