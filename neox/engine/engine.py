@@ -254,7 +254,7 @@ class Engine:
         """Return a function of the network's output outside of training, on all ranks of this model.
 
         Args:
-            inputs: Inputs of an objective, on the device.
+            inputs: Inputs of an objective, of this context rank's tokens, on the device.
             function: The function.
             zeros: Zeros of the shape and type of its result.
         """

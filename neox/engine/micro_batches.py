@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from neox.data.answer_pairs.pair_rows import FIELDS_OF_PAIRS
 from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
 from neox.engine.measurements import BACKWARD, FORWARD, OPTIMIZER, Timers
 from neox.model import Context, NetworkOutput
@@ -79,7 +80,7 @@ class MicroBatchRunner(Protocol):
         """Return a function of the network's output on the last stage's ranks; None on others.
 
         Args:
-            inputs: Inputs of an objective, on the device.
+            inputs: Inputs of an objective, of this context rank's tokens, on the device.
             function: The function.
         """
         ...
@@ -152,7 +153,9 @@ class WholeNetworkRunner:
         self.engine.eval()
         others = dict(inputs)
         tokens = others.pop("tokens")
-        result: Tensor = self.engine(tokens, Context(cache=None, divided=False, **others), loss=function)
+        result: Tensor = self.engine(
+            tokens, Context(cache=None, divided=self._grid.cp_size > 1, **others), loss=function
+        )
         return result
 
     def _no_scores(self, objective: Objective) -> Tensor:
@@ -245,7 +248,7 @@ class PipelineRunner:
         others = dict(inputs)
         tokens = others.pop("tokens")
         result: Tensor | None = self.engine.module.apply_to_output(
-            tokens, Context(cache=None, divided=False, **others), function
+            tokens, Context(cache=None, divided=self._grid.cp_size > 1, **others), function
         )
         return result
 
@@ -353,21 +356,26 @@ class LabelWeights:
 
     def _weighted(self, batch: Batch, share: float) -> Batch:
         weights = self._normalization.weights(batch[self._field].float(), share)
-        # Engines average over context ranks, too, but each computes only the losses of its own tokens.
-        weights = weights * self._grid.cp_size
+        if self._field not in _OF_WHOLE_SAMPLES:
+            # Engines average over context ranks, too, but each computes only the losses of its own tokens.
+            weights = weights * self._grid.cp_size
         weighted = {**batch, self._field: weights}
         if self._depths:
             return with_tokens_ahead(weighted, self._depths, self._field)
         return weighted
 
 
+_OF_WHOLE_SAMPLES = FIELDS_OF_PAIRS | {"document_starts", "lengths"}
+"""Fields that all context ranks need whole: where documents and texts begin and end, and what is known of pairs."""
+
+
 def own_tokens(batch: Batch, grid: ParallelGrid) -> Batch:
-    """Return a micro batch with this context rank's tokens; where documents and texts begin and end is kept for all."""
+    """Return a micro batch with this context rank's tokens; fields of whole samples stay whole."""
     if grid.cp_size == 1:
         return batch
     own = dict(batch)
     for name, value in batch.items():
-        if name not in ("document_starts", "lengths"):
+        if name not in _OF_WHOLE_SAMPLES:
             own[name] = value[:, context_indices(value.shape[1], grid)]
     return own
 

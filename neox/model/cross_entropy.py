@@ -244,7 +244,10 @@ def normalized_weights(token_weights: Tensor) -> tuple[Tensor, Tensor]:
     single logits would underflow. Therefore the largest weight is multiplied in at the end.
     """
     weights = token_weights.float()
-    largest = weights.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny
+    if not weights.numel():  # a context rank may hold none of the tokens that count
+        return weights, weights.new_tensor(tiny)
+    largest = weights.abs().max().clamp(min=tiny)
     return weights / largest, largest
 
 

@@ -10,6 +10,9 @@ in the gradient is known only after all log-probabilities are. Therefore the hea
 S has the gradient of L, because dS = sum_i w_i dl_i = dL, and no step ever holds the logits of all tokens. The reported
 loss is L.
 
+Context ranks divide the tokens of a row. Each sums the log-probabilities of its own, and the sums over all ranks are
+those of whole answers. So each rank computes the same L, and the S of its tokens.
+
 A pair is two documents, each a prompt with an answer.
 
 Legend: B rows, S positions of a row, P most pairs of a row, H hidden, R tokens that count.
@@ -28,7 +31,7 @@ from torch import Tensor
 from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.model import LMHead, NetworkOutput
 from neox.objectives.causal_lm import network_inputs
-from neox.parallel import ParallelGrid
+from neox.parallel import ParallelGrid, total_of_context_ranks
 
 PAIR_SCORES = (
     "loss",
@@ -207,14 +210,13 @@ def sum_by_document(
     document = (first_of_row + targets.document_index).flatten()[positions]  # [R]
     in_answer = targets.in_answer.flatten()[positions].float()  # [R]
 
-    def total(values: Tensor) -> Tensor:
-        """Sum values of tokens [R] over the documents [B, P, 2]."""
-        zeros = torch.zeros(rows * documents_of_row, device=positions.device)
-        return zeros.index_add(0, document, values).view(rows, pairs, ANSWERS_PER_PAIR)
-
-    sums = total(token_log_probs * in_answer)
-    lengths = total(in_answer).clamp(min=1)
-    document_means = total(token_log_probs) / total(torch.ones_like(in_answer)).clamp(min=1)
+    of_tokens = (token_log_probs * in_answer, in_answer, token_log_probs, torch.ones_like(in_answer))
+    totals = torch.zeros(rows * documents_of_row, len(of_tokens), device=positions.device)
+    totals = totals.index_add(0, document, torch.stack(of_tokens, dim=1))
+    totals = total_of_context_ranks(totals, grid).view(rows, pairs, ANSWERS_PER_PAIR, len(of_tokens))
+    sums, answer_lengths, document_sums, document_lengths = totals.unbind(-1)  # [B, P, 2] each
+    lengths = answer_lengths.clamp(min=1)
+    document_means = document_sums / document_lengths.clamp(min=1)
     return AnswerLogProbs(targets, sums, lengths, document_means, grid)
 
 

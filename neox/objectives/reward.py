@@ -6,7 +6,9 @@
 c (`rm_center_coefficient`, arXiv:2312.09244) is TRL's `center_rewards_coefficient`, and z (`z_loss`) is gpt-neox's.
 Both terms keep scores near 0: the first term depends only on differences of scores.
 
-Legend: B rows, S positions of a row, P maximum number of pairs of a row, D = 2 P documents, H hidden.
+With context ranks each score is computed by the rank that holds the token, and all get the sum.
+
+Legend: B rows, S positions of a row, P maximum number of pairs of a row, D = 2 P documents, H hidden, C context ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.model import NetworkOutput
 from neox.objectives.causal_lm import network_inputs
 from neox.objectives.data_ranks import largest_over_data_ranks, mean_over_data_ranks
-from neox.parallel import ParallelGrid
+from neox.parallel import ParallelGrid, context_indices, total_of_context_ranks
 
 
 @dataclass(frozen=True)
@@ -93,5 +95,13 @@ def scores_of_documents(output: NetworkOutput, ends: Tensor) -> Tensor:
         ends: Last position of each document in its row [B, D].
     """
     hidden = output.hidden
+    grid = output.head.grid
+    is_here = torch.ones_like(ends, dtype=torch.bool)
+    if grid.cp_size > 1:
+        slots = context_indices(hidden.shape[1] * grid.cp_size, grid, hidden.device)  # [S/C]
+        is_end = ends.unsqueeze(-1) == slots  # [B, D, S/C]
+        is_here = is_end.any(-1)
+        ends = is_end.int().argmax(-1)  # among this rank's tokens; any one if it is elsewhere
     last = hidden.gather(1, ends.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, D, H]
-    return output.head.logits(last).squeeze(-1).float()
+    scores = output.head.logits(last).squeeze(-1).float()
+    return total_of_context_ranks(scores * is_here, grid)

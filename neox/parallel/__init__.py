@@ -21,6 +21,7 @@ from neox.parallel.context_ranks import (
     own_context,
     sum_over_context_ranks,
     tokens_to_heads,
+    total_of_context_ranks,
 )
 from neox.parallel.context_regather import gathered_context
 from neox.parallel.expert_exchange import (
@@ -94,6 +95,7 @@ __all__ = [
     "reduce_scatter_tokens",
     "sum_over_context_ranks",
     "tokens_to_heads",
+    "total_of_context_ranks",
     "scatter_last_dim",
     "scatter_tokens",
     "shard",

@@ -61,6 +61,17 @@ def sum_over_context_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
     return wait(_ops.all_reduce(x.detach().contiguous(), "sum", grid.cp_name))
 
 
+def total_of_context_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
+    """Sum x over context ranks, each of which computes the same loss of the sum; x itself if there is one.
+
+    x is part of the losses of all C ranks, so its gradient is C times that of one of them. The mean over ranks that
+    engines take divides by C again.
+    """
+    if grid.cp_size == 1:
+        return x
+    return exchange(x, grid, sum_over_context_ranks, _times_ranks)
+
+
 def tokens_to_heads(x: Tensor, grid: ParallelGrid) -> Tensor:
     """Exchange all heads of this rank's tokens for all tokens of some heads: [B, S/C, N, D] -> [B, S, N/C, D]."""
     return exchange(x, grid, _all_tokens, _all_heads)
@@ -86,6 +97,10 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
     early = parts[:ranks]
     late = parts[ranks:].flip(0)
     return torch.cat((early, late), dim=2)
+
+
+def _times_ranks(x: Tensor, grid: ParallelGrid) -> Tensor:
+    return x * grid.cp_size
 
 
 def _gathered(x: Tensor, grid: ParallelGrid) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,26 +17,41 @@ from tests.distributed.training_runs import tiny_plan
 Gradients = dict[str, list[Any]]
 
 
+def first_gradients(engine: Any, data: Iterator[dict[str, torch.Tensor]]) -> Gradients:
+    """Return the gradient of each parameter in the next step, before it is clipped."""
+    found: Gradients = {}
+    step = engine.optimizer.step
+
+    def recording_step(*args: Any) -> Any:
+        for name, parameter in engine.deepspeed_engine.module.named_parameters():
+            found[name] = parameter.grad.tolist()
+        return step(*args)
+
+    engine.optimizer.step = recording_step
+    engine.train_batch(data)
+    return found
+
+
 def gradients_of(plans: list[RunPlan]) -> list[Gradients]:
-    """Return the gradient of each parameter in the first step of each plan, before it is clipped."""
+    """Return the gradients of the first step of each plan."""
     from neox.engine import initialize_distributed, initialize_engine
 
     answers = []
     for plan in plans:
         grid, device = initialize_distributed(plan)
-        engine = initialize_engine(plan, grid, device)
-        found: Gradients = {}
-        step = engine.optimizer.step
-
-        def recording_step(*args: Any, found: Gradients = found, engine: Any = engine, step: Any = step) -> Any:
-            for name, parameter in engine.deepspeed_engine.module.named_parameters():
-                found[name] = parameter.grad.tolist()
-            return step(*args)
-
-        engine.optimizer.step = recording_step
-        engine.train_batch(uneven(plan, grid.data_rank))
-        answers.append(found)
+        answers.append(first_gradients(initialize_engine(plan, grid, device), uneven(plan, grid.data_rank)))
     return answers
+
+
+def check_alike(found: Gradients, wanted: Gradients, what: object) -> None:
+    """Compare the gradients of all parameters with those of one rank."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        gradient = torch.tensor(value)
+        difference = (torch.tensor(found[name]) - gradient).abs().max()
+        largest = gradient.abs().max()
+        assert largest > 0, name
+        assert difference <= 1e-5 * largest, (what, name)
 
 
 def check_gradients(world: int, **network: Any) -> None:
@@ -43,13 +59,7 @@ def check_gradients(world: int, **network: Any) -> None:
     wanted = run_ranks(1, gradients_of, [tiny_plan(1, **BASE, **network)], timeout=300)[0][0]
     for rank in run_ranks(world, gradients_of, plans, timeout=500):
         for plan, found in zip(plans, rank, strict=True):
-            assert found.keys() == wanted.keys()
-            for name, value in wanted.items():
-                gradient = torch.tensor(value)
-                difference = (torch.tensor(found[name]) - gradient).abs().max()
-                largest = gradient.abs().max()
-                assert largest > 0, name
-                assert difference <= 1e-5 * largest, (plan.grid.cp_kind, name)
+            check_alike(found, wanted, plan.grid.cp_kind)
 
 
 def test_gradients_of_two_context_ranks() -> None:

@@ -44,6 +44,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 ZERO_3 = {"stage": 3, "reduce_bucket_size": 400_000, "stage3_prefetch_bucket_size": 1, "stage3_max_live_parameters": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
     "zero3": {"zero_optimization": ZERO_3},
 }
 
@@ -87,7 +88,7 @@ def peaks(plans: list[RunPlan]) -> list[int]:
         gc.collect()
         with HeldStorages() as held:
             engine = initialize_engine(plan, grid, device, build_features)
-            data = batches(plan, grid.dp_rank)
+            data = batches(plan, grid.data_rank)
             engine.train_batch(data)
             held.peak = held.total
             engine.train_batch(data)

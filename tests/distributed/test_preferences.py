@@ -79,7 +79,7 @@ def opened(plan: RunPlan):
     engine = open_engine(plan, grid, device, build_features)
     tokenizer = build_tokenizer("CharLevelTokenizer", None)
     arguments = engine.data_arguments()
-    return engine, build_data_iterators(plan, grid.dp_rank, engine.iteration, tokenizer=tokenizer, **arguments)
+    return engine, build_data_iterators(plan, grid.data_rank, engine.iteration, tokenizer=tokenizer, **arguments)
 
 
 def curves(plans: list[RunPlan]) -> list[list[dict[str, float]]]:

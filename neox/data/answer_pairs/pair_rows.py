@@ -24,6 +24,8 @@ from neox.log import get_logger
 
 _log = get_logger(__name__)
 
+FIELDS_OF_PAIRS = frozenset({"pair_mask", "desirable", "reference", "ends"})
+"""Fields of a batch that hold something for each pair or answer of a row. All others have one number for each token."""
 NO_SLOT = -1
 """Slot of padding."""
 _OPEN_ROWS = 32

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR, AnswerPairs, PromptAnswer
 from neox.data.answer_pairs.pair_rows import layout_rows
 from neox.engine import Engine
+from neox.engine.micro_batches import own_tokens
 from neox.launch import report_progress
 from neox.log import progress
 from neox.objectives.causal_lm import network_inputs
@@ -25,7 +26,8 @@ from neox.parallel import Adapter
 def answer_log_probs(engine: Engine, pairs: AnswerPairs, *, adapters: bool = True) -> np.ndarray:
     """Return the sum of the log-probabilities of each answer's tokens in fp32, [pairs, 2].
 
-    Micro batches are divided over data ranks. All ranks call it together. No random numbers are drawn.
+    Micro batches are divided over data ranks, and their tokens over context ranks. All ranks call it together. No
+    random numbers are drawn.
 
     Args:
         engine: The engine with the model.
@@ -60,15 +62,15 @@ def _answer_log_probs(engine: Engine, pairs: AnswerPairs) -> np.ndarray:
     length = plan.batch_schedule.full_length
     batches = _batches(pairs, length, plan.batch.train_micro_batch_size_per_gpu)
     result = torch.zeros(len(pairs), ANSWERS_PER_PAIR, dtype=torch.float32, device=engine.device)
-    steps = -(-len(batches) // grid.dp_size)
+    steps = -(-len(batches) // grid.data_size)
     with progress("reference", steps, "batches") as bar:
         for step in range(steps):
-            number = step * grid.dp_size + grid.dp_rank
+            number = step * grid.data_size + grid.data_rank
             rows = batches[min(number, len(batches) - 1)]  # a rank without a batch computes one that nobody counts
             sums = _sums_of_rows(engine, pairs, rows, length)
             bar.update(1)
             report_progress()  # on hosts without rank 0 nobody prints the bar
-            if number >= len(batches):
+            if number >= len(batches) or grid.cp_rank > 0:  # all context ranks have the same sums
                 continue
             for row, own in enumerate(rows):
                 result[own] = sums[row, : len(own)]
@@ -109,12 +111,13 @@ def _sums_of_rows(engine: Engine, pairs: AnswerPairs, rows: list[list[int]], len
 def sums_of_batch(engine: Engine, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the summed log-probabilities of a batch's answers with the current weights [B, P, 2].
 
-    All ranks of a model call it together, and all get the result.
+    All ranks of a model call it together, and its context ranks; all get the result.
 
     Args:
         engine: The engine with the model.
         batch: Fields of rows of pairs (`neox.data.answer_pairs.pair_rows.layout_rows`), on the device.
     """
-    sums = partial(answer_sums, targets=AnswerTargets.of_batch(batch))
+    own = own_tokens(batch, engine.grid)
+    sums = partial(answer_sums, targets=AnswerTargets.of_batch(own))
     shape = (*batch["pair_mask"].shape, ANSWERS_PER_PAIR)
-    return engine.apply(network_inputs(batch), sums, torch.zeros(shape, device=engine.device))
+    return engine.apply(network_inputs(own), sums, torch.zeros(shape, device=engine.device))

@@ -30,9 +30,6 @@ def networks_without_context_ranks(config: NeoXConfig) -> Iterator[Problem]:
     if model.objective != "causal_lm":
         objective = config.describe_setting("objective")
         yield config.problem(_DEGREE, f"does not work with {objective}; remove one of them", "objective")
-    if config.preferences.on_preferences:
-        rule = "does not work with preferences, whose losses are of whole answers; remove one of them"
-        yield config.problem(_DEGREE, rule, "train_impl")
     kinds = asked_kinds(config)
     for reason in dict.fromkeys(kind.context_ranks for kind in kinds.values() if kind.context_ranks):
         names = listed(name for name, kind in kinds.items() if kind.context_ranks == reason)

@@ -22,7 +22,7 @@ from neox.objectives.preferences import AnswerLogProbs, AnswerTargets, Preferenc
 from neox.objectives.simpo import SimPO
 from neox.parallel import ParallelGrid
 
-ONE_RANK = cast(ParallelGrid, SimpleNamespace(dp_size=1, tp_size=1, tp_rank=0, tp_group=None))
+ONE_RANK = cast(ParallelGrid, SimpleNamespace(dp_size=1, cp_size=1, tp_size=1, tp_rank=0, tp_group=None))
 seeds = settings(max_examples=30)
 
 
@@ -182,3 +182,19 @@ def test_gradients_are_those_of_plain_torch(objective: PreferenceObjective) -> N
     with torch.no_grad():
         evaluated = objective.scores(NetworkOutput(hidden, head, {}), tuple(t for t in targets if t is not None))
     torch.testing.assert_close(evaluated, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_context_rank_may_hold_padding_alone() -> None:
+    """Its backward pass takes place, because other ranks wait for it in the layers below."""
+    hidden = torch.randn(1, 6, 8, requires_grad=True)
+    weight = torch.randn(20, 8, requires_grad=True)
+    nothing = torch.zeros(1, 6, dtype=torch.long)
+    targets = (nothing, nothing - 1, nothing, torch.ones(1, 1))
+    head = LMHead(ONE_RANK, weight, lambda x: x @ weight.t())
+    scores = DPO(beta=0.3, with_reference=False).scores(NetworkOutput(hidden, head, {}), targets)
+    scores[0].backward()
+    assert scores[0].item() == pytest.approx(math.log(2))
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+    assert weight.grad is not None
+    assert not weight.grad.any()

@@ -20,7 +20,7 @@ from neox.parallel import ParallelGrid
 from tests.plans import small_plan
 from tests.unit.checkpoint.synthetic import write_checkpoint
 
-ONE_RANK = cast(ParallelGrid, SimpleNamespace(dp_size=1, tp_size=1))
+ONE_RANK = cast(ParallelGrid, SimpleNamespace(dp_size=1, cp_size=1, tp_size=1))
 PAIRS = {"train_impl": "rm", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"]}
 LORA = {"r": 2, "alpha": 4, "target": ["query_key_value"]}
 

@@ -66,7 +66,6 @@ def test_compiled_layers_keep_what_they_gather() -> None:
         ("log_gradient_noise_scale", {"log_gradient_noise_scale": True}),
         ("scaled_upper_triang_masked_softmax_fusion", {"scaled_upper_triang_masked_softmax_fusion": True}),
         ("context_parallel_kind", {"context_parallel_kind": "ulysses", "num_kv_heads": 1}),
-        ("train_impl", {"train_impl": "dpo"}),
         ("objective", {"objective": "masked_lm"}),
     ],
 )

@@ -15,7 +15,6 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("reference_model", ("lora",), {**PAIRS, "reference_model": "without_adapters"}),
     ("train_impl", ("char_level_ppl",), {**PAIRS, "char_level_ppl": True}),
     ("train_impl", ("eod_mask_loss",), {**PAIRS, "train_impl": "orpo", "eod_mask_loss": True}),
-    ("context_parallel_size", ("train_impl",), {**PAIRS, "train_impl": "rm", "context_parallel_size": 2}),
     ("reference_model", ("lora",), {**COPIED, "lora": {"r": 4, "alpha": 8, "target": ["dense"]}}),
     ("reference_model", ("precompute_model_name",), {**COPIED, "precompute_model_name": "base"}),
     (
