@@ -1,10 +1,12 @@
 """Hook of mkdocs: the reference of all keys as one page for each section, with an anchor for each key.
 
-`configs/neox_arguments.md`, which people read on the repository's site, holds the same as tables.
+`configs/neox_arguments.md`, which people read on the repository's site, holds the same as tables. Code in tables of
+all pages breaks at blanks only.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -16,6 +18,8 @@ from neox.config.reference import key_index, section_pages
 
 INDEX = "reference/neox_arguments.md"
 FOLDER = "reference/keys"
+LONGEST_WORD = 34
+"""Characters of a word of code in a table that is not broken; a longer one could make the table wider than a laptop."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -33,7 +37,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of sections."""
     for name, text in section_pages().items():
-        files.append(File.generated(config, f"{FOLDER}/{name}.md", content=text))
+        linked = re.sub(r"docs/([\w-]+\.md)", r"[\1](../../\1)", text)
+        files.append(File.generated(config, f"{FOLDER}/{name}.md", content=linked))
     return files
 
 
@@ -42,3 +47,18 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if page.file.src_uri == INDEX:
         return key_index(lambda section, anchor: f"keys/{section}.md{anchor}")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark the words of code in tables, which then break at blanks only: no key, flag or path ends in the middle."""
+    word = rf"[^\s<]{{1,{LONGEST_WORD}}}(?!\S)"
+
+    def mark(code: re.Match[str]) -> str:
+        return re.sub(rf"(?<!\S){word}", r'<span class="word">\g<0></span>', code[0])
+
+    return re.sub(
+        r"<table>.*?</table>",
+        lambda table: re.sub(r"(?<=<code>)[^<]+(?=</code>)", mark, table[0]),
+        html,
+        flags=re.DOTALL,
+    )

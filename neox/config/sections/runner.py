@@ -140,8 +140,8 @@ class RunnerConfig(Section):
 
     forward_environment: tuple[str, ...] | None = None
     """Environment variables that are passed to ranks on other hosts (`*` matches any text), instead of the default
-    list: NCCL_*, GLOO_*, OMP_*, HF_*, WANDB_*, TORCH_*, DS_*, PATH, LD_LIBRARY_PATH and similar. Secrets (..._KEY,
-    ..._TOKEN) are passed separately, so that no command line and no log holds them."""
+    list: `NCCL_*`, `GLOO_*`, `OMP_*`, `HF_*`, `WANDB_*`, `TORCH_*`, `DS_*`, `PATH`, `LD_LIBRARY_PATH` and similar.
+    Secrets (`*_KEY`, `*_TOKEN`) are passed separately, so that no command line and no log holds them."""
 
     doctor_timeout: Annotated[PositiveFloat, OnlyWith("launcher", ("pdsh",))] = 8.0
     """Seconds in which each host has to answer `deepy.py doctor` and the checks before a launch; raise it for busy
