@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-__version__ = "0.2.0"
+# The one place of the number. Between releases it is the next one's with `.dev0`, which PEP 440 sorts before it.
+__version__ = "0.3.0.dev0"
 
 _ROOT = Path(__file__).resolve().parent.parent
 

@@ -66,7 +66,9 @@ def test_keys_that_gpt_neox_overwrites_load_and_few_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("version", "read"), [("0.2.9", True), ("0.3.0", True), ("0.3.7", True), ("0.4.0", False)])
+@pytest.mark.parametrize(
+    ("version", "read"), [("0.2.9", True), ("0.3.0.dev0", True), ("0.3.7", True), ("0.4.0.dev0", False)]
+)
 def test_an_old_name_of_ours_is_read_in_one_minor_version(
     version: str, read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

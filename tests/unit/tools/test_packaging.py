@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import sysconfig
 import tomllib
 import venv
@@ -11,6 +12,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.version import Version
+
+import neox
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -29,6 +34,19 @@ def test_every_requirements_file_is_in_the_metadata() -> None:
         for path in (ROOT / "requirements").glob("requirements-*.txt")
         if path.stem.removeprefix("requirements-") not in NO_EXTRAS
     }
+
+
+def test_the_version_is_one_number(tmp_path: Path) -> None:
+    """That of the commands, the metadata, the citation and the heading of the changes that have no release yet."""
+    said = subprocess.run(
+        [sys.executable, ROOT / "deepy.py", "--version"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert said.stdout.split() == ["neox", neox.__version__]
+    assert SETTINGS["dynamic"]["version"] == {"attr": "neox.__version__"}
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == neox.__version__
+    newest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    version = Version(neox.__version__)
+    assert newest.startswith(f"## Unreleased ({version.base_version})" if version.is_devrelease else f"## {version} (")
 
 
 def test_every_data_file_of_the_library_is_installed() -> None:
