@@ -41,6 +41,10 @@ export MPLCONFIGDIR           := $(CACHE)/matplotlib
 export RUFF_CACHE_DIR         := $(CACHE)/ruff
 export MYPY_CACHE_DIR         := $(CACHE)/mypy
 
+# after each failure of pip, which blames versions if it cannot read what packages need
+export NOT_INSTALLED := error: packages could not be installed; if connections failed above, set https_proxy and no_proxy where only a \
+  proxy leads out, or run `make download` on a machine with a network and copy wheels/ here
+
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev download lock dist quickstart test test-all test-matrix test-trackers transformers-4 lint reference docs clean distclean
 
@@ -60,19 +64,19 @@ $(VENV)/.installed: requirements/requirements.txt requirements/constraints.txt p
 	  || { echo "error: no virtual environment could be made; on Debian: apt install python3-venv" >&2; exit 1; }
 	@echo "# installing into $(VENV) $(if $(FROM),from $(WHEELS),: torch from PyPI is gigabytes with CUDA, 200 MB with TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 ifeq ($(ACCELERATOR),)
-	$(PIP) install -q $(FROM) "$$(grep -m1 '^torch==' requirements/constraints.txt)" $(if $(FROM),,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)))
-	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt -c requirements/constraints.txt
+	$(PIP) install -q $(FROM) "$$(grep -m1 '^torch==' requirements/constraints.txt)" $(if $(FROM),,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))) || { echo "$$NOT_INSTALLED" >&2; exit 1; }
+	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt -c requirements/constraints.txt || { echo "$$NOT_INSTALLED" >&2; exit 1; }
 else
-	$(PIP) install -q $(FROM) -r requirements/requirements-$(ACCELERATOR).txt
+	$(PIP) install -q $(FROM) -r requirements/requirements-$(ACCELERATOR).txt || { echo "$$NOT_INSTALLED" >&2; exit 1; }
 	@grep -vE '^(setuptools|torch|triton|nvidia-[a-z0-9-]*|cuda-[a-z]*)==' requirements/constraints.txt > "$(LOCK)"
-	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt -c "$(LOCK)"
+	$(PIP) install -q $(FROM) -r requirements/requirements.txt -r requirements/requirements-tensorboard.txt -c "$(LOCK)" || { echo "$$NOT_INSTALLED" >&2; exit 1; }
 endif
 	@if test -w .; then $(PIP) install -q $(FROM) --no-deps --editable . && rm -rf build neox.egg-info; \
 	else echo "$(CURDIR)" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/neox.pth"; fi
 	@touch "$@"
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(wildcard requirements/requirements-*.txt)
-	$(PIP) install -q $(FROM) -r requirements/requirements-dev.txt -c "$(LOCK)"
+	$(PIP) install -q $(FROM) -r requirements/requirements-dev.txt -c "$(LOCK)" || { echo "$$NOT_INSTALLED" >&2; exit 1; }
 	@touch "$@"
 
 # Packages without wheels (DeepSpeed) are built here, so that the other machine needs no build tool but setuptools.

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +38,10 @@ CHECKPOINT_SAVES = "runs/saved"
 BLOCK_BYTES = 8 << 20
 ATTEMPTS = 7
 FIRST_PAUSE = 0.5
+# botocore and the hub's client read http_proxy, https_proxy and no_proxy by themselves, aiohttp only if it is asked to
+_CLIENT = {"gs": {"session_kwargs": {"trust_env": True}}} | {
+    scheme: {"client_kwargs": {"trust_env": True}} for scheme in ("http", "https")
+}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"}
 _TEMPORARY_STATUS = (408, 425, 429)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError")
@@ -186,7 +191,7 @@ def filesystem(address: str, kind: type[NeoXError] = DataError) -> Any:
         import fsspec
 
         try:
-            return fsspec.filesystem(scheme)
+            return fsspec.filesystem(scheme, **_CLIENT.get(scheme, {}))
         except ImportError:
             raise
         except Exception as error:  # many libraries, many classes of errors
@@ -209,16 +214,31 @@ def attempt(action: Callable[[], T], what: str, kind: type[NeoXError] = DataErro
             return action()
         except NeoXError:
             raise
-        except Exception as error:  # those of many libraries
+        except Exception as caught:  # those of many libraries
+            error = caught
+            cause = caught.__cause__
+            # fsspec reports each failure of a request to a web server as a missing file
+            from_web = type(cause).__module__.startswith("aiohttp")
+            if isinstance(caught, FileNotFoundError) and isinstance(cause, Exception) and from_web:
+                error = cause
             reason = _refusal(error)
             if reason is not None:
                 raise kind(f"{what}: {reason}") from error
             described = f"{type(error).__name__}: {_first_line(error)}"
             if number == ATTEMPTS:
-                raise kind(f"{what}: {described}, {ATTEMPTS} times; run the same command again to continue") from error
+                raise kind(
+                    f"{what}: {described}, {ATTEMPTS} times; run the same command again to continue{proxy_advice()}"
+                ) from error
             _log.warning("%s: %s; retrying", what, described)
             time.sleep(FIRST_PAUSE * 2 ** (number - 1))
     raise AssertionError
+
+
+def proxy_advice() -> str:
+    """Return the end of a message about a failed connection: the way through a proxy, if none is set."""
+    if urllib.request.getproxies().keys() & {"http", "https", "all"}:
+        return ""
+    return " (if only a proxy leads out of this network, set https_proxy and no_proxy)"
 
 
 def _refusal(error: Exception) -> str | None:

@@ -24,6 +24,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Servers of tests are on this machine: a proxy that the environment names is none of their ways.
+for name in ("no_proxy", "NO_PROXY"):
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost", "::1"]))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def empty_working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from neox.convert.hf_directory import CONFIG
 from neox.errors import ConfigError, ConversionError
+from neox.storage import proxy_advice
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _ENDINGS = (".json", ".jinja", ".model", ".txt")
@@ -77,6 +78,7 @@ def _download(repository: str, revision: str | None) -> Source:
         raise ConversionError(
             f"{named}: no such directory, and the hub cannot be asked for such a model: {_reason(error)}; download it "
             f"on a machine with a network by `hf download {repository} --local-dir DIRECTORY`, and give that directory"
+            f"{proxy_advice()}"
         ) from error
     if CONFIG not in names:
         raise ConversionError(f"{named}: the repository has no {CONFIG}, so it is no model of transformers")

@@ -21,7 +21,7 @@ from neox.corpus.inputs import expand_inputs
 from neox.errors import DataError
 from neox.files import fsync_file, partial_path, replace_file, sha256_of, write_text
 from neox.log import get_logger
-from neox.storage import is_remote, open_file
+from neox.storage import is_remote, open_file, proxy_advice
 
 _log = get_logger(__name__)
 _CHUNK = 1 << 20
@@ -286,7 +286,9 @@ def download(
             if isinstance(error, urllib.error.HTTPError) and error.code not in _TEMPORARY_STATUS:
                 raise DataError(f"{url}: {error}; give another source with NAME=URL, or a local path") from error
             if attempt == _ATTEMPTS:
-                raise DataError(f"{url}: {error}, {_ATTEMPTS} times; the same command resumes the download") from error
+                raise DataError(
+                    f"{url}: {error}, {_ATTEMPTS} times; the same command resumes the download{proxy_advice()}"
+                ) from error
             _log.warning("%s: %s: trying again", url, error)
             time.sleep(pause * 2 ** (attempt - 1))
     digest = sha256_of(partial)

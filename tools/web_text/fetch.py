@@ -23,12 +23,14 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
+from urllib.request import getproxies
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
 from aiohttp.resolver import ThreadedResolver
 from protego import Protego
 
+from neox.log import get_logger
 from tools.web_text.charsets import byte_order_mark, decode
 from tools.web_text.http_body import (
     BodyError,
@@ -44,6 +46,7 @@ from tools.web_text.pages import PAGE_TYPES
 if TYPE_CHECKING:
     from tools.web_text.download import DownloadSettings
 
+_log = get_logger(f"neox.{__name__}")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRIED = (429, 500, 502, 503, 504)
 _PIECE_BYTES = 1 << 16
@@ -163,6 +166,8 @@ class Fetcher:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
+            if getproxies().keys() & {"http", "https", "all"}:
+                _log.warning("the proxy that is set is not used: addresses of pages are checked before a connection")
             resolver = PublicResolver(self._networks)
             connector = aiohttp.TCPConnector(limit=0, resolver=resolver, enable_cleanup_closed=False)
             self._session = aiohttp.ClientSession(
