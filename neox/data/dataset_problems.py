@@ -69,4 +69,4 @@ def _check_dataset(
         check_labels(texts, labels)
     if data.pack_impl != "packed" and seq_length is not None:
         documents = range(len(texts))
-        usable_documents(texts, labels, documents, seq_length, allow_chopped=data.allow_chopped)
+        usable_documents(texts, labels, documents, seq_length, impl=data.pack_impl, allow_chopped=data.allow_chopped)

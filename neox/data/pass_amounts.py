@@ -20,7 +20,7 @@ from neox.config.sections.data import DataConfig, PackImpl
 from neox.data.answer_pairs.answers import open_pairs
 from neox.data.answer_pairs.pair_rows import rows_of_passes, usable_pairs
 from neox.data.samples.gpt_dataset import split_documents
-from neox.data.samples.packing import DocumentPieces, packed, predicted_tokens, usable_documents
+from neox.data.samples.packing import DocumentPieces, packed, predicted_tokens, read_tokens, usable_documents
 from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _COUNTED_DOCUMENTS = 1 << 17
@@ -115,7 +115,9 @@ def _samples(
     opened_labels = None
     if labels is not None:
         opened_labels = IndexedDataset(labels, data.data_impl)
-    usable = usable_documents(indexed, opened_labels, documents, seq_length, allow_chopped=data.allow_chopped)
+    usable = usable_documents(
+        indexed, opened_labels, documents, seq_length, impl=data.pack_impl, allow_chopped=data.allow_chopped
+    )
     return math.floor(passes * samples_of_pass(sizes[usable], data.pack_impl, seq_length))
 
 
@@ -134,11 +136,10 @@ def tokens_of_pass(indexed: IndexedDataset, labels: IndexedDataset | None, data:
     if data.pack_impl == "packed":
         return int(sizes.sum(dtype=np.int64))
     usable = sizes > 1
-    read = int(sizes.max(initial=0)) if data.pack_impl == "best_fit" else seq_length
     if not data.allow_chopped:
         usable &= sizes <= seq_length + 1
     if labels is not None:
-        usable &= predicted_tokens(labels, read) > 0
+        usable &= predicted_tokens(labels, read_tokens(sizes, data.pack_impl, seq_length)) > 0
     used = sizes[usable]
     counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
     if not len(counted):
@@ -206,7 +207,9 @@ def truncation(
         allow_chopped: Whether longer documents are cut.
     """
     documents = range(len(indexed))
-    usable = usable_documents(indexed, labels, documents, seq_length, allow_chopped=allow_chopped)
+    usable = usable_documents(
+        indexed, labels, documents, seq_length, impl="pack_until_overflow", allow_chopped=allow_chopped
+    )
     sizes = np.asarray(indexed.sizes, dtype=np.int64)
     if labels is None:
         in_all = np.maximum(sizes - 1, 0)

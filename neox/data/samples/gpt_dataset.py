@@ -142,11 +142,13 @@ class GPTDataset:
         if impl == "packed":
             build = partial(build_index_maps, sizes, documents, **settings)
         else:
-            longest_read = self.seq_length
-            if impl == "best_fit":  # reads documents to their end
-                longest_read = max(longest_read, int(sizes.max()))
             usable = usable_documents(
-                self.indexed, self.labels, documents, longest_read, allow_chopped=self.packing.allow_chopped
+                self.indexed,
+                self.labels,
+                documents,
+                self.seq_length,
+                impl=impl,
+                allow_chopped=self.packing.allow_chopped,
             )
             packing_key = impl.encode() + np.packbits(usable).tobytes()
             if impl == "best_fit":

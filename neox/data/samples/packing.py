@@ -69,18 +69,39 @@ class Packing:
         return self.impl != "packed"
 
 
+def read_tokens(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
+    """Return how many tokens of a document are read at most, the last one aside: those of a sample, or all.
+
+    Args:
+        sizes: Number of tokens of every sequence of the dataset [sequences].
+        impl: Kind of packing.
+        seq_length: Number of tokens of a sample's input.
+    """
+    if impl == "best_fit":  # all pieces
+        return max(seq_length, int(sizes.max(initial=0)))
+    return seq_length
+
+
 def usable_documents(
-    indexed: IndexedDataset, labels: IndexedDataset | None, documents: range, seq_length: int, *, allow_chopped: bool
+    indexed: IndexedDataset,
+    labels: IndexedDataset | None,
+    documents: range,
+    seq_length: int,
+    *,
+    impl: PackImpl,
+    allow_chopped: bool,
 ) -> np.ndarray:
     """Return which documents can be in a sample.
 
-    A usable document has a token to predict. If documents may not be cut, it is not longer than a sample.
+    A usable document has a token to predict in what is read of it. If documents may not be cut, it is not longer than a
+    sample.
 
     Args:
         indexed: Token dataset.
         labels: Labels of its tokens. By default every token is predicted.
         documents: Numbers of the documents to use.
         seq_length: Number of tokens of a sample's input.
+        impl: Kind of packing.
         allow_chopped: Whether longer documents are cut.
 
     Returns:
@@ -94,7 +115,8 @@ def usable_documents(
     if not allow_chopped:
         usable &= sizes <= seq_length + 1
     if labels is not None:
-        usable &= (predicted_tokens(labels, seq_length) > 0)[documents.start : documents.stop]
+        read = read_tokens(indexed.sizes, impl, seq_length)
+        usable &= (predicted_tokens(labels, read) > 0)[documents.start : documents.stop]
     if usable.any():
         return usable
     wanted = "a document with at least two tokens"

@@ -45,6 +45,27 @@ def test_samples_of_whole_documents(prefix, impl, samples):
     assert len(set(maps.document_map.tolist())) == 27 <= len(maps.document_map) <= 28  # another order, nearly once each
 
 
+def test_answers_that_only_best_fit_reads(tmp_path):
+    """The labels of every second document stand behind its first sample, which best_fit alone reads."""
+    late = np.where(np.arange(30) < 25, -100, 1)
+    early = np.where(np.arange(30) < 5, -100, 1)
+    with (
+        IndexedDatasetBuilder(tmp_path / "x", np.uint16) as texts,
+        IndexedDatasetBuilder(tmp_path / "x_label", np.int32) as labels,
+    ):
+        for number in range(10):
+            texts.add_document(np.ones(30, np.int32))
+            labels.add_document(late if number % 2 else early)
+    prefix = str(tmp_path / "x")
+    opened = IndexedDataset(prefix), IndexedDataset(f"{prefix}_label")
+    for impl, documents in (("best_fit", 10), ("unpacked", 5)):
+        data = DataConfig(train_data_paths=(prefix,), train_label_data_paths=(f"{prefix}_label",), pack_impl=impl)
+        samples = samples_of_epochs(data, 15, 1)
+        assert samples == documents * (2 if impl == "best_fit" else 1)
+        cut = GPTDataset(opened[0], range(10), samples, 15, 1, packing=Packing(impl), labels=opened[1])
+        assert len(cut.maps.document_map) == samples
+
+
 def test_data_that_is_not_there(tmp_path):
     with raises_naming(DataError, tmp_path / "none"):
         samples_of_epochs(DataConfig(data_path=str(tmp_path / "none")), 8, 1)
