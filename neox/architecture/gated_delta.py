@@ -25,8 +25,8 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     values = heads * architecture.linear_value_dim
     rows = (keys, keys, values, values, heads, heads)
     return (
-        ParameterSpec("dt_bias", (heads,), 0, init=StepSizes(0.001, 0.1)),
-        ParameterSpec("A_log", (heads,), 0, init=LogUniform(0.01, 16.0)),
+        ParameterSpec("dt_bias", (heads,), 0, init=StepSizes(0.001, 0.1), stays_fp32=True),
+        ParameterSpec("A_log", (heads,), 0, init=LogUniform(0.01, 16.0), stays_fp32=True),
         ParameterSpec("in_proj.weight", (sum(rows), hidden), 0, sections=rows),
         *convolution_parameters((keys, keys, values), architecture.linear_conv),
         ParameterSpec("norm.scale", (architecture.linear_value_dim,), init=ONES),

@@ -32,8 +32,8 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
         "dt_proj.weight", (channels, steps), 0, init=Uniform(-step_bound, step_bound), of_recurrence=True
     )
     return (
-        ParameterSpec("A_log", (channels, states), 0, init=LogCounts(), of_norm=True),
-        ParameterSpec("D", (channels,), 0, init=ONES),
+        ParameterSpec("A_log", (channels, states), 0, init=LogCounts(), of_norm=True, stays_fp32=True),
+        ParameterSpec("D", (channels,), 0, init=ONES, stays_fp32=True),
         *linear_parameters("in_proj", (2 * channels, hidden), 0, has_bias=has_bias, sections=(channels, channels)),
         *convolution_parameters((channels,), architecture.mamba_conv, has_bias=architecture.mamba_conv_bias),
         *selection,

@@ -31,9 +31,9 @@ def _parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     convolved = (channels, states, states)
     has_bias = architecture.mamba_linear_bias
     return (
-        ParameterSpec("dt_bias", (heads,), 0, init=StepSizes(0.001, 0.1)),
-        ParameterSpec("A_log", (heads,), 0, init=LogUniform(1.0, 16.0)),
-        ParameterSpec("D", (heads,), 0, init=ONES),
+        ParameterSpec("dt_bias", (heads,), 0, init=StepSizes(0.001, 0.1), stays_fp32=True),
+        ParameterSpec("A_log", (heads,), 0, init=LogUniform(1.0, 16.0), stays_fp32=True),
+        ParameterSpec("D", (heads,), 0, init=ONES, stays_fp32=True),
         *linear_parameters("in_proj", (sum(rows), hidden), 0, has_bias=has_bias, sections=rows),
         *convolution_parameters(convolved, architecture.mamba_conv, has_bias=architecture.mamba_conv_bias),
         ParameterSpec("norm.scale", (channels,), 0, init=ONES),

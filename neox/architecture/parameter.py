@@ -112,7 +112,7 @@ class ParameterSpec:
         trained_rows: First row and number of the rows that are trained; None for all.
         lr_factor: Factor of the learning rate that `parameter_groups` gives it.
         weight_decay: Weight decay that `parameter_groups` gives it; None for the network's rule.
-        stays_fp32: Whether it is fp32 in every precision, in files, too: it moves in steps that others would round.
+        stays_fp32: Whether it is fp32 in every precision, in files, too: rounding would lose steps, or change decays.
         of_norm: It scales or shifts elements, whatever its shape.
         of_recurrence: It belongs to what a mixer computes between its two projections, not to a linear layer that
             tensor ranks divide.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -15,6 +15,9 @@ from neox.architecture.residual import RESIDUALS
 
 FP32 = 4
 """Bytes of an element of a state, and of what recurrences compute."""
+
+SELECTIVE_FP32 = ("A_log", "D", "dt_bias")
+"""Parameters of mixers that stay fp32 in every precision: decays and steps are exponentials of them."""
 
 StateShapes = tuple[tuple[int, ...], ...]
 """Shapes of the tensors of one sequence's state on a tensor rank, which are fp32."""
@@ -54,6 +57,11 @@ class Mixer:
     residual: Callable[[Architecture], str] = _of_network
     uses: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+
+
+def selective_fp32(parameters: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+    """Return those parameters of a layer that stay fp32 because mixers compute decays and steps from them."""
+    return [spec for spec in parameters if spec.stays_fp32 and spec.name.rpartition(".")[2] in SELECTIVE_FP32]
 
 
 def linear_parameters(

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
 from neox.architecture import BACKEND_FAMILIES, FLEX_HEAD_DIM
+from neox.architecture.recurrence import selective_fp32
 from neox.engine.checkpoints.run_files import RunFiles
 from neox.engine.checkpoints.run_start import RunStart
 from neox.engine.deepspeed_patches import (
@@ -207,6 +208,9 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
 
     def build(index: int) -> nn.Module:
         layer = build_layer(plan, index, grid, device=device, dtype=dtype)
+        for spec in selective_fp32(plan.layers[index].parameters):
+            parameter = layer.get_parameter(spec.name)  # without `Init`, DeepSpeed's constructor rounds it
+            parameter.data = parameter.data.to(dtype)
         if plan.layers[index].parameters:
             Init(
                 module=layer,

@@ -20,6 +20,7 @@ call every point on all features, in the order of the table `neox.features.table
                    wants_rollback(...)     if may_roll_back: whether the run goes back to a checkpoint; then
                                            allows_rollback, load, after_rollback, opening_data, on_data
     an evaluation  other_weights(engine)   weights that are evaluated on the same batches
+                   weights_changed(engine) they are in the model; later, that the trained ones are back
                    evaluation_batches(...), tokens_per_character(engine)
                    further_evaluations(engine), evaluation_numbers(...)
                    on_evaluation(state, ...)
@@ -161,6 +162,9 @@ class Feature:
 
     def after_update(self, engine: Engine) -> None:
         """Handle the moment after each part of an update."""
+
+    def weights_changed(self, engine: Engine) -> None:
+        """Handle that something other than an update has put weights into the optimizer's tensors and the model."""
 
     def after_step(self, engine: Engine, result: StepResult) -> Mapping[str, float]:
         """Handle a completed step, and return numbers to log by their names in metrics."""

@@ -18,6 +18,7 @@ from neox.checkpoint.names import parse_layer_file
 from neox.checkpoint.optimizer.file_formats import FP32
 from neox.checkpoint.remote.partial_copies import fetch_files
 from neox.errors import CheckpointError
+from neox.model import fp32_values
 from neox.parallel import ParallelGrid, gather_experts, holds_divided_experts, own_experts
 
 
@@ -54,9 +55,10 @@ def write_weights(
             for name, parameter in layer.named_parameters():
                 if holds_divided_experts(parameter):
                     experts[name] = gather_experts(parameter.detach(), grid)
+            exact = fp32_values(layer)
             if grid.dp_rank != 0 or _is_tied_copy(index, layer) or failure is not None:
                 continue
-            state = {name: p.detach() for name, p in layer.named_parameters()} | experts
+            state = {name: p.detach() for name, p in layer.named_parameters()} | experts | exact
             try:
                 write(index, neox_state(layers[index], state, grid.tp_rank))
             except Exception as error:

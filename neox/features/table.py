@@ -19,6 +19,7 @@ from neox.features.noise_scale import run as noise_scale
 from neox.features.profiler import run as profiler
 from neox.features.reference import run as reference
 from neox.features.replica_check import run as replica_check
+from neox.features.selective_fp32 import run as selective_fp32
 from neox.features.stability import run as stability
 from neox.features.stragglers import run as stragglers
 from neox.features.terminal import run as terminal
@@ -31,6 +32,7 @@ BUILDERS: tuple[Callable[[TrainedModel, RunStart], Feature | None], ...] = (
     reference.build,  # completes batches before `stability` begins to observe the passes
     ledger.build,
     loss_spikes.build,
+    selective_fp32.build,  # completes weights before averages begin with them
     ema.build,  # follows a step before others read the model
     noise_scale.build,
     stability.build,

@@ -2,7 +2,7 @@
 
 from neox.model.block import MLPS, RESIDUAL_RULES, Block, TransformerLayer
 from neox.model.blocks import BLOCKS
-from neox.model.build import build_layer, initial_weights, initialize
+from neox.model.build import build_layer, drawn_weights, initial_weights, initialize
 from neox.model.cache import BlockState, KVCache, LayerCache, StateForm
 from neox.model.cache_step import CacheStep
 from neox.model.context import Aux, BlockContext, Context, add_aux
@@ -13,6 +13,7 @@ from neox.model.encoder import MaskedLMHead, SentenceHead
 from neox.model.experts import ExpertMLP, Router, biased_routers, move_selection_biases
 from neox.model.gpt import GPT
 from neox.model.handoff import Handoff, attach_losses, broadcast_from_head, forward_over_stages
+from neox.model.mixer import Mixer, fp32_values
 from neox.model.positions import POSITIONS
 from neox.model.score_head import ScoreHead
 from neox.model.shared_parameters import share_parameters
@@ -44,6 +45,7 @@ __all__ = [
     "LMHead",
     "LayerCache",
     "MaskedLMHead",
+    "Mixer",
     "NetworkOutput",
     "Router",
     "ScoreHead",
@@ -58,7 +60,9 @@ __all__ = [
     "biased_routers",
     "broadcast_from_head",
     "build_layer",
+    "drawn_weights",
     "forward_over_stages",
+    "fp32_values",
     "head_cross_entropy",
     "head_loss_parts",
     "initial_weights",

@@ -125,11 +125,16 @@ def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) 
     The initial weights are slices of the same full tensors under every layout of ranks.
     """
     entry = plan.layers[index]
-    weights = initial_weights(plan.config, plan.architecture)
-    weights = replace(weights, on_device=plan.layers.numel >= DRAWN_ON_DEVICE)
+    weights = drawn_weights(plan)
     mark_parameters(layer, entry, grid, width_multiplier=weights.width_multiplier)
     weights.fill(layer, entry, grid)
     reset_buffers(layer)
+
+
+def drawn_weights(plan: RunPlan) -> InitialWeights:
+    """Return how a run's weights are drawn, on the device that draws them."""
+    weights = initial_weights(plan.config, plan.architecture)
+    return replace(weights, on_device=plan.layers.numel >= DRAWN_ON_DEVICE)
 
 
 def initial_weights(config: NeoXConfig, architecture: Architecture) -> InitialWeights:

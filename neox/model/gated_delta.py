@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from neox.architecture import Architecture
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
-from neox.model.mixer import CausalConvolution, Mixer, without_padding
+from neox.model.mixer import CausalConvolution, Mixer, fp32_parameter, without_padding
 from neox.ops import gated_delta_recurrence, gated_delta_scan, linear
 from neox.parallel import (
     ColumnParallelLinear,
@@ -63,7 +63,7 @@ class GatedDeltaMixer(Mixer):
         self.conv1d = CausalConvolution(channels, architecture.linear_conv, grid, bias=False, **options)
 
         def per_head() -> nn.Parameter:
-            return mark_decay(mark_split(nn.Parameter(torch.empty(heads // grid.tp_size, **options)), split), False)
+            return mark_decay(mark_split(fp32_parameter(heads // grid.tp_size, **options), split), False)
 
         self.dt_bias = per_head()
         self.A_log = per_head()
@@ -85,7 +85,7 @@ class GatedDeltaMixer(Mixer):
         # Padding writes nothing, and nothing fades there.
         b, a = numbers.float().chunk(2, dim=-1)  # [B, S, N]
         strength = without_padding(b.sigmoid() * self.most_strength, context)
-        log_decay = without_padding(-self.A_log.float().exp() * F.softplus(a + self.dt_bias.float()), context)
+        log_decay = without_padding(-self.fp32("A_log").exp() * F.softplus(a + self.fp32("dt_bias")), context)
         if context.state is None:
             y, _ = gated_delta_scan(queries, keys, values, log_decay, strength, starts=context.document_starts)
         else:

@@ -22,7 +22,7 @@ from neox.architecture import Architecture
 from neox.architecture.mamba import CHUNK
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
-from neox.model.mixer import CausalConvolution, Mixer, continued, without_padding
+from neox.model.mixer import CausalConvolution, Mixer, continued, fp32_parameter, without_padding
 from neox.ops import linear
 from neox.parallel import (
     ColumnParallelLinear,
@@ -59,9 +59,9 @@ class MambaMixer(Mixer):
         self.channels_here = channels // grid.tp_size
         self.state_dim = architecture.mamba_state
         self.steps = steps
-        decays = nn.Parameter(torch.empty(self.channels_here, self.state_dim, **options))
+        decays = fp32_parameter(self.channels_here, self.state_dim, **options)
         self.A_log = mark_decay(mark_split(decays, split), False)
-        self.D = mark_decay(mark_split(nn.Parameter(torch.empty(self.channels_here, **options)), split), False)
+        self.D = mark_decay(mark_split(fp32_parameter(self.channels_here, **options), split), False)
         self.in_proj = ColumnParallelLinear(hidden, 2 * channels, grid, bias=has_bias, multiply=linear, **options)
         self.conv1d = CausalConvolution(self.channels_here, width, grid, bias=architecture.mamba_conv_bias, **options)
         self.x_proj = nn.Linear(self.channels_here, steps + 2 * self.state_dim, bias=has_bias, **options)
@@ -83,8 +83,8 @@ class MambaMixer(Mixer):
         steps, b, c = selected.split((self.steps, self.state_dim, self.state_dim), dim=-1)
         raw = linear(steps, self.dt_proj.weight).float() + self.dt_proj.bias.float()
         dt = without_padding(F.softplus(raw), context)  # a step of 0 leaves the state as it is
-        decay = -torch.exp(self.A_log.float())
-        y = self._recurrence(x.float(), dt, decay, b.float(), c.float(), context) + self.D.float() * x
+        decay = -torch.exp(self.fp32("A_log"))
+        y = self._recurrence(x.float(), dt, decay, b.float(), c.float(), context) + self.fp32("D") * x
         return (y * F.silu(gate.float())).to(projected.dtype)
 
     def _recurrence(self, x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, context: BlockContext) -> Tensor:

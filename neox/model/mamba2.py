@@ -22,7 +22,7 @@ from neox.architecture import Architecture
 from neox.architecture.mamba2 import CHUNK, EPSILON
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
-from neox.model.mixer import CausalConvolution, Mixer, continued, without_padding
+from neox.model.mixer import CausalConvolution, Mixer, continued, fp32_parameter, without_padding
 from neox.ops import in_chunks, linear, starts_in_chunks
 from neox.parallel import (
     ColumnParallelLinear,
@@ -68,7 +68,7 @@ class Mamba2Mixer(Mixer):
         self.groups = architecture.mamba_groups if self.joins_groups else architecture.mamba_groups // grid.tp_size
 
         def per_head() -> nn.Parameter:
-            return mark_decay(mark_split(nn.Parameter(torch.empty(self.heads_here, **options)), split), False)
+            return mark_decay(mark_split(fp32_parameter(self.heads_here, **options), split), False)
 
         self.dt_bias = per_head()
         self.A_log = per_head()
@@ -111,9 +111,9 @@ class Mamba2Mixer(Mixer):
         b = b.unflatten(-1, (self.groups, self.state_dim))
         c = c.unflatten(-1, (self.groups, self.state_dim))
         # A step of 0 leaves the state as it is.
-        dt = without_padding(F.softplus(steps.float() + self.dt_bias.float()), context)
-        y = self._recurrence(values, dt, -torch.exp(self.A_log.float()), b, c, context)
-        y = y + self.D.float().unsqueeze(-1) * values
+        dt = without_padding(F.softplus(steps.float() + self.fp32("dt_bias")), context)
+        y = self._recurrence(values, dt, -torch.exp(self.fp32("A_log")), b, c, context)
+        y = y + self.fp32("D").unsqueeze(-1) * values
         return self.norm(y.flatten(-2), gate)
 
     def _recurrence(

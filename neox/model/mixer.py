@@ -6,11 +6,12 @@ Legend: B batch, S sequence, H hidden, C channels here, K width of a convolution
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from neox.architecture.recurrence import SELECTIVE_FP32
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
 from neox.ops import causal_convolution
@@ -41,6 +42,9 @@ class Mixer(TokenShares):
         in_proj: The input projection.
         out_proj: The output projection.
         state_form: Shapes of the state on this rank.
+
+    Parameters of `SELECTIVE_FP32` are fp32 in every precision. DeepSpeed knows one precision and rounds them; then
+    training gives the mixer their fp32 values (`set_fp32`), with which it computes.
     """
 
     in_proj: ColumnParallelLinear
@@ -50,6 +54,24 @@ class Mixer(TokenShares):
     def between(self, projected: Tensor, context: BlockContext) -> Tensor:
         """Compute what the output projection takes from what the input projection gives: [B, S, ...] -> [B, S, C]."""
         raise NotImplementedError
+
+    def fp32(self, name: str) -> Tensor:
+        """Return one of the parameters of `SELECTIVE_FP32` as it is computed with."""
+        parameter: Tensor = getattr(self, name)
+        values = getattr(self, f"{name}_fp32", None)
+        if values is None:
+            return parameter.float()
+        exact: Tensor = _WithValues.apply(parameter, values)
+        return exact
+
+    def set_fp32(self, name: str, values: Tensor) -> None:
+        """Compute with these fp32 values of a parameter, whose gradient remains its own.
+
+        Args:
+            name: Name of the parameter in the mixer.
+            values: A tensor of its shape, which stays the caller's.
+        """
+        self.register_buffer(f"{name}_fp32", values, persistent=False)
 
     def mix(self, x: Tensor, context: BlockContext) -> Tensor:
         """Run everything before the output projection: [B, S, H] -> [B, S, C]."""
@@ -71,6 +93,41 @@ class Mixer(TokenShares):
     def dense(self) -> RowParallelLinear:
         """The output projection, by the name that attention has for it."""
         return self.out_proj
+
+
+class _WithValues(torch.autograd.Function):
+    """A parameter with other values."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, values: Tensor) -> Tensor:
+        """Return the values."""
+        ctx.dtype = parameter.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return their gradient as that of the parameter."""
+        return gradient.to(ctx.dtype), None
+
+
+def fp32_parameter(*shape: int, **options: Unpack[TensorOptions]) -> nn.Parameter:
+    """Return a parameter without values, fp32 where the others have 16 bits."""
+    dtype = options.get("dtype")
+    if dtype is not None:
+        dtype = torch.promote_types(dtype, torch.float32)
+    return nn.Parameter(torch.empty(*shape, device=options.get("device"), dtype=dtype))
+
+
+def fp32_values(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the fp32 values that the mixers of a layer compute with (`Mixer.set_fp32`), by the parameter's name."""
+    found = {}
+    for name, module in layer.named_modules():
+        if isinstance(module, Mixer):
+            for parameter in SELECTIVE_FP32:
+                values = getattr(module, f"{parameter}_fp32", None)
+                if values is not None:
+                    found[f"{name}.{parameter}"] = values
+    return found
 
 
 def continued(

@@ -12,6 +12,7 @@ _MAMBA2 = OnlyWith("attention_config", ("mamba2", "mamba2_mlp"))
 _MAMBA1 = OnlyWith("attention_config", ("mamba",))
 _MAMBA = OnlyWith("attention_config", ("mamba", "mamba2", "mamba2_mlp"))
 
+_SELECTIVE = OnlyWith("attention_config", ("mamba", "mamba2", "mamba2_mlp", "gated_delta"))
 _DELTA = OnlyWith("attention_config", ("gated_delta",))
 _RWKV = OnlyWith("attention_config", ("rwkv",))
 
@@ -51,6 +52,12 @@ class RecurrentConfig(Section):
     mamba_use_bias_in_linears: Annotated[bool, _MAMBA] = False
     """Add biases to the input and output projections of blocks of Mamba; in `mamba` blocks also to that of B, C and the
     steps, as in gpt-neox."""
+
+    mamba_selective_fp32_params: Annotated[bool, _SELECTIVE] = True
+    """Let blocks of Mamba and `gated_delta` compute with the fp32 values of `A_log`, `D` and `dt_bias` when training in
+    16 bits: decays and steps are exponentials of them. In gpt-neox these are A_log and D of `mamba` blocks. Files of
+    layers hold the fp32 values; data ranks gather them after each step. Not with bf16_master_weights_and_grads, which
+    keeps no fp32 values."""
 
     linear_num_key_heads: Annotated[PositiveInt, _DELTA] = 16
     """Number of heads of queries and keys in `gated_delta` blocks, a multiple of model_parallel_size. The names and

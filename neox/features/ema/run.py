@@ -182,12 +182,12 @@ class AveragedWeights(Feature):
         which ends the run, because other ranks would not take part in the way back.
         """
         engine.announce_overwrite()
-        self._exchange()
+        self._exchange(engine)
         yield
-        self._exchange()
+        self._exchange(engine)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _exchange(self, engine: Engine) -> None:
         for item, average in zip(self._trained, self._averages, strict=True):
             weights = item.tensor.detach()
             kept = weights.clone()
@@ -195,6 +195,8 @@ class AveragedWeights(Feature):
             average.copy_(kept)
         if not self._updates_parameters:
             self._copy_to_model()
+        for feature in engine.features:
+            feature.weights_changed(engine)
 
     def _copy_to_model(self) -> None:
         """Copy the optimizer's fp32 tensors to the parameters, one layer at a time; data ranks gather their parts."""

@@ -17,6 +17,8 @@ _MAMBA_KINDS: Final = ("mamba", *MAMBA2_KINDS)
 _STATES: Final = MappingProxyType({"mamba": 16, "mamba2": 128, "mamba2_mlp": 128})
 """Kind -> elements of the state of a channel, if no key says so."""
 DELTA_KINDS: Final = ("gated_delta",)
+SELECTIVE_FP32_KINDS: Final = (*_MAMBA_KINDS, *DELTA_KINDS)
+"""Kinds with parameters that stay fp32."""
 _DELTA_EPSILON: Final = 1e-6
 RWKV_KINDS: Final = ("rwkv",)
 _RWKV_HEAD: Final = 64

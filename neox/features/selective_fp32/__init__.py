@@ -1,0 +1,1 @@
+"""Parameters of recurrent blocks that stay fp32 when training in 16 bits."""
