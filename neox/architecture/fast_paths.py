@@ -23,6 +23,9 @@ FastPathName = Literal[
     "recorded_steps",
     "compiled_layers",
     "fused_update",
+    "convolution_kernel",
+    "mamba_kernels",
+    "linear_attention_kernels",
 ]
 
 
@@ -34,11 +37,15 @@ class FastPath:
         does: What it computes, and how.
         families: Kinds of devices that have it.
         elsewhere: What computes the same on other devices; None if other devices refuse the run.
+        package: Python package that it comes from, if that is none of the requirements.
+        module: Module of that package, which is there if it is installed.
     """
 
     does: str
     families: tuple[DeviceFamily, ...]
     elsewhere: str | None
+    package: str = ""
+    module: str = ""
 
 
 _GPUS: Final[tuple[DeviceFamily, ...]] = ("cuda", "rocm")
@@ -76,6 +83,27 @@ FAST_PATHS: Final[Mapping[FastPathName, FastPath]] = MappingProxyType(
             "AdamW's update in one kernel, which also clips",
             ("cpu", "cuda", "rocm", "xpu"),
             "AdamW of torch, a kernel for each operation on all weights",
+        ),
+        "convolution_kernel": FastPath(
+            "convolutions of recurrent blocks by one kernel",
+            _GPUS,
+            "operations of torch, one for each tap",
+            "causal-conv1d",
+            "causal_conv1d",
+        ),
+        "mamba_kernels": FastPath(
+            "recurrences of Mamba and Mamba-2 by fused kernels",
+            _GPUS,
+            "scans by chunks in operations of torch",
+            "mamba-ssm",
+            "mamba_ssm",
+        ),
+        "linear_attention_kernels": FastPath(
+            "the gated delta rule and RWKV's time mixing by Triton kernels",
+            _GPUS,
+            "scans by chunks in operations of torch",
+            "flash-linear-attention",
+            "fla",
         ),
     }
 )

@@ -110,7 +110,7 @@ def other_paths(plan: RunPlan, device: torch.device) -> list[str]:
         if planned and not found:
             why = f"this rank computes on {device_family(device.type) or device.type}"
             if device_family(device.type) == plan.device_family:
-                why = "this rank's torch lacks it"
+                why = f"{path.package} is not installed" if path.package else "this rank's torch lacks it"
             lines.append(f"{choice.name} ({choice.use}) was planned, but {why}: {path.elsewhere or 'refused'} instead")
         elif found and not planned:
             lines.append(f"{choice.name} ({choice.use}) was not planned, but this rank's device has it and takes it")

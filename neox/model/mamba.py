@@ -23,7 +23,7 @@ from neox.architecture.mamba import CHUNK
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
 from neox.model.mixer import CausalConvolution, Mixer, continued, fp32_parameter, without_padding
-from neox.ops import linear
+from neox.ops import linear, recurrent_kernels
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -90,6 +90,8 @@ class MambaMixer(Mixer):
     def _recurrence(self, x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, context: BlockContext) -> Tensor:
         """Run the recurrence in fp32, [B, S, F] -> the same; update the state in generation."""
         if context.state is None:
+            if context.document_starts is None and recurrent_kernels.takes_kernel(recurrent_kernels.MAMBA, x):
+                return recurrent_kernels.selective_scan(x, dt, decay, b, c)
             starts = None
             if context.document_starts is not None:
                 starts = context.positions == 0

@@ -23,7 +23,7 @@ from neox.architecture.mamba2 import CHUNK, EPSILON
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
 from neox.model.mixer import CausalConvolution, Mixer, continued, fp32_parameter, without_padding
-from neox.ops import in_chunks, linear, starts_in_chunks
+from neox.ops import in_chunks, linear, recurrent_kernels, starts_in_chunks
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -217,6 +217,8 @@ def chunked_scan(
         document_starts: Index in the row at which each token's document starts, [B, S]; None for one document a row.
         chunk: Tokens of a chunk, L.
     """
+    if recurrent_kernels.takes_kernel(recurrent_kernels.MAMBA, x):
+        return recurrent_kernels.chunked_scan(x, dt, decay, b, c, state, document_starts)
     batch, length, heads, head_dim = x.shape
     groups = b.shape[2]
     in_group = heads // groups

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neox.ops import recurrent_kernels
+
 
 def causal_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, before: Tensor | None = None, positions: Tensor | None = None
@@ -30,11 +32,20 @@ def causal_convolution(
     """
     kept = weight.shape[1] - 1
     if before is None:
-        y = _Convolution.apply(x, weight, bias, positions)
+        y = _convolved(x, weight, bias, positions)
         return y, F.pad(x[:, max(0, x.shape[1] - kept) :], (0, 0, max(0, kept - x.shape[1]), 0))
     whole = torch.cat((before.to(x.dtype), x), dim=1)  # [B, K - 1 + S, C]
-    y = _Convolution.apply(whole, weight, bias, positions)
+    y = _convolved(whole, weight, bias, positions)
     return y[:, kept:], whole[:, x.shape[1] :]
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+    """Convolve with zeros before the first token, by a fused kernel where there is one."""
+    channels, width = weight.shape
+    if recurrent_kernels.takes_kernel(recurrent_kernels.CONVOLUTION, x) and 2 <= width <= 4 and channels % 8 == 0:
+        return recurrent_kernels.convolved(x, weight, bias, positions)
+    y: Tensor = _Convolution.apply(x, weight, bias, positions)
+    return y
 
 
 class _Convolution(torch.autograd.Function):

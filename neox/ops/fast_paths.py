@@ -1,7 +1,7 @@
 """Which fast paths a device has: the one place where the library asks.
 
 `neox.architecture.FAST_PATHS` says which kinds of devices have them. What only this process knows is added here: whose
-GPUs torch's `cuda` are, and whether Triton is installed.
+GPUs torch's `cuda` are, and whether Triton and packages of kernels are installed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def _paths_of(device_type: str) -> frozenset[FastPathName]:
     found: set[FastPathName] = {name for name, path in FAST_PATHS.items() if family in path.families}
     if not HAS_TRITON:
         found.discard("triton")
+    for name, path in FAST_PATHS.items():
+        if path.module and find_spec(path.module) is None:
+            found.discard(name)
     return frozenset(found)
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from neox.architecture import DELTA_CHUNK
+from neox.ops import recurrent_kernels
 from neox.ops.chunks import heads_in_chunks, starts_in_chunks
 
 _SMALLEST: Final = 1e-6
@@ -95,6 +96,8 @@ def gated_delta_scan(
     Returns:
         Outputs [B, S, N, V], and the state after the last token, [B, N, K, V].
     """
+    if recurrent_kernels.takes_kernel(recurrent_kernels.LINEAR_ATTENTION, keys) and keys.dtype.itemsize == 2:
+        return recurrent_kernels.gated_delta_scan(queries, keys, values, log_decay, strength, state, starts)
     batch, length, groups, _ = keys.shape
     heads = values.shape[2]
     chunk = min(chunk, length)

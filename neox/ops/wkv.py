@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.architecture.rwkv import WKV_CHUNK
+from neox.ops import recurrent_kernels
 from neox.ops.chunks import heads_in_chunks, starts_in_chunks
 
 
@@ -87,6 +88,8 @@ def wkv_scan(
     Returns:
         Outputs [B, S, N, V] in fp32 or a wider type, and the state after the last token, [B, N, K, V].
     """
+    if recurrent_kernels.takes_kernel(recurrent_kernels.LINEAR_ATTENTION, keys) and keys.dtype.itemsize == 2:
+        return recurrent_kernels.wkv_scan(receptance, keys, values, log_decay, bonus, state, starts)
     batch, length, heads, width = keys.shape
     dtype = _wide(keys)
     # Padding has keys of 0, so it adds nothing, and a decay of 1.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from neox.architecture import BLOCKS, FAST_PATHS, FLEX_HEAD_DIM, POSITIONS, DeviceFamily, FastPathName
 from neox.plan.devices.compiled import compile_obstacle
+from neox.plan.network.recurrent_keys import DELTA_KINDS, MAMBA2_KINDS, RWKV_KINDS, SELECTIVE_FP32_KINDS
 from neox.plan.run_plan import RunPlan
 
 _FAMILY_NAMES: Mapping[DeviceFamily, str] = MappingProxyType(
@@ -77,6 +78,8 @@ def path_choices(plan: RunPlan, family: DeviceFamily, *, training: bool = True) 
         reason = obstacle
         if family not in path.families:
             reason = f"not on {_FAMILY_NAMES[family]}"
+        if not reason and path.package:
+            use = f"{use}, with {path.package}"
         instead = (path.elsewhere or "refused") if reason else ""
         choices.append(PathChoice(name, use, not reason, reason, instead, is_ruled_out=bool(obstacle)))
     return choices
@@ -103,6 +106,7 @@ def _uses_in_training(plan: RunPlan) -> Iterator[_Use]:
     yield from _masked_attention(plan)
     if network.num_experts:
         yield _experts(plan)
+    yield from _recurrences(plan, training=True)
     if training.fp8 is not None:
         yield _Use("scaled_product", "linear layers of blocks")
     if plan.precision != "fp32":
@@ -119,6 +123,7 @@ def _uses_in_generation(plan: RunPlan) -> Iterator[_Use]:
     yield _Use("attention_kernels", "attention")
     if plan.architecture.num_experts:
         yield _experts(plan)
+    yield from _recurrences(plan, training=False)
     if plan.config.generation.cuda_graphs:
         obstacle = ""
         if plan.architecture.num_experts:
@@ -126,6 +131,30 @@ def _uses_in_generation(plan: RunPlan) -> Iterator[_Use]:
         elif plan.grid.pp_size * plan.grid.tp_size > 1:
             obstacle = "several ranks hold the model"
         yield _Use("recorded_steps", "steps of one token", obstacle)
+
+
+def _recurrences(plan: RunPlan, *, training: bool) -> Iterator[_Use]:
+    """Yield the kernels of recurrent blocks, and what of the run they do not take (`neox.ops.recurrent_kernels`)."""
+    network = plan.architecture
+    kinds = network.attention
+    convolved = sum(kind in SELECTIVE_FP32_KINDS for kind in kinds)
+    width = network.linear_conv if "gated_delta" in kinds else network.mamba_conv
+    of_run = "deterministic is set" if plan.config.training.deterministic else ""
+    if convolved:
+        obstacle = of_run or ("" if 2 <= width <= 4 else f"convolutions see {width} tokens, not 2 to 4")
+        yield _Use("convolution_kernel", f"convolutions of {_blocks(convolved)}", obstacle)
+    if count := kinds.count("mamba"):
+        obstacle = of_run
+        if not training:
+            obstacle = obstacle or "the kernel continues no state"
+        elif plan.keeps_documents_apart:
+            obstacle = obstacle or "the kernel separates no documents"
+        yield _Use("mamba_kernels", f"recurrences of {_blocks(count)} of mamba", obstacle)
+    if count := sum(kind in MAMBA2_KINDS for kind in kinds):
+        yield _Use("mamba_kernels", f"recurrences of {_blocks(count)} of mamba2", of_run)
+    if count := sum(kind in (*DELTA_KINDS, *RWKV_KINDS) for kind in kinds):
+        obstacle = of_run or ("they take 16 bits" if plan.precision == "fp32" else "")
+        yield _Use("linear_attention_kernels", f"recurrences of {_blocks(count)}", obstacle)
 
 
 def _experts(plan: RunPlan) -> _Use:

@@ -118,3 +118,29 @@ def test_a_rank_says_what_it_finds_otherwise() -> None:
     assert line.startswith("fused_update")
     ruled_out = plan_of(**SMALL | WIDE | WINDOWS | {"attention_dropout": 0.1, "deterministic": True})
     assert {line.split(" ")[0] for line in other_paths(replace(ruled_out, device_family="cuda"), cpu)} == {"triton"}
+
+
+@pytest.mark.parametrize(
+    ("network", "keys", "taken", "not_taken"),
+    [
+        ("mamba2", {}, {"convolution_kernel", "mamba_kernels"}, set()),
+        ("mamba2", {"deterministic": True}, set(), {"convolution_kernel", "mamba_kernels"}),
+        ("mamba", {}, {"convolution_kernel", "mamba_kernels"}, set()),
+        ("mamba", {"reset_attention_mask": True}, {"convolution_kernel"}, {"mamba_kernels"}),
+        ("gated_delta", {"precision": "bf16"}, {"convolution_kernel", "linear_attention_kernels"}, set()),
+        ("gated_delta", {"precision": "fp32"}, {"convolution_kernel"}, {"linear_attention_kernels"}),
+        ("rwkv", {"precision": "bf16"}, {"linear_attention_kernels"}, set()),
+    ],
+)
+def test_kernels_of_recurrent_blocks(network: str, keys: dict[str, Any], taken: set[str], not_taken: set[str]) -> None:
+    plan = plan_of(**{**SMALL, **NETWORKS[network], **keys})
+    packages = {name for name, path in FAST_PATHS.items() if path.package}
+    for family in ("cuda", "cpu"):
+        choices = [choice for choice in path_choices(plan, family) if choice.name in packages]
+        assert {choice.name for choice in choices} == taken | not_taken
+        assert {choice.name for choice in choices if choice.is_taken} == (taken if family == "cuda" else set())
+        assert {choice.name for choice in choices if choice.is_ruled_out} == not_taken
+    # A rank of this machine, which has none of the packages, on the device that was planned.
+    for choice in path_choices(plan, "cuda"):
+        if choice.name in taken:
+            assert FAST_PATHS[choice.name].package in choice.use
