@@ -58,6 +58,7 @@ from neox.ops import (
 )
 from neox.parallel import (
     Exchange,
+    LowRankAdapter,
     ParallelGrid,
     Summand,
     TensorOptions,
@@ -148,8 +149,8 @@ class Router(nn.Module):
         return logits, routes
 
 
-class ExpertAdapter(nn.Module):
-    """Summand scale * B A rows of the linear layer of each expert on this rank (LoRA, arXiv:2106.09685).
+class ExpertAdapter(LowRankAdapter):
+    """Summand scale * B A rows of the linear layer of each expert on this rank.
 
     The expert with number e has its own A and B: lora_A [E/P, rank, I], lora_B [E/P, O, rank].
 

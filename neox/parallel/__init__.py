@@ -1,6 +1,6 @@
 """Process groups, layers split over tensor ranks, and random streams."""
 
-from neox.parallel.adapter import Adapter
+from neox.parallel.adapter import LowRankAdapter
 from neox.parallel.collectives import (
     copy_to_tensor_ranks,
     copy_tokens_to_tensor_ranks,
@@ -54,10 +54,10 @@ from neox.parallel.token_shares import TokenShares, divide_tokens
 from neox.plan.ranks.topology import Topology
 
 __all__ = [
-    "Adapter",
     "ColumnParallelLinear",
     "Exchange",
     "KeptInputs",
+    "LowRankAdapter",
     "Multiply",
     "ParallelGrid",
     "RNGTracker",

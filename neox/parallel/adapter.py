@@ -14,8 +14,18 @@ from neox.parallel.grid import ParallelGrid
 from neox.parallel.token_shares import TokenShares
 
 
-class Adapter(TokenShares):
-    """Summand scale * B A dropout(x) of a linear layer (LoRA, arXiv:2106.09685).
+class LowRankAdapter(nn.Module):
+    """Summand scale * B A x of a linear layer, or of one of each expert (LoRA, arXiv:2106.09685).
+
+    Attributes:
+        scale: Factor of the product, which 0 switches off.
+    """
+
+    scale: float
+
+
+class Adapter(LowRankAdapter, TokenShares):
+    """Summand scale * B A dropout(x) of a linear layer.
 
     Args:
         weight: The layer's weight on this rank, which gives sizes, device and type.

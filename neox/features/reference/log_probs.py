@@ -19,7 +19,7 @@ from neox.launch import report_progress
 from neox.log import progress
 from neox.objectives.causal_lm import network_inputs
 from neox.objectives.preferences import AnswerTargets, answer_sums
-from neox.parallel import Adapter
+from neox.parallel import LowRankAdapter
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def answer_log_probs(engine: Engine, pairs: AnswerPairs, *, adapters: bool = Tru
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapters of a model inside a `with` block."""
-    found = [module for module in model.modules() if isinstance(module, Adapter)]
+    found = [module for module in model.modules() if isinstance(module, LowRankAdapter)]
     scales = [adapter.scale for adapter in found]
     for adapter in found:
         adapter.scale = 0.0
