@@ -5,9 +5,12 @@
 
 Both sides hold the same random weights, fp32 on a CPU, with as many threads as torch chooses (OMP_NUM_THREADS). A
 training pass is forward and backward over one sample; generation reads a prompt of as many tokens and makes new ones,
-greedily, with a cache. Each round runs one side after the other; shown are medians and their ratio. Seconds are those
-that the process computed, over all threads: other processes of the machine do not count. `--memory` shows the bytes of
-our states after prompts of 1k to 32k tokens instead.
+greedily, with a cache. Each round runs one side after the other, and then the matrix products alone that both sides
+have to compute (weights and hidden states, the same number of operations on both). Shown are medians, the ratio of the
+sides, and the ratio that would remain if our side computed nothing but these products: the bound of any implementation
+with them. Seconds are those that the process computed, over all threads: other processes of the machine do not count.
+`--memory` shows the bytes that generation keeps after prompts of 1k to 32k tokens instead: states, and keys and values
+of hybrids' attention, which grow.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine import describe
 from neox.architecture import AttentionImpl
@@ -108,6 +112,33 @@ def their_text(model: Any, tokens: torch.Tensor, new: int) -> torch.Tensor:
     return made
 
 
+class Products(TorchDispatchMode):
+    """Notes the factors of matrix products with weights, and multiplies such factors again.
+
+    Attributes:
+        shapes: Shapes of both factors of each product.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[torch.Size, torch.Size]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a product and let it happen."""
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            a, b = args[-2:]
+            self.shapes.append((a.shape, b.shape))
+        return func(*args, **(kwargs or {}))
+
+    def replay(self, factors: dict[torch.Size, torch.Tensor]) -> None:
+        """Multiply random factors of these shapes."""
+        for a, b in self.shapes:
+            for shape in (a, b):
+                if shape not in factors:
+                    factors[shape] = torch.randn(shape)
+            torch.mm(factors[a], factors[b])
+
+
 def timed(function: Callable[..., Any], *args: Any) -> float:
     """Return the processor's seconds of a call, of all threads together."""
     begun = time.process_time()
@@ -128,10 +159,21 @@ def compare(model_type: str, options: argparse.Namespace) -> dict[str, Any]:
     for name, (mine, other, args) in works.items():
         ours.train(name == "training")
         theirs.train(name == "training")
-        rounds = [(timed(mine, ours, *args), timed(other, theirs, *args)) for _ in range(options.rounds)]
-        of_ours, of_theirs = (median(times) for times in zip(*rounds, strict=True))
-        found[name] = {"ours": of_ours, "theirs": of_theirs, "ratio": of_theirs / of_ours, "rounds": rounds}
-        print(f"{model_type:8} {name:10} {of_ours:8.2f} s {of_theirs:8.2f} s {of_theirs / of_ours:6.1f} x", flush=True)
+        with Products() as products:  # also warms up their side
+            other(theirs, *args)
+        factors: dict[torch.Size, torch.Tensor] = {}
+        products.replay(factors)
+        mine(ours, *args)
+        rounds = []
+        for _ in range(options.rounds):
+            times = (timed(mine, ours, *args), timed(other, theirs, *args), timed(products.replay, factors))
+            rounds.append(times)
+        of_ours, of_theirs, of_products = (median(times) for times in zip(*rounds, strict=True))
+        ratio, bound = of_theirs / of_ours, of_theirs / of_products
+        found[name] = {"ours": of_ours, "theirs": of_theirs, "products": of_products, "ratio": ratio, "bound": bound}
+        found[name]["rounds"] = rounds
+        sides = f"{of_ours:8.2f} s {of_theirs:8.2f} s {ratio:6.2f} x"
+        print(f"{model_type:12} {name:10} {sides}, products {of_products:6.2f} s, bound {bound:5.2f} x", flush=True)
     return found
 
 
@@ -145,10 +187,10 @@ def state_bytes(model_type: str, options: argparse.Namespace) -> list[dict[str, 
             for first in range(0, length, 1024):
                 ours(torch.randint(0, VOCAB, (1, 1024)), Context(cache=cache))
                 assert cache.length == first + 1024
-        held = sum(tensor.nbytes for tensors in cache.states.values() for tensor in tensors)
-        held += sum(store.pairs.nbytes for store in cache.stores)
-        found.append({"tokens": length, "bytes": held})
-        print(f"{model_type:8} {length:6} tokens {held:12,} bytes", flush=True)
+        states = sum(tensor.nbytes for tensors in cache.states.values() for tensor in tensors)
+        keys = sum(store.pairs.nbytes for store in cache.stores)
+        found.append({"tokens": length, "states": states, "keys_and_values": keys})
+        print(f"{model_type:12} {length:6} tokens {states:12,} bytes of states, {keys:12,} of keys", flush=True)
     return found
 
 

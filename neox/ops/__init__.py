@@ -5,6 +5,7 @@ from types import MappingProxyType
 import torch
 
 from neox.architecture import AttentionImpl
+from neox.ops import recurrent_kernels
 from neox.ops.activations import ACTIVATIONS
 from neox.ops.attention import (
     attention_by_chunks,
@@ -93,6 +94,7 @@ __all__ = [
     "logits_gradient",
     "machine_has_fast_path",
     "masked_bias",
+    "recurrent_kernels",
     "relative_buckets",
     "rotary_divisors",
     "rotary_factor",
