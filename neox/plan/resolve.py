@@ -202,6 +202,12 @@ def _trained_share_notes(layers: LayerPlan, config: NeoXConfig) -> Iterator[str]
         trained = layers.trained_numel
         percentage = 100 * trained / layers.numel
         yield f"lora: {trained:,} of {layers.numel:,} parameters are trained ({percentage:.2g} %)"
+        added = len(config.tokenizer.added_tokens)
+        if added:
+            yield (
+                f"lora freezes the embedding and the head, so the {added} added_tokens keep the rows that they have; "
+                "train new tokens before (train_only_added_tokens), or all weights"
+            )
     if config.tokenizer.train_only_added_tokens:
         rows = len(config.tokenizer.added_tokens)
         trained = 0

@@ -133,3 +133,10 @@ def test_statuses_of_the_zero_block_hold(tiny: dict[str, Any]) -> None:
         said = [note for note in resolve(config, 1, 100).notes if f"zero_optimization.{key}: true`" in note]
         assert len(said) == 1
     assert "| `zero_optimization.offload_optimizer.buffer_count` | int | `4` | DeepSpeed | no effect |" in page()
+
+
+def test_tokens_that_lora_leaves_untrained_are_noted() -> None:
+    """LlamaFactory#6186, peft PR 2376: adapters train neither the embedding nor the head, so no row of a new token."""
+    tokens = {"tokenizer_type": "HFTokenizer", "vocab_file": "x", "added_tokens": ["<|new|>"]}
+    for keys, is_noted in (({**tokens, "lora": {"r": 2}}, True), (tokens, False), ({"lora": {"r": 2}}, False)):
+        assert any("added_tokens" in note for note in plan_of(**{**SMALL, **keys}).notes) is is_noted
