@@ -14,7 +14,7 @@ from tests.distributed.training_runs import batches, tiny_plan
 from tests.features import feature_of
 
 STEPS = 3
-BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "num_layers": 2}
+BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
 SHARED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 COPIED = {**SHARED, "zero_hpz_partition_size": 2}
 AVERAGED = {"ema_decay": 0.5, "eval_ema": True}
@@ -78,11 +78,10 @@ def assert_equal_training(world: int, plans: list[RunPlan], directory: Path) -> 
     return first
 
 
-def test_copies_train_the_same_and_gather_in_small_groups(tmp_path: Path) -> None:
-    plans = [
-        tiny_plan(4, zero_optimization=SHARED, **BATCH, **AVERAGED),
-        tiny_plan(4, zero_optimization=COPIED, **BATCH, **AVERAGED),
-    ]
+@pytest.mark.parametrize("num_layers", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_copies_train_the_same_and_gather_in_small_groups(tmp_path: Path, num_layers: int) -> None:
+    network = {**BATCH, "num_layers": num_layers, **AVERAGED}
+    plans = [tiny_plan(4, zero_optimization=SHARED, **network), tiny_plan(4, zero_optimization=COPIED, **network)]
     shared, copied = assert_equal_training(4, plans, tmp_path)
     assert set(shared["gathers"]) == {4}
     accumulation = plans[0].batch.gradient_accumulation_steps
