@@ -42,8 +42,8 @@ def test_all_checks():
     run_ranks(1, the_rest, timeout=500)
 
 
-def test_big_networks_repeat_their_weights():
-    checks.big_networks_repeat_their_weights(torch.device("cpu"))
+def test_big_networks_have_the_weights_of_a_cpu():
+    checks.big_networks_have_the_weights_of_a_cpu(torch.device("cpu"))
 
 
 def start_with_extensions(directory):

@@ -164,12 +164,11 @@ def recorded_steps_give_the_usual_logits(
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-def big_networks_repeat_their_weights(device: torch.device) -> None:
-    """Weights that are drawn on a device are the same each time, and of the same spread as a CPU's."""
+def big_networks_have_the_weights_of_a_cpu(device: torch.device) -> None:
+    """Initial weights do not depend on the device, nor on its kind."""
     plan, grid = tiny_plan(1), ParallelGrid.single()
-    usual = GPT(plan, grid, device=device)
-    with mock.patch.object(neox.model.build, "DRAWN_ON_DEVICE", 0):
-        first, second = (GPT(plan, grid, device=device) for _ in range(2))
-    for name, weight in first.named_parameters():
-        assert torch.equal(weight, second.get_parameter(name)), name
-        torch.testing.assert_close(weight.std(), usual.get_parameter(name).std(), rtol=0.2, atol=1e-6)
+    with mock.patch.object(neox.model.build, "DRAWN_IN_PIECES", 0):
+        usual = GPT(plan, grid)
+        found = GPT(plan, grid, device=device)
+    for name, weight in found.named_parameters():
+        assert torch.equal(weight.cpu(), usual.get_parameter(name)), name

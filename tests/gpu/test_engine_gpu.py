@@ -83,5 +83,5 @@ def test_recorded_steps_in_half_precision(dtype: str, lengths: tuple[int, ...]):
     checks.recorded_steps_give_the_usual_logits(torch.device("cuda"), "llama", dtype, lengths)
 
 
-def test_big_networks_repeat_their_weights():
-    checks.big_networks_repeat_their_weights(torch.device("cuda"))
+def test_big_networks_have_the_weights_of_a_cpu():
+    checks.big_networks_have_the_weights_of_a_cpu(torch.device("cuda"))

@@ -141,5 +141,5 @@ class SelectiveFp32(Feature):
             if reader is not None and key.layer not in reader.new_layers:
                 yield key, reader.shard(*key, grid.tp_rank, grid.tp_size)
             else:
-                full = drawn.full(place.spec, plan.layers[key.layer], self._model.device)
+                full = drawn.full(place.spec, plan.layers[key.layer])
                 yield key, shard(full, place.spec, grid.tp_rank, grid.tp_size)

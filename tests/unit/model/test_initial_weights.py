@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,14 +12,14 @@ import torch
 from neox.architecture import ByChannel, Constant, FromKey, Normal, ParameterSpec, Uniform
 from neox.checkpoint.weights.shards import merge
 from neox.model import GPT, build_layer, initial_weights, initialize
-from neox.model.initial_weights import draw
+from neox.model.initial_weights import Stream, draw
 from neox.parallel import ParallelGrid, Topology
 from tests.errors import raises_naming
 from tests.plans import NETWORKS, networks_for, small_plan
 
 
 def drawn(method: str, shape: tuple[int, int] = (300, 200)) -> torch.Tensor:
-    return draw(method, shape, torch.Generator().manual_seed(0), std=0.02, layers=8, hidden=200)
+    return draw(method, shape, Stream(0), std=0.02, layers=8, hidden=200)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,29 @@ def test_formulas_of_channels_know_their_block():
     init = ByChannel(lambda channel, channels, block, blocks: channel + 10 * channels + 100 * block + 1000 * blocks)
     full = weights.full(ParameterSpec("weight", (2, 3), init=init), plan.layers[2 + 1])
     assert full.tolist() == [[3160, 3161, 3162], [3163, 3164, 3165]]
+
+
+def test_weights_of_big_networks_depend_on_no_thread_and_no_device(monkeypatch):
+    """A mixed run of two kinds of GPUs must start from one network, whatever draws it and how many threads do."""
+    monkeypatch.setattr(sys.modules[Stream.__module__], "_PIECE", 100)
+    monkeypatch.setattr("neox.model.build.DRAWN_IN_PIECES", 0)
+    states = []
+    threads = torch.get_num_threads()
+    for count, device in ((1, "cpu"), (3, "cpu"), (3, "meta")):
+        torch.set_num_threads(count)
+        model = GPT(small_plan(), ParallelGrid.single(), device=device)
+        if device == "meta":
+            model = model.to_empty(device="cpu")
+            for index, layer in enumerate(model.sequential):
+                initialize(layer, small_plan(), index, ParallelGrid.single())
+        states.append(model.state_dict())
+    torch.set_num_threads(threads)
+    for name, weight in states[0].items():
+        assert all(torch.equal(state[name], weight) for state in states[1:]), name
+        if name.endswith("mlp.dense_h_to_4h.weight"):
+            pieces = weight.flatten().split(100)
+            assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+            assert not torch.equal(pieces[0], pieces[1])
 
 
 def test_every_form_of_initial_values_is_drawn():
