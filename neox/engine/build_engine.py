@@ -153,7 +153,7 @@ def build_engine(
         timers = PassTimers(device)
     deepspeed_engine.step_timers = timers
 
-    weights = LabelWeights.of(plan, objective, grid, device)
+    weights = LabelWeights.of(plan, objective, grid)
     runner: MicroBatchRunner
     if isinstance(deepspeed_engine, PipelineEngine):
         runner = PipelineRunner(deepspeed_engine, objective, weights, grid, device)

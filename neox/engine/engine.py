@@ -28,15 +28,15 @@ who clips, and what holds the fp32 weights that the optimizer updates:
 
     precision   ZeRO   wrapper                     not finite   clips       fp32 weights
     fp32        0      none                        optimizer    optimizer   the parameters themselves
-    fp32, fp16  1, 2   DeepSpeedZeroOptimizer      wrapper      wrapper     a flat part of each group on a data rank
-    fp16        0      FP16_UnfusedOptimizer       wrapper      optimizer   a copy of each parameter
-    bf16        0      FP16_UnfusedOptimizer       wrapper      optimizer   a copy of each parameter
+    fp32, fp16  1, 2   ZeroOptimizer (ours)        wrapper      wrapper     a flat part of each group on a data rank
+    fp16        0      UnfusedOptimizer (ours)     wrapper      optimizer   a copy of each parameter
+    bf16        0      UnfusedOptimizer (ours)     wrapper      optimizer   a copy of each parameter
     bf16 (pp)   0      BF16Optimizer (ours)        wrapper      wrapper     a flat part of each group on a data rank
     bf16        1      BF16Optimizer (ours) *      wrapper      wrapper     a flat part of each group on a data rank
-    bf16        2      DeepSpeedZeroOptimizer      wrapper      wrapper     a flat part of each group on a data rank
+    bf16        2      ZeroOptimizer (ours)        wrapper      wrapper     a flat part of each group on a data rank
     any         3      SwappedStage3 (ours)        wrapper      wrapper     sub-groups with a part of each parameter
 
-    (pp) with pipeline stages    * DeepSpeedZeroOptimizer with offload, or if gradients are accumulated in bf16
+    (pp) with pipeline stages    * ZeroOptimizer with offload, or if gradients are accumulated in bf16
 
 `TrainedModel.wrapper` is the wrapper, `clips_itself` says who clips, and `optimizer_tensors` says which parameters the
 fp32 tensors hold.
@@ -178,6 +178,7 @@ class Engine:
                 feature.before_passes(self)
             self._runner.train(batches, length)  # passes, reduction, update, learning rate
         if self.plan.architecture.router_bias:
+            self.announce_overwrite()  # an update that was skipped has not done it
             move_selection_biases(deepspeed_engine.module, self.grid)
         self.iteration += 1
 

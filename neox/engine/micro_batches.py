@@ -295,7 +295,8 @@ class LabelWeights:
         normalization: What losses are divided by.
         field: Name of the mask in a batch.
         grid: This rank's grid.
-        device: Device of the model, on which data ranks add up their numbers of labels.
+        hosts: Group of this rank's data-parallel group over gloo: hosts add up their numbers of labels without waiting
+            for what their devices still have to do.
         depths: Number of modules of multi-token prediction, whose labels are added to the micro batches.
     """
 
@@ -304,36 +305,39 @@ class LabelWeights:
         normalization: LossNormalization,
         field: str,
         grid: ParallelGrid,
-        device: torch.device,
+        hosts: dist.ProcessGroup | None = None,
         *,
         depths: int = 0,
     ) -> None:
         self._normalization = normalization
         self._field = field
         self._grid = grid
-        self._device = device
+        self._hosts = hosts
         self._depths = depths
 
     @classmethod
-    def of(
-        cls, plan: RunPlan, objective: Objective, grid: ParallelGrid, device: torch.device
-    ) -> tuple[LabelWeights, LabelWeights]:
-        """Return the weights of a run's steps, and of its evaluations.
+    def of(cls, plan: RunPlan, objective: Objective, grid: ParallelGrid) -> tuple[LabelWeights, LabelWeights]:
+        """Return the weights of a run's steps, and of its evaluations; all ranks call it together.
 
         The mean over a whole set must not depend on how it is cut into micro batches, the last of which has copies that
         do not count. So each label of the set has the same weight, also where a step has means of micro batches.
         """
         depths = plan.architecture.mtp_num_layers
         normalization = LOSS_NORMALIZATIONS[plan.loss_normalization]
-        training = cls(normalization, objective.label_mask, grid, device, depths=depths)
-        reads_whole_sets = plan.config.training.eval_iters == "all"
-        if not reads_whole_sets or plan.loss_normalization != "micro_batch":
+        of_sets = normalization
+        if plan.config.training.eval_iters == "all" and plan.loss_normalization == "micro_batch":
+            of_sets = LOSS_NORMALIZATIONS["tokens"]
+        hosts = None
+        if grid.dp_size > 1 and not of_sets.divides_micro_batches:
+            hosts = _data_group_of_hosts(grid)
+        training = cls(normalization, objective.label_mask, grid, hosts, depths=depths)
+        if of_sets is normalization:
             return training, training
-        return training, cls(LOSS_NORMALIZATIONS["tokens"], objective.label_mask, grid, device, depths=depths)
+        return training, cls(of_sets, objective.label_mask, grid, hosts, depths=depths)
 
     def of_step(self, batches: Iterator[Batch], count: int) -> WeightedBatches:
         """Return the next `count` micro batches of this data rank; all ranks of the data group call it together."""
-        if self._normalization.amount(torch.ones(1, 1)) is None:
+        if self._normalization.divides_micro_batches:
             weighted = (self._weighted(next(batches), 1.0) for _ in range(count))
             return WeightedBatches(weighted, float(count * self._grid.data_size))
         read = [next(batches) for _ in range(count)]
@@ -349,8 +353,7 @@ class LabelWeights:
             assert amount is not None
             total += amount
         if self._grid.dp_size > 1:
-            total = total.to(self._device)
-            dist.all_reduce(total, group=self._grid.dp_group)
+            dist.all_reduce(total, group=self._hosts)
             total /= self._grid.cp_size  # context ranks read the same samples
         return float(total)
 
@@ -367,6 +370,18 @@ class LabelWeights:
 
 _OF_WHOLE_SAMPLES = FIELDS_OF_PAIRS | {"document_starts", "lengths"}
 """Fields that all context ranks need whole: where documents and texts begin and end, and what is known of pairs."""
+
+
+def _data_group_of_hosts(grid: ParallelGrid) -> dist.ProcessGroup:
+    """Return this rank's data-parallel group over gloo; all ranks call it together."""
+    own = grid.dp_group
+    if dist.get_backend(own) != "gloo":
+        for ranks in grid.topology.groups("dp"):
+            group = dist.new_group(ranks, backend="gloo")
+            if grid.rank in ranks:
+                own = group
+    assert own is not None
+    return own
 
 
 def own_tokens(batch: Batch, grid: ParallelGrid) -> Batch:

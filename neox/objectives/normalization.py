@@ -16,7 +16,13 @@ from torch import Tensor
 
 
 class LossNormalization(ABC):
-    """A way to weight the labels of a step."""
+    """A way to weight the labels of a step.
+
+    Attributes:
+        divides_micro_batches: Whether each micro batch has a divisor of its own.
+    """
+
+    divides_micro_batches = False
 
     @abstractmethod
     def amount(self, mask: Tensor) -> Tensor | None:
@@ -38,6 +44,8 @@ class LossNormalization(ABC):
 
 class OverMicroBatch(LossNormalization):
     """Mean over the labels of each micro batch, and then over micro batches (gpt-neox)."""
+
+    divides_micro_batches = True
 
     def amount(self, mask: Tensor) -> Tensor | None:
         """Return None: each micro batch has its own divisor."""

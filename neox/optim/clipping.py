@@ -102,6 +102,9 @@ class ClippedOptimizer(WithoutDynamo):
         max_norm: Norm above which gradients are scaled down to it; 0 never clips.
         scope: Ranks and parameters of the norm; None computes no norm and does not clip.
         options: Arguments of the next class: `defaults`, or those of torch's optimizer that a subclass also is.
+
+    Attributes:
+        known_norm: Norm of the next step's gradients, if a wrapper has computed it with `global_norm`; None if not.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class ClippedOptimizer(WithoutDynamo):
         self.max_norm = max_norm
         self.scope = scope
         self.overflow = False
+        self.known_norm: float | None = None
         self.expert_groups: ExpertGroups | None = None
         self._global_grad_norm = 0.0
         # By position: DeepSpeed replaces the parameters by fp32 copies that carry no attributes.
@@ -127,7 +131,8 @@ class ClippedOptimizer(WithoutDynamo):
         """Clip and update; if the norm is not finite, set `overflow` and change nothing."""
         divisor: Tensor | None = None
         if self.scope is not None:
-            norm = self.global_norm()
+            norm = self.global_norm() if self.known_norm is None else self.known_norm
+            self.known_norm = None
             self._global_grad_norm = norm
             self.overflow = not math.isfinite(norm)
             if self.overflow:

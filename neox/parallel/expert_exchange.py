@@ -86,17 +86,13 @@ class Exchange:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=grid.ep_group)
         by_source = arriving.view(grid.ep_size, -1)  # [P, E/P]
+        by_target = counts.view(grid.ep_size, -1)
+        # The host needs the shapes of what is sent and received: it waits once.
+        sent, received = torch.stack((by_target.sum(1), by_source.sum(1))).tolist()
         # Rows arrive by source, and for each source by expert. A stable sort by expert puts them in order.
         experts = torch.arange(by_source.shape[1], device=counts.device).repeat(grid.ep_size)
-        order = experts.repeat_interleave(by_source.flatten()).argsort(stable=True)
-        sent = counts.view(grid.ep_size, -1).sum(1)
-        return cls(
-            grid.ep_group,
-            tuple(sent.tolist()),
-            tuple(by_source.sum(1).tolist()),
-            order,
-            by_source.sum(0),
-        )
+        arrived = experts.repeat_interleave(by_source.flatten(), output_size=sum(received))
+        return cls(grid.ep_group, tuple(sent), tuple(received), arrived.argsort(stable=True), by_source.sum(0))
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Send this rank's rows [R, H] to their experts, and return the rows of this rank's experts [Q, H]."""

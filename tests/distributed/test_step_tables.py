@@ -15,12 +15,12 @@ from tests.distributed.training_runs import batches, tiny_plan
 # themselves or, if not, whether it has a copy of each or flat parts.
 WRAPPERS = {
     ("fp32", 0, 0): ("AdamW", True, "parameters"),
-    ("fp32", 1, 0): ("DeepSpeedZeroOptimizer", False, "parts"),
-    ("fp32", 2, 0): ("DeepSpeedZeroOptimizer", False, "parts"),
+    ("fp32", 1, 0): ("ZeroOptimizer", False, "parts"),
+    ("fp32", 2, 0): ("ZeroOptimizer", False, "parts"),
     ("fp32", 3, 0): ("SwappedStage3", False, "parts"),
-    ("bf16", 0, 0): ("FP16_UnfusedOptimizer", True, "copies"),
+    ("bf16", 0, 0): ("UnfusedOptimizer", True, "copies"),
     ("bf16", 1, 0): ("BF16Optimizer", False, "parts"),
-    ("bf16", 2, 0): ("DeepSpeedZeroOptimizer", False, "parts"),
+    ("bf16", 2, 0): ("ZeroOptimizer", False, "parts"),
     ("bf16", 3, 0): ("SwappedStage3", False, "parts"),
     ("bf16", 0, 2): ("BF16Optimizer", False, "parts"),
     ("bf16", 1, 2): ("BF16Optimizer", False, "parts"),

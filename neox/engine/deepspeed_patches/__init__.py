@@ -4,6 +4,8 @@
 `pipeline_engine` any order of passes, several ranges of layers on a stage, gradients of tied weights, scores
 `range_reduction` gradients of a range of layers, reduced while other ranges run
 `bf16_optimizer`  the optimizer of bf16 weights with fp32 copies: fewer passes over memory, one wait for the device
+`unfused_optimizer`    the optimizer of fp16 and bf16 weights with ZeRO 0: one look at gradients, one wait
+`offloaded_gradients`  ZeRO 1 and 2: one wait for the gradients that are offloaded, not one for each parameter
 `file_states`     states that are offloaded to files (`device: nvme`)
 `weight_copies`   second copies of the weights in groups of neighbouring data ranks (hpZ)
 `settings`        what DeepSpeed is not asked to do, because this library does it right
@@ -18,7 +20,8 @@ Where DeepSpeed's code is left during a run, and for what; `neox.engine.engine` 
     its configuration            clips with ZeRO 0 by a wrong norm        our optimizer clips (`runtime_json`)
     zero.Init                    groups global ranks for hpZ              `copy_group` groups data ranks
     constructor: weights         gives the first rank's to all            not if data ranks divide experts
-    constructor: wrapper         builds BF16_Optimizer, ZeRO 1 to 3       `BF16Optimizer`, `SwappedStage3`
+    constructor: wrapper         builds BF16_Optimizer, ZeRO 1 to 3,      `BF16Optimizer`, `ZeroOptimizer`,
+                                 FP16_UnfusedOptimizer                    `SwappedStage3`, `UnfusedOptimizer`
     backward                     does not scale the loss, fp16 with       scales it: `PlainEngine.backward`
                                  ZeRO 0
     a pipeline stage's passes    one range of layers, 1F1B, waits for     any order, any number of ranges, no waiting:
@@ -28,7 +31,8 @@ Where DeepSpeed's code is left during a run, and for what; `neox.engine.engine` 
     reduction: tied weights      sums `grad`, which ZeRO has moved        sums what ZeRO accumulates
     reduction: experts           knows layers of its own only             averages over ranks with the same experts
     reduction: one rank          copies all gradients and back            nothing
-    overflow of fp16             waits for each gradient                  waits once
+    update, ZeRO 0               looks for overflow, two norms, waits     one norm, waits once (`UnfusedOptimizer`)
+    offload of gradients         waits for each                           waits for all at once (`ZeroOptimizer`)
     update, bf16                 waits several times, clips everything    waits once, clips this rank's shard
     update, ZeRO 3 on nvme       libaio and a compiler                    mapped files (`file_states`)
     scores of a pipeline         one number, after the update             K numbers, before it

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+import deepspeed.runtime.engine
 import deepspeed.runtime.zero.stage3
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import has_inf_or_nan
 from torch import Tensor, nn
 
 from neox.architecture import REDUCED_RANGE
 from neox.engine.deepspeed_patches.bf16_optimizer import BF16Optimizer
 from neox.engine.deepspeed_patches.file_states import SwappedStage3
+from neox.engine.deepspeed_patches.offloaded_gradients import ZeroOptimizer
 from neox.engine.deepspeed_patches.range_reduction import LayerReduction, RangeReduction, ranges_of_layers
+from neox.engine.deepspeed_patches.unfused_optimizer import UnfusedOptimizer
 from neox.engine.measurements import COMMUNICATION, NoTimers, Timers
 from neox.optim import EXPERTS, ClippedOptimizer, ExpertGroups
 from neox.parallel import holds_divided_experts
@@ -70,22 +71,16 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         )
 
     def _configure_fp16_optimizer(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> Any:
-        """Build DeepSpeed's optimizer for fp16, and for bf16 with ZeRO 0.
-
-        DeepSpeed waits for the device at the gradient of each parameter to look for an overflow. Here it waits once.
-        """
-        wrapper = super()._configure_fp16_optimizer(optimizer, dtype)
-        wrapper.overflow_checker.has_overflow_serial = _any_not_finite
-        if self.experts is not None:
-            # A gradient that is not finite on one rank must skip the update on all of them.
-            wrapper.overflow_checker.has_overflow_serial = partial(
-                _any_not_finite_over, self.experts.divided, self.device
-            )
-        return wrapper
+        """Build our subclass of DeepSpeed's optimizer for fp16, and for bf16 with ZeRO 0."""
+        with _replaced(deepspeed.runtime.engine, "FP16_UnfusedOptimizer", UnfusedOptimizer):
+            return super()._configure_fp16_optimizer(optimizer, dtype)
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Build DeepSpeed's ZeRO optimizer; that of stage 3 can keep states in files (`file_states`)."""
-        with _replaced(deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", SwappedStage3):
+        """Build our subclasses of DeepSpeed's ZeRO optimizers; that of stage 3 can keep states in files."""
+        with (
+            _replaced(deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", SwappedStage3),
+            _replaced(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", ZeroOptimizer),
+        ):
             if self.experts is None:
                 return super()._configure_zero_optimizer(optimizer)
             return self._zero_optimizer_of_experts(self.experts, optimizer)
@@ -231,27 +226,6 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
             return
         for parameter in _parameters(self.optimizer):
             parameter.grad = None
-
-
-def _any_not_finite(parameters: Iterable[Tensor]) -> bool:
-    """Return whether any gradient holds an infinity or a NaN."""
-    found = [has_inf_or_nan(p.grad) for p in parameters if p.grad is not None]
-    if not found:
-        return False
-    return bool(torch.stack(found).any())
-
-
-def _any_not_finite_over(group: dist.ProcessGroup, device: torch.device, parameters: Iterable[Tensor]) -> bool:
-    """Return whether any gradient on any rank of a group holds an infinity or a NaN.
-
-    Args:
-        group: Process group.
-        device: Device of the group's tensors.
-        parameters: Parameters with gradients.
-    """
-    found = torch.tensor(int(_any_not_finite(parameters)), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return bool(found)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -34,6 +34,7 @@ from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint import AVERAGED_STEPS, CheckpointReader, Parts, averaged_file
 from neox.checkpoint.optimizer.file_formats import Key
 from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel, all_succeeded
+from neox.engine.arrivals import Arrivals
 from neox.engine.optimizer_tensors import parameter_names
 from neox.engine.weights import gathered, weight_layers
 from neox.log import get_logger
@@ -67,6 +68,7 @@ class AveragedWeights(Feature):
         self._layers = model.plan.layers
         self._trained = model.optimizer_tensors()
         self._averages: list[Tensor] = []
+        self._arrivals = Arrivals()
         # Without a wrapper the optimizer's tensors are the parameters.
         self._updates_parameters = model.wrapper is model.optimizer
         self._is_divided = model.divides_optimizer
@@ -125,8 +127,10 @@ class AveragedWeights(Feature):
         if self.steps % self._settings.ema_every:
             return
         factor = self._settings.ema_factor(self.steps)
-        for item, average in zip(self._trained, self._averages, strict=True):
-            average.lerp_(item.tensor.detach().to(average.device), 1 - factor)
+        weights = [item.tensor.detach().view(-1) for item in self._trained]
+        averages = [average.view(-1) for average in self._averages]
+        for average, arrived in self._arrivals.beside(averages, weights):
+            average.lerp_(arrived, 1 - factor)
 
     def parts(self) -> Parts | None:
         """Return this rank's part of the average for a checkpoint; None if another data rank writes the same.

@@ -119,7 +119,7 @@ class ReplicaCheck(Feature):
         gathered = [torch.empty_like(own) for _ in range(self._size)]
         dist.all_gather(gathered, own, group=self._group)
         members = dist.get_process_group_ranks(self._group)
-        different = ranks_that_differ([int(value) for value in gathered])
+        different = ranks_that_differ(torch.cat(gathered).tolist())
         if not different:
             return
         if len(different) == self._size:

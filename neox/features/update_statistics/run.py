@@ -42,15 +42,15 @@ class UpdateStatistics(Feature):
         self._optimizer = model.optimizer
         self._ranges = model.counted_ranges()
         self._updated: list[Tensor] = []
-        self._sums: dict[str, float] = defaultdict(float)
+        self._found: dict[str, list[Tensor]] = defaultdict(list)  # numbers on the device, of all views of the step
+        self._elements = 0
 
     def after_step(self, engine: Engine, result: StepResult) -> Mapping[str, float]:
         """Return the statistics of the step, from the sums of all ranks; none if the update was skipped."""
         if result.update_skipped:  # our optimizer finds an overflow of fp32 only inside of its step
-            self._sums.clear()
+            self._take()
             return {}
-        sums = sum_over_ranks(engine, dict(self._sums))
-        self._sums.clear()
+        sums = sum_over_ranks(engine, self._take())
         elements = sums.pop(_ELEMENTS, 0.0)
         zeros = sums.pop(_ZEROS, 0.0)
         weights = sums.pop(_WEIGHTS, None)
@@ -72,8 +72,8 @@ class UpdateStatistics(Feature):
         for tensor in self._updated:
             assert tensor.grad is not None
             for view in counted_views(tensor.grad, self._ranges[tensor]):
-                self._sums[_ZEROS] += float((view == 0).sum())
-                self._sums[_ELEMENTS] += view.numel()
+                self._found[_ZEROS].append((view == 0).sum().double())
+                self._elements += view.numel()
 
     @torch.no_grad()
     def after_update(self, engine: Engine) -> None:
@@ -90,7 +90,19 @@ class UpdateStatistics(Feature):
 
     def _add(self, name: str, tensor: Tensor, value: Tensor) -> None:
         for view in counted_views(value, self._ranges[tensor]):
-            self._sums[name] += float(torch.linalg.vector_norm(view, dtype=torch.float64)) ** 2
+            self._found[name].append(torch.linalg.vector_norm(view, dtype=torch.float64).square())
+
+    def _take(self) -> dict[str, float]:
+        """Return this rank's sums of the step by name, and forget them. The host waits once for all numbers."""
+        sums: dict[str, float] = {}
+        if self._found:
+            totals = [torch.stack(numbers).sum() for numbers in self._found.values()]
+            sums.update(zip(self._found, torch.stack(totals).tolist(), strict=True))
+        if self._elements:
+            sums[_ELEMENTS] = float(self._elements)
+        self._found.clear()
+        self._elements = 0
+        return sums
 
 
 def _is_elementwise_state(value: Any, tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_npu import waits
 
 default_generators = (torch.Generator(),)
 _TOTAL_MEMORY = 64 * 2**30  # bytes, as an Ascend 910B has
@@ -23,7 +24,9 @@ class Stream:
         return self
 
     def __exit__(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        waits.note("synchronize a stream")
+
     def wait_stream(self, stream: Stream) -> None: ...
     def wait_event(self, event: Event) -> None: ...
     def query(self) -> bool:
@@ -45,7 +48,9 @@ class Event:
         self.time = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None: ...
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        waits.note("synchronize an event")
+
     def query(self) -> bool:
         return True
 
@@ -104,7 +109,8 @@ def set_device(index: Any) -> None:
         raise RuntimeError(f"set_device: this process sees npu:0 only, not {index}")
 
 
-def synchronize(index: Any = None) -> None: ...
+def synchronize(index: Any = None) -> None:
+    waits.note("synchronize the device")
 
 
 def _lazy_call(callback: Callable[[], None]) -> None:
@@ -169,20 +175,21 @@ def pin_memory(x: Tensor, device: Any = None) -> Tensor:
     """`Tensor.pin_memory`: memory of its own, which is the CPU's."""
     if x.device.type != "cpu":
         raise RuntimeError(f"cannot pin memory of {x.device}: only that of the CPU")
-    return x.clone()
+    return waits.pin(x.clone())
 
 
 def without_pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that makes a tensor in ordinary memory, also if pinned memory is asked for."""
+    """Return a function that makes a tensor in ordinary memory, and remembers if pinned memory was asked for."""
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        return make(*args, **kwargs)
+        result = make(*args, **kwargs)
+        return waits.pin(result) if pin_memory else result
 
     return made
 
 
 def is_pinned(x: Tensor, device: Any = None) -> bool:
-    return False
+    return waits.is_pinned(x)
 
 
 def record_stream(x: Tensor, stream: Stream) -> None:

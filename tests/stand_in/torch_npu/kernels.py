@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch_npu import device_module
+from torch_npu import device_module, waits
 from torch_npu.memory import on_cpu, on_device
 
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -69,6 +69,7 @@ def _resize(x: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy from any device to any other."""
+    waits.of_copy(source, target, non_blocking=non_blocking)
     read = on_cpu(source) if source.device.type == "npu" else source
     written = on_cpu(target) if target.device.type == "npu" else target
     written.copy_(read)
@@ -85,6 +86,7 @@ def _compute(operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any
     Raises:
         RuntimeError: An argument is on the CPU. A number (a tensor without dimensions) may be, as for every device.
     """
+    waits.of_operation(operation, kwargs)
     given: list[tuple[Tensor, Tensor]] = []  # tensors of the device and the CPU tensors in their memory
 
     def lower(value: Any) -> Any:

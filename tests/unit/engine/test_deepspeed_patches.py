@@ -9,10 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from types import SimpleNamespace
 
 import pytest
-import torch
 from deepspeed.accelerator import cpu_accelerator, real_accelerator
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.runtime import bf16_optimizer, utils
@@ -24,13 +22,14 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
-from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 from neox.engine import deepspeed_patches
 
 BF16 = bf16_optimizer.BF16_Optimizer
+STAGE2 = stage_1_and_2.DeepSpeedZeroOptimizer
 STAGE3 = stage3.DeepSpeedZeroOptimizer_Stage3
 
 # What is corrected -> the function, and code in it that the correction replaces or relies on.
@@ -41,7 +40,15 @@ CODE = {
         DeepSpeedEngine,
         f"if isinstance(self.optimizer, ZeROOptimizer):\n{' ' * 16}loss = ",
     ),
-    "a wait at each fp16 gradient": (utils.CheckOverflow.has_overflow_serial, "self._has_inf_or_nan(p.grad.data, i)"),
+    "three looks at fp16 gradients": (FP16_UnfusedOptimizer.step, "self.overflow = self.overflow_checker.check()"),
+    "class for fp16": (DeepSpeedEngine._configure_fp16_optimizer, "optimizer = FP16_UnfusedOptimizer("),
+    "a wait at each offloaded gradient": (
+        STAGE2.update_offload_overflow_tracker,
+        f"if grad is not None and self._has_inf_or_nan(grad.data):\n{' ' * 12}self.local_overflow = True",
+    ),
+    "a wait at each offloaded norm": (STAGE2.complete_grad_norm_calculation_for_cpu_offload, "param_norm.item()**2"),
+    "overflow of offloaded gradients": (STAGE2.has_overflow, "self.local_overflow if self.cpu_offload"),
+    "class of ZeRO 1 and 2": (DeepSpeedEngine._configure_zero_optimizer, "DeepSpeedZeroOptimizer if not self.zenflow"),
     "gradients copied on one rank": (DeepSpeedEngine.allreduce_bucket, "tensor = self.flatten(bucket)"),
     "a walk over modules": (DeepSpeedEngine.zero_grad, "self.module.named_parameters()"),
     "types compared": (PipelineEngine.__init__, "type(self.optimizer) == BF16_Optimizer"),
@@ -106,12 +113,3 @@ def test_our_bf16_optimizer_gets_deepspeeds_arguments():
 def test_defaults():
     assert DeepSpeedThroughputTimerConfig().enabled, "timers wait for the device unless they are switched off"
     assert DeepSpeedBF16Config().check_grad_overflow, "no setting is needed to skip steps with NaN gradients"
-
-
-def test_overflows_of_all_gradients_are_found_at_once():
-    """Ours and DeepSpeed's, one after the other."""
-    finite, infinite = (SimpleNamespace(grad=torch.tensor([1.0, last])) for last in (2.0, float("inf")))
-    no_gradient = SimpleNamespace(grad=None)
-    for parameters in ([], [no_gradient], [finite], [finite, no_gradient, infinite]):
-        expected = utils.CheckOverflow().has_overflow_serial(parameters)
-        assert deepspeed_patches.engines._any_not_finite(parameters) == bool(expected)
