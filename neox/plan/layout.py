@@ -310,6 +310,15 @@ class LaidOutRun:
         return asked
 
     @property
+    def reduces_layers(self) -> bool:
+        """Whether this library reduces gradients by layers during the backward pass: bf16 with ZeRO 1."""
+        keys = self.config.deepspeed
+        is_asked = keys.zero_optimization.overlap_comm is not False
+        adds_at_once = keys.bf16 is None or keys.bf16.immediate_grad_update
+        is_bf16_optimizer = self.fp32_gradients and self.layout.zero_stage == 1 and not self.layout.offloads_states
+        return is_asked and adds_at_once and is_bf16_optimizer
+
+    @property
     def reduce_bucket(self) -> int:
         """Elements that ZeRO reduces at once."""
         return self.config.deepspeed.zero_optimization.reduce_bucket_size or _REDUCE_BUCKET

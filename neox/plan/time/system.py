@@ -56,7 +56,7 @@ class TrainingSystem:
         """Return whether gradients are reduced during the backward pass."""
         if self.overlaps_gradients is not None:
             return self.overlaps_gradients
-        return run.layout.pp_size == 1 and run.overlaps_reduction
+        return run.layout.pp_size == 1 and (run.overlaps_reduction or run.reduces_layers)
 
     def recompute(self, run: LaidOutRun) -> Recompute:
         """Return what the backward pass repeats."""

@@ -107,6 +107,18 @@ def test_a_slow_network_takes_longer() -> None:
     assert slow.tokens_per_gpu < fast.tokens_per_gpu
 
 
+def test_gradients_are_reduced_during_the_backward_pass_unless_that_is_switched_off() -> None:
+    """Of bf16 with ZeRO 1 the engine reduces layers by itself; of fp16 only if DeepSpeed is asked to."""
+    for precision, hides in (({"precision": "bf16"}, True), ({"precision": None, "fp16": {"enabled": True}}, False)):
+        seconds = []
+        for overlap in (None, True, False):
+            keys = {"stage": 1, "overlap_comm": overlap}
+            seconds.append(estimate_step(llama(**precision, zero_optimization=keys), GPUS["a100-80"]).gradients)
+        default, on, off = seconds
+        assert on < off
+        assert default == (on if hides else off)
+
+
 def test_copies_in_hosts_replace_gathers_between_hosts() -> None:
     shared = llama().with_layout(zero_stage=3, dp_size=64)
     copied = shared.with_layout(hpz_size=8)
