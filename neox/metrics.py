@@ -165,9 +165,10 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
             _add_token_axis(axes, path)
     lines_of_legend = len(axes.get_legend_handles_labels()[1])
     figure.set_figheight(figure.get_figheight() + _LEGEND_LINE * max(0, lines_of_legend - _LEGEND_LINES))
-    _add_legend(axes)
+    add_legend(axes)
     if tasks:
-        _draw_tasks(below[0], tasks, {label: runs[label] for label in tasks}, against)
+        below[0].sharex(axes)
+        _draw_tasks(below[0], tasks, {label: runs[label] for label in found}, against)
     figure.savefig(picture, format="png")
     return True
 
@@ -200,25 +201,42 @@ def task_curves(path: Path) -> TaskCurves:
 
 
 def _draw_tasks(axes: Axes, tasks: Mapping[str, TaskCurves], runs: Mapping[str, Path], against: Against) -> None:
-    """Draw the scores of tasks, each with its standard error to both sides."""
-    number = 0
+    """Draw the scores of tasks, each with its standard error to both sides.
+
+    A task has a marker. With one run it has a colour, too; several runs have a colour each, as in the panel of losses.
+    """
+    names = list(dict.fromkeys(name for scores in tasks.values() for name in scores))
+    colors = {run: f"C{number % 10}" for number, run in enumerate(runs)}
     for run, scores in tasks.items():
         for name, points in scores.items():
             iterations = sorted(points)
             values = [points[iteration][0] for iteration in iterations]
             errors = [points[iteration][1] for iteration in iterations]
-            label = name if len(tasks) == 1 else f"{run}: {name}"
+            label = f"{run}: {name}"
+            color = colors[run]
+            if len(runs) == 1:
+                label = name
+                color = f"C{names.index(name) % 10}"
             places = places_of(runs[run], iterations, against)
-            marker = _MARKERS[number % len(_MARKERS)]
-            axes.errorbar(places, values, errors, label=label, marker=marker, color=f"C{number % 10}", capsize=3)
-            number += 1
+            marker = _MARKERS[names.index(name) % len(_MARKERS)]
+            axes.errorbar(places, values, errors, label=label, marker=marker, color=color, capsize=3)
     axes.set_xlabel(against)
     axes.set_ylabel("score (with standard error)")
     axes.grid(alpha=0.3)
-    _add_legend(axes)
+    add_legend(axes)
 
 
-def _add_legend(axes: Axes) -> None:
+def logarithmic(axes: Axes) -> None:
+    """Make the horizontal axis logarithmic, with ticks at 1, 2 and 5, whose labels have room in a small panel."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+
+
+def add_legend(axes: Axes) -> None:
     """Add a legend below the axes, where it covers no curve: two columns, or one if labels are long."""
     longest = max(map(len, axes.get_legend_handles_labels()[1]))
     columns = 2 if longest < _LONG_LABEL else 1

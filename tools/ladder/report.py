@@ -13,6 +13,7 @@ import yaml
 
 from neox.config import NeoXConfig
 from neox.files import atomic_write, write_text
+from neox.metrics import add_legend, logarithmic
 from tools.ladder.family import RunSize, short
 from tools.ladder.fits import LossFit, Range, RateFit
 
@@ -23,6 +24,7 @@ RESULT = "ladder.json"
 PICTURE = "ladder.png"
 TARGET_FILE = "target.yml"
 _POINTS = 100  # of each curve
+_FIRST_SIZE = 4  # colour of the smallest size; those before it are of the ratios of tokens and parameters
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def _draw_losses(axes: Axes, prediction: Prediction) -> None:
     axes.set_xlabel("parameters without the embedding")
     axes.set_ylabel("final loss")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    add_legend(axes)
 
 
 def _draw_rates(axes: Axes, prediction: Prediction) -> None:
@@ -185,16 +187,19 @@ def _draw_rates(axes: Axes, prediction: Prediction) -> None:
             by_size.setdefault(run.size.parameters, []).append(run)
     rule: Mapping[int, float] = dict(prediction.rate_curve)
     for number, (parameters, runs) in enumerate(sorted(by_size.items())):
+        color = f"C{(_FIRST_SIZE + number) % 10}"
         runs.sort(key=lambda run: run.size.rate)
         first = min(run.size.tokens for run in runs)
         shown = [run for run in runs if run.size.tokens < 1.1 * first]
         rates = [run.size.rate for run in shown]
-        axes.plot(rates, [run.loss for run in shown], "o-", color=f"C{number}", label=short(parameters))
-        axes.axvline(rule[parameters] * prediction.rates.factors[parameters], color=f"C{number}", linestyle=":")
+        axes.plot(
+            rates, [run.loss for run in shown], "o-", color=color, label=f"{short(parameters)} (dotted: its best)"
+        )
+        axes.axvline(rule[parameters] * prediction.rates.factors[parameters], color=color, linestyle=":")
     axes.axvspan(prediction.rate_low, prediction.rate_high, color="0.9", zorder=0)
-    axes.axvline(prediction.rate, color="k", label="target, predicted")
-    axes.set_xscale("log")
+    axes.axvline(prediction.rate, color="k", label="target, predicted (grey: range)")
+    logarithmic(axes)
     axes.set_xlabel("learning rate")
     axes.set_ylabel("final loss")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    add_legend(axes)

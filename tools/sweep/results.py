@@ -7,12 +7,13 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from neox.files import atomic_write, write_text
 from neox.launch.status.run_status import duration
-from neox.metrics import Curves, Measure, curves, draw_curve, places_of, trained
+from neox.metrics import Curves, Measure, curves, draw_curve, logarithmic, places_of, trained
 from tools.sweep.planned_run import PlannedRun, State
 from tools.sweep.sweep_file import Goal, Sweep
 
@@ -29,6 +30,8 @@ _MOST_PANELS = 9
 """Panels of a picture. A list whose runs differ in many keys has no room for all."""
 _MOST_LABELS = 20
 """Runs of a picture that its legend names."""
+_ROOM = 0.13
+"""Share of an axis between two values from which each has a tick of its own."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,18 @@ def _draw_values(axes: Axes, key: str, results: Sequence[RunResult], colors: Map
         axes.plot(place, result.score, "o", color=colors[result.name])
     if not are_numbers:
         axes.set_xticks(range(len(words)), list(words))
+        axes.margins(x=0.2)
     elif min(values) > 0 and max(values) >= _LOGARITHMIC * min(values):
-        axes.set_xscale("log")
+        logarithmic(axes)
+    ticks = sorted(set(values)) if are_numbers else []
+    if len(ticks) > 1 and _have_room(ticks, is_logarithmic=axes.get_xscale() == "log"):
+        axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
     axes.set_xlabel(key)
     axes.grid(alpha=0.3)
+
+
+def _have_room(values: Sequence[float], *, is_logarithmic: bool) -> bool:
+    """Return whether the labels of sorted values do not touch each other."""
+    places = [math.log(value) for value in values] if is_logarithmic else list(values)
+    nearest = min(after - before for before, after in pairwise(places))
+    return nearest >= _ROOM * (places[-1] - places[0])
