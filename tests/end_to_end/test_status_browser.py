@@ -33,6 +33,7 @@ def test_the_page_shows_a_run_and_its_end(tmp_path):
             assert page.text("#loss") == "6.0000"
             assert page.text("#speed") == "2.00 s a step, 500 tokens/s"
             assert page.texts("#hosts tr td:first-child") == ["worker-0", "worker-1"]
+            assert page.texts("table:has(#hosts) th") == ["host", "printed", "speed", ""]  # no process ids, no column
             assert page.texts("#interruptions td")[1:3] == ["20", "rank 1 was killed"]
             assert len(page.texts("#picture .interruption")) == 1
             assert len(page.texts("#picture .curve")) == 1

@@ -15,6 +15,8 @@ function duration(seconds) {
 
 function show(id, text) {
   byId(id).textContent = text ?? "";
+  const pair = byId(id).closest("dl > div");
+  if (pair) pair.hidden = !byId(id).textContent; // no name without a value
 }
 
 function rows(id, lines) {
@@ -24,6 +26,11 @@ function rows(id, lines) {
     for (const cell of cells) row.insertCell().textContent = cell ?? "";
     return row;
   }));
+  const table = byId(id).closest("table");
+  for (let column = 0; column < table.rows[0].cells.length; column++) {
+    const isEmpty = lines.every((cells) => !String(cells[column] ?? "")); // no column without values
+    for (const row of table.rows) row.cells[column].hidden = isEmpty;
+  }
 }
 
 // Round numbers between two, about `count` of them.
@@ -112,7 +119,7 @@ function present(status) {
     host.slower ? `${host.slower.toFixed(2)} times as slow as the others` : "",
     Object.entries(host.pids).map(([rank, pid]) => `${rank}: ${pid}`).join(", "),
   ]));
-  show("starts", `${status.interruptions.length} in ${status.starts} starts`);
+  show("starts", `${status.interruptions.length} in ${status.starts} ${status.starts === 1 ? "start" : "starts"}`);
   rows("interruptions", status.interruptions.map((event) =>
     [time(event), event.step, event.cause ?? event.kind, [event.decision, event.reason].filter(Boolean).join(": "),
       event.steps_again]));
