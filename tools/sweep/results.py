@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import sub
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -260,13 +260,13 @@ def _draw_values(axes: Axes, key: str, results: Sequence[RunResult], colors: Map
         logarithmic(axes)
     ticks = sorted(set(values)) if are_numbers else []
     if len(ticks) > 1 and _have_room(ticks, is_logarithmic=axes.get_xscale() == "log"):
-        axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+        axes.set_xticks(ticks, list(map("{:g}".format, ticks)))
     axes.set_xlabel(key)
     axes.grid(alpha=0.3)
 
 
 def _have_room(values: Sequence[float], *, is_logarithmic: bool) -> bool:
     """Return whether the labels of sorted values do not touch each other."""
-    places = [math.log(value) for value in values] if is_logarithmic else list(values)
-    nearest = min(after - before for before, after in pairwise(places))
+    places = list(map(math.log, values)) if is_logarithmic else list(values)
+    nearest = min(map(sub, places[1:], places))
     return nearest >= _ROOM * (places[-1] - places[0])
