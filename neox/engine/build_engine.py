@@ -25,6 +25,7 @@ from neox.engine.deepspeed_patches import (
     hidden_stdout,
     move_weights_to_files,
     runtime_json,
+    shard_over_same_experts,
 )
 from neox.engine.deepspeed_patches.startup import import_muon_uncompiled
 from neox.engine.device import other_paths
@@ -212,6 +213,7 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
             parameter = layer.get_parameter(spec.name)  # without `Init`, DeepSpeed's constructor rounds it
             parameter.data = parameter.data.to(dtype)
         if plan.layers[index].parameters:
+            shard_over_same_experts(layer, grid)
             Init(
                 module=layer,
                 data_parallel_group=grid.dp_group,

@@ -100,7 +100,7 @@ def optimizer_tensors(
     """
     names = parameter_names(model, plan.layers)
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        yield from _stage3_tensors(wrapper, grid, names)
+        yield from _stage3_tensors(wrapper, names)
         return
     groups = planned_groups(plan, model.named_parameters())
     pairs = zip(groups, optimizer.param_groups, strict=True)
@@ -134,15 +134,16 @@ def _flat_tensor(number: int, parameters: list[nn.Parameter], tensors: list[Tens
     return OptimizerTensor(tensors[0], tuple(fragments))
 
 
-def _stage3_tensors(wrapper: Any, grid: ParallelGrid, names: Names) -> Iterator[OptimizerTensor]:
-    """Yield the tensors of ZeRO 3's sub-groups. Each data rank holds an equal (padded) part of each parameter."""
+def _stage3_tensors(wrapper: Any, names: Names) -> Iterator[OptimizerTensor]:
+    """Yield the tensors of ZeRO 3's sub-groups. Ranks that share a parameter hold equal (padded) parts of it."""
     for tensor, parameters in zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True):
         fragments = []
         start = 0
         for parameter in parameters:
             part = parameter.partition_numel()
-            first = grid.dp_rank * part
+            first = parameter.ds_zero_partition_rank * part
             length = max(0, min(part, parameter.ds_numel - first))
+            first += first_own_element(parameter)
             fragments.append(Fragment(names[id(parameter)], first, length, start))
             start += part
         yield OptimizerTensor(tensor, tuple(fragments))

@@ -46,7 +46,8 @@ def first_own_element(parameter: Tensor) -> int:
     if not holds_divided_experts(parameter):
         return 0
     rank, _ = parameter.part_of_experts  # type: ignore[attr-defined]
-    return int(rank) * parameter.numel()
+    own = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 leaves the parameter empty
+    return int(rank) * int(own)
 
 
 def gather_experts(own: Tensor, grid: ParallelGrid) -> Tensor:

@@ -81,7 +81,7 @@ def test_background_saves_and_stored_logits(tmp_path):
         {"zero": 3},
         {"pp": 2, "zero": 0, **CHECKED},
         {**NETWORKS["experts"], "expert_model_parallel_size": 2, "zero": 0},
-        {**NETWORKS["experts"], "expert_model_parallel_size": 2, "zero": 2},
+        {**NETWORKS["experts"], "expert_model_parallel_size": 2, "zero": 3},
     ]
     plans = [tiny_plan(2, save="unused", **layout) for layout in layouts]
     here, behind, broken = tmp_path / "here", tmp_path / "behind", tmp_path / "broken"

@@ -148,7 +148,7 @@ def test_recomputation_routes_and_counts_once():
     assert recomputed == kept
 
 
-TWO_RANKS = [DIVIDED, {**DIVIDED, **RECOMPUTED, "zero": 1}, {**DIVIDED, "zero": 2}]
+TWO_RANKS = [DIVIDED, {**DIVIDED, **RECOMPUTED, "zero": 1}, {**DIVIDED, "zero": 2}, {**DIVIDED, "zero": 3}]
 FOUR_RANKS = [
     DIVIDED,
     {**DIVIDED, "zero": 1},
@@ -158,6 +158,9 @@ FOUR_RANKS = [
     {**DIVIDED, "mp": 2, "zero": 2},
     {**DIVIDED, "pp": 2},
     {**DIVIDED, "pp": 2, "zero": 1},
+    {**DIVIDED, "zero": 3},
+    {"expert_model_parallel_size": 4, "zero": 3, **RECOMPUTED},
+    {**DIVIDED, "mp": 2, "zero": 3},
 ]
 
 
@@ -167,7 +170,7 @@ FOUR_RANKS = [
         ("experts", 2, TWO_RANKS),
         ("experts", 4, FOUR_RANKS[4:7]),
         pytest.param("experts", 4, FOUR_RANKS, marks=pytest.mark.slow),
-        pytest.param("biased", 4, FOUR_RANKS, marks=pytest.mark.slow),
+        pytest.param("biased", 4, FOUR_RANKS[:8], marks=pytest.mark.slow),
     ],
 )
 def test_data_ranks_that_divide_experts_train_the_same(kind: str, world: int, layouts: list[dict[str, Any]]):
@@ -193,7 +196,7 @@ def test_padding_is_left_out_under_every_layout():
 def test_clipped_updates_do_not_depend_on_the_expert_degree(optimizer: str):
     keys = {**EXPERTS, "gradient_clipping": 0.05, "optimizer": {"type": optimizer, "params": {"lr": 0.05}}}
     ((expected,),) = run_ranks(1, curves, [tiny_plan(1, **keys)])
-    stages = (0, 1, 2)
+    stages = (0, 1, 2, 3)
     for found in run_ranks(2, curves, [tiny_plan(2, **keys, **DIVIDED, zero=stage) for stage in stages]):
         for stage, curve in zip(stages, found, strict=True):
             for ours, theirs in zip(curve, expected, strict=True):
@@ -297,6 +300,7 @@ ADAPTED_EXPERTS: dict[str, Any] = {
         (2, [{"mp": 2, "sequence_parallel": True, **RECOMPUTED}, {**DIVIDED, "zero": 2}]),
         pytest.param(2, [{"mp": 2}, {"pp": 2, "zero": 1}, {"zero": 3}, DIVIDED], marks=pytest.mark.slow),
         pytest.param(2, [{"context_parallel_size": 2, **DIVIDED, "zero": 1}], marks=pytest.mark.slow),
+        pytest.param(2, [{**DIVIDED, "zero": 3}], marks=pytest.mark.slow),
         pytest.param(4, [{**DIVIDED, "mp": 2, "zero": 1}, {**DIVIDED, "pp": 2}], marks=pytest.mark.slow),
     ],
 )
@@ -375,14 +379,14 @@ def resumed(plans: list[RunPlan]) -> list[list[dict[str, float]]]:
     return results
 
 
-SAVING: list[dict[str, Any]] = [{}, {**DIVIDED}, {**DIVIDED, "zero": 1}, {**DIVIDED, "zero": 2}]
-LOADING: list[dict[str, Any]] = [{"zero": 1}, {**DIVIDED, "zero": 2}, {"mp": 2}]
+SAVING: list[dict[str, Any]] = [{}, *({**DIVIDED, "zero": stage} for stage in (0, 1, 3, 2))]
+LOADING: list[dict[str, Any]] = [{"zero": 1}, {**DIVIDED, "zero": 2}, {**DIVIDED, "zero": 3}, {"mp": 2}]
 
 
 @pytest.mark.parametrize(
     ("precision", "saved_by", "tolerance"),
     [
-        pytest.param("fp32", SAVING[:3:2], 2e-6, id="fp32, some"),
+        pytest.param("fp32", SAVING[:4:3], 2e-6, id="fp32, some"),
         pytest.param("fp32", SAVING, 2e-6, id="fp32", marks=pytest.mark.slow),
         pytest.param("bf16", SAVING, 2e-2, id="bf16", marks=pytest.mark.slow),
     ],
@@ -478,7 +482,7 @@ HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 )
 def test_divided_experts_with_states_in_host_memory(tmp_path: Path, world: int, degrees: dict[str, Any]):
     """They train the same, and a run goes on with and without offload."""
-    stages = (1, 2) if "pp" not in degrees else (1,)
+    stages = (1, 2, 3) if "pp" not in degrees else (1,)
     ((expected,),) = run_ranks(1, curves, [tiny_plan(1, **EXPERTS)])
     saving = []
     loading = []

@@ -38,7 +38,7 @@ def test_context_ranks_route_as_one_rank() -> None:
 SLOW: dict[str, tuple[int, list[dict[str, Any]], dict[str, Any]]] = {
     "plain": (
         2,
-        [CONTEXT, {**BY_HEADS, **RECOMPUTED}, {**CONTEXT, "zero": 3}, {**CONTEXT, **DIVIDED, "zero": 2}],
+        [CONTEXT, {**BY_HEADS, **RECOMPUTED}, {**CONTEXT, "zero": 3}, {**CONTEXT, **DIVIDED, "zero": 3}],
         EXPERTS,
     ),
     "over micro batches": (2, [CONTEXT, {**BY_HEADS, "zero": 1}], OVER_MICRO_BATCHES),

@@ -71,6 +71,16 @@ def check(
     return expected
 
 
+def test_stages_train_as_whole_networks_do() -> None:
+    """The short one of these tests: the last stage has a copy of the embedding, and ZeRO 3 gathers it twice."""
+    ((stages, whole), _) = run_ranks(
+        2, curves, [tiny_plan(2, **layout, **MODULES) for layout in ({"pp": 2}, {"zero": 3})]
+    )
+    for found, wanted in zip(stages, whole, strict=True):
+        assert found == pytest.approx(wanted, rel=2e-5)
+        assert found["lm_loss"] == pytest.approx(wanted["lm_loss"], rel=2e-6)
+
+
 @pytest.mark.slow
 def test_two_ranks_train_as_one_does() -> None:
     expected = check(2, [{"mp": 2}, {"pp": 2}, {"zero": 1}, {"zero": 3}])

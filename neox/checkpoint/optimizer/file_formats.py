@@ -144,13 +144,13 @@ def open_stage(
                 f"{client_file.parent} was saved without the optimizer's state (no_save_optim); set no_load_optim"
             )
         return WholeState(client["optimizer"], shapes, optimizer)
+    layout = client.get("layout")
+    ep_size = int(layout.get("ep", 1)) if isinstance(layout, Mapping) else 1
     if "fp32_flat_groups" in files.state(files.nearest):
-        return zero3_state(files, shapes)
+        return zero3_state(files, shapes, experts, ep_size)
     groups = read_groups(client)
     if groups and not experts:
         return OrderedState(files, groups, shapes)
-    layout = client.get("layout")
-    ep_size = int(layout.get("ep", 1)) if isinstance(layout, Mapping) else 1
     return zero12_state(files, shapes, experts, ep_size)
 
 
@@ -431,14 +431,17 @@ def zero12_state(files: RankFiles, shapes: Shapes, experts: Collection[Key] = ()
     return PartitionedState(lambda rank: _zero12_tensors(files.state(rank)), pieces, shapes, step)
 
 
-def zero3_state(files: RankFiles, shapes: Shapes) -> PartitionedState:
+def zero3_state(files: RankFiles, shapes: Shapes, experts: Collection[Key] = (), ep_size: int = 1) -> PartitionedState:
     """Return the state in files of ZeRO 3; only files that are needed are opened.
 
-    Each parameter is padded and split into equal parts. A rank's parts stand one after another in its flat tensors.
+    Each parameter is padded and split into equal parts. A rank's parts stand one after another in its flat tensors. If
+    data ranks divided experts, each split its own over the ranks with the same ones, which are every `ep_size`-th.
 
     Args:
         files: The files of the data ranks.
         shapes: Shapes of the parameters.
+        experts: Parameters that hold experts.
+        ep_size: Number of neighbouring data ranks that divided them.
     """
 
     def tensors(rank: int) -> RankTensors:
@@ -453,8 +456,14 @@ def zero3_state(files: RankFiles, shapes: Shapes) -> PartitionedState:
         while start >= sizes[flat]:  # this flat tensor is full
             start -= sizes[flat]
             flat += 1
-        length = -(-prod(shape) // len(files))
-        pieces[key] = [Piece(rank, flat, start, length) for rank in range(len(files))]
+        divided = ep_size if key in experts else 1
+        own = prod(shape) // divided
+        length = -(-own // (len(files) // divided))
+        pieces[key] = []
+        for part in range(divided):
+            for number, rank in enumerate(range(part, len(files), divided)):
+                without_padding = max(0, min(length, own - number * length))
+                pieces[key].append(Piece(rank, flat, start, without_padding))
         start += length
     step = steps_taken(files.state(files.nearest)["optimizer_state_dict"])
     return PartitionedState(tensors, pieces, shapes, step, files.nearest)

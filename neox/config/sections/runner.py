@@ -62,7 +62,6 @@ class ParallelismConfig(Section):
     expert_model_parallel_size: Annotated[
         PositiveInt,
         OnlyWith("moe_num_experts", above=1),
-        Excludes("zero_optimization.stage", (3,), advice="use stage 2, or remove it"),
         Excludes("log_gradient_noise_scale"),
     ] = 1
     """Number of neighbouring data-parallel ranks that divide the experts (Megatron-LM's name). Each token goes to the

@@ -6,6 +6,7 @@
 `bf16_optimizer`  the optimizer of bf16 weights with fp32 copies: fewer passes over memory, one wait for the device
 `unfused_optimizer`    the optimizer of fp16 and bf16 weights with ZeRO 0: one look at gradients, one wait
 `offloaded_gradients`  ZeRO 1 and 2: one wait for the gradients that are offloaded, not one for each parameter
+`expert_shards`        ZeRO 3 of experts that data ranks divide
 `file_states`     states that are offloaded to files (`device: nvme`)
 `weight_copies`   second copies of the weights in groups of neighbouring data ranks (hpZ)
 `settings`        what DeepSpeed is not asked to do, because this library does it right
@@ -19,9 +20,10 @@ Where DeepSpeed's code is left during a run, and for what; `neox.engine.engine` 
     import, first start          logs thousands of lines, compiles        hidden (`log`); compiles nothing (`startup`)
     its configuration            clips with ZeRO 0 by a wrong norm        our optimizer clips (`runtime_json`)
     zero.Init                    groups global ranks for hpZ              `copy_group` groups data ranks
+    zero.Init: experts           knows layers of its own only             `shard_over_same_experts`
     constructor: weights         gives the first rank's to all            not if data ranks divide experts
     constructor: wrapper         builds BF16_Optimizer, ZeRO 1 to 3,      `BF16Optimizer`, `ZeroOptimizer`,
-                                 FP16_UnfusedOptimizer                    `SwappedStage3`, `UnfusedOptimizer`
+                                 FP16_UnfusedOptimizer                    `ExpertStage3`, `UnfusedOptimizer`
     backward                     does not scale the loss, fp16 with       scales it: `PlainEngine.backward`
                                  ZeRO 0
     a pipeline stage's passes    one range of layers, 1F1B, waits for     any order, any number of ranges, no waiting:
@@ -44,6 +46,7 @@ Each correction has a test that fails when DeepSpeed changes, in `tests/unit/eng
 
 from neox.engine.deepspeed_patches import log  # isort: skip  (its filters must exist before DeepSpeed is imported)
 from neox.engine.deepspeed_patches.engines import PlainEngine
+from neox.engine.deepspeed_patches.expert_shards import shard_over_same_experts
 from neox.engine.deepspeed_patches.file_states import SwappedStage3, move_weights_to_files
 from neox.engine.deepspeed_patches.log import hidden_stdout
 from neox.engine.deepspeed_patches.pipeline_engine import PipelineEngine
@@ -61,4 +64,5 @@ __all__ = [
     "log",
     "move_weights_to_files",
     "runtime_json",
+    "shard_over_same_experts",
 ]

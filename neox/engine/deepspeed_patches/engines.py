@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from neox.architecture import REDUCED_RANGE
 from neox.engine.deepspeed_patches.bf16_optimizer import BF16Optimizer
+from neox.engine.deepspeed_patches.expert_shards import ExpertStage3
 from neox.engine.deepspeed_patches.file_states import SwappedStage3
 from neox.engine.deepspeed_patches.offloaded_gradients import ZeroOptimizer
 from neox.engine.deepspeed_patches.range_reduction import LayerReduction, RangeReduction, ranges_of_layers
@@ -76,12 +77,16 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
             return super()._configure_fp16_optimizer(optimizer, dtype)
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Build our subclasses of DeepSpeed's ZeRO optimizers; that of stage 3 can keep states in files."""
+        """Build our subclasses of DeepSpeed's ZeRO optimizers.
+
+        That of stage 3 can keep states in files, and knows divided experts.
+        """
+        stage3 = SwappedStage3 if self.experts is None else ExpertStage3
         with (
-            _replaced(deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", SwappedStage3),
+            _replaced(deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", stage3),
             _replaced(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", ZeroOptimizer),
         ):
-            if self.experts is None:
+            if self.experts is None or self.zero_optimization_partition_weights():
                 return super()._configure_zero_optimizer(optimizer)
             return self._zero_optimizer_of_experts(self.experts, optimizer)
 

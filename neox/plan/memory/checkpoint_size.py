@@ -20,7 +20,7 @@ def checkpoint_bytes(plan: RunPlan) -> int:
         count = count_parameters(run, stage)
         sharding = sharding_of(run)(run, count)
         writers = run.layout.dp_size if sharding.shards_states else 1
-        of_tensor_rank = run.bytes_per_number * count.held + writers * memory_of_features(sharding).saved
+        of_tensor_rank = run.bytes_per_number * count.whole + writers * memory_of_features(sharding).saved
         if not plan.config.checkpoint.no_save_optim:
             of_tensor_rank += writers * sharding.all_states()
         total += run.layout.tp_size * of_tensor_rank

@@ -23,6 +23,7 @@ class ParameterCount:
         state_bytes: Mean bytes of optimizer states per trained element, without fp32 copies of weights.
         divided: Elements whose states all data ranks divide: the trained ones, with the experts of all expert ranks.
         own_experts: Trained elements of experts with expert parallelism; 0 if each data rank has all experts.
+        whole: Elements of a model's weights, with the experts of all expert ranks.
     """
 
     held: int
@@ -30,6 +31,7 @@ class ParameterCount:
     state_bytes: float
     divided: int
     own_experts: int = 0
+    whole: int = 0
 
 
 def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
@@ -38,10 +40,12 @@ def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
     trained = 0
     divided = 0
     own_experts = 0
+    of_all = 0
     for spec in stage.parameter_specs(run.layers):
         whole = spec.shard_numel(run.layout.tp_size)
         elements = whole // run.layout.ep_size if spec.experts else whole
         held += elements
+        of_all += whole
         if spec.trained:
             trained += elements
             divided += whole
@@ -50,7 +54,7 @@ def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
     state_bytes = _state_bytes(stage.entries(run.layers), run.config.optimizer.optimizer.states)
     if run.bf16_states:
         state_bytes *= BYTES["bf16"] / BYTES["fp32"]
-    return ParameterCount(held, trained, state_bytes, divided, own_experts)
+    return ParameterCount(held, trained, state_bytes, divided, own_experts, of_all)
 
 
 def _state_bytes(layers: Sequence[LayerEntry], states: Sequence[State]) -> float:

@@ -322,14 +322,15 @@ class Zero3(_ReducedByZero):
     """ZeRO 3: data ranks also divide weights, which are gathered for the layers at work."""
 
     def weights(self) -> int:
-        """Return bytes of weights: held x width / data ranks, none if they are offloaded; and of the second copy.
+        """Return bytes of weights: whole x width / data ranks, none if they are offloaded; and of the second copy.
 
-        That copy is held x width / the data ranks that divide it (`hpz_size`).
+        That copy is whole x width / the data ranks that divide it (`hpz_size`). Experts that data ranks divide are
+        sharded over those with the same ones, which comes to the same.
         """
         run = self.run
         if run.layout.offloads_weights:
             return 0
-        whole = run.bytes_per_number * self.count.held
+        whole = run.bytes_per_number * self.count.whole
         if run.layout.hpz_size == 1:
             return whole // run.layout.dp_size
         return whole // run.layout.dp_size + whole // run.layout.hpz_size
@@ -338,18 +339,23 @@ class Zero3(_ReducedByZero):
         """Return bytes of gradients: shard x gradient; none if they are offloaded."""
         if self.run.layout.offloads_states:
             return 0
-        return self._gradients_of_all // self.run.layout.dp_size
+        return self.run.gradient_bytes * self.count.divided // self.run.layout.dp_size
 
     def held_during_passes(self) -> int:
         """Return bytes of the weights of layers at work: width x the smaller of held and gathered elements.
 
-        Nothing is gathered by one data rank, unless it copies offloaded weights to a GPU.
+        Nothing is gathered by one data rank, unless it copies offloaded weights to a GPU, and no experts by a rank that
+        is the only one with them.
         """
         run = self.run
-        copies_from_host = run.layout.offloads_weights and not run.on_cpu
-        if run.layout.dp_size == 1 and not copies_from_host:
+        layout = run.layout
+        copies_from_host = layout.offloads_weights and not run.on_cpu
+        if layout.dp_size == 1 and not copies_from_host:
             return 0
-        return run.bytes_per_number * min(self.count.held, _gathered_at_once(run))
+        used = self.count.held
+        if 1 < layout.ep_size == layout.dp_size and not copies_from_host:
+            used -= (self.count.whole - self.count.held) // (layout.ep_size - 1)
+        return run.bytes_per_number * min(used, _gathered_at_once(run))
 
     def update(self) -> int:
         """Return bytes of the update: fp32 gradients and temporaries of one sub-group; none if the host updates.
@@ -419,7 +425,7 @@ def sharding_of(run: LaidOutRun) -> type[Sharding]:
 def host_bytes(sharding: Sharding) -> int:
     """Return bytes in main memory of what a rank offloads: states, what it exchanges with the device, and weights.
 
-    shard x (states + 4 for the fp32 weight + 4 for its gradient + what is exchanged) + held x width / data ranks. What
+    shard x (states + 4 for the fp32 weight + 4 for its gradient + what is exchanged) + whole x width / data ranks. What
     is in files does not count, but for the states of one sub-group.
     """
     run = sharding.run
@@ -431,7 +437,7 @@ def host_bytes(sharding: Sharding) -> int:
     exchanged = sharding.exchanged_with_host()
     weights = 0
     if run.layout.offloads_weights and zero.weights_directory is None:
-        weights = run.bytes_per_number * count.held
+        weights = run.bytes_per_number * count.whole
     if zero.states_directory is not None:
         sub_group = int(of_states) * min(sharding.shard, zero.updated_at_once)
         return int(exchanged * count.divided + weights) // run.layout.dp_size + sub_group
@@ -439,20 +445,20 @@ def host_bytes(sharding: Sharding) -> int:
 
 
 def file_bytes(sharding: Sharding) -> int:
-    """Return bytes on a local disk: shard x (states + 4 + 4) and held x width / data ranks, if in files."""
+    """Return bytes on a local disk: shard x (states + 4 + 4) and whole x width / data ranks, if in files."""
     run = sharding.run
     zero = run.config.deepspeed.zero_optimization
     count = sharding.count
     total: float = 0
     if zero.states_directory is not None:
-        total += (_UPDATED_ON_HOST + count.state_bytes) * count.trained
+        total += (_UPDATED_ON_HOST + count.state_bytes) * count.divided
     if zero.weights_directory is not None:
-        total += run.bytes_per_number * count.held
+        total += run.bytes_per_number * count.whole
     return int(total) // run.layout.dp_size
 
 
 def copied_bytes(sharding: Sharding, data_rank: int, of_features: int) -> int:
-    """Return bytes in main memory of the copies that a background save writes: all states, held x width.
+    """Return bytes in main memory of the copies that a background save writes: all states, whole x width.
 
     The first data rank saves what all of them hold, and what features store.
     """
@@ -463,5 +469,5 @@ def copied_bytes(sharding: Sharding, data_rank: int, of_features: int) -> int:
     if not run.config.checkpoint.no_save_optim and (data_rank == 0 or sharding.shards_states):
         total += sharding.all_states()
     if data_rank == 0:
-        total += run.bytes_per_number * sharding.count.held + of_features
+        total += run.bytes_per_number * sharding.count.whole + of_features
     return total

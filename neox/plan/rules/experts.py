@@ -110,3 +110,9 @@ def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
     if zero.contiguous_gradients is False and zero.stage == 2:
         rule = "needs contiguous gradients with ZeRO 2; remove contiguous_gradients: false"
         yield config.problem(key, rule, "zero_optimization.contiguous_gradients", "zero_optimization.stage")
+    if zero.stage == 3 and (zero.zero_hpz_partition_size or 1) > 1:
+        rule = "does not work with second copies of weights, which neighbouring data ranks divide; remove one of them"
+        yield config.problem(key, rule, "zero_optimization.zero_hpz_partition_size")
+    if zero.stage == 3 and zero.zero_quantized_gradients:
+        rule = "does not work with quantized gradients, which DeepSpeed reduces over all data ranks; remove one of them"
+        yield config.problem(key, rule, "zero_optimization.zero_quantized_gradients")

@@ -236,11 +236,6 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ),
     (
         "expert_model_parallel_size",
-        ("zero_optimization.stage",),
-        {**MIXTURE, "expert_model_parallel_size": 2, "zero_optimization": {"stage": 3}},
-    ),
-    (
-        "expert_model_parallel_size",
         ("optimizer.type",),
         {**MIXTURE, "expert_model_parallel_size": 2, "optimizer": {"type": "Adafactor"}},
     ),
