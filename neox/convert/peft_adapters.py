@@ -479,6 +479,7 @@ def write_peft_adapter(
             f"{path} is a reward model, whose whole head was trained in addition to the adapters: export it without "
             "--adapter, which merges the adapters into the weights"
         )
+    _refuse_unadapted(path, lora, plan.layers, family)
     reader = CheckpointReader(path, add_adapters(plan.layers, lora))
     tensors: dict[str, Tensor] = {}
     adapted: list[str] = []
@@ -531,6 +532,23 @@ def write_peft_adapter(
         write_json(partial / ADAPTER_CONFIG, peft_settings)
         save_file(tensors, partial / _WEIGHTS, metadata={"format": "pt"})
     return output
+
+
+def _refuse_unadapted(checkpoint: Path, lora: Lora, layers: LayerPlan, family: Family) -> None:
+    """Raise ConversionError if adapters are of linear layers that are without them in `peft`, whose logits differ."""
+    reasons: dict[str, str] = {}
+    for mapping in _adaptable_weights(layers, family):
+        if _target_of(mapping) not in lora.targets:
+            continue
+        for module in _modules_of(mapping):
+            name = module.rpartition(".")[2]
+            if name in family.without_adapters:
+                reasons[name] = f"{name} ({family.without_adapters[name]})"
+    if reasons:
+        raise ConversionError(
+            f"{checkpoint} has adapters that peft does not run in {family.title}: {', '.join(reasons.values())}; "
+            "export it without --adapter, which merges the adapters into the weights"
+        )
 
 
 def _refuse_other_tokenizer(config: NeoXConfig, checkpoint: Path) -> None:

@@ -210,6 +210,7 @@ class Family:
         further_layers_key: Key in `config.json` of the number of layers behind the last block, which are modules of
             multi-token prediction (DeepSeek-V3's). Empty if the family has no place for them; its exports leave them
             out.
+        without_adapters: Last name of a linear layer -> why an adapter of it has no effect in `peft`.
         tokenizer_pattern: Pattern by which `AutoTokenizer` of transformers 5 splits texts for this `model_type`,
             whatever the exported tokenizer does; None if it follows the export.
     """
@@ -227,6 +228,7 @@ class Family:
     other_names: Mapping[str, str] = field(default_factory=dict)
     score_class: str | None = None
     further_layers_key: str = ""
+    without_adapters: Mapping[str, str] = field(default_factory=dict)
     tokenizer_pattern: str | None = None
 
     @property

@@ -102,10 +102,16 @@ class NoStepLimit(ConfigEntries):
         yield f"time_step_limit: {given}: only [0.0, inf] is supported"
 
 
+MIXER_WITHOUT_ADAPTERS: Mapping[str, str] = MappingProxyType(
+    {"out_proj": "peft refuses it, because kernels read its weight alone"}
+)
+"""Linear layers of Mamba's and Mamba-2's mixers that `peft` gives no adapters."""
+
 MAMBA2 = Family(
     model_type="mamba2",
     class_name="Mamba2ForCausalLM",
     title="Mamba-2",
+    without_adapters=MIXER_WITHOUT_ADAPTERS,
     fixed_fields=RECURRENT_NETWORK,
     config=(
         Size("num_hidden_layers", "num_layers", 64),

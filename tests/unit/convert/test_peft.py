@@ -171,6 +171,46 @@ def check_round_trip(tmp_path, name, modules, **more):
     assert config_from_files([again.config_file]).training.lora == config.training.lora  # the rank does not grow
 
 
+_MAMBA = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": None}
+MIXERS = {"mamba": _MAMBA, "mamba2": {**_MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 2}}
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "refused"),
+    [
+        ("mamba", ["in_proj", "x_proj"], None),
+        ("mamba", ["dt_proj", "in_proj"], "dt_proj"),
+        ("mamba2", ["in_proj", "out_proj"], "out_proj"),
+    ],
+)
+def test_adapters_that_have_no_effect_in_peft_are_not_written(tmp_path, name, targets, refused):
+    """transformers#30316: Mamba's code reads these layers' weights and passes their adapters by."""
+    base = transformers_model(name, **MIXERS[name])
+    base.save_pretrained(tmp_path / "base")
+    imported = from_hf(tmp_path / "base", tmp_path / "here")
+    config = config_from_files([imported.config_file])
+    plain, lora = single_rank_plan(config, 90).layers, Lora(2, 4.0, tuple(targets))
+    adapters = seeded_weights(add_adapters(plain, lora), 1)
+    reader = CheckpointReader(imported.checkpoint, plain)
+    weights = {**adapters, **{key: reader.full(*key) for key in seeded_weights(plain)}}
+    checkpoint = write_checkpoint(
+        tmp_path / "tuned" / "global_step3",
+        add_adapters(plain, lora),
+        weights,
+        client_state={"model_identity": {"lora": asdict(lora)}},
+    )
+    config = config.updated({"lora": {"r": 2, "alpha": 4.0, "target": targets}})
+    if refused is not None:
+        with raises_naming(ConversionError, refused):
+            write_peft_adapter(checkpoint, config, tmp_path / "adapter", base="base")
+        return
+    write_peft_adapter(checkpoint, config, tmp_path / "adapter", base="base")
+    with torch.no_grad():
+        merged = load_reference_model(CheckpointReader(checkpoint, single_rank_plan(config, 90).layers), config)(TOKENS)
+    adapted = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5)
+
+
 def test_queries_and_values_with_different_a_become_one_product_of_their_ranks(tmp_path):
     model = families_model("llama", tmp_path / "base")
     settings = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
