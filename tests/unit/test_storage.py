@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -58,6 +59,12 @@ class Proxy:
         self._listener.close()
 
 
+def forget_proxies() -> None:
+    """Close the clients of this process that keep the proxies of their first request."""
+    close_session()
+    urllib.request.install_opener(None)  # type: ignore[arg-type]  # the next request makes another
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """An environment without proxies, whose clients do not wait between attempts."""
@@ -80,11 +87,11 @@ def test_downloads_ask_the_proxy(kind: str, environment: pytest.MonkeyPatch, tmp
     host, read = READS[kind]
     proxy = Proxy()
     environment.setenv("https_proxy", proxy.address)
-    close_session()  # its client keeps the proxies of its first request
+    forget_proxies()
     with pytest.raises(NeoXError) as failure:
         read(tmp_path)
     proxy.close()
-    close_session()
+    forget_proxies()
     assert {line.split()[:2] == ["CONNECT", host] for line in proxy.asked} == {True}, (proxy.asked, failure.value)
 
 
@@ -96,6 +103,8 @@ def test_failed_connections_without_a_proxy_name_its_variable(environment: pytes
                 environment.setenv("http_proxy", proxy)
             else:
                 environment.delenv("http_proxy", raising=False)
+            forget_proxies()
             with pytest.raises(NeoXError) as failure:
                 read("http://127.0.0.1:9/a")
             assert ("https_proxy" in str(failure.value)) == said
+    forget_proxies()

@@ -18,6 +18,7 @@ from neox.plan import config_from_files
 from neox.tokenizer import build_tokenizer, identify, train_tokenizer, write_tokenizer_identity
 from tests.errors import raises_naming
 from tests.parity.test_hf_families import CASES, transformers_model
+from tests.transformers_versions import needs_rope_parameters, needs_stacked_experts
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 from tests.unit.convert.test_to_hf import SIZES
 
@@ -107,9 +108,11 @@ BLOCK_MODULES = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"],
 }
 ADAPTED = [
-    *((name, BLOCK_MODULES[name]) for name in ("gpt_neox", "gpt2", "gptj", "bert", "llama")),
+    pytest.param("gpt_neox", BLOCK_MODULES["gpt_neox"], marks=needs_rope_parameters),
+    *((name, BLOCK_MODULES[name]) for name in ("gpt2", "gptj", "bert", "llama")),
     ("megatron-bert", BLOCK_MODULES["bert"]),
-    *((name, BLOCK_MODULES["llama"]) for name in ("llama-scaled", "mistral", "qwen2", "qwen3", "olmo2")),
+    pytest.param("llama-scaled", BLOCK_MODULES["llama"], marks=needs_rope_parameters),
+    *((name, BLOCK_MODULES["llama"]) for name in ("mistral", "qwen2", "qwen3", "olmo2")),
     ("llama", ["q_proj", "v_proj"]),  # peft's default
     ("gpt2", ["attn.c_proj"]),
     ("gptj", ["k_proj", "fc_out"]),
@@ -128,6 +131,7 @@ ADAPTED_EXPERTS = [
 ]
 
 
+@needs_stacked_experts
 @pytest.mark.parametrize(("name", "modules", "parameters"), ADAPTED_EXPERTS, ids=str)
 def test_adapters_of_experts_come_in_and_go_out(tmp_path, name, modules, parameters):
     """Each expert has the adapter that peft means by the order of its rows and columns (peft#3009)."""

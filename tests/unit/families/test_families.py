@@ -10,6 +10,7 @@ from neox.architecture import BLOCKS, Architecture, build_layer_plan
 from neox.errors import ConversionError
 from neox.families import FAMILIES, ModelSettings
 from neox.families.shared_entries import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from tests.transformers_versions import IS_4
 
 ARCHITECTURE = Architecture(
     num_layers=2,
@@ -117,7 +118,13 @@ def test_rotary_positions_of_both_forms_are_read():
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_missing_entries_have_the_defaults_of_transformers(family):
-    from transformers import AutoConfig
+    """Those of transformers 5: 4 had other rotary frequencies for two families, whose files always name them."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if family.model_type not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know the family")
+    if IS_4 and family.model_type in ("cohere", "olmo3"):
+        pytest.skip("another default in transformers 4")
 
     without_default = {"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {}
     full = AutoConfig.for_model(family.model_type, **without_default).to_dict()

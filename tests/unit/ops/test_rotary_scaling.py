@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -12,10 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from neox.architecture import ROPE_SCALINGS, rope_scaling_of, rope_scaling_problem
 from neox.ops import rotary_factor, rotary_inv_freq, rotary_tables
+from tests.transformers_versions import needs_rope_parameters
 
-needs_transformers_5 = pytest.mark.skipif(
-    transformers.__version__.startswith("4."), reason="transformers 4 has no `rope_parameters`, from which 5 computes"
-)
 numbers = st.floats(1.0, 64.0).map(lambda x: round(x, 2))
 lengths = st.sampled_from([512, 2048, 8192, 40960])
 SCALINGS = st.one_of(
@@ -50,7 +47,7 @@ LONGROPE = {
 }
 
 
-@needs_transformers_5
+@needs_rope_parameters
 @settings(max_examples=60)
 @given(SCALINGS, st.sampled_from([16, 64, 80, 128]), st.sampled_from([10000.0, 500000.0, 1e6]))
 def test_frequencies_are_those_of_transformers(scaling, head_dim, base):
@@ -75,7 +72,7 @@ def _config(scaling: dict, head_dim: int, longest: int) -> LlamaConfig:
     )
 
 
-@needs_transformers_5
+@needs_rope_parameters
 @settings(max_examples=40)
 @given(
     st.sampled_from([8, 64, 96]),

@@ -1,0 +1,12 @@
+"""Tests that rest on what only some versions of transformers have."""
+
+import pytest
+import transformers
+
+IS_4 = transformers.__version__.startswith("4.")
+needs_rope_parameters = pytest.mark.skipif(
+    IS_4, reason="transformers 4 has no `rope_parameters`, which 5 computes from"
+)
+needs_stacked_experts = pytest.mark.skipif(
+    IS_4, reason="transformers 4 has a module for each expert, 5 one tensor for all"
+)
