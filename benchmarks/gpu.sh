@@ -16,7 +16,8 @@ cd "$(dirname "$0")/.."
 steps=(ceilings tests train-1.3B-engine train-1.3B-compile train-6.9B-engine train-1.3B-compile-fp8 train-6.9B-compile
        train-6.9B-compile-fp8 fp8-loss-160M deterministic-160M generate-1.3B train-1.3B train-1.3B-engine-eager train-1.3B-compile-cudnn
        train-1.3B-engine-recompute train-1.3B-fused train-1.3B-16x-compile train-1.3B-16x-engine generate-410M generate-410M-steps
-       longest-1.3B longest-8B speed-1.3B-8k speed-1.3B-32k speed-1.3B-128k recurrent-kernels memory)
+       longest-1.3B longest-8B speed-1.3B-8k speed-1.3B-32k speed-1.3B-128k recurrent-kernels flex-documents
+       attention-kernels async-save inputs-in-cpu memory)
 rehearse=
 if [ "${1:-}" = --list ]; then
     printf '%s\n' "${steps[@]}"
@@ -101,6 +102,10 @@ command_of() {
         train-*) command=("${bench[@]}" --sides model) ;;
         generate-*-steps) command=("${generate[@]}" --one-by-one) ;;
         generate-*) command=("${generate[@]}") ;;
+        flex-documents | attention-kernels | async-save | inputs-in-cpu)
+            command=("$python" benchmarks/open_questions.py "$step" --json "$work/$step.json")
+            [ -z "$rehearse" ] || command+=(--layers 1 --hidden 64 --heads 4 --seq 64 --micro-batch 2 --steps 2)
+            ;;
         recurrent-kernels) command=("$python" benchmarks/recurrent_kernels.py --json "$work/$step.json") ;;
         longest-* | speed-*) command=("${long[@]}") ;;
         memory) command=("$python" benchmarks/memory_table.py "$work") ;;
