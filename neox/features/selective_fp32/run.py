@@ -82,8 +82,8 @@ class SelectiveFp32(Feature):
     def load(self, engine: Engine, start: RunStart) -> None:
         """Take the values of the checkpoint, or the initial ones; those of a loaded optimizer if there is one."""
         values = all_succeeded(lambda: dict(self._starting_values(start)), "reading parameters that stay fp32")
-        for key, place in self.places.items():
-            self._copies[place.span] = values[key].reshape(-1).to(self._copies)
+        for key, tensor in values.items():
+            self._copies[self.places[key].span] = tensor.reshape(-1).to(self._copies)
         if start.mode is not StartMode.RESUME:
             self._set_updated()
         self.refresh()
@@ -127,7 +127,7 @@ class SelectiveFp32(Feature):
                     yield slice(first, first + fragment.length), part
 
     def _starting_values(self, start: RunStart) -> Iterator[tuple[Key, Tensor]]:
-        """Yield the fp32 values on this tensor rank that a run starts with."""
+        """Yield the fp32 values on this tensor rank that a run starts with; not those of a loaded optimizer."""
         plan, grid = self._model.plan, self._model.grid
         drawn = drawn_weights(plan)
         reader = None
@@ -138,6 +138,8 @@ class SelectiveFp32(Feature):
                 start.checkpoint, plan.layers, weights=start.weights, finetune=finetune, gpt_neox_date=date
             )
         for key, place in self.places.items():
+            if place.is_trained and start.mode is StartMode.RESUME:
+                continue
             if reader is not None and key.layer not in reader.new_layers:
                 yield key, reader.shard(*key, grid.tp_rank, grid.tp_size)
             else:
