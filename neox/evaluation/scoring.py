@@ -29,10 +29,12 @@ class ScoringModel(Protocol):
     Attributes:
         max_length: Longest sequence in tokens.
         device: Device of the tensors given to `score`.
+        scores_by_length: Whether positions depend on the length of a row, its padding included (`longrope`, `dynamic`).
     """
 
     max_length: int
     device: torch.device
+    scores_by_length: bool
 
     def score(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Score the label of every position.
@@ -176,14 +178,25 @@ def score_spans(
                 f"{model.max_length} tokens (max_position_embeddings)"
             )
     results: dict[int, SpanScore] = {}
-    longest_first = sorted(range(len(spans)), key=lambda number: -len(spans[number].tokens))
-    for start in range(0, len(spans), batch_size):
-        batch = longest_first[start : start + batch_size]
+    for batch in _batches(spans, batch_size, one_length=model.scores_by_length):
         scores = _score_batch(model, [spans[number] for number in batch])
         results.update(zip(batch, scores, strict=True))
         if on_batch:
             on_batch(len(batch))
     return [results[number] for number in range(len(spans))]
+
+
+def _batches(spans: Sequence[Span], batch_size: int, *, one_length: bool) -> Iterator[list[int]]:
+    """Yield the numbers of the spans of each batch, the longest first; with `one_length` none of a batch is padded."""
+    batch: list[int] = []
+    for number in sorted(range(len(spans)), key=lambda number: -len(spans[number].tokens)):
+        is_shorter = bool(batch) and len(spans[number].tokens) < len(spans[batch[0]].tokens)
+        if len(batch) == batch_size or (one_length and is_shorter):
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from neox.architecture import Architecture, generates_by_steps
+from neox.architecture import ROPE_SCALINGS, Architecture, generates_by_steps
 from neox.errors import GenerationError
 from neox.generation.recorded_step import RecordedStep
 from neox.launch import report_progress
@@ -90,6 +90,8 @@ class ModelRunner:
         self.architecture = architecture
         self.vocab_size = vocab_size
         self.max_length = architecture.max_length
+        scaling = dict(architecture.rope_scaling)
+        self.scores_by_length = ROPE_SCALINGS[scaling.get("rope_type", "default")].by_length
         self.device = device
         self.dtype = dtype
         self.recompute = recompute or not generates_by_steps(architecture)

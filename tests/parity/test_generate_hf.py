@@ -116,6 +116,7 @@ class HFScoring:
     """The exported model as evaluation knows models."""
 
     device = torch.device("cpu")
+    scores_by_length = False
 
     def __init__(self, model):
         self.model, self.max_length = model, model.config.max_position_embeddings

@@ -14,6 +14,7 @@ class TableModel:
     """P(next | last) = softmax(table[last]); remembers the widths of the batches it saw."""
 
     device = torch.device("cpu")
+    scores_by_length = False
 
     def __init__(self, vocab: int = 300, max_length: int = 64, seed: int = 0) -> None:
         table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))

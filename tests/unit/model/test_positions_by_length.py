@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from neox.data.batches import document_starts
+from neox.evaluation.scoring import Span, score_spans
+from neox.generation.load import runner_of_stage
 from neox.model import GPT, Context
 from neox.parallel import ParallelGrid
 from tests.plans import problem_keys, small_plan
@@ -26,9 +28,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def network_of(kind: str) -> dict[str, Any]:
+    return {"pos_emb": "rotary", "rotary_pct": 1.0, "head_dim": 8, "rope_scaling": SCALINGS[kind]}
+
+
 def model_of(kind: str, **keys: Any) -> GPT:
-    network = {"pos_emb": "rotary", "rotary_pct": 1.0, "head_dim": 8, "rope_scaling": SCALINGS[kind]}
-    model = GPT(small_plan(**network, **keys), ParallelGrid.single()).eval()
+    model = GPT(small_plan(**network_of(kind), **keys), ParallelGrid.single()).eval()
     with torch.no_grad():
         for block in model.stage.blocks:
             block.attention.query_key_value.weight.mul_(8.0)  # so that scores depend on positions
@@ -74,3 +79,14 @@ def test_factors_that_do_not_match_the_rotated_dimensions_are_refused():
     keys = small_plan(pos_emb="rotary", head_dim=8).config.to_flat()
     (found,) = problem_keys(**{**keys, "rotary_pct": 0.5, "rope_scaling": SCALINGS["longrope"]})
     assert "rope_scaling" in found
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_score_does_not_depend_on_other_texts_of_its_batch(kind):
+    """unsloth PR 10681, mlx-lm PR 1855: padding would make short texts long ones."""
+    model = model_of(kind)
+    runner = runner_of_stage(small_plan(**network_of(kind)), model.stage, ParallelGrid.single(), torch.device("cpu"))
+    spans = [Span(tuple(range(1, 1 + length)), 1) for length in (16, 3, 4, 9)]
+    alone = score_spans(runner, spans, batch_size=1)
+    together = score_spans(runner, spans, batch_size=4)
+    assert [score.log_probability for score in together] == pytest.approx([score.log_probability for score in alone])
