@@ -121,25 +121,36 @@ def _samples(
     return math.floor(passes * samples_of_pass(sizes[usable], data.pack_impl, seq_length))
 
 
-def tokens_of_pass(indexed: IndexedDataset, labels: IndexedDataset | None, data: DataConfig, seq_length: int) -> int:
-    """Return the number of tokens in the samples of one pass over a dataset, including padding.
+def tokens_of_part(prefix: str, data: DataConfig, part: int) -> int:
+    """Return the number of tokens in the documents of a part of `split`. Raises DataError if files are missing."""
+    indexed = IndexedDataset(prefix, data.data_impl)
+    documents = split_documents(data.split, len(indexed))[part]
+    return int(indexed.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+
+
+def tokens_of_pass(
+    indexed: IndexedDataset, documents: range, labels: IndexedDataset | None, data: DataConfig, seq_length: int
+) -> int:
+    """Return the number of tokens in the samples of one pass over documents of a dataset, including padding.
 
     For many documents it is extrapolated from the first ones.
 
     Args:
         indexed: Token dataset.
+        documents: Numbers of the documents.
         labels: Labels of its tokens, if any. Documents without one in their sample are left out.
         data: Data section of the configuration.
         seq_length: Number of tokens of a sample's input.
     """
-    sizes = np.asarray(indexed.sizes)
+    sizes = np.asarray(indexed.sizes[documents.start : documents.stop])
     if data.pack_impl == "packed":
         return int(sizes.sum(dtype=np.int64))
     usable = sizes > 1
     if not data.allow_chopped:
         usable &= sizes <= seq_length + 1
     if labels is not None:
-        usable &= predicted_tokens(labels, read_tokens(sizes, data.pack_impl, seq_length)) > 0
+        predicted = predicted_tokens(labels, read_tokens(sizes, data.pack_impl, seq_length))
+        usable &= predicted[documents.start : documents.stop] > 0
     used = sizes[usable]
     counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
     if not len(counted):

@@ -209,7 +209,7 @@ class DatasetFactory:
                 labels = None
                 if label is not None and self.data.pack_impl != "packed":
                     labels = self.open(label)
-                pass_tokens.append(tokens_of_pass(indexed, labels, self.data, self.seq_length))
+                pass_tokens.append(tokens_of_pass(indexed, range(len(indexed)), labels, self.data, self.seq_length))
             return list(self.training_shares(sizes, pass_tokens))
         if blend.weights is None:
             return normalized([1.0] * len(files))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
-from neox.config.sections.data import split_shares
+from neox.config.sections.data import DataConfig, split_shares
 from neox.errors import ConfigError, DataError
 from neox.plan import RunPlan
 from neox.plan.report.data_lines import notes_on_evaluations, notes_on_passes
@@ -54,10 +54,20 @@ def training_tokens(config: NeoXConfig) -> tuple[int, ...]:
         if data.train_data_paths is not None:
             return tuple(map(_tokens, data.train_data_paths))
         if data.data_path is not None:
-            return (round(_tokens(data.data_path) * split_shares(data.split)[0]),)
+            return (_tokens_for_training(data),)
     except (ConfigError, DataError, ModuleNotFoundError):
         return ()
     return ()
+
+
+def _tokens_for_training(data: DataConfig) -> int:
+    """Return the tokens in the training documents of `data_path`; by its share if only the sidecar is here."""
+    prefix = data.data_path or ""
+    if not Path(f"{prefix}.idx").exists():
+        return round(_tokens(prefix) * split_shares(data.split)[0])
+    from neox.data.pass_amounts import tokens_of_part  # numpy, which a dry run without data does not need
+
+    return tokens_of_part(prefix, data, 0)
 
 
 def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
@@ -66,13 +76,17 @@ def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
     length = config.model.seq_length
     if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
         return ()
-    share = split_shares(data.split)[0] if data.train_data_paths is None else 1.0
     try:
         from neox.data.pass_amounts import tokens_of_pass  # numpy, which a dry run without data does not need
+        from neox.data.samples.gpt_dataset import split_documents
 
         tokens = []
         for prefix, labels in _training_sets(config):
-            tokens.append(round(share * tokens_of_pass(*_opened(prefix, labels), data, length)))
+            indexed, opened = _opened(prefix, labels)
+            documents = range(len(indexed))
+            if data.train_data_paths is None:
+                documents = split_documents(data.split, len(indexed))[0]
+            tokens.append(tokens_of_pass(indexed, documents, opened, data, length))
         return tuple(tokens)
     except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
         return ()

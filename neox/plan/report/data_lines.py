@@ -13,8 +13,8 @@ MANY_PASSES = 4
 
 
 def data_lines(plan: RunPlan) -> Iterator[str]:
-    """Yield what is read of each training dataset, a line for each stage; nothing for a single dataset."""
-    if plan.config.data.train_data_paths is None or not plan.dataset_tokens:
+    """Yield what is read of each training dataset, a line for each stage; nothing if their sizes are not known."""
+    if not plan.dataset_tokens:
         return
     pass_tokens = plan.pass_tokens or plan.dataset_tokens
     found = shares_of_stages(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens)

@@ -308,6 +308,20 @@ def test_amounts_of_training_data(tmp_path: Path) -> None:
     assert problem.keys[0] == "train_data_max_passes"
 
 
+def test_passes_over_a_part_count_its_documents(tmp_path: Path) -> None:
+    """`split` divides documents: a part of few documents may have another share of the tokens than of the documents."""
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_documents(np.arange(100), [60, 20, 20])
+    keys = {"data_path": str(tmp_path / "x"), "split": "67,33,0", "train_iters": 8, "train_micro_batch_size_per_gpu": 1}
+    plan, _ = with_amounts(resolve(config(**keys, seq_length=20), 1, 200))
+    assert plan.dataset_tokens == (80,)
+    (line,) = data_lines(plan)
+    assert "160 tokens" in line
+    assert "(2 passes)" in line
+    plan, _ = with_amounts(resolve(config(**keys, seq_length=60, pack_impl="unpacked"), 1, 200))
+    assert plan.pass_tokens == (120,)
+
+
 @pytest.mark.parametrize(
     ("packing", "samples"),
     [
