@@ -106,6 +106,38 @@ def test_metrics_that_can_never_decide_are_refused() -> None:
     assert any("save_best" in problem for problem in problems(hf_export="best"))
 
 
+@pytest.mark.parametrize(
+    ("metric", "keys", "known"),
+    [
+        ("validation/loss", {}, "validation/lm_loss,"),
+        ("validation/web/lm_loss", {}, "valid_data_paths"),
+        ("validation/wbe/lm_loss", {"valid_data_paths": {"web": "w", "own": "o"}}, "web, own"),
+        ("validation/web/los", {"valid_data_paths": {"web": "w", "own": "o"}}, "validation/web/lm_loss,"),
+        ("validation_ema/lm_loss", {}, "eval_ema"),
+    ],
+)
+def test_misspelt_metrics_are_refused_before_a_run(metric: str, keys: dict[str, object], known: str) -> None:
+    flat = {**SMALL, "save": "x", "checkpoint_factor": 3, "eval_interval": 3, "train_iters": 10, "save_best": metric}
+    (problem,) = static_problems(NeoXConfig.from_flat({**flat, **keys}))
+    assert problem.keys == ("save_best",)
+    assert known in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("metric", "keys"),
+    [
+        ("validation/lm_loss_bits_per_byte", {}),
+        ("validation/web/lm_loss", {"valid_data_paths": {"web": "w"}}),
+        ("validation/lm_loss", {"valid_data_paths": {"web": "w"}}),
+        ("validation_ema/lm_loss", {"ema_decay": 0.9, "eval_ema": True}),
+        ("validation/z_loss", {"lm_z_loss": 1e-4}),
+    ],
+)
+def test_metrics_of_a_run_are_accepted(metric: str, keys: dict[str, object]) -> None:
+    flat = {**SMALL, "save": "x", "checkpoint_factor": 3, "eval_interval": 3, "train_iters": 10, "save_best": metric}
+    assert not static_problems(NeoXConfig.from_flat({**flat, **keys}))
+
+
 @pytest.fixture
 def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tool in place of the real one, which imports torch and transformers."""
