@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -152,28 +153,31 @@ def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
 
 
 def unknown_harness_tasks(names: Sequence[str]) -> list[str]:
-    """Return the names that no file of the installed lm-evaluation-harness contains; none if it is not installed.
+    """Return the names that no file of the installed lm-evaluation-harness contains as words; none without the harness.
 
     Importing the harness and indexing its tasks takes many seconds. So a start only looks for misspelt names, and the
     ranks check the rest.
     """
-    unknown = []
+    unknown = set()
     for name in names:
         is_pattern = bool(set("*?[") & set(name))
         if not is_pattern and not name.endswith((".yaml", ".yml")):
-            unknown.append(name)
+            unknown.add(name)
     package = importlib.util.find_spec("lm_eval")
     if package is None or package.origin is None or not unknown:
         return []
     for path in (Path(package.origin).parent / "tasks").rglob("*"):
         if path.is_file() and path.stat().st_size < _LARGEST_TASK_FILE:  # names also stand in files without an ending
             text = path.read_text(encoding="utf-8", errors="replace")
-            for name in list(unknown):
-                if name in text:
-                    unknown.remove(name)
+            unknown -= {name for name in unknown if name in text and _is_word(name, text)}
             if not unknown:
                 break
-    return unknown
+    return [name for name in names if name in unknown]
+
+
+def _is_word(name: str, text: str) -> bool:
+    """Return whether a text has a name that is not a part of a longer one, as `lambada_open` is of `lambada_openai`."""
+    return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) is not None
 
 
 def _check_readable(task: FileTask, tokenizer: Tokenizer | None) -> None:

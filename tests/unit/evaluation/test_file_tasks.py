@@ -197,5 +197,5 @@ def test_wikitext_reads_like_text_again(spaced, joined):
 
 def test_misspelt_names_of_the_harness_are_known_without_importing_it():
     pytest.importorskip("lm_eval")
-    names = ["lambada_openai", "lambada_opnai", "mmlu*", "own.yaml"]
-    assert unknown_harness_tasks(names) == ["lambada_opnai"]
+    names = ["lambada_openai", "lambada_opnai", "lambada_opena", "mmlu*", "own.yaml"]
+    assert unknown_harness_tasks(names) == ["lambada_opnai", "lambada_opena"]
