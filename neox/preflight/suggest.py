@@ -16,6 +16,7 @@ from neox.files import write_text
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
 from neox.plan.devices.device import Device, gib
+from neox.plan.report.text import estimate_basis
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, Suggestions, suggest_layouts
 from neox.plan.search.fit import nested_keys
@@ -117,7 +118,10 @@ def find_layouts(
         if found.other_numerics:
             message += f" as configured; this one fits, but {_numerics(found)}: {_flags(found.other_numerics[0])}"
         raise ConfigError(f"{message}; the plan (--dry-run) says what offloading or more GPUs would need")
-    return found, f"{found.tried} layouts of {plan.grid.world_size} {kind}; times are estimated"
+    basis = "estimated"
+    if gpu is not CPU_CORE:
+        basis = estimate_basis(gpu_name, fp8=bool(plan.config.training.fp8))
+    return found, f"{found.tried} layouts of {plan.grid.world_size} {kind}; times are {basis}"
 
 
 def format_estimates(found: Suggestions, title: str, plan: RunPlan, *, is_changed: bool) -> str:

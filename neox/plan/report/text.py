@@ -289,18 +289,20 @@ def _time_of_run(plan: RunPlan, found: RunTotals, device: Device) -> str:
         parts = f"waiting for stages {estimate.bubble / estimate.seconds:.0%}, communication"
         parts += f" {exchanged / estimate.seconds:.0%}"
         duration = _duration(found.days * 86_400)
-        basis = f"estimated for full power and fused kernels, not measured{_published_mfu(plan)}, {device.peak_source}"
+        kind = plan.config.runner.gpu_type or ""
+        basis = f"{estimate_basis(kind, fp8=bool(plan.config.training.fp8))}, {device.peak_source}"
         return f": {duration}, {_duration(estimate.seconds)} a step, {speed} ({basis}; {parts})"
     return f": {_duration(found.days * 86_400)} at {speed} (expected_mfu, {device.peak_source})"
 
 
-def _published_mfu(plan: RunPlan) -> str:
-    """Return what published runs on the same kind of GPU reached; nothing if there are none."""
-    kind = (plan.config.runner.gpu_type or "").partition("-")[0]
-    if kind not in PUBLISHED_MFU or plan.config.training.fp8:
-        return ""
+def estimate_basis(gpu_type: str, *, fp8: bool) -> str:
+    """Return what an estimated time assumes, and what published runs on the same kind of GPU reached."""
+    kind = gpu_type.partition("-")[0]
+    basis = "estimated for full power and fused kernels, not measured"
+    if kind not in PUBLISHED_MFU or fp8:
+        return basis
     lowest, highest = PUBLISHED_MFU[kind]
-    return f" (published runs on {kind.upper()}: {lowest} to {highest} % MFU)"
+    return f"{basis} (published runs on {kind.upper()}: {lowest} to {highest} % MFU)"
 
 
 def _derived_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:
