@@ -13,7 +13,7 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
-from neox.errors import DataError, run_script
+from neox.errors import ConfigError, DataError, run_script
 from neox.launch.status.run_paths import find_run_directory
 from neox.metrics import AGAINST, METRICS_FILE, draw
 
@@ -59,7 +59,7 @@ def main() -> int:
     try:
         drawn = draw(runs, args.output, args.metric, args.against)
     except OSError as error:
-        raise DataError(f"{args.output}: cannot be written ({error.strerror})") from error
+        raise ConfigError(f"--output {args.output}: cannot be written ({error.strerror})") from error
     except (ValueError, KeyError) as error:
         raise DataError(f"one of {', '.join(map(str, runs.values()))} is not a metrics file ({error})") from error
     if not drawn:

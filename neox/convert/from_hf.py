@@ -46,7 +46,7 @@ from neox.convert.hf_weights import HFWeights, with_own_head
 from neox.convert.layouts import from_hf_layout, to_hf_layout
 from neox.convert.peft_adapters import read_peft_adapter
 from neox.convert.verification import single_rank_plan
-from neox.errors import CheckpointError, ConfigError, ConversionError, os_errors
+from neox.errors import CheckpointError, ConfigError, ConversionError, os_errors, refusals
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
 from neox.files import fsync_path, replace_file
 from neox.log import get_logger, progress
@@ -512,7 +512,7 @@ class PartialImport:
 
     def __init__(self, output: Path, digest: str) -> None:
         self.directory = output / f"{_IMPORT_PREFIX}{digest}"
-        with os_errors(CheckpointError, f"{output}: cannot be written"):
+        with refusals(), os_errors(CheckpointError, f"{output}: cannot be written"):
             output.mkdir(parents=True, exist_ok=True)
             for other in output.glob(f"{_IMPORT_PREFIX}*"):
                 if other != self.directory:

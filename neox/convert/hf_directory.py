@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from neox.errors import ConfigError, ConversionError, os_errors
-from neox.files import atomic_directory
+from neox.errors import ConfigError, ConversionError, os_errors, refusals
+from neox.files import atomic_directory, check_writable
 from neox.log import get_logger
 
 CONFIG = "config.json"
@@ -57,11 +57,22 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def refuse_used_directory(output: Path, *, overwrite: bool) -> None:
-    """Raise ConfigError if a directory that is to be written is not empty and must not be replaced."""
+def check_new_directory(output: Path, *, overwrite: bool) -> None:
+    """Check that a directory can be written, before work is done for it.
+
+    Args:
+        output: Directory to create.
+        overwrite: Whether a directory that is not empty is replaced.
+
+    Raises:
+        ConfigError: If it is not empty and must not be replaced.
+        ConversionError: If it cannot be created, with the exit status of a configuration error.
+    """
     is_used = output.exists() and (not output.is_dir() or any(output.iterdir()))
     if is_used and not overwrite:
         raise ConfigError(f"{output} exists and is not empty; choose another directory, or pass --overwrite")
+    with refusals(), os_errors(ConversionError, f"{output}: cannot be written"):
+        check_writable(output)
 
 
 @contextmanager
@@ -78,7 +89,7 @@ def new_directory(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         ConfigError: If `output` is not empty and must not be replaced.
         ConversionError: If it cannot be created.
     """
-    refuse_used_directory(output, overwrite=overwrite)
+    check_new_directory(output, overwrite=overwrite)
     others = _files_of_others(output)
     kept = _free_name(output.resolve()) if others else None
     error_of_block: OSError | None = None

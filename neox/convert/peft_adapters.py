@@ -29,7 +29,7 @@ from torch import Tensor
 from neox.architecture import ADAPTER, LayerPlan, Lora, Uniform, add_adapters
 from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at
 from neox.config import NeoXConfig
-from neox.convert.hf_directory import ADAPTER_CONFIG, new_directory, read_json, refuse_used_directory, write_json
+from neox.convert.hf_directory import ADAPTER_CONFIG, check_new_directory, new_directory, read_json, write_json
 from neox.convert.layouts import from_hf_layout, to_hf_layout
 from neox.convert.peft_experts import (
     expert_b_from_peft,
@@ -464,7 +464,7 @@ def write_peft_adapter(
 
     path = checkpoint_at(Path(input_dir))
     output = Path(output_dir)
-    refuse_used_directory(output, overwrite=overwrite)
+    check_new_directory(output, overwrite=overwrite)
     stored = CheckpointReader(path)
     _refuse_other_tokenizer(config, path)
     settings = stored.args.get("lora")

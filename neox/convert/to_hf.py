@@ -40,8 +40,8 @@ from neox.config import NeoXConfig
 from neox.convert.exported_weights import Export, PlannedTensor, plan_tensors, write_weights
 from neox.convert.hf_directory import (
     CONFIG,
+    check_new_directory,
     new_directory,
-    refuse_used_directory,
     write_json,
 )
 from neox.convert.hf_tokenizer import TokenizerSource, find_tokenizer, write_tokenizer
@@ -156,7 +156,7 @@ def to_hf(
     if config.model.mtp_num_layers and not family.keeps_multi_token:
         _log.warning("the export has no modules of multi-token prediction: files of %s have no place", family.title)
     output = Path(output_dir)
-    refuse_used_directory(output, overwrite=overwrite)
+    check_new_directory(output, overwrite=overwrite)
 
     # The checkpoint must be of the network that was trained, and is read as the network that is exported: their norms
     # may differ. The vocabulary has the stored size.

@@ -18,7 +18,7 @@ from neox.corpus import BadInput, LineBlock, SkipBudget, first_lines, parse_text
 from neox.data import IndexedDatasetBuilder, best_dtype
 from neox.data.token_files.columns import columns_path
 from neox.data.token_files.sidecar import DOCUMENT_BYTES, Sidecar, read_sidecar, write_sidecar
-from neox.errors import DataError, refusals
+from neox.errors import DataError, os_errors, refusals
 from neox.log import Progress, get_logger, progress
 from neox.preprocess.chat_encoder import ChatEncoder
 from neox.preprocess.encode import BlockEncoder, EncodedBlock, EncodeJob, load_ftfy
@@ -238,7 +238,8 @@ class _PreprocessRun:
             with refusals():
                 self._check_existing()
         try:
-            state, builders = self._open_builders()
+            with refusals(), os_errors(DataError, f"{self.settings.output_prefix} cannot be written"):
+                state, builders = self._open_builders()
             state = self._collect(builders, state)
             return self._finish(builders, state, started)
         except OSError as error:

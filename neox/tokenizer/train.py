@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from neox.errors import TokenizerError, needs_package, os_errors
+from neox.errors import TokenizerError, needs_package, os_errors, refusals
 from neox.files import atomic_write, check_writable
 from neox.log import get_logger, progress
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING
@@ -79,12 +79,10 @@ def train_tokenizer(
         )
     files = tokenizer_files(Path(out_path), kind)
     for file in files:
-        try:
+        with refusals(), os_errors(TokenizerError, f"{file}: cannot be written, nothing has been trained"):
             check_writable(file)
             if file.is_dir():
                 raise IsADirectoryError(0, "a directory has this name")
-        except OSError as error:
-            raise TokenizerError(f"{file}: cannot be written ({error.strerror}); nothing has been trained") from error
     trained = _trainer(kind)(_TextSource(texts), vocab_size)
     if trained.vocab_size < vocab_size:
         log.warning(

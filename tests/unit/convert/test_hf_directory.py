@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import huggingface_hub
+import pytest
 
 from neox.config import NeoXConfig
 from neox.convert import upload
+from neox.convert.hf_directory import check_new_directory
 from neox.convert.hf_tokenizer import find_tokenizer, write_tokenizer
-from neox.errors import ConversionError
+from neox.errors import ConfigError, ConversionError
 from neox.families import FAMILIES
 from tests.errors import raises_naming
 
@@ -66,3 +69,12 @@ def test_upload(tmp_path, monkeypatch):
         Hub.failure = failure
         with raises_naming(ConversionError, tmp_path, "nobody/no", "no network"):
             upload(tmp_path, "nobody/no")
+
+
+def test_directories_that_cannot_be_written_end_as_wrong_flags(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConversionError) as caught:
+        check_new_directory(tmp_path / "file" / "hf", overwrite=False)
+    assert caught.value.exit_code == ConfigError.exit_code
+    check_new_directory(tmp_path / "new" / "hf", overwrite=False)
+    assert not (tmp_path / "new" / "hf").exists()
