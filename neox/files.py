@@ -1,10 +1,11 @@
-"""Atomic file and directory replacement, fsync and advisory file locks."""
+"""Atomic file and directory replacement, small files of JSON, fsync and advisory file locks."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -115,6 +116,15 @@ def _exchange(new: Path, path: Path, old: Path, *, keep: bool) -> None:
 def _temporary(path: Path) -> Path:
     """Return a hidden name in the directory of `path` that no other process of this host uses."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file; an empty one if the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def replace_file(source: Path, target: Path) -> None:

@@ -18,6 +18,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_table import MuonParams
 from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
+from neox.files import read_json_object
 from neox.plan.devices.precision import newest_checkpoint
 from neox.plan.network.architecture import architecture_of
 from neox.storage import cache_folder, cached_address, is_remote, named_checkpoint
@@ -208,11 +209,7 @@ def read_identity(checkpoint: Path) -> RunIdentity | None:
 
 def _run_file(checkpoint: Path) -> dict[str, Any]:
     """Return what a checkpoint says of its run; nothing if the file is missing or damaged."""
-    try:
-        fields = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+    return read_json_object(checkpoint / RUN_FILE)
 
 
 def identity_text(identity: RunIdentity, samples_per_step: int | None = None) -> str:

@@ -18,6 +18,7 @@ from neox.files import (
     fsync_path,
     lock_file,
     partial_path,
+    read_json_object,
     unwritable_parent,
     write_text,
 )
@@ -221,3 +222,10 @@ def test_whether_a_file_could_be_written(tmp_path: Path) -> None:
     assert names(tmp_path / "new") == []
     with pytest.raises(OSError):
         check_writable(tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize(("content", "found"), [('{"a": 1}', {"a": 1}), ("[1]", {}), ('{"a', {}), (None, {})])
+def test_small_files_of_json(tmp_path: Path, content: str | None, found: dict[str, int]) -> None:
+    if content is not None:
+        (tmp_path / "x.json").write_text(content)
+    assert read_json_object(tmp_path / "x.json") == found

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from neox.errors import LaunchError
-from neox.files import write_text
+from neox.files import read_json_object, write_text
 from neox.launch.processes import is_alive, process_start
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
@@ -143,11 +143,7 @@ def write_pids(logs: Path, pids: Mapping[str, int]) -> None:
 
 def read_pids(logs: Path) -> dict[str, int]:
     """Return what `write_pids` has written; nothing if the file is missing or damaged."""
-    try:
-        pids = json.loads((logs / _PIDS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return pids if isinstance(pids, dict) else {}
+    return read_json_object(logs / _PIDS_FILE)
 
 
 # -- called by ranks
