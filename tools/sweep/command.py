@@ -14,7 +14,15 @@ from neox.log import setup_logging
 from neox.resume import lock_output
 from tools.sweep.places import Place, find_places
 from tools.sweep.planned_run import PlannedRun, State, plan_runs, shown_command
-from tools.sweep.results import PICTURE, TABLE, RunResult, format_table, read_results, write_results
+from tools.sweep.results import (
+    PICTURE,
+    TABLE,
+    RunResult,
+    format_table,
+    read_results,
+    values_at_an_end,
+    write_results,
+)
 from tools.sweep.runner import SweepRunner
 from tools.sweep.sweep_file import Sweep, read_sweep
 
@@ -148,7 +156,7 @@ def _print_results(sweep: Sweep, results: Sequence[RunResult]) -> None:
     print(format_table(sweep, results))
     best = results[0]
     if best.score is not None and best.state is State.DONE:
-        print(f"best: {best.name}")
+        print("\n".join([f"best: {best.name}", *values_at_an_end(results)]))
     print(f"{sweep.directory / TABLE}  {sweep.directory / PICTURE}")
 
 

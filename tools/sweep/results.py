@@ -82,6 +82,30 @@ def read_results(
     return sorted(results, key=lambda result: _order(result, sweep.goal))
 
 
+def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
+    """Return for each key whose best value is the smallest or the largest one that was tried that it is, in words.
+
+    The best value may then be outside. Runs that diverged were tried, too.
+
+    Args:
+        results: Results of all runs, the best first.
+    """
+    found = []
+    for key, best in results[0].values.items():
+        tried = {_as_number(result.values.get(key)) for result in results}
+        numbers = sorted(number for number in tried if number is not None)
+        if key == "seed" or len(numbers) < 2 or _as_number(best) not in (numbers[0], numbers[-1]):
+            continue
+        end, further = ("smallest", "smaller") if best == numbers[0] else ("largest", "larger")
+        found.append(f"{key} {best:g} is the {end} of {len(numbers)} values: a {further} one may be better")
+    return found
+
+
+def _as_number(value: object) -> float | None:
+    """Return a value as a number; None if it is none."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def _order(result: RunResult, goal: Goal) -> tuple[bool, float]:
     if result.score is None or result.state is State.DIVERGED:
         return True, 0.0
