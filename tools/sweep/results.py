@@ -92,12 +92,17 @@ def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
     """
     found = []
     for key, best in results[0].values.items():
-        tried = {_as_number(result.values.get(key)) for result in results}
-        numbers = sorted(number for number in tried if number is not None)
-        if key == "seed" or len(numbers) < 2 or _as_number(best) not in (numbers[0], numbers[-1]):
+        tried: set[float] = set()
+        for result in results:
+            number = _as_number(result.values.get(key))
+            if number is not None:
+                tried.add(number)
+        if key == "seed" or len(tried) < 2:
             continue
-        end, further = ("smallest", "smaller") if best == numbers[0] else ("largest", "larger")
-        found.append(f"{key} {best:g} is the {end} of {len(numbers)} values: a {further} one may be better")
+        if best == max(tried):
+            found.append(f"{key} {best:g} is the largest of {len(tried)} values: a larger one may be better")
+        elif best == min(tried):
+            found.append(f"{key} {best:g} is the smallest of {len(tried)} values: a smaller one may be better")
     return found
 
 
