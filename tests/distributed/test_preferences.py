@@ -440,3 +440,43 @@ def test_the_first_loss_is_that_of_equal_models(tmp_path: Path) -> None:
     for plan, curve in zip(plans, run_ranks(2, curves, plans)[0], strict=True):
         allowed = 1e-5 if plan.precision == "fp32" else 5e-3
         assert curve[0]["loss"] == pytest.approx(math.log(2), abs=allowed), plan.config.data.pack_impl
+
+
+@pytest.mark.parametrize("kind", ["simpo", "rm"])
+def test_whole_validation_sets_count_each_pair_once(tmp_path: Path, kind: str) -> None:
+    """Micro batches of three rows on two data ranks, which do not divide the rows: the last ones hold copies."""
+    from neox.data.run_data import build_data_iterators
+    from neox.tokenizer import build_tokenizer
+
+    data = write_preferences(tmp_path)
+    keys = {**keys_of(data, kind), "eval_iters": "all", "train_micro_batch_size_per_gpu": 3, "train_batch_size": 6}
+    plan = tiny_plan(2, **keys)
+    counted = 0.0
+    rows = 0
+    for rank in range(2):
+        (found,) = build_data_iterators(plan, rank, tokenizer=build_tokenizer("CharLevelTokenizer", None)).valid
+        assert found.micro_batches is not None
+        for _ in range(found.micro_batches):
+            batch = next(found.batches)
+            counted += float(batch["pair_mask"].sum())
+            rows += len(batch["pair_mask"])
+    assert counted == PAIRS
+    assert rows > found.batches.dataset.num_samples, "some of the last rows are copies"
+
+
+def whole_set(plan: RunPlan) -> dict[str, float]:
+    """Return the mean scores of one pass over the validation set."""
+    engine, data = opened(plan)
+    (found,) = data.valid
+    assert found.micro_batches is not None
+    return dict(engine.eval_batch(found.batches, found.micro_batches).scores)
+
+
+def test_whole_validation_sets_score_alike_on_data_ranks(tmp_path: Path) -> None:
+    """The last micro batch of the second rank holds copies only."""
+    data = write_preferences(tmp_path)
+    keys = {**keys_of(data, "simpo"), "eval_iters": "all", "train_batch_size": 8}
+    alone = run_ranks(1, whole_set, tiny_plan(1, train_micro_batch_size_per_gpu=8, **keys))[0]
+    both = run_ranks(2, whole_set, tiny_plan(2, train_micro_batch_size_per_gpu=4, **keys))
+    assert both[0] == both[1]
+    check_scores(both[0], alone, "two data ranks")

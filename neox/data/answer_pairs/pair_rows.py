@@ -89,7 +89,8 @@ def pack_pairs(
         found += rows_of_pass
         if rows is None or len(found) >= rows:
             break
-    del found[rows:]
+    if rows is not None:
+        del found[rows:]
     lengths = list(map(len, found))
     return PairRows(np.concatenate(found), np.concatenate([[0], np.cumsum(lengths)]))
 
