@@ -46,10 +46,11 @@ def layouts(plan: RunPlan, *, on_cpu: bool = False) -> Iterator[Layout]:
 
     Layouts keep the fields of the run's own layout that are not searched.
     """
+    pipe_degrees = list(_pipe_degrees(plan))
     for tp_size in _tensor_degrees(plan):
         for cp_size in _context_degrees(plan, tp_size):
             for ep_size in _expert_degrees(plan):
-                for pp_size in range(1, plan.architecture.num_layers + 1):
+                for pp_size in pipe_degrees:
                     degrees = _Degrees(tp_size, cp_size, ep_size, pp_size)
                     yield from _layouts_of(degrees, plan, on_cpu=on_cpu)
 
@@ -63,8 +64,6 @@ class _Degrees(NamedTuple):
 
 def _layouts_of(degrees: _Degrees, plan: RunPlan, *, on_cpu: bool) -> Iterator[Layout]:
     """Yield the layouts with given degrees; none if the degrees do not divide the ranks and the batch."""
-    if any(multi_token_problems(plan.config.updated({"pipe_parallel_size": degrees.pp}))):
-        return
     same_weights, rest = divmod(plan.grid.world_size, degrees.tp * degrees.pp)
     if rest or same_weights % degrees.cp or same_weights % degrees.ep:
         return
@@ -82,6 +81,15 @@ def _layouts_of(degrees: _Degrees, plan: RunPlan, *, on_cpu: bool) -> Iterator[L
     for batched in _micro_batches(layout, samples):
         for scheduled in _schedules(batched, plan):
             yield from _memory_choices(scheduled, plan, on_cpu=on_cpu)
+
+
+def _pipe_degrees(plan: RunPlan) -> Iterator[int]:
+    """Yield the pipeline degrees that divide the ranks, give each stage a block, and that no rule refuses."""
+    for pp_size in range(1, plan.architecture.num_layers + 1):
+        if plan.grid.world_size % pp_size:
+            continue
+        if not any(multi_token_problems(plan.config.updated({"pipe_parallel_size": pp_size}))):
+            yield pp_size
 
 
 def _context_degrees(plan: RunPlan, tp_size: int) -> Iterator[int]:
