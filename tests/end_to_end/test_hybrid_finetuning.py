@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,20 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+
+
+def loss_of_answers(model: Any, tokenizer: Any, chats: list[Any]) -> float:
+    """Mean loss of the tokens of answers, each conversation by itself."""
+    losses = []
+    for chat in chats:
+        ids = tokenizer.apply_chat_template(chat, return_tensors="pt")["input_ids"]
+        prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        begin = prompt.shape[1]
+        assert torch.equal(ids[:, :begin], prompt)
+        with torch.inference_mode():
+            logits = model(ids).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits[begin - 1 : -1], ids[0, begin:], reduction="none"))
+    return torch.cat(losses).mean().item()
 
 
 @pytest.mark.slow
@@ -61,11 +76,7 @@ def test_a_hybrid_is_fine_tuned_on_conversations(tmp_path: Path, model_type: str
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid-chat-model")
     assert tuned.config.model_type == model_type
     loaded = AutoTokenizer.from_pretrained(str(tmp_path / "hybrid-chat-model"))
-    ids = torch.cat([loaded.apply_chat_template(chat, return_tensors="pt")["input_ids"] for chat in chats[10:20]], 1)
-    losses = []
-    with torch.inference_mode():
-        for model in (base.eval(), tuned.eval()):
-            losses.append(torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).item())
+    losses = [loss_of_answers(model.eval(), loaded, chats[10:20]) for model in (base, tuned)]
     assert losses[1] < losses[0] - 0.3, losses
     before, after = base.state_dict(), tuned.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
