@@ -166,7 +166,7 @@ class TestReduction:
     def test_the_engine_reduces_only_if_zero_does_not(self):
         for keys, reduces in (
             ({}, True),
-            ({**BF16, "zero_optimization": {"stage": 1}}, True),
+            ({**BF16, "zero_optimization": {"stage": 1, "overlap_comm": False}}, True),
             ({"zero_optimization": {"stage": 2}}, False),
             ({**BF16, "zero_optimization": {"stage": 3}}, False),
         ):
@@ -174,6 +174,16 @@ class TestReduction:
             assert (held.reduction_after_passes() > 0) is reduces
             assert (held.reduction_buckets() > 0) is not reduces
             assert sharding(small_plan(1, **keys)).reduction_after_passes() == 0
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_layers_are_reduced_in_turn_and_then_what_they_share(self, tied: bool):
+        zero = {"stage": 1, "reduce_bucket_size": 1}
+        plan = small_plan(2, **BF16, zero_optimization=zero, no_weight_tying=not tied)
+        held = sharding(plan)
+        shared = plan.layers.word_embeddings.shard_numel(1) if tied else 0
+        assert held.reduction_after_passes() == (4 + 2) * shared
+        blocks = plan.architecture.num_layers
+        assert held.held_during_passes() == (4 + 2) * (held.count.trained // blocks)
 
     def test_zero_1_copies_its_shard_of_reduced_gradients(self):
         for overlaps in (False, True):
