@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
@@ -46,6 +47,9 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aio
 _TEMPORARY_STATUS = (408, 425, 429)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError")
 _WILDCARDS = set("*?[")
+_WEB_ADDRESS = re.compile(r"(https?://)(?:[^\s/'\"]*@)?([^\s?#'\"]*)(?:[?#][^\s'\"]*)?")
+"""An address in a text: its scheme, a user name, host and path, and a query. The second and the last may be secrets."""
+
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?:/|$)")
 T = TypeVar("T")
 
@@ -218,25 +222,30 @@ def attempt(action: Callable[[], T], what: str, kind: type[NeoXError] = DataErro
             error = caught
             cause = caught.__cause__
             # fsspec reports each failure of a request to a web server as a missing file
-            from_web = type(cause).__module__.startswith("aiohttp")
-            if isinstance(caught, FileNotFoundError) and isinstance(cause, Exception) and from_web:
+            hides = isinstance(caught, FileNotFoundError) and type(cause).__module__.startswith("aiohttp")
+            if hides and isinstance(cause, Exception) and _http_status(cause) != HTTPStatus.NOT_FOUND:
                 error = cause
             reason = _refusal(error)
             if reason is not None:
                 raise kind(f"{what}: {reason}") from error
-            described = f"{type(error).__name__}: {_first_line(error)}"
+            described = _described(error)
+            if _http_status(error) is None:
+                described = f"{type(error).__name__}: {described}"
             if number == ATTEMPTS:
-                raise kind(
-                    f"{what}: {described}, {ATTEMPTS} times; run the same command again to continue{proxy_advice()}"
-                ) from error
+                advice = f"run the same command again to continue{proxy_advice(error)}"
+                raise kind(f"{what}: {described}, {ATTEMPTS} times; {advice}") from error
             _log.warning("%s: %s; retrying", what, described)
             time.sleep(FIRST_PAUSE * 2 ** (number - 1))
     raise AssertionError
 
 
-def proxy_advice() -> str:
-    """Return the end of a message about a failed connection: the way through a proxy, if none is set."""
-    if urllib.request.getproxies().keys() & {"http", "https", "all"}:
+def proxy_advice(error: Exception) -> str:
+    """Return the end of a message about a failed connection: the way through a proxy, if none is set.
+
+    Args:
+        error: Why the connection failed. If a server has answered, a proxy is no way, and the text is empty.
+    """
+    if _http_status(error) is not None or urllib.request.getproxies().keys() & {"http", "https", "all"}:
         return ""
     return " (if only a proxy leads out of this network, set https_proxy and no_proxy)"
 
@@ -245,21 +254,33 @@ def _refusal(error: Exception) -> str | None:
     """Return why a server refuses an action, with advice; None for a temporary error."""
     if isinstance(error, FileNotFoundError):
         return "it does not exist, or these credentials do not give access to it"
-    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
-    lasting = isinstance(status, int) and 400 <= status < 500 and status not in _TEMPORARY_STATUS
+    status = _http_status(error)
+    lasting = status is not None and 400 <= status < 500 and status not in _TEMPORARY_STATUS
     without = type(error).__name__ in _NO_CREDENTIALS
     if isinstance(error, PermissionError) or lasting or without:
         return (
-            f"access is refused: {_first_line(error)}; check this machine's credentials and whether they have expired "
+            f"access is refused: {_described(error)}; check this machine's credentials and whether they have expired "
             "(s3: AWS_ACCESS_KEY_ID or a profile; hub: HF_TOKEN)"
         )
     return None
 
 
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error message, without a full stop."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(". ")
+def _http_status(error: Exception) -> int | None:
+    """Return the HTTP status with which a server has answered, from the errors of several clients; None without one."""
+    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
+    return status if isinstance(status, int) and status >= 100 else None
+
+
+def _described(error: Exception) -> str:
+    """Return an error in one line, without a full stop and without the secrets of addresses, which clients quote."""
+    status = _http_status(error)
+    if status is None:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    else:
+        response = getattr(error, "response", None)
+        messages = (getattr(error, "message", None), getattr(response, "reason_phrase", None))
+        text = f"HTTP {status} {next(filter(None, messages), getattr(response, 'reason', None)) or ''}"
+    return _WEB_ADDRESS.sub(r"\1\2", text).rstrip(". ")
 
 
 def state_of(path: str) -> FileState:

@@ -78,7 +78,7 @@ def _download(repository: str, revision: str | None) -> Source:
         raise ConversionError(
             f"{named}: no such directory, and the hub cannot be asked for such a model: {_reason(error)}; download it "
             f"on a machine with a network by `hf download {repository} --local-dir DIRECTORY`, and give that directory"
-            f"{proxy_advice()}"
+            f"{proxy_advice(error)}"
         ) from error
     if CONFIG not in names:
         raise ConversionError(f"{named}: the repository has no {CONFIG}, so it is no model of transformers")

@@ -287,7 +287,7 @@ def download(
                 raise DataError(f"{url}: {error}; give another source with NAME=URL, or a local path") from error
             if attempt == _ATTEMPTS:
                 raise DataError(
-                    f"{url}: {error}, {_ATTEMPTS} times; the same command resumes the download{proxy_advice()}"
+                    f"{url}: {error}, {_ATTEMPTS} times; the same command resumes the download{proxy_advice(error)}"
                 ) from error
             _log.warning("%s: %s: trying again", url, error)
             time.sleep(pause * 2 ** (attempt - 1))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import socket
 import urllib.request
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
@@ -108,3 +111,52 @@ def test_failed_connections_without_a_proxy_name_its_variable(environment: pytes
                 read("http://127.0.0.1:9/a")
             assert ("https_proxy" in str(failure.value)) == said
     forget_proxies()
+
+
+class Answer(BaseHTTPRequestHandler):
+    """Answers each request with the status that its path names."""
+
+    def do_GET(self) -> None:
+        """Answer without content."""
+        self.send_response(int(self.path[1:4]))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (404, "it does not exist"),
+        (403, "access is refused: HTTP 403 Forbidden;"),
+        (503, "HTTP 503 Service Unavailable, 2 times"),
+    ],
+)
+def test_answers_of_a_server_are_told_without_the_secrets_of_the_address(
+    status: int, said: str, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment.setattr(logging.getLogger("neox"), "propagate", True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    host = f"127.0.0.1:{server.server_port}"
+    with pytest.raises(NeoXError) as failure:
+        storage.state_of(f"http://user:password@{host}/{status}.jsonl?X-Amz-Signature=SECRET")
+    server.shutdown()
+    server.server_close()
+    message = str(failure.value)
+    assert f"http://{host}/{status}.jsonl: {said}" in message
+    assert ("retrying" in caplog.text) == (status == 503)
+    for text in (message, caplog.text):
+        assert not {"SECRET", "password", "https_proxy"} & set(re.findall(r"\w+", text)), text
+
+
+def test_errors_that_quote_an_address_hide_its_secrets() -> None:
+    def quote() -> None:
+        raise PermissionError("no access to 'https://user:password@host/a?X-Amz-Signature=SECRET'.")
+
+    with pytest.raises(NeoXError, match="refused: no access to 'https://host/a';"):
+        storage.attempt(quote, "a")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -126,6 +127,24 @@ def test_a_hub_out_of_reach_is_said_with_a_way_out(hub, monkeypatch):
     hub.server_close()
     with raises_naming(ConversionError, "org/model", "hf download org/model"):
         find_source("org/model")
+
+
+def test_an_answer_of_the_hub_asks_for_no_proxy(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for status in (404, None):
+        error = OSError("no such file")
+        if status:
+            error.response = SimpleNamespace(status_code=status)
+
+        def refuse(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+        with pytest.raises(ConversionError) as failure:
+            find_source("org/model")
+        assert ("https_proxy" in str(failure.value)) == (status is None)
 
 
 def test_directories_come_before_the_hub(tmp_path, monkeypatch):
