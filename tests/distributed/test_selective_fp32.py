@@ -75,8 +75,11 @@ def found_in(jobs: list[tuple[RunPlan, RunPlan]]) -> list[dict[str, Any]]:
     return answers
 
 
+# The second stage has no parameters that stay fp32.
+ONE_STAGE: dict[str, Any] = {"zero": 1, "pp": 2, "attention_config": ["mamba", "mamba", "global", "global"]}
 FAST = [({"zero": 1}, {"zero": 3})]
 FURTHER = [
+    (ONE_STAGE, ONE_STAGE),
     ({"zero": 2}, {"zero": 1, "mp": 2}),
     ({"zero": 3}, {"zero": 1, "pp": 2}),
     ({"zero": 1, "pp": 2}, {"zero": 2}),
@@ -109,6 +112,8 @@ def test_decays_are_fp32_in_16_bits_in_every_layout(tmp_path: Path, layouts: lis
                 assert torch.equal(found["trained_rounded"][name], trained.to(found["trained_rounded"][name].dtype))
             names = set(found["trained"])
             assert any(name.endswith("mixer.D") for name in names) or first.get("pp")
+            if first is ONE_STAGE:
+                assert [bool(answers[number]["trained"]) for answers in ranks] == [True, False]
             if first.get("mp") == second.get("mp") and not first.get("pp") and not second.get("pp"):
                 for name, values in found["resumed"].items():
                     assert torch.equal(values, found["trained"][name]), (first, second, name)

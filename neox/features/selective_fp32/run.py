@@ -47,18 +47,22 @@ class _Place(NamedTuple):
 
 
 def build(model: TrainedModel, start: RunStart) -> SelectiveFp32 | None:
-    """Return the copies; None in fp32, without such parameters on this rank, or if they are not asked for."""
+    """Return the copies; None in fp32, if the network has no such parameters, or if they are not asked for.
+
+    A pipeline stage without such parameters has the feature, too: all ranks report to each other how loading went.
+    """
     if model.plan.precision == "fp32" or not asks_for_fp32(model.plan.config):
         return None
-    feature = SelectiveFp32(model)
-    return feature if feature.places else None
+    if not any(selective_fp32(layer.parameters) for layer in model.plan.layers):
+        return None
+    return SelectiveFp32(model)
 
 
 class SelectiveFp32(Feature):
     """Fp32 copies of some parameters, which the mixers compute with.
 
     Attributes:
-        places: Where the copy of each parameter is, by its key.
+        places: Where the copy of each parameter of this rank is, by its key. A pipeline stage may have none.
     """
 
     def __init__(self, model: TrainedModel) -> None:
@@ -100,7 +104,9 @@ class SelectiveFp32(Feature):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the optimizer's fp32 weights; all data ranks call it together."""
+        """Copy the optimizer's fp32 weights; all data ranks call it together, which have the same parameters."""
+        if not self.places:
+            return
         updated = torch.zeros_like(self._copies)
         for span, part in self._parts():
             updated[span] = part.to(updated.device)
@@ -128,6 +134,8 @@ class SelectiveFp32(Feature):
 
     def _starting_values(self, start: RunStart) -> Iterator[tuple[Key, Tensor]]:
         """Yield the fp32 values on this tensor rank that a run starts with; not those of a loaded optimizer."""
+        if not self.places:
+            return
         plan, grid = self._model.plan, self._model.grid
         drawn = drawn_weights(plan)
         reader = None
