@@ -105,7 +105,7 @@ def plan_tensors(
         reader: Checkpoint, opened with `layers`.
         layers: Layers of the model.
         family: Family of the export.
-        dtype: Dtype of all tensors but those that stay fp32; None keeps each tensor's own.
+        dtype: Dtype of all tensors; those that stay fp32 are not rounded to it. None keeps each tensor's own.
         vocab_rows: Number of rows kept of the embedding and the head.
 
     Raises:
@@ -125,6 +125,8 @@ def plan_tensors(
         target = dtype
         if target is None or spec.stays_fp32:
             target = reader.parts(mapping.layer, mapping.name)[0].dtype
+            if dtype is not None:
+                target = torch.promote_types(target, dtype)  # of older checkpoints: 16 bits, maybe other ones
         theirs = to_hf_layout(torch.empty(stored, device="meta"), mapping.source, layers.architecture)
         for number, (key, tensor) in enumerate(zip(mapping.keys, theirs, strict=True)):
             planned.append(PlannedTensor(mapping, number, TensorEntry(key, tuple(tensor.shape), target)))

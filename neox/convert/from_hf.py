@@ -472,8 +472,10 @@ def _write_layers(
                 state[mapping.name] = from_hf_layout(theirs, mapping.source, layers.architecture)
             if precision:
                 for name, tensor in state.items():
-                    if not specs[name].stays_fp32:
-                        state[name] = tensor.to(DTYPES[precision])
+                    dtype = DTYPES[precision]
+                    if specs[name].stays_fp32:
+                        dtype = torch.promote_types(tensor.dtype, dtype)  # never rounded
+                    state[name] = tensor.to(dtype)
             write_full_layer(partial.directory, layer, state, tp_size)  # cuts each parameter for the tensor ranks
             partial.finish(layer.index)
             bar.update(layer.numel)

@@ -17,6 +17,7 @@ from neox.convert import from_hf, to_hf
 from neox.convert.hf_directory import new_directory
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError
+from neox.ops import DTYPES
 from neox.parallel import shard
 from neox.plan.network.export_form import export_note
 from tests.errors import raises_naming
@@ -127,6 +128,24 @@ def test_biases_of_the_choice_of_experts_stay_fp32(tmp_path):
     from_hf(tmp_path / "bf16", tmp_path / "again", precision="bf16")
     reader = CheckpointReader(tmp_path / "again" / "global_step0", single_rank_plan(config, 96).layers)
     assert torch.equal(reader.full(3, name), expected)
+
+
+@pytest.mark.parametrize(("precision", "kept"), [(None, "bf16"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")])
+def test_what_stays_fp32_and_is_stored_in_16_bits_is_never_rounded(tmp_path, precision, kept):
+    directory, config, weights = checkpoint(tmp_path, dtype=torch.bfloat16, **GLM4_MOE)
+    name, key = "mlp.router.selection_bias", "model.layers.1.mlp.gate.e_score_correction_bias"
+    to_hf(directory, config, tmp_path / "hf", precision=precision, verify=False)
+    exported = tensors(tmp_path / "hf")[key]
+    from_hf(tmp_path / "hf", tmp_path / "again")
+    to_hf(directory, config, tmp_path / "own", verify=False)
+    from_hf(tmp_path / "own", tmp_path / "imported", precision=precision)
+    layers = single_rank_plan(config, 96).layers
+    read = [
+        CheckpointReader(tmp_path / folder / "global_step0", layers).full(3, name) for folder in ("again", "imported")
+    ]
+    for found in (exported, *read):
+        assert found.dtype == DTYPES[kept]
+        assert torch.equal(found.float(), weights[3, name].float())
 
 
 def test_values_too_large_for_fp16_are_refused_and_nothing_is_left(tmp_path):
