@@ -88,6 +88,7 @@ class FeaturePaper:
     Attributes:
         problems: Rules across keys that a configuration breaks. Conditions of one key stand at the key.
         memory: Bytes that it keeps on a rank of a run in a layout.
+        notes: Notes on settings that change nothing, or less than they are meant to.
         notes_without_saves: Notes for a run that saves no checkpoint between its first and its last step.
         plan_lines: Lines of the plan under `label`.
         recovery_lines: Lines of the plan about what happens after a failure.
@@ -97,6 +98,7 @@ class FeaturePaper:
 
     problems: Callable[[NeoXConfig], Iterator[Problem]] = _no_problems
     memory: Callable[[LaidOutRun, RankTensors], FeatureMemory] = _no_memory
+    notes: Callable[[NeoXConfig], Iterator[Note]] = _no_notes
     notes_without_saves: Callable[[NeoXConfig], Iterator[Note]] = _no_notes
     plan_lines: Callable[[NeoXConfig], Iterator[str]] = _nothing
     recovery_lines: Callable[[NeoXConfig], Iterator[str]] = _nothing

@@ -11,37 +11,54 @@ from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensor
 from neox.plan.layout import LaidOutRun
 from neox.plan.network.attention_config import asked_kinds
 from neox.plan.network.recurrent_keys import SELECTIVE_FP32_KINDS
-from neox.problems import Problem
+from neox.problems import Note, Problem
 
 _KEY = "mamba_selective_fp32_params"
 _FP32 = 4
 
 
 def asks_for_fp32(config: NeoXConfig) -> bool:
-    """Return whether such parameters stay fp32 in 16 bits: not if the weights that the optimizer updates are bf16."""
+    """Return whether such parameters stay fp32 in 16 bits: only if memory holds fp32 weights for the optimizer."""
+    return config.recurrent.mamba_selective_fp32_params and not list(_obstacles(config))
+
+
+def keeps_fp32(config: NeoXConfig) -> bool:
+    """Return whether a run in 16 bits computes with fp32 values of such parameters."""
+    return asks_for_fp32(config) and _has_them_in_16_bits(config)
+
+
+def _has_them_in_16_bits(config: NeoXConfig) -> bool:
+    if config.value("num_layers") is None or choose_precision(config, []) not in ("bf16", "fp16"):
+        return False
+    return not set(asked_kinds(config)).isdisjoint(SELECTIVE_FP32_KINDS)
+
+
+def _obstacles(config: NeoXConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield settings with which memory holds no fp32 weights: the key, why, and what else to do."""
     bf16 = config.deepspeed.bf16
-    return config.recurrent.mamba_selective_fp32_params and not (bf16 is not None and bf16.has_bf16_states)
+    if bf16 is not None and bf16.has_bf16_states:
+        yield "bf16.bf16_master_weights_and_grads", "keeps no weights in fp32", "remove one"
+    if config.deepspeed.zero_optimization.states_directory is not None:
+        key = "zero_optimization.offload_optimizer.device"
+        yield key, "has the fp32 weights in files", "use device: cpu there, or set it to false"
 
 
 def problems(config: NeoXConfig) -> Iterator[Problem]:
     """Fp32 values come from the optimizer's weights, which are fp32 and in memory."""
-    if not config.recurrent.mamba_selective_fp32_params or choose_precision(config, []) not in ("bf16", "fp16"):
+    if not (config.given(_KEY) and config.recurrent.mamba_selective_fp32_params and _has_them_in_16_bits(config)):
         return
-    if config.value("num_layers") is None or set(asked_kinds(config)).isdisjoint(SELECTIVE_FP32_KINDS):
+    for key, reason, advice in _obstacles(config):
+        rule = f"does not work with {config.describe_setting(key)}, which {reason}; {advice}"
+        yield config.problem(_KEY, rule, key)
+
+
+def notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield that the default changes nothing."""
+    if config.given(_KEY) or not _has_them_in_16_bits(config):
         return
-    bf16 = config.deepspeed.bf16
-    if config.given(_KEY) and bf16 is not None and bf16.has_bf16_states:
-        states = "bf16.bf16_master_weights_and_grads"
-        rule = f"does not work with {config.describe_setting(states)}, which keeps no weights in fp32; remove one"
-        yield config.problem(_KEY, rule, states)
-    directory = config.deepspeed.zero_optimization.states_directory
-    if directory is not None:
-        device = "zero_optimization.offload_optimizer.device"
-        rule = (
-            f"(the default is true) does not work with {config.describe_setting(device)}: the fp32 weights are in "
-            "files; use device: cpu, or set it to false"
-        )
-        yield config.problem_about(f"`{_KEY}` {rule}", _KEY, device)
+    for key, reason, _ in _obstacles(config):
+        message = f"`{_KEY}` is off, though true by default: {config.describe_setting(key)} {reason}"
+        yield Note((_KEY, key), f"{message}, so A_log, D and dt_bias are rounded to 16 bits")
 
 
 def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
@@ -54,4 +71,4 @@ def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
     return FeatureMemory(weights=_FP32 * -(-elements // run.layout.pp_size))
 
 
-PAPER = FeaturePaper(problems=problems, memory=memory)
+PAPER = FeaturePaper(problems=problems, memory=memory, notes=notes)

@@ -51,6 +51,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_evaluation_notes(config),
         *dropout_notes(config),
         *_replacement_notes(config),
+        *(note for paper in PAPERS for note in paper.notes(config)),
     ]
 
 

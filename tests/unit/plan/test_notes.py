@@ -14,7 +14,7 @@ from neox.config.sections.conditions import Condition, markers, status_of
 from neox.config.sections.deepspeed import ZeroSettings
 from neox.plan import architecture_of, resolve
 from neox.plan.rules import notes_without_effect
-from tests.plans import SMALL, plan_of
+from tests.plans import SIZES, SMALL, plan_of, problem_keys
 
 
 def noted(**keys: Any) -> list[tuple[str, ...]]:
@@ -65,6 +65,32 @@ def test_recovery_without_checkpoints_on_the_way_is_noted(schedule: dict[str, An
     expected = [("max_restarts", "checkpoint_factor"), ("loss_spike_action", "checkpoint_factor")] if is_noted else []
     assert noted(**keys) == expected
     assert noted(save="s", train_iters=10) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "keys"),
+    [
+        (
+            "zero_optimization.offload_optimizer.device",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}},
+        ),
+        (
+            "bf16.bf16_master_weights_and_grads",
+            {
+                "zero_optimization": {"stage": 2},
+                "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            },
+        ),
+    ],
+)
+def test_nothing_stays_fp32_by_default_without_fp32_weights_in_memory(setting: str, keys: dict[str, Any]) -> None:
+    key = "mamba_selective_fp32_params"
+    keys = {**SIZES, **keys, "attention_config": [[["mamba", "global"], 2]], "precision": "bf16"}
+    assert noted(**keys) == [(key, setting)]
+    assert problem_keys(1, **keys) == []
+    assert (key, setting) not in noted(**keys, **{key: False})
+    assert problem_keys(1, **keys, **{key: True}) == [(key, setting)]
+    assert (key, setting) not in noted(**{**keys, "attention_config": [[["global"], 4]]})
 
 
 def test_a_note_names_keys_with_one_condition_together_and_the_condition() -> None:
