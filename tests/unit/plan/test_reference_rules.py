@@ -10,6 +10,7 @@ from tests.plans import SIZES, problem_keys, small_plan
 
 PAIRS = {"train_impl": "dpo", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"]}
 COPIED = {**PAIRS, "reference_model": "copy"}
+MAMBA = {"attention_config": [[["mamba", "global"], 2]], "precision": "bf16", "norm": "rmsnorm"}
 CPU = {"device": "cpu"}
 VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("reference_model", ("lora",), {**PAIRS, "reference_model": "without_adapters"}),
@@ -17,6 +18,7 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("train_impl", ("eod_mask_loss",), {**PAIRS, "train_impl": "orpo", "eod_mask_loss": True}),
     ("reference_model", ("lora",), {**COPIED, "lora": {"r": 4, "alpha": 8, "target": ["dense"]}}),
     ("reference_model", ("precompute_model_name",), {**COPIED, "precompute_model_name": "base"}),
+    ("reference_model", ("mamba_selective_fp32_params", "attention_config"), {**COPIED, **MAMBA}),
     (
         "reference_model",
         ("zero_optimization.offload_param.device",),
@@ -34,6 +36,11 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
 def test_violation(key: str, others: tuple[str, ...], change: dict[str, Any]) -> None:
     (keys,) = problem_keys(8, **{**SIZES, **change})
     assert {key, *others} <= set(keys)
+
+
+@pytest.mark.parametrize("change", [{"precision": "fp32"}, {"mamba_selective_fp32_params": False}])
+def test_a_copy_of_recurrent_blocks_is_exact_if_nothing_stays_fp32(change: dict[str, Any]) -> None:
+    assert problem_keys(8, **{**SIZES, **COPIED, **MAMBA, **change}) == []
 
 
 @pytest.mark.parametrize("stage", [1, 3])
