@@ -56,8 +56,9 @@ class RecurrentConfig(Section):
     mamba_selective_fp32_params: Annotated[bool, _SELECTIVE] = True
     """Let blocks of Mamba and `gated_delta` compute with the fp32 values of `A_log`, `D` and `dt_bias` when training in
     16 bits: decays and steps are exponentials of them. In gpt-neox these are A_log and D of `mamba` blocks. Files of
-    layers hold the fp32 values; data ranks gather them after each step. Not with bf16_master_weights_and_grads, which
-    keeps no fp32 values."""
+    layers hold the fp32 values; data ranks gather them after each step. Off by default, and refused if given, where
+    memory holds no fp32 weights: with bf16_master_weights_and_grads, and with optimizer states in files. Not with
+    `reference_model: copy`."""
 
     linear_num_key_heads: Annotated[PositiveInt, _DELTA] = 16
     """Number of heads of queries and keys in `gated_delta` blocks, a multiple of model_parallel_size. The names and

@@ -51,7 +51,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_evaluation_notes(config),
         *dropout_notes(config),
         *_replacement_notes(config),
-        *(note for paper in PAPERS for note in paper.notes(config)),
+        *_feature_notes(config),
     ]
 
 
@@ -149,6 +149,12 @@ def _recovery_notes(config: NeoXConfig) -> Iterator[Note]:
         yield Note(("max_restarts", "checkpoint_factor"), message)
     for paper in PAPERS:
         yield from paper.notes_without_saves(config)
+
+
+def _feature_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield the notes of features."""
+    for paper in PAPERS:
+        yield from paper.notes(config)
 
 
 def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:
