@@ -36,7 +36,7 @@ def shares_by_weight(mixture: Mixture, sizes: Sequence[int]) -> list[float]:
         sizes: Number of tokens of each dataset.
     """
     weights: Sequence[float] = mixture.weights or [1.0] * len(sizes)
-    if mixture.temperature is not None:
+    if mixture.temperature is not None and any(sizes):
         largest = max(sizes)
         weights = [(size / largest) ** (1 / mixture.temperature) for size in sizes]
     total = sum(weights)

@@ -21,7 +21,9 @@ def data_lines(plan: RunPlan) -> Iterator[str]:
     for of_stage in found:
         shares = []
         for path, share, size in zip(dataset_names(plan), of_stage.shares, pass_tokens, strict=True):
-            if share:
+            if share and not size:
+                shares.append(f"{path} {100 * share:.3g} % (no usable document)")
+            elif share:
                 shares.append(f"{path} {100 * share:.3g} % ({share * of_stage.tokens / size:.3g} passes)")
         stage = ""
         if len(found) > 1:

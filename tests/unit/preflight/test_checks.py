@@ -323,6 +323,22 @@ def test_passes_over_a_part_count_its_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "keys",
+    [
+        {"pack_impl": "pack_until_overflow", "allow_chopped": False, "seq_length": 8},
+        {"split": "0,50,50", "seq_length": 8},
+    ],
+)
+def test_training_data_without_a_usable_document_has_a_plan(tmp_path: Path, keys: dict[str, Any]) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_documents(np.arange(100), [10] * 10)
+    keys = {"data_path": str(tmp_path / "x"), "train_iters": 8, "train_micro_batch_size_per_gpu": 1, **keys}
+    plan, _ = with_amounts(resolve(config(**keys), 1, 200))
+    (line,) = data_lines(plan)
+    assert line.endswith("x 100 % (no usable document)")
+
+
+@pytest.mark.parametrize(
     ("packing", "samples"),
     [
         ({"pack_impl": "unpacked"}, 11),
