@@ -85,7 +85,7 @@ def read_results(
 def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
     """Return for each key whose best value is the smallest or the largest one that was tried that it is, in words.
 
-    The best value may then be outside. Runs that diverged were tried, too.
+    The best value may then be outside. Runs that diverged were tried, too; those without a score were not.
 
     Args:
         results: Results of all runs, the best first.
@@ -95,7 +95,8 @@ def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
         tried: set[float] = set()
         for result in results:
             number = _as_number(result.values.get(key))
-            if number is not None:
+            was_tried = result.score is not None or result.state is State.DIVERGED
+            if number is not None and was_tried:
                 tried.add(number)
         if key == "seed" or len(tried) < 2:
             continue
