@@ -217,7 +217,7 @@ def chunked_scan(
         document_starts: Index in the row at which each token's document starts, [B, S]; None for one document a row.
         chunk: Tokens of a chunk, L.
     """
-    if recurrent_kernels.takes_kernel(recurrent_kernels.MAMBA, x):
+    if recurrent_kernels.takes_kernel(recurrent_kernels.MAMBA, x) and x.element_size() == 2:
         return recurrent_kernels.chunked_scan(x, dt, decay, b, c, state, document_starts)
     batch, length, heads, head_dim = x.shape
     groups = b.shape[2]

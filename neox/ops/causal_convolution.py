@@ -35,7 +35,8 @@ def causal_convolution(
         y = _convolved(x, weight, bias, positions)
         return y, F.pad(x[:, max(0, x.shape[1] - kept) :], (0, 0, max(0, kept - x.shape[1]), 0))
     whole = torch.cat((before.to(x.dtype), x), dim=1)  # [B, K - 1 + S, C]
-    y = _convolved(whole, weight, bias, positions)
+    convolve = _Convolution.apply if x.shape[1] == 1 else _convolved  # a kernel would compute K tokens for one
+    y = convolve(whole, weight, bias, positions)
     return y[:, kept:], whole[:, x.shape[1] :]
 
 

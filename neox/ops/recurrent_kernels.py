@@ -3,10 +3,11 @@
     our function            kernel                     its package             takes
     causal_convolution      causal_conv1d_fn           causal-conv1d           2 to 4 taps
     mamba's selective_scan  selective_scan_fn          mamba-ssm               no state, one document in a row
-    mamba2's chunked_scan   mamba_chunk_scan_combined  mamba-ssm
+    mamba2's chunked_scan   mamba_chunk_scan_combined  mamba-ssm               16 bits
     gated_delta_scan        chunk_gated_delta_rule     flash-linear-attention  16 bits
     wkv_scan                chunk_rwkv6                flash-linear-attention  16 bits
 
+The last three kernels would multiply 32 bits in TF32, so they get inputs of 16 bits only (steps and states are fp32).
 What a kernel does not take, runs with `deterministic` (their backward passes add up in any order), and steps of one
 token are computed by torch's operations. Each function here has the arguments and results of ours.
 

@@ -151,7 +151,8 @@ def _recurrences(plan: RunPlan, *, training: bool) -> Iterator[_Use]:
             obstacle = obstacle or "the kernel separates no documents"
         yield _Use("mamba_kernels", f"recurrences of {_blocks(count)} of mamba", obstacle)
     if count := sum(kind in MAMBA2_KINDS for kind in kinds):
-        yield _Use("mamba_kernels", f"recurrences of {_blocks(count)} of mamba2", of_run)
+        obstacle = of_run or ("its products would be TF32" if plan.precision == "fp32" else "")
+        yield _Use("mamba_kernels", f"recurrences of {_blocks(count)} of mamba2", obstacle)
     if count := sum(kind in (*DELTA_KINDS, *RWKV_KINDS) for kind in kinds):
         obstacle = of_run or ("they take 16 bits" if plan.precision == "fp32" else "")
         yield _Use("linear_attention_kernels", f"recurrences of {_blocks(count)}", obstacle)

@@ -13,12 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.errors import LaunchError
+from neox.model import build_layer
+from neox.model.context import BlockContext
 from neox.model.mamba import one_token as mamba_token
 from neox.model.mamba import selective_scan
 from neox.model.mamba2 import chunked_scan
 from neox.model.mamba2 import one_token as mamba2_token
 from neox.ops import causal_convolution, gated_delta_recurrence, gated_delta_scan, wkv_recurrence, wkv_scan
 from neox.ops import recurrent_kernels as kernels
+from neox.parallel import ParallelGrid
+from tests.plans import NETWORKS, SMALL, plan_of
 
 BATCH, LENGTH = 2, 11
 STARTS = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 8], [0, 0, 0, 0, 0, 0, 6, 6, 6, 6, 6]])
@@ -73,7 +77,9 @@ def mamba_chunk_scan_combined(
     assert return_final_states
     assert chunk_size & (chunk_size - 1) == 0
     assert not dt_softplus
-    state = x.new_zeros(batch, heads, head_dim, B.shape[-1]) if initial_states is None else initial_states
+    assert x.dtype == B.dtype == torch.bfloat16
+    assert dt.dtype == A.dtype == torch.float32
+    state = dt.new_zeros(batch, heads, head_dim, B.shape[-1]) if initial_states is None else initial_states
     outputs = []
     for token in range(length):
         if seq_idx is not None and token:
@@ -178,22 +184,43 @@ def test_convolution(monkeypatch, calls, positions, has_state):
     assert calls == ["causal_conv1d_fn"]
     both(monkeypatch, causal_convolution, x, torch.randn(16, 5), None)
     assert calls == ["causal_conv1d_fn"]  # not of 5 taps
+    if has_state:
+        fused, plain = both(monkeypatch, causal_convolution, x[:, :1], weight, bias, before=before)
+        assert torch.equal(fused[0], plain[0])
+        assert calls == ["causal_conv1d_fn"]  # not for steps of one token
 
 
 def mamba2_inputs() -> list[Tensor]:
     torch.manual_seed(1)
     x = torch.randn(BATCH, LENGTH, 4, 3)
     dt = F.softplus(torch.randn(BATCH, LENGTH, 4))
-    return [x, dt, -torch.rand(4), torch.randn(BATCH, LENGTH, 2, 5), torch.randn(BATCH, LENGTH, 2, 5)]
+    b, c = torch.randn(2, BATCH, LENGTH, 2, 5).bfloat16()
+    return [x.bfloat16(), dt, -torch.rand(4), b, c]
 
 
 @pytest.mark.parametrize("case", ["one", "documents", "state"])
 def test_mamba2(monkeypatch, calls, case):
     state = torch.randn(BATCH, 4, 3, 5) if case == "state" else None
     starts = STARTS if case == "documents" else None
-    fused, plain = both(monkeypatch, chunked_scan, *mamba2_inputs(), state, starts)
-    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+    inputs = mamba2_inputs()
+    fused, plain = both(monkeypatch, chunked_scan, *inputs, state, starts)
+    torch.testing.assert_close(fused[0], plain[0], rtol=1e-2, atol=1e-2)  # the kernel's outputs have 16 bits
+    torch.testing.assert_close(fused[1], plain[1], rtol=1e-4, atol=1e-5)
     assert calls == ["mamba_chunk_scan_combined"]
+    calls.clear()
+    both(monkeypatch, chunked_scan, *(tensor.float() for tensor in inputs), state, starts)
+    assert calls == []  # not in fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_of_mamba2_hand_their_type_to_the_kernel(monkeypatch, calls, dtype):
+    plan = plan_of(**SMALL | NETWORKS["mamba2"])
+    (index, *_) = (number for number, layer in enumerate(plan.layers) if layer.kind == "block")
+    block = build_layer(plan, index, ParallelGrid.single(), device=torch.device("cpu"), dtype=dtype)
+    monkeypatch.setattr(kernels, "takes_kernel", lambda name, x: name == kernels.MAMBA)
+    width = plan.architecture.hidden_size
+    block.mixer(torch.zeros(1, 8, width, dtype=dtype), BlockContext(torch.arange(8)[None]))
+    assert calls == ["mamba_chunk_scan_combined"] * (dtype == torch.bfloat16)
 
 
 def test_mamba(calls):

@@ -123,7 +123,8 @@ def test_a_rank_says_what_it_finds_otherwise() -> None:
 @pytest.mark.parametrize(
     ("network", "keys", "taken", "not_taken"),
     [
-        ("mamba2", {}, {"convolution_kernel", "mamba_kernels"}, set()),
+        ("mamba2", {"precision": "bf16"}, {"convolution_kernel", "mamba_kernels"}, set()),
+        ("mamba2", {"precision": "fp32"}, {"convolution_kernel"}, {"mamba_kernels"}),
         ("mamba2", {"deterministic": True}, set(), {"convolution_kernel", "mamba_kernels"}),
         ("mamba", {}, {"convolution_kernel", "mamba_kernels"}, set()),
         ("mamba", {"reset_attention_mask": True}, {"convolution_kernel"}, {"mamba_kernels"}),
