@@ -21,7 +21,7 @@ from neox.corpus.inputs import expand_inputs
 from neox.errors import DataError
 from neox.files import fsync_file, partial_path, replace_file, sha256_of, write_text
 from neox.log import get_logger
-from neox.storage import is_remote, open_file, proxy_advice
+from neox.storage import is_remote, open_file, proxy_advice, shown
 
 _log = get_logger(__name__)
 _CHUNK = 1 << 20
@@ -221,7 +221,7 @@ def local_name(url: str) -> str:
     """Return the file name of a URL. Raises DataError if it has none."""
     name = Path(urlsplit(url).path).name
     if not name:
-        raise DataError(f"{url} does not end in a file name")
+        raise DataError(f"{shown(url)} does not end in a file name")
     return name
 
 
@@ -284,17 +284,18 @@ def download(
             break
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError) and error.code not in _TEMPORARY_STATUS:
-                raise DataError(f"{url}: {error}; give another source with NAME=URL, or a local path") from error
+                raise DataError(f"{shown(url)}: {error}; give another source with NAME=URL, or a local path") from error
             if attempt == _ATTEMPTS:
                 raise DataError(
-                    f"{url}: {error}, {_ATTEMPTS} times; the same command resumes the download{proxy_advice(error)}"
+                    f"{shown(url)}: {error}, {_ATTEMPTS} times; the same command resumes the download"
+                    f"{proxy_advice(error)}"
                 ) from error
-            _log.warning("%s: %s: trying again", url, error)
+            _log.warning("%s: %s: trying again", shown(url), error)
             time.sleep(pause * 2 ** (attempt - 1))
     digest = sha256_of(partial)
     if sha256 is not None and digest != sha256.lower():
         _discard(partial)
-        raise DataError(f"{url} has the sha256 {digest}, not {sha256}: nothing was kept")
+        raise DataError(f"{shown(url)} has the sha256 {digest}, not {sha256}: nothing was kept")
     write_text(digest_file, f"{digest}  {path.name}\n")
     replace_file(partial, path)
     _discard(partial)
