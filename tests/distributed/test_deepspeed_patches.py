@@ -56,11 +56,12 @@ def with_and_without(plans):
 
 def _remove_corrections():
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.runtime.pipe import schedule
     from deepspeed.runtime.pipe.engine import PipelineEngine as Original
 
     from neox.engine import build_engine
-    from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine
+    from neox.engine.deepspeed_patches import PipelineEngine, PlainEngine, engines
 
     def backward(self, scores, *args, **kwargs):
         return DeepSpeedEngine.backward(self, scores[0], *args, **kwargs)
@@ -69,6 +70,7 @@ def _remove_corrections():
         return {**original(plan), "gradient_clipping": plan.deepspeed["gradient_clipping"]}
 
     PlainEngine.backward = backward
+    engines.UnfusedOptimizer = FP16_UnfusedOptimizer
     tied = {schedule.ReduceTiedGrads: Original._INSTRUCTION_MAP[schedule.ReduceTiedGrads]}
     PipelineEngine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **tied}
     build_engine.runtime_json = deepspeeds_json
