@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.features.selective_fp32.paper import keeps_fp32
 from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
 from neox.plan.layout import LaidOutRun
+from neox.plan.network.fp32_parameters import keeps_fp32
 from neox.problems import Problem
 
 

@@ -27,9 +27,9 @@ from neox.checkpoint import CheckpointReader
 from neox.checkpoint.optimizer.file_formats import Key
 from neox.engine import Engine, Feature, RunStart, StartMode, StepResult, TrainedModel, all_succeeded
 from neox.engine.weights import weight_layers
-from neox.features.selective_fp32.paper import asks_for_fp32
 from neox.model import Mixer, drawn_weights
 from neox.parallel import shard
+from neox.plan.network.fp32_parameters import asks_for_fp32
 
 
 class _Place(NamedTuple):
