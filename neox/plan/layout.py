@@ -311,12 +311,12 @@ class LaidOutRun:
 
     @property
     def reduces_layers(self) -> bool:
-        """Whether this library reduces gradients by layers during the backward pass: bf16 with ZeRO 1."""
+        """Whether ranges of layers are reduced during the backward pass: bf16 with ZeRO 1; stages reduce after it."""
         keys = self.config.deepspeed
         is_asked = keys.zero_optimization.overlap_comm is not False
         adds_at_once = keys.bf16 is None or keys.bf16.immediate_grad_update
         is_bf16_optimizer = self.fp32_gradients and self.layout.zero_stage == 1 and not self.layout.offloads_states
-        return is_asked and adds_at_once and is_bf16_optimizer
+        return is_asked and adds_at_once and is_bf16_optimizer and self.layout.pp_size == 1
 
     @property
     def reduce_bucket(self) -> int:

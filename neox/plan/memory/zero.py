@@ -162,17 +162,12 @@ class Bf16Optimizer(Sharding):
             return self._gradients_of_all
         return self._gradients_of_all + self.run.bytes_per_number * self.count.trained
 
-    @property
-    def _reduces_layers(self) -> bool:
-        """Whether ranges of layers are reduced during the backward pass; stages reduce after it."""
-        return self.run.reduces_layers and self.run.layout.pp_size == 1
-
     def reduction_after_passes(self) -> int:
         """Return bytes of the engine's bucket, see `_engine_bucket_bytes`: of weights that no range of layers has.
 
         Those are the weights that several layers use: the embedding, if the head or multi-token prediction has it, too.
         """
-        if not self._reduces_layers:
+        if not self.run.reduces_layers:
             return _engine_bucket_bytes(self.run, self.count)
         shared = 0
         if any(entry.tied_to is not None for entry in self.run.layers):
@@ -184,7 +179,7 @@ class Bf16Optimizer(Sharding):
 
         It is a layer, or `REDUCED_RANGE` elements of several.
         """
-        if not self._reduces_layers:
+        if not self.run.reduces_layers:
             return 0
         layer = (self.count.trained - self.count.own_experts) // max(1, self.run.layers.architecture.num_layers)
         return _engine_bucket_bytes(self.run, self.count, max(layer, min(REDUCED_RANGE, self.run.reduce_bucket)))
