@@ -18,7 +18,7 @@ from neox.architecture import Architecture
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
 from neox.model.mixer import CausalConvolution, Mixer, fp32_parameter, without_padding
-from neox.ops import gated_delta_recurrence, gated_delta_scan, linear
+from neox.ops import gated_delta_recurrence, gated_delta_scan, linear, recurrent_kernels
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -45,6 +45,7 @@ class GatedDeltaMixer(Mixer):
 
     def __init__(self, architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> None:
         super().__init__()
+        recurrent_kernels.import_kernels("gated_delta")
         hidden = architecture.hidden_size
         heads = architecture.linear_value_heads
         keys = architecture.linear_key_heads * architecture.linear_key_dim

@@ -28,7 +28,7 @@ from neox.model.block import Block, scaled_and_dropped
 from neox.model.cache import StateForm
 from neox.model.context import Aux, BlockContext
 from neox.model.mixer import without_padding
-from neox.ops import linear, wkv_recurrence, wkv_scan
+from neox.ops import linear, recurrent_kernels, wkv_recurrence, wkv_scan
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -110,6 +110,7 @@ class TimeMixing(nn.Module):
 
     def __init__(self, architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> None:
         super().__init__()
+        recurrent_kernels.import_kernels("rwkv")
         hidden = architecture.hidden_size
         width = architecture.rwkv_width
         self.grid = grid

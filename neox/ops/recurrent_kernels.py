@@ -17,20 +17,58 @@ Legend: B batch, S sequence, N heads, K width of keys, V width of values, D stat
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any, Final
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from neox.architecture import FAST_PATHS, FastPathName
 from neox.errors import LaunchError
-from neox.ops.fast_paths import has_fast_path
+from neox.ops.fast_paths import has_fast_path, machine_has_fast_path
 
 CONVOLUTION: Final[FastPathName] = "convolution_kernel"
 MAMBA: Final[FastPathName] = "mamba_kernels"
 LINEAR_ATTENTION: Final[FastPathName] = "linear_attention_kernels"
 _MAMBA2_CHUNK: Final = 256
+
+
+class _Kernel(NamedTuple):
+    """A function of a package."""
+
+    path: FastPathName
+    module: str
+    function: str
+
+
+_CAUSAL_CONV1D: Final = _Kernel(CONVOLUTION, "causal_conv1d", "causal_conv1d_fn")
+_SELECTIVE_SCAN: Final = _Kernel(MAMBA, "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
+_MAMBA2_SCAN: Final = _Kernel(MAMBA, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+_GATED_DELTA: Final = _Kernel(LINEAR_ATTENTION, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+_RWKV6: Final = _Kernel(LINEAR_ATTENTION, "fla.ops.rwkv6", "chunk_rwkv6")
+_OF_KIND: Final[Mapping[str, tuple[_Kernel, ...]]] = MappingProxyType(
+    {
+        "mamba": (_CAUSAL_CONV1D, _SELECTIVE_SCAN),
+        "mamba2": (_CAUSAL_CONV1D, _MAMBA2_SCAN),
+        "gated_delta": (_CAUSAL_CONV1D, _GATED_DELTA),
+        "rwkv": (_RWKV6,),
+    }
+)
+
+
+def import_kernels(mixer: Literal["mamba", "mamba2", "gated_delta", "rwkv"]) -> None:
+    """Import the kernels of a mixer that this machine's accelerator takes, before torch.compile traces their calls.
+
+    A compiled block cannot import: its graph would break there. What does not fit this torch is an error where a run
+    calls it.
+    """
+    for kernel in _OF_KIND[mixer]:
+        if machine_has_fast_path(kernel.path):
+            with suppress(LaunchError):
+                _function(kernel)
 
 
 def takes_kernel(name: FastPathName, x: Tensor) -> bool:
@@ -40,7 +78,7 @@ def takes_kernel(name: FastPathName, x: Tensor) -> bool:
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor | None) -> Tensor:
     """Convolve: [B, S, C] -> [B, S, C]; arguments as of `neox.ops.causal_convolution`."""
-    fused = _kernel(CONVOLUTION, "causal_conv1d", "causal_conv1d_fn")
+    fused = _function(_CAUSAL_CONV1D)
     if x.stride(0) % 8 or x.stride(1) % 8 or x.stride(2) != 1:  # what the kernel's loads need
         x = x.contiguous()
     documents = None if positions is None else _numbers_of_documents(positions == 0)
@@ -50,7 +88,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor 
 
 def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Run Mamba's recurrence from states of zero: [B, S, F] -> [B, S, F]."""
-    fused = _kernel(MAMBA, "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
+    fused = _function(_SELECTIVE_SCAN)
     y: Tensor = fused(*(tensor.transpose(1, 2).contiguous() for tensor in (x, dt)), decay, b.mT, c.mT)
     return y.transpose(1, 2)
 
@@ -59,7 +97,7 @@ def chunked_scan(
     x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run Mamba-2's recurrence; return outputs [B, S, N, P] and the last states [B, N, P, D], fp32."""
-    fused = _kernel(MAMBA, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    fused = _function(_MAMBA2_SCAN)
     documents = None if starts is None else _numbers_of_documents(_first_tokens(starts))
     y, last = fused(
         x, dt, decay, b, c, _MAMBA2_CHUNK, initial_states=state, seq_idx=documents, return_final_states=True
@@ -77,7 +115,7 @@ def gated_delta_scan(
     starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule; return outputs [B, S, N, V] and the last states [B, N, K, V]."""
-    fused = _kernel(LINEAR_ATTENTION, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    fused = _function(_GATED_DELTA)
     copies = values.shape[2] // keys.shape[2]
     if copies > 1:  # only newer versions share keys between heads
         queries, keys = queries.repeat_interleave(copies, 2), keys.repeat_interleave(copies, 2)
@@ -95,7 +133,7 @@ def wkv_scan(
     starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Mix time as RWKV 6; return outputs [B, S, N, V], fp32, and the last states [B, N, K, V]."""
-    fused = _kernel(LINEAR_ATTENTION, "fla.ops.rwkv6", "chunk_rwkv6")
+    fused = _function(_RWKV6)
     y, last = _in_documents(fused, (receptance, keys, values, log_decay), (bonus,), state, starts, scale=1.0)
     return y.float(), last
 
@@ -142,18 +180,21 @@ def _numbers_of_documents(first: Tensor) -> Tensor:
     return first.cumsum(1, dtype=torch.int32)
 
 
-def _kernel(name: FastPathName, module: str, function: str) -> Callable[..., Any]:
+def _function(kernel: _Kernel) -> Callable[..., Any]:
     """Return a function of a package that is installed.
 
     Raises:
         LaunchError: It cannot be imported: built for another version of torch, or too old.
     """
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        module = sys.modules.get(kernel.module)  # torch.compile follows this, but no import
+        if module is None:
+            module = importlib.import_module(kernel.module)
+        found: Callable[..., Any] = getattr(module, kernel.function)
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        package = FAST_PATHS[name].package
+        package = FAST_PATHS[kernel.path].package
         raise LaunchError(
-            f"{package} is installed, but {module}.{function} cannot be imported ({error}); install the version for "
-            "this torch, or remove it: torch's operations compute the same"
+            f"{package} is installed, but {kernel.module}.{kernel.function} cannot be imported ({error}); install the "
+            "version for this torch, or remove it: torch's operations compute the same"
         ) from error
     return found

@@ -272,3 +272,40 @@ def test_a_package_that_does_not_fit_this_torch_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "causal_conv1d", ModuleType("causal_conv1d"))
     with pytest.raises(LaunchError, match="causal-conv1d"):
         kernels.convolved(torch.zeros(1, 2, 8), torch.zeros(8, 4), None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "documents"),
+    [
+        pytest.param("mamba", False, marks=pytest.mark.slow),
+        pytest.param("mamba", True, marks=pytest.mark.slow),
+        ("mamba2", False),
+        pytest.param("mamba2", True, marks=pytest.mark.slow),
+        ("gated_delta", False),  # with documents, the kernel takes their ends, whose number no graph knows
+        ("rwkv", False),
+    ],
+)
+def test_a_compiled_block_calls_kernels_without_a_graph_break(monkeypatch, calls, kind, documents):
+    for name, function in MODULES.items():  # as a package gives them: tracing refuses the fixture's
+        setattr(sys.modules[name], function.__name__, function)
+    plan = plan_of(**SMALL | NETWORKS[kind])
+    (index, *_) = (number for number, layer in enumerate(plan.layers) if layer.kind == "block")
+    block = build_layer(plan, index, ParallelGrid.single(), device=torch.device("cpu"), dtype=torch.bfloat16)
+    monkeypatch.setattr(kernels, "takes_kernel", lambda name, x: True)
+    starts = STARTS[:1] if documents else None
+    context = BlockContext(POSITIONS[:1] if documents else torch.arange(LENGTH)[None], document_starts=starts)
+    x = torch.zeros(1, LENGTH, plan.architecture.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(lambda x: block(x, context))(x)
+    assert explained.graph_break_count == 0, explained.break_reasons
+
+
+def test_mixers_import_their_kernels_when_they_are_built(monkeypatch):
+    imported = []
+    monkeypatch.setattr(kernels, "machine_has_fast_path", lambda name: True)
+    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: imported.append(name))
+    for kind in ("mamba", "mamba2", "gated_delta", "rwkv"):
+        plan = plan_of(**SMALL | NETWORKS[kind])
+        (index, *_) = (number for number, layer in enumerate(plan.layers) if layer.kind == "block")
+        build_layer(plan, index, ParallelGrid.single(), device=torch.device("meta"), dtype=torch.bfloat16)
+    assert set(imported) == set(MODULES)
