@@ -101,7 +101,9 @@ class MambaMixer(Mixer):
         return continued(one_token, selective_scan, (x, dt, b, c), decay, context.state.tensors[1])
 
 
-def one_token(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def one_token(
+    x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the recurrence for one token; return outputs [B, F] and the new states [B, F, D].
 
     Args:
@@ -111,9 +113,10 @@ def one_token(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state:
         b: Vectors B [B, D].
         c: Vectors C [B, D].
         state: States [B, F, D].
+        out: Where to write the new states, which can be `state` itself; a new tensor if None.
     """
     kept = torch.exp(dt.unsqueeze(-1) * decay)
-    state = torch.addcmul((dt * x).unsqueeze(-1) * b.unsqueeze(1), kept, state)
+    state = torch.addcmul((dt * x).unsqueeze(-1) * b.unsqueeze(1), kept, state, out=out)
     return torch.matmul(state, c.unsqueeze(-1)).squeeze(-1), state
 
 
@@ -229,6 +232,7 @@ def _scan_backward(
         of_steps = (of_exponent * decay).sum(-1) + of_inputs * x[:, span].transpose(0, 1)
         grad_dt[:, span] = of_steps.transpose(0, 1)
         grad_x[:, span] = (of_inputs * steps).transpose(0, 1)
+        del kept, states, grads, of_exponent, kept_here, here  # before those of the next chunk are made
     return grad_x, grad_dt, grad_decay, grad_b, grad_c, carried.clone()
 
 

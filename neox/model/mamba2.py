@@ -12,7 +12,7 @@ dim, K width of the convolution, T tensor ranks, c chunks of L tokens.
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from neox.architecture.mamba2 import CHUNK, EPSILON
 from neox.model.cache import StateForm
 from neox.model.context import BlockContext
 from neox.model.mixer import CausalConvolution, Mixer, continued, fp32_parameter, without_padding
-from neox.ops import in_chunks, linear, recurrent_kernels, starts_in_chunks
+from neox.ops import StateScan, in_chunks, linear, recurrent_kernels, starts_in_chunks
 from neox.parallel import (
     ColumnParallelLinear,
     ParallelGrid,
@@ -114,7 +114,7 @@ class Mamba2Mixer(Mixer):
         # A step of 0 leaves the state as it is.
         dt = without_padding(F.softplus(steps.float() + self.fp32("dt_bias")), context)
         y = self._recurrence(values, dt, -torch.exp(self.fp32("A_log")), b, c, context)
-        y = y + self.fp32("D").unsqueeze(-1) * values
+        y = torch.addcmul(y, self.fp32("D").unsqueeze(-1), values)
         return self.norm(y.flatten(-2), gate)
 
     def _recurrence(
@@ -158,7 +158,7 @@ class GatedGroupNorm(nn.Module):
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """Normalise in fp32; the result has the type of the gate."""
         grouped = (y * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
-        total = grouped.square().sum(-1, keepdim=True)
+        total = torch.linalg.vector_norm(grouped, dim=-1, keepdim=True).square()  # without a tensor of squares
         channels = grouped.shape[-1]
         if self.over_ranks:
             total = copy_to_tensor_ranks(reduce_over_tensor_ranks(total, self.grid), self.grid)
@@ -167,7 +167,9 @@ class GatedGroupNorm(nn.Module):
         return self.scale * normed.flatten(-2).to(gate.dtype)
 
 
-def one_token(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def one_token(
+    x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the recurrence for one token; return outputs [B, N, P] and the new states [B, N, P, D], fp32.
 
     Args:
@@ -177,12 +179,14 @@ def one_token(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state:
         b: Vectors B [B, G, D].
         c: Vectors C [B, G, D].
         state: States [B, N, P, D], fp32.
+        out: Where to write the new states, which can be `state` itself; a new tensor if None.
     """
     heads = x.shape[1] // b.shape[1]
     b = b.float().repeat_interleave(heads, dim=1)
     c = c.float().repeat_interleave(heads, dim=1)
-    kept = state * torch.exp(dt * decay)[..., None, None]
-    state = kept + (x.float() * dt.unsqueeze(-1)).unsqueeze(-1) * b.unsqueeze(-2)
+    kept = torch.exp(dt * decay)[..., None, None]
+    added = (x.float() * dt.unsqueeze(-1)).unsqueeze(-1) * b.unsqueeze(-2)
+    state = torch.addcmul(added, kept, state, out=out)
     return torch.matmul(state, c.unsqueeze(-1)).squeeze(-1), state
 
 
@@ -224,10 +228,9 @@ def chunked_scan(
     groups = b.shape[2]
     in_group = heads // groups
     x, dt, b, c = (in_chunks(tensor.float(), chunk) for tensor in (x, dt, b, c))  # [B, c, L, ...]
-    dt = dt.transpose(2, 3)  # [B, c, N, L]
-    x = (x * dt.transpose(2, 3).unsqueeze(-1)).transpose(2, 3)  # dt x, [B, c, N, L, P]
+    x = x * dt.unsqueeze(-1)  # dt x, [B, c, L, N, P]
+    steps = (dt * decay).transpose(2, 3)  # a, [B, c, N, L]
     b, c = b.transpose(2, 3), c.transpose(2, 3)  # [B, c, G, L, D]
-    steps = dt * decay.unsqueeze(-1)  # a, [B, c, N, L]
 
     pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()  # token i reads token j
     from_before = None  # tokens whose document began before the chunk, [B, c, 1, L]
@@ -240,25 +243,51 @@ def chunked_scan(
         sums = torch.matmul(
             steps, pairs.squeeze(2).float().transpose(-1, -2)
         )  # over the document's tokens in the chunk
-    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(~pairs, -torch.inf).exp_()  # [B, c, N, L, L]
+    weights = _PairWeights.apply(sums, torch.matmul(c, b.transpose(-1, -2)), pairs)  # [B, c, N, L, L]
+    y = torch.matmul(weights, x.transpose(2, 3))  # [B, c, N, L, P]
 
-    weights = torch.matmul(c, b.transpose(-1, -2))  # [B, c, G, L, L]
-    weights = (between.unflatten(2, (groups, in_group)) * weights.unsqueeze(3)).flatten(2, 3)
-    y = torch.matmul(weights, x)  # [B, c, N, L, P]
-
-    to_end = between[..., -1, :]  # exp(s_L - s_j), [B, c, N, L]
+    to_end = (sums[..., -1:] - sums).masked_fill(~pairs[..., -1, :], -torch.inf).exp()  # exp(s_L - s_j), [B, c, N, L]
     from_start = sums.exp()  # exp(s_i)
     if from_before is not None:
         from_start = from_start * from_before
-    added = (x * to_end.unsqueeze(-1)).unflatten(2, (groups, in_group))  # [B, c, G, N/G, L, P]
-    added = torch.einsum("bcgnlp,bcgld->bcgnpd", added, b).flatten(2, 3)  # [B, c, N, P, D]
+    added = (x * to_end.transpose(2, 3).unsqueeze(-1)).unflatten(3, (groups, in_group))  # [B, c, L, G, N/G, P]
+    added = torch.einsum("bclgnp,bcgld->bcgnpd", added, b).flatten(2, 3)  # [B, c, N, P, D]
     kept = from_start[..., -1, None, None]  # exp(s_L), [B, c, N, 1, 1]
-    before = added.new_zeros(batch, heads, head_dim, b.shape[-1]) if state is None else state
-    states = []
-    for number in range(added.shape[1]):
-        states.append(before)
-        before = torch.addcmul(added[:, number], kept[:, number], before)
-    earlier = torch.stack(states, dim=1).unflatten(2, (groups, in_group))  # [B, c, G, N/G, P, D]
+    if state is None:
+        state = added.new_zeros(batch, heads, head_dim, b.shape[-1])
+    before, last = StateScan.apply(kept, added, state, 1)
+    earlier = before.unflatten(2, (groups, in_group))  # [B, c, G, N/G, P, D]
     read = torch.einsum("bcgld,bcgnpd->bcgnlp", c, earlier).flatten(2, 3)  # [B, c, N, L, P]
     y = torch.addcmul(y, read, from_start.unsqueeze(-1))
-    return y.transpose(2, 3).flatten(1, 2)[:, :length], before
+    return y.transpose(2, 3).flatten(1, 2)[:, :length], last
+
+
+class _PairWeights(torch.autograd.Function):
+    """exp(s_i - s_j) (C_i B_j) for the pairs of tokens of a chunk that see each other, and 0 for the others.
+
+    Autograd would go through twice as many tensors of all pairs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, products: Tensor, visible: Tensor) -> Tensor:
+        """Return weights [B, c, N, L, L].
+
+        Args:
+            ctx: Context.
+            sums: s, [B, c, N, L].
+            products: C_i B_j of each group, [B, c, G, L, L].
+            visible: Whether token i reads token j, bool, [L, L] or [B, c, 1, L, L].
+        """
+        decays = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(~visible, -torch.inf).exp_()
+        ctx.save_for_backward(decays, products)
+        in_group = sums.shape[2] // products.shape[2]
+        return (decays.unflatten(2, (-1, in_group)) * products.unsqueeze(3)).flatten(2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients. That of a pair's s_i is the opposite of its s_j's."""
+        decays, products = ctx.saved_tensors
+        weighted = (gradient * decays).unflatten(2, (products.shape[2], -1))
+        of_products = weighted.sum(3)
+        of_pairs = weighted.mul_(products.unsqueeze(3)).flatten(2, 3)
+        return of_pairs.sum(-1) - of_pairs.sum(-2), of_products, None

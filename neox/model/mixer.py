@@ -141,17 +141,17 @@ def continued(
 
     Args:
         one_token: The recurrence of a single token, without the dimension of tokens.
-        scan: The same for several tokens. Both take (x, dt, decay, b, c, state) and return outputs and the new state.
+        scan: The same for several tokens. Both take (x, dt, decay, b, c, state) and return outputs and the new state,
+            which the first writes to `out`.
         inputs: x, dt, b and c, [B, S, ...] each.
         decay: A.
         state: The state, which is overwritten.
     """
     x, dt, b, c = inputs
-    if x.shape[1] > 1:
-        y, last = scan(x, dt, decay, b, c, state)
-    else:
-        y, last = one_token(x.squeeze(1), dt.squeeze(1), decay, b.squeeze(1), c.squeeze(1), state)
-        y = y.unsqueeze(1)
+    if x.shape[1] == 1:
+        y, _ = one_token(x.squeeze(1), dt.squeeze(1), decay, b.squeeze(1), c.squeeze(1), state, out=state)
+        return y.unsqueeze(1)
+    y, last = scan(x, dt, decay, b, c, state)
     state.copy_(last)
     return y
 

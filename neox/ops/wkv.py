@@ -32,7 +32,7 @@ from torch import Tensor
 
 from neox.architecture.rwkv import WKV_CHUNK
 from neox.ops import recurrent_kernels
-from neox.ops.chunks import heads_in_chunks, starts_in_chunks
+from neox.ops.chunks import StateScan, heads_in_chunks, starts_in_chunks
 
 
 def wkv_recurrence(
@@ -114,7 +114,7 @@ def wkv_scan(
     added = (k * to_end).mT @ v  # [B, N, C, K, V]
     if state is None:
         state = added.new_zeros(batch, heads, width, v.shape[-1])
-    states, last = _ChannelScan.apply(kept, added, state.to(dtype))
+    states, last = StateScan.apply(kept, added, state.to(dtype), 2)
     outputs = scores @ v + own * v + (r * from_state) @ states
     return outputs.flatten(2, 3)[:, :, :length].transpose(1, 2), last
 
@@ -166,35 +166,3 @@ def _pairs_by_distance(log_decay: Tensor) -> Iterator[tuple[int, Tensor]]:
     for distance in range(1, length):
         yield distance, total.exp()
         total = total[..., 1:, :] + log_decay[..., 1 : length - distance, :]
-
-
-class _ChannelScan(torch.autograd.Function):
-    """States S' = a S + B of one chunk after another, with a factor for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states before each chunk, [B, N, C, K, V], and the last one.
-
-        Args:
-            ctx: Context.
-            kept: a, [B, N, C, K, 1].
-            added: B, [B, N, C, K, V].
-            state: The first state, [B, N, K, V].
-        """
-        before = torch.empty_like(added)
-        for chunk in range(added.shape[2]):
-            before[:, :, chunk] = state
-            state = torch.addcmul(added[:, :, chunk], kept[:, :, chunk], state)
-        ctx.save_for_backward(kept, before)
-        return before, state
-
-    @staticmethod
-    def backward(ctx: Any, of_before: Tensor, of_last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients, from the last chunk to the first."""
-        kept, before = ctx.saved_tensors
-        of_added = torch.empty_like(before)
-        of_state = of_last
-        for chunk in reversed(range(before.shape[2])):
-            of_added[:, :, chunk] = of_state
-            of_state = torch.addcmul(of_before[:, :, chunk], kept[:, :, chunk], of_state)
-        return (of_added * before).sum(-1, keepdim=True), of_added, of_state
