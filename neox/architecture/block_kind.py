@@ -35,6 +35,10 @@ def _nothing_kept(architecture: Architecture, tp_size: int) -> int:
     return 0
 
 
+def _is_not_behind(parameter: str) -> bool:
+    return False
+
+
 def _nothing_recomputed(architecture: Architecture, batch: MicroBatch) -> int:
     return 0
 
@@ -68,6 +72,10 @@ class BlockKind:
             first one; None if they follow from attention and MLP.
         recomputed: (network, micro batch) -> bytes that its backward pass computes again at once, however the run
             recomputes.
+        behind: (network, micro batch) -> bytes of `activations` that are used only behind the recomputed part, so that
+            they are freed when that part's backward pass runs.
+        behind_recomputed: Name of a parameter -> whether only what comes behind the recomputed part uses it, so that
+            ZeRO 3 has released it when that part's backward pass runs.
         obstacle: (network, tensor ranks) -> why these cannot divide it, as a clause; empty if they can, or if the
             shapes of its parameters say so.
         context_ranks: Why context ranks cannot divide its tokens, as a relative clause; empty if they can.
@@ -87,6 +95,8 @@ class BlockKind:
     mixing_flops: Callable[[Architecture, int], int]
     activations: Callable[[Architecture, MicroBatch], int] | None = None
     recomputed: Callable[[Architecture, MicroBatch], int] = _nothing_recomputed
+    behind: Callable[[Architecture, MicroBatch], int] = _nothing_recomputed
+    behind_recomputed: Callable[[str], bool] = _is_not_behind
     obstacle: Callable[[Architecture, int], str] = _none
     context_ranks: str = ""
     bidirectional: bool = False

@@ -112,6 +112,11 @@ def convolution_parameters(
     return (taps, ParameterSpec("conv1d.bias", (number,), 0, init=init, sections=sections))
 
 
+def _is_behind_mixing(parameter: str) -> bool:
+    """Return whether a parameter is used behind the recurrence: the output projection's, or the MLP's."""
+    return parameter.startswith(("mixer.out_proj.", "mlp."))
+
+
 def recurrent_block(mixer: Mixer, second: Literal["nothing", "mlp"]) -> BlockKind:
     """Return the row of a block with a recurrent mixer.
 
@@ -155,6 +160,7 @@ def recurrent_block(mixer: Mixer, second: Literal["nothing", "mlp"]) -> BlockKin
         mixing_flops=lambda architecture, _: mixer.mixing_flops(architecture),
         activations=activations,
         recomputed=mixer.recomputed,
+        behind_recomputed=_is_behind_mixing,
         obstacle=mixer.obstacle,
         residual=mixer.residual,
         context_ranks="whose states go from token to token",

@@ -132,6 +132,12 @@ def _activations(architecture: Architecture, batch: MicroBatch) -> int:
     return batch.tokens * (whole + divided // batch.tp_size) * batch.bytes_per_number
 
 
+def _behind(architecture: Architecture, batch: MicroBatch) -> int:
+    """Return the bytes of channel mixing: six of the tensors of width H, and those of F."""
+    divided = 2 * architecture.rwkv_mlp_width
+    return batch.tokens * (6 * architecture.hidden_size + divided // batch.tp_size) * batch.bytes_per_number
+
+
 def _recomputed(architecture: Architecture, batch: MicroBatch) -> int:
     """Return the bytes of everything between the products of time mixing at the peak of its backward pass, fp32.
 
@@ -170,6 +176,8 @@ RWKV = BlockKind(
     mixing_flops=_flops,
     activations=_activations,
     recomputed=_recomputed,
+    behind=_behind,
+    behind_recomputed=lambda parameter: parameter.startswith(("att.output.", "ffn.")),
     obstacle=_obstacle,
     context_ranks="whose states go from token to token",
     uses=("num_attention_heads", "intermediate_size", "expansion_factor", "hidden_dropout", "residual_multiplier"),

@@ -22,12 +22,14 @@ class RankTensors:
         gradients: Elements of its gradients before they are divided over data ranks.
         updated: Elements of the fp32 tensors that its optimizer updates in a step.
         updated_at_once: Elements that one call of the optimizer updates; ZeRO 3 calls it for each sub-group.
+        of_decays: Elements of the decays and steps of recurrent mixers in its layers.
     """
 
     weight_bytes: int
     gradients: int
     updated: int
     updated_at_once: int
+    of_decays: int = 0
 
 
 @dataclass(frozen=True)

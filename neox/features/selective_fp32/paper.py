@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture.recurrence import selective_fp32
 from neox.config.neox_config import NeoXConfig
 from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
 from neox.plan.layout import LaidOutRun
@@ -36,13 +35,10 @@ def notes(config: NeoXConfig) -> Iterator[Note]:
 
 
 def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
-    """Each tensor rank has an fp32 copy of such parameters in its layers."""
+    """Each rank has an fp32 copy of such parameters in its layers."""
     if run.precision == "fp32" or not asks_for_fp32(run.config):
         return NO_MEMORY
-    elements = 0
-    for layer in run.layers:
-        elements += sum(spec.shard_numel(run.layout.tp_size) for spec in selective_fp32(layer.parameters))
-    return FeatureMemory(weights=_FP32 * -(-elements // run.layout.pp_size))
+    return FeatureMemory(weights=_FP32 * rank.of_decays)
 
 
 PAPER = FeaturePaper(problems=problems, memory=memory, notes=notes)

@@ -94,11 +94,29 @@ class BlocksMemory(NamedTuple):
     recomputed: int
 
 
-def activation_bytes(run: LaidOutRun, stage: StagePlan) -> int:
-    """Return bytes of activations at the peak of a training step on one rank of a stage.
+class ActivationMemory(NamedTuple):
+    """Bytes of the activations of a stage.
 
-    They are what all micro batches in flight keep, and on top the larger of the head's pass and one block's backward
-    pass:
+    Attributes:
+        kept: What all micro batches in flight keep.
+        head_pass: What the head's forward and backward pass take on top; 0 on stages without it.
+        block_pass: What the backward pass of one block takes on top.
+    """
+
+    kept: int
+    head_pass: int
+    block_pass: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of a training step."""
+        return self.kept + max(self.head_pass, self.block_pass)
+
+
+def activation_bytes(run: LaidOutRun, stage: StagePlan) -> ActivationMemory:
+    """Return bytes of activations in a training step on one rank of a stage.
+
+    They are what all micro batches in flight keep, and on top the head's pass, then one block's backward pass:
 
         bytes
           |            _  head, or the backward pass of one block
@@ -128,9 +146,9 @@ def activation_bytes(run: LaidOutRun, stage: StagePlan) -> int:
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
     tile = _tile_bytes(run)
     at_work = max(block_bytes(run) // 2, _gathered_pass_bytes(run))
-    block_pass = _blocks_memory(run, stage).recomputed + at_work + gathered + tile + tile // 2
-    block_pass += _expert_gradient_bytes(run, stage) + _recurrence_bytes(run, stage)
-    return kept + max(head_pass, block_pass)
+    at_work = max(at_work + tile + tile // 2, _recurrence_pass_bytes(run, stage))
+    block_pass = _blocks_memory(run, stage).recomputed + at_work + gathered + _expert_gradient_bytes(run, stage)
+    return ActivationMemory(kept, head_pass, block_pass)
 
 
 def _blocks_memory(run: LaidOutRun, stage: StagePlan) -> BlocksMemory:
@@ -284,13 +302,25 @@ def _micro_batch(run: LaidOutRun) -> MicroBatch:
     )
 
 
-def _recurrence_bytes(run: LaidOutRun, stage: StagePlan) -> int:
-    """Return the bytes of what the backward pass of a stage's blocks always computes again, of one block at a time."""
+def _recurrence_pass_bytes(run: LaidOutRun, stage: StagePlan) -> int:
+    """Return the bytes of the backward pass of a recurrence, the most of all blocks of a stage; 0 without any.
+
+    On top of what is kept come all tensors that it computes again, and the gradients of two hidden states; the gradient
+    of its output takes the place of the output. What the block keeps behind the recurrence has been freed.
+    """
     most = 0
+    batch = _micro_batch(run)
+    hidden_states = 2 * run.tokens * run.network.hidden_size * run.bytes_per_number // run.token_shares
     for layer in stage.entries(run.layers):
         if layer.kind == "block":
             kind = BLOCKS[run.network.attention[layer.index - BLOCK_OFFSET]]
-            most = max(most, kind.recomputed(run.network, _micro_batch(run)))
+            recomputed = kind.recomputed(run.network, batch)
+            if not recomputed:
+                continue
+            freed = kind.behind(run.network, batch)
+            if kind.two_sublayers:  # the sum of both, its norm's output, and the MLP
+                freed += hidden_states + run.tokens * _second_sublayer_bytes(run)
+            most = max(most, recomputed + hidden_states - freed)
     return most
 
 
@@ -312,12 +342,18 @@ def _token_bytes(run: LaidOutRun) -> int:
         whole += 2 * (2 * _FP32 - number) * hidden  # two norms keep two fp32 tensors instead of their input
     if run.config.training.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
+    return whole // run.token_shares + _second_sublayer_bytes(run)
+
+
+def _second_sublayer_bytes(run: LaidOutRun) -> int:
+    """Return bytes that an MLP or a mixture of experts keeps for one token, the larger of both if blocks differ."""
+    network = run.network
     mlp = 0
     if len(network.expert_blocks) < network.num_layers and not run.in_tiles:
         mlp = _mlp_bytes(run, network.mlp_width)
     if network.num_experts:
         mlp = max(mlp, _expert_bytes(run))
-    return whole // run.token_shares + mlp
+    return mlp
 
 
 def _norms_in_tiles(network: Architecture) -> int:

@@ -93,6 +93,7 @@ def memory_of_features(sharding: Sharding) -> FeatureMemory:
         gradients=sharding.count.trained,
         updated=sharding.updated,
         updated_at_once=sharding.updated_at_once,
+        of_decays=sharding.count.of_decays,
     )
     kept = [paper.memory(sharding.run, rank) for paper in PAPERS]
     return sum(kept, NO_MEMORY)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from neox.architecture import LayerEntry
+from neox.architecture import BLOCK_OFFSET, BLOCKS, LayerEntry
+from neox.architecture.recurrence import selective_fp32
 from neox.config.sections.optimizer_kind import State
 from neox.plan.devices.precision import BYTES
 from neox.plan.layout import LaidOutRun
@@ -24,6 +25,9 @@ class ParameterCount:
         divided: Elements whose states all data ranks divide: the trained ones, with the experts of all expert ranks.
         own_experts: Trained elements of experts with expert parallelism; 0 if each data rank has all experts.
         whole: Elements of a model's weights, with the experts of all expert ranks.
+        used_up: Elements of the weights that the backward pass has used when it is in the last block: the head's, and
+            if that block computes a recurrence again, those behind the recurrence.
+        of_decays: Elements of the decays and steps of its mixers (`mamba_selective_fp32_params`).
     """
 
     held: int
@@ -32,6 +36,8 @@ class ParameterCount:
     divided: int
     own_experts: int = 0
     whole: int = 0
+    used_up: int = 0
+    of_decays: int = 0
 
 
 def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
@@ -54,7 +60,29 @@ def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
     state_bytes = _state_bytes(stage.entries(run.layers), run.config.optimizer.optimizer.states)
     if run.bf16_states:
         state_bytes *= BYTES["bf16"] / BYTES["fp32"]
-    return ParameterCount(held, trained, state_bytes, divided, own_experts, of_all)
+    of_decays = 0
+    for layer in stage.entries(run.layers):
+        of_decays += sum(spec.shard_numel(run.layout.tp_size) for spec in selective_fp32(layer.parameters))
+    return ParameterCount(
+        held, trained, state_bytes, divided, own_experts, of_all, used_up=_used_up(run, stage), of_decays=of_decays
+    )
+
+
+def _used_up(run: LaidOutRun, stage: StagePlan) -> int:
+    """Return the elements of `ParameterCount.used_up`."""
+    specs = []
+    last = BLOCK_OFFSET + run.network.num_layers - 1
+    for layer in stage.entries(run.layers):
+        if layer.index == run.layers.head.index:
+            specs += layer.parameters
+        if layer.index == last:
+            is_behind = BLOCKS[run.network.attention[-1]].behind_recomputed
+            specs += [spec for spec in layer.parameters if is_behind(spec.name)]
+    elements = 0
+    for spec in specs:
+        whole = spec.shard_numel(run.layout.tp_size)
+        elements += whole // run.layout.ep_size if spec.experts else whole
+    return elements
 
 
 def _state_bytes(layers: Sequence[LayerEntry], states: Sequence[State]) -> float:

@@ -21,6 +21,7 @@ from typing import ClassVar
 from neox.architecture import REDUCED_RANGE
 from neox.config.sections.optimizer_kind import PIECE
 from neox.plan.layout import LaidOutRun
+from neox.plan.memory.activations import ActivationMemory
 from neox.plan.memory.parameters import ParameterCount
 
 _FP32 = 4
@@ -86,9 +87,9 @@ class Sharding(ABC):
         """Return bytes that are needed next to the activations: gathered weights, or a second sum of gradients."""
         return 0
 
-    def passes(self, activations: int) -> int:
+    def passes(self, activations: ActivationMemory) -> int:
         """Return the bytes of the forward and backward passes: activations and buffers held at the same time."""
-        return activations + self.held_during_passes()
+        return activations.peak + self.held_during_passes()
 
     @abstractmethod
     def update(self) -> int:
@@ -175,14 +176,41 @@ class Bf16Optimizer(Sharding):
         return _engine_bucket_bytes(self.run, self.count, shared)
 
     def held_during_passes(self) -> int:
-        """Return bytes of the range of layers that is reduced while the backward pass of earlier ones runs.
+        """Return bytes of the range of layers whose reduction starts during the backward pass.
 
         It is a layer, or `REDUCED_RANGE` elements of several.
         """
         if not self.run.reduces_layers:
             return 0
-        layer = (self.count.trained - self.count.own_experts) // max(1, self.run.layers.architecture.num_layers)
-        return _engine_bucket_bytes(self.run, self.count, max(layer, min(REDUCED_RANGE, self.run.reduce_bucket)))
+        return _engine_bucket_bytes(self.run, self.count, self._reduced_range)
+
+    @property
+    def _reduced_range(self) -> int:
+        """Elements that are reduced together."""
+        reduced = self.count.trained - self.count.own_experts
+        layer = reduced // max(1, self.run.layers.architecture.num_layers)
+        return min(reduced, max(layer, min(REDUCED_RANGE, self.run.reduce_bucket)))
+
+    def passes(self, activations: ActivationMemory) -> int:
+        """Return bytes of both passes.
+
+        A range starts when its last gradient has come: its layers' activations are freed, and no block is at work. It
+        is joined, then converted, and only the converted copy stays until the next range starts:
+
+            backward pass   | head, last layers |s| layers before them |s| first layers |s|     s: a range starts
+            activations     | all               | those of the layers before            | none
+            gradients       |                   |s| sent copy          |s| sent copy    |s|
+        """
+        started = self.held_during_passes()
+        if started == 0:
+            return activations.peak
+        reduced = self.count.trained - self.count.own_experts
+        rest = activations.kept * (reduced - self._reduced_range) // reduced
+        at_first_start = rest + started
+        if self._reduced_range == reduced:
+            return max(activations.peak, at_first_start)
+        sent = self.run.communicated_bytes * self._reduced_range
+        return max(activations.peak, at_first_start, rest + activations.block_pass + sent, started + sent)
 
     def update(self) -> int:
         """Return bytes of the optimizer's temporary tensors."""
@@ -279,7 +307,7 @@ class Zero2(_ReducedByZero):
             return 0
         return self.run.bytes_per_number * self.count.divided // self.run.layout.dp_size
 
-    def passes(self, activations: int) -> int:
+    def passes(self, activations: ActivationMemory) -> int:
         """Return bytes of both passes.
 
         With fp32 sums, a bf16 gradient is held from its layer's backward pass to the end. The rank that owns the shard
@@ -290,11 +318,11 @@ class Zero2(_ReducedByZero):
         run = self.run
         held = self.held_during_passes()
         if not run.fp32_gradients or held == 0:
-            return activations + held
+            return activations.peak + held
         passed = 1 / run.layout.dp_size
         if self.count.own_experts:
             passed = run.layout.ep_size / run.layout.dp_size
-        return max(activations, int(activations * (1 - passed)) + held)
+        return max(activations.peak, int(activations.peak * (1 - passed)) + held)
 
     def update(self) -> int:
         """Return bytes of the update: this rank's gradients joined and in fp32; none if the host updates.
@@ -348,7 +376,17 @@ class Zero3(_ReducedByZero):
         return self.run.gradient_bytes * self.count.divided // self.run.layout.dp_size
 
     def held_during_passes(self) -> int:
-        """Return bytes of the weights of layers at work: width x the smaller of held and gathered elements.
+        """Return bytes of the weights of layers at work: width x the smaller of held and gathered elements."""
+        return self._gathered(self.count.held)
+
+    def passes(self, activations: ActivationMemory) -> int:
+        """Return bytes of both passes: the backward pass of blocks runs without the weights that it has used up."""
+        head = activations.kept + activations.head_pass + self.held_during_passes()
+        blocks = activations.kept + activations.block_pass + self._gathered(self.count.held - self.count.used_up)
+        return max(head, blocks)
+
+    def _gathered(self, used: int) -> int:
+        """Return bytes of the gathered weights, if a rank has a use for so many elements.
 
         Nothing is gathered by one data rank, unless it copies offloaded weights to a GPU, and no experts by a rank that
         is the only one with them.
@@ -358,7 +396,6 @@ class Zero3(_ReducedByZero):
         copies_from_host = layout.offloads_weights and not run.on_cpu
         if layout.dp_size == 1 and not copies_from_host:
             return 0
-        used = self.count.held
         if 1 < layout.ep_size == layout.dp_size and not copies_from_host:
             used -= (self.count.whole - self.count.held) // (layout.ep_size - 1)
         return run.bytes_per_number * min(used, _gathered_at_once(run))
