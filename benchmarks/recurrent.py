@@ -10,7 +10,8 @@ have to compute (weights and hidden states, the same number of operations on bot
 sides, and the ratio that would remain if our side computed nothing but these products: the bound of any implementation
 with them. Seconds are those that the process computed, over all threads: other processes of the machine do not count.
 `--memory` shows the bytes that generation keeps after prompts of 1k to 32k tokens instead: states, and keys and values
-of hybrids' attention, which grow.
+of hybrids' attention, which grow; there `gated_delta` is a network of such blocks alone, which transformers does not
+have.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.machine import describe
 from neox.architecture import AttentionImpl
 from neox.checkpoint import CheckpointReader
+from neox.config import NeoXConfig
 from neox.convert import from_hf
 from neox.convert.verification import load_reference_model, single_rank_plan
 from neox.model import GPT, Context
 from neox.parallel import ParallelGrid
-from neox.plan import config_from_files
+from neox.plan import config_from_files, resolve
 
 VOCAB = 4096
 HEAD = 64
@@ -96,12 +98,13 @@ def their_pass(model: Any, tokens: torch.Tensor) -> None:
 
 
 def our_text(model: GPT, tokens: torch.Tensor, new: int) -> torch.Tensor:
-    """Make new tokens."""
+    """Make new tokens. As in generation, and on the other side, the head computes the last token's logits only."""
     cache = model.new_cache(1, tokens.shape[1] + new)
     made = [tokens]
     with torch.inference_mode():
         for _ in range(new):
-            made.append(model(made[-1], Context(cache=cache))[:, -1:].argmax(-1))
+            hidden = model.hidden(made[-1], Context(cache=cache))
+            made.append(model.logits(hidden[:, -1:]).argmax(-1))
     return torch.cat(made, 1)
 
 
@@ -177,9 +180,35 @@ def compare(model_type: str, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def gated_delta_alone(options: argparse.Namespace) -> GPT:
+    """Return a network of `gated_delta` blocks without attention, with random weights."""
+    keys = {
+        "num_layers": options.layers,
+        "hidden_size": options.hidden,
+        "attention_config": [[["gated_delta"], "all"]],
+        "linear_num_key_heads": options.hidden // 128,
+        "linear_num_value_heads": 2 * (options.hidden // 128),
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "pos_emb": "none",
+        "max_position_embeddings": 65_536,
+        "seq_length": 2048,
+        "train_micro_batch_size_per_gpu": 1,
+        "train_iters": 1,
+    }
+    model = GPT(resolve(NeoXConfig.from_flat(keys), 1, VOCAB), ParallelGrid.single(), dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
 def state_bytes(model_type: str, options: argparse.Namespace) -> list[dict[str, int]]:
     """Return the bytes of everything that generation keeps, after prompts of several lengths."""
-    ours, _ = both_sides(model_type, options.layers, options.hidden)
+    ours = (
+        gated_delta_alone(options)
+        if model_type == "gated_delta"
+        else both_sides(model_type, options.layers, options.hidden)[0]
+    )
     found = []
     for length in (1024, 4096, 16_384, 32_768):
         cache = ours.new_cache(1, length)

@@ -80,6 +80,8 @@ def path_choices(plan: RunPlan, family: DeviceFamily, *, training: bool = True) 
             reason = f"not on {_FAMILY_NAMES[family]}"
         if not reason and path.package:
             use = f"{use}, with {path.package}"
+            if training and name != "convolution_kernel":
+                use = f"{use}; memory is planned for torch's operations"
         instead = (path.elsewhere or "refused") if reason else ""
         choices.append(PathChoice(name, use, not reason, reason, instead, is_ruled_out=bool(obstacle)))
     return choices

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from neox.architecture import BLOCK_OFFSET, BLOCKS, LayerEntry
+from neox.architecture import BLOCK_OFFSET, BLOCKS, LayerEntry, ParameterSpec
 from neox.architecture.recurrence import selective_fp32
 from neox.config.sections.optimizer_kind import State
 from neox.plan.devices.precision import BYTES
@@ -70,7 +70,7 @@ def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
 
 def _used_up(run: LaidOutRun, stage: StagePlan) -> int:
     """Return the elements of `ParameterCount.used_up`."""
-    specs = []
+    specs: list[ParameterSpec] = []
     last = BLOCK_OFFSET + run.network.num_layers - 1
     for layer in stage.entries(run.layers):
         if layer.index == run.layers.head.index:

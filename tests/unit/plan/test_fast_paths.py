@@ -145,3 +145,4 @@ def test_kernels_of_recurrent_blocks(network: str, keys: dict[str, Any], taken: 
     for choice in path_choices(plan, "cuda"):
         if choice.name in taken:
             assert FAST_PATHS[choice.name].package in choice.use
+            assert ("memory" in choice.use) is (choice.name != "convolution_kernel")
