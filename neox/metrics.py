@@ -73,7 +73,7 @@ def curves(path: Path, names: Collection[str] = ()) -> Curves:
     last = 0
     for row in read_metrics(path):
         iteration = row["iteration"]
-        if _is_step(row):
+        if is_step(row):
             if iteration <= last:
                 result = _before(iteration, result)
             last = iteration
@@ -84,7 +84,8 @@ def curves(path: Path, names: Collection[str] = ()) -> Curves:
     return result
 
 
-def _is_step(row: Mapping[str, Any]) -> bool:
+def is_step(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is that of a training step."""
     kind = row.get("kind")
     if kind is None:
         return "train/lm_loss" in row  # a file of version 0.1

@@ -14,7 +14,7 @@ from neox.launch.agent.agent_files import read_pids
 from neox.launch.processes import is_alive, process_start
 from neox.launch.run_lock import LOCK_FILE, is_training
 from neox.launch.status.run_paths import find_run_directory
-from neox.metrics import METRICS_FILE, curves, read_metrics
+from neox.metrics import METRICS_FILE, curves, is_step, read_metrics
 from neox.run_events import interruptions, of_newest_run, read_events, rollbacks
 
 _LAST_STEPS = 50  # for the speed
@@ -128,7 +128,7 @@ def _last_steps(metrics: Path) -> list[dict[str, Any]]:
     """Return the metrics of the last steps."""
     if not metrics.exists():
         return []
-    steps = [row for row in read_metrics(metrics) if row.get("kind") == "step"]
+    steps = [row for row in read_metrics(metrics) if is_step(row)]
     return steps[-_LAST_STEPS:]
 
 
@@ -139,22 +139,28 @@ def _curves(metrics: Path) -> dict[str, dict[int, float]]:
 
 
 def _progress(rows: Sequence[Mapping[str, Any]], planned: int | None) -> Status:
-    """Return the progress and the speed of the run, from its last steps."""
+    """Return the progress and the speed of the run, from its last steps. What their rows do not tell is None."""
     if not rows:
         return {"step": None, "steps": planned, "loss": None, "seconds_per_step": None, "tokens_per_second": None}
     last = rows[-1]
-    seconds = median(row["runtime/iteration_time"] for row in rows)
+    seconds = _median(rows, "runtime/iteration_time")
     loss = next((value for name, value in last.items() if name.startswith("train/")), None)
     progress: Status = {
         "step": last["iteration"],
         "steps": planned,
         "loss": loss,
         "seconds_per_step": seconds,
-        "tokens_per_second": median(row["runtime/tokens_per_sec"] for row in rows),
+        "tokens_per_second": _median(rows, "runtime/tokens_per_sec"),
     }
-    if planned is not None:
+    if planned is not None and seconds is not None:
         progress["seconds_left"] = max(0, planned - last["iteration"]) * seconds
     return progress
+
+
+def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Return the median of a scalar; None if no row has it."""
+    values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+    return median(values) if values else None
 
 
 def _hosts(
@@ -220,10 +226,15 @@ def format_status(status: Status) -> str:
         if status["steps"]:
             of_steps = f" of {status['steps']}"
         lines.append(f"step        {status['step']}{of_steps}, loss {_number(status['loss'])}")
-        speed = f"{status['seconds_per_step']:.3g} s a step, {status['tokens_per_second']:,.0f} tokens/s"
+        speeds = []
+        if status["seconds_per_step"] is not None:
+            speeds.append(f"{status['seconds_per_step']:.3g} s a step")
+        if status["tokens_per_second"] is not None:
+            speeds.append(f"{status['tokens_per_second']:,.0f} tokens/s")
         if status.get("seconds_left"):
-            speed += f", {duration(status['seconds_left'])} left"
-        lines.append(f"speed       {speed} (median of the last steps)")
+            speeds.append(f"{duration(status['seconds_left'])} left")
+        if speeds:
+            lines.append(f"speed       {', '.join(speeds)} (median of the last steps)")
         lines.append(f"last step   {duration(status['silent_seconds'])} ago")
     for host in status["hosts"]:
         activity = "nothing printed yet"

@@ -89,6 +89,20 @@ def test_states(last: dict[str, Any], state: str, tmp_path: Path) -> None:
     assert run_status(write_run(tmp_path, last))["state"] == state
 
 
+def test_metrics_without_speeds_have_a_status(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    rows = [{"iteration": step, "kind": "step", "train/lm_loss": 2.0} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    status = run_status(tmp_path)
+    assert (status["step"], status["seconds_per_step"], status["tokens_per_second"]) == (2, None, None)
+    assert "speed" not in format_status(status)
+    rows[1]["runtime/iteration_time"] = 0.5
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    status = run_status(tmp_path)
+    assert (status["seconds_per_step"], status["tokens_per_second"], status["seconds_left"]) == (0.5, None, 29.0)
+    assert "speed       0.5 s a step, 29 s left" in format_status(status)
+
+
 def test_the_metrics_file_names_its_run(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     found = run_status(run / "metrics.jsonl")

@@ -108,8 +108,10 @@ function present(status) {
   show("reason", status.reason);
   show("step", status.step === null ? "none yet" : `${status.step}${status.steps ? ` of ${status.steps}` : ""}`);
   show("loss", typeof status.loss === "number" ? status.loss.toPrecision(5) : status.loss);
-  show("speed", status.seconds_per_step === null ? "" :
-    `${status.seconds_per_step.toPrecision(3)} s a step, ${Math.round(status.tokens_per_second)} tokens/s`);
+  const speeds = [];
+  if (status.seconds_per_step !== null) speeds.push(`${status.seconds_per_step.toPrecision(3)} s a step`);
+  if (status.tokens_per_second !== null) speeds.push(`${Math.round(status.tokens_per_second)} tokens/s`);
+  show("speed", speeds.join(", "));
   show("left", status.seconds_left == null ? "" : duration(status.seconds_left));
   show("silent", status.silent_seconds === null ? "none yet" : `${duration(status.silent_seconds)} ago`);
   draw(status.curves, status.interruptions, status.rollbacks);
