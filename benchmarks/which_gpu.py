@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from neox.config import load_config
+from neox.plan.report.text import PUBLISHED_MFU
 from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import GpuChoice, choose_gpus
 from neox.preflight.tokenizer_checks import read_vocabulary
@@ -30,15 +31,18 @@ MODELS = (
 )
 KINDS = ("a100-40", "a100-80", "h100", "h200", "b200", "mi300x")
 LORA = "lora={r: 16, alpha: 32, target: [query_key_value, dense]}"
-TEXT = """# Which GPU, how many, how long
+_A100 = "{} to {} %".format(*PUBLISHED_MFU["a100"])
+_H100 = "{} to {} %".format(*PUBLISHED_MFU["h100"])
+TEXT = f"""# Which GPU, how many, how long
 
 A cell is the smallest number of GPUs on which a model can be trained, and the fewest GPU hours for a billion tokens on
 that number or up to eight times as many. Batch, precision and length are those of its file in `configs/`; states
 that do not fit may be in main memory. No GPU was asked: memory is planned, and times are estimated for full power and
-fused kernels. Published runs reached 28 to 56 % of an A100's peak and 33 to 43 % of an H100's
+fused kernels. Published runs reached {_A100} of an A100's peak and {_H100} of an H100's
 ([comparison](../performance.md)); the estimates are above that.
 
-For your model, your tokens and your prices, with the numbers of GPUs and the main memory that each needs:
+For your model, your tokens and your prices, with the numbers of GPUs and the main memory that each needs; then how long
+it takes on given numbers:
 
 ```bash
 python tools/which_gpu.py configs/llama/3-8B.yml --tokens 5e9 --price 2

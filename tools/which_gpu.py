@@ -6,8 +6,8 @@ python tools/which_gpu.py configs/llama/3-8B.yml lora.yml --tokens 5e7
 python tools/which_gpu.py configs/20B.yml --tokens 4e11 --gpu_type h100 a100-80 --gpus 64 96 128 --price 2.5
 
 A row is the smallest number of GPUs on which the run fits with its batch and precision, in its fastest layout, and one
-more the number that takes the fewest GPU hours, if that saves 10 %. Nothing is started, and no GPU is asked: memory is
-planned, times are estimated for full power and fused kernels.
+more the number that takes the fewest GPU hours, if that saves 10 %. With --gpus, each of these numbers is a row.
+Nothing is started, and no GPU is asked: memory is planned, times are estimated for full power and fused kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser, add_overrides
 from neox.config import load_config
 from neox.errors import ConfigError, run_script
+from neox.plan.report.text import times_basis
 from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import COUNTS, choose_gpus, format_choices
 from neox.preflight.tokenizer_checks import read_vocabulary
@@ -33,24 +34,28 @@ def main() -> int:
     add_overrides(parser)
     add("--tokens", type=float, default=1e9, help="tokens to train (default: 1e9)")
     add("--gpu_type", nargs="+", default=list(GPUS), help=f"kinds of GPU (default: all): {', '.join(GPUS)}")
-    add("--gpus", nargs="+", type=int, default=COUNTS, help="numbers of GPUs to try (default: powers of 2 up to 512)")
+    add("--gpus", nargs="+", type=int, help="numbers of GPUs, a row each (default: powers of 2 up to 512 are tried)")
     add("--price", type=float, help="price of one GPU for an hour")
     add("--json", action="store_true", help="one JSON object a line, with the keys of the fastest layout")
     args = parser.parse_args()
     if not args.tokens > 0:
         parser.error(f"--tokens {args.tokens:g}: a number above 0")
-    if min(args.gpus) < 1:
+    if args.gpus and min(args.gpus) < 1:
         parser.error(f"--gpus {min(args.gpus)}: numbers from 1")
     loaded = load_config(args.conf_file, conf_dir=args.conf_dir, overrides=args.set)
     if loaded.problems:
         raise ConfigError(loaded.problems)
     vocab_size = read_vocabulary(loaded.config).size
-    choices = choose_gpus(loaded.config, vocab_size, args.tokens, args.gpu_type, sorted(args.gpus), args.price)
+    counts = COUNTS if args.gpus is None else sorted(set(args.gpus))
+    every = args.gpus is not None
+    choices = choose_gpus(loaded.config, vocab_size, args.tokens, args.gpu_type, counts, args.price, every=every)
     if args.json:
         for choice in choices:
             print(json.dumps(choice.as_json()), flush=True)
         return 0
-    title = f"GPUs for {' '.join(args.conf_file)}; {args.tokens:,.0f} tokens; estimated"
+    fp8 = bool(loaded.config.training.fp8)
+    title = f"GPUs for {' '.join(args.conf_file)}; {args.tokens:,.0f} tokens"
+    title += f"\ntimes are {times_basis(args.gpu_type, fp8=fp8)}"
     print(format_choices(list(choices), title))
     return 0
 

@@ -64,6 +64,8 @@ def choose_gpus(
     kinds: Sequence[str] = tuple(GPUS),
     counts: Sequence[int] = COUNTS,
     hourly_price: float | None = None,
+    *,
+    every: bool = False,
 ) -> Iterator[GpuChoice]:
     """Yield for each kind of GPU the smallest number on which a run fits, and a larger one that takes fewer GPU hours.
 
@@ -76,6 +78,7 @@ def choose_gpus(
         kinds: Keys of `GPUS`.
         counts: Numbers of GPUs that are tried, the smallest first.
         hourly_price: Price of one GPU for an hour.
+        every: Whether to yield each of the numbers, those that do not serve with the reason.
 
     Raises:
         ConfigError: There is no such GPU, the configuration is wrong, or its network's time is not estimated.
@@ -88,6 +91,15 @@ def choose_gpus(
         of_kind = config.updated({"gpu_type": kind}, without=("gpu_memory_gib", "peak_theoretical_tflops"))
         if not gpu.has_bf16 and choose_precision(config, []) == "bf16":
             yield GpuChoice(kind, gpu.name, None, reason="it has no bf16: --set precision=fp16")
+            continue
+        if every:
+            for count in counts:
+                layout = _fastest(of_kind, vocab_size, gpu, count)
+                if layout is None:
+                    reason = f"{count} GPUs: it does not fit, or its batch cannot be divided over them"
+                    yield GpuChoice(kind, gpu.name, None, reason=reason)
+                else:
+                    yield _choice(kind, gpu, count, layout, tokens, hourly_price)
             continue
         fitting: list[GpuChoice] = []
         most = max(counts)
@@ -145,16 +157,32 @@ def _fastest(config: NeoXConfig, vocab_size: int, gpu: Gpu, count: int) -> Sugge
 
 def format_choices(choices: Sequence[GpuChoice], title: str) -> str:
     """Return a table of choices for a terminal."""
-    lines = [title, f"{'':34} GPUs   memory  main memory   tokens/s      days  GPU hours      price"]
+    lines = [title, f"{'':34} GPUs   memory  main memory   tokens/s      time  GPU hours      price"]
     for choice in choices:
         start = f"{choice.name + ' (' + choice.gpu_type + ')':<34}"
         if choice.gpus is None:
             lines.append(f"{start}    -  {choice.reason}")
             continue
-        price = "" if choice.price is None else f"{choice.price:11,.0f}"
-        memory = f"{choice.memory_gib:3.0f} GiB {choice.main_memory_gib:8,.0f} GiB"
-        time = f"{choice.tokens_per_second:10,.0f} {choice.days:9,.1f} {choice.gpu_hours:10,.0f}"
+        price = "" if choice.price is None else f"{_figure(choice.price):>11}"
+        memory = f"{_figure(choice.memory_gib):>3} GiB {choice.main_memory_gib:8,.0f} GiB"
+        time = f"{choice.tokens_per_second:10,.0f} {_span(choice.days):>9} {_figure(choice.gpu_hours):>10}"
         lines.append(f"{start} {choice.gpus:4}  {memory} {time}{price}")
     if not any(choice.price is not None for choice in choices):
         lines[1] = lines[1].removesuffix("      price")
     return "\n".join(lines)
+
+
+def _span(days: float) -> str:
+    """Return a time as text, in the largest unit of which it has one."""
+    seconds = days * _DAY
+    for unit, length in (("days", _DAY), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{_figure(seconds / length)} {unit}"
+    return f"{_figure(seconds)} s"
+
+
+def _figure(value: float) -> str:
+    """Return a number as text, with two digits that count if it is small."""
+    if value >= 10:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -297,12 +297,21 @@ def _time_of_run(plan: RunPlan, found: RunTotals, device: Device) -> str:
 
 def estimate_basis(gpu_type: str, *, fp8: bool) -> str:
     """Return what an estimated time assumes, and what published runs on the same kind of GPU reached."""
-    kind = gpu_type.partition("-")[0]
+    return times_basis([gpu_type], fp8=fp8)
+
+
+def times_basis(gpu_types: Sequence[str], *, fp8: bool) -> str:
+    """Return what estimated times on several kinds of GPU assume, and what published runs on those kinds reached."""
     basis = "estimated for full power and fused kernels, not measured"
-    if kind not in PUBLISHED_MFU or fp8:
+    kinds = dict.fromkeys(gpu_type.partition("-")[0] for gpu_type in gpu_types)
+    ranges = []
+    for kind in kinds:
+        if kind in PUBLISHED_MFU and not fp8:
+            lowest, highest = PUBLISHED_MFU[kind]
+            ranges.append(f"on {kind.upper()}: {lowest} to {highest} % MFU")
+    if not ranges:
         return basis
-    lowest, highest = PUBLISHED_MFU[kind]
-    return f"{basis} (published runs on {kind.upper()}: {lowest} to {highest} % MFU)"
+    return f"{basis} (published runs {', '.join(ranges)})"
 
 
 def _derived_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import suggest_layouts
 from neox.plan.search.fit import nested_keys
 from neox.plan.time import GPUS
-from neox.preflight.gpu_choice import choose_gpus
+from neox.preflight.gpu_choice import choose_gpus, format_choices
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -65,6 +65,16 @@ def test_a_run_that_fits_on_no_number_says_which_were_tried() -> None:
     (choice,) = choose_gpus(config, 50_257, 1e9, ["a100-40"], counts=[1, 2])
     assert choice.gpus is None
     assert "1, 2" in choice.reason
+
+
+def test_given_numbers_are_a_row_each_and_small_figures_keep_digits() -> None:
+    config = load_config([CONFIGS / "pythia" / "14M.yml"], overrides=[]).config
+    choices = list(choose_gpus(config, 50_304, 1e6, ["h100"], [2, 3000, 4], every=True))
+    assert [choice.gpus for choice in choices] == [2, None, 4]
+    assert "3000" in choices[1].reason
+    assert choices[0].days == pytest.approx(1e6 / choices[0].tokens_per_second / 86_400)
+    table = format_choices(choices, "title")
+    assert f"{choices[0].gpu_hours:.2g}" in table, "what takes minutes does not take 0 hours"
 
 
 @pytest.mark.slow
