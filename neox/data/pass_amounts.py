@@ -142,21 +142,28 @@ def tokens_of_pass(
         data: Data section of the configuration.
         seq_length: Number of tokens of a sample's input.
     """
-    sizes = np.asarray(indexed.sizes[documents.start : documents.stop])
     if data.pack_impl == "packed":
-        return int(sizes.sum(dtype=np.int64))
+        return int(indexed.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+    used = used_sizes(indexed, documents, labels, data, seq_length)
+    counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
+    if not len(counted):
+        return 0
+    samples = samples_of_pass(counted, data.pack_impl, seq_length)
+    return round(samples * len(used) / len(counted)) * seq_length
+
+
+def used_sizes(
+    indexed: IndexedDataset, documents: range, labels: IndexedDataset | None, data: DataConfig, seq_length: int
+) -> np.ndarray:
+    """Return the numbers of tokens of the documents that padded samples use. Arguments as for `tokens_of_pass`."""
+    sizes = np.asarray(indexed.sizes[documents.start : documents.stop])
     usable = sizes > 1
     if not data.allow_chopped:
         usable &= sizes <= seq_length + 1
     if labels is not None:
         predicted = predicted_tokens(labels, read_tokens(sizes, data.pack_impl, seq_length))
         usable &= predicted[documents.start : documents.stop] > 0
-    used = sizes[usable]
-    counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
-    if not len(counted):
-        return 0
-    samples = samples_of_pass(counted, data.pack_impl, seq_length)
-    return round(samples * len(used) / len(counted)) * seq_length
+    return sizes[usable]
 
 
 def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
@@ -245,12 +252,21 @@ class PackingShares(NamedTuple):
     cut: float
 
 
-def packing_shares(sizes: np.ndarray, seq_length: int) -> PackingShares:
-    """Return what packing documents of given sizes wastes; those of less than two tokens are left out."""
-    usable = sizes[sizes > 1]
-    if not len(usable):
+def packing_shares(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> PackingShares:
+    """Return what padded samples of documents of given sizes waste, by the first documents if there are many.
+
+    Args:
+        sizes: Numbers of tokens of the documents that are used (`used_sizes`).
+        impl: How they are packed; not `packed`, which has no padding.
+        seq_length: Number of tokens of a sample's input.
+    """
+    counted = sizes[:_COUNTED_DOCUMENTS]
+    if not len(counted):
         return PackingShares(0.0, 0.0)
-    pieces = DocumentPieces.of(usable, usable > 1, range(len(usable)), seq_length)
-    filled = int(pieces.lengths(np.arange(len(pieces))).sum())
-    positions = _samples_of_pieces(usable, seq_length) * (seq_length + 1)
-    return PackingShares(1.0 - filled / positions, float((usable > seq_length + 1).mean()))
+    if impl == "best_fit":
+        pieces = DocumentPieces.of(counted, counted > 1, range(len(counted)), seq_length)
+        filled = int(pieces.lengths(np.arange(len(pieces))).sum())
+    else:
+        filled = int(np.minimum(counted, seq_length + 1).sum(dtype=np.int64))
+    positions = samples_of_pass(counted, impl, seq_length) * (seq_length + 1)
+    return PackingShares(1.0 - filled / positions, float((counted > seq_length + 1).mean()))

@@ -16,13 +16,9 @@ from neox.problems import Problem
 from neox.storage import is_remote
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _LIMIT = "max_lost_labels"
-_PACKED_DOCUMENTS = 1 << 17
-"""Documents that are packed to say what packing wastes: a fraction of a second."""
 
 
 def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
@@ -78,14 +74,11 @@ def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
         return ()
     try:
         from neox.data.pass_amounts import tokens_of_pass  # numpy, which a dry run without data does not need
-        from neox.data.samples.gpt_dataset import split_documents
 
         tokens = []
         for prefix, labels in _training_sets(config):
             indexed, opened = _opened(prefix, labels)
-            documents = range(len(indexed))
-            if data.train_data_paths is None:
-                documents = split_documents(data.split, len(indexed))[0]
+            documents = _training_documents(config, len(indexed))
             tokens.append(tokens_of_pass(indexed, documents, opened, data, length))
         return tuple(tokens)
     except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
@@ -132,6 +125,15 @@ def _training_sets(config: NeoXConfig) -> Iterator[tuple[str, str | None]]:
     data = config.data
     prefixes = data.train_data_paths or (str(data.data_path),)
     yield from zip(prefixes, data.train_label_data_paths or [None] * len(prefixes), strict=False)
+
+
+def _training_documents(config: NeoXConfig, count: int) -> range:
+    """Return the numbers of the documents that are trained on, of `count` ones of a dataset."""
+    from neox.data.samples.gpt_dataset import split_documents  # numpy, which a dry run without data does not need
+
+    if config.data.train_data_paths is not None:
+        return range(count)
+    return split_documents(config.data.split, count)[0]
 
 
 def _opened(prefix: str, labels: str | None) -> tuple[IndexedDataset, IndexedDataset | None]:
@@ -182,32 +184,30 @@ def _truncation(config: NeoXConfig) -> tuple[list[str], list[Problem]]:
 
 
 def _packing_notes(config: NeoXConfig) -> Iterator[str]:
-    """Yield the shares of padding and of cut documents in each training dataset that `best_fit` packs."""
+    """Yield the share of padding in the samples of each training dataset; with `best_fit` that of cut documents, too.
+
+    `_truncation` counts what the others cut.
+    """
     data = config.data
-    if data.pack_impl != "best_fit" or config.model.seq_length is None:
+    length = config.model.seq_length
+    if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
         return
-    prefixes = data.train_data_paths or (data.data_path,)
-    for prefix in prefixes:
+    for prefix, labels in _training_sets(config):
         try:
-            sizes, documents = _first_sizes(str(prefix))
+            from neox.data.pass_amounts import (  # numpy, which a dry run without data does not need
+                packing_shares,
+                used_sizes,
+            )
+
+            indexed, opened = _opened(prefix, labels)
+            sizes = used_sizes(indexed, _training_documents(config, len(indexed)), opened, data, length)
         except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
             continue
-        from neox.data.pass_amounts import packing_shares  # numpy, which a dry run without data does not need
-
-        shares = packing_shares(sizes, config.model.seq_length)
-        sampled = f", by its first {len(sizes):,} documents" if len(sizes) < documents else ""
-        yield (
-            f"{prefix}: `pack_impl: best_fit` makes {shares.padding:.1%} of all positions padding and cuts "
-            f"{shares.cut:.1%} of the documents{sampled}"
-        )
-
-
-def _first_sizes(prefix: str) -> tuple[np.ndarray, int]:
-    """Return the numbers of tokens of a dataset's first documents, and its number of documents."""
-    from neox.data.token_files.indexed_dataset import IndexedDataset
-
-    indexed = IndexedDataset(prefix)
-    return indexed.sizes[:_PACKED_DOCUMENTS], len(indexed)
+        shares = packing_shares(sizes, data.pack_impl, length)
+        note = f"{prefix}: `pack_impl: {data.pack_impl}` makes {shares.padding:.1%} of all positions padding"
+        if data.pack_impl == "best_fit":
+            note += f" and cuts {shares.cut:.1%} of the documents"
+        yield note
 
 
 def _tokens(prefix: str) -> int:

@@ -31,7 +31,8 @@ def data_lines(plan: RunPlan) -> Iterator[str]:
         length = ""
         if of_stage.mixture.seq_length != plan.batch_schedule.full_length:
             length = f" in samples of {of_stage.mixture.seq_length:,}"
-        yield f"{stage}{of_stage.tokens:,} tokens{length}: {', '.join(shares)}"
+        padding = ", padding included" if plan.pass_tokens else ""
+        yield f"{stage}{of_stage.tokens:,} tokens{length}{padding}: {', '.join(shares)}"
 
 
 def validation_lines(plan: RunPlan) -> Iterator[str]:

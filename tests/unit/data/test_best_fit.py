@@ -83,8 +83,11 @@ def test_samples_hold_every_piece_once_and_never_too_many_tokens(sizes: list[int
 
 
 def test_shares_of_padding_and_of_cut_documents() -> None:
-    assert packing_shares(np.array([9, 9, 1, 0]), SEQ) == (0.0, 0.0)
-    padding, cut = packing_shares(np.array([9, 26, 4, 5]), SEQ)
+    assert packing_shares(np.array([9, 9]), "best_fit", SEQ) == (0.0, 0.0)
+    padding, cut = packing_shares(np.array([9, 26, 4, 5]), "best_fit", SEQ)
     assert cut == 0.25
     assert padding == pytest.approx(1 - (9 + 9 + 9 + 9 + 2 + 4 + 5) / 54)
-    assert packing_shares(np.array([1, 0]), SEQ) == (0.0, 0.0)
+    assert packing_shares(np.array([], dtype=np.int32), "best_fit", SEQ) == (0.0, 0.0)
+    sizes = np.array([9, 4, 5, 12])
+    assert packing_shares(sizes, "unpacked", SEQ) == (pytest.approx(1 - (9 + 4 + 5 + 9) / 36), 0.25)
+    assert packing_shares(sizes, "pack_until_overflow", SEQ) == (0.0, 0.25)
