@@ -28,7 +28,7 @@ from neox.preprocess import (
     check_settings,
 )
 from neox.tokenizer import TOKENIZER_FILE
-from neox.tokenizer.chat import ChatRenderer, read_chat_template
+from neox.tokenizer.chat import ChatRenderer, fixed_clock, read_chat_template
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +63,19 @@ def add_template(tokens: argparse._ArgumentGroup) -> None:
     vocabulary.add_argument("--tokenizer-path", metavar="DIRECTORY", help="directory with tokenizer.json")
     tokens.add_argument("--tokenizer-type", default="HFTokenizer", choices=["HFTokenizer", "HFGPT2Tokenizer"])
     tokens.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's own)")
+    tokens.add_argument(
+        "--date",
+        metavar="YYYY-MM-DD",
+        type=known_date,
+        help="day that the template writes as today's; without it `strftime_now` is left out of templates",
+    )
     add_added_tokens(tokens)
+
+
+def known_date(text: str) -> str:
+    """Return a date. Raises ValueError if there is no such day."""
+    fixed_clock(text)
+    return text
 
 
 def vocab_file(args: argparse.Namespace) -> Path:
@@ -96,8 +108,9 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
         only_last=args.only_last,
         count_all=args.no_mask,
         split_answers=args.split_answers,
+        date=args.date,
     )
-    ChatRenderer(chat.template)  # raises if it is no template
+    ChatRenderer(chat.template, fixed_clock(chat.date)).check_date()  # raises if it is no template, too
     return shared_settings(args, tokenizer=tokenizer, keys=chat.datasets, accelerator="off", chat=chat)
 
 

@@ -32,7 +32,7 @@ from neox.errors import run_script
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, check_settings
 from neox.preprocess.preference_encoder import FIELDS
 from neox.tokenizer import Tokenizer
-from neox.tokenizer.chat import ChatRenderer, ChatTemplate, own_chat_template, read_chat_template
+from neox.tokenizer.chat import ChatRenderer, ChatTemplate, fixed_clock, own_chat_template, read_chat_template
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,9 +80,9 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     vocab = vocab_file(args)
     tokenizer = TokenizerSpec(args.tokenizer_type, str(vocab), None, True, tuple(args.added_tokens))
     template = template_of(args, vocab, tokenizer.build())
-    preferences = PreferenceSettings(template, args.labelled, args.seq_length, tuple(args.fields))
+    preferences = PreferenceSettings(template, args.labelled, args.seq_length, tuple(args.fields), args.date)
     if preferences.template is not None:
-        ChatRenderer(preferences.template)  # raises if it is no template
+        ChatRenderer(preferences.template, fixed_clock(preferences.date))  # raises if it is no template
     return shared_settings(
         args, tokenizer=tokenizer, keys=preferences.datasets, accelerator="off", preferences=preferences
     )

@@ -38,7 +38,7 @@ from neox.preprocess.conversations import (
 from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
 from neox.preprocess.settings import ChatSettings
 from neox.tokenizer import HFTokenizer, Tokenizer
-from neox.tokenizer.chat import ChatRenderer, ChatTemplate, find_answer_form
+from neox.tokenizer.chat import ChatRenderer, ChatTemplate, find_answer_form, fixed_clock
 from neox.tokenizer.chat_messages import ChatError, Message, names_of_calls, thoughts_of, tools_of
 
 Range = tuple[int, int]
@@ -96,7 +96,7 @@ class ChatEncoder:
         self.job = job
         self.chat = chat
         self.tokenizer = job.marks_tokenizer(tokenizer, "chat templates need")
-        self.renderer = ChatRenderer(chat.template)
+        self.renderer = ChatRenderer(chat.template, fixed_clock(chat.date))
         self.ends = AnswerEnds.of(chat.template, self.tokenizer)
 
     def encode(self, block: LineBlock) -> EncodedBlock:

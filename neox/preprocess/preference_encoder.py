@@ -37,7 +37,7 @@ from neox.preprocess.conversations import (
 from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
 from neox.preprocess.settings import PreferenceSettings
 from neox.tokenizer import Tokenizer, positions
-from neox.tokenizer.chat import ChatRenderer
+from neox.tokenizer.chat import ChatRenderer, fixed_clock
 from neox.tokenizer.chat_messages import ChatError, Message
 
 PROMPT = "prompt"
@@ -128,7 +128,7 @@ class PreferenceEncoder:
         self.tokenizer = job.marks_tokenizer(tokenizer, "preferences need")
         self.renderer: ChatRenderer | None = None
         if preferences.template is not None:
-            self.renderer = ChatRenderer(preferences.template)
+            self.renderer = ChatRenderer(preferences.template, fixed_clock(preferences.date))
 
     def encode(self, block: LineBlock) -> EncodedBlock:
         """Encode each line of a block."""

@@ -60,6 +60,7 @@ class ChatSettings:
         count_all: Whether every token is trained.
         split_answers: Whether each trained answer becomes a sample: the conversation up to it, as the template renders
             that, with only this answer trained.
+        date: Day that templates write as today's (`strftime_now`); None leaves the function out.
     """
 
     template: ChatTemplate
@@ -68,6 +69,7 @@ class ChatSettings:
     only_last: bool = False
     count_all: bool = False
     split_answers: bool = False
+    date: str | None = None
 
     @property
     def datasets(self) -> tuple[str, str]:
@@ -78,10 +80,11 @@ class ChatSettings:
         return name, f"{name}_label"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings for JSON. `split_answers` is absent if it is off, as in older versions."""
+        """Return the settings for JSON. Those that older versions had not are absent if they are off."""
         fields = {**asdict(self), "template": self.template.as_json()}
-        if not self.split_answers:
-            del fields["split_answers"]
+        for name in ("split_answers", "date"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
 
@@ -95,12 +98,14 @@ class PreferenceSettings:
         seq_length: Number of tokens of a row in training, which must hold both answers; None for no limit.
         fields: Names that lines are to have (`prompt`), each with the key, path with dots or template that finds its
             value; other names are as they are.
+        date: As in `ChatSettings`.
     """
 
     template: ChatTemplate | None = None
     labelled: bool = False
     seq_length: int | None = None
     fields: tuple[tuple[str, str], ...] = ()
+    date: str | None = None
 
     @property
     def datasets(self) -> tuple[str, ...]:
@@ -110,12 +115,13 @@ class PreferenceSettings:
         return ("chosen", "chosen_label", "rejected", "rejected_label")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings for JSON. `fields` are absent if there are none, as in older versions."""
+        """Return the settings for JSON. Those that older versions had not are absent if they are off."""
         fields = asdict(self)
         if self.template is not None:
             fields["template"] = self.template.as_json()
-        if not self.fields:
-            del fields["fields"]
+        for name in ("fields", "date"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
 

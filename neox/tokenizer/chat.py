@@ -16,13 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date as Date
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neox.errors import TokenizerError
 from neox.tokenizer.base import Tokenizer
-from neox.tokenizer.chat_messages import ChatError, MessageForms, find_forms, tools_of, with_forms
+from neox.tokenizer.chat_messages import (
+    ChatError,
+    DateNeededError,
+    MessageForms,
+    find_forms,
+    tools_of,
+    with_forms,
+)
 from neox.tokenizer.huggingface import TOKENIZER_CONFIG, HFTokenizer, special_tokens, tokenizer_config
 
 if TYPE_CHECKING:
@@ -43,6 +51,8 @@ _OWN_VARIABLES = ("messages", "add_generation_prompt")
 _QUESTION = "question-0"
 _ANSWER = "answer-0"
 _NEXT_QUESTION = "question-1"
+_CLOCK = "strftime_now"
+_ANY_DATE = "2025-01-01"
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,20 @@ def _read_template(path: Path) -> str:
         raise TokenizerError(f"{path}: cannot be read as a chat template: {error}") from error
 
 
+def fixed_clock(date: str | None) -> Clock | None:
+    """Return what `strftime_now` does where it is always the same day, at midnight; None without a date.
+
+    Args:
+        date: The day, such as `2025-01-31`.
+
+    Raises:
+        ValueError: There is no such day.
+    """
+    if date is None:
+        return None
+    return Date.fromisoformat(date).strftime
+
+
 class ChatRenderer:
     """Compiled chat template, which gives the text that Hugging Face's `apply_chat_template` gives."""
 
@@ -183,7 +207,7 @@ class ChatRenderer:
         Args:
             template: The template.
             clock: What `strftime_now` does in templates. None leaves the function out, so that a conversation gives
-                the same text on every day: templates use a fixed date without it.
+                the same text on every day: most templates use a fixed date without it.
 
         Raises:
             TokenizerError: If it is not a valid Jinja template.
@@ -229,6 +253,16 @@ class ChatRenderer:
         if not chosen.marks_answers:
             return chosen.render(messages, tools, False, variables or {}), None
         return chosen.render_marked(messages, tools, variables or {})
+
+    def check_date(self) -> None:
+        """Raise TokenizerError if the template needs a date and there is none, which would fail for every text."""
+        chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            self._default.render(chat, None, False, {})
+        except DateNeededError as error:
+            raise TokenizerError(str(error)) from error
+        except ChatError:
+            pass  # it may refuse these messages
 
     def _chosen(self, tools: list[Any] | None) -> _CompiledTemplate:
         return self._default if tools is None else self._tool_use
@@ -287,6 +321,11 @@ class _CompiledTemplate:
         try:
             yield from self._template.generate(messages=messages, add_generation_prompt=prompt, **names)
         except self._errors as error:
+            if f"{_CLOCK!r} is undefined" in str(error):
+                raise DateNeededError(
+                    f"the chat template writes today's date ({_CLOCK}), so that the same conversations would be other "
+                    "data tomorrow: give the date that it is to write with --date YYYY-MM-DD"
+                ) from error
             raise ChatError(f"the chat template refuses it: {error}") from error
 
 
@@ -318,7 +357,7 @@ def find_answer_form(template: ChatTemplate, tokenizer: Tokenizer) -> AnswerForm
     Raises:
         TokenizerError: If it is not a valid Jinja template.
     """
-    renderer = ChatRenderer(template)
+    renderer = ChatRenderer(template, fixed_clock(_ANY_DATE))  # some templates write one before the messages
     question = {"role": "user", "content": _QUESTION}
     answer = {"role": "assistant", "content": _ANSWER}
     next_question = {"role": "user", "content": _NEXT_QUESTION}

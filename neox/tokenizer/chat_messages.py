@@ -31,6 +31,10 @@ class ChatError(Exception):
     """The template refuses a conversation. The message says why."""
 
 
+class DateNeededError(ChatError):
+    """The template writes today's date, and none is given."""
+
+
 class Contents(Enum):
     """Form of contents that a template takes."""
 

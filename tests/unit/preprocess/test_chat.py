@@ -27,6 +27,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+DATED = "{{ 'Today is ' + strftime_now('%Y-%m-%d') + '. ' }}"  # as gpt-oss begins
 CHATS = [
     [("system", "Be kind."), ("user", "Hi é"), ("assistant", "Hello 你"), ("user", "Bye"), ("assistant", "Bye bye")],
     [("user", "One?"), ("assistant", "One")],
@@ -214,6 +215,7 @@ def test_a_tokenizer_that_ignores_special_tokens_is_refused(model: Path) -> None
         (["--chat-template", "{0}/bad.jinja"], "line 1"),
         (["--chat-template", "{0}/none.jinja"], "none.jinja"),
         (["--input", "{0}/none.jsonl"], "none.jsonl"),
+        (["--chat-template", "{0}/dated.jinja"], "--date"),
     ],
 )
 def test_flags_that_cannot_be_are_refused_before_ranks_start(
@@ -221,12 +223,26 @@ def test_flags_that_cannot_be_are_refused_before_ranks_start(
 ) -> None:
     settings(model, [])
     (model.parent / "bad.jinja").write_text("{% if %}")
+    (model.parent / "dated.jinja").write_text(DATED + CHATML)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     tool = runpy.run_path(str(ROOT / "tools" / "preprocess_chat.py"))
     line = "--input {0}/in.jsonl --output-prefix {0}/out --tokenizer-path {0}/model"
     words = [word.format(model.parent) for word in [*line.split(), *flags]]
     with raises_naming(NeoXError, name):
         tool["check"](tool["parser"]().parse_args(words))
+
+
+def test_a_template_that_writes_todays_date_takes_a_given_one(model: Path) -> None:
+    dated = ChatTemplate(DATED + CHATML, {})
+    run = settings(model, [{"messages": as_messages(CHATS[1])}], template=dated)
+    with raises_naming(DataError, "strftime_now", "--date"):
+        preprocess(run)
+    ((whole, counted),) = made(model, replace(run, chat=ChatSettings(template=dated, date="2025-01-31")))
+    assert whole.startswith("Today is 2025-01-31. <|im_start|>user")
+    assert counted == "One<|im_end|>\n"
+    sidecar = read_sidecar(run.prefix("messages"))
+    assert sidecar is not None
+    assert sidecar.settings["chat"]["date"] == "2025-01-31"
 
 
 def test_gpt_neoxs_command_and_what_it_made(model: Path) -> None:
