@@ -99,7 +99,7 @@ def main() -> int:
 
 def _sweep(ladder: Ladder, runs: Sequence[SweepRun]) -> Sweep:
     """Return the sweep that trains runs of a ladder."""
-    return Sweep(ladder.name, ladder.directory, ladder.configs, tuple(runs), ladder.conf_dir)
+    return Sweep(ladder.name, ladder.directory, ladder.configs, tuple(runs), ladder.conf_dir, compares=False)
 
 
 def _target_sweep(ladder: Ladder, values: Mapping[str, float]) -> Sweep:

@@ -155,7 +155,7 @@ def _say(line: str) -> None:
 def _print_results(sweep: Sweep, results: Sequence[RunResult]) -> None:
     print(format_table(sweep, results))
     best = results[0]
-    if best.score is not None and best.state is State.DONE:
+    if sweep.compares and best.score is not None and best.state is State.DONE:
         print("\n".join([f"best: {best.name}", *values_at_an_end(results)]))
     print(f"{sweep.directory / TABLE}  {sweep.directory / PICTURE}")
 

@@ -64,6 +64,7 @@ class Sweep:
         slots_per_run: Number of slots of each run; None for all of a host.
         metric: Scalar by which runs are compared; None for the loss on validation data, else the training loss.
         goal: Whether the best run has the smallest or the largest value.
+        compares: Whether the runs are alternatives, of which one is the best; those of a ladder are not.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Sweep:
     slots_per_run: int | None = None
     metric: str | None = None
     goal: Goal = "min"
+    compares: bool = True
 
     @property
     def varied(self) -> tuple[str, ...]:
