@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ class FoundRun:
     identity: RunIdentity | None
     samples_per_step: int | None = None
 
+    @cached_property
+    def saved_config(self) -> NeoXConfig | None:
+        """The configuration that the checkpoint holds; None if it cannot be read."""
+        return saved_config(self.checkpoint)
+
     def is_run_of(self, config: NeoXConfig) -> bool:
         """Return whether it is the run that a configuration starts; False if its run is not recorded.
 
@@ -82,7 +88,7 @@ class FoundRun:
         if self.identity.run_id == ours.run_id:
             return True
         starts = (ours.start, _start_of(config, by_copy=True))
-        saved = saved_config(self.checkpoint)
+        saved = self.saved_config
         return saved is not None and self.identity.start in starts and _trained(saved) == _trained(config)
 
 
@@ -180,8 +186,9 @@ def find_run(save: Path) -> FoundRun | None:
 
 def found_run(checkpoint: Path, iteration: int) -> FoundRun:
     """Return the run of a checkpoint that has seen a number of steps."""
-    samples = _run_file(checkpoint).get(_SAMPLES)
-    return FoundRun(checkpoint, iteration, read_identity(checkpoint), samples if isinstance(samples, int) else None)
+    fields = _run_file(checkpoint)
+    samples = fields.get(_SAMPLES)
+    return FoundRun(checkpoint, iteration, _identity(fields), samples if isinstance(samples, int) else None)
 
 
 def step_directories(save: Path) -> dict[int, Path]:
@@ -201,7 +208,11 @@ def step_directories(save: Path) -> dict[int, Path]:
 
 def read_identity(checkpoint: Path) -> RunIdentity | None:
     """Return the identity that a checkpoint carries; None if it has none."""
-    fields = _run_file(checkpoint)
+    return _identity(_run_file(checkpoint))
+
+
+def _identity(fields: Mapping[str, Any]) -> RunIdentity | None:
+    """Return the identity in the fields of a run file; None if it has none."""
     if "run_id" not in fields or "start" not in fields:
         return None
     return RunIdentity(str(fields["run_id"]), str(fields["start"]))
@@ -258,7 +269,7 @@ def other_run_message(config: NeoXConfig, found: FoundRun, address: str | None =
 
 def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     """Yield the keys that change what is learned, if they differ from the checkpoint's, with both values."""
-    saved = saved_config(found.checkpoint)
+    saved = found.saved_config
     yield from _changed_keys(config, saved, _is_learning_key)
     # Versions that did not record samples had no `split_fused` either, and did what false does now.
     params = config.optimizer.optimizer.params
@@ -273,7 +284,7 @@ def learning_changes(before: NeoXConfig, now: NeoXConfig) -> Iterator[str]:
 
 def network_changes(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     """Yield the keys of the network and of adapters that differ from the checkpoint's, with both values."""
-    yield from _changed_keys(config, saved_config(found.checkpoint), _is_network_key)
+    yield from _changed_keys(config, found.saved_config, _is_network_key)
 
 
 def _changed_keys(config: NeoXConfig, saved: NeoXConfig | None, counts: Callable[[str], bool]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from neox.plan import (
     with_trained_model,
 )
 from neox.plan.network.export_form import export_note
+from neox.plan.run_identity import FoundRun
 from neox.preflight.chat_checks import (
     chat_template_notes,
     chat_template_problems,
@@ -49,7 +50,7 @@ from neox.preflight.data_checks import data_problems
 from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
 from neox.preflight.remote_data import planned_data, with_local_data
-from neox.preflight.resume_from_save import batch_note, resume_from_save, with_warmup_of_counted
+from neox.preflight.resume_from_save import ResumedConfig, batch_note, resume_from_save, with_warmup_of_counted
 from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
 from neox.problems import Problem, in_file_order
 
@@ -171,7 +172,7 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
 
 def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> PlannedJob:
     """Plan a job whose files are here, or, in a dry run, are left out of the checks."""
-    own = DecidedConfig(config)
+    own = ResumedConfig(config)
     if job.trains:
         own = resume_from_save(config)
         config = own.config
@@ -211,18 +212,23 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
             problems += layer_problems(plan, training=job.trains)
     problems += [*too_large, *_disk_problems(plan, job)]
     if job.trains:
-        notes = (*plan.notes, *own.notes, *decided.notes, *_notes_of_training(plan))
+        notes = (*plan.notes, *own.notes, *decided.notes, *_notes_of_training(plan, own.loaded))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
         plan, missing = with_amounts(plan)
         problems += missing
     return PlannedJob(plan, device, tuple(problems), tuple(too_large))
 
 
-def _notes_of_training(plan: RunPlan) -> list[str]:
-    """Return notes on what becomes of a training: its start, the chat template it carries, its export."""
+def _notes_of_training(plan: RunPlan, loaded: FoundRun | None) -> list[str]:
+    """Return notes on what becomes of a training: its start, the chat template it carries, its export.
+
+    Args:
+        plan: The plan.
+        loaded: The run of the checkpoint that it resumes, if any.
+    """
     notes = [*finetune_notes(plan.config), *chat_template_notes(plan.config), *label_notes(plan.config)]
     notes += packed_conversation_notes(plan.config)
-    if (changed := batch_note(plan)) is not None:
+    if (changed := batch_note(plan, loaded)) is not None:
         notes.append(changed)
     note = export_note(plan.config, plan.architecture)
     if note is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neox.config import NeoXConfig
@@ -15,7 +15,6 @@ from neox.plan.run_identity import (
     found_run,
     other_run_message,
     resumes_own_directory,
-    saved_config,
 )
 from neox.plan.schedule import schedule_of
 from neox.preflight.checkpoint_checks import chosen_checkpoint
@@ -30,25 +29,37 @@ _JUMP = 0.05  # share of the learning rate
 _EPOCHS = "num_train_epochs"
 
 
-def resume_from_save(config: NeoXConfig) -> DecidedConfig:
+@dataclass(frozen=True)
+class ResumedConfig(DecidedConfig):
+    """The configuration of a training, with settings that the checkpoint that it resumes decides.
+
+    Attributes:
+        loaded: The run of that checkpoint; None if the training begins anew, or the checkpoint is not on this machine.
+    """
+
+    loaded: FoundRun | None = None
+
+
+def resume_from_save(config: NeoXConfig) -> ResumedConfig:
     """Let a run resume from its own checkpoints in `save`; those of another run are a problem.
 
     The schedule of the checkpoint that is loaded replaces the configuration's if `use_checkpoint_lr_scheduler` is set.
     """
     if static_problems(config):
-        return DecidedConfig(config)
+        return ResumedConfig(config)
     keys = config.checkpoint
     found = None
     if keys.save is not None and not keys.overwrite:
         found = find_run(Path(keys.save))
     if found is None:
-        return _with_schedule_of_checkpoint(config)
+        scheduled = _with_schedule_of_checkpoint(config)
+        return ResumedConfig(scheduled.config, scheduled.notes, scheduled.problems, _loaded(config, None))
 
     resumed = config
     notes: tuple[str, ...] = ()
     if not resumes_own_directory(config):
         if not found.is_run_of(config):
-            return DecidedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
+            return ResumedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
         note = f"{keys.save} holds this run at iteration {found.iteration}: it is resumed"
         dropped = [key for key in ("load", *FIRST_LOAD_KEYS) if config.given(key)]
         if dropped:
@@ -57,14 +68,29 @@ def resume_from_save(config: NeoXConfig) -> DecidedConfig:
         source = config.source("save").derived("load")
         resumed = config.updated({"load": keys.save}, without=FIRST_LOAD_KEYS, source=source)
 
-    loaded = found
-    step = resumed.checkpoint.iteration
-    if step is not None and step != found.iteration:  # it chooses among the checkpoints that were found
-        chosen = found_run(chosen_checkpoint(Path(resumed.checkpoint.load or ""), step), step)
-        loaded = replace(chosen, identity=found.identity)
+    loaded = _loaded(resumed, found)
     scheduled = _with_schedule_of_checkpoint(resumed)
-    notes += (*scheduled.notes, *_changes_since(loaded, scheduled.config))
-    return DecidedConfig(scheduled.config, notes, scheduled.problems)
+    notes += scheduled.notes
+    if loaded is not None:
+        notes += _changes_since(loaded, scheduled.config)
+    return ResumedConfig(scheduled.config, notes, scheduled.problems, loaded)
+
+
+def _loaded(config: NeoXConfig, own: FoundRun | None) -> FoundRun | None:
+    """Return the run of the checkpoint that a training resumes; None if there is none on this machine.
+
+    Args:
+        config: The configuration of the training.
+        own: The run in `save`, if `load` is the same directory.
+    """
+    keys = config.checkpoint
+    if keys.load is None or keys.finetune or is_remote(keys.load):
+        return None
+    found = own or find_run(Path(keys.load))
+    if found is None or keys.iteration in (None, found.iteration):
+        return found
+    chosen = found_run(chosen_checkpoint(Path(keys.load), keys.iteration), keys.iteration)
+    return replace(chosen, identity=found.identity)
 
 
 def _with_schedule_of_checkpoint(config: NeoXConfig) -> DecidedConfig:
@@ -97,7 +123,7 @@ def _changes_since(loaded: FoundRun, config: NeoXConfig) -> tuple[str, ...]:
     if len(changes) > _MOST_CHANGES:
         listed += f"; and {len(changes) - _MOST_CHANGES} more"
     notes.append(f"changed since {loaded.checkpoint.name}: {listed}")
-    saved = saved_config(loaded.checkpoint)
+    saved = loaded.saved_config
     if saved is not None and not static_problems(saved) and steps is not None:
         before = schedule_of(saved).lr(loaded.iteration)
         now = schedule_of(config).lr(loaded.iteration)
@@ -109,26 +135,22 @@ def _changes_since(loaded: FoundRun, config: NeoXConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def batch_note(plan: RunPlan) -> str | None:
+def batch_note(plan: RunPlan, loaded: FoundRun | None) -> str | None:
     """Return a note on a run whose steps have other samples than those of the checkpoint it resumes; None if the same.
 
     Without `train_batch_size` they follow from the degrees, so that they are known only now. If it was given before and
     is given now, it is among the keys that have changed.
+
+    Args:
+        plan: The plan of the run.
+        loaded: The run of the checkpoint that it resumes (`ResumedConfig.loaded`).
     """
-    keys = plan.config.checkpoint
-    if keys.load is None or keys.finetune or is_remote(keys.load):
-        return None
-    found = find_run(Path(keys.load))
-    if found is None:
-        return None
-    if keys.iteration not in (None, found.iteration):
-        found = found_run(chosen_checkpoint(Path(keys.load), keys.iteration), keys.iteration)
     now = plan.batch.train_batch_size
-    if found.samples_per_step in (None, now):
+    if loaded is None or loaded.samples_per_step in (None, now):
         return None
     return (
-        f"changed since {found.checkpoint.name}: samples of a step {found.samples_per_step} -> {now}; "
-        f"`train_batch_size: {found.samples_per_step}` keeps them"
+        f"changed since {loaded.checkpoint.name}: samples of a step {loaded.samples_per_step} -> {now}; "
+        f"`train_batch_size: {loaded.samples_per_step}` keeps them"
     )
 
 

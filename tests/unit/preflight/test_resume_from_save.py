@@ -268,14 +268,18 @@ def test_a_jump_of_the_learning_rate_is_told(tmp_path: Path, iterations: int, ju
 def test_a_resume_with_other_degrees_names_the_samples_of_its_steps(tmp_path: Path) -> None:
     put_checkpoint(tmp_path, 4, make_config())
     keys = {"load": str(tmp_path), "train_micro_batch_size_per_gpu": 2}
-    half = small_plan(1, **keys)
-    assert batch_note(half) is None, "an older checkpoint does not say it"
-    samples = 2 * half.batch.train_batch_size
+
+    def note_of(ranks: int, **others: object) -> str | None:
+        plan = small_plan(ranks, **keys, **others)
+        return batch_note(plan, resume_from_save(plan.config).loaded)
+
+    assert note_of(1) is None, "an older checkpoint does not say it"
+    now = small_plan(1, **keys).batch.train_batch_size
     run = tmp_path / "global_step4" / RUN_FILE
-    run.write_text(identity_text(run_identity(make_config()), samples))
-    assert find_run(tmp_path).samples_per_step == samples
-    note = batch_note(half)
+    run.write_text(identity_text(run_identity(make_config()), 2 * now))
+    assert find_run(tmp_path).samples_per_step == 2 * now
+    note = note_of(1)
     assert note is not None
-    assert f"{samples} -> {half.batch.train_batch_size}" in note
-    assert batch_note(small_plan(2, **keys)) is None
-    assert batch_note(small_plan(1, **keys, finetune=True)) is None
+    assert f"{2 * now} -> {now}" in note
+    assert note_of(2) is None
+    assert note_of(1, finetune=True) is None
