@@ -146,6 +146,15 @@ class Problem(Finding):
     """Something wrong with a configuration; its message also says what to do."""
 
 
+class Missing(Problem):
+    """Something that a start needs and that is not given yet, or not on this machine; a plan can do without it."""
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> list[Problem]:
+        """Return problems as such ones."""
+        return [cls(problem.keys, problem.message, problem.source) for problem in problems]
+
+
 class Note(Finding):
     """Something about a configuration that works, such as a key without effect."""
 

@@ -9,10 +9,12 @@ import importlib.util
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -29,6 +31,16 @@ from neox.tokenizer import Tokenizer
 KINDS = ("wikitext", "lambada", "perplexity", "needle")
 _LARGEST_TASK_FILE = 200_000
 """Bytes; larger files of the harness's tasks hold data."""
+TASK_SCORES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "wikitext": ("ppl", "word_ppl", "loss", "bits_per_byte"),
+        "lambada": ("acc", "strict_acc", "ppl"),
+        "perplexity": ("ppl", "loss", "word_ppl", "bits_per_byte"),
+        "needle": ("acc", "ppl"),
+    }
+)
+"""Names of the scores of each kind; `needle` has more, of each length and depth, and token files have no text."""
+_OF_TEXT = ("word_ppl", "bits_per_byte")
 _NEEDLE = "needle"
 """The kind whose file is the picture that it draws."""
 
@@ -90,9 +102,21 @@ def _file_problems(kind: str, path: str) -> Iterator[str]:
     if is_token_file(path):
         return
     if not Path(path).exists():
-        yield f"eval_tasks: {kind}={path}: no such file"
+        yield _absent(kind, path)
     elif path.endswith(".bin"):
         yield f"eval_tasks: {kind}={path}: the .idx file, without which a .bin file cannot be read, is missing"
+
+
+def absent_files(tasks: Sequence[str]) -> Iterator[str]:
+    """Yield what `parse_tasks` says of files that are not on this machine."""
+    for task in tasks:
+        kind, equals, path = task.partition("=")
+        if equals and kind != _NEEDLE and not is_token_file(path) and not Path(path).exists():
+            yield _absent(kind, path)
+
+
+def _absent(kind: str, path: str) -> str:
+    return f"eval_tasks: {kind}={path}: no such file"
 
 
 def _unique_names(files: Sequence[tuple[str, str]], harness: Sequence[str]) -> list[str]:
@@ -150,6 +174,27 @@ def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
             problems.append(f"eval_tasks: {task.kind}: {error}")
     if problems:
         raise EvaluationError("\n".join(problems))
+
+
+def file_task_scalars(tasks: Sequence[FileTask]) -> list[str]:
+    """Return the names of the scalars that file tasks report, `eval/TASK_SCORE`."""
+    names = []
+    for task in tasks:
+        for score in TASK_SCORES[task.kind]:
+            if task.kind == "perplexity" and score in _OF_TEXT and is_token_file(task.path):
+                continue
+            names.append(f"eval/{task.name}_{score}")
+    return names
+
+
+def unknown_scalar(name: str, known: Sequence[str]) -> str:
+    """Return that no evaluation reports a scalar, and names that are close to it, or without such all of its group."""
+    near = get_close_matches(name, known, n=3, cutoff=0.6)
+    if near:
+        return f"{name} is no scalar of this run's evaluations; did you mean {', '.join(near)}?"
+    group = name.partition("/")[0]
+    of_group = [other for other in known if other.startswith(f"{group}/")] or known
+    return f"{name} is no scalar of this run's evaluations, which are {', '.join(of_group)}"
 
 
 def unknown_harness_tasks(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from neox.config import NeoXConfig
 from neox.errors import DataError, TokenizerError
 from neox.plan.devices.precision import newest_checkpoint
-from neox.problems import Problem
+from neox.problems import Missing, Problem
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
@@ -55,7 +55,8 @@ def chat_template_problems(config: NeoXConfig, tokenizer: Tokenizer | None) -> l
 
         ChatRenderer(read_chat_template(config.tokenizer.vocab_file or "", file, tokenizer))
     except TokenizerError as error:
-        return [config.problem_about(f"{_CHAT_TEMPLATE}: {error}", _CHAT_TEMPLATE)]
+        problem = config.problem_about(f"{_CHAT_TEMPLATE}: {error}", _CHAT_TEMPLATE)
+        return [problem] if Path(file).exists() else Missing.of([problem])
     except ModuleNotFoundError:
         return []
     return []

@@ -13,7 +13,7 @@ from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
 from neox.plan import RunPlan, architecture_settings, setting_differences
 from neox.plan.devices.precision import newest_checkpoint
-from neox.problems import Problem
+from neox.problems import Missing, Problem
 from neox.storage import is_remote
 
 _CONFIG_FILE = "configs/config.yml"  # written by `neox.checkpoint.write_config`
@@ -35,7 +35,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
     key = key_of_checkpoint(config, training=training)
     if config.value(key) is None and not training:
         message = "neither `load` nor `save` is given: --set load=DIRECTORY names a checkpoint"
-        return [Problem(("load", "save"), message)]
+        return [Missing(("load", "save"), message)]
     load = _local_directory(config, key)
     if load is None:
         return []
@@ -43,7 +43,8 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
     if not load.is_dir():
         if may_be_first_start:
             return []
-        return [config.problem(key, "is no directory: nothing to load")]
+        problem = config.problem(key, "is no directory: nothing to load")
+        return [problem] if load.exists() else [*Missing.of([problem])]
     if not may_be_first_start and not holds_checkpoint(load):
         return [config.problem(key, f"holds no checkpoint: {_kind_of_files(load)}")]
     chosen = chosen_checkpoint(load, keys.iteration)

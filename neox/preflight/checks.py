@@ -18,7 +18,7 @@ from neox.launch.hosts.vendors import VENDORS, refused_backend
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
 from neox.plan.devices.device import gib, rank_memory
 from neox.preflight.command_line import INFERENCE
-from neox.problems import Problem
+from neox.problems import Missing, Problem
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
@@ -105,8 +105,20 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
             from neox.evaluation.tasks import check_file_tasks  # numpy, which a dry run without tasks does not need
 
             check_file_tasks(config, tokenizer)
-    except (GenerationError, EvaluationError) as error:
-        return [Problem((), line) for line in str(error).splitlines()]
+    except GenerationError as error:
+        found = [Problem((), line) for line in str(error).splitlines()]
+        prompts = config.generation.sample_input_file
+        is_absent = prompts is not None and not Path(prompts).exists()
+        return Missing.of(found) if is_absent else found
+    except EvaluationError as error:
+        from neox.evaluation.tasks import absent_files
+
+        absent = list(absent_files(config.generation.eval_tasks or ()))
+        problems: list[Problem] = []
+        for line in str(error).splitlines():
+            kind = Missing if line in absent else Problem
+            problems.append(kind(("eval_tasks",), line))
+        return problems
     return []
 
 

@@ -11,7 +11,7 @@ from neox.config import NeoXConfig
 from neox.config.sections.preferences import PATH_KEYS, REWARD_KEYS
 from neox.errors import DataError
 from neox.plan import missing_for_training, used_vocabulary
-from neox.problems import Problem
+from neox.problems import Missing, Problem
 from neox.storage import ids_file, is_remote
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
         tokenizer: Tokenizer of the run; None if it is not known.
         dry_run: Whether to leave out the check of whole index files.
     """
-    problems = [*missing_for_training(config), *missing_data(config)]
+    problems = Missing.of([*missing_for_training(config), *missing_data(config)])
     prefixes = {prefix: key for prefix, key in data_prefixes(config).items() if not is_remote(prefix)}
     if tokenizer is None or not any(Path(f"{prefix}.idx").exists() for prefix in prefixes):
         return problems

@@ -29,8 +29,14 @@ class DryRun(JobCommand):
     """The command that prints a plan."""
 
     def show(self) -> int:
-        """Print the plan; problems are warnings. Return 2 if it does not fit, and nothing was assumed."""
+        """Print the plan, with what is missing on this machine as warnings and what a start refuses as errors.
+
+        Returns:
+            2 if a start would be refused, or if the run does not fit and no hosts or devices were assumed; else 0.
+        """
         job, planned, warnings = self.plan_without_run()
+        refused = list(map(str, planned.refused))
+        warnings = [warning for warning in warnings if warning not in refused]
         placement = job.placement
         imagined = self.arguments.hosts or self.arguments.gpus  # such hosts need no programs
         warnings += self.launcher_problems(placement, None if imagined else self.environment["PATH"])
@@ -43,14 +49,17 @@ class DryRun(JobCommand):
         if not self.arguments.json:
             warnings = [_in_short(warning, planned.too_large) for warning in warnings]
         print_to_stderr("warning", warnings)
+        print_to_stderr("error", refused)
         if self.arguments.plot:
             draw_schedules(planned.plan, Path(self.arguments.plot))
         if self.arguments.json:
-            about = {"hosts": _hosts(planned.plan, placement), "warnings": warnings, **commands}
+            about = {"hosts": _hosts(planned.plan, placement), "warnings": warnings, "errors": refused, **commands}
             print(json.dumps({**plan_as_dict(planned.plan, planned.device), **about}))
         else:
             self._print_plan(planned, placement, spec)
         is_guess = placement.chosen_by is ChosenBy.ASSUMPTION or planned.device.assumed
+        if refused:
+            return 2
         return 0 if planned.fits or is_guess else 2
 
     def _print_plan(self, planned: PlannedJob, placement: Placement, spec: LaunchSpec) -> None:

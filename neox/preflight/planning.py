@@ -9,7 +9,7 @@ from pathlib import Path
 
 from neox.config import LoadedConfig, NeoXConfig, for_inference, load_config
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts.placement import Placement, choose_hosts
+from neox.launch.hosts.placement import ChosenBy, Placement, choose_hosts
 from neox.launch.hosts.remote import path_state
 from neox.launch.hosts.rendezvous import master_port_problem
 from neox.plan import (
@@ -52,7 +52,7 @@ from neox.preflight.remote_checkpoints import planned_load, with_local_load
 from neox.preflight.remote_data import planned_data, with_local_data
 from neox.preflight.resume_from_save import ResumedConfig, batch_note, resume_from_save, with_warmup_of_counted
 from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
-from neox.problems import Problem, in_file_order
+from neox.problems import Missing, Problem, in_file_order
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class PlannedJob:
     Attributes:
         plan: The plan.
         device: What a rank runs on.
-        problems: What is missing or does not fit: warnings of a dry run, errors of a launch.
+        problems: What a launch refuses. A dry run can do without what is `Missing`, and refuses the rest as well.
         too_large: Those of them that the plan itself shows: the job needs more memory than the device has.
     """
 
@@ -102,6 +102,15 @@ class PlannedJob:
     def fits(self) -> bool:
         """Whether the device has enough memory for the job."""
         return not self.too_large
+
+    @property
+    def refused(self) -> tuple[Problem, ...]:
+        """What a launch from any machine refuses: problems that are neither missing here nor a matter of memory."""
+        problems = []
+        for problem in self.problems:
+            if not isinstance(problem, Missing) and problem not in self.too_large:
+                problems.append(problem)
+        return tuple(problems)
 
 
 def read_config(arguments: argparse.Namespace) -> NeoXConfig:
@@ -167,7 +176,8 @@ def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> Planne
     data = planned_data(load.config)
     planned = _plan_of_local(data.config, job, capabilities)
     plan = replace(planned.plan, notes=(*planned.plan.notes, *load.notes, *data.notes))
-    return replace(planned, plan=plan, problems=(*load.problems, *data.problems, *planned.problems))
+    unreached = Missing.of([*load.problems, *data.problems])
+    return replace(planned, plan=plan, problems=(*unreached, *planned.problems))
 
 
 def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> PlannedJob:
@@ -189,7 +199,7 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
     decided = DecidedConfig(config)
     if job.trains:
         decided = decide_by_data(config, job.placement.world_size)
-        problems += decided.problems
+        problems += Missing.of(decided.problems)
         counted = with_warmup_of_counted(decided.config)
         decided = replace(decided, config=counted.config, notes=(*decided.notes, *counted.notes))
     try:
@@ -210,7 +220,7 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
         too_large = memory_problems(plan, device, training=job.trains)
         if not problems:
             problems += layer_problems(plan, training=job.trains)
-    problems += [*too_large, *_disk_problems(plan, job)]
+    problems += [*too_large, *Missing.of(_disk_problems(plan, job))]
     if job.trains:
         notes = (*plan.notes, *own.notes, *decided.notes, *_notes_of_training(plan, own.loaded))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
@@ -245,12 +255,14 @@ def _vocabulary_problems(vocabulary: Vocabulary, job: Job) -> list[Problem]:
 
 def _rank_problems(config: NeoXConfig, placement: Placement) -> list[Problem]:
     """Return the problems of the number of ranks and of their rendezvous."""
-    problems = []
+    problems: list[Problem] = []
     asked = config.runner.global_num_gpus
     if asked not in (None, placement.world_size):
         ranks = f"{placement.world_size} ranks ({placement.why})"
         message = f"`global_num_gpus: {asked}`, but there are {ranks}; remove it"
-        problems.append(config.problem_about(message, "global_num_gpus"))
+        found = config.problem_about(message, "global_num_gpus")
+        is_guess = placement.assumed or placement.chosen_by is ChosenBy.ASSUMPTION
+        problems += Missing.of([found]) if is_guess else [found]
     if port_problem := master_port_problem(placement, config.runner):
         problems.append(config.problem_about(port_problem, "master_port"))
     return problems
@@ -267,9 +279,9 @@ def _needs_of_script(config: NeoXConfig, job: Job, vocabulary: Vocabulary) -> li
         problems += other_tokenizer_problems(config, vocabulary.tokenizer, training=job.trains)
         problems += task_problems(config, job.script.stem, vocabulary.tokenizer)
     if job.trains or job.script.stem == "evaluate":
-        problems += missing_packages(config)
+        problems += Missing.of(missing_packages(config))
     if job.trains and job.environment is not None and job.placement.is_local:
-        problems += login_problems(config, job.environment)
+        problems += Missing.of(login_problems(config, job.environment))
     return problems
 
 

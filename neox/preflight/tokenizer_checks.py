@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError, TokenizerError
 from neox.preflight.checkpoint_checks import chosen_checkpoint, key_of_checkpoint
-from neox.problems import Problem
+from neox.problems import Missing, Problem
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ class Vocabulary:
 
 def read_vocabulary(config: NeoXConfig) -> Vocabulary:
     """Build the tokenizer of a configuration."""
+    is_installed = True
     try:
         from neox.tokenizer import tokenizer_of  # numpy, without which a plan can be made
 
@@ -50,10 +51,13 @@ def read_vocabulary(config: NeoXConfig) -> Vocabulary:
         message = f"{error}{_how_to_get_it(config)}"
     except ModuleNotFoundError as error:  # a plan only needs pydantic and PyYAML
         message = f"the tokenizer cannot be read: the package {error.name} is not installed (`make install`)"
+        is_installed = False
     else:
         return Vocabulary(tokenizer.vocab_size, tokenizer)
     problem = config.problem_about(message, "vocab_file", "tokenizer_type")
-    return Vocabulary(_assumed_size(config), None, (problem,))
+    if is_installed and _has_files(config):
+        return Vocabulary(_assumed_size(config), None, (problem,))
+    return Vocabulary(_assumed_size(config), None, tuple(Missing.of([problem])))
 
 
 def other_tokenizer_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, training: bool) -> list[Problem]:
@@ -77,6 +81,17 @@ def _assumed_size(config: NeoXConfig) -> int:
     if settings.padded_vocab_size is not None:
         return settings.padded_vocab_size
     return _ASSUMED_SIZES.get(settings.tokenizer_type, _ASSUMED_OTHERWISE) + len(settings.added_tokens)
+
+
+def _has_files(config: NeoXConfig) -> bool:
+    """Return whether the files of the tokenizer are given and on this machine."""
+    settings = config.tokenizer
+    if settings.vocab_file is None:
+        return False
+    files = [Path(settings.vocab_file)]
+    if settings.merge_file is not None:
+        files.append(Path(settings.merge_file))
+    return all(file.exists() for file in files)
 
 
 def _how_to_get_it(config: NeoXConfig) -> str:

@@ -144,6 +144,17 @@ def test_what_is_missing_warns_in_a_dry_run_and_stops_a_launch(tiny: Path) -> No
     assert not (tiny / "run").exists()
 
 
+def test_a_dry_run_gives_the_verdict_of_a_start(tiny: Path) -> None:
+    """What is wrong on every machine ends both with status 2; a task's file that is not here ends the start alone."""
+    (tiny / "text.txt").write_text("once upon a time")
+    tasks = {"lambada=none.jsonl": "no such file", "wikitxt=text.txt": "not a kind", "lambada_openia": "unknown to"}
+    for task, reason in tasks.items():
+        words = ("train.py", "tiny.yml", "--eval_tasks", task)
+        done = deepy(*words, "--dry-run", cwd=tiny, code=0 if "none" in task else 2)
+        assert reason in done.stderr, done.stderr
+        assert reason in deepy(*words, cwd=tiny, code=2).stderr
+
+
 def test_a_dry_run_compares_with_a_gpu_that_is_given(tiny: Path) -> None:
     small = ("--set", "gpu_memory_gib=2.001")
     done = deepy("train.py", "tiny.yml", *small, "--dry-run", cwd=tiny, code=2)
@@ -179,9 +190,10 @@ def test_data_of_another_tokenizer_is_refused_on_the_head_node(tiny: Path) -> No
     data = ("--set", f"data_path={tiny}/other")
     about = Sidecar("HFTokenizer", "0" * 64, 50, 0, append_eod=False, documents=1, tokens=100, max_id=49)
     write_sidecar(tiny / "other", about)
-    done = deepy("train.py", "tiny.yml", *data, "--dry-run", cwd=tiny)
-    assert "warning:" in done.stderr
+    done = deepy("train.py", "tiny.yml", *data, "--dry-run", cwd=tiny, code=2)
+    assert "error: " in done.stderr
     assert "made with another tokenizer" in done.stderr
+    assert "memory" in done.stdout, "the plan is shown all the same"
     done = deepy("train.py", "tiny.yml", *data, cwd=tiny, code=2)
     assert "--set: data_path: " in done.stderr
     assert "made with another tokenizer" in done.stderr
