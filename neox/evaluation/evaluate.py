@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from neox.config import NeoXConfig
-from neox.evaluation.harness import check_loading, harness_tasks, open_tasks
+from neox.evaluation.harness import harness_scalars, harness_tasks, open_tasks
 from neox.evaluation.lambada import lambada
 from neox.evaluation.needle import needle
 from neox.evaluation.perplexity import corpus_perplexity, wikitext
 from neox.evaluation.results import TaskResult, flat_metrics
 from neox.evaluation.scoring import Scorer, ScoringModel
-from neox.evaluation.tasks import check_file_tasks, parse_tasks
+from neox.evaluation.tasks import check_file_tasks, file_task_scalars, parse_tasks
 from neox.generation.load import runner_of_forward, runner_of_stage
 from neox.model import Stage
 from neox.parallel import ParallelGrid
@@ -29,16 +29,21 @@ SCORERS: Mapping[str, Callable[[str | Path, Scorer, str], TaskResult]] = Mapping
 )
 
 
-def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> None:
-    """Check `eval_tasks` without a model. Tasks of the harness load their data.
+def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> list[str]:
+    """Check `eval_tasks` without a model, and return the scalars that they report. The harness loads its data.
+
+    Returns:
+        `eval/TASK_SCORE`, and `eval/GROUP_*` for means over the tasks of a group.
 
     Raises:
         EvaluationError: For everything that an evaluation would refuse.
     """
     check_file_tasks(config, tokenizer)
-    _, names = parse_tasks(config.generation.eval_tasks or ())
+    files, names = parse_tasks(config.generation.eval_tasks or ())
+    scalars = file_task_scalars(files)
     if names:
-        check_loading(names, open_tasks(names))
+        scalars += harness_scalars(names, open_tasks(names))
+    return scalars
 
 
 def evaluate_tasks(

@@ -97,12 +97,26 @@ def check_names(names: Sequence[str], manager: TaskManager) -> None:
         )
 
 
-def check_loading(names: Sequence[str], manager: TaskManager) -> None:
-    """Raise EvaluationError for tasks that the harness cannot load or that need unsupported generation settings."""
+def harness_scalars(names: Sequence[str], manager: TaskManager) -> list[str]:
+    """Load tasks, and return the names of the scalars that they report, without standard errors.
+
+    Returns:
+        `eval/TASK_SCORE`, and `eval/GROUP_*` for means over the tasks of a group.
+
+    Raises:
+        EvaluationError: For tasks that the harness cannot load, or that need unsupported generation settings.
+    """
     problems = []
+    scalars: dict[str, None] = {}
     for name in names:
         try:
-            for task in manager.load([name])["tasks"].values():
+            loaded = manager.load([name])
+            for group in loaded["groups"]:
+                scalars[f"eval/{group}_*"] = None
+            for title, task in loaded["tasks"].items():
+                for metric in task.aggregation():
+                    for chosen in task._filters or ():
+                        scalars[f"eval/{title}_{_score_name(metric, chosen.name)}"] = None
                 if task.OUTPUT_TYPE == "generate_until":
                     sampling_params(task.config.generation_kwargs or {}, _DEFAULT_NEW_TOKENS)
         except NeoXError as error:
@@ -112,6 +126,7 @@ def check_loading(names: Sequence[str], manager: TaskManager) -> None:
             problems.append(f"task {name}: lm-evaluation-harness cannot load it ({type(error).__name__}: {reason})")
     if problems:
         raise EvaluationError("\n".join(problems))
+    return list(scalars)
 
 
 def harness_tasks(
@@ -193,13 +208,16 @@ def _metrics(table: Mapping[str, Any]) -> dict[str, float]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not filter_name:
             continue
-        name = metric.removesuffix("_stderr")
-        if filter_name != "none":
-            name += f"_{filter_name}"
+        name = _score_name(metric.removesuffix("_stderr"), filter_name)
         if metric.endswith("_stderr"):
             name += "_stderr"
         metrics[name] = float(value)
     return metrics
+
+
+def _score_name(metric: str, filter_name: str) -> str:
+    """Return the name of a metric of answers that went through a filter."""
+    return metric if filter_name == "none" else f"{metric}_{filter_name}"
 
 
 def harness_model(scorer: Scorer) -> TemplateLM:

@@ -7,7 +7,7 @@ from typing import Any
 
 from neox.corpus import Document
 from neox.errors import EvaluationError
-from neox.evaluation.harness import check_loading, open_tasks
+from neox.evaluation.harness import harness_scalars, open_tasks
 
 
 def task_documents(names: Sequence[str]) -> Iterator[Document]:
@@ -22,7 +22,7 @@ def task_documents(names: Sequence[str]) -> Iterator[Document]:
         EvaluationError: If the harness is missing, or a task is unknown or cannot be loaded.
     """
     manager = open_tasks(names)
-    check_loading(names, manager)
+    harness_scalars(names, manager)  # refuses those that cannot be loaded
     for name in names:
         for task_name, task in manager.load([name])["tasks"].items():
             try:

@@ -51,6 +51,7 @@ from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_s
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
 from neox.preflight.remote_data import planned_data, with_local_data
 from neox.preflight.resume_from_save import ResumedConfig, batch_note, resume_from_save, with_warmup_of_counted
+from neox.preflight.score_checks import save_best_problems
 from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
 from neox.problems import Missing, Problem, in_file_order
 
@@ -225,7 +226,7 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
         notes = (*plan.notes, *own.notes, *decided.notes, *_notes_of_training(plan, own.loaded))
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
         plan, missing = with_amounts(plan)
-        problems += missing
+        problems += [*missing, *save_best_problems(plan)]
     return PlannedJob(plan, device, tuple(problems), tuple(too_large))
 
 

@@ -23,11 +23,11 @@ from neox.engine import (
     roll_back,
     save_checkpoint,
 )
+from neox.evaluation.evaluation_scalars import evaluation_scalars
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
 from neox.objectives import evaluated_objective
 from neox.plan import RunPlan
-from neox.train.evaluation_scalars import evaluation_scalars
 from neox.train.stopping import NonFiniteRule, StopSignals
 
 _log = get_logger(__name__)

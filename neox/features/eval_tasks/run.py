@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from neox.checkpoint import add_end_ids
 from neox.engine import Engine, Feature, RunStart, TrainedModel, from_first_rank
+from neox.errors import ConfigError
 from neox.evaluation.evaluate import check_tasks, evaluate_in_training
+from neox.evaluation.tasks import unknown_scalar
 from neox.tokenizer import tokenizer_of
 
 
 def build(model: TrainedModel, start: RunStart) -> EvalTasks | None:
-    """Return the tasks; None if there are none. Raises EvaluationError if one does not exist."""
+    """Return the tasks; None if there are none.
+
+    Raises:
+        EvaluationError: A task does not exist.
+        ConfigError: None has the score that `save_best` names. A run that ends so is not started again.
+    """
     if not model.plan.config.generation.eval_tasks:
         return None
     return EvalTasks(model)
@@ -23,7 +31,10 @@ class EvalTasks(Feature):
     def __init__(self, model: TrainedModel) -> None:
         self._plan = model.plan
         self._tokenizer = tokenizer_of(model.plan.config)
-        from_first_rank(lambda: check_tasks(model.plan.config, self._tokenizer))
+        scalars = from_first_rank(lambda: check_tasks(model.plan.config, self._tokenizer))
+        metric = model.plan.config.checkpoint.save_best or ""
+        if metric.startswith("eval/") and not any(fnmatchcase(metric, name) for name in scalars):
+            raise ConfigError(f"save_best: {unknown_scalar(metric, scalars)}")
 
     def load(self, engine: Engine, start: RunStart) -> None:
         """Let the tokenizer's texts end as the run's settings of generation say; ids that it knows change nothing."""

@@ -9,13 +9,14 @@ from neox.convert import to_hf
 from neox.errors import ConfigError, EvaluationError
 from neox.evaluation.evaluate import evaluate_tasks
 from neox.evaluation.harness import (
-    check_loading,
     check_names,
     full_windows,
+    harness_scalars,
     harness_tasks,
     open_tasks,
     sampling_params,
 )
+from neox.evaluation.results import flat_metrics
 from neox.evaluation.scoring import Scorer
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
@@ -54,6 +55,8 @@ def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, ta
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     ours = {result.task: result for result in harness_tasks(tasks, open_tasks(tasks), scoring)}
+    reported = {name for name in flat_metrics(list(ours.values())) if not name.endswith("_stderr")}
+    assert set(harness_scalars(tasks, open_tasks(tasks))) == reported  # known before the tasks are scored
     to_hf(
         GOLDEN / NAME / "global_step30",
         config_from_files([GOLDEN / NAME / f"{NAME}.yml"]),
@@ -106,7 +109,7 @@ def test_tasks_that_cannot_be_loaded_are_named_with_the_reason(tasks, tmp_path):
         files.append(str(tmp_path / f"{name}.yaml"))
         Path(files[-1]).write_text(text)
     with pytest.raises(EvaluationError) as caught:
-        check_loading([*files, tasks[0]], open_tasks(files))
+        harness_scalars([*files, tasks[0]], open_tasks(files))
     broken, missing, asking = str(caught.value).splitlines()
     assert "yaml.yaml: " in broken
     assert "ParserError" in broken

@@ -15,8 +15,10 @@ from neox.errors import ConfigError
 from neox.features.best_checkpoint.run import NameBest
 from neox.features.hf_export import run as hf_export
 from neox.plan import static_problems
+from neox.preflight.score_checks import save_best_problems
 from tests.plans import SMALL, small_plan
 
+DPO = {"train_impl": "dpo", "pos_train_data_paths": ["p"], "neg_train_data_paths": ["n"], "pack_impl": "unpacked"}
 # Writes what it was asked for; a checkpoint with a file `bad` cannot be exported.
 TOOL = """
 import sys, time
@@ -103,6 +105,7 @@ def test_metrics_that_can_never_decide_are_refused() -> None:
     assert "eval_interval" in problems(save_best="validation/lm_loss", eval_interval=5)[0]
     assert "no scalar of evaluations" in problems(save_best="train/lm_loss", eval_interval=6)[0]
     assert "eval_tasks" in problems(save_best="eval/x_acc", eval_interval=6)[0]
+    assert "eval_ema" in problems(save_best="validation_ema/lm_loss", eval_interval=6)[0]
     assert any("save_best" in problem for problem in problems(hf_export="best"))
 
 
@@ -110,15 +113,18 @@ def test_metrics_that_can_never_decide_are_refused() -> None:
     ("metric", "keys", "known"),
     [
         ("validation/loss", {}, "validation/lm_loss,"),
-        ("validation/web/lm_loss", {}, "valid_data_paths"),
-        ("validation/wbe/lm_loss", {"valid_data_paths": {"web": "w", "own": "o"}}, "web, own"),
-        ("validation/web/los", {"valid_data_paths": {"web": "w", "own": "o"}}, "validation/web/lm_loss,"),
-        ("validation_ema/lm_loss", {}, "eval_ema"),
+        ("validation/web/lm_loss", {}, "validation/lm_loss,"),
+        ("validation/wbe/lm_loss", {"valid_data_paths": {"web": "w", "own": "o"}}, "validation/web/lm_loss"),
+        ("validation/web/los", {"valid_data_paths": {"web": "w", "own": "o"}}, "validation/web/lm_loss"),
+        ("validation/rewards/accuracy", DPO, "validation/rewards/accuracies"),
+        ("validation/lm_loss", DPO, "validation/loss"),
+        ("validation/lm_loss_bits", {}, "validation/lm_loss_bits_per_byte"),
+        ("eval/needle_ac", {"eval_tasks": ["needle=n.svg"]}, "eval/needle_acc"),
     ],
 )
 def test_misspelt_metrics_are_refused_before_a_run(metric: str, keys: dict[str, object], known: str) -> None:
-    flat = {**SMALL, "save": "x", "checkpoint_factor": 3, "eval_interval": 3, "train_iters": 10, "save_best": metric}
-    (problem,) = static_problems(NeoXConfig.from_flat({**flat, **keys}))
+    plan = small_plan(1, save="x", checkpoint_factor=3, eval_interval=3, train_iters=10, save_best=metric, **keys)
+    (problem,) = save_best_problems(plan)
     assert problem.keys == ("save_best",)
     assert known in str(problem)
 
@@ -131,11 +137,15 @@ def test_misspelt_metrics_are_refused_before_a_run(metric: str, keys: dict[str, 
         ("validation/lm_loss", {"valid_data_paths": {"web": "w"}}),
         ("validation_ema/lm_loss", {"ema_decay": 0.9, "eval_ema": True}),
         ("validation/z_loss", {"lm_z_loss": 1e-4}),
+        ("validation/rewards/margins", DPO),
+        ("validation/moe_balance_loss", {"moe_num_experts": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.1}),
+        ("eval/needle_acc", {"eval_tasks": ["needle=n.svg"]}),
+        ("eval/arc_easy_acc", {"eval_tasks": ["arc_easy"]}),  # the ranks know
     ],
 )
 def test_metrics_of_a_run_are_accepted(metric: str, keys: dict[str, object]) -> None:
-    flat = {**SMALL, "save": "x", "checkpoint_factor": 3, "eval_interval": 3, "train_iters": 10, "save_best": metric}
-    assert not static_problems(NeoXConfig.from_flat({**flat, **keys}))
+    plan = small_plan(1, save="x", checkpoint_factor=3, eval_interval=3, train_iters=10, save_best=metric, **keys)
+    assert save_best_problems(plan) == []
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import pytest
 from neox.data.run_data import DataIterators, EvaluationSet
 from neox.engine import EvaluationResult, Feature, StepResult
 from neox.errors import CheckpointError, TrainingError
+from neox.evaluation.evaluation_scalars import evaluation_scalars
 from neox.features.bits_per_byte.run import BitsPerByte
 from neox.features.ledger.run import Ledger
 from neox.launch.agent.agent_files import PROGRESS_VARIABLE, RankActivity
 from neox.objectives import CausalLM
 from neox.train import Trainer
-from neox.train.evaluation_scalars import evaluation_scalars
 from tests.plans import small_plan
 
 

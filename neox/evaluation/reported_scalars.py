@@ -1,0 +1,39 @@
+"""Names of the scalars that the evaluations of a training report, known before it starts.
+
+They come from the code that reports them: the objective's scores through `evaluation_scalars`, and the scores of tasks.
+"""
+
+from __future__ import annotations
+
+from neox.data.run_data import EvaluationSet
+from neox.evaluation.evaluation_scalars import evaluation_scalars
+from neox.evaluation.tasks import file_task_scalars, parse_tasks
+from neox.objectives import build_objective, evaluated_objective
+from neox.plan import RunPlan
+
+
+def reported_scalars(plan: RunPlan) -> list[str]:
+    """Return the names of all scalars of validation, and of those tasks whose scores are known without the harness.
+
+    Bits per byte are among them also if the data does not say how many bytes its tokens are.
+
+    Args:
+        plan: Plan of the training.
+
+    Raises:
+        EvaluationError: `eval_tasks` is wrong.
+    """
+    config = plan.config
+    objective = evaluated_objective(build_objective(plan))
+    scores = dict.fromkeys(objective.names, 0.0)
+    titles: list[str | None] = [*config.data.validation_sets]
+    sets = []
+    for title in titles or [None]:
+        sets.append(EvaluationSet(iter(()), title, bytes_per_token=1.0, tokens=1))  # type: ignore[arg-type]
+    densities = [1.0] * len(sets) if config.training.char_level_ppl else []
+    names: list[str] = []
+    for kind in ("validation", "validation_ema") if config.optimizer.eval_ema else ("validation",):
+        names += evaluation_scalars(kind, sets, [scores] * len(sets), objective.per_token, densities)
+    if config.generation.eval_tasks:
+        names += file_task_scalars(parse_tasks(config.generation.eval_tasks)[0])
+    return names

@@ -1,0 +1,31 @@
+"""Check by the launcher that the evaluations of a run report the metric of `save_best`."""
+
+from __future__ import annotations
+
+from neox.errors import EvaluationError
+from neox.plan import RunPlan
+from neox.problems import Problem
+
+
+def save_best_problems(plan: RunPlan) -> list[Problem]:
+    """Return the problem that no evaluation of a run reports the metric of `save_best`, with the names that are close.
+
+    Scores of lm-evaluation-harness's tasks are known to the ranks, which load the tasks and refuse other names before
+    the first step.
+    """
+    config = plan.config
+    metric = config.checkpoint.save_best
+    if metric is None:
+        return []
+    try:
+        from neox.evaluation.reported_scalars import reported_scalars  # torch, which a launcher can do without
+        from neox.evaluation.tasks import parse_tasks, unknown_scalar
+
+        known = reported_scalars(plan)
+        of_harness = parse_tasks(config.generation.eval_tasks)[1] if config.generation.eval_tasks else []
+    except (ModuleNotFoundError, EvaluationError):  # `task_problems` says what is wrong with `eval_tasks`
+        return []
+    is_of_task = metric.startswith("eval/")
+    if metric in known or (is_of_task and of_harness):
+        return []
+    return [config.problem_about(f"save_best: {unknown_scalar(metric, known)}", "save_best")]
