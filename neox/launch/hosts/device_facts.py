@@ -17,7 +17,10 @@ LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
 """Lowest compute capability of NVIDIA's GPUs that multiply a number format natively."""
 UNKNOWN_FORMATS: Mapping[str, bool | None] = MappingProxyType({"bf16": None, "fp16": None, "fp8": None})
 _MIB = 2**20
-_AMD = "0x1002"
+_PATIENCE = 10
+"""Seconds that a vendor's program may take."""
+AMD_VENDOR = "0x1002"
+"""PCI vendor of AMD."""
 _LEAST_AMD_MEMORY = 2 * 2**30  # bytes; processors with graphics reserve less for them
 _ASCEND = "usr/local/Ascend"  # where Huawei's installers put driver and CANN
 # Chips of Ascend's first generation. `910B` alone is one of them; 910B1 to 910B4 are the second, which has bf16.
@@ -25,12 +28,16 @@ _FIRST_ASCENDS = ("910A", "910B", "910ProA", "910ProB", "910PremiumA")
 
 
 def run_tool(program: str, *arguments: str) -> str:
-    """Return the output of a vendor's program; an empty text if it does not run."""
+    """Return the output of a vendor's program; an empty text if it does not run, or hangs."""
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        process = subprocess.Popen([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
         return ""
-    return done.stdout
+    try:
+        return process.communicate(timeout=_PATIENCE)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: a call of a driver that hangs cannot be ended
+        return ""
 
 
 def read_text(path: Path) -> str | None:
@@ -70,12 +77,12 @@ def _bytes_of_mebibytes(words: Iterable[str]) -> list[int]:
 
 
 def _query_nvidia(field: str) -> list[str]:
-    """Return a field of every GPU, as nvidia-smi prints it; an empty list if it does not run."""
-    return run_tool("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits").split()
+    """Return a field of every GPU, as nvidia-smi prints it, a line each; also its messages, if it fails."""
+    return run_tool("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits").splitlines()
 
 
 def nvidia_memory(_root: Path) -> list[int]:
-    """Return the memory of each GPU in bytes, as nvidia-smi says."""
+    """Return the memory of each GPU in bytes, as nvidia-smi says. GPUs that share the host's have none (GB10)."""
     return _bytes_of_mebibytes(_query_nvidia("memory.total"))
 
 
@@ -119,7 +126,7 @@ def amd_gpus(root: Path) -> list[tuple[Path, int | None]]:
         text = read_text(device / "mem_info_vram_total")  # bytes; partitions of a GPU have no such file
         memory = int(text) if text is not None and text.isdecimal() else None
         is_processor = memory is not None and memory < _LEAST_AMD_MEMORY
-        if vendor in (_AMD, None) and not is_processor:  # a node that `/sys` says nothing about counts
+        if vendor in (AMD_VENDOR, None) and not is_processor:  # a node that `/sys` says nothing about counts
             gpus.append((device, memory))
     return gpus
 

@@ -47,9 +47,14 @@ def count_accelerators() -> int:
 
 
 def smallest_memory() -> int | None:
-    """Return the memory of this machine's smallest accelerator in bytes, or None if its vendor's files do not say."""
-    vendor, _ = present_devices()
+    """Return the memory of this machine's smallest accelerator in bytes, or None if its vendor's files do not say.
+
+    They say that of whole GPUs, and not of MIG's instances.
+    """
+    vendor, present = present_devices()
     if vendor is None:
+        return None
+    if any(str(device).startswith("MIG-") for device in vendor.visible_devices(present, os.environ)):
         return None
     return min(vendor.memory(Path("/")), default=None)
 

@@ -18,7 +18,15 @@ from typing import Any
 
 from neox.architecture import DeviceFamily
 from neox.launch.hosts import device_facts
-from neox.launch.hosts.device_facts import UNKNOWN_FORMATS, amd_gpus, intel_tiles, read_text, render_nodes, run_tool
+from neox.launch.hosts.device_facts import (
+    AMD_VENDOR,
+    UNKNOWN_FORMATS,
+    amd_gpus,
+    intel_tiles,
+    read_text,
+    render_nodes,
+    run_tool,
+)
 from neox.launch.spec import SlotId
 
 _INTEL = "0x8086"
@@ -60,6 +68,8 @@ class Vendor:
             leaves, from 0; None if the driver has none.
         for_ranks: Variables that the agent of a host sets for its ranks.
         ascending: Whether these lists must be in ascending order.
+        entry: Regular expression of an entry of these lists that the driver understands.
+        counts_from_all: Whether each index of these lists must be less than the number of devices.
         forwarded: Patterns of the variables that every host gets.
         interface: Variable that names the network interface of its collectives; None if that is gloo's.
         torch_field: Field of `torch/version.py` that is set in builds for these devices; None if it is an extension.
@@ -89,6 +99,8 @@ class Vendor:
     interface: str | None = None
     narrowed_by: str | None = None
     ascending: bool = False
+    entry: str = r"\d+"
+    counts_from_all: bool = False
     torch_field: str | None = None
     extension: str | None = None
 
@@ -104,14 +116,47 @@ class Vendor:
         """
         if present == 0:
             return ()
-        deciding = self.visible
-        if self.narrowed_by is not None and self.narrowed_by in environment:
-            present = len(_entries(environment[self.narrowed_by]))
-            deciding = self.visible[:1]  # torch reads no other variable then
-        for name in deciding:
-            if name in environment:
-                return _entries(environment[name])
+        present, name = self._deciding(present, environment)
+        if name is not None:
+            return _entries(environment[name])
         return tuple(range(present))
+
+    def _deciding(self, present: int, environment: Mapping[str, str]) -> tuple[int, str | None]:
+        """Return the number of devices that the driver leaves, and the variable that chooses among them, if one is set.
+
+        torch reads no other variable than the first if the driver hides devices.
+        """
+        if self.narrowed_by is not None and self.narrowed_by in environment:
+            first = self.visible[0]
+            return len(_entries(environment[self.narrowed_by])), first if first in environment else None
+        return present, next((name for name in self.visible if name in environment), None)
+
+    def list_problem(self, present: int, environment: Mapping[str, str]) -> str | None:
+        """Return what the driver does not understand in the list that chooses devices; None if nothing.
+
+        Drivers do not say so: they drop the entry, those behind it, or all (CUDA's programming guide, "CUDA environment
+        variables"; vllm-project/vllm-ascend PR 10227).
+
+        Args:
+            present: Number of the machine's devices.
+            environment: Variables of the process.
+        """
+        present, name = self._deciding(present, environment)
+        if name is None:
+            return None
+        entries = _entries(environment[name])
+        why = None
+        for entry in entries:
+            if not re.fullmatch(self.entry, str(entry)):
+                why = f"`{entry}` is none of its entries: give a list such as 0,1"
+            elif self.counts_from_all and isinstance(entry, int) and entry >= present:
+                why = f"{entry} is none of the {present} devices, which count from 0"
+        kinds = {"index" if isinstance(entry, int) else entry[:4] for entry in entries}
+        if self.counts_from_all and len(kinds) > 1:
+            why = "indices and names of several kinds do not go together"
+        if len(set(entries)) < len(entries):
+            why = "a device is named twice, and then none is used"
+        return None if why is None else f"{name}={environment[name]}: {why}"
 
     @property
     def family(self) -> DeviceFamily:
@@ -132,13 +177,18 @@ class Vendor:
 
 
 def _entries(text: str) -> tuple[SlotId, ...]:
-    """Return the entries of a list of devices: indices, or names such as UUIDs."""
+    """Return the entries of a list of devices: indices, or names such as UUIDs.
+
+    A negative index ends the list. Slurm writes `NoDevFiles` for a job that was given none.
+    """
     slots: list[SlotId] = []
     for entry in text.split(","):
         name = entry.strip()
+        if name.startswith("-") or name == "NoDevFiles":
+            break
         if name.isdecimal():
             slots.append(int(name))
-        elif name not in ("", "-1"):
+        elif name:
             slots.append(name)
     return tuple(slots)
 
@@ -199,6 +249,8 @@ NVIDIA = Vendor(
     backends=("nccl", "gloo"),
     visible=("CUDA_VISIBLE_DEVICES",),
     for_ranks=("CUDA_VISIBLE_DEVICES",),
+    entry=r"\d+|GPU-.+|MIG-.+",
+    counts_from_all=True,
     forwarded=("NCCL_*", "CUDA_*"),
     torch_field="cuda",
     install="torch with CUDA (pytorch.org's index for this driver)",
@@ -218,6 +270,8 @@ AMD = Vendor(
     narrowed_by="ROCR_VISIBLE_DEVICES",
     # Both alike: HIP reads the first if it is set, and programs that know only CUDA's read the second.
     for_ranks=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    entry=r"\d+|GPU-.+",
+    counts_from_all=True,
     forwarded=("NCCL_*", "RCCL_*", "HSA_*", "HIP_*", "ROCM_*", "MIOPEN_*", "GPU_MAX_HW_QUEUES"),
     torch_field="hip",
     install="torch with ROCm (requirements/requirements-rocm.txt)",
@@ -236,7 +290,15 @@ ASCEND = Vendor(
     visible=("ASCEND_RT_VISIBLE_DEVICES",),
     for_ranks=("ASCEND_RT_VISIBLE_DEVICES",),
     ascending=True,  # else torch_npu counts no device
-    forwarded=("HCCL_*", "ASCEND_*", "ACL_*", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF", "INF_NAN_MODE_*"),
+    forwarded=(
+        "HCCL_*",
+        "ASCEND_*",
+        "ACL_*",
+        "RANK_TABLE_FILE",
+        "TASK_QUEUE_ENABLE",
+        "CPU_AFFINITY_CONF",
+        "INF_NAN_MODE_*",
+    ),
     extension="torch_npu",
     install="torch_npu of the release that fits this CANN and torch (requirements/requirements-ascend.txt)",
     status_command="npu-smi info",
@@ -268,6 +330,7 @@ INTEL = Vendor(
     backends=("xccl", "ccl"),
     visible=("ZE_AFFINITY_MASK",),
     for_ranks=("ZE_AFFINITY_MASK",),
+    entry=r"\d+(\.\d+)?",  # a card, or a tile of it
     forwarded=("CCL_*", "ZE_*", "ZES_*", "SYCL_*", "ONEAPI_*", "I_MPI_*"),
     torch_field="xpu",
     install="torch with XPU (requirements/requirements-xpu.txt)",
@@ -395,8 +458,13 @@ def torch_problem(environment: Mapping[str, str], root: Path = Path("/")) -> str
         root: Root directory of the machine.
     """
     vendor, count = present_devices(root)
+    if vendor is None and "hip" in (torch_builds() or {}) and not AMD.hides_all(environment):
+        return _closed_amd_gpus(root)
     if vendor is None or vendor.hides_all(environment):
         return None
+    unread = vendor.list_problem(count, environment)
+    if unread is not None:
+        return f"{count} {vendor.name} devices, but {unread}"
     lacking = _lacking(vendor)
     if lacking is None:
         return None
@@ -416,7 +484,17 @@ def unused_devices(environment: Mapping[str, str], root: Path = Path("/")) -> st
         return problem
     torch = f"torch {_version('torch')} ({torch_build()})"
     why = f"which {torch} does not find: does `{vendor.status_command}` show them?"
+    if vendor is AMD and not os.access(root / "dev/kfd", os.R_OK | os.W_OK):
+        why = "whose /dev/kfd this account may not open: add it to the groups `render` and `video`"
     return f"{count} {vendor.name} devices, {why}; or {_CPU_RANKS}"
+
+
+def _closed_amd_gpus(root: Path) -> str | None:
+    """Return that AMD's GPUs are shown to this machine, a container, for graphics only; None if they are not."""
+    count = sum(read_text(device / "vendor") == AMD_VENDOR for device in render_nodes(root))
+    if not count or (root / "dev/kfd").exists():
+        return None
+    return f"{count} AMD devices, but no /dev/kfd: start the container with --device=/dev/kfd too, or {_CPU_RANKS}"
 
 
 def _lacking(vendor: Vendor) -> str | None:
