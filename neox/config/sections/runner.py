@@ -22,6 +22,7 @@ GpuType = Literal[
     "b200",
     "mi250x",
     "mi300x",
+    "max1550",
     "ascend910",
     "ascend910b",
 ]

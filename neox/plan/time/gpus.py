@@ -186,6 +186,27 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             fp8_efficiency=0.40,
             attention_efficiency=0.30,
         ),
+        # One of the two tiles of a card, which are devices of their own: Intel's figures of the card (128 Xe cores at
+        # 1.6 GHz with 4096 bf16 operations a cycle, 3.28 TB/s, 128 GiB) halved. A node of Aurora before production
+        # (argonne-lcf/user-guides, node-performance-overview): with all 12 tiles at work each multiplies bf16 at 220
+        # TFLOP/s, copies at 1 TB/s, and has 27 GB/s to main memory. 15.8 GB/s to each of five other cards are the 79
+        # that a collective of all reaches; the other tile of the card is nearer (196 GB/s), which is not counted. Eight
+        # cards of 200 Gb/s for 12 tiles. Nobody publishes fused attention: assumed. Never compared with a training.
+        "max1550": Gpu(
+            name="Data Center GPU Max 1550, one tile of 64 GB",
+            family="xpu",
+            memory_gib=64.0,
+            peak_tflops=419.4,
+            bandwidth=1.64,
+            memory_efficiency=0.61,
+            link=105.0,
+            network=16.7,
+            per_host=12,
+            multiprocessors=64,
+            product_efficiency=0.525,
+            attention_efficiency=0.25,
+            host_link=27.0,
+        ),
         "ascend910": Gpu(
             name="Ascend 910 32 GB",
             family="npu",

@@ -85,7 +85,7 @@ def test_flex_attention_is_that_of_the_modules(network: str, dropout: float, doc
 
 
 @pytest.mark.parametrize(
-    ("kind", "fp8"), [("h100", True), ("a100-80", False), ("mi300x", False), ("ascend910b", False)]
+    ("kind", "fp8"), [("h100", True), ("a100-80", False), ("mi300x", False), ("ascend910b", False), ("max1550", False)]
 )
 def test_fp8_is_planned_for_devices_that_have_it(kind: str, fp8: bool) -> None:
     keys = {**SMALL, **WIDE, "precision": "bf16", "fp8": "tensorwise", "gpu_type": kind}

@@ -57,12 +57,14 @@ def test_another_number_of_ranks_has_a_note_with_the_key_that_keeps_the_batch():
     assert not any("planned_num_gpus" in note for note in kept.notes)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("ascend910b", "Ascend 910B"), ("mi250x", "MI250X")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("ascend910b", "Ascend 910B"), ("mi250x", "MI250X"), ("max1550", "Max 1550")]
+)
 def test_the_shipped_20b_on_sixteen_accelerators_of_64_gb(kind, name):
-    """gpt-neox's 20B runs on 16 Ascend 910B (Ascend's ModelZoo); a MI250X is two devices."""
+    """gpt-neox's 20B runs on 16 Ascend 910B (Ascend's ModelZoo); a MI250X or a Max 1550 is two devices."""
     plan = shipped("20B", 16, f"gpu_type={kind}")
     device = gpu_device(plan)
-    assert device.size < 64 * GIB
+    assert device.size <= 64 * GIB
     assert memory_problem(plan, device, training=True) is None
     text = format_plan(plan, device)
     assert name in text
