@@ -33,6 +33,7 @@ from typing import Unpack
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
@@ -228,7 +229,7 @@ class GroupedLinear(nn.Module):
         """Add a low-rank adapter to each expert, uninitialised."""
         self.adapter = ExpertAdapter(self.weight, self.grid, rank, scale, split_outputs=not self.is_summand)
 
-    def forward(self, rows: Tensor, rows_per_expert: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, rows_per_expert: Tensor, *, has_spare_rows: bool = False) -> Tensor:
         """Multiply rows [R, I] that are sorted by expert; `rows_per_expert` is [E/P]."""
         product = grouped_linear(rows, self.weight, rows_per_expert)
         if self.adapter is not None:
@@ -238,7 +239,12 @@ class GroupedLinear(nn.Module):
         bias: Tensor = self.bias
         if self.is_summand and self.grid.tp_size > 1:
             bias = copy_to_tensor_ranks(bias, self.grid) / self.grid.tp_size
-        return product + bias.to(product.dtype).repeat_interleave(rows_per_expert, dim=0, output_size=len(rows))
+        bias = bias.to(product.dtype)
+        if has_spare_rows:
+            bias = F.pad(bias, (0, 0, 0, 1))  # of no expert, and without a gradient
+            spare = len(rows) - rows_per_expert.sum(0, keepdim=True)
+            rows_per_expert = torch.cat((rows_per_expert, spare))
+        return product + bias.repeat_interleave(rows_per_expert, dim=0, output_size=len(rows))
 
 
 class Experts(nn.Module):
@@ -272,15 +278,19 @@ class Experts(nn.Module):
         """
         rows = gather_rows(x, order)  # [R, H]
         rows_per_expert = order.rows_per_expert
+        has_spare_rows = not order.is_exact  # which are not sent to other ranks
         exchange: Exchange | None = None
         if self.grid.ep_size > 1:
             exchange = Exchange.plan(rows_per_expert, self.grid)
-            rows = exchange.to_experts(rows)  # now those of this rank's experts, from all ranks
+            rows = exchange.to_experts(rows[: exchange.rows])  # now those of this rank's experts, from all ranks
             rows_per_expert = exchange.counts
-        inner = self.activation(self.dense_h_to_4h(rows, rows_per_expert))  # [R, W/T]
-        outputs = self.dense_4h_to_h(inner, rows_per_expert)  # [R, H]
+            has_spare_rows = False
+        inner = self.activation(self.dense_h_to_4h(rows, rows_per_expert, has_spare_rows=has_spare_rows))  # [R, W/T]
+        outputs = self.dense_4h_to_h(inner, rows_per_expert, has_spare_rows=has_spare_rows)  # [R, H]
         if exchange is not None:
             outputs = exchange.from_experts(outputs)
+            if not order.is_exact:
+                outputs = F.pad(outputs, (0, 0, 0, len(order.choice_of_row) - exchange.rows))  # spare rows again
         return combine_rows(outputs, weights, order)
 
 
@@ -334,8 +344,8 @@ class ExpertMLP(TokenShares):
         partial, aux = self._partial(x, context)
         return Summand(partial, None), aux
 
-    # Not compiled: the number of rows of each expert is read on the host. (`torch.compiler.disable` would import the
-    # compiler at once, which takes seconds.)
+    # Not compiled: some devices read each expert's number of rows on the host. (`torch.compiler.disable` would import
+    # the compiler at once, which takes seconds.)
     @_disable_dynamo
     def _partial(self, x: Tensor, context: BlockContext) -> tuple[Tensor, Aux]:
         """Return this tensor rank's summand for all tokens [B, S, H], and what the experts report."""
@@ -417,7 +427,7 @@ class ExpertMLP(TokenShares):
         divisor = choices.clamp(min=1) * len(network.expert_blocks)
         aux[LARGEST_SHARE] = choices_per_expert.max() / divisor
         if network.expert_capacity:
-            rows = samples.total(choices.new_full((), order.choice_of_row.numel()))
+            rows = samples.total(order.rows_per_expert.sum())
             aux[DROPPED] = (choices - rows) / divisor
         return aux
 

@@ -61,6 +61,8 @@ class DPO(LogRatioObjective):
 class Hinge(LogRatioObjective):
     """Weighted sum over pairs of the hinge loss of the margin."""
 
+    leaves_tokens_out = True  # of pairs with a margin above 1
+
     def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
         """Return the scores of pairs."""
         ratios = log_ratios(log_probs)

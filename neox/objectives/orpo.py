@@ -28,6 +28,7 @@ class ORPO(PreferenceObjective):
     """
 
     counts_prompts = True
+    leaves_tokens_out = True  # prompts of the other answers
     names = (*PAIR_SCORES, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
     beta: float

@@ -107,6 +107,9 @@ class PreferenceObjective(ABC):
     per_token: tuple[str, ...] = ()
     counts_prompts = False
     """Whether the loss also needs the log-probabilities of prompts."""
+    leaves_tokens_out = False
+    """Whether many tokens have a derivative of exactly 0, and are left out of the second pass through the head. The
+    host waits for their number."""
 
     @property
     def optional_targets(self) -> tuple[str, ...]:
@@ -148,7 +151,7 @@ class PreferenceObjective(ABC):
         token_log_probs = tokens.log_probs().requires_grad_()
         scores = self._scores_from_log_probs(token_log_probs, tokens, answers)
         (derivatives,) = torch.autograd.grad(scores[0], token_log_probs)
-        surrogate = tokens.cross_entropy(-derivatives)
+        surrogate = tokens.cross_entropy(-derivatives, skip_zeros=self.leaves_tokens_out)
         scores = scores.detach()
         loss = scores[0] + (surrogate - surrogate.detach())  # L's value, S's gradient
         return torch.cat((loss.unsqueeze(0), scores[1:]))
@@ -174,8 +177,15 @@ class CountedTokens:
         """Return the log-probabilities of the tokens [R] (no graph)."""
         return self.head.log_probs(self.hidden, self.labels)
 
-    def cross_entropy(self, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the tokens' cross entropies. Tokens of weight 0 are left out."""
+    def cross_entropy(self, weights: Tensor, *, skip_zeros: bool) -> Tensor:
+        """Return the weighted sum of the tokens' cross entropies.
+
+        Args:
+            weights: Weights of the tokens [R].
+            skip_zeros: Whether nothing is computed for tokens of weight 0.
+        """
+        if not skip_zeros:
+            return self.head.cross_entropy(self.hidden, self.labels, weights)
         used = weights.nonzero().squeeze(1)
         if len(used) in (0, len(weights)):
             return self.head.cross_entropy(self.hidden, self.labels, weights)

@@ -77,13 +77,13 @@ class RewardModel:
         """
         chosen, rejected = scores.unbind(-1)
         is_pair = weights > 0
-        pair_scores = scores[is_pair]
+        is_none = ~is_pair.unsqueeze(-1)
         return [
             (weights * (chosen > rejected)).sum(),
             (weights * (chosen - rejected)).sum(),
             mean_over_data_ranks(scores.mean(-1), is_pair.float(), grid),
-            -largest_over_data_ranks(-pair_scores, grid),
-            largest_over_data_ranks(pair_scores, grid),
+            -largest_over_data_ranks((-scores).masked_fill(is_none, float("-inf")), grid),
+            largest_over_data_ranks(scores.masked_fill(is_none, float("-inf")), grid),
         ]
 
 

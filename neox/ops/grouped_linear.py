@@ -2,8 +2,14 @@
 
 Tokens are sorted by expert, so that each expert's tokens are neighbours. Experts without tokens cost nothing.
 
-Legend: T tokens, K experts of a token, R rows (choices of an expert by a token, without dropped ones), E experts,
-H hidden, I input features, O output features.
+How many choices an expert's capacity drops is a number on the device, and shapes are known to the host. So there are as
+many rows as choices may be kept, and those behind the last expert's are spare:
+
+    | rows of expert 0 | rows of expert 1 | ... | rows of expert E-1 | spare |      R rows
+                                                                      no expert computes them, and nobody reads them
+
+Legend: T tokens, K experts of a token, R rows (choices of an expert by a token, and spare ones), E experts, H hidden,
+I input features, O output features.
 """
 
 from __future__ import annotations
@@ -27,26 +33,23 @@ class ExpertOrder:
     """The order of rows that puts the tokens of each expert one after another.
 
     Attributes:
-        choice_of_row: The choice, of T x K, that each row computes [R].
+        choice_of_row: The choice, of T x K, that each row computes [R]; any for spare rows.
         row_of_choice: The row of each choice [T x K]; R for those without a row.
         rows_per_expert: Number of rows of each expert [E].
         top_k: Number of choices of a token K.
+        is_exact: Whether each choice has a row, and none is spare.
     """
 
     choice_of_row: Tensor
     row_of_choice: Tensor
     rows_per_expert: Tensor
     top_k: int
+    is_exact: bool
 
     @property
     def token_of_row(self) -> Tensor:
         """Token of each row [R]."""
         return self.choice_of_row // self.top_k
-
-    @property
-    def choices_without_row(self) -> int:
-        """Number of choices that were dropped, or are of padding."""
-        return self.row_of_choice.numel() - self.choice_of_row.numel()
 
     @property
     def has_row(self) -> Tensor:
@@ -71,22 +74,29 @@ def sort_by_expert(
         experts = experts.masked_fill(~computed, num_experts)
     experts = experts.flatten(0, -2)  # [T, K]
     expert_of_choice = experts.flatten()  # [T x K]
+    choices = expert_of_choice.numel()
     counts = tokens_per_expert(experts, num_experts + 1)
-    choice_of_row = expert_of_choice.argsort(stable=True)  # of all choices; those without a row are left out now
+    by_expert = expert_of_choice.argsort(stable=True)  # all choices, also those without a row
+    number = torch.arange(choices, device=experts.device)
+    row_of_choice = torch.empty_like(by_expert)
+    if capacity is None and computed is None:
+        row_of_choice[by_expert] = number
+        return ExpertOrder(by_expert, row_of_choice, counts[:num_experts], experts.shape[1], is_exact=True)
 
-    row_of_choice = torch.empty_like(choice_of_row)
+    expert_of_sorted = expert_of_choice[by_expert]
+    is_kept = expert_of_sorted < num_experts
+    rows = choices
     if capacity is not None:
-        expert_of_row = expert_of_choice[choice_of_row]
-        first_rows = counts.cumsum(0) - counts  # [E + 1]
-        rank_in_expert = torch.arange(choice_of_row.numel(), device=experts.device) - first_rows[expert_of_row]
-        choice_of_row = choice_of_row[(rank_in_expert < capacity) & (expert_of_row < num_experts)]
-        row_of_choice.fill_(choice_of_row.numel())
+        first = counts.cumsum(0) - counts  # [E + 1]
+        is_kept &= number - first[expert_of_sorted] < capacity
         counts = counts.clamp(max=capacity)
-    elif computed is not None:
-        choice_of_row = choice_of_row[: int(counts[:num_experts].sum())]  # the only number that the host reads
-        row_of_choice.fill_(choice_of_row.numel())
-    row_of_choice[choice_of_row] = torch.arange(choice_of_row.numel(), device=experts.device)
-    return ExpertOrder(choice_of_row, row_of_choice, counts[:num_experts], experts.shape[1])
+        rows = min(choices, num_experts * capacity)
+    # Kept choices move up in their order; the row behind the last one stands for none.
+    row_of_sorted = (is_kept.cumsum(0) - 1).masked_fill_(~is_kept, rows)
+    row_of_choice[by_expert] = row_of_sorted
+    choice_of_row = by_expert.new_zeros(rows + 1)
+    choice_of_row[row_of_sorted] = by_expert
+    return ExpertOrder(choice_of_row[:rows], row_of_choice, counts[:num_experts], experts.shape[1], is_exact=False)
 
 
 def gather_rows(x: Tensor, order: ExpertOrder) -> Tensor:
@@ -106,7 +116,7 @@ def combine_rows(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
 
 def _by_choice(rows: Tensor, order: ExpertOrder) -> Tensor:
     """Return rows [R, H] in the order of the choices [T, K, H], with zeros for those without a row."""
-    if order.choices_without_row:
+    if not order.is_exact:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     return rows[order.row_of_choice].unflatten(0, (-1, order.top_k))
 
@@ -142,7 +152,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply the rows of each expert with its weight: rows [R, I], weight [E, O, I] -> [R, O].
 
     Args:
-        rows: Inputs, sorted by expert.
+        rows: Inputs, sorted by expert. Results of rows beyond those of the experts, and their gradients, mean nothing.
         weight: Weights of the experts.
         counts: Number of rows of each expert [E].
     """
@@ -168,6 +178,7 @@ class _LoopedProduct(torch.autograd.Function):
         ctx.counts = counts
         ctx.save_for_backward(rows, weight)
         result = rows.new_empty(rows.shape[0], weight.shape[1])
+        result[sum(counts) :] = 0.0
         for expert, part in _parts(counts):
             result[part] = linear(rows[part], weight[expert])
         return result
@@ -180,6 +191,7 @@ class _LoopedProduct(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_rows = torch.empty_like(rows)
+            grad_rows[sum(ctx.counts) :] = 0.0
             for expert, part in _parts(ctx.counts):
                 grad_rows[part] = linear(grad[part], weight[expert].t())
         if ctx.needs_input_grad[1]:

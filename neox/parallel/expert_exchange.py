@@ -75,6 +75,11 @@ class Exchange:
     order: Tensor
     counts: Tensor
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of this rank's tokens."""
+        return sum(self.sent)
+
     @classmethod
     def plan(cls, counts: Tensor, grid: ParallelGrid) -> Exchange:
         """Agree on the exchange of rows that are sorted by expert; all ranks of the group call it together.

@@ -42,28 +42,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         {**EXPERTS, "expert_model_parallel_size": 2},
         BF16_ZERO1 | EXPERT_LOOP | {"neox/parallel/expert_exchange.py:plan": BLOCKS * MICRO_BATCHES},
     ),
-    # The number of rows that are computed follows from how many choices are dropped.
-    "capacity": (
-        "experts",
-        {**EXPERTS, "moe_expert_capacity_factor": 1.0},
-        BF16_ZERO1 | EXPERT_LOOP | {"neox/ops/grouped_linear.py:sort_by_expert": BLOCKS * MICRO_BATCHES},
-    ),
+    "capacity": ("experts", {**EXPERTS, "moe_expert_capacity_factor": 1.0}, BF16_ZERO1 | EXPERT_LOOP),
     # Whether the rounds have ended, every fourth round.
     "sinkhorn": (
         "experts",
         {"moe_num_experts": 4, "moe_top_k": 1, "moe_ffn_hidden_size": 24},
         BF16_ZERO1 | EXPERT_LOOP | {"neox/ops/routing.py:log_sinkhorn": BLOCKS * MICRO_BATCHES},
     ),
-    # The tokens of answers, which alone go through the head, and those of them that have a weight.
+    # The tokens of answers, which alone go through the head.
     "dpo": (
         "dpo",
         {"train_impl": "dpo"},
-        BF16_ZERO1
-        | {
-            "neox/objectives/preferences.py:select_tokens": MICRO_BATCHES,
-            "neox/objectives/preferences.py:cross_entropy": MICRO_BATCHES,
-        },
+        BF16_ZERO1 | {"neox/objectives/preferences.py:select_tokens": MICRO_BATCHES},
     ),
+    "adafactor": ("dense", {"zero": 0, "optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}}, BF16_ZERO0),
     "8 bits": ("dense", {"optimizer": {"type": "Adam8bit", "params": {"lr": 0.01}}}, BF16_ZERO1),
     "muon": ("dense", {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, BF16_ZERO1),
     "average": ("dense", {"ema_decay": 0.9}, BF16_ZERO1),

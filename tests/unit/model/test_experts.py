@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -320,3 +321,39 @@ def test_the_balance_loss_of_one_block_is_that_of_transformers_divided_by_the_ex
     assert balance_loss(routes.probabilities, routes.experts, per_sample=False).item() == pytest.approx(
         theirs.item() / 2
     )
+
+
+def test_nobody_reads_what_a_kernel_leaves_in_spare_rows(monkeypatch):
+    """Of an expert's capacity: gradients are those of a loop over experts, though the kernel's other rows are NaN."""
+    plan = small_plan(
+        moe_num_experts=4,
+        moe_top_k=2,
+        moe_router_type="topk",
+        moe_ffn_hidden_size=32,
+        moe_expert_capacity_factor=0.7,
+        activation="gelu",
+    )
+    kernel = torch._grouped_mm
+
+    def careless(*operands: Tensor, offs: Tensor) -> Tensor:
+        product = kernel(*operands, offs=offs)
+        if product.dim() == 2:
+            product[int(offs[-1]) :] = torch.nan
+        return product
+
+    found = []
+    for has_kernel in (False, True):
+        module = sys.modules["neox.ops.grouped_linear"]  # whose name in the package is the function's
+        monkeypatch.setattr(module, "_has_grouped_product", lambda *_, answer=has_kernel: answer)
+        monkeypatch.setattr(torch, "_grouped_mm", careless)
+        torch.manual_seed(3)
+        layer = ExpertMLP(plan.architecture, 0, ParallelGrid.single(), dtype=torch.bfloat16)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        x = torch.randn(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+        output, aux = layer(x, BlockContext(torch.arange(16)))
+        assert aux[DROPPED] > 0
+        output.square().sum().backward()
+        found.append([output, x.grad, *(p.grad for p in layer.parameters())])
+    for of_loop, of_kernel in zip(*found, strict=True):
+        torch.testing.assert_close(of_kernel, of_loop, rtol=0.02, atol=0.02)

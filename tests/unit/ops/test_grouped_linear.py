@@ -66,6 +66,16 @@ def test_an_experts_rows_keep_their_order_and_later_ones_are_dropped():
     assert order.token_of_row.tolist() == [0, 2, 0, 1, 2, 1]
     assert order.rows_per_expert.tolist() == [2, 3, 1]
     limited = sort_by_expert(experts, 3, capacity=2)
-    assert limited.token_of_row.tolist() == [0, 2, 0, 1, 1]
+    assert limited.token_of_row[:5].tolist() == [0, 2, 0, 1, 1]
     assert limited.rows_per_expert.tolist() == [2, 2, 1]
-    assert limited.choices_without_row == 1
+    assert limited.has_row.tolist() == [[True, True], [True, True], [True, False]]
+    assert len(sort_by_expert(experts, 3, capacity=1).choice_of_row) == 3  # no more than experts may keep
+
+
+def test_choices_that_are_not_computed_have_no_row():
+    experts = torch.tensor([[1, 0], [1, 2], [0, 1]])
+    is_text = torch.tensor([[True], [False], [True]])
+    order = sort_by_expert(experts, 3, computed=is_text)
+    assert order.token_of_row[:4].tolist() == [0, 2, 0, 2]
+    assert order.rows_per_expert.tolist() == [2, 2, 0]
+    assert order.has_row.tolist() == [[True, True], [False, False], [True, True]]
