@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,16 +182,32 @@ def _deepspeed_engine(
         )
 
 
-def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device: torch.device) -> nn.Module:
-    """Build this rank's part of the network with its initial weights, in the precision of training."""
+def build_model(
+    plan: RunPlan,
+    grid: ParallelGrid,
+    objective: Objective,
+    device: torch.device,
+    loaded: Collection[int] = (),
+) -> nn.Module:
+    """Build this rank's part of the network with its initial weights, in the precision of training.
+
+    Args:
+        plan: The run.
+        grid: This rank's grid.
+        objective: What the last stage computes.
+        device: Device of the parameters.
+        loaded: Layers whose weights are read from a checkpoint next: drawing them would cost a rank seconds for each
+            billion of parameters.
+    """
     dtype = DTYPES[plan.precision]
     model: nn.Module
     if plan.config.deepspeed.zero_optimization.stage == 3:
-        model = _partitioned_model(plan, grid, device, dtype)
+        model = _partitioned_model(plan, grid, device, dtype, loaded)
     elif grid.pp_size > 1:
-        model = PipelineGPT(plan, grid, objective, device=device, dtype=dtype)
+        model = PipelineGPT(plan, grid, objective, device=device, dtype=dtype, loaded=loaded)
     else:
-        model = GPT(plan, grid, device=device, dtype=dtype)
+        build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype, loaded=loaded)
+        model = GPT(plan, grid, build=build)
         share_parameters(enumerate(model.sequential), plan.layers)
     multiply_in_fp8(model, plan, device)
     choose_attention_backend(model, plan, device)
@@ -198,7 +215,9 @@ def build_model(plan: RunPlan, grid: ParallelGrid, objective: Objective, device:
     return model
 
 
-def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, dtype: torch.dtype) -> GPT:
+def _partitioned_model(
+    plan: RunPlan, grid: ParallelGrid, device: torch.device, dtype: torch.dtype, loaded: Collection[int]
+) -> GPT:
     """Build for ZeRO 3: partition each layer over data ranks before the next is built.
 
     So a model larger than a device's memory can be built.
@@ -208,7 +227,7 @@ def _partitioned_model(plan: RunPlan, grid: ParallelGrid, device: torch.device, 
     copies = copy_group(grid, zero.zero_hpz_partition_size or 1)
 
     def build(index: int) -> nn.Module:
-        layer = build_layer(plan, index, grid, device=device, dtype=dtype)
+        layer = build_layer(plan, index, grid, device=device, dtype=dtype, loaded=loaded)
         for spec in selective_fp32(plan.layers[index].parameters):
             parameter = layer.get_parameter(spec.name)  # without `Init`, DeepSpeed's constructor rounds it
             parameter.data = parameter.data.to(dtype)

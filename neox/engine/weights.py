@@ -76,6 +76,7 @@ def read_weights(
     weights: LoadedWeights = "trained",
     finetune: bool = False,
     gpt_neox_date: datetime.date | None = None,
+    new_layers: Collection[int] = (),
 ) -> None:
     """Fill this rank's layers from a checkpoint of any parallel degrees. Raises CheckpointError if it does not fit.
 
@@ -87,8 +88,12 @@ def read_weights(
         weights: Weights that are read: the trained ones, or their average.
         finetune: Whether the head may be tied on one side only, and copies of shared parameters may differ.
         gpt_neox_date: As of `CheckpointReader`.
+        new_layers: Layers that keep their initial values, because the checkpoint lacks them.
     """
     reader = CheckpointReader(path, layers, weights=weights, finetune=finetune, gpt_neox_date=gpt_neox_date)
+    missing = reader.new_layers - set(new_layers)
+    if missing:
+        raise CheckpointError(f"{path}: layers {sorted(missing)} are missing in this machine's copy")
     _fetch_layers(path, {index for index, _ in weight_layers(model)} - reader.new_layers)
     for index, layer in weight_layers(model):
         if index in reader.new_layers:

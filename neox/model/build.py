@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -40,6 +41,7 @@ def build_layer(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    loaded: Collection[int] = (),
 ) -> nn.Module:
     """Build layer `index` of the layer plan with its initial weights; identity layers are `nn.Identity`.
 
@@ -49,6 +51,7 @@ def build_layer(
         grid: Process groups.
         device: Device of the parameters. "meta" makes shapes without memory, which `initialize` fills after `to_empty`.
         dtype: Type of the parameters; fp32 if None (the rotary buffer always is).
+        loaded: Layers whose weights are read from a checkpoint next. Only their adapters, which it may lack, are drawn.
     """
     entry = plan.layers[index]
     network = plan.architecture
@@ -77,7 +80,7 @@ def build_layer(
     else:
         layer = _head(plan, entry, grid, options)
     if device is None or torch.device(device).type != "meta":
-        initialize(layer, plan, index, grid)
+        initialize(layer, plan, index, grid, is_loaded=index in loaded)
     return layer
 
 
@@ -119,15 +122,16 @@ def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
             linear.add_adapter(lora.rank, lora.scale, keys.dropout)
 
 
-def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid) -> None:
+def initialize(layer: nn.Module, plan: RunPlan, index: int, grid: ParallelGrid, *, is_loaded: bool = False) -> None:
     """Prepare a layer that has memory for training: marks, initial weights and buffers.
 
-    The initial weights are slices of the same full tensors under every layout of ranks.
+    The initial weights are slices of the same full tensors under every layout of ranks. With `is_loaded` only adapters
+    get theirs.
     """
     entry = plan.layers[index]
     weights = drawn_weights(plan)
     mark_parameters(layer, entry, grid, width_multiplier=weights.width_multiplier)
-    weights.fill(layer, entry, grid)
+    weights.fill(layer, entry, grid, only_adapters=is_loaded)
     reset_buffers(layer)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from neox.architecture import (
+    ADAPTER,
     BLOCK_OFFSET,
     ByChannel,
     Constant,
@@ -137,16 +138,19 @@ class InitialWeights:
     in_pieces: bool = False
 
     @torch.no_grad()
-    def fill(self, layer: nn.Module, entry: LayerEntry, grid: ParallelGrid) -> None:
+    def fill(self, layer: nn.Module, entry: LayerEntry, grid: ParallelGrid, *, only_adapters: bool = False) -> None:
         """Fill this rank's part of every parameter of a layer.
 
         Args:
             layer: The module.
             entry: Its entry in the layer plan.
             grid: Process groups.
+            only_adapters: Whether all other parameters are read from a checkpoint instead.
         """
         parameters = dict(layer.named_parameters())
         for spec in entry.parameters:
+            if only_adapters and ADAPTER not in spec.name:
+                continue
             target = parameters[spec.name]
             if isinstance(spec.init, Constant):
                 target.fill_(spec.init.value)

@@ -1,9 +1,9 @@
 """Loading: from the choice of a checkpoint to an engine with its weights, optimizer state and position, in any layout.
 
     rank 0      choose_start           which checkpoint, and what of it (`run_start`); every rank gets the answer
-    all ranks   build_model            initial weights
       machine   share_partial_copy     fetches the files that its ranks read, if they are in object storage
       machine   check_local_copy       compares them with the manifest, unless rank 0 has checked the same directory
+    all ranks   build_model            initial weights of what the checkpoint lacks
       rank      read_weights           its layers, tensor rows and experts, before DeepSpeed wraps the model: the fp32
                                        weights of the optimizer are copies of these
     all ranks   build_engine           DeepSpeed, optimizer, features
@@ -88,12 +88,15 @@ def build_loaded_model(
     Raises:
         CheckpointError: On all ranks, if the checkpoint is missing or broken.
     """
-    model = build_model(plan, grid, objective, device)
+    loaded: frozenset[int] = frozenset()
     if start.checkpoint is not None:
+        loaded = frozenset(range(len(plan.layers))) - start.new_layers
         share_partial_copy(start.checkpoint)
         check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
+    model = build_model(plan, grid, objective, device, loaded)
+    if start.checkpoint is not None:
         _load_weights(model, plan, grid, start, start.checkpoint)
-    if start.new_prompt:
+    if start.has_new_prompt:
         _initialize_prompt(model, plan)
     return model
 
@@ -172,6 +175,7 @@ def _load_weights(model: nn.Module, plan: RunPlan, grid: ParallelGrid, start: Ru
                 weights=start.weights,
                 finetune=start.mode is StartMode.FINETUNE,
                 gpt_neox_date=date,
+                new_layers=start.new_layers,
             )
 
     all_succeeded(read, f"loading {path}")

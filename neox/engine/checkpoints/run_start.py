@@ -62,6 +62,8 @@ from neox.plan.run_identity import (
 from neox.storage import cached_address
 
 _log = get_logger(__name__)
+PROMPT = 1
+"""Layer of the soft prompt."""
 _WITHOUT_SAVED = "restore one from a copy, or move them all away to start from the beginning"
 
 
@@ -88,7 +90,7 @@ class RunStart:
         mode: What is taken from the checkpoint.
         iteration: Number of completed steps.
         changed: What differs between the saved layout and this run's: (saved value, value here) by name.
-        new_prompt: Whether a soft prompt has its initial values.
+        new_layers: Layers that the checkpoint lacks, and that keep their initial values.
         weights: Weights that are read: the trained ones, or their average.
         saved: Plain values that the checkpoint of a resumed run stores beside the weights, by name; features read
             theirs. Empty for a run that begins.
@@ -100,10 +102,15 @@ class RunStart:
     mode: StartMode = StartMode.INITIAL
     iteration: int = 0
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    new_prompt: bool = True
+    new_layers: frozenset[int] = frozenset()
     weights: LoadedWeights = "trained"
     saved: Mapping[str, Any] = field(default_factory=dict)
     own_directory: bool = False
+
+    @property
+    def has_new_prompt(self) -> bool:
+        """Whether a soft prompt has its initial values."""
+        return self.checkpoint is None or PROMPT in self.new_layers
 
     @property
     def source(self) -> tuple[str, LoadedWeights] | None:
@@ -162,13 +169,12 @@ def choose_start(plan: RunPlan, load: Path | None = None) -> RunStart:
     # What is taken from it.
     if mode is StartMode.FINETUNE:
         _log.info("finetune: only the weights of %s are loaded; starting at iteration 0", path)
-        return RunStart(run, path, mode, new_prompt=1 in reader.new_layers, weights=keys.load_weights)
+        return RunStart(run, path, mode, new_layers=reader.new_layers, weights=keys.load_weights)
     start = RunStart(
         run,
         path,
         mode,
         reader.iteration,
-        new_prompt=False,
         saved=dict(reader.client_state),
         own_directory=is_own_directory,
     )

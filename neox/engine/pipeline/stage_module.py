@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -85,6 +85,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         objective: What the last stage computes.
         device: Device of the parameters.
         dtype: Type of the parameters.
+        loaded: Layers whose weights are read from a checkpoint next, as of `build_layer`.
 
     Attributes:
         stage: The layers of this rank.
@@ -102,13 +103,20 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
     loss_factor = 1.0
 
     def __init__(
-        self, plan: RunPlan, grid: ParallelGrid, objective: Objective, *, device: torch.device, dtype: torch.dtype
+        self,
+        plan: RunPlan,
+        grid: ParallelGrid,
+        objective: Objective,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        loaded: Collection[int] = (),
     ) -> None:
         self._stages = plan.stages
         self._schedule = plan.config.parallelism.pipeline_schedule
         self._orders: dict[tuple[int, bool], PassOrder] = {}
         self._objective = objective
-        build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype)
+        build = partial(build_layer, plan, grid=grid, device=device, dtype=dtype, loaded=loaded)
         # This constructor calls `_partition_layers` below and builds this stage's layers.
         # DeepSpeed prints its topology here, and broadcasts tied weights with gradients enabled.
         with hidden_stdout(), torch.no_grad():

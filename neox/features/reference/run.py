@@ -144,5 +144,5 @@ def first_start(plan: RunPlan, start: RunStart) -> RunStart:
 def _finetuned(plan: RunPlan, start: RunStart, path: Path, weights: LoadedWeights) -> RunStart:
     """Return the start of a run from the weights of another one's checkpoint."""
     reader = CheckpointReader(path, plan.layers, finetune=True, gpt_neox_date=plan.config.checkpoint.gpt_neox_date)
-    new_prompt = 1 in reader.new_layers  # as when the run began (`neox.engine.checkpoints.run_start`)
-    return RunStart(start.run, path, StartMode.FINETUNE, weights=weights, new_prompt=new_prompt)
+    # As when the run began (`neox.engine.checkpoints.run_start`).
+    return RunStart(start.run, path, StartMode.FINETUNE, weights=weights, new_layers=reader.new_layers)
