@@ -10,6 +10,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,9 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import neox
 from neox.ops import triton_cross_entropy, triton_softmax
 
 CUDA = torch.device("cuda", 0)
+_H100 = SimpleNamespace(name="H100", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132)
+_NEOX = f"{Path(neox.__file__).parent}/"
 
 
 def let_autograd_run() -> None:
@@ -99,11 +104,32 @@ def without_kernels() -> Iterator[None]:
 
 
 def _place() -> str:
-    """Return the innermost line of the library that is running."""
-    for frame in reversed(traceback.extract_stack(limit=40)):
-        if "/neox/" in frame.filename and "tests" not in frame.filename.split("/neox/")[-1]:
-            return f"{frame.filename.split('/neox/')[-1]}:{frame.lineno}"
+    """Return the innermost function of the library, or of DeepSpeed or torch's optimizers, that is running."""
+    for frame in reversed(traceback.extract_stack(limit=60)):
+        for root, shown in (
+            ("/site-packages/deepspeed/", "deepspeed/"),
+            ("/torch/optim/", "torch/optim/"),
+            (_NEOX, ""),
+        ):
+            if root in frame.filename:
+                return f"{shown}{frame.filename.split(root)[-1]}:{frame.name}"
     return "tests"
+
+
+class _Stream:
+    """A stream or an event that does nothing."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@contextmanager
+def _stream(_: Any) -> Iterator[None]:
+    yield
 
 
 @contextmanager
@@ -111,7 +137,8 @@ def fake_cuda() -> Iterator[list[str]]:
     """Let new tensors be fake, and torch say that there is a GPU.
 
     Yields:
-        What made the host wait so far, with its place: reads of a number, and copies from pageable memory.
+        What made the host wait so far, with its place: reads of a number, shapes that follow from numbers, and copies
+        from pageable memory.
     """
     waits: list[str] = []
 
@@ -126,9 +153,17 @@ def fake_cuda() -> Iterator[list[str]]:
                 return original(x, *args, **kwargs)
             if on_gpu(x):
                 waits.append(f"{name} at {_place()}")
-            return answer
+            return answer(x) if callable(answer) else answer
 
         return read
+
+    def ones(x: Tensor) -> Any:
+        """Ones in the tensor's shape, as Python numbers; 0 for flags, such as those of an overflow."""
+        if x.dim():
+            return [ones(row) for row in x]
+        if x.dtype in (torch.bool, torch.uint8):
+            return 0
+        return 1.0 if x.dtype.is_floating_point else 1
 
     def made(original: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
         """A tensor of Python numbers on the device: a copy from pageable memory."""
@@ -148,10 +183,37 @@ def fake_cuda() -> Iterator[list[str]]:
 
         return make
 
+    def chosen(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def getitem(x: Tensor, index: Any) -> Tensor:
+            if on_gpu(x) and isinstance(index, Tensor) and index.dtype == torch.bool:
+                waits.append(f"index by a mask at {_place()}")
+                return x.flatten(0, index.dim() - 1)  # as if all were chosen
+            return original(x, index)
+
+        return getitem
+
+    count_nonzero = Tensor.nonzero
+
+    def nonzero(x: Tensor) -> Tensor:
+        if not on_gpu(x):
+            return count_nonzero(x)
+        waits.append(f"nonzero at {_place()}")
+        return torch.zeros(x.numel(), x.dim(), dtype=torch.long, device=x.device)
+
+    def unpinned(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, pin_memory=False, **kwargs: original(*args, **kwargs)
+
+    def pinned(x: Tensor, *_: Any) -> Tensor:
+        copy = x.clone()
+        copy.is_fake_pinned = True  # type: ignore[attr-defined]
+        return copy
+
     def moved(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            args = tuple(CUDA if argument == "cuda" else argument for argument in args)
             result = original(x, *args, **kwargs)
-            if isinstance(result, FakeTensor) and result.device != x.device:
+            from_pinned = hasattr(x, "is_fake_pinned") and kwargs.get("non_blocking")
+            if isinstance(result, FakeTensor) and result.device != x.device and not from_pinned:
                 waits.append(f"copy from {x.device.type} at {_place()}")
             return result
 
@@ -164,9 +226,36 @@ def fake_cuda() -> Iterator[list[str]]:
             (torch.cuda, "device_count", lambda: 1),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            (torch.cuda, "get_device_properties", lambda *_: _H100),
+            (torch.cuda, "get_device_name", lambda *_: _H100.name),
+            (torch.cuda, "set_device", lambda _: None),
+            (torch.cuda, "synchronize", lambda *_: waits.append(f"synchronize at {_place()}")),
+            (torch.cuda, "manual_seed_all", lambda *_: None),
+            (torch.cuda, "manual_seed", lambda *_: None),
+            (torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
+            (torch.cuda, "set_rng_state", lambda *_: None),
+            (torch.cuda, "empty_cache", lambda: None),
+            (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
+            (torch.cuda, "max_memory_allocated", lambda *_: 0),
+            (torch.cuda, "memory_allocated", lambda *_: 0),
+            (torch.cuda, "memory_stats", lambda *_: {}),
+            (torch.cuda, "mem_get_info", lambda *_: (80 * 2**30, 80 * 2**30)),
+            (torch.cuda, "Stream", _Stream),
+            (torch.cuda, "Event", _Stream),
+            (torch.cuda, "default_generators", (torch.Generator(),)),
+            (torch.cuda, "current_stream", _Stream),
+            (torch.cuda, "default_stream", _Stream),
+            (torch.cuda, "stream", _stream),
+            (Tensor, "record_stream", lambda *_: None),
+            (Tensor, "pin_memory", pinned),
+            (Tensor, "__getitem__", chosen(Tensor.__getitem__)),
+            (Tensor, "nonzero", nonzero),
+            (torch, "zeros", unpinned(torch.zeros)),
+            (torch, "empty", unpinned(torch.empty)),
             (fake_tensor, "init_gpu_context", lambda _: None),
-            (Tensor, "item", reading("item", 1)),
-            (Tensor, "tolist", reading("tolist", [1])),
+            (Tensor, "item", reading("item", ones)),
+            (Tensor, "tolist", reading("tolist", ones)),
+            (FakeTensor, "tolist", reading("tolist", ones)),
             (Tensor, "__bool__", reading("__bool__", False)),
             (Tensor, "__float__", reading("__float__", 0.0)),
             (Tensor, "__int__", reading("__int__", 1)),
