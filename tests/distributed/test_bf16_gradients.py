@@ -127,3 +127,15 @@ def test_reduction_begins_before_the_backward_pass_ends(ranks, names):
             assert events.index(0) > events.count("gradient") / 2, name  # not in the first micro batch
             bound = 0 if ranks == 2 else 2e-3
             torch.testing.assert_close(torch.tensor(during), torch.tensor(after), rtol=bound, atol=0, msg=name)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_with_sums_in_fp32():
+    """The same micro batches; gradients of a step are added up in fp32 in another order, while layers are reduced."""
+    keys = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    keys |= {"communication_data_type": "fp32", "zero_optimization": {"stage": 1, "reduce_bucket_size": 1}}
+    for network in map(NETWORKS.get, ("tied", "untied", "adapters")):
+        (alone, _), *_ = run_ranks(1, overlapped, [tiny_plan(1, **keys, **network)])[0]
+        for ((together, events),) in run_ranks(4, overlapped, [tiny_plan(4, **keys, **network)]):
+            assert "gradient" in events
+            torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=1e-5, atol=0)
