@@ -18,6 +18,7 @@ FastPathName = Literal[
     "flex_attention",
     "grouped_product",
     "scaled_product",
+    "scaled_grouped_product",
     "product_added_to_fp32",
     "attention_kernels",
     "recorded_steps",
@@ -66,6 +67,8 @@ FAST_PATHS: Final[Mapping[FastPathName, FastPath]] = MappingProxyType(
         "grouped_product": FastPath("all experts of a layer in one product", ("cuda",), "a product for each expert"),
         # AMD's MI300 has another e4m3 (float8_e4m3fnuz).
         "scaled_product": FastPath("products in fp8 by tensor cores", ("cuda",), None),
+        # Of NVIDIA's GPUs only Hopper has it in torch 2.13 (`device_facts.FP8_EXPERTS`).
+        "scaled_grouped_product": FastPath("products of all experts in fp8 by one kernel", ("cuda",), None),
         "product_added_to_fp32": FastPath(
             "weight gradients of the head added in fp32 inside the product",
             _GPUS,

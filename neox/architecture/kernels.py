@@ -55,3 +55,6 @@ bandwidth."""
 
 FP8_MULTIPLE: Final = 16
 """Every dimension of a matrix product in fp8 is a multiple of this on a GPU (cuBLAS)."""
+
+FP8_QUOTIENTS: Final = 2**25
+"""Elements of experts' operands that are divided by their scales at once: 128 MiB in fp32."""

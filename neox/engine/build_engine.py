@@ -38,9 +38,9 @@ from neox.engine.micro_batches import LabelWeights, MicroBatchRunner, PipelineRu
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline.stage_module import PipelineGPT
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts.device_facts import LEAST_CAPABILITY
+from neox.launch.hosts.device_facts import FP8_EXPERTS, LEAST_CAPABILITY
 from neox.log import get_logger
-from neox.model import GPT, Block, biased_routers, build_layer, share_parameters
+from neox.model import GPT, Block, GroupedLinear, biased_routers, build_layer, share_parameters
 from neox.objectives import Objective, build_objective
 from neox.ops import DTYPES, FP8_RECIPES, device_family, has_fast_path
 from neox.optim import ClippedOptimizer, ExpertGroups, Muon, NormScope, build_optimizer
@@ -263,7 +263,7 @@ def multiply_in_fp8(model: nn.Module, plan: RunPlan, device: torch.device) -> No
     if device.type == "cpu":
         _log.warning("fp8: a CPU has no products in fp8 and imitates them in fp32, which is slower than bf16")
     else:
-        _check_capability(device)
+        _check_capability(device, experts=bool(plan.architecture.num_experts))
     # Made once, so that all blocks share one compiled graph.
     recipe = FP8_RECIPES[plan.config.training.fp8]
     multiply = recipe.linear
@@ -276,6 +276,8 @@ def multiply_in_fp8(model: nn.Module, plan: RunPlan, device: torch.device) -> No
                 layer.multiply = multiply
             if isinstance(layer, ColumnParallelLinear):
                 layer.products = products
+            if isinstance(layer, GroupedLinear):
+                layer.fp8 = recipe
 
 
 def choose_attention_backend(model: nn.Module, plan: RunPlan, device: torch.device) -> None:
@@ -306,10 +308,14 @@ def choose_attention_backend(model: nn.Module, plan: RunPlan, device: torch.devi
         module.attention.backend = backend
 
 
-def _check_capability(device: torch.device) -> None:
+def _check_capability(device: torch.device, *, experts: bool) -> None:
     if not has_fast_path("scaled_product", device):
         raise LaunchError(f"fp8 has no kernel here for devices of kind {device_family(device.type)}; remove it")
     major, minor = torch.cuda.get_device_capability(device)
+    if experts and major + minor / 10 != FP8_EXPERTS:
+        name = torch.cuda.get_device_name(device)
+        rule = f"fp8 with experts needs GPUs of compute capability {FP8_EXPERTS}, unlike {name}"
+        raise LaunchError(f"{rule}: torch has no grouped product in fp8 for others; remove fp8")
     if major + minor / 10 < LEAST_CAPABILITY["fp8"]:
         name = torch.cuda.get_device_name(device)
         raise LaunchError(f"fp8 needs GPUs of compute capability {LEAST_CAPABILITY['fp8']} or more, unlike {name}")

@@ -10,7 +10,7 @@ from neox.model.cross_entropy import LossParts, head_cross_entropy, head_loss_pa
 from neox.model.distillation import Direction, TeacherLogits
 from neox.model.embedding import Embedding, FinalNorm, Head, LMHead
 from neox.model.encoder import MaskedLMHead, SentenceHead
-from neox.model.experts import ExpertMLP, Router, biased_routers, move_selection_biases
+from neox.model.experts import ExpertMLP, GroupedLinear, Router, biased_routers, move_selection_biases
 from neox.model.gpt import GPT
 from neox.model.handoff import Handoff, attach_losses, broadcast_from_head, forward_over_stages
 from neox.model.mixer import Mixer, fp32_values
@@ -26,6 +26,7 @@ __all__ = [
     "LossParts",
     "BLOCKS",
     "GPT",
+    "GroupedLinear",
     "MLPS",
     "POSITIONS",
     "RESIDUAL_RULES",

@@ -45,6 +45,7 @@ from neox.ops import (
     ACTIVATIONS,
     WHOLE_SAMPLES,
     ExpertOrder,
+    Fp8Recipe,
     Routes,
     SampleTokens,
     balance_loss,
@@ -200,6 +201,9 @@ class GroupedLinear(nn.Module):
         is_summand: Whether the results of tensor ranks are added up. Then each rank holds the whole bias and adds 1/T
             of it.
         **options: Device and type of the weight.
+
+    Attributes:
+        fp8: How operands become fp8; None for products in the type of the weight. Adapters stay in that.
     """
 
     def __init__(
@@ -224,6 +228,7 @@ class GroupedLinear(nn.Module):
             biases = nn.Parameter(torch.empty(local_experts, outputs, **options))
             self.bias = mark_divided_experts(mark_split(biases, grid.tp_size > 1 and not is_summand), grid)
         self.adapter: ExpertAdapter | None = None
+        self.fp8: Fp8Recipe | None = None
 
     def add_adapter(self, rank: int, scale: float) -> None:
         """Add a low-rank adapter to each expert, uninitialised."""
@@ -231,7 +236,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, rows: Tensor, rows_per_expert: Tensor, *, has_spare_rows: bool = False) -> Tensor:
         """Multiply rows [R, I] that are sorted by expert; `rows_per_expert` is [E/P]."""
-        product = grouped_linear(rows, self.weight, rows_per_expert)
+        product = grouped_linear(rows, self.weight, rows_per_expert, self.fp8)
         if self.adapter is not None:
             product = product + self.adapter(rows, rows_per_expert)
         if self.bias is None:

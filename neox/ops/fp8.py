@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.architecture import FP8_MULTIPLE
+from neox.architecture import FP8_MULTIPLE, FP8_QUOTIENTS
 from neox.ops.linear import ProductLinear, linear
 
 E4M3 = torch.float8_e4m3fn
@@ -71,9 +71,46 @@ class Fp8Recipe:
     def _rounded(self, x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return x [M, K] in fp8, row after row in memory, and its scale in fp32, [M, 1] or []."""
         size = x.abs()
-        largest = size.amax(-1, keepdim=True) if self.rowwise else size.amax()
-        scale = largest.float().clamp(min=_SMALLEST) / torch.finfo(kind).max
+        scale = fp8_scale(size.amax(-1, keepdim=True) if self.rowwise else size.amax(), kind)
         return (x.float() / scale).to(kind).contiguous(), scale
+
+
+def fp8_scale(largest: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the fp32 scale that makes the largest magnitude the format's largest number; any shape."""
+    return largest.float().clamp(min=_SMALLEST) / torch.finfo(kind).max
+
+
+def to_fp8(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """Return x / scale in fp8, row after row in memory. The scale has as many dims, and is broadcast.
+
+    The fp32 quotient of all experts' weights would be as large as four copies in fp8. So it is made for a part of the
+    first dim at a time.
+    """
+    rounded = torch.empty(x.shape, dtype=kind, device=x.device)
+    size = max(1, FP8_QUOTIENTS * len(x) // max(1, x.numel()))
+    for target, part, its_scale in zip(rounded.split(size), x.split(size), scale.split(size), strict=True):
+        target.copy_(part.float() / its_scale)
+    return rounded
+
+
+def scaled_grouped_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, ends: Tensor
+) -> Tensor:
+    """Return each expert's product with scales of rows and columns in bf16, by one kernel of an H100.
+
+    Args:
+        left: e4m3 [R, K], or [M, R'] to sum over an expert's rows; row after row in memory.
+        right: e4m3 [E, K, N], or [R', N]; column after column in memory.
+        left_scale: Scales in fp32 of the rows [R], or of each expert's rows [E x M].
+        right_scale: Scales in fp32 of the columns [E, N], or [E x N].
+        ends: Last row of each expert, exclusive [E], int32.
+
+    Returns:
+        [R, N], or [E, M, N].
+    """
+    return torch._scaled_grouped_mm(
+        left, right, left_scale, right_scale, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def scaled_product(

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neox.architecture import FP8_MULTIPLE
 from neox.ops.fast_paths import has_fast_path
-from neox.ops.linear import linear
+from neox.ops.fp8 import E4M3, Fp8Recipe, fp8_scale, scaled_grouped_product, to_fp8
+from neox.ops.linear import Product, linear
 from neox.ops.routing import tokens_per_expert
 
 _ALIGNMENT = 8
@@ -148,19 +150,25 @@ class _CombineRows(torch.autograd.Function):
         return grad_rows, grad_weights, None
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, fp8: Fp8Recipe | None = None) -> Tensor:
     """Multiply the rows of each expert with its weight: rows [R, I], weight [E, O, I] -> [R, O].
 
     Args:
         rows: Inputs, sorted by expert. Results of rows beyond those of the experts, and their gradients, mean nothing.
         weight: Weights of the experts.
         counts: Number of rows of each expert [E].
+        fp8: How operands become fp8 if gradients are recorded; evaluations stay bf16. None for products in bf16.
     """
     result: Tensor
-    if _has_grouped_product(rows, weight):
+    if fp8 is not None and torch.is_grad_enabled():
+        if has_fast_path("scaled_grouped_product", rows.device) and len(rows):
+            result = _ScaledGroupedProduct.apply(rows, weight, counts)
+        else:
+            result = _LoopedProduct.apply(rows, weight, counts.tolist(), fp8.product, fp8.of_gradient)
+    elif _has_grouped_product(rows, weight):
         result = _GroupedProduct.apply(rows, weight, counts)
     else:
-        result = _LoopedProduct.apply(rows, weight, counts.tolist())
+        result = _LoopedProduct.apply(rows, weight, counts.tolist(), linear, linear)
     return result
 
 
@@ -171,20 +179,26 @@ def _has_grouped_product(rows: Tensor, weight: Tensor) -> bool:
 
 
 class _LoopedProduct(torch.autograd.Function):
-    """One product for each expert that has rows."""
+    """One product for each expert that has rows.
+
+    `product` multiplies inputs and weights; `of_gradient` multiplies the gradient of the output and one of these.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, counts: list[int], product: Product, of_gradient: Product
+    ) -> Tensor:
         ctx.counts = counts
+        ctx.of_gradient = of_gradient
         ctx.save_for_backward(rows, weight)
         result = rows.new_empty(rows.shape[0], weight.shape[1])
         result[sum(counts) :] = 0.0
         for expert, part in _parts(counts):
-            result[part] = linear(rows[part], weight[expert])
+            result[part] = product(rows[part], weight[expert], None)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = None
@@ -193,15 +207,15 @@ class _LoopedProduct(torch.autograd.Function):
             grad_rows = torch.empty_like(rows)
             grad_rows[sum(ctx.counts) :] = 0.0
             for expert, part in _parts(ctx.counts):
-                grad_rows[part] = linear(grad[part], weight[expert].t())
+                grad_rows[part] = ctx.of_gradient(grad[part], weight[expert].t(), None)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.empty_like(weight)
             for expert, count in enumerate(ctx.counts):
                 if count == 0:
                     grad_weight[expert] = 0.0
             for expert, part in _parts(ctx.counts):
-                grad_weight[expert] = linear(grad[part].t(), rows[part].t())
-        return grad_rows, grad_weight, None
+                grad_weight[expert] = ctx.of_gradient(grad[part].t(), rows[part].t(), None)
+        return grad_rows, grad_weight, None, None, None
 
 
 def _parts(counts: list[int]) -> list[tuple[int, slice]]:
@@ -237,3 +251,92 @@ class _GroupedProduct(torch.autograd.Function):
             # On Blackwell the kernel leaves what was in memory for an expert without rows (pytorch#172439).
             grad_weight.masked_fill_((counts == 0).view(-1, 1, 1), 0.0)
         return grad_rows, grad_weight, None
+
+
+class _ScaledGroupedProduct(torch.autograd.Function):
+    """All products in fp8 in one kernel, of operands in e4m3. The numbers of a sum share a scale.
+
+    product              left                          right                       scales
+    output   [R, O]      rows [R, I]                   weights [E, O, I]           of a row; of an output, [E, O]
+    of rows  [R, I]      gradients [R, O]              weights [E, I, O]           of a row; of an input, [E, I]
+    of weights           gradients of an expert's      rows of the expert          of an output in the expert, [E, O];
+      [E, O, I]            rows [O, R']                  [I, R']                     of an input in it, [E, I]
+
+    So the products are those that `_LoopedProduct` has with a recipe of scales for rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, counts)
+        return _scaled_rows(rows, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, counts = ctx.saved_tensors
+        grad_rows = None
+        grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _scaled_rows(grad, weight.transpose(1, 2), counts)
+        if ctx.needs_input_grad[1]:
+            filled = _FilledRows.of(counts, len(rows))
+            left, left_scale = filled.to_fp8(grad)  # [O, R'], [E, O]
+            right, right_scale = filled.to_fp8(rows)  # [I, R'], [E, I]
+            scales = (left_scale.flatten(), right_scale.flatten())
+            grad_weight = scaled_grouped_product(left, right.t(), *scales, filled.ends)  # [E, O, I]
+            # The kernel leaves what was in memory for an expert without rows.
+            grad_weight.masked_fill_((counts == 0).view(-1, 1, 1), 0.0)
+        return grad_rows, grad_weight, None
+
+
+def _scaled_rows(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return the product of each expert's rows [R, K] with its weight [E, N, K], any strides -> [R, N]."""
+    row_scale = fp8_scale(rows.abs().amax(1), E4M3)  # [R]
+    weight_scale = fp8_scale(weight.abs().amax(2), E4M3)  # [E, N]
+    left = to_fp8(rows, row_scale.unsqueeze(1), E4M3)
+    right = to_fp8(weight, weight_scale.unsqueeze(2), E4M3)
+    ends = counts.cumsum(0).to(torch.int32)
+    return scaled_grouped_product(left, right.transpose(1, 2), row_scale, weight_scale, ends)
+
+
+@dataclass(frozen=True)
+class _FilledRows:
+    """Rows of each expert with zeros after them, up to a multiple of 16, for sums over an expert's rows.
+
+        rows      aaabbbbbbbb...            each sum begins at 16 bytes, which the kernel needs
+        filled    aaa0000000000000bbbb...   R' = R + 15 E, rounded up: the host does not know where the last one ends
+
+    Attributes:
+        place: Place of each row [R].
+        expert_of_block: Expert of each block of 16 rows [R' / 16]; E after the last expert's.
+        blocks: Number of blocks of each expert, and of those after the last one's [E + 1].
+        ends: End of each expert's rows with its zeros [E], int32.
+    """
+
+    place: Tensor
+    expert_of_block: Tensor
+    blocks: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(counts: Tensor, rows: int) -> _FilledRows:
+        """Lay out `rows` rows, of which each expert has some [E]; those of none come last."""
+        experts = len(counts)
+        number = -(-(rows + (FP8_MULTIPLE - 1) * experts) // FP8_MULTIPLE)
+        blocks = (counts + FP8_MULTIPLE - 1) // FP8_MULTIPLE
+        blocks = torch.cat([blocks, number - blocks.sum(0, keepdim=True)])
+        counts = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
+        ends = blocks.cumsum(0) * FP8_MULTIPLE
+        shift = ends - blocks * FP8_MULTIPLE - (counts.cumsum(0) - counts)  # [E + 1]
+        place = torch.arange(rows, device=counts.device) + shift.repeat_interleave(counts, output_size=rows)
+        numbers = torch.arange(experts + 1, device=counts.device)
+        expert_of_block = numbers.repeat_interleave(blocks, output_size=number)
+        return _FilledRows(place, expert_of_block, blocks, ends[:-1].to(torch.int32))
+
+    def to_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows [R, N] in e4m3 with an expert's rows next to each other, [N, R'], and their scales [E, N]."""
+        filled = x.new_zeros(len(self.expert_of_block) * FP8_MULTIPLE, x.shape[1])
+        blocks = filled.index_copy_(0, self.place, x).unflatten(0, (-1, FP8_MULTIPLE))  # [R' / 16, 16, N]
+        largest = torch.segment_reduce(blocks.abs().amax(1), "max", lengths=self.blocks, axis=0, unsafe=True)
+        scale = fp8_scale(largest, E4M3)  # [E + 1, N]; an expert without rows has the smallest
+        of_block = scale[self.expert_of_block].unsqueeze(1)
+        return to_fp8(blocks, of_block, E4M3).flatten(0, 1).t().contiguous(), scale[:-1]

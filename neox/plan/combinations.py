@@ -3,7 +3,8 @@
     python -m neox.plan.combinations       writes docs/combinations.md
 
 A feature stands here for the fewest keys that turn it on. Two with different values of one key are alternatives. A pair
-is refused if the planner refuses it, for the reason that a user would read.
+is refused if the planner refuses it, for the reason that a user would read. Pairs that a test trains are found by
+`python -m tests.pairs_in_tests`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from neox.plan.resolve import resolve
 from neox.plan.run_plan import RunPlan
 
 PAGE = Path("docs/combinations.md")
+
+TESTED = Path("tests/pairs_in_tests.tsv")
+"""Pairs that tests train, with a test of each; written by `python -m tests.pairs_in_tests`."""
 
 VOCABULARY = 60
 """Ids of the tokenizer of all plans."""
@@ -111,6 +115,7 @@ FEATURES = (
     FeatureKeys("fp16", {"precision": "fp16"}),
     FeatureKeys("bf16", {"precision": "bfloat16"}),
     FeatureKeys("fp8", {"fp8": "tensorwise"}, {"precision": "bfloat16"}),
+    FeatureKeys("fp8, by rows", {"fp8": "rowwise"}, {"precision": "bfloat16"}),
     FeatureKeys(
         "bf16 states",
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
@@ -178,7 +183,8 @@ IMPOSSIBLE: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 class Verdict(Enum):
     """What becomes of a pair. The value is its sign in the table."""
 
-    WORKS = "+"
+    TESTED = "+"
+    WORKS = "o"
     REFUSED = "x"
     IMPOSSIBLE = "-"
     ALTERNATIVES = "="
@@ -191,7 +197,7 @@ class Pair:
     Attributes:
         features: The features.
         verdict: What becomes of them together.
-        reason: Why not; empty if they work.
+        reason: Why not, or the test; empty if they work.
         plan: The plan, if they work.
     """
 
@@ -218,6 +224,15 @@ def pair_of(one: FeatureKeys, other: FeatureKeys) -> Pair:
 def all_pairs() -> list[Pair]:
     """Return the verdict on every pair, in the order of the features."""
     return [pair_of(one, other) for one, other in combinations(FEATURES, 2)]
+
+
+def read_tested(file: Path) -> dict[frozenset[str], str]:
+    """Return the tests in a list of pairs: names of two features and a test in each line, separated by tabs."""
+    tests = {}
+    for line in file.read_text().splitlines():
+        one, other, test = line.split("\t")
+        tests[frozenset((one, other))] = test
+    return tests
 
 
 def plan_of(features: Iterable[FeatureKeys]) -> RunPlan:
@@ -285,15 +300,22 @@ plans it. A sign says what becomes of the pair:
 |---|---|---|
 """
 _MEANINGS = {
-    Verdict.WORKS: "works",
+    Verdict.TESTED: "works, and a test of `tests/distributed` trains a network with both; it is named below",
+    Verdict.WORKS: "works by the rules; no test of `tests/distributed` trains both together",
     Verdict.REFUSED: "refused by name; the reason is below",
     Verdict.IMPOSSIBLE: "refused, and impossible in itself",
     Verdict.ALTERNATIVES: "alternatives: two values of one key",
 }
 
 
-def page(pairs: Sequence[Pair]) -> str:
-    """Return the Markdown page of all pairs."""
+def page(pairs: Sequence[Pair], tests: Mapping[frozenset[str], str]) -> str:
+    """Return the Markdown page of all pairs.
+
+    Args:
+        pairs: The pairs.
+        tests: Test of each pair that is trained, by the names of its features.
+    """
+    pairs = [_with_test(pair, tests) for pair in pairs]
     counts = Counter(pair.verdict for pair in pairs)
     lines = [_HEAD.rstrip()]
     lines += [f"| `{verdict.value}` | {counts[verdict]} | {meaning} |" for verdict, meaning in _MEANINGS.items()]
@@ -301,6 +323,13 @@ def page(pairs: Sequence[Pair]) -> str:
     lines += ["## Refused", "", "With the words of the planner, which also say what to do.", ""]
     lines += [*_reasons(pairs, Verdict.REFUSED), ""]
     lines += ["## Impossible", "", *_reasons(pairs, Verdict.IMPOSSIBLE), ""]
+    lines += [
+        "## Tested where",
+        "",
+        "A test of each pair, found in the plans that the tests train (`python -m tests.pairs_in_tests`).",
+        "",
+    ]
+    lines += [*_reasons(pairs, Verdict.TESTED), ""]
     lines += [
         "## The features",
         "",
@@ -314,6 +343,14 @@ def page(pairs: Sequence[Pair]) -> str:
             keys += f" ({_in_yaml(feature.needs)})"
         lines.append(f"| {feature.name} | {keys} |")
     return "\n".join(lines) + "\n"
+
+
+def _with_test(pair: Pair, tests: Mapping[frozenset[str], str]) -> Pair:
+    """Return a pair with the test that trains it, if it works and there is one."""
+    test = tests.get(frozenset(feature.name for feature in pair.features))
+    if pair.verdict is not Verdict.WORKS or test is None:
+        return pair
+    return Pair(pair.features, Verdict.TESTED, f"`{test}`", pair.plan)
 
 
 def _matrix(pairs: Iterable[Pair]) -> Iterator[str]:
@@ -348,7 +385,7 @@ def _in_yaml(keys: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Write the page."""
-    PAGE.write_text(page(all_pairs()))
+    PAGE.write_text(page(all_pairs(), read_tested(TESTED)))
     print(f"wrote {PAGE}")
 
 

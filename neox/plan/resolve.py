@@ -98,11 +98,15 @@ def _with_gpu_type(config: NeoXConfig, known: Capabilities) -> Capabilities:
         return known
     gpu = GPUS[gpu_type]
     has_fp8 = gpu.peak_fp8_tflops > 0 and gpu.family in FAST_PATHS["scaled_product"].families
-    if gpu.has_bf16 and has_fp8:
+    if gpu.has_bf16 and has_fp8 and gpu.has_fp8_experts:
         return known
-    bf16 = known.bf16 if gpu.has_bf16 else False
-    fp8 = known.fp8 if has_fp8 else False
-    return replace(known, bf16=bf16, fp8=fp8, devices=f"{gpu.name} (`gpu_type`)")
+    return replace(
+        known,
+        bf16=known.bf16 if gpu.has_bf16 else False,
+        fp8=known.fp8 if has_fp8 else False,
+        fp8_experts=known.fp8_experts if gpu.has_fp8_experts else False,
+        devices=f"{gpu.name} (`gpu_type`)",
+    )
 
 
 def derive_plan(

@@ -42,3 +42,35 @@ def test_losses_follow_bf16(keys: dict[str, object]):
     for other in others:
         assert other != plain
         assert other == pytest.approx(plain, rel=2e-2)
+
+
+EXPERTS = {
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_router_type": "topk",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_expert_interval": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "activation": "swiglu",
+    "mlp_width": 64,
+}
+DIVIDED = {"expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [(1, [{}]), (2, [{"mp": 2}, DIVIDED, {**DIVIDED, "zero": 3}, {"pp": 2, "checkpoint_activations": True}])],
+    ids=["one rank", "two ranks"],
+)
+def test_experts_follow_bf16(world: int, layouts: list[dict[str, object]]):
+    plans = []
+    for layout in layouts:
+        for keys in ({}, {"fp8": "rowwise"}):
+            plans.append(tiny_plan(world, **{**BF16, **EXPERTS, **layout, **keys}))
+    curves = losses(run_ranks(world, train_curves, plans, 20, timeout=600)[0])
+    for plain, rounded in zip(curves[::2], curves[1::2], strict=True):
+        assert plain[-1] < 0.8 * plain[0]
+        assert rounded != plain
+        assert rounded == pytest.approx(plain, rel=2e-2)

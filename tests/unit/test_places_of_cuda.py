@@ -13,6 +13,7 @@ PLACES = {
     ("neox/architecture/fast_paths.py", '"grouped_product"'): "a kernel of CUDA",
     ("neox/architecture/fast_paths.py", '"scaled_product"'): "a kernel of CUDA, with NVIDIA's formats of fp8",
     ("neox/architecture/fast_paths.py", '("cpu", "cuda", "rocm", "xpu")'): "the kinds that have the fused AdamW",
+    ("neox/architecture/fast_paths.py", '"scaled_grouped_product"'): "fp8 of Hopper",
     ("neox/architecture/kernels.py", '"flash": ('): "the kinds that have this kernel of attention",
     ("neox/architecture/kernels.py", '"cudnn": ('): "a kernel of CUDA",
     ("neox/architecture/kernels.py", '"flex": ('): "the kinds that have this kernel of attention",

@@ -26,7 +26,9 @@ class ExpertsConfig(Section):
 
     moe_num_experts: Annotated[
         PositiveInt,
-        _without("fp8", reason="products of experts have no fp8 kernel here"),
+        Excludes(
+            "fp8", ("tensorwise",), reason="the grouped product in fp8 has a scale for each row", advice="use rowwise"
+        ),
         _without("use_mup"),
         _without("objective", ("masked_lm",), "padding would be routed, too"),
     ] = 1

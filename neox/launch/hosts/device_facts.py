@@ -15,7 +15,10 @@ from types import MappingProxyType
 
 LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
 """Lowest compute capability of NVIDIA's GPUs that multiply a number format natively."""
-UNKNOWN_FORMATS: Mapping[str, bool | None] = MappingProxyType({"bf16": None, "fp16": None, "fp8": None})
+FP8_EXPERTS = 9.0
+"""Compute capability of NVIDIA's GPUs with products of groups in fp8 and scales of rows (`torch._scaled_grouped_mm`):
+only Hopper has them in torch 2.13. Blackwell has them for scales of blocks of 32 numbers."""
+UNKNOWN_FORMATS: Mapping[str, bool | None] = MappingProxyType(dict.fromkeys(("bf16", "fp16", "fp8", "fp8_experts")))
 _MIB = 2**20
 _PATIENCE = 10
 """Seconds that a vendor's program may take."""
@@ -91,7 +94,8 @@ def nvidia_formats(_root: Path) -> dict[str, bool | None]:
     versions = [float(word) for word in _query_nvidia("compute_cap") if re.fullmatch(r"\d+\.\d+", word)]
     if not versions:
         return dict(UNKNOWN_FORMATS)
-    return {name: min(versions) >= least for name, least in LEAST_CAPABILITY.items()}
+    formats = {name: min(versions) >= least for name, least in LEAST_CAPABILITY.items()}
+    return {**formats, "fp8_experts": set(versions) == {FP8_EXPERTS}}
 
 
 def nvidia_driver(root: Path) -> str | None:
@@ -184,6 +188,7 @@ def amd_formats(root: Path) -> dict[str, bool | None]:
         "bf16": all(90008 <= target < 100000 or target >= 110000 for target in targets),
         "fp16": all(target >= 90000 for target in targets),
         "fp8": all(90500 <= target < 100000 or target >= 120000 for target in targets),
+        "fp8_experts": False,
     }
 
 
@@ -262,9 +267,9 @@ def ascend_formats(_root: Path) -> dict[str, bool | None]:
         else:
             known.add(None)
     if False in known:
-        return {"bf16": False, "fp16": True, "fp8": False}
+        return {"bf16": False, "fp16": True, "fp8": False, "fp8_experts": False}
     if known == {True}:
-        return {"bf16": True, "fp16": True, "fp8": None}
+        return {"bf16": True, "fp16": True, "fp8": None, "fp8_experts": None}
     return dict(UNKNOWN_FORMATS)
 
 

@@ -106,11 +106,13 @@ def _uses_in_training(plan: RunPlan) -> Iterator[_Use]:
     if fused:
         yield _Use("triton", f"softmax of {_blocks(fused)}")
     yield from _masked_attention(plan)
-    if network.num_experts:
+    if network.num_experts and training.fp8 is None:
         yield _experts(plan)
     yield from _recurrences(plan, training=True)
     if training.fp8 is not None:
         yield _Use("scaled_product", "linear layers of blocks")
+        if network.num_experts:
+            yield _Use("scaled_grouped_product", "experts")
     if plan.precision != "fp32":
         yield _Use("product_added_to_fp32", "gradient of the head")
     if training.compile_layers is not False:

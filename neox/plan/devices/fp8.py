@@ -22,9 +22,13 @@ def fp8_problems(plan: RunPlan, capabilities: Capabilities) -> Iterator[Problem]
         return
     if capabilities.fp8 is False:
         yield config.problem("fp8", f"is not what {capabilities.devices} can multiply (an H100 can); remove it")
+    elif capabilities.fp8_experts is False and plan.architecture.num_experts:
+        rule = f"needs GPUs of compute capability 9.0 (H100, H200) with experts, unlike {capabilities.devices}: "
+        rule += "torch has no grouped product in fp8 for others; remove it"
+        yield config.problem("fp8", rule, "moe_num_experts")
     uneven = {}
     for spec in plan.layers.divided_linears:
-        rows, columns = spec.shard_shape(plan.grid.tp_size)
+        *_, rows, columns = spec.shard_shape(plan.grid.tp_size)
         if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
             uneven[spec.name] = f"{spec.name} is {rows:,} x {columns:,}"
     if uneven:

@@ -29,6 +29,7 @@ class Capabilities:
         bf16: Whether every host multiplies bf16 natively; None if no host was asked.
         fp16: Whether every host multiplies fp16 natively; None if no host was asked.
         fp8: Whether every GPU multiplies fp8; None if no host was asked, or for CPUs.
+        fp8_experts: Whether every GPU has one kernel for the products of all experts in fp8; None as for `fp8`.
         devices: Names of the devices that were asked, for messages.
         bf16_is_slow: Whether a host has a CPU that multiplies bf16 natively, but trains slower in it than in fp32.
         family: Kind of the devices; None if no host was asked, or they differ.
@@ -38,6 +39,7 @@ class Capabilities:
     bf16: bool | None = None
     fp16: bool | None = None
     fp8: bool | None = None
+    fp8_experts: bool | None = None
     devices: str = "the hosts"
     bf16_is_slow: bool = False
     family: DeviceFamily | None = None
@@ -59,6 +61,7 @@ class Capabilities:
             bf16=_every(answers, "bf16"),
             fp16=_every(answers, "fp16"),
             fp8=_every(answers, "fp8"),
+            fp8_experts=_every(answers, "fp8_experts"),
             devices=f"{owner} {kinds}",
             bf16_is_slow=any(answer.get("bf16_is_slow") for answer in answers),
             family=families.pop() if len(families) == 1 else None,

@@ -18,6 +18,7 @@ The sum is in `activation_bytes`. What a key changes:
     mlp_tile_size                                one tile of the MLP instead of all tokens (`_tile_bytes`)
     moe_*, expert_model_parallel_size            rows of experts (`_expert_bytes`), a new gradient
                                                  (`_expert_gradient_bytes`)
+    fp8                                          rounded operands of experts (`_expert_fp8_bytes`)
     precision                                    bytes of a number
     vocabulary, teacher_logits, train_impl       logits of a chunk (`head.py`)
     mtp_num_layers                               what its modules keep, and a head for each (`_multi_token_bytes`)
@@ -49,8 +50,11 @@ from typing import NamedTuple
 
 from neox.architecture import (
     ACTIVATIONS,
+    ADAPTER,
     BLOCK_OFFSET,
     BLOCKS,
+    FP8_MULTIPLE,
+    FP8_QUOTIENTS,
     MASKED_SCORES,
     MOST_BLOCKED,
     NORMS,
@@ -147,7 +151,8 @@ def activation_bytes(run: LaidOutRun, stage: StagePlan) -> ActivationMemory:
     tile = _tile_bytes(run)
     at_work = max(block_bytes(run) // 2, _gathered_pass_bytes(run))
     at_work = max(at_work + tile + tile // 2, _recurrence_pass_bytes(run, stage))
-    block_pass = _blocks_memory(run, stage).recomputed + at_work + gathered + _expert_gradient_bytes(run, stage)
+    of_experts = _expert_gradient_bytes(run, stage) + _expert_fp8_bytes(run, stage)
+    block_pass = _blocks_memory(run, stage).recomputed + at_work + gathered + of_experts
     return ActivationMemory(kept, head_pass, block_pass)
 
 
@@ -440,6 +445,32 @@ def _expert_gradient_bytes(run: LaidOutRun, stage: StagePlan) -> int:
     if run.layout.zero_stage == 2 and largest > run.reduce_bucket:
         copies += 1
     return copies * largest * run.bytes_per_number
+
+
+def _expert_fp8_bytes(run: LaidOutRun, stage: StagePlan) -> int:
+    """Return the bytes of rounded operands of a product of experts in fp8, one product at a time; 0 without fp8.
+
+    Of the gradient of rows: all weights of a matrix on this rank and the rows, 1 byte each. Of the gradient of weights:
+    both kinds of rows, and the wider one copied in bf16, with zeros after each expert's. And the fp32 quotients of a
+    part of these. A CPU multiplies one expert at a time, in fp32.
+    """
+    network = run.network
+    if run.config.training.fp8 is None or not network.num_experts:
+        return 0
+    held = network.num_experts // run.layout.ep_size
+    matrix = 0
+    for layer in stage.entries(run.layers):
+        for spec in layer.parameters:
+            if spec.experts and spec.is_matrix and ADAPTER not in spec.name:
+                matrix = max(matrix, spec.shard_numel(run.layout.tp_size) // run.layout.ep_size)
+    rows = run.tokens * network.experts_per_token
+    width = ACTIVATIONS[network.activation].width_factor * network.expert_width // run.layout.tp_size
+    if run.on_cpu:
+        return _FP32 * (matrix + rows * (network.hidden_size + width)) // held
+    filled = rows + held * (FP8_MULTIPLE - 1)
+    of_rows = matrix + rows * max(network.hidden_size, width)
+    of_weights = filled * (network.hidden_size + width + 2 * max(network.hidden_size, width))
+    return max(of_rows, of_weights) + _FP32 * min(FP8_QUOTIENTS, max(matrix, filled * width))
 
 
 def _attention_memory(run: LaidOutRun) -> AttentionMemory:

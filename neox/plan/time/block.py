@@ -7,7 +7,14 @@ from math import ceil
 
 from neox.plan.layout import LaidOutRun
 from neox.plan.time.gpus import Gpu
-from neox.plan.time.system import Recompute, TrainingSystem, active_mlp_width, experts_per_token, mlp_matrices
+from neox.plan.time.system import (
+    Recompute,
+    TrainingSystem,
+    active_mlp_width,
+    expert_parameters,
+    experts_per_token,
+    mlp_matrices,
+)
 
 _HOP = 2e-6
 """Seconds from one rank of a ring to the next, whatever the size."""
@@ -194,6 +201,7 @@ def _elementwise(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: floa
         kernels = 30
     if run.config.training.fp8 is not None:  # each factor of a product is scaled and written again
         elements += 3 * hidden + 1.5 * inner
+        elements += 1.5 * expert_parameters(run) / network.num_layers / layout.tp_size / layout.ep_size
     return 2 * elements / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + kernels * gpu.kernel_seconds / 2
 
 

@@ -24,6 +24,7 @@ class Gpu:
         peak_tflops: Dense peak in bf16 (fp16 if there is no bf16), in TFLOP/s.
         peak_fp8_tflops: Dense peak in fp8, in TFLOP/s; 0 without fp8.
         has_bf16: Whether it multiplies bf16 natively.
+        has_fp8_experts: Whether one kernel multiplies all experts in fp8.
         bandwidth: Memory bandwidth in TB/s.
         link: Bandwidth between GPUs of one host in GB/s, in one direction.
         mesh: Whether each pair of GPUs of a host has a link of its own, so that n of them use n - 1 of a GPU's links.
@@ -49,6 +50,7 @@ class Gpu:
     peak_tflops: float
     peak_fp8_tflops: float = 0.0
     has_bf16: bool = True
+    has_fp8_experts: bool = False
     bandwidth: float
     link: float
     mesh: bool = False
@@ -92,6 +94,7 @@ _H100 = Gpu(
     memory_gib=79.1,
     peak_tflops=989.0,
     peak_fp8_tflops=1979.0,
+    has_fp8_experts=True,
     host_link=50.0,
     host_memory=40.0,
     bandwidth=3.35,

@@ -35,11 +35,11 @@ def _no_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CASES = [
-    (nvidia_machine, NVIDIA, 8, 80 * GIB, "535.129.03", "CUDA 12.2", (True, True, False)),
-    (amd_machine, AMD, 8, 68702699520, "6.8.5", "ROCm 6.2.0-66", (True, True, False)),
-    (ascend_machine, ASCEND, 8, 61361 * MIB, "23.0.rc2", "CANN 8.0.RC1", (True, True, None)),
-    (gaudi_machine, GAUDI, 2, 96 * GIB, "1.16.0-94aac46", None, (None, None, None)),
-    (intel_machine, INTEL, 2, 64 * GIB, "backported from (1.24.2.17)", None, (None, None, None)),
+    (nvidia_machine, NVIDIA, 8, 80 * GIB, "535.129.03", "CUDA 12.2", (True, True, False, False)),
+    (amd_machine, AMD, 8, 68702699520, "6.8.5", "ROCm 6.2.0-66", (True, True, False, False)),
+    (ascend_machine, ASCEND, 8, 61361 * MIB, "23.0.rc2", "CANN 8.0.RC1", (True, True, None, None)),
+    (gaudi_machine, GAUDI, 2, 96 * GIB, "1.16.0-94aac46", None, (None, None, None, None)),
+    (intel_machine, INTEL, 2, 64 * GIB, "backported from (1.24.2.17)", None, (None, None, None, None)),
 ]
 
 
@@ -111,12 +111,12 @@ def test_two_chips_of_an_ascend_910c(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("targets", "formats"),
     [
-        ((90010, 90402), (True, True, False)),  # MI250X, MI300X
-        ((90500,), (True, True, True)),  # MI355X
-        ((90402, 90006), (False, True, False)),  # with an MI50
-        ((100300,), (False, True, False)),  # Radeon RX 6900
-        ((110000,), (True, True, False)),  # Radeon RX 7900
-        ((0,), (None, None, None)),  # a processor alone
+        ((90010, 90402), (True, True, False, False)),  # MI250X, MI300X
+        ((90500,), (True, True, True, False)),  # MI355X
+        ((90402, 90006), (False, True, False, False)),  # with an MI50
+        ((100300,), (False, True, False, False)),  # Radeon RX 6900
+        ((110000,), (True, True, False, False)),  # Radeon RX 7900
+        ((0,), (None, None, None, None)),  # a processor alone
     ],
 )
 def test_formats_of_amds_targets(tmp_path: Path, targets: tuple[int, ...], formats: tuple[bool | None, ...]) -> None:

@@ -78,16 +78,18 @@ def test_kinds_of_cpus_that_train_slowly_in_bf16(
 
 
 @pytest.mark.parametrize(
-    ("says", "bf16", "fp16", "fp8"),
+    ("says", "formats"),
     [
-        ("9.0\n8.9\n", True, True, True),
-        ("9.0\n8.0\n", True, True, False),
-        ("9.0\n7.5\n", False, True, False),
-        ("[N/A]\n", None, None, None),
+        ("9.0\n9.0\n", (True, True, True, True)),
+        ("9.0\n8.9\n", (True, True, True, False)),
+        ("10.0\n10.0\n", (True, True, True, False)),
+        ("9.0\n8.0\n", (True, True, False, False)),
+        ("9.0\n7.5\n", (False, True, False, False)),
+        ("[N/A]\n", (None, None, None, None)),
     ],
 )
 def test_formats_of_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, bf16: bool | None, fp16: bool | None, fp8: bool | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, formats: tuple[bool | None, ...]
 ) -> None:
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\nprintf '{says}'\n")
@@ -96,8 +98,8 @@ def test_formats_of_gpus(
     monkeypatch.setattr(machine, "present_devices", lambda: (NVIDIA, 2))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    expected = {"devices": "GPUs", "family": "cuda", "bf16": bf16, "fp16": fp16, "fp8": fp8, "bf16_is_slow": False}
-    assert native_formats() == expected
+    expected = dict(zip(("bf16", "fp16", "fp8", "fp8_experts"), formats, strict=True))
+    assert native_formats() == {"devices": "GPUs", "family": "cuda", "bf16_is_slow": False, **expected}
 
 
 def test_memory_that_control_groups_leave(tmp_path: Path) -> None:

@@ -97,6 +97,20 @@ def test_fp8_is_planned_for_devices_that_have_it(kind: str, fp8: bool) -> None:
         assert {key for problem in error.value.problems for key in problem.keys} == {"fp8"}
 
 
+@pytest.mark.parametrize(("kind", "planned"), [("h100", True), ("h200", True), ("b200", False), ("mi300x", False)])
+def test_experts_in_fp8_are_planned_for_devices_that_have_their_kernel(kind: str, planned: bool) -> None:
+    keys = {**SMALL, **WIDE, "precision": "bf16", "fp8": "rowwise", "gpu_type": kind, "moe_num_experts": 4}
+    if planned:
+        plan = plan_of(**keys)
+        taken = {choice.name: choice.is_taken for choice in path_choices(plan, "cuda")}
+        assert taken["scaled_grouped_product"]
+        assert "grouped_product" not in taken
+    else:
+        with pytest.raises(ConfigError) as error:
+            plan_of(**keys)
+        assert "fp8" in {key for problem in error.value.problems for key in problem.keys}
+
+
 def test_the_report_names_what_is_taken_and_what_is_not() -> None:
     plan = plan_of(**SMALL | WIDE | WINDOWS, gpu_type="ascend910b")
     rows = {row["name"]: row for row in plan_as_dict(plan)["kernels"]}

@@ -216,7 +216,7 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         ("sequence_parallel",),
         {**MIXTURE, "moe_jitter_eps": 0.1, "sequence_parallel": True, "model_parallel_size": 2},
     ),
-    ("moe_num_experts", ("fp8",), {**MIXTURE, "fp8": "rowwise", "precision": "bf16"}),
+    ("moe_num_experts", ("fp8",), {**MIXTURE, "fp8": "tensorwise", "precision": "bf16"}),
     ("lora.dropout", ("moe_num_experts",), {**MIXTURE, "lora": {"dropout": 0.1, "target": ["dense_h_to_4h"]}}),
     ("moe_num_experts", ("attention_config",), {**MIXTURE, "attention_config": ["gmlp", "global", "global", "global"]}),
     ("max_restarts", ("no_save_optim",), {**RESTARTS, "no_save_optim": True}),
