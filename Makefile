@@ -111,11 +111,12 @@ dist: install-dev  ## sdist and wheel in dist/, and a small training with the wh
 quickstart: install  ## tokenizer, data, training, export and text, on real text (TEXT=my.txt for your own; MODEL=llama, gpt2, moe or bert)
 	@$(PY) tools/quickstart.py --model $(MODEL) $(if $(TEXT),--text "$(TEXT)") $(if $(DIR),--directory "$(DIR)")
 
-lint: install-dev  ## ruff, mypy and the import contracts
+lint: install-dev  ## ruff, mypy, the import contracts and shellcheck
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/shellcheck .ci/run benchmarks/gpu.sh
 
 test: lint  ## lint, unit, distributed and end-to-end tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) -m "not slow" $(TEST_FLAGS)

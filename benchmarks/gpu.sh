@@ -11,7 +11,7 @@
 # exits with 1 if anything failed. PYTHON= names the interpreter (default: .venv/bin/python if it is there); ROUNDS= how
 # many steps of training are timed.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 
 steps=(ceilings tests train-1.3B-engine train-1.3B-compile train-6.9B-engine train-1.3B-compile-fp8 train-6.9B-compile
        train-6.9B-compile-fp8 fp8-loss-160M deterministic-160M generate-1.3B train-1.3B train-1.3B-engine-eager train-1.3B-compile-cudnn
@@ -126,6 +126,7 @@ ended() {
 }
 
 # A signal: stop the step, keep what it measured.
+# shellcheck disable=SC2329 # called by the trap
 stopped() {
     trap '' TERM INT HUP
     if [ -f "$work/running.tsv" ]; then
