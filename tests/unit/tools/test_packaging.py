@@ -49,6 +49,14 @@ def test_the_version_is_one_number(tmp_path: Path) -> None:
     assert newest.startswith(f"## Unreleased ({version.base_version})" if version.is_devrelease else f"## {version} (")
 
 
+def test_owners_are_named_for_every_package_and_for_nothing_else() -> None:
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
+    everything, *paths = [line.split()[0] for line in lines if not line.startswith("#")]
+    assert everything == "*"
+    assert [path for path in paths if not (ROOT / path.strip("/")).is_dir()] == []
+    assert {f"/neox/{path.parent.name}/" for path in (ROOT / "neox").glob("*/__init__.py")} <= set(paths)
+
+
 def test_every_data_file_of_the_library_is_installed() -> None:
     files = {path.name for path in (ROOT / "neox").rglob("*") if path.is_file()}
     data = {name for name in files if not name.endswith((".py", ".pyc"))}
