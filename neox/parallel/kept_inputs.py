@@ -35,6 +35,8 @@ class KeptInputs:
 
     def pack(self, x: Tensor) -> tuple[torch.device, Tensor]:
         """Return the device of a tensor [..., H], and the tensor that is kept."""
+        if x.numel() == 0:  # torch 2.11 keeps an empty tensor, which is on the CPU, beside the inputs
+            return x.device, x
         kept = x
         if self.divided:
             kept = scatter_last_dim(x.detach(), self.grid)
@@ -47,6 +49,8 @@ class KeptInputs:
     def unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
         """Return the tensor [..., H] again."""
         device, kept = packed
+        if kept.numel() == 0:
+            return kept
         kept = kept.to(device, non_blocking=True)
         if self.divided:
             kept = gather_last_dim(kept, self.grid)

@@ -76,6 +76,8 @@ def test_is_close_to_the_exact_product(name: str):
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 def test_torch_scales_as_the_imitation_does(kind: torch.dtype, rowwise: bool, bias: bool):
+    if rowwise and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 has no scales of rows on a CPU")
     left, right = drawn(5, 32).to(kind), drawn(16, 32, seed=1).to(E4M3)
     scales = [drawn(rows, 1, seed=2).float().abs() for rows in (5, 16)]
     scales = scales if rowwise else [scale[0, 0] for scale in scales]
