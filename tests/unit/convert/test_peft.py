@@ -18,7 +18,7 @@ from neox.plan import config_from_files
 from neox.tokenizer import build_tokenizer, identify, train_tokenizer, write_tokenizer_identity
 from tests.errors import raises_naming
 from tests.parity.test_hf_families import CASES, transformers_model
-from tests.transformers_versions import needs_rope_parameters, needs_stacked_experts
+from tests.transformers_versions import loads_adapters_of_experts, needs_rope_parameters, needs_stacked_experts
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 from tests.unit.convert.test_to_hf import SIZES
 
@@ -132,6 +132,7 @@ ADAPTED_EXPERTS = [
 
 
 @needs_stacked_experts
+@loads_adapters_of_experts
 @pytest.mark.parametrize(("name", "modules", "parameters"), ADAPTED_EXPERTS, ids=str)
 def test_adapters_of_experts_come_in_and_go_out(tmp_path, name, modules, parameters):
     """Each expert has the adapter that peft means by the order of its rows and columns (peft#3009)."""

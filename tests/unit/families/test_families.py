@@ -10,7 +10,7 @@ from neox.architecture import BLOCKS, Architecture, build_layer_plan
 from neox.errors import ConversionError
 from neox.families import FAMILIES, ModelSettings
 from neox.families.shared_entries import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from tests.transformers_versions import IS_4
+from tests.transformers_versions import IS_4, IS_5_0
 
 ARCHITECTURE = Architecture(
     num_layers=2,
@@ -125,6 +125,10 @@ def test_missing_entries_have_the_defaults_of_transformers(family):
         pytest.skip("this version of transformers does not know the family")
     if IS_4 and family.model_type in ("cohere", "olmo3"):
         pytest.skip("another default in transformers 4")
+    if IS_5_0 and family.model_type == "olmo3":
+        pytest.skip(
+            "transformers 5.0 has one dictionary of rotary frequencies, later versions one for each kind of block"
+        )
 
     without_default = {"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {}
     full = AutoConfig.for_model(family.model_type, **without_default).to_dict()
