@@ -26,7 +26,12 @@ from typing import Any
 # plain fork, does not inherit the threads of the test process.
 _FORK_SERVER = multiprocessing.get_context("forkserver")
 _FORK_SERVER.set_forkserver_preload(
-    ["neox.train", "torch._dynamo", "triton", "matplotlib.figure", "matplotlib.backends.backend_agg", "pytest"]
+    [
+        *("neox.train", "torch._dynamo", "triton", "matplotlib.figure", "matplotlib.backends.backend_agg", "pytest"),
+        # what DeepSpeed imports inside functions when it builds an engine, and torch at the first profile
+        *("deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "torch.profiler._cupti_monitor"),
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+    ]
 )
 
 

@@ -55,7 +55,7 @@ def assert_only_new_rows(world, plans, steps=3):
     return curves
 
 
-@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("untied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layouts_train_the_same_rows(untied):
     keys = {**KEYS, "no_weight_tying": untied}
     layouts = [{"mp": 2}, {"pp": 2}, {"zero": 1}, {"zero": 3}]

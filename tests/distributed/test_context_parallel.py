@@ -82,7 +82,8 @@ def kinds(degree: int, **keys: Any) -> list[dict[str, Any]]:
 
 
 def test_two_context_ranks() -> None:
-    check(2, [*kinds(2, zero=1), *kinds(2, zero=3, **RECOMPUTED)], steps=6, **DOCUMENTS)
+    gathering, exchanging = kinds(2)
+    check(2, [{**gathering, "zero": 3, **RECOMPUTED}, {**exchanging, "zero": 1}], steps=4, **DOCUMENTS)
 
 
 def resumed(first: RunPlan, second: RunPlan) -> list[tuple[float, float]]:

@@ -210,7 +210,10 @@ def resumed_curves(plans: list[RunPlan]) -> list[list[tuple[float, float]]]:
     return curves
 
 
-@pytest.mark.parametrize("saved_with", [INTERLEAVED, DUAL], ids=["interleaved", "dualpipev"])
+@pytest.mark.parametrize(
+    "saved_with",
+    [pytest.param(INTERLEAVED, id="interleaved", marks=pytest.mark.slow), pytest.param(DUAL, id="dualpipev")],
+)
 def test_a_run_goes_on_with_another_schedule(saved_with: dict[str, str], tmp_path) -> None:
     keys = {**BATCH, **TIED, "zero": 1, "pp": 2}
     run_ranks(2, run_and_save, tiny_plan(2, **keys, **saved_with, save=str(tmp_path)))

@@ -84,6 +84,7 @@ def test_a_finished_run_ends_at_once(trained: Path, command: Command) -> None:
     assert "loading checkpoint" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_checkpoint(trained: Path, command: Command) -> None:
     more = ("--set", f"train_iters={STEPS + 2}")
     command("deepy.py", "train.py", "-d", str(ROOT / "configs"), "quickstart.yml", *SETTINGS, *more)

@@ -196,7 +196,8 @@ def test_hosts_that_cannot_take_part(machines: TwoMachines, tmp_path: Path) -> N
     wait_until_gone(machines)
 
 
-@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 2])
 def test_training_with_stages_on_both_machines(machines: TwoMachines, tmp_path: Path, slots: int) -> None:
     """A stage on each machine, each of `slots` data-parallel ranks: the losses of one rank."""
     hostfile = tmp_path / "hosts"

@@ -87,6 +87,7 @@ def test_layouts_are_ranked_by_what_they_measured(tmp_path: Path, runs: list[Lau
     assert_nothing_else_is_written(run)
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_what_was_measured_and_leaves_nothing(tmp_path: Path, runs: list[LaunchedRun]) -> None:
     run = LaunchedRun(tmp_path, FLAGS, script=MEASURED_RANK, HANGS="2")
     runs.append(run)

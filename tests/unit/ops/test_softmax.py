@@ -53,7 +53,7 @@ from neox.ops import scale_mask_softmax
 from tests.errors import raises_naming
 
 bounds = {torch.float32: 2e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-lengths = {torch.float32: (1, 33), torch.float16: (5,), torch.bfloat16: (5,)}  # the interpreter is slow
+lengths = {torch.float32: (1, 17), torch.float16: (5,), torch.bfloat16: (5,)}  # the interpreter is slow
 if sys.argv[1] == "all":
     lengths = dict.fromkeys(bounds, (1, 5, 33, 48))
 for dtype, atol in bounds.items():

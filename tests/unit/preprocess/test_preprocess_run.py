@@ -322,7 +322,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
+)
 def test_signals_end_a_run_in_order(tmp_path: Path, number: int, code: int) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_lines(documents(24000)))

@@ -18,6 +18,7 @@ def predictions() -> list[Prediction]:
     return [predict(row) for row in read_rows()]
 
 
+@pytest.mark.slow
 def test_times_of_published_runs(predictions: list[Prediction]) -> None:
     complete = [found.error for found in predictions if found.complete]
     assert len(complete) >= 14
@@ -27,6 +28,7 @@ def test_times_of_published_runs(predictions: list[Prediction]) -> None:
     assert max(found.error for found in described) <= 0.20
 
 
+@pytest.mark.slow
 def test_times_in_the_documentation(predictions: list[Prediction]) -> None:
     for found in predictions:
         ratio = f"{found.lowest:.2f}" if found.complete else f"{found.lowest:.2f} to {found.highest:.2f}"
