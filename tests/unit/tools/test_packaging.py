@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -47,6 +48,20 @@ def test_the_version_is_one_number(tmp_path: Path) -> None:
     newest = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     version = Version(neox.__version__)
     assert newest.startswith(f"## Unreleased ({version.base_version})" if version.is_devrelease else f"## {version} (")
+
+
+def test_the_page_of_versions_says_what_is_allowed_and_locked() -> None:
+    allowed = (ROOT / "requirements" / "requirements.txt").read_text()
+    lowest, above = re.findall(r"^torch>=2\.(\d+),<2\.(\d+)$", allowed, re.M)[0]
+    (deepspeed,) = re.findall(r"^deepspeed==(\S+)$", allowed, re.M)
+    (transformers,) = re.findall(r"^transformers>=(\S+)$", allowed, re.M)
+    lock = dict(
+        line.split("==") for line in (ROOT / "requirements" / "constraints.txt").read_text().split() if "==" in line
+    )
+    page = (ROOT / "docs" / "versions.md").read_text().splitlines()
+    assert f"| torch | 2.{lowest} to 2.{int(above) - 1} | {lock['torch']} |" in page
+    assert f"| DeepSpeed | {deepspeed} | {lock['deepspeed']} |" in page
+    assert f"| transformers | {transformers} and newer | {lock['transformers']} |" in page
 
 
 def test_owners_are_named_for_every_package_and_for_nothing_else() -> None:
