@@ -255,7 +255,7 @@ ALLOWED: dict[str, set[str]] = {
 DISTURBED = {
     "settings": "neox.model.mlp.MLP.forward",
     "objectives": "neox.objectives.dpo.DPO.pair_scores",
-    "optimizers": "neox.optim.adamw.AdamW.update_group",
+    "optimizers": "neox.optim.adamw.AdamW.update",
     "engines": "neox.engine.engine.Engine._before_update",
 }
 
