@@ -245,8 +245,13 @@ def _train_target(ladder: Ladder, prediction: Prediction, smallest: float) -> in
     (result,) = read_results(sweep, plan_runs(sweep, Place()), {}, {})
     if result.score is None:
         raise DataError(f"{ladder.directory / TARGET} has no loss")
-    error = prediction.loss.value / result.score - 1
-    print(f"target: predicted {prediction.loss.value:.4f}, trained {result.score:.4f}: {100 * error:+.2f} %")
+    loss = prediction.loss
+    error = loss.value / result.score - 1
+    within = "within" if loss.low <= result.score <= loss.high else "outside"
+    print(
+        f"target: predicted {loss.value:.4f} ({loss.low:.4f} to {loss.high:.4f}), trained {result.score:.4f}: "
+        f"{100 * error:+.2f} %, {within} the range"
+    )
     return 0
 
 
