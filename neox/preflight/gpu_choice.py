@@ -96,7 +96,8 @@ def choose_gpus(
             for count in counts:
                 layout = _fastest(of_kind, vocab_size, gpu, count)
                 if layout is None:
-                    reason = f"{count} GPUs: it does not fit, or its batch cannot be divided over them"
+                    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+                    reason = f"{gpus}: it does not fit, or its batch cannot be divided"
                     yield GpuChoice(kind, gpu.name, None, reason=reason)
                 else:
                     yield _choice(kind, gpu, count, layout, tokens, hourly_price)

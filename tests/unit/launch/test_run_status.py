@@ -95,7 +95,7 @@ def test_metrics_without_speeds_have_a_status(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     status = run_status(tmp_path)
     assert (status["step"], status["seconds_per_step"], status["tokens_per_second"]) == (2, None, None)
-    assert "speed" not in format_status(status)
+    assert "\nspeed " not in format_status(status)
     rows[1]["runtime/iteration_time"] = 0.5
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     status = run_status(tmp_path)
