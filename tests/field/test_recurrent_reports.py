@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.model import GPT, Context
-from neox.model.mamba2 import GatedGroupNorm
+from neox.model.mamba2 import GatedGroupNorm, chunked_scan
 from neox.ops import gated_delta_scan, wkv_scan
+from neox.optim.groups import planned_groups
 from neox.parallel import ParallelGrid
 from tests.plans import NETWORKS, SMALL, plan_of
 
@@ -161,3 +162,120 @@ def test_a_padded_row_is_the_row_alone_whatever_its_padding_holds(name: str) -> 
             cache.reset(start=torch.tensor([0, 5]))
             found = model(torch.cat((beside, padded)), Context(cache=cache))
             torch.testing.assert_close(found[1:, 5:], alone, rtol=1e-4, atol=1e-4)
+
+
+def written_out(
+    keys: Tensor, values: Tensor, queries: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs and the last state of S <- exp(f) S + k v^T, o = q S, token by token; log decays [B, S, N, K or 1]."""
+    outputs = []
+    for token in range(keys.shape[1]):
+        state = log_decay[:, token].exp().unsqueeze(-1) * state + keys[:, token, :, :, None] * values[:, token, :, None]
+        outputs.append((queries[:, token].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(outputs, 1), state
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 130])
+def test_rows_around_whole_chunks(length: int) -> None:
+    """A whole chunk was padded by one more: https://github.com/huggingface/transformers/pull/32599."""
+    x, b, c = drawn(1, length, 4, 6), drawn(1, length, 2, 8, seed=1), drawn(1, length, 2, 8, seed=2)
+    dt, decay = F.softplus(drawn(1, length, 4, seed=3)), -drawn(4, seed=4).abs()
+    state = drawn(1, 4, 6, 8, seed=5)
+    keys, queries = (tensor.repeat_interleave(2, 2) for tensor in (b, c))  # two heads share a group
+    expected, last = written_out(keys, x * dt.unsqueeze(-1), queries, (dt * decay).unsqueeze(-1), state.mT)
+    y, found = chunked_scan(*(tensor.float() for tensor in (x, dt, decay, b, c, state)))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.double(), last.mT, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [3, 16, 37])
+def test_rwkv_continues_a_state_by_chunks(length: int) -> None:
+    """A chunked kernel was wrong with a first state: https://github.com/fla-org/flash-linear-attention/issues/351."""
+    r, k, v = (drawn(2, length, 3, 5, seed=number) for number in range(3))
+    decays, bonus, state = -drawn(2, length, 3, 5, seed=3).abs(), drawn(3, 5, seed=4), drawn(2, 3, 5, 5, seed=5)
+    outputs = []
+    expected = state
+    for token in range(length):
+        own = (r[:, token] * k[:, token] * bonus).sum(-1, keepdim=True) * v[:, token]
+        outputs.append((r[:, token].unsqueeze(-2) @ expected).squeeze(-2) + own)
+        _, expected = written_out(
+            k[:, token, None], v[:, token, None], r[:, token, None], decays[:, token, None], expected
+        )
+    y, last = wkv_scan(r, k, v, decays, bonus, state)
+    torch.testing.assert_close(y, torch.stack(outputs, 1), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(last, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_slow_decays_keep_their_digits_in_bf16() -> None:
+    """exp of a decay's logarithm in 16 bits: https://github.com/state-spaces/mamba/pull/923."""
+    plan = plan_of(**{**SMALL, **NETWORKS["mamba2"]})
+    mixer = GPT(plan, ParallelGrid.single(), dtype=torch.bfloat16).sequential[2].mixer
+    logarithms = torch.linspace(-4.0, 2.7, mixer.A_log.numel())
+    with torch.no_grad():
+        mixer.A_log.copy_(logarithms)
+    assert torch.equal(
+        mixer.fp32("A_log"), logarithms
+    )  # rounded to bf16, a state would be off by 30 % after 100 tokens
+    x, b = drawn(1, 200, 8, 8).bfloat16(), drawn(1, 200, 1, 8, seed=1).bfloat16()
+    dt = torch.full((1, 200, 8), 0.05)
+    decay = -mixer.fp32("A_log").exp()
+    _, last = chunked_scan(x, dt, decay, b, b, None)
+    wide = dt.double() * -logarithms.double().exp()
+    keys = b.double().repeat_interleave(8, 2)
+    _, expected = written_out(keys, x.double() * 0.05, keys, wide.unsqueeze(-1), torch.zeros(1, 8, 8, 8).double())
+    torch.testing.assert_close(last.double(), expected.mT, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_are_fp32_in_bf16_and_the_same_read_whole_or_by_tokens(name: str) -> None:
+    """States of 16 bits: https://github.com/vllm-project/vllm/issues/13466; a token's shift that decoding did not
+    store: https://github.com/ggml-org/llama.cpp/pull/11445; a piece shorter than the convolution's state:
+    https://github.com/vllm-project/vllm/pull/56196."""
+    plan = plan_of(**{**SMALL, "init_method_std": 0.2, **NETWORKS[name]})
+    torch.manual_seed(0)
+    narrow = GPT(plan, ParallelGrid.single(), dtype=torch.bfloat16).eval()
+    cache = narrow.new_cache(1, 4)
+    assert all(tensor.dtype == torch.float32 for tensors in cache.states.values() for tensor in tensors)
+    model = GPT(plan, ParallelGrid.single()).eval()
+    tokens = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    states = []
+    with torch.inference_mode():
+        for size in (9, 1, 2):
+            cache = model.new_cache(2, 9)
+            for part in tokens.split(size, dim=1):
+                model(part, Context(cache=cache))
+            states.append([tensor.clone() for tensors in cache.states.values() for tensor in tensors])
+    for found in states[1:]:
+        for one, other in zip(found, states[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_documents_shorter_than_a_convolution(name: str) -> None:
+    """State and convolution went over the boundaries of packed samples: https://github.com/pytorch/torchtitan/pull/3892,
+    https://github.com/NVIDIA-NeMo/Automodel/pull/2147; a boundary that fell into a share: prime-rl PR 3003."""
+    plan = plan_of(**{**SMALL, "init_method_std": 0.2, **NETWORKS[name], "reset_attention_mask": True})
+    model = GPT(plan, ParallelGrid.single()).eval()
+    lengths = (1, 2, 1, 3, 5, 1, 3)
+    tokens = torch.randint(0, 60, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    firsts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    starts = firsts.repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+    packed = model(tokens, Context(document_starts=starts)).detach()
+    for part, alone in zip(packed.split(lengths, dim=1), tokens.split(lengths, dim=1), strict=True):
+        torch.testing.assert_close(part, model(alone).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "gated_delta", "rwkv"])
+def test_weight_decay_leaves_decays_and_steps_alone(name: str) -> None:
+    """A mark that no optimizer read: https://github.com/state-spaces/mamba/issues/798, athms/mad-lab/issues/5."""
+    plan = plan_of(**{**SMALL, **NETWORKS[name], "weight_decay": 0.1})
+    model = GPT(plan, ParallelGrid.single())
+    found: dict[int, float] = {}
+    for group in planned_groups(plan, model.named_parameters()):
+        found |= {id(parameter): group.get("weight_decay", 0.1) for parameter in group["params"]}
+    decayed = {
+        path.split(".", 3)[-1] for path, p in model.named_parameters() if found[id(p)] and "sequential.2." in path
+    }
+    without = ("A_log", "D", "dt_bias", "time_decay", "time_faaaa", "conv1d.bias", "norm.scale", "ln_x.weight")
+    assert decayed
+    assert not {path for path in decayed if path.endswith(without)}
