@@ -13,7 +13,8 @@ from torch import Tensor
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_experts import DIVIDED, EXPERTS, SAVED_AT, curves, resumed
-from tests.distributed.training_runs import batches, tiny_plan
+from tests.distributed.training_runs import batches, tiny_plan, train_curves
+from tests.plans import NETWORKS
 
 LR = 0.02
 MUON: dict[str, Any] = {
@@ -103,6 +104,18 @@ def test_every_layout_trains_the_same(world: int, layouts: list[dict[str, Any]])
         for layout, curve in zip(layouts, found, strict=True):
             for ours, theirs in zip(curve, expected, strict=True):
                 assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4), layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["mamba", "mamba2", "gated_delta", "rwkv"])
+def test_recurrent_blocks_train_the_same_in_every_layout(network: str):
+    """Their projections are hidden matrices, divided by sections; convolutions, decays and small products are not."""
+    keys = {**NETWORKS[network], "num_layers": 2, "optimizer": MUON["optimizer"]}
+    (expected,) = run_ranks(1, train_curves, [tiny_plan(1, **keys)], 4)[0]
+    layouts: list[dict[str, Any]] = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"pp": 2}]
+    for found in run_ranks(2, train_curves, [tiny_plan(2, **keys, **layout) for layout in layouts], 4):
+        for layout, curve in zip(layouts, found, strict=True):
+            assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], rel=1e-4), layout
 
 
 @pytest.mark.slow

@@ -323,8 +323,8 @@ def _recurrence_pass_bytes(run: LaidOutRun, stage: StagePlan) -> int:
             if not recomputed:
                 continue
             freed = kind.behind(run.network, batch)
-            if kind.two_sublayers:  # the sum of both, its norm's output, and the MLP
-                freed += hidden_states + run.tokens * _second_sublayer_bytes(run)
+            if kind.two_sublayers:
+                freed += run.tokens * _second_sublayer_bytes(run)
             most = max(most, recomputed + hidden_states - freed)
     return most
 

@@ -19,6 +19,7 @@ from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError
 from neox.ops import DTYPES
 from neox.parallel import shard
+from neox.plan import config_from_files
 from neox.plan.network.export_form import export_note
 from tests.errors import raises_naming
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
@@ -128,6 +129,32 @@ def test_biases_of_the_choice_of_experts_stay_fp32(tmp_path):
     from_hf(tmp_path / "bf16", tmp_path / "again", precision="bf16")
     reader = CheckpointReader(tmp_path / "again" / "global_step0", single_rank_plan(config, 96).layers)
     assert torch.equal(reader.full(3, name), expected)
+
+
+_HEADS = {"num_heads": 4, "head_dim": 16, "n_groups": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "keys", "decays"),
+    [("mamba", {}, {"A_log", "D"}), ("mamba2", _HEADS, {"A_log", "D", "dt_bias"})],
+)
+def test_decays_stay_fp32_in_16_bits_and_are_verified(tmp_path, model_type, keys, decays):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 6, "pad_token_id": None}
+    torch.manual_seed(1)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **keys))
+    theirs.save_pretrained(tmp_path / "theirs")
+    imported = from_hf(tmp_path / "theirs", tmp_path / "neox")
+    config = config_from_files([imported.config_file])
+    result = to_hf(imported.checkpoint, config, tmp_path / "bf16", precision="bf16")  # compares logits
+    assert result.check is not None
+    found = tensors(tmp_path / "bf16")
+    fp32 = {key: tensor for key, tensor in found.items() if tensor.dtype == torch.float32}
+    assert {key.rpartition(".")[2] for key in fp32} == decays
+    before = tensors(tmp_path / "theirs")
+    assert all(torch.equal(tensor, before[key]) for key, tensor in fp32.items())
 
 
 @pytest.mark.parametrize(("precision", "kept"), [(None, "bf16"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")])
