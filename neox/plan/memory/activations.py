@@ -286,8 +286,8 @@ def _kind_bytes(run: LaidOutRun, kind: BlockKind) -> int:
     """Return bytes that a block of one kind keeps for its backward pass, for one micro batch."""
     network = run.network
     if kind.activations is None:
-        heads = network.num_attention_heads * network.head_dim
-        of_output = heads * run.bytes_per_number // run.layout.tp_size  # attention's output is split
+        values = network.num_attention_heads * (network.value_head_dim or network.head_dim)
+        of_output = values * run.bytes_per_number // run.layout.tp_size  # attention's output is split
         return run.tokens * (_token_bytes(run) + of_output) + sum(_attention_memory(run))
     of_mixer = kind.activations(network, _micro_batch(run))
     if kind.two_sublayers:
@@ -498,6 +498,8 @@ def _operand_bytes(run: LaidOutRun) -> int:
     by blocks of queries, the weights of half of all pairs take the place of rotated queries and keys. Context ranks
     that gather keys and values keep copies of only their own, or of all of them in compiled layers.
     """
+    if run.network.latent_width and not run.gathers_keys:
+        return _latent_operand_bytes(run)
     network = run.network
     number = run.bytes_per_number
     split = run.layout.tp_size
@@ -514,18 +516,55 @@ def _operand_bytes(run: LaidOutRun) -> int:
             copies += keys - 2 * stored_keys
         total += copies * number // split
     elif _goes_by_blocks(run):
-        blocks = -(-run.sequence_length // QUERY_BLOCK)
-        pairs = run.sequence_length * (blocks + 1) // (2 * blocks)
-        total += network.num_attention_heads * pairs * number // split
+        total += _block_weight_bytes(run)
     elif rotates:
         total += (heads + keys) * number // split
-    if network.latent_width:  # latent vectors before and after their norms, on every tensor rank
+    if network.latent_width:  # with context ranks: latent vectors before and after their norms, on every tensor rank
         widths = network.latent_width + network.rotary_ndims + network.query_latent_width
         total += 2 * widths * number
     if network.qk_norm != "none":
         total += (heads + 3 * keys - 2 * stored_keys) * number // split
     if network.attention_output_gate:  # its logits, which share memory with the values, its sigmoid, gated outputs
         total += 3 * heads * number // split
+    return total
+
+
+def _block_weight_bytes(run: LaidOutRun) -> int:
+    """Return bytes of the weights of all blocks of queries for one token: heads x visible pairs x number / split."""
+    blocks = -(-run.sequence_length // QUERY_BLOCK)
+    pairs = run.sequence_length * (blocks + 1) // (2 * blocks)
+    return run.network.num_attention_heads * pairs * run.bytes_per_number // run.layout.tp_size
+
+
+def _latent_operand_bytes(run: LaidOutRun) -> int:
+    """Return bytes of the operands of latent attention for one token.
+
+    Queries and keys with positions, and the product of the latent vector whose second half the values are: heads x
+    (2 x head size + other dims + value size) x number / split. Every tensor rank has the latent vectors: what their
+    norms make of them, and their inputs, on a CPU two fp32 tensors of each, among them the input if it is fp32.
+
+    torch's flash attention of CPUs takes values only as wide as keys. Its other kernel keeps queries, keys and the
+    weights of all pairs, in fp32.
+    """
+    network = run.network
+    number = run.bytes_per_number
+    heads = network.num_attention_heads
+    plain = network.head_dim - network.rotary_ndims
+    products = heads * (2 * network.head_dim + plain + network.value_head_dim) * number // run.layout.tp_size
+    widths = network.latent_width + network.query_latent_width
+    latents = 2 * widths * number + network.rotary_ndims * number
+    if run.on_cpu:
+        latents = widths * (number + 2 * _FP32)
+        if number == _FP32:
+            latents += network.rotary_ndims * number
+    total = products + latents
+    if _goes_by_blocks(run):
+        return total + _block_weight_bytes(run)
+    is_plain = not run.separates_documents and _sees_all_earlier(network) and run.layout.attention == "flash"
+    chooses = run.config.training.attention_backend == "auto"
+    if run.on_cpu and is_plain and chooses and network.value_head_dim != network.head_dim:
+        copies = 2 * network.head_dim * (_FP32 - number)
+        total += heads * (run.sequence_length * _FP32 + copies) // run.layout.tp_size
     return total
 
 
