@@ -121,11 +121,12 @@ def _step_peak(plan: RunPlan) -> int:
 
     grid, device = initialize_distributed(plan)
     generator = torch.Generator().manual_seed(grid.data_rank)
+    length = plan.config.model.seq_length
 
     def batches() -> Any:
         while True:
-            rows = torch.randint(0, VOCAB, (1, SEQUENCE + 1), generator=generator)
-            yield {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": torch.ones(1, SEQUENCE)}
+            rows = torch.randint(0, VOCAB, (1, length + 1), generator=generator)
+            yield {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": torch.ones(1, length)}
 
     def start() -> Any:
         engine = initialize_engine(plan, grid, device, build_features)

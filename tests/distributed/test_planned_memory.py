@@ -47,6 +47,32 @@ def test_multi_token_prediction_takes_the_planned_memory(precision: str) -> None
             assert planned == pytest.approx(max(of_rank[number] for of_rank in peaks), rel=0.05), layouts[number]
 
 
+ADAPTED = {
+    **EXPERTS,
+    "lora": {"r": 16, "alpha": 16, "target": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+}
+ADAPTER_LAYOUTS: list[tuple[int, dict[str, object], dict[str, object]]] = [
+    (1, {}, {"stage": 0}),
+    (2, {"model_parallel_size": 2}, {"stage": 0}),
+    (2, {}, {"stage": 1}),
+    (2, {}, {"stage": 3}),
+    (2, {"expert_model_parallel_size": 2}, {"stage": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_of_experts_take_the_planned_memory(precision: str) -> None:
+    for world in (1, 2):
+        layouts = [(keys, zero) for ranks, keys, zero in ADAPTER_LAYOUTS if ranks == world]
+        plans = [plan_of(world, precision, zero, **ADAPTED, **keys) for keys, zero in layouts]
+        peaks = run_ranks(world, step_peaks, plans, timeout=1500)
+        for number, plan in enumerate(plans):
+            device = device_of(plan)
+            planned = memory_on(plan, device).needed(on_cpu=device.shared)
+            assert planned == pytest.approx(max(of_rank[number] for of_rank in peaks), rel=0.05), layouts[number]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["Muon", "Adam8bit"])
 def test_optimizers_of_divided_experts_take_the_planned_memory(optimizer: str) -> None:
