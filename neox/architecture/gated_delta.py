@@ -64,17 +64,16 @@ def _activations(architecture: Architecture, batch: MicroBatch) -> int:
 def _recomputed(architecture: Architecture, batch: MicroBatch) -> int:
     """Return the bytes of everything between the two projections at the peak of its backward pass, which is fp32.
 
-    Of a token 13 tensors of G K and 13 of N V, 4.5 numbers for each head and token of its chunk, and 3.5 times its
-    share of a matrix [K, K] of each head and chunk, with documents in a row too. Measured, to 5 % for keys of 32 to 128
-    channels.
+    Of a token 12 tensors of G K, 1.5 of N K and 10.5 of N V, 6.5 numbers for each head and token of its chunk, and
+    twice its share of a state [K, V] of each head and chunk, with documents in a row too. Measured, to 3 % for keys of
+    32 to 128 channels.
     """
     heads = architecture.linear_value_heads
     keys = architecture.linear_key_heads * architecture.linear_key_dim
     values = heads * architecture.linear_value_dim
     chunk = min(DELTA_CHUNK, batch.sequence)
-    elements = (
-        13 * keys + 13 * values + 9 * heads * chunk // 2 + 7 * heads * architecture.linear_key_dim**2 // (2 * chunk)
-    )
+    halves = 24 * keys + 3 * heads * architecture.linear_key_dim + 21 * values + 13 * heads * chunk
+    elements = halves // 2 + 2 * values * architecture.linear_key_dim // chunk
     return batch.tokens * elements * FP32 // batch.tp_size
 
 

@@ -15,9 +15,9 @@ Keys and queries have length 1, and queries are divided by sqrt(K). `gated_delta
     U, W    = (1 + M)^-1 (b v), (1 + M)^-1 (b e k)
     writes  = U - W S
     o       = (e q) S + (q k^T d) writes
-    S'      = e[c] S + (d[c] k)^T writes = (e[c] - (d[c] k)^T W) S + (d[c] k)^T U
+    S'      = e[c] S + (d[c] k)^T writes
 
-All but S' = A S + B is computed for all chunks at once.
+All but writes and S' is computed for all chunks at once.
 
 Legend: B batch, S sequence, G heads of queries and keys, N heads of values (a multiple of G), K width of keys, V width
 of values, C chunks, c tokens of a chunk.
@@ -126,17 +126,14 @@ def gated_delta_scan(
     solved = torch.linalg.solve_triangular(dependence, wanted, upper=False, unitriangular=True)
     own, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
 
-    # States before each chunk, [B, G, N/G, C, K, V], and after the last.
-    kept_keys = (k * to_end).mT
-    written = kept_keys @ solved
-    added, removed = written.split((v.shape[-1], k.shape[-1]), dim=-1)
-    identity = torch.eye(k.shape[-1], dtype=dtype, device=k.device)
-    carried = identity * from_before[..., -1:, :] - removed
+    # Writes and the states before each chunk, [B, G, N/G, C, K, V], and the state after the last.
     if state is None:
-        state = added.new_zeros(batch, heads, *added.shape[-2:])
-    before, last = _MatrixScan.apply(carried, added, state.to(dtype).unflatten(1, (groups, -1)))
+        state = v.new_zeros(batch, heads, k.shape[-1], v.shape[-1])
+    of_chunk = from_before[..., -1:, :]
+    writes, before, last = _ChunkScan.apply(
+        own, of_state, k * to_end, of_chunk, state.to(dtype).unflatten(1, (groups, -1))
+    )
 
-    writes = own - of_state @ before
     outputs = (q * from_before) @ before + ((q @ k.mT) * decay) @ writes
     outputs = outputs.flatten(1, 2).flatten(2, 3)[:, :, :length].transpose(1, 2)
     return outputs.to(values.dtype), last.flatten(1, 2)
@@ -176,33 +173,45 @@ class _DecaysBetween(torch.autograd.Function):
         return of_ends.flip(-1).cumsum(-1).flip(-1), None
 
 
-class _MatrixScan(torch.autograd.Function):
-    """States S' = A S + B of one chunk after another."""
+class _ChunkScan(torch.autograd.Function):
+    """Writes U - W S and states S' = e S + D^T (U - W S) of one chunk after another."""
 
     @staticmethod
-    def forward(ctx: Any, carried: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states before each chunk, [..., C, K, V], and the last one.
+    def forward(
+        ctx: Any, own: Tensor, of_state: Tensor, kept_keys: Tensor, fading: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the writes [..., C, c, V], the states before each chunk [..., C, K, V], and the last one.
 
         Args:
             ctx: Context.
-            carried: A, [..., C, K, K].
-            added: B, [..., C, K, V].
+            own: U, [..., C, c, V].
+            of_state: W, [..., C, c, K].
+            kept_keys: D, keys times what is left of them at the end of the chunk, [..., C, c, K].
+            fading: e, decay over a chunk, [..., C, 1, 1].
             state: The first state, [..., K, V].
         """
-        before = torch.empty_like(added)
-        for chunk in range(added.shape[-3]):
+        writes = torch.empty_like(own)
+        before = own.new_empty(*own.shape[:-2], *state.shape[-2:])
+        for chunk in range(own.shape[-3]):
             before[..., chunk, :, :] = state
-            state = added[..., chunk, :, :] + carried[..., chunk, :, :] @ state
-        ctx.save_for_backward(carried, before)
-        return before, state
+            written = own[..., chunk, :, :] - of_state[..., chunk, :, :] @ state
+            writes[..., chunk, :, :] = written
+            state = fading[..., chunk, :, :] * state + kept_keys[..., chunk, :, :].mT @ written
+        ctx.save_for_backward(of_state, kept_keys, fading, writes, before)
+        return writes, before, state
 
     @staticmethod
-    def backward(ctx: Any, of_before: Tensor, of_last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients: those of states, from the last chunk to the first, and of A from these at once."""
-        carried, before = ctx.saved_tensors
-        of_added = torch.empty_like(before)
-        of_state = of_last
-        for chunk in reversed(range(before.shape[-3])):
-            of_added[..., chunk, :, :] = of_state
-            of_state = of_before[..., chunk, :, :] + carried[..., chunk, :, :].mT @ of_state
-        return of_added @ before.mT, of_added, of_state
+    def backward(ctx: Any, of_writes: Tensor, of_before: Tensor, of_last: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients: of states from the last chunk to the first, the others of all chunks at once."""
+        of_state, kept_keys, fading, writes, before = ctx.saved_tensors
+        of_own = torch.empty_like(writes)
+        of_after = torch.empty_like(before)  # gradients of the states after each chunk
+        gradient = of_last
+        for chunk in reversed(range(writes.shape[-3])):
+            of_after[..., chunk, :, :] = gradient
+            of_written = of_writes[..., chunk, :, :] + kept_keys[..., chunk, :, :] @ gradient
+            of_own[..., chunk, :, :] = of_written
+            gradient = of_before[..., chunk, :, :] + fading[..., chunk, :, :] * gradient
+            gradient = gradient - of_state[..., chunk, :, :].mT @ of_written
+        of_fading = (of_after * before).sum((-2, -1), keepdim=True)
+        return of_own, -(of_own @ before.mT), writes @ of_after.mT, of_fading, gradient
