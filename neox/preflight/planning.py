@@ -215,7 +215,7 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
     if refusal is not None:
         raise ConfigError([plan.config.problem("distributed_backend", refusal)])
     if job.trains and device.shared:
-        problems += quantizer_problems(plan.config)
+        problems += Missing.of(quantizer_problems(plan.config))  # a launch on a machine with GPUs has what they need
     too_large: list[Problem] = []
     if job.runs_model:
         too_large = memory_problems(plan, device, training=job.trains)
@@ -265,7 +265,7 @@ def _rank_problems(config: NeoXConfig, placement: Placement) -> list[Problem]:
         is_guess = placement.assumed or placement.chosen_by is ChosenBy.ASSUMPTION
         problems += Missing.of([found]) if is_guess else [found]
     if port_problem := master_port_problem(placement, config.runner):
-        problems.append(config.problem_about(port_problem, "master_port"))
+        problems += Missing.of([config.problem_about(port_problem, "master_port")])  # it may be free at the start
     return problems
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import yaml
 from neox.config import NeoXConfig
 from neox.data import IndexedDatasetBuilder
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts.placement import choose_hosts
+from neox.launch.hosts.placement import ChosenBy, Placement, choose_hosts
+from neox.launch.spec import Host
 from neox.plan import Capabilities, gpu_device
 from neox.plan.schedule import schedule_of
 from neox.plan.time.of_plan import step_picture
@@ -73,6 +75,21 @@ def test_deepy_plans_generation_beside_training(tmp_path: Path) -> None:
         placement, _ = choose_hosts(config, arguments)
         job = Job(find_script(script), placement, dry_run=True)
         assert plan_job(config, job, Capabilities()).plan.grid.world_size == world
+
+
+def test_a_plan_leaves_to_the_start_what_depends_on_its_machine(tmp_path: Path) -> None:
+    """A port that another run has now, and a GPU for quantized weights: neither is a fault of the configuration."""
+    zero = {"stage": 3, "zero_quantized_weights": True}
+    with socket.create_server(("", 0)) as other_run:
+        port = other_run.getsockname()[1]
+        file = tmp_path / "model.yml"
+        file.write_text(json.dumps({**SIZES, "zero_optimization": zero, "master_port": port}))
+        arguments = parse_arguments(["train.py", str(file), "--dry-run"])
+        placement = Placement((Host("localhost", (0,)),), ChosenBy.NOTHING, accelerators=0)
+        planned = plan_job(read_config(arguments), Job(find_script("train.py"), placement, True), Capabilities())
+    of_machine = {("master_port",), ("zero_optimization.zero_quantized_weights",)}
+    assert of_machine <= {problem.keys for problem in planned.problems}
+    assert of_machine.isdisjoint(problem.keys for problem in planned.refused)
 
 
 def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
