@@ -15,13 +15,14 @@ from neox.plan import RunPlan
 def reported_scalars(plan: RunPlan) -> list[str]:
     """Return the names of all scalars of validation, and of those tasks whose scores are known without the harness.
 
-    Bits per byte are among them also if the data does not say how many bytes its tokens are.
+    Scores of `needle` at one length and depth are a pattern. Bits per byte are among them also if the data does not say
+    how many bytes its tokens are.
 
     Args:
         plan: Plan of the training.
 
     Raises:
-        EvaluationError: `eval_tasks` is wrong.
+        EvaluationError: `eval_tasks` is wrong, whatever files are here.
     """
     config = plan.config
     objective = evaluated_objective(build_objective(plan))
@@ -35,5 +36,5 @@ def reported_scalars(plan: RunPlan) -> list[str]:
     for kind in ("validation", "validation_ema") if config.optimizer.eval_ema else ("validation",):
         names += evaluation_scalars(kind, sets, [scores] * len(sets), objective.per_token, densities)
     if config.generation.eval_tasks:
-        names += file_task_scalars(parse_tasks(config.generation.eval_tasks)[0])
+        names += file_task_scalars(parse_tasks(config.generation.eval_tasks, files_here=False)[0])
     return names

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +28,7 @@ from neox.data import IndexedDataset, check_fits
 from neox.errors import DataError, EvaluationError
 from neox.evaluation.results import results_path
 from neox.files import unwritable_parent
+from neox.problems import Missing, Problem
 from neox.tokenizer import Tokenizer
 
 KINDS = ("wikitext", "lambada", "perplexity", "needle")
@@ -36,10 +39,10 @@ TASK_SCORES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "wikitext": ("ppl", "word_ppl", "loss", "bits_per_byte"),
         "lambada": ("acc", "strict_acc", "ppl"),
         "perplexity": ("ppl", "loss", "word_ppl", "bits_per_byte"),
-        "needle": ("acc", "ppl"),
+        "needle": ("acc", "ppl", "acc_*_*"),  # of each length and depth
     }
 )
-"""Names of the scores of each kind; `needle` has more, of each length and depth, and token files have no text."""
+"""Names or patterns of the scores of each kind; token files have no text."""
 _OF_TEXT = ("word_ppl", "bits_per_byte")
 _NEEDLE = "needle"
 """The kind whose file is the picture that it draws."""
@@ -60,63 +63,74 @@ class FileTask:
     name: str
 
 
-def parse_tasks(tasks: Sequence[str]) -> tuple[list[FileTask], list[str]]:
+def parse_tasks(tasks: Sequence[str], *, files_here: bool = True) -> tuple[list[FileTask], list[str]]:
     """Split `eval_tasks` into file tasks (KIND=FILE) and names of tasks of lm-evaluation-harness.
+
+    Args:
+        tasks: Tasks in the form of `eval_tasks`.
+        files_here: Whether files must be on this machine.
 
     Raises:
         EvaluationError: For unknown kinds, missing files and repeated tasks, all of them in one message.
     """
+    problems = []
+    for problem in _task_problems(tasks):
+        if files_here or not isinstance(problem, Missing):
+            problems.append(str(problem))
+    if problems:
+        raise EvaluationError("\n".join(problems))
+    return _split(tasks)
+
+
+def _task_problems(tasks: Sequence[str]) -> list[Problem]:
+    """Return what is wrong with tasks as far as it shows without reading a file; `Missing` for files not here."""
     if not tasks:
-        raise EvaluationError(
+        message = (
             "eval_tasks is empty: name tasks of lm-evaluation-harness, or text files as "
             "wikitext=FILE, lambada=FILE, perplexity=FILE, or needle=PICTURE.svg"
         )
-    problems: list[str] = []
+        return [Problem(("eval_tasks",), message)]
+    problems: list[Problem] = []
+    for task in tasks:
+        kind, equals, path = task.partition("=")
+        if equals:
+            problems += _file_problems(kind, path)
+    for task, times in Counter(tasks).items():
+        if times > 1:
+            problems.append(Problem(("eval_tasks",), f"eval_tasks: {task} is listed {times} times"))
+    return problems
+
+
+def _split(tasks: Sequence[str]) -> tuple[list[FileTask], list[str]]:
+    """Return the file tasks, of whatever kind, and the names of the others."""
     files = []
     harness = []
     for task in tasks:
         kind, equals, path = task.partition("=")
         if equals:
             files.append((kind, path))
-            problems += _file_problems(kind, path)
         else:
             harness.append(task)
-    for task, times in Counter(tasks).items():
-        if times > 1:
-            problems.append(f"eval_tasks: {task} is listed {times} times")
-    if problems:
-        raise EvaluationError("\n".join(problems))
     names = _unique_names(files, harness)
-    file_tasks = [FileTask(kind, path, name) for (kind, path), name in zip(files, names, strict=True)]
-    return file_tasks, harness
+    return [FileTask(kind, path, name) for (kind, path), name in zip(files, names, strict=True)], harness
 
 
-def _file_problems(kind: str, path: str) -> Iterator[str]:
+def _file_problems(kind: str, path: str) -> Iterator[Problem]:
     """Yield the reasons why a file task cannot be run, as far as they show without reading the file."""
+    keys = ("eval_tasks",)
+    task = f"eval_tasks: {kind}={path}"
     if kind not in KINDS:
-        yield f"eval_tasks: {kind} is not a kind of task; known kinds are {', '.join(KINDS)}"
+        yield Problem(keys, f"eval_tasks: {kind} is not a kind of task; known kinds are {', '.join(KINDS)}")
     if kind == _NEEDLE:
         if not path.endswith(".svg"):
-            yield f"eval_tasks: {kind}={path}: give the picture to draw, a file that ends in .svg"
+            yield Problem(keys, f"{task}: give the picture to draw, a file that ends in .svg")
         return
     if is_token_file(path):
         return
     if not Path(path).exists():
-        yield _absent(kind, path)
+        yield Missing(keys, f"{task}: no such file")
     elif path.endswith(".bin"):
-        yield f"eval_tasks: {kind}={path}: the .idx file, without which a .bin file cannot be read, is missing"
-
-
-def absent_files(tasks: Sequence[str]) -> Iterator[str]:
-    """Yield what `parse_tasks` says of files that are not on this machine."""
-    for task in tasks:
-        kind, equals, path = task.partition("=")
-        if equals and kind != _NEEDLE and not is_token_file(path) and not Path(path).exists():
-            yield _absent(kind, path)
-
-
-def _absent(kind: str, path: str) -> str:
-    return f"eval_tasks: {kind}={path}: no such file"
+        yield Problem(keys, f"{task}: the .idx file, without which a .bin file cannot be read, is missing")
 
 
 def _unique_names(files: Sequence[tuple[str, str]], harness: Sequence[str]) -> list[str]:
@@ -150,34 +164,57 @@ def check_file_tasks(config: NeoXConfig, tokenizer: Tokenizer | None) -> None:
         tokenizer: Tokenizer that token files must have been made with; None skips this check.
 
     Raises:
-        EvaluationError: For unknown kinds, unreadable or empty files, an `eval_stride` longer than the window and an
-            unwritable `eval_results_prefix`, all of them in one message.
+        EvaluationError: For everything that `eval_problems` returns, in one message.
+    """
+    problems = eval_problems(config, tokenizer)
+    if problems:
+        raise EvaluationError("\n".join(map(str, problems)))
+
+
+def eval_problems(config: NeoXConfig, tokenizer: Tokenizer | None) -> list[Problem]:
+    """Return the problems of `eval_tasks` and the keys around it. Arguments as for `check_file_tasks`.
+
+    Returns:
+        Unknown kinds and tasks, unreadable or empty files, and an `eval_stride` longer than the window. Files that are
+        not on this machine, and directories that cannot be written on it, are `Missing`.
     """
     keys = config.generation
     window = config.model.seq_length
-    tasks, names = parse_tasks(keys.eval_tasks or ())
-    problems = []
+    problems = _task_problems(keys.eval_tasks or ())
+    tasks, names = _split(keys.eval_tasks or ())
     for name in unknown_harness_tasks(names):
-        problems.append(
+        message = (
             f"eval_tasks: task {name!r} is unknown to lm-evaluation-harness (`lm-eval ls tasks` lists all names; text "
             "files are given as wikitext=FILE, lambada=FILE, perplexity=FILE)"
         )
+        problems.append(Problem(("eval_tasks",), message))
     if keys.eval_stride is not None and window is not None and keys.eval_stride > window:
-        problems.append(f"eval_stride is {keys.eval_stride}: it must be between 1 and the window, {window} tokens")
+        message = f"eval_stride is {keys.eval_stride}: it must be between 1 and the window, {window} tokens"
+        problems.append(Problem(("eval_stride",), message))
     parent = unwritable_parent(results_path(keys.eval_results_prefix, datetime.now()))
     if parent is not None:
-        problems.append(f"eval_results_prefix {keys.eval_results_prefix}: nothing can be written in {parent}")
+        message = f"eval_results_prefix {keys.eval_results_prefix}: nothing can be written in {parent}"
+        problems.append(Missing(("eval_results_prefix",), message))
     for task in tasks:
+        if list(_file_problems(task.kind, task.path)):
+            continue
         try:
+            problems += _unwritable_picture(task)
             _check_readable(task, tokenizer)
         except (EvaluationError, DataError) as error:
-            problems.append(f"eval_tasks: {task.kind}: {error}")
-    if problems:
-        raise EvaluationError("\n".join(problems))
+            problems.append(Problem(("eval_tasks",), f"eval_tasks: {task.kind}: {error}"))
+    return problems
+
+
+def _unwritable_picture(task: FileTask) -> Iterator[Problem]:
+    """Yield the problem that the picture of `needle` cannot be written on this machine."""
+    if task.kind == _NEEDLE and (parent := unwritable_parent(Path(task.path))) is not None:
+        message = f"eval_tasks: {task.kind}: {task.path}: nothing can be written in {parent}"
+        yield Missing(("eval_tasks",), message)
 
 
 def file_task_scalars(tasks: Sequence[FileTask]) -> list[str]:
-    """Return the names of the scalars that file tasks report, `eval/TASK_SCORE`."""
+    """Return the names of the scalars that file tasks report, `eval/TASK_SCORE`, some of them as patterns."""
     names = []
     for task in tasks:
         for score in TASK_SCORES[task.kind]:
@@ -185,6 +222,11 @@ def file_task_scalars(tasks: Sequence[FileTask]) -> list[str]:
                 continue
             names.append(f"eval/{task.name}_{score}")
     return names
+
+
+def is_scalar_of(name: str, known: Sequence[str]) -> bool:
+    """Return whether a scalar is one of known names or fits one of known patterns, such as `eval/GROUP_*`."""
+    return name in known or any(map(partial(fnmatchcase, name), known))
 
 
 def unknown_scalar(name: str, known: Sequence[str]) -> str:
@@ -226,12 +268,10 @@ def _is_word(name: str, text: str) -> bool:
 
 
 def _check_readable(task: FileTask, tokenizer: Tokenizer | None) -> None:
-    """Read the beginning of a task's file. Raises EvaluationError or DataError."""
+    """Read the beginning of a task's file, if it has one. Raises EvaluationError or DataError."""
     if task.kind == _NEEDLE:
-        parent = unwritable_parent(Path(task.path))
-        if parent is not None:
-            raise EvaluationError(f"{task.path}: nothing can be written in {parent}")
-    elif task.kind == "wikitext":
+        return
+    if task.kind == "wikitext":
         read_text(task.path)
     elif task.kind == "lambada":
         next(read_passages(task.path))

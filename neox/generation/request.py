@@ -6,7 +6,7 @@ No torch here: the launcher checks requests before ranks start, and so does a dr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from neox.config import NeoXConfig
 from neox.errors import GenerationError
 from neox.files import check_writable, unwritable_parent
 from neox.generation.text_stream import is_text
+from neox.problems import Missing, Problem
 from neox.tokenizer import Tokenizer, positions
 
 _SMALLEST_TEMPERATURE = 1e-20  # below it sampling equals greedy decoding, and dividing by it overflows float32
@@ -240,31 +241,66 @@ def check_generation(config: NeoXConfig, codec: Tokenizer | None) -> None:
         codec: Tokenizer; None skips the check of the prompts' lengths.
 
     Raises:
-        GenerationError: If a run would refuse the request.
+        GenerationError: For everything that `generation_problems` returns, in one message.
     """
-    params = sampling_params(config)
-    if mode(config) == "chat" and params.num_beams > 1:
-        raise GenerationError(
-            f"num_beams is {params.num_beams}: a conversation is not searched with beams; set it to 1"
-        )
-    if mode(config) in TYPED:
-        return
-    copies(config)
+    problems = generation_problems(config, codec)
+    if problems:
+        raise GenerationError("\n".join(map(str, problems)))
+
+
+def generation_problems(config: NeoXConfig, codec: Tokenizer | None) -> list[Problem]:
+    """Return why a run would refuse the request. Arguments as for `check_generation`.
+
+    A file of prompts that is not on this machine, and a directory that cannot be written on it, are `Missing`.
+    """
+    try:
+        params = sampling_params(config)
+        way = mode(config)
+    except GenerationError as error:
+        return _problems_of(error)
+    if way == "chat" and params.num_beams > 1:
+        message = f"num_beams is {params.num_beams}: a conversation is not searched with beams; set it to 1"
+        return [Problem(("num_beams",), message)]
+    if way in TYPED:
+        return []
+    problems: list[Problem] = []
+    try:
+        copies(config)
+    except GenerationError as error:
+        problems += _problems_of(error)
+    problems += _output_problems(config)
     prompts = config.generation.sample_input_file
-    out = Path(config.generation.sample_output_file)
-    if out.is_dir():
-        raise GenerationError(f"sample_output_file: {out} is a directory")
-    parent = unwritable_parent(out)
-    if parent is not None:
-        raise GenerationError(f"sample_output_file {out}: nothing can be written in {parent}")
-    if prompts is not None:
-        if out.exists() and Path(prompts).exists() and out.samefile(prompts):
-            raise GenerationError(
-                f"sample_output_file {out} is the file of prompts (-i), which would be overwritten: name another file"
-            )
+    if prompts is None:
+        return problems
+    try:
         texts = read_prompts(prompts)
         if codec is not None:
             encode_prompts(texts, codec, params, context_length(config))
+    except GenerationError as error:
+        found = _problems_of(error)
+        problems += found if Path(prompts).exists() else Missing.of(found)
+    return problems
+
+
+def _problems_of(error: GenerationError) -> list[Problem]:
+    """Return a problem for each line of an error."""
+    return [Problem((), line) for line in str(error).splitlines()]
+
+
+def _output_problems(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield why completions cannot be written to `sample_output_file`."""
+    keys = ("sample_output_file",)
+    prompts = config.generation.sample_input_file
+    out = Path(config.generation.sample_output_file)
+    if out.is_dir():
+        yield Problem(keys, f"sample_output_file: {out} is a directory")
+        return
+    parent = unwritable_parent(out)
+    if parent is not None:
+        yield Missing(keys, f"sample_output_file {out}: nothing can be written in {parent}")
+    elif prompts is not None and out.exists() and Path(prompts).exists() and out.samefile(prompts):
+        message = f"sample_output_file {out} is the file of prompts (-i), which would be overwritten: name another file"
+        yield Problem(keys, message)
 
 
 def check_output(config: NeoXConfig) -> None:

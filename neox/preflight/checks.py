@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 
 from neox.architecture import DeviceFamily
 from neox.config import NeoXConfig
-from neox.errors import EvaluationError, GenerationError, install_command
+from neox.errors import install_command
 from neox.launch.hosts.machine import available_memory, device_family, smallest_memory
 from neox.launch.hosts.placement import Placement
 from neox.launch.hosts.vendors import VENDORS, refused_backend
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
 from neox.plan.devices.device import gib, rank_memory
 from neox.preflight.command_line import INFERENCE
-from neox.problems import Missing, Problem
+from neox.problems import Problem
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
@@ -96,29 +96,14 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
     """
     if config.model.objective == "masked_lm" and script in INFERENCE:
         return [config.problem("objective", "neither writes nor scores text; train.py evaluates it on masked tokens")]
-    try:
-        if script == "generate":
-            from neox.generation.request import check_generation  # numpy, which a dry run without prompts does not need
+    if script == "generate":
+        from neox.generation.request import generation_problems  # numpy, which a dry run without prompts does not need
 
-            check_generation(config, tokenizer)
-        elif script == "evaluate" or config.generation.eval_tasks:
-            from neox.evaluation.tasks import check_file_tasks  # numpy, which a dry run without tasks does not need
+        return generation_problems(config, tokenizer)
+    if script == "evaluate" or config.generation.eval_tasks:
+        from neox.evaluation.tasks import eval_problems  # numpy, which a dry run without tasks does not need
 
-            check_file_tasks(config, tokenizer)
-    except GenerationError as error:
-        found = [Problem((), line) for line in str(error).splitlines()]
-        prompts = config.generation.sample_input_file
-        is_absent = prompts is not None and not Path(prompts).exists()
-        return Missing.of(found) if is_absent else found
-    except EvaluationError as error:
-        from neox.evaluation.tasks import absent_files
-
-        absent = list(absent_files(config.generation.eval_tasks or ()))
-        problems: list[Problem] = []
-        for line in str(error).splitlines():
-            kind = Missing if line in absent else Problem
-            problems.append(kind(("eval_tasks",), line))
-        return problems
+        return eval_problems(config, tokenizer)
     return []
 
 

@@ -19,13 +19,14 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
         return []
     try:
         from neox.evaluation.reported_scalars import reported_scalars  # torch, which a launcher can do without
-        from neox.evaluation.tasks import parse_tasks, unknown_scalar
+        from neox.evaluation.tasks import is_scalar_of, parse_tasks, unknown_scalar
 
         known = reported_scalars(plan)
-        of_harness = parse_tasks(config.generation.eval_tasks)[1] if config.generation.eval_tasks else []
+        tasks = config.generation.eval_tasks
+        of_harness = parse_tasks(tasks, files_here=False)[1] if tasks else []
     except (ModuleNotFoundError, EvaluationError):  # `task_problems` says what is wrong with `eval_tasks`
         return []
     is_of_task = metric.startswith("eval/")
-    if metric in known or (is_of_task and of_harness):
+    if is_scalar_of(metric, known) or (is_of_task and of_harness):
         return []
     return [config.problem_about(f"save_best: {unknown_scalar(metric, known)}", "save_best")]

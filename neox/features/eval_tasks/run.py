@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
 from neox.checkpoint import add_end_ids
 from neox.engine import Engine, Feature, RunStart, TrainedModel, from_first_rank
 from neox.errors import ConfigError
 from neox.evaluation.evaluate import check_tasks, evaluate_in_training
-from neox.evaluation.tasks import unknown_scalar
+from neox.evaluation.tasks import is_scalar_of, unknown_scalar
 from neox.tokenizer import tokenizer_of
 
 
@@ -33,7 +32,7 @@ class EvalTasks(Feature):
         self._tokenizer = tokenizer_of(model.plan.config)
         scalars = from_first_rank(lambda: check_tasks(model.plan.config, self._tokenizer))
         metric = model.plan.config.checkpoint.save_best or ""
-        if metric.startswith("eval/") and not any(fnmatchcase(metric, name) for name in scalars):
+        if metric.startswith("eval/") and not is_scalar_of(metric, scalars):
             raise ConfigError(f"save_best: {unknown_scalar(metric, scalars)}")
 
     def load(self, engine: Engine, start: RunStart) -> None:

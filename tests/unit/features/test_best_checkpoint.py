@@ -120,6 +120,7 @@ def test_metrics_that_can_never_decide_are_refused() -> None:
         ("validation/lm_loss", DPO, "validation/loss"),
         ("validation/lm_loss_bits", {}, "validation/lm_loss_bits_per_byte"),
         ("eval/needle_ac", {"eval_tasks": ["needle=n.svg"]}, "eval/needle_acc"),
+        ("eval/lambada_ac", {"eval_tasks": ["lambada=/absent/x.jsonl"]}, "eval/lambada_acc"),
     ],
 )
 def test_misspelt_metrics_are_refused_before_a_run(metric: str, keys: dict[str, object], known: str) -> None:
@@ -140,6 +141,7 @@ def test_misspelt_metrics_are_refused_before_a_run(metric: str, keys: dict[str, 
         ("validation/rewards/margins", DPO),
         ("validation/moe_balance_loss", {"moe_num_experts": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.1}),
         ("eval/needle_acc", {"eval_tasks": ["needle=n.svg"]}),
+        ("eval/needle_acc_64_50", {"eval_tasks": ["needle=n.svg"]}),
         ("eval/arc_easy_acc", {"eval_tasks": ["arc_easy"]}),  # the ranks know
     ],
 )

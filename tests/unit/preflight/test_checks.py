@@ -36,7 +36,7 @@ from neox.preflight.data_amounts import training_tokens, with_amounts
 from neox.preflight.data_checks import data_problems, missing_data
 from neox.preflight.next_steps import next_steps
 from neox.preflight.tokenizer_checks import read_vocabulary
-from neox.problems import COMMAND_LINE, Problem
+from neox.problems import COMMAND_LINE, Missing, Problem
 from neox.tokenizer import build_tokenizer
 from tests.plans import small_plan
 
@@ -250,6 +250,28 @@ def test_a_masked_language_model_neither_writes_nor_scores_text() -> None:
     for script in ("generate", "evaluate"):
         assert keys_of(task_problems(config(objective="masked_lm"), script, None)) == [("objective",)]
     assert task_problems(config(objective="masked_lm"), "train", None) == []
+
+
+def test_what_another_machine_may_have_hides_nothing_that_is_wrong_everywhere(tmp_path: Path) -> None:
+    """A plan on one machine for another one: files and directories of the other one are missing, no more."""
+    file = tmp_path / "file"
+    file.write_text("abc\nabcdefgh\n")  # and nothing can be written below it, even by root
+    tasks = ["lambada=/absent/x.jsonl", f"needle={file}/x.svg", f"perplexty={file}", "needle=x.png"]
+    keys = {"seq_length": 8, "eval_tasks": tasks, "eval_stride": 9, "eval_results_prefix": f"{file}/run"}
+    found = task_problems(config(**keys), "train", None)
+    missing = [str(problem) for problem in found if isinstance(problem, Missing)]
+    assert len(missing) == 3
+    assert all(place in text for place, text in zip(("/absent/x.jsonl", f"{file}/run", "x.svg"), missing, strict=True))
+    wrong = "\n".join(str(problem) for problem in found if not isinstance(problem, Missing))
+    assert len(wrong.splitlines()) == 3
+    assert all(name in wrong for name in ("perplexty", "x.png", "eval_stride"))
+
+    keys = {"sample_input_file": "/absent/p.txt", "num_return_sequences": 2, "sample_output_file": f"{file}/x/out"}
+    copies, output, prompts = task_problems(config(**keys), "generate", None)
+    assert "num_return_sequences" in str(copies)
+    assert not isinstance(copies, Missing)
+    assert isinstance(output, Missing)
+    assert isinstance(prompts, Missing)
 
 
 def test_masked_language_models_need_sentences_and_special_tokens(tmp_path: Path) -> None:
