@@ -1,6 +1,7 @@
 """Which pairs of features the trainings of `tests/distributed` hold, found by asking the tests for their plans.
 
-    python -m tests.pairs_in_tests        writes tests/pairs_in_tests.tsv, which docs/combinations.md shows
+    python -m tests.pairs_in_tests            writes tests/pairs_in_tests.tsv, which docs/combinations.md shows
+    python -m tests.pairs_in_tests --check    compares the file with the tests; 1 if one no longer holds
 
 Every test is called as pytest calls it, but `run_ranks` starts no process: it notes the plans that it is given, and
 returns a value that equals everything. A pair is listed only if a test gives ranks a plan with both features and a
@@ -21,7 +22,7 @@ import pytest
 
 from neox.config.neox_config import NeoXConfig
 from neox.plan import RunPlan
-from neox.plan.combinations import FEATURES, TESTED, all_pairs
+from neox.plan.combinations import FEATURES, TESTED, all_pairs, read_tested
 from neox.plan.network.attention_config import asked_kinds
 from tests.distributed import spawn
 
@@ -229,8 +230,8 @@ class Recorder:
         return chosen
 
 
-def recorded() -> dict[tuple[str, str], str]:
-    """Ask all tests, and return one test for each pair that is trained."""
+def recorded() -> Recorder:
+    """Ask all tests."""
     recorder = Recorder()
     left_out = [f"--ignore={ROOT}/tests/distributed/test_{name}.py" for name in _OF_PROCESSES]
     pytest.main(
@@ -246,19 +247,29 @@ def recorded() -> dict[tuple[str, str], str]:
         ],
         plugins=[recorder],
     )
-    return recorder.chosen()
+    return recorder
 
 
-def main() -> None:
-    """Write the list."""
-    chosen = recorded()
+def main() -> int:
+    """Write the list, or compare it. Return 1 if a test of the list does not train its pair."""
+    recorder = recorded()
+    if sys.argv[1:] == ["--check"]:
+        tests_of = {frozenset(pair): tests for pair, tests in recorder.found.items()}
+        wrong = 0
+        for pair, test in read_tested(ROOT / TESTED).items():
+            if test not in tests_of.get(pair, ()):
+                print(f"{test} does not train {' with '.join(sorted(pair))}")
+                wrong = 1
+        return wrong
+    chosen = recorder.chosen()
     order = [feature.name for feature in FEATURES]
     pairs = sorted(chosen, key=lambda pair: (order.index(pair[0]), order.index(pair[1])))
     lines = ["\t".join((*pair, chosen[pair])) for pair in pairs]
     (ROOT / TESTED).write_text("\n".join(lines) + "\n")
     print(f"wrote {TESTED}: {len(lines)} pairs")
+    return 0
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    main()
+    sys.exit(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -60,3 +62,12 @@ def test_the_tests_of_pairs_exist_and_their_pairs_work():
             functions[path] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert function in functions[path], test
         assert verdicts[names] in (Verdict.WORKS, Verdict.ALTERNATIVES), names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_tests_of_pairs_still_train_them():
+    """In a process of its own, because it takes the place of what starts ranks."""
+    command = [sys.executable, "-m", "tests.pairs_in_tests", "--check"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
