@@ -36,6 +36,10 @@ class AdamW(ClippedOptimizer, torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True, **clipping)
 
+    def keep(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
+        """Take over a parameter's saved states. The counter of steps goes to the device, where the kernel reads it."""
+        super().keep(parameter, {name: state.to(parameter.device) for name, state in states.items()})
+
     def update(self, divisor: Tensor | None) -> None:
         """Update all parameters."""
         for group in self.param_groups:

@@ -180,7 +180,13 @@ class ClippedOptimizer(WithoutDynamo):
         return found
 
     def keep(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Take over a parameter's saved states."""
+        """Take over a parameter's saved states.
+
+        Args:
+            parameter: The parameter.
+            states: Its states on its device, and in CPU memory the counter of steps, if there is one; empty before the
+                first step.
+        """
         self.state[parameter] = states
 
     @property

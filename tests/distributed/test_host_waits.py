@@ -56,6 +56,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         BF16_ZERO1 | {"neox/objectives/preferences.py:select_tokens": MICRO_BATCHES},
     ),
     "adafactor": ("dense", {"zero": 0, "optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}}, BF16_ZERO0),
+    "resumed adafactor": ("dense", {"zero": 0, "optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}}, BF16_ZERO0),
+    "resumed madgrad": ("dense", {"optimizer": {"type": "madgrad_wd", "params": {"lr": 0.01}}}, BF16_ZERO1),
+    "resumed 8 bits": ("dense", {"optimizer": {"type": "Adam8bit", "params": {"lr": 0.01}}}, BF16_ZERO1),
     "8 bits": ("dense", {"optimizer": {"type": "Adam8bit", "params": {"lr": 0.01}}}, BF16_ZERO1),
     "muon": ("dense", {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, BF16_ZERO1),
     "average": ("dense", {"ema_decay": 0.9}, BF16_ZERO1),
@@ -92,24 +95,33 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     # One in a micro batch: DeepSpeed ends the stream that reduces gradients.
     "zero 3": ("dense", {"zero": 3}, {"deepspeed": 4 + MICRO_BATCHES, NUMBERS: 1}),
 }
-QUICK = ("label weights", "zero 0")
+QUICK = ("label weights", "resumed adafactor")
 LOSSES = [("experts", "zero1"), ("windows", "stages")]
 
 
 def plan_of(directory: Path, name: str) -> RunPlan:
     network, keys, _ = CASES[name]
     size = {"train_batch_size": 4 * MICRO_BATCHES, "train_micro_batch_size_per_gpu": 2, "precision": "bf16"}
+    if name.startswith("resumed"):
+        keys = {**keys, "save": str(directory / name), "load": str(directory / name)}
     return tiny_plan(2, **{"zero": 1, **data_keys(directory / network, network), **size, **keys})
 
 
 def waits_of_steps(plans: dict[str, RunPlan]) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
-    """Take a step of each plan, and return what the host waited for in the next one."""
+    """Take a step of each plan, and return what the host waited for in the next one. Some go on from a checkpoint."""
     from torch_npu.waits import record
+
+    from neox.engine import save_checkpoint
 
     found = {}
     for name, plan in plans.items():
         engine, data = opened(plan)
         engine.train_batch(data.train)
+        if plan.config.checkpoint.load:
+            save_checkpoint(engine, plan.config.checkpoint.save)
+            engine, data = opened(plan)
+            assert engine.iteration == 1
+            engine.train_batch(data.train)
         with record() as waits:
             engine.train_batch(data.train)
         found[name] = [(wait.what, wait.places) for wait in waits]

@@ -227,7 +227,10 @@ def load_optimizer(engine: Engine, path: Path) -> None:
 def _fill_weights_and_read_states(
     target: OptimizerTensor, engine: Engine, reader: OptimizerReader
 ) -> dict[str, Tensor]:
-    """Fill an optimizer's tensor with fp32 weights, and return its states; none before the first step."""
+    """Fill an optimizer's tensor with fp32 weights, and return its states; none before the first step.
+
+    States are on the tensor's device. The counter of steps is in CPU memory, where most optimizers read it.
+    """
     rank = (engine.grid.tp_rank, engine.grid.tp_size)
     states: dict[str, Tensor] = {}
     for fragment in target.fragments:
@@ -242,7 +245,7 @@ def _fill_weights_and_read_states(
                 states[state] = _zeros(target.tensor, engine, state)
             _copy_fragment(reader, fragment, state, rank, states[state])
     if states and reader.optimizer.counts_steps:
-        states["step"] = torch.tensor(reader.step, dtype=torch.float32, device=target.tensor.device)
+        states["step"] = torch.tensor(reader.step, dtype=torch.float32)
     return states
 
 
