@@ -125,14 +125,28 @@ def amd_gpus(root: Path) -> list[tuple[Path, int | None]]:
     if not (root / "dev/kfd").exists():
         return []
     gpus = []
-    for device in render_nodes(root):
-        vendor = read_text(device / "vendor")
-        text = read_text(device / "mem_info_vram_total")  # bytes; partitions of a GPU have no such file
-        memory = int(text) if text is not None and text.isdecimal() else None
-        is_processor = memory is not None and memory < _LEAST_AMD_MEMORY
-        if vendor in (AMD_VENDOR, None) and not is_processor:  # a node that `/sys` says nothing about counts
+    for device, memory in _large_devices(root):
+        if read_text(device / "vendor") in (AMD_VENDOR, None):  # a node that `/sys` says nothing about counts
             gpus.append((device, memory))
     return gpus
+
+
+def closed_amd_gpus(root: Path) -> int:
+    """Count AMD's render nodes on a machine without `/dev/kfd`, which can draw only; not the graphics of processors."""
+    if (root / "dev/kfd").exists():
+        return 0
+    return sum(read_text(device / "vendor") == AMD_VENDOR for device, _ in _large_devices(root))
+
+
+def _large_devices(root: Path) -> list[tuple[Path, int | None]]:
+    """Return render nodes with the memory that amdgpu shows, in bytes, unless that is as small as a processor's."""
+    found = []
+    for device in render_nodes(root):
+        text = read_text(device / "mem_info_vram_total")  # bytes; partitions of a GPU have no such file
+        memory = int(text) if text is not None and text.isdecimal() else None
+        if memory is None or memory >= _LEAST_AMD_MEMORY:
+            found.append((device, memory))
+    return found
 
 
 def amd_memory(root: Path) -> list[int]:

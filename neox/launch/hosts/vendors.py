@@ -19,9 +19,9 @@ from typing import Any
 from neox.architecture import DeviceFamily
 from neox.launch.hosts import device_facts
 from neox.launch.hosts.device_facts import (
-    AMD_VENDOR,
     UNKNOWN_FORMATS,
     amd_gpus,
+    closed_amd_gpus,
     intel_tiles,
     read_text,
     render_nodes,
@@ -459,7 +459,7 @@ def torch_problem(environment: Mapping[str, str], root: Path = Path("/")) -> str
     """
     vendor, count = present_devices(root)
     if vendor is None and "hip" in (torch_builds() or {}) and not AMD.hides_all(environment):
-        return _closed_amd_gpus(root)
+        return _closed_amd_problem(root)
     if vendor is None or vendor.hides_all(environment):
         return None
     unread = vendor.list_problem(count, environment)
@@ -489,10 +489,10 @@ def unused_devices(environment: Mapping[str, str], root: Path = Path("/")) -> st
     return f"{count} {vendor.name} devices, {why}; or {_CPU_RANKS}"
 
 
-def _closed_amd_gpus(root: Path) -> str | None:
+def _closed_amd_problem(root: Path) -> str | None:
     """Return that AMD's GPUs are shown to this machine, a container, for graphics only; None if they are not."""
-    count = sum(read_text(device / "vendor") == AMD_VENDOR for device in render_nodes(root))
-    if not count or (root / "dev/kfd").exists():
+    count = closed_amd_gpus(root)
+    if not count:
         return None
     return f"{count} AMD devices, but no /dev/kfd: start the container with --device=/dev/kfd too, or {_CPU_RANKS}"
 

@@ -64,6 +64,18 @@ def test_graphics_of_processors_are_no_accelerators(tmp_path: Path) -> None:
     assert present_devices(tmp_path) == (NVIDIA, 1)
 
 
+def test_only_gpus_that_compute_may_lack_kfd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with `/dev/dri` alone: a processor's graphics are no reason to refuse ranks on CPUs."""
+    monkeypatch.setattr(vendors, "torch_builds", lambda: {"hip": "6.4"})
+    render_node(tmp_path, 128, "0x1002", place="0000:e5:00.0", memory=512 * 2**20)
+    render_node(tmp_path, 129, "0x1a03", place="0000:22:00.0")
+    assert vendors.torch_problem({}, tmp_path) is None
+    render_node(tmp_path, 130, "0x1002", place="0000:01:00.0", memory=64 * 2**30)
+    assert "1 AMD devices, but no /dev/kfd" in str(vendors.torch_problem({}, tmp_path))
+    machine_with(tmp_path, "kfd")
+    assert "no /dev/kfd" not in str(vendors.torch_problem({}, tmp_path))
+
+
 def test_gpus_of_wsl_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = machine_with(tmp_path, "dxg")
     monkeypatch.setenv("PATH", str(tmp_path))
