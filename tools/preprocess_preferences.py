@@ -82,7 +82,9 @@ def settings_of(args: argparse.Namespace) -> PreprocessSettings:
     template = template_of(args, vocab, tokenizer.build())
     preferences = PreferenceSettings(template, args.labelled, args.seq_length, tuple(args.fields), args.date)
     if preferences.template is not None:
-        ChatRenderer(preferences.template, fixed_clock(preferences.date))  # raises if it is no template
+        renderer = ChatRenderer(preferences.template, fixed_clock(preferences.date))  # raises if it is no template
+        if args.chat_template is not None:  # the tokenizer's own may not be used, as texts need none
+            renderer.check_date()
     return shared_settings(
         args, tokenizer=tokenizer, keys=preferences.datasets, accelerator="off", preferences=preferences
     )

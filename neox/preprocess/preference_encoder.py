@@ -22,6 +22,7 @@ import numpy as np
 
 from neox.corpus import BadInput, BadRecord, LineBlock, convert_lines, find_value, kind_of, missing_key
 from neox.data.token_files.indexed_dataset import IGNORED
+from neox.errors import TokenizerError
 from neox.preprocess.chat_encoder import common_length, is_trained, lost_in_template
 from neox.preprocess.conversations import (
     ASSISTANT,
@@ -38,7 +39,7 @@ from neox.preprocess.encode import EncodedBlock, EncodedKey, EncodeJob
 from neox.preprocess.settings import PreferenceSettings
 from neox.tokenizer import Tokenizer, positions
 from neox.tokenizer.chat import ChatRenderer, fixed_clock
-from neox.tokenizer.chat_messages import ChatError, Message
+from neox.tokenizer.chat_messages import ChatError, DateNeededError, Message
 
 PROMPT = "prompt"
 CHOSEN = "chosen"
@@ -264,6 +265,8 @@ class PreferenceEncoder:
                     raise BadRecord(f"the chat template changes the prompt when {key!r} follows it")
                 begin = begin[: common_length(begin, text)]
             losses = lost_in_template(before + after, tools, text)
+        except DateNeededError as error:
+            raise TokenizerError(str(error)) from error  # of every line: not one to skip
         except ChatError as error:
             raise BadRecord(str(error)) from None
         append_eod = self.job.settings.append_eod

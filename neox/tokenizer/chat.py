@@ -51,6 +51,10 @@ _OWN_VARIABLES = ("messages", "add_generation_prompt")
 _QUESTION = "question-0"
 _ANSWER = "answer-0"
 _NEXT_QUESTION = "question-1"
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}, "required": []}},
+}
 _CLOCK = "strftime_now"
 _ANY_DATE = "2025-01-01"
 
@@ -255,14 +259,18 @@ class ChatRenderer:
         return chosen.render_marked(messages, tools, variables or {})
 
     def check_date(self) -> None:
-        """Raise TokenizerError if the template needs a date and there is none, which would fail for every text."""
+        """Raise TokenizerError if the template, or the one for tools, needs a date and there is none.
+
+        Every text, or every text with tools, would fail.
+        """
         chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            self._default.render(chat, None, False, {})
-        except DateNeededError as error:
-            raise TokenizerError(str(error)) from error
-        except ChatError:
-            pass  # it may refuse these messages
+        for template, tools in ((self._default, None), (self._tool_use, [_TOOL])):
+            try:
+                template.render(chat, tools, False, {})
+            except DateNeededError as error:
+                raise TokenizerError(str(error)) from error
+            except ChatError:
+                pass  # it may refuse these messages
 
     def _chosen(self, tools: list[Any] | None) -> _CompiledTemplate:
         return self._default if tools is None else self._tool_use

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from neox.data import IndexedDataset, read_sidecar
-from neox.errors import DataError
+from neox.errors import DataError, NeoXError, TokenizerError
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer
 from neox.tokenizer.chat import ChatTemplate
@@ -171,6 +172,26 @@ def test_fields_of_other_names(vocab: Path) -> None:
     assert [made(vocab, run, answer) for answer in ("chosen", "rejected")] == plain
     with raises_naming(DataError, "in.jsonl:1", "question"):
         preprocess(settings(vocab, [PAIR], fields=fields))
+
+
+def test_a_template_that_writes_todays_date_needs_one_before_ranks_start(
+    vocab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts need no template: a tokenizer with a dated one asks for the date at the first line of messages."""
+    dated = replace(TEMPLATE, source="{{ strftime_now('%Y') }}" + TEMPLATE.source)
+    assert preprocess(settings(vocab, [PAIR], template=dated)).documents["chosen"] == 1
+    record = {"chosen": said("a", "b"), "rejected": said("a", "c")}
+    with raises_naming(NeoXError, "strftime_now", "--date"):
+        preprocess(replace(settings(vocab, [record], template=dated), skip_bad=1))
+
+    (vocab.parent / "dated.jinja").write_text(dated.source)
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = runpy.run_path(str(ROOT / "tools" / "preprocess_preferences.py"))
+    line = "--input {0}/in.jsonl --output-prefix {0}/out --vocab-file {0}/tokenizer.json"
+    words = [*line.format(vocab.parent).split(), "--chat-template", str(vocab.parent / "dated.jinja")]
+    with raises_naming(TokenizerError, "--date"):
+        tool["check"](tool["parser"]().parse_args(words))
+    tool["check"](tool["parser"]().parse_args([*words, "--date", "2025-01-31"]))
 
 
 def test_messages_need_a_template(vocab: Path) -> None:

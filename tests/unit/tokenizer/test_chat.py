@@ -16,6 +16,7 @@ from neox.tokenizer.chat import (
     ChatRenderer,
     ChatTemplate,
     find_answer_form,
+    fixed_clock,
     own_chat_template,
     read_chat_template,
 )
@@ -129,6 +130,15 @@ def test_what_a_template_refuses_and_may_not_do() -> None:
             ChatRenderer(ChatTemplate(source, {})).render(CHAT)
     with raises_naming(TokenizerError, "line 2"):
         ChatRenderer(ChatTemplate("\n{% if %}", {}))
+
+
+def test_a_date_that_only_conversations_with_tools_need_is_asked_for() -> None:
+    dated = "{{ strftime_now('%Y') }}"
+    for needs in (ChatTemplate(dated, {}), ChatTemplate(INST, TOKENS, dated)):
+        with raises_naming(TokenizerError, "strftime_now", "--date"):
+            ChatRenderer(needs).check_date()
+        ChatRenderer(needs, fixed_clock("2025-01-31")).check_date()
+    ChatRenderer(ChatTemplate(INST, TOKENS)).check_date()
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
