@@ -17,7 +17,7 @@ from neox.evaluation.needle import needle
 from neox.evaluation.perplexity import corpus_perplexity, wikitext
 from neox.evaluation.results import TaskResult, flat_metrics
 from neox.evaluation.scoring import Scorer, ScoringModel
-from neox.evaluation.tasks import check_file_tasks, file_task_scalars, parse_tasks
+from neox.evaluation.tasks import TaskScalars, check_file_tasks, file_task_scalars, parse_tasks
 from neox.generation.load import runner_of_forward, runner_of_stage
 from neox.model import Stage
 from neox.parallel import ParallelGrid
@@ -29,21 +29,19 @@ SCORERS: Mapping[str, Callable[[str | Path, Scorer, str], TaskResult]] = Mapping
 )
 
 
-def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> list[str]:
+def check_tasks(config: NeoXConfig, tokenizer: Tokenizer) -> TaskScalars:
     """Check `eval_tasks` without a model, and return the scalars that they report. The harness loads its data.
-
-    Returns:
-        `eval/TASK_SCORE`, and `eval/GROUP_*` for means over the tasks of a group.
 
     Raises:
         EvaluationError: For everything that an evaluation would refuse.
     """
     check_file_tasks(config, tokenizer)
     files, names = parse_tasks(config.generation.eval_tasks or ())
-    scalars = file_task_scalars(files)
-    if names:
-        scalars += harness_scalars(names, open_tasks(names))
-    return scalars
+    known = file_task_scalars(files)
+    if not names:
+        return TaskScalars(known, [])
+    of_harness = harness_scalars(names, open_tasks(names))
+    return TaskScalars([*known, *of_harness.known], of_harness.possible)
 
 
 def evaluate_tasks(

@@ -13,6 +13,7 @@ All ranks call these functions together and get the same results.
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 import logging
@@ -26,6 +27,7 @@ from neox.errors import ConfigError, EvaluationError, NeoXError, install_command
 from neox.evaluation.lambada import truncate
 from neox.evaluation.results import TaskResult
 from neox.evaluation.scoring import Scorer, Span, TokenIds, windows
+from neox.evaluation.tasks import TaskScalars
 from neox.generation.completion import generate_all
 from neox.generation.request import SamplingParams
 from neox.log import get_logger
@@ -97,26 +99,25 @@ def check_names(names: Sequence[str], manager: TaskManager) -> None:
         )
 
 
-def harness_scalars(names: Sequence[str], manager: TaskManager) -> list[str]:
+def harness_scalars(names: Sequence[str], manager: TaskManager) -> TaskScalars:
     """Load tasks, and return the names of the scalars that they report, without standard errors.
-
-    Returns:
-        `eval/TASK_SCORE`, and `eval/GROUP_*` for means over the tasks of a group.
 
     Raises:
         EvaluationError: For tasks that the harness cannot load, or that need unsupported generation settings.
     """
     problems = []
-    scalars: dict[str, None] = {}
+    known: dict[str, None] = {}
+    possible: dict[str, None] = {}
     for name in names:
         try:
             loaded = manager.load([name])
             for group in loaded["groups"]:
-                scalars[f"eval/{group}_*"] = None
+                known[f"eval/{glob.escape(group)}_*"] = None
             for title, task in loaded["tasks"].items():
+                possible[f"eval/{glob.escape(title)}_*"] = None  # of a score that has no aggregation it takes the mean
                 for metric in task.aggregation():
                     for chosen in task._filters or ():
-                        scalars[f"eval/{title}_{_score_name(metric, chosen.name)}"] = None
+                        known[f"eval/{title}_{_score_name(metric, chosen.name)}"] = None
                 if task.OUTPUT_TYPE == "generate_until":
                     sampling_params(task.config.generation_kwargs or {}, _DEFAULT_NEW_TOKENS)
         except NeoXError as error:
@@ -126,7 +127,7 @@ def harness_scalars(names: Sequence[str], manager: TaskManager) -> list[str]:
             problems.append(f"task {name}: lm-evaluation-harness cannot load it ({type(error).__name__}: {reason})")
     if problems:
         raise EvaluationError("\n".join(problems))
-    return list(scalars)
+    return TaskScalars(list(known), list(possible))
 
 
 def harness_tasks(

@@ -5,6 +5,7 @@ No torch here: the launcher checks tasks before ranks start, and so does a dry r
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import itertools
 import re
@@ -17,6 +18,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -220,8 +222,21 @@ def file_task_scalars(tasks: Sequence[FileTask]) -> list[str]:
         for score in TASK_SCORES[task.kind]:
             if task.kind == "perplexity" and score in _OF_TEXT and is_token_file(task.path):
                 continue
-            names.append(f"eval/{task.name}_{score}")
+            name = glob.escape(task.name) if "*" in score else task.name
+            names.append(f"eval/{name}_{score}")
     return names
+
+
+class TaskScalars(NamedTuple):
+    """Scalars that tasks report.
+
+    Attributes:
+        known: Their names `eval/TASK_SCORE`, and patterns of names, as `eval/GROUP_*` for means over a group's tasks.
+        possible: Patterns `eval/TASK_*` for tasks of the harness, whose results may hold scores that they do not list.
+    """
+
+    known: list[str]
+    possible: list[str]
 
 
 def is_scalar_of(name: str, known: Sequence[str]) -> bool:

@@ -12,7 +12,9 @@ from neox.checkpoint.save_directory.staging import is_kept_from_deletion, kept_f
 from neox.config import NeoXConfig
 from neox.engine import SaveReport, TrainState
 from neox.errors import ConfigError
+from neox.evaluation.tasks import FileTask, TaskScalars, file_task_scalars
 from neox.features.best_checkpoint.run import NameBest
+from neox.features.eval_tasks.run import check_metric
 from neox.features.hf_export import run as hf_export
 from neox.plan import static_problems
 from neox.preflight.score_checks import save_best_problems
@@ -148,6 +150,18 @@ def test_misspelt_metrics_are_refused_before_a_run(metric: str, keys: dict[str, 
 def test_metrics_of_a_run_are_accepted(metric: str, keys: dict[str, object]) -> None:
     plan = small_plan(1, save="x", checkpoint_factor=3, eval_interval=3, train_iters=10, save_best=metric, **keys)
     assert save_best_problems(plan) == []
+
+
+def test_a_score_of_a_task_that_does_not_list_it_is_left_to_the_first_evaluation(caplog) -> None:
+    files = file_task_scalars([FileTask("lambada", "a[1].txt", "a[1]"), FileTask("needle", "n.svg", "n[2]")])
+    scalars = TaskScalars([*files, "eval/arc_acc", "eval/all_*"], ["eval/arc_*"])
+    for metric in (None, "validation/x", "eval/a[1]_acc", "eval/n[2]_acc_64_50", "eval/arc_acc", "eval/all_f1"):
+        check_metric(metric, scalars)
+    assert not caplog.records
+    check_metric("eval/arc_f1", scalars)
+    assert "eval/arc_f1" in caplog.text
+    with pytest.raises(ConfigError, match="eval/b_acc"):
+        check_metric("eval/b_acc", scalars)
 
 
 @pytest.fixture
