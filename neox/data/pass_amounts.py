@@ -23,7 +23,7 @@ from neox.data.samples.gpt_dataset import split_documents
 from neox.data.samples.packing import DocumentPieces, packed, predicted_tokens, read_tokens, usable_documents
 from neox.data.token_files.indexed_dataset import IndexedDataset
 
-_COUNTED_DOCUMENTS = 1 << 17
+COUNTED_DOCUMENTS = 1 << 17
 """Number of documents that are packed to estimate the samples of a pass, which takes a fraction of a second."""
 
 
@@ -75,7 +75,7 @@ def samples_of_set(
     """
     indexed = IndexedDataset(prefix, data.data_impl)
     documents = range(len(indexed)) if split is None else split_documents(data.split, len(indexed))[split]
-    if data.pack_impl != "packed" and len(documents) > _COUNTED_DOCUMENTS:
+    if data.pack_impl != "packed" and len(documents) > COUNTED_DOCUMENTS:
         return None
     return _samples(indexed, documents, labels, data, seq_length, 1) if documents else 0
 
@@ -144,8 +144,12 @@ def tokens_of_pass(
     """
     if data.pack_impl == "packed":
         return int(indexed.sizes[documents.start : documents.stop].sum(dtype=np.int64))
-    used = used_sizes(indexed, documents, labels, data, seq_length)
-    counted = used if data.pack_impl == "unpacked" else used[:_COUNTED_DOCUMENTS]
+    return tokens_of_used(used_sizes(indexed, documents, labels, data, seq_length), data, seq_length)
+
+
+def tokens_of_used(used: np.ndarray, data: DataConfig, seq_length: int) -> int:
+    """Return what `tokens_of_pass` does, of the numbers of tokens of the documents that padded samples use."""
+    counted = used if data.pack_impl == "unpacked" else used[:COUNTED_DOCUMENTS]
     if not len(counted):
         return 0
     samples = samples_of_pass(counted, data.pack_impl, seq_length)
@@ -260,7 +264,7 @@ def packing_shares(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> Packin
         impl: How they are packed; not `packed`, which has no padding.
         seq_length: Number of tokens of a sample's input.
     """
-    counted = sizes[:_COUNTED_DOCUMENTS]
+    counted = sizes[:COUNTED_DOCUMENTS]
     if not len(counted):
         return PackingShares(0.0, 0.0)
     if impl == "best_fit":

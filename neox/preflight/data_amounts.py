@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,13 @@ from neox.problems import Problem
 from neox.storage import is_remote
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _LIMIT = "max_lost_labels"
+_TrainingSet = tuple[str, str | None]
+"""Prefix of a training dataset, with that of its labels, if it has any."""
 
 
 def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
@@ -28,9 +32,10 @@ def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     plan = replace(plan, notes=(*plan.notes, *notes_on_evaluations(plan)))
     if data.weight_by_num_documents or plan.config.training.train_iters is None:
         return plan, ()
-    plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=tokens_of_passes(plan.config))
+    used = _used_sizes(plan.config)
+    plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=_tokens_of_passes(plan.config, used))
     cuts, problems = _truncation(plan.config)
-    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config), *cuts))
+    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config, used), *cuts))
     try:
         return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), tuple(problems)
     except ConfigError as error:
@@ -66,23 +71,42 @@ def _tokens_for_training(data: DataConfig) -> int:
     return tokens_of_part(prefix, data, 0)
 
 
-def tokens_of_passes(config: NeoXConfig) -> tuple[int, ...]:
-    """Return the tokens of one pass over each training dataset, including padding; empty if samples have no padding."""
+def _used_sizes(config: NeoXConfig) -> dict[_TrainingSet, np.ndarray]:
+    """Return the numbers of tokens of the documents that padded samples use, by their dataset.
+
+    Datasets that cannot be read are left out; all of them if samples have no padding. This reads all labels, once.
+    """
     data = config.data
     length = config.model.seq_length
+    found: dict[_TrainingSet, np.ndarray] = {}
     if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
-        return ()
-    try:
-        from neox.data.pass_amounts import tokens_of_pass  # numpy, which a dry run without data does not need
+        return found
+    for prefix, labels in _training_sets(config):
+        try:
+            from neox.data.pass_amounts import used_sizes  # numpy, which a dry run without data does not need
 
-        tokens = []
-        for prefix, labels in _training_sets(config):
             indexed, opened = _opened(prefix, labels)
             documents = _training_documents(config, len(indexed))
-            tokens.append(tokens_of_pass(indexed, documents, opened, data, length))
-        return tuple(tokens)
-    except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
+            found[prefix, labels] = used_sizes(indexed, documents, opened, data, length)
+        except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
+            continue
+    return found
+
+
+def _tokens_of_passes(config: NeoXConfig, used: Mapping[_TrainingSet, np.ndarray]) -> tuple[int, ...]:
+    """Return the tokens of one pass over each training dataset, including padding; none if one of them is unknown.
+
+    Args:
+        config: The configuration.
+        used: Result of `_used_sizes`.
+    """
+    length = config.model.seq_length
+    sets = list(_training_sets(config))
+    if length is None or not used or not used.keys() >= set(sets):
         return ()
+    from neox.data.pass_amounts import tokens_of_used  # numpy, which a dry run without data does not need
+
+    return tuple(tokens_of_used(used[each], config.data, length) for each in sets)
 
 
 def validation_tokens(config: NeoXConfig) -> tuple[tuple[str | None, int], ...]:
@@ -120,7 +144,7 @@ def validation_tokens(config: NeoXConfig) -> tuple[tuple[str | None, int], ...]:
     return tuple(found)
 
 
-def _training_sets(config: NeoXConfig) -> Iterator[tuple[str, str | None]]:
+def _training_sets(config: NeoXConfig) -> Iterator[_TrainingSet]:
     """Yield the prefix of each training dataset with that of its labels, if it has any."""
     data = config.data
     prefixes = data.train_data_paths or (str(data.data_path),)
@@ -183,30 +207,30 @@ def _truncation(config: NeoXConfig) -> tuple[list[str], list[Problem]]:
     return notes, problems
 
 
-def _packing_notes(config: NeoXConfig) -> Iterator[str]:
+def _packing_notes(config: NeoXConfig, used: Mapping[_TrainingSet, np.ndarray]) -> Iterator[str]:
     """Yield the share of padding in the samples of each training dataset; with `best_fit` that of cut documents, too.
 
     `_truncation` counts what the others cut.
-    """
-    data = config.data
-    length = config.model.seq_length
-    if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
-        return
-    for prefix, labels in _training_sets(config):
-        try:
-            from neox.data.pass_amounts import (  # numpy, which a dry run without data does not need
-                packing_shares,
-                used_sizes,
-            )
 
-            indexed, opened = _opened(prefix, labels)
-            sizes = used_sizes(indexed, _training_documents(config, len(indexed)), opened, data, length)
-        except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
-            continue
-        shares = packing_shares(sizes, data.pack_impl, length)
-        note = f"{prefix}: `pack_impl: {data.pack_impl}` makes {shares.padding:.1%} of all positions padding"
-        if data.pack_impl == "best_fit":
+    Args:
+        config: The configuration.
+        used: Result of `_used_sizes`.
+    """
+    impl = config.data.pack_impl
+    length = config.model.seq_length
+    for (prefix, _), sizes in used.items():
+        from neox.data.pass_amounts import (  # numpy, which a dry run without data does not need
+            COUNTED_DOCUMENTS,
+            packing_shares,
+        )
+
+        assert length is not None
+        shares = packing_shares(sizes, impl, length)
+        note = f"{prefix}: `pack_impl: {impl}` makes {shares.padding:.1%} of all positions padding"
+        if impl == "best_fit":
             note += f" and cuts {shares.cut:.1%} of the documents"
+        if len(sizes) > COUNTED_DOCUMENTS:
+            note += f", by its first {COUNTED_DOCUMENTS:,} documents"
         yield note
 
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from neox.config import NeoXConfig, load_config
-from neox.data import IndexedDatasetBuilder
+from neox.data import IndexedDatasetBuilder, pass_amounts
 from neox.data.run_data import build_data_iterators
 from neox.launch.hosts.remote import path_state
 from neox.plan import resolve
@@ -395,6 +395,30 @@ def test_the_plan_names_what_best_fit_packing_wastes(tmp_path: Path) -> None:
     plan, _ = with_amounts(resolve(config(**keys), 1, 100))
     (note,) = [note for note in plan.notes if "best_fit" in note]
     assert "25.0%" in note
+
+
+def test_padding_is_counted_by_one_look_at_the_documents_and_says_by_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_documents(np.ones(80, dtype=np.uint16), [20] * 4)
+    keys = {"train_data_paths": [str(tmp_path / "x")], "seq_length": 16, "pack_impl": "unpacked"}
+    keys |= {"train_iters": 1, "train_micro_batch_size_per_gpu": 1}
+    looks = []
+    used_sizes = pass_amounts.used_sizes
+
+    def counted(*arguments: Any) -> np.ndarray:
+        looks.append(arguments)
+        return used_sizes(*arguments)
+
+    monkeypatch.setattr(pass_amounts, "used_sizes", counted)
+    plan, _ = with_amounts(resolve(config(**keys), 1, 100))
+    assert plan.pass_tokens == (4 * 16,)
+    assert len(looks) == 1
+    assert not any("first" in note for note in plan.notes)
+    monkeypatch.setattr(pass_amounts, "COUNTED_DOCUMENTS", 3)
+    plan, _ = with_amounts(resolve(config(**keys), 1, 100))
+    assert any("first 3 documents" in note for note in plan.notes if "padding" in note)
 
 
 def test_a_tokenizer_without_tokens_for_fill_in_the_middle(tmp_path: Path) -> None:
