@@ -45,7 +45,7 @@ class GatedDeltaMixer(Mixer):
 
     def __init__(self, architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> None:
         super().__init__()
-        recurrent_kernels.import_kernels("gated_delta")
+        recurrent_kernels.import_kernels("gated_delta", options.get("device"))
         hidden = architecture.hidden_size
         heads = architecture.linear_value_heads
         keys = architecture.linear_key_heads * architecture.linear_key_dim

@@ -49,7 +49,7 @@ class MambaMixer(Mixer):
 
     def __init__(self, architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> None:
         super().__init__()
-        recurrent_kernels.import_kernels("mamba")
+        recurrent_kernels.import_kernels("mamba", options.get("device"))
         hidden = architecture.hidden_size
         channels = architecture.mamba_width
         width = architecture.mamba_conv

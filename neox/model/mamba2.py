@@ -52,7 +52,7 @@ class Mamba2Mixer(Mixer):
 
     def __init__(self, architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> None:
         super().__init__()
-        recurrent_kernels.import_kernels("mamba2")
+        recurrent_kernels.import_kernels("mamba2", options.get("device"))
         hidden = architecture.hidden_size
         heads = architecture.mamba_heads
         channels = heads * architecture.mamba_head_dim

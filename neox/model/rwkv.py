@@ -110,7 +110,7 @@ class TimeMixing(nn.Module):
 
     def __init__(self, architecture: Architecture, grid: ParallelGrid, **options: Unpack[TensorOptions]) -> None:
         super().__init__()
-        recurrent_kernels.import_kernels("rwkv")
+        recurrent_kernels.import_kernels("rwkv", options.get("device"))
         hidden = architecture.hidden_size
         width = architecture.rwkv_width
         self.grid = grid

@@ -59,15 +59,24 @@ _OF_KIND: Final[Mapping[str, tuple[_Kernel, ...]]] = MappingProxyType(
 )
 
 
-def import_kernels(mixer: Literal["mamba", "mamba2", "gated_delta", "rwkv"]) -> None:
+def import_kernels(
+    mixer: Literal["mamba", "mamba2", "gated_delta", "rwkv"], device: torch.device | str | None = None
+) -> None:
     """Import the kernels of a mixer that this machine's accelerator takes, before torch.compile traces their calls.
 
-    A compiled block cannot import: its graph would break there. What does not fit this torch is an error where a run
-    calls it.
+    A compiled block cannot import: its graph would break there. What does not fit this torch, whatever it raises, is an
+    error where a run calls it. A deterministic run calls none, nor do weights on a CPU.
+
+    Args:
+        mixer: Kind of mixer.
+        device: Device of its weights; None for torch's default.
     """
+    on_cpu = torch.device(device or torch.get_default_device()).type == "cpu"
+    if on_cpu or torch.are_deterministic_algorithms_enabled():
+        return
     for kernel in _OF_KIND[mixer]:
         if machine_has_fast_path(kernel.path):
-            with suppress(LaunchError):
+            with suppress(Exception):
                 _function(kernel)
 
 

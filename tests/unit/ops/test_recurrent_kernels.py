@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -309,3 +310,25 @@ def test_mixers_import_their_kernels_when_they_are_built(monkeypatch):
         (index, *_) = (number for number, layer in enumerate(plan.layers) if layer.kind == "block")
         build_layer(plan, index, ParallelGrid.single(), device=torch.device("meta"), dtype=torch.bfloat16)
     assert set(imported) == set(MODULES)
+
+
+def test_a_package_that_breaks_ends_no_run_that_does_not_use_it(monkeypatch):
+    """Deterministic runs and weights on a CPU import none; elsewhere an error waits for the call."""
+    imported = []
+
+    def broken(name):
+        imported.append(name)
+        raise ValueError(name)
+
+    monkeypatch.setattr(kernels, "machine_has_fast_path", lambda name: True)
+    monkeypatch.setattr(kernels.importlib, "import_module", broken)
+    plan = plan_of(**SMALL | NETWORKS["rwkv"])
+    (index, *_) = (number for number, layer in enumerate(plan.layers) if layer.kind == "block")
+    build = partial(build_layer, plan, index, ParallelGrid.single(), dtype=torch.bfloat16)
+    build(device=torch.device("cpu"))
+    assert imported == []
+    build(device=torch.device("meta"))
+    assert imported == ["fla.ops.rwkv6"]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    build(device=torch.device("meta"))
+    assert imported == ["fla.ops.rwkv6"]
