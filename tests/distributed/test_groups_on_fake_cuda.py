@@ -320,6 +320,13 @@ def test_a_case_of_each_group() -> None:
     check(QUICK)
 
 
+def test_a_wait_and_a_tensor_of_the_cpu_are_found() -> None:
+    [found] = run_ranks(1, run_cases, ("adam",), wait_once)
+    assert any(wait.startswith("item at ") for wait in found["adam"] - ALLOWED["adam"])
+    [found] = run_ranks(1, run_cases, ("adam",), use_the_cpu)
+    assert "FakeTensorDeviceMismatchError" in found["adam"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_all_cases(group: str) -> None:
