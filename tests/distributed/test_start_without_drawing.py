@@ -128,10 +128,13 @@ def check(world: int, layout: dict[str, Any], name: str, directory: Path) -> Non
         tiny_plan(world, **{**precise, **saving}, save=str(directory)),
         tiny_plan(world, **{**precise, **loading}, load=str(directory)),
     )
-    for different, names in run_ranks(world, starts, *plans):
+    names: list[str] = []
+    for different, of_rank in run_ranks(world, starts, *plans):
         assert not different
-        assert {wanted for wanted in drawn if any(wanted in one for one in names)} == set(drawn)
-        assert bool(names) == bool(drawn)
+        assert "pp" in layout or bool(of_rank) == bool(drawn)  # a stage draws its own parameters only
+        names += of_rank
+    assert {wanted for wanted in drawn if any(wanted in one for one in names)} == set(drawn)
+    assert bool(names) == bool(drawn)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -149,6 +152,12 @@ def test_other_starts(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"mp": 2}, {"zero": 3}])
 def test_layouts(tmp_path: Path, layout: dict[str, Any]) -> None:
     check(2, layout, "new adapters" if "pp" not in layout else "resumed", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["new module of multi-token prediction", "new score head", "head from the embedding"])
+def test_what_is_new_on_the_last_stage(tmp_path: Path, name: str) -> None:
+    check(2, {"pp": 2}, name, tmp_path)
 
 
 @pytest.mark.slow
