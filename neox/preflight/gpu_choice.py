@@ -92,27 +92,39 @@ def choose_gpus(
         if not gpu.has_bf16 and choose_precision(config, []) == "bf16":
             yield GpuChoice(kind, gpu.name, None, reason="it has no bf16: --set precision=fp16")
             continue
+        refused: list[ConfigError] = []
         if every:
             for count in counts:
-                layout = _fastest(of_kind, vocab_size, gpu, count)
+                try:
+                    layout = _fastest(of_kind, vocab_size, gpu, count)
+                except ConfigError as error:
+                    refused.append(error)
+                    yield GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: {str(error).splitlines()[0]}")
+                    continue
                 if layout is None:
-                    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
-                    reason = f"{gpus}: it does not fit, or its batch cannot be divided"
-                    yield GpuChoice(kind, gpu.name, None, reason=reason)
+                    yield GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: it does not fit")
                 else:
                     yield _choice(kind, gpu, count, layout, tokens, hourly_price)
+            if len(refused) == len(counts):  # so it is not about their number
+                raise refused[0]
             continue
         fitting: list[GpuChoice] = []
         most = max(counts)
         for count in counts:
             if count > most:
                 break
-            layout = _fastest(of_kind, vocab_size, gpu, count)
+            try:
+                layout = _fastest(of_kind, vocab_size, gpu, count)
+            except ConfigError as error:  # perhaps of this number of GPUs alone
+                refused.append(error)
+                continue
             if layout is None:
                 continue
             if not fitting:
                 most = _CHEAPER_WITHIN * count
             fitting.append(_choice(kind, gpu, count, layout, tokens, hourly_price))
+        if len(refused) == len(counts):
+            raise refused[0]
         if not fitting:
             yield GpuChoice(kind, gpu.name, None, reason=f"it does not fit on {', '.join(map(str, counts))}")
             continue
@@ -144,16 +156,15 @@ def _choice(
 
 
 def _fastest(config: NeoXConfig, vocab_size: int, gpu: Gpu, count: int) -> Suggestion | None:
-    """Return the fastest layout on a number of GPUs; None if none fits, or the batch cannot be divided over them."""
+    """Return the fastest layout on a number of GPUs, None if none fits. Raises ConfigError if they cannot train it."""
     divided, changed = divisible_config(config, count)
-    try:
-        plan = resolve(divided, count, vocab_size)
-    except ConfigError:
-        if count > 1:
-            return None
-        raise  # not about the number of GPUs
+    plan = resolve(divided, count, vocab_size)
     found = suggest_layouts(plan, gpu_device(plan, gpu.memory_gib * _GIB), gpu, 1, changed)
     return found.best[0] if found.best else None
+
+
+def _number(gpus: int) -> str:
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def format_choices(choices: Sequence[GpuChoice], title: str) -> str:

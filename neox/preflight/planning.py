@@ -219,7 +219,7 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
     too_large: list[Problem] = []
     if job.runs_model:
         too_large = memory_problems(plan, device, training=job.trains)
-        if not problems:
+        if all(isinstance(problem, Missing) for problem in problems):
             problems += layer_problems(plan, training=job.trains)
     problems += [*too_large, *Missing.of(_disk_problems(plan, job))]
     if job.trains:

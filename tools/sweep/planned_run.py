@@ -24,7 +24,7 @@ from neox.plan.run_identity import learning_changes
 from neox.preflight.command_line import parse_arguments
 from neox.preflight.job_command import JobCommand
 from neox.preflight.planning import read_config
-from neox.run_events import read_events
+from neox.run_events import of_newest_run, read_events
 from neox.shipped_files import scripts_root
 from tools.sweep.places import OTHER_HOST_KEYS, Place
 from tools.sweep.sweep_file import Sweep, SweepRun, override
@@ -107,8 +107,11 @@ class PlannedRun:
         return tuple(learning_changes(earlier, self.config))
 
     def last_end(self, since: float = 0.0) -> Mapping[str, Any] | None:
-        """Return the last recorded end of the run since a time in seconds; None if there is none."""
-        for event in reversed(read_events(self.directory)):
+        """Return the last recorded end of the run since a time in seconds; None if there is none.
+
+        Ends of an earlier run in the same directory, which `--redo` replaced, do not count.
+        """
+        for event in reversed(of_newest_run(read_events(self.directory))):
             if event["time"] < since:
                 return None
             if event["event"] == "end":
@@ -118,7 +121,8 @@ class PlannedRun:
     def state(self) -> State:
         """Return what the run has come to, from the files in its directory."""
         end = self.last_end()
-        if end is not None and end.get("reported") == Cause.NOT_FINITE:
+        goes_on = end is not None and str(end.get("decision")).startswith("restart")
+        if end is not None and end.get("reported") == Cause.NOT_FINITE and not goes_on:
             return State.DIVERGED
         try:
             status = run_status(self.directory)

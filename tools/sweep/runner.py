@@ -34,6 +34,8 @@ _SECONDS_TO_NEXT_QUESTION = 60.0
 _SECONDS_OF_WAITING = 3600.0
 """Time for which the runner waits if no host is left, as long as `deepy.py` waits for its hosts."""
 _FAILURES_OF_BAD_PLACE = 2
+_HOSTS_OF_A_FAILURE = 2
+"""Hosts on which a run that fails is tried in one call."""
 
 
 @dataclass
@@ -210,11 +212,14 @@ class SweepRunner:
         for state in self._states:
             if state.place.name == lost.place.name:
                 state.lost_since = time.time()
-        for state in self._states:
-            if not state.is_active and not was_lost:
+        spares = [state for state in self._states if not state.is_active]
+        if was_lost or not spares:
+            return
+        name = spares[0].place.name
+        for state in spares:
+            if state.place.name == name:
                 state.is_active = True
-                self._say(f"{state.place.name}, a spare host, is used instead")
-                return
+        self._say(f"{name}, a spare host, is used instead")
 
     def _check_waiting(self) -> None:
         """Raise LaunchError if no host has answered for an hour."""
@@ -258,7 +263,7 @@ class SweepRunner:
         else:
             state.failures += 1
             self.causes[name] = self._cause(run, state, status)
-            if self._usable_hosts() - self._tried_on[name]:
+            if len(self._tried_on[name]) < _HOSTS_OF_A_FAILURE and self._usable_hosts() - self._tried_on[name]:
                 self._say(f"{name}: failed on {state.place.name} ({self.causes[name]}); it is tried on another host")
                 self._pending.append(run)
             else:

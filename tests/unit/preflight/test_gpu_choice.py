@@ -74,6 +74,18 @@ def test_given_numbers_are_a_row_each() -> None:
     assert choices[0].reason.startswith("1 GPU")
 
 
+def test_numbers_that_cannot_train_it_are_passed_over_or_named() -> None:
+    config = load_config([CONFIGS / "llama" / "3.2-1B.yml"], overrides=["context_parallel_size=2"]).config
+    (choice, *_) = choose_gpus(config, 128_256, 1e9, ["h100"], [1, 2])
+    assert choice.gpus == 2
+    one, two = choose_gpus(config, 128_256, 1e9, ["h100"], [1, 2], every=True)
+    assert one.reason.startswith("1 GPU: ")
+    assert "context_parallel_size" in one.reason
+    assert two.gpus == 2
+    with pytest.raises(ConfigError, match="context_parallel_size"):
+        list(choose_gpus(config, 128_256, 1e9, ["h100"], [1]))
+
+
 def test_figures_of_small_runs_keep_digits() -> None:
     config = load_config([CONFIGS / "pythia" / "14M.yml"], overrides=[]).config
     (choice,) = choose_gpus(config, 50_304, 1e6, ["h100"], [2], every=True)
