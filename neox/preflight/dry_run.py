@@ -31,8 +31,12 @@ class DryRun(JobCommand):
     def show(self) -> int:
         """Print the plan, with what is missing on this machine as warnings and what a start refuses as errors.
 
+            wrong on every machine (`PlannedJob.refused`)              error      2
+            too large for its devices                                  warning    2, or 0 if ranks or device are assumed
+            missing here (`Missing`), launchers' programs, commands    warning    0
+
         Returns:
-            2 if a start would be refused, or if the run does not fit and no hosts or devices were assumed; else 0.
+            The exit status.
         """
         job, planned, warnings = self.plan_without_run()
         refused = list(map(str, planned.refused))

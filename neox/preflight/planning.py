@@ -90,7 +90,7 @@ class PlannedJob:
     Attributes:
         plan: The plan.
         device: What a rank runs on.
-        problems: What a launch refuses. A dry run can do without what is `Missing`, and refuses the rest as well.
+        problems: What a launch refuses. What a dry run makes of each is in `DryRun.show`.
         too_large: Those of them that the plan itself shows: the job needs more memory than the device has.
     """
 

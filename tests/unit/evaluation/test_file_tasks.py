@@ -19,8 +19,9 @@ from neox.evaluation.perplexity import (
     wikitext,
     word_perplexity,
 )
+from neox.evaluation.results import flat_metrics
 from neox.evaluation.scoring import Scorer
-from neox.evaluation.tasks import token_documents, unknown_harness_tasks
+from neox.evaluation.tasks import file_task_scalars, parse_tasks, token_documents, unknown_harness_tasks
 from neox.parallel import ParallelGrid
 from tests.errors import raises_naming
 from tests.unit.evaluation.table_model import ByteTokenizer, TableModel
@@ -95,6 +96,8 @@ def test_a_limit_holds_for_every_kind_of_task(tmp_path):
         assert wiki.counts["bytes"] == examples * len(article) + 2 * (examples < 4)  # the empty line before a title
         assert passages.counts["passages"] == examples
         assert [corpus.counts["documents"] for corpus in corpora] == [examples, examples]
+    reported = {name for name in flat_metrics([wiki, passages, *corpora]) if not name.endswith("_stderr")}
+    assert reported == set(file_task_scalars(parse_tasks(tasks)[0]))
 
 
 def test_token_files_of_another_tokenizer_are_refused(tmp_path):
