@@ -84,6 +84,14 @@ def curves(path: Path, names: Collection[str] = ()) -> Curves:
     return result
 
 
+def ends_finite(path: Path, name: str) -> bool:
+    """Return whether the last value of a scalar in a metrics file is finite, or whether there is none."""
+    last: Any = 0.0
+    for row in read_metrics(path):
+        last = row.get(name, last)
+    return isinstance(last, float | int)
+
+
 def is_step(row: Mapping[str, Any]) -> bool:
     """Return whether a row is that of a training step."""
     kind = row.get("kind")
@@ -364,11 +372,15 @@ def draw_curve(
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the mean of the points around each point: a fiftieth of all to each side, fewer at the ends."""
-    reach = max(1, len(values) // 50)
+    """Return the mean of the points around each point: a fiftieth of all to each side, and fewer at the ends.
+
+    There are as many on each side, so that a straight line stays one.
+    """
+    widest = max(1, len(values) // 50)
     means = []
     for position in range(len(values)):
-        window = values[max(0, position - reach) : position + reach + 1]
+        reach = min(widest, position, len(values) - 1 - position)
+        window = values[position - reach : position + reach + 1]
         means.append(sum(window) / len(window))
     return means
 

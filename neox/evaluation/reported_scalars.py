@@ -1,7 +1,7 @@
 """Names of the scalars that the evaluations of a training report, known before it starts.
 
-The objective's scores come from the code that reports them (`evaluation_scalars`), those of file tasks from `TASK_SCORES`,
-which tests of the tasks compare with what they report.
+The objective's scores come from the code that reports them (`evaluation_scalars`), those of file tasks from
+`TASK_SCORES`, which tests of the tasks compare with what they report.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
 from statistics import mean
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from neox.files import atomic_write, write_text
 from neox.launch.status.run_status import duration
-from neox.metrics import Curves, Measure, curves, draw_curve, logarithmic, places_of, trained
+from neox.metrics import Curves, Measure, curves, draw_curve, ends_finite, logarithmic, places_of, trained
 from tools.sweep.planned_run import PlannedRun, State
 from tools.sweep.sweep_file import Goal, Sweep
 
@@ -136,6 +136,9 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
     if sweep.metric is not None:
         points = curves(run.metrics, [sweep.metric]).get(sweep.metric)
         score = points[max(points)] if points else None
+    for name in [sweep.metric] if sweep.metric is not None else _names_of_group(losses, "validation"):
+        if not ends_finite(run.metrics, name):
+            score = None  # an earlier value is not that of its last weights
     return RunResult(
         name=run.name,
         values=values,
@@ -152,11 +155,17 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
 
 
 def _of_group(losses: Curves, group: str) -> dict[int, float]:
-    """Return the trained loss of training or of an evaluation: the first of its group, before those of single sets."""
-    for name, points in losses.items():
-        if name.startswith(f"{group}/"):
-            return points
+    """Return the trained loss of training or of an evaluation; empty if there is none."""
+    for name in _names_of_group(losses, group):
+        return losses[name]
     return {}
+
+
+def _names_of_group(losses: Curves, group: str) -> Iterator[str]:
+    """Yield the names of the losses of training or of an evaluation: that of all data, then those of single sets."""
+    for name in losses:
+        if name.startswith(f"{group}/"):
+            yield name
 
 
 def _last(values: Sequence[float]) -> float | None:

@@ -212,14 +212,15 @@ class SweepRunner:
         for state in self._states:
             if state.place.name == lost.place.name:
                 state.lost_since = time.time()
-        spares = [state for state in self._states if not state.is_active]
-        if was_lost or not spares:
+        if was_lost:
             return
-        name = spares[0].place.name
-        for state in spares:
-            if state.place.name == name:
+        spare: str | None = None
+        for state in self._states:
+            if not state.is_active and spare in (None, state.place.name):
+                spare = state.place.name
                 state.is_active = True
-        self._say(f"{name}, a spare host, is used instead")
+        if spare is not None:
+            self._say(f"{spare}, a spare host, is used instead")
 
     def _check_waiting(self) -> None:
         """Raise LaunchError if no host has answered for an hour."""

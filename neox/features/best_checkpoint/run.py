@@ -60,7 +60,9 @@ class NameBest(Feature):
         """
         group = self._metric.partition("/")[0]
         if self._metric in scalars:
-            self._values = {state.iteration: scalars[self._metric]}
+            # Later ones were evaluated before a rollback; earlier ones may still be saved in the background.
+            self._values = {done: value for done, value in self._values.items() if done < state.iteration}
+            self._values[state.iteration] = scalars[self._metric]
             self._compare(state.iteration)
         elif name == {"eval": "tasks"}.get(group, group):
             known = ", ".join(scalar for scalar in scalars if scalar.startswith(f"{group}/"))
@@ -69,6 +71,9 @@ class NameBest(Feature):
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Take a committed checkpoint."""
         self._saved = {report.iteration: report.path}
+        self._values = {done: value for done, value in self._values.items() if done >= report.iteration}
+        if self._best is not None and self._best.iteration == report.iteration:
+            self._keep(self._best)  # written again after a rollback to it
         self._compare(report.iteration)
 
     def _compare(self, iteration: int) -> None:

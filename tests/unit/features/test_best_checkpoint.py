@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -86,6 +87,27 @@ def test_the_best_of_evaluated_checkpoints_has_the_name_and_stays(tmp_path: Path
     named_best(tmp_path).on_start(TrainState())  # another run begins
     assert read_best(tmp_path) is None
     assert not (tmp_path / BEST).exists()
+
+
+def test_a_save_in_the_background_may_end_after_the_next_evaluation(tmp_path: Path) -> None:
+    feature = named_best(tmp_path)
+    evaluate(feature, 100, 2.0)
+    evaluate(feature, 110, 2.1)
+    save(feature, tmp_path, 100)
+    assert read_best(tmp_path) == BestCheckpoint("global_step100", 100, "validation/lm_loss", 2.0)
+
+
+def test_a_best_that_a_rollback_writes_again_stays(tmp_path: Path) -> None:
+    feature = named_best(tmp_path)
+    evaluate(feature, 200, 2.0)
+    save(feature, tmp_path, 200)
+    evaluate(feature, 250, 9.0)
+    shutil.rmtree(tmp_path / "global_step200")
+    save(feature, tmp_path, 200)
+    assert is_kept_from_deletion(tmp_path / "global_step200")
+    evaluate(feature, 220, 1.0)
+    save(feature, tmp_path, 250)  # its evaluation was before the rollback
+    assert read_best(tmp_path) == BestCheckpoint("global_step200", 200, "validation/lm_loss", 2.0)
 
 
 def test_the_largest_value_may_be_the_best_and_a_wrong_name_ends_the_run(tmp_path: Path) -> None:
