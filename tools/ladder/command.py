@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neox.arguments import ScriptParser
@@ -66,7 +66,10 @@ def main() -> int:
     parser.add_argument(
         "--train_target", action="store_true", help="after the prediction: train the target, and state the error"
     )
+    parser.add_argument("--redo", action="append", default=[], metavar="NAME", help="train this run again (repeatable)")
     args = parser.parse_args()
+    if TARGET in args.redo and not args.train_target:
+        raise ConfigError(f"--redo {TARGET} needs --train_target")
     ladder = read_ladder(args.ladder)
     places = find_places(args.hostfile, ladder.slots_per_run)
     (target,) = plan_runs(_target_sweep(ladder, {}), Place())
@@ -77,23 +80,27 @@ def main() -> int:
         return 0
 
     # The smallest sizes, with every learning rate.
-    status = _train(ladder, first, places)
+    status = _train(ladder, first, places, _redone(first, args.redo))
     if status:
         return status
     rates = fit_learning_rate(_losses_by_factor(ladder, first, places[0]))
 
     # The other sizes and amounts of tokens, with the rate that the first ones predict.
     second = list(_second_stage(ladder, family, rates))
-    status = _train(ladder, [*first, *second], places)
+    names = [*(run.run.name for run in (*first, *second)), TARGET]
+    unknown = {*args.redo} - {*names}
+    if unknown:
+        raise ConfigError(f"--redo {', '.join(sorted(unknown))}: no run has this name; they are {', '.join(names)}")
+    status = _train(ladder, [*first, *second], places, _redone(second, args.redo))
     if status:
         return status
     trained = _trained_runs(ladder, [*first, *second], places[0])
-    prediction = _predict(ladder, family, rates, trained)
+    prediction = _predict(family, rates, trained, target.config.schedule.min_lr or 0.0)
     with os_errors(DataError, f"{ladder.directory} cannot be written"):
         write_prediction(ladder.directory, prediction, target.config)
     print(format_prediction(prediction, ladder.directory))
     if args.train_target:
-        return _train_target(ladder, prediction, target.config.schedule.min_lr)
+        return _train_target(ladder, prediction, [TARGET] if TARGET in args.redo else [])
     return 0
 
 
@@ -103,7 +110,8 @@ def _sweep(ladder: Ladder, runs: Sequence[SweepRun]) -> Sweep:
 
 
 def _target_sweep(ladder: Ladder, values: Mapping[str, float]) -> Sweep:
-    return _sweep(ladder, [SweepRun(TARGET, values)])
+    """Return the sweep that trains the target. It has no table: that of the directory is of the small runs."""
+    return replace(_sweep(ladder, [SweepRun(TARGET, values)]), has_table=False)
 
 
 def _ranks(ladder: Ladder, place: Place) -> int:
@@ -140,9 +148,18 @@ def _ladder_run(family: Family, size: Size, ratio: float, factor: float) -> Ladd
     return LadderRun(run, place, ratio)
 
 
-def _train(ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place]) -> int:
+def _redone(runs: Sequence[LadderRun], redo: Sequence[str]) -> list[str]:
+    """Return the names of a stage's runs that are trained again."""
+    found = []
+    for run in runs:
+        if run.run.name in redo:
+            found.append(run.run.name)
+    return found
+
+
+def _train(ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place], redo: Sequence[str]) -> int:
     """Train runs, and return 0 if each of them is done or has diverged."""
-    return sweep_over(_sweep(ladder, [run.run for run in runs]), places)
+    return sweep_over(_sweep(ladder, [run.run for run in runs]), places, redo=redo)
 
 
 def _losses(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> dict[str, float]:
@@ -182,7 +199,7 @@ def _trained_runs(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> li
 # -- the prediction
 
 
-def _predict(ladder: Ladder, family: Family, rates: RateFit, trained: Sequence[TrainedRun]) -> Prediction:
+def _predict(family: Family, rates: RateFit, trained: Sequence[TrainedRun], min_lr: float) -> Prediction:
     """Fit the best runs, and predict the target. The largest size is also predicted from the others, as a check."""
     best = [run for run in trained if run.is_best]
     try:
@@ -210,6 +227,7 @@ def _predict(ladder: Ladder, family: Family, rates: RateFit, trained: Sequence[T
         rate_low=family.rule_rate(family.parameters) * factor.low,
         rate_high=family.rule_rate(family.parameters) * factor.high,
         configured_rate=family.rate,
+        configured_min_lr=min_lr,
         fit=fit,
         rates=rates,
         runs=tuple(trained),
@@ -233,13 +251,10 @@ def _fit(runs: Sequence[TrainedRun]) -> LossFit:
 # -- the target
 
 
-def _train_target(ladder: Ladder, prediction: Prediction, smallest: float) -> int:
+def _train_target(ladder: Ladder, prediction: Prediction, redo: Sequence[str]) -> int:
     """Train the target with the predicted learning rate, and print the error of the prediction."""
-    values = {"optimizer.params.lr": float(f"{prediction.rate:.4g}")}
-    if smallest:
-        values["min_lr"] = float(f"{smallest * prediction.rate / prediction.configured_rate:.4g}")
-    sweep = _target_sweep(ladder, values)
-    status = sweep_over(sweep, (Place(),))
+    sweep = _target_sweep(ladder, prediction.target_values())
+    status = sweep_over(sweep, (Place(),), redo=redo)
     if status:
         return status
     (result,) = read_results(sweep, plan_runs(sweep, Place()), {}, {})
@@ -247,11 +262,11 @@ def _train_target(ladder: Ladder, prediction: Prediction, smallest: float) -> in
         raise DataError(f"{ladder.directory / TARGET} has no loss")
     loss = prediction.loss
     error = loss.value / result.score - 1
-    within = "within" if loss.low <= result.score <= loss.high else "outside"
-    print(
-        f"target: predicted {loss.value:.4f} ({loss.low:.4f} to {loss.high:.4f}), trained {result.score:.4f}: "
-        f"{100 * error:+.2f} %, {within} the range"
-    )
+    line = f"target: predicted {loss.value:.4f}, trained {result.score:.4f}: {100 * error:+.2f} %"
+    if loss.is_known:
+        within = "within" if loss.low <= result.score <= loss.high else "outside"
+        line += f", {within} the range of {loss.low:.4f} to {loss.high:.4f}"
+    print(line)
     return 0
 
 

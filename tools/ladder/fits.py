@@ -1,8 +1,10 @@
 """Fits of a ladder: the best learning rate over sizes, and the loss over parameters and tokens.
 
-The loss is that of Hoffmann et al. (arXiv:2203.15556): L(N, D) = E + A / N^a + B / D^b. With one ratio of tokens and
-parameters, D and N are one variable, and L(N) = E + A / N^a. For given exponents the other numbers solve a linear
-least-squares problem, so the exponents are searched on a grid, which is refined: no start value decides the result.
+The form of the loss is that of Hoffmann et al. (arXiv:2203.15556): L(N, D) = E + A / N^a + B / D^b. With one ratio of
+tokens and parameters, D and N are one variable, and L(N) = E + A / N^a. What the fit minimises is not theirs (Huber's
+loss of logarithms), but the sum of ((fitted - observed) / observed)^2. For given exponents the other numbers solve a
+linear least-squares problem, so the exponents are searched on a grid, which is refined: no start value decides the
+result.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _RIDGE = 1e-12
 _RESAMPLES = 120
 _SEED = 0
 _SHARE = 0.9
-"""Share of the resampled fits that lies within the range of a prediction."""
+"""Share of the refits to noisy losses that lies within the range of a predicted loss."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,18 @@ class Range:
 
     Attributes:
         value: The prediction.
-        low: Lower end of its 90 % range.
-        high: Upper end of that range.
+        low: Lower end of its range; NaN if nothing is known of it. The fit says what the range is.
+        high: Upper end of that range; NaN likewise.
     """
 
     value: float
     low: float
     high: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a range."""
+        return not math.isnan(self.low)
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,11 @@ class LossFit:
         irreducible: E, the loss that no size goes below.
         of_parameters: A and a.
         of_tokens: B and b; None if all runs have one ratio of tokens and parameters.
-        resampled: The same numbers of fits to resampled losses, one row each.
+        resampled: The same numbers of fits to noisy losses, one row each; no row if as many runs as numbers to fit
+            leave nothing to tell the noise from.
         ratio: Tokens for each parameter, if all runs have the same.
-        deviation: Root mean square of the relative residuals, with the degrees of freedom that are left.
+        deviation: Root mean square of the relative residuals, with the degrees of freedom that are left; NaN if there
+            are none.
     """
 
     irreducible: float
@@ -63,11 +72,17 @@ class LossFit:
     deviation: float
 
     def predict(self, parameters: float, tokens: float) -> Range:
-        """Return the loss of a run. The range shows the scatter of the fit, not an error of its form."""
+        """Return the loss of a run.
+
+        The range holds 90 % of refits to the fitted losses with normal noise of the deviation: it shows the scatter of
+        the runs, not an error of the form. There is none if no degree of freedom is left.
+        """
         row = [self.irreducible, *self.of_parameters]
         if self.of_tokens is not None:
             row += self.of_tokens
         value = _losses(np.array([row]), parameters, tokens)[0]
+        if not len(self.resampled):
+            return Range(float(value), math.nan, math.nan)
         others = _losses(self.resampled, parameters, tokens)
         low, high = np.quantile(others, [(1 - _SHARE) / 2, (1 + _SHARE) / 2])
         return Range(float(value), float(min(low, value)), float(max(high, value)))
@@ -102,11 +117,11 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
         raise ValueError(f"{len(observed)} runs, but {unknown} numbers to fit")
     row, fitted = _fit(n, d, observed, both=not is_one_ratio)
     residuals = (observed - fitted) / fitted
-    freedom = max(1, len(observed) - unknown)
-    deviation = math.sqrt(float(np.sum(residuals**2)) / freedom)
+    freedom = len(observed) - unknown
+    deviation = math.sqrt(float(np.sum(residuals**2)) / freedom) if freedom else math.nan
     generator = np.random.default_rng(_SEED)
     resampled = []
-    for _ in range(_RESAMPLES):
+    for _ in range(_RESAMPLES if freedom else 0):
         noisy = fitted * (1 + deviation * generator.standard_normal(len(observed)))
         resampled.append(_fit(n, d, noisy, both=not is_one_ratio)[0])
     return LossFit(
@@ -219,17 +234,20 @@ def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
     orders of magnitude, would be worse than none.
 
     Args:
-        tried: Losses by factor, for each size by its parameters. A loss that is not finite counts as a large one.
+        tried: Losses by factor, for each size by its parameters. One that is not finite is worse than all others: the
+            best factor next to it is not at the edge, but no parabola gives a minimum between factors.
 
     Raises:
         ValueError: A size has no finite loss.
     """
     factors: dict[int, float] = {}
     at_edge = []
+    are_minima = True
     for parameters, losses in tried.items():
-        found, is_edge = _best_factor(losses)
+        found, is_minimum = _best_factor(losses)
         factors[parameters] = found
-        if is_edge:
+        are_minima &= is_minimum
+        if not is_minimum and len(losses) > 1 and found in (min(losses), max(losses)):
             at_edge.append(parameters)
     x = np.log(np.array(list(factors), dtype=float))
     y = np.log(np.array(list(factors.values())))
@@ -244,9 +262,9 @@ def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
         if abs(trend) > 2 * around / math.sqrt(spread):
             slope = trend
             deviation = around
-    # A minimum between factors that were tried is known no better than their distance, and one at the edge not even so.
+    # A parabola's minimum is known no better than the distance of factors, and a best factor without one not even so.
     distance = min(_distance(losses) for losses in tried.values())
-    deviation = max(deviation, distance / 2 if at_edge else distance / 4)
+    deviation = max(deviation, distance / 4 if are_minima else distance / 2)
     return RateFit(factors, float(y.mean()), slope, middle, deviation, tuple(at_edge))
 
 
@@ -259,16 +277,16 @@ def _distance(losses: dict[float, float]) -> float:
 
 
 def _best_factor(losses: dict[float, float]) -> tuple[float, bool]:
-    """Return the best factor of a size, and whether it is the smallest or largest that was tried."""
+    """Return the best factor of a size, and whether it is a parabola's minimum; else it is one that was tried."""
     finite = {factor: loss for factor, loss in losses.items() if math.isfinite(loss)}
     if not finite:
         raise ValueError("no learning rate of a size has a finite loss")
-    tried = sorted(finite)
-    best = min(tried, key=finite.__getitem__)
+    tried = sorted(losses)
+    best = min(finite, key=finite.__getitem__)
     position = tried.index(best)
-    if position in (0, len(tried) - 1):
-        return best, len(losses) > 1
-    around = tried[position - 1 : position + 2]
+    around = tried[max(0, position - 1) : position + 2]
+    if len(around) < 3 or not {*around} <= {*finite}:
+        return best, False
     x = np.log(np.array(around))
     curvature, linear, _ = np.polyfit(x, [finite[factor] for factor in around], 2)
-    return float(np.exp(-linear / (2 * curvature))), False
+    return float(np.exp(-linear / (2 * curvature))), True

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -57,6 +57,7 @@ class Prediction:
         rate_low: Lower end of the learning rate's range.
         rate_high: Upper end of that range.
         configured_rate: Learning rate in its configuration.
+        configured_min_lr: `min_lr` in its configuration; 0 if it has none.
         fit: Fit of the losses.
         rates: Fit of the learning rates.
         runs: The small runs.
@@ -73,12 +74,21 @@ class Prediction:
     rate_low: float
     rate_high: float
     configured_rate: float
+    configured_min_lr: float
     fit: LossFit
     rates: RateFit
     runs: tuple[TrainedRun, ...]
     largest: TrainedRun
     largest_predicted: Range | None
     rate_curve: tuple[tuple[int, float], ...]
+
+    def target_values(self) -> dict[str, float]:
+        """Return the target's values of keys: the predicted learning rate, and `min_lr` in its old share of it."""
+        rate = float(f"{self.rate:.4g}")
+        values = {"optimizer.params.lr": rate}
+        if self.configured_min_lr:
+            values["min_lr"] = float(f"{self.configured_min_lr * rate / self.configured_rate:.4g}")
+        return values
 
 
 def format_prediction(prediction: Prediction, directory: Path) -> str:
@@ -88,11 +98,19 @@ def format_prediction(prediction: Prediction, directory: Path) -> str:
     if fit.of_tokens is not None:
         formula += f" + {fit.of_tokens[0]:.4g} / D^{fit.of_tokens[1]:.3f}"
     loss = prediction.loss
-    lines = [
-        f"fit       {formula}; the runs deviate by {100 * fit.deviation:.2g} %",
-        f"loss      {loss.value:.4f} (90 % of resampled fits: {loss.low:.4f} to {loss.high:.4f}) for "
-        f"{short(prediction.parameters)} parameters and {short(prediction.tokens)} tokens",
-    ]
+    target = f"{short(prediction.parameters)} parameters and {short(prediction.tokens)} tokens"
+    if loss.is_known:
+        lines = [
+            f"fit       {formula}; the runs deviate by {100 * fit.deviation:.2g} %",
+            f"loss      {loss.value:.4f} (90 % of refits to noisy losses: {loss.low:.4f} to {loss.high:.4f}) for "
+            f"{target}",
+        ]
+    else:
+        lines = [
+            f"fit       {formula}",
+            f"loss      {loss.value:.4f} for {target}",
+            "note      there are as many runs as numbers to fit, so no range is known; give more sizes",
+        ]
     if fit.ratio is not None and not math.isclose(prediction.tokens, prediction.configured_tokens, rel_tol=0.05):
         lines.append(
             f"note      the configuration trains {short(prediction.configured_tokens)} tokens; with one value of "
@@ -121,15 +139,23 @@ def write_prediction(directory: Path, prediction: Prediction, target: NeoXConfig
     """Write the prediction as JSON and as a picture, and the target's learning rate as YAML. Raises OSError."""
     found = asdict(prediction)
     found["fit"].pop("resampled")
-    write_text(directory / RESULT, json.dumps(found, indent=2) + "\n")
+    write_text(directory / RESULT, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
     optimizer = target.to_flat()["optimizer"]
-    parameters = {**optimizer.get("params", {}), "lr": float(f"{prediction.rate:.3g}")}
-    settings: dict[str, object] = {"optimizer": {**optimizer, "params": parameters}}
-    if target.schedule.min_lr:
-        settings["min_lr"] = float(f"{target.schedule.min_lr * prediction.rate / prediction.configured_rate:.3g}")
+    settings: dict[str, object] = dict(prediction.target_values())
+    parameters = {**optimizer.get("params", {}), "lr": settings.pop("optimizer.params.lr")}
+    settings["optimizer"] = {**optimizer, "params": parameters}
     text = "# The learning rate that the ladder predicts, over those of the target's files.\n"
     write_text(directory / TARGET_FILE, text + yaml.safe_dump({"overrides": settings}, sort_keys=False))
     _draw(directory / PICTURE, prediction)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None for numbers that are not finite, which JSON lacks: diverged losses, unknown ranges."""
+    if isinstance(value, dict):
+        return dict(zip(value, map(_finite, value.values()), strict=True))
+    if isinstance(value, list | tuple):
+        return list(map(_finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _draw(picture: Path, prediction: Prediction) -> None:
@@ -165,7 +191,7 @@ def _draw_losses(axes: Axes, prediction: Prediction) -> None:
             places, [found.low for found in predicted], [found.high for found in predicted], color=color, alpha=0.2
         )
     loss = prediction.loss
-    reach = [[loss.value - loss.low], [loss.high - loss.value]]
+    reach = [[loss.value - loss.low], [loss.high - loss.value]] if loss.is_known else None
     axes.errorbar([prediction.parameters], [loss.value], yerr=reach, fmt="*k", markersize=10, label="target, predicted")
     axes.set_xscale("log")
     shown = {prediction.parameters}

@@ -157,7 +157,8 @@ def _print_results(sweep: Sweep, results: Sequence[RunResult]) -> None:
     best = results[0]
     if sweep.compares and best.score is not None and best.state is State.DONE:
         print("\n".join([f"best: {best.name}", *values_at_an_end(results)]))
-    print(f"{sweep.directory / TABLE}  {sweep.directory / PICTURE}")
+    if sweep.has_table:
+        print(f"{sweep.directory / TABLE}  {sweep.directory / PICTURE}")
 
 
 def format_plans(runs: Sequence[PlannedRun], places: Sequence[Place]) -> str:

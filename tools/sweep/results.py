@@ -173,7 +173,9 @@ def _last(values: Sequence[float]) -> float | None:
 
 
 def write_results(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]) -> None:
-    """Write the table and the picture of a sweep into its directory. Raises OSError."""
+    """Write the table and the picture of a sweep, if it has them, into its directory. Raises OSError."""
+    if not sweep.has_table:
+        return
     columns = ["run", *sweep.varied, "state", "step", "tokens", "seconds", "train_loss", "validation_loss"]
     if sweep.metric is not None:
         columns.append(sweep.metric)

@@ -65,6 +65,7 @@ class Sweep:
         metric: Scalar by which runs are compared; None for the loss on validation data, else the training loss.
         goal: Whether the best run has the smallest or the largest value.
         compares: Whether the runs are alternatives, of which one is the best; those of a ladder are not.
+        has_table: Whether the table and the picture are written. A ladder's target leaves those of the small runs.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Sweep:
     metric: str | None = None
     goal: Goal = "min"
     compares: bool = True
+    has_table: bool = True
 
     @property
     def varied(self) -> tuple[str, ...]:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from neox.errors import ConfigError
 from neox.plan import config_from_files, resolve
 from tests.plans import small_plan
-from tools.ladder.family import Family, multiplied_parameters, shape_of
+from tools.ladder import command
+from tools.ladder.family import Family, RunSize, multiplied_parameters, shape_of
 from tools.ladder.fits import fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import Ladder, read_ladder
+from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
+from tools.sweep.results import TABLE, write_results
+from tools.sweep.sweep_file import Sweep
 
 ROOT = Path(__file__).parents[4]
 
@@ -120,3 +127,68 @@ def test_malformed_files_are_refused_by_place(tmp_path: Path, text: str, words: 
     with pytest.raises(ConfigError) as refused:
         read_ladder(file)
     assert words in str(refused.value)
+
+
+def prediction(losses: tuple[float, ...]) -> Prediction:
+    """A prediction from runs of 1e6, 1e7 and so on parameters, with the losses of their best learning rates."""
+    runs = []
+    for number, found in enumerate(losses):
+        size = RunSize(10 ** (6 + number), 20.0 * 10 ** (6 + number), 1e-3, 1.0)
+        runs.append(TrainedRun(f"run{number}", size, found, is_best=math.isfinite(found)))
+    best = [run for run in runs if run.is_best]
+    fit = fit_loss([run.size.parameters for run in best], [run.size.tokens for run in best], [run.loss for run in best])
+    found = fit.predict(1e10, 2e11)
+    curve = tuple((run.size.parameters, 1e-3) for run in runs)
+    rates = fit_learning_rate({10**6: {0.5: 3.0, 1.0: 2.9, 2.0: 3.0}})
+    return Prediction(
+        10**10, 2e11, 2e11, found, 1.23456e-3, 1e-3, 2e-3, 1e-3, 1e-4, fit, rates, tuple(runs), best[-1], None, curve
+    )
+
+
+def test_three_runs_with_three_numbers_to_fit_have_no_range(tmp_path: Path) -> None:
+    few = prediction((3.0, 2.6, 2.4))
+    assert math.isnan(few.loss.low)
+    assert not few.loss.is_known
+    assert "no range is known" in format_prediction(few, tmp_path)
+    write_prediction(tmp_path, few, config_from_files([ROOT / "configs" / "quickstart.yml"]))
+    assert json.loads((tmp_path / "ladder.json").read_text())["loss"]["low"] is None
+    several = prediction((3.0, 2.6, 2.41, 2.3))
+    assert several.loss.low < several.loss.value < several.loss.high
+    assert "90 % of refits to noisy losses" in format_prediction(several, tmp_path)
+
+
+def test_a_best_factor_beside_a_diverged_one_is_not_at_the_edge() -> None:
+    fit = fit_learning_rate({10**6: {0.5: 3.0, 1.0: 2.0, 2.0: math.inf}})
+    assert fit.at_edge == ()
+    assert fit.factors == {10**6: 1.0}
+    assert fit_learning_rate({10**6: {0.5: math.inf, 1.0: 3.0, 2.0: 2.0}}).at_edge == (10**6,)
+
+
+def test_the_written_learning_rate_is_the_one_that_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[tuple[Sweep, Any]] = []
+
+    def sweep_over(sweep: Sweep, places: Any, *, redo: Any) -> int:
+        trained.append((sweep, redo))
+        return 1
+
+    monkeypatch.setattr(command, "sweep_over", sweep_over)
+    found = prediction((3.0, 2.6, math.inf, 2.3, 2.2))
+    target = config_from_files([ROOT / "configs" / "quickstart.yml"])
+    write_prediction(tmp_path, found, target)
+    ladder = Ladder("l", tmp_path, ("a.yml",))
+    assert command._train_target(ladder, found, ["target"]) == 1
+    ((sweep, redo),) = trained
+    written = yaml.safe_load((tmp_path / "target.yml").read_text())["overrides"]
+    values = {"optimizer.params.lr": written["optimizer"]["params"]["lr"], "min_lr": written["min_lr"]}
+    assert sweep.runs[0].values == values == {"optimizer.params.lr": 1.235e-3, "min_lr": 1.235e-4}
+    assert redo == ["target"]
+    # Python's parser reads Infinity, which no other one does.
+    text = (tmp_path / "ladder.json").read_text()
+    read = json.loads(text, parse_constant=pytest.fail)
+    assert [run["loss"] for run in read["runs"]] == [3.0, 2.6, None, 2.3, 2.2]
+
+
+def test_training_the_target_leaves_the_table_of_the_small_runs(tmp_path: Path) -> None:
+    (tmp_path / TABLE).write_text("small runs\n")
+    write_results(command._target_sweep(Ladder("l", tmp_path, ("a.yml",)), {}), [], [])
+    assert (tmp_path / TABLE).read_text() == "small runs\n"
