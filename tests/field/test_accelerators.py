@@ -82,7 +82,7 @@ def test_a_gpu_that_shares_the_hosts_memory(tmp_path: Path) -> None:
     add_tool(tmp_path / "bin", "nvidia-smi", "[N/A]", "*memory.total*")
     add_tool(tmp_path / "bin", "nvidia-smi", "12.1", "*compute_cap*")
     assert NVIDIA.memory(root) == []
-    assert NVIDIA.formats(root) == {"bf16": True, "fp16": True, "fp8": True}
+    assert NVIDIA.formats(root) == {"bf16": True, "fp16": True, "fp8": True, "fp8_experts": False}
 
 
 def test_a_message_of_nvidia_smi_is_no_value(tmp_path: Path) -> None:
