@@ -40,12 +40,13 @@ def evaluation_scalars(
     scalars |= _tokens(kind, sets)
     if not densities:
         return scalars
-    density = 0.0
+    per_character = dict.fromkeys(per_token, 0.0)  # mean of the sets, as of bits per byte
     for item, own, found in zip(sets, densities, scores, strict=True):
-        density += item.weight / total * own
+        for name in per_token:
+            per_character[name] += item.weight / total * found[name] * own
         if item.name is not None:
             scalars |= _by_character(f"{kind}/{item.name}", found, per_token, own)
-    return scalars | _by_character(kind, means, per_token, density)
+    return scalars | _by_character(kind, per_character, per_token, 1.0)
 
 
 def _bits_per_byte(

@@ -261,6 +261,15 @@ def test_an_error_ends_what_watches(fit):
     assert diaries == [(2, ["start", "validation 2"])]
 
 
+def test_perplexity_per_character_of_several_sets_is_between_theirs():
+    sets = [EvaluationSet(iter(()), "a", 1.0), EvaluationSet(iter(()), "b", 1.0)]
+    scores = [{"lm_loss": 3.0}, {"lm_loss": 1.0}]
+    found = evaluation_scalars("validation", sets, scores, ["lm_loss"], [0.2, 0.7])
+    assert found["validation/a/lm_loss_char_ppl"] == pytest.approx(math.exp(0.6))
+    assert found["validation/b/lm_loss_char_ppl"] == pytest.approx(math.exp(0.7))
+    assert found["validation/lm_loss_char_ppl"] == pytest.approx(math.exp(0.65))
+
+
 def test_losses_have_their_bits_per_byte_if_the_data_know_their_bytes():
     """Bits of text that takes 4 bytes a token, and 2 in the other set."""
     sets = [EvaluationSet(None, "a", 1.0, None, 4.0), EvaluationSet(None, "b", 3.0, None, 2.0)]
