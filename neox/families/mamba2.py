@@ -96,8 +96,8 @@ class NoStepLimit(ConfigEntries):
     def problems(self, hf: Mapping[str, Any]) -> Iterator[str]:
         """Yield a reason if there are other bounds."""
         given = hf.get("time_step_limit")
-        infinite = ({"__float__": "Infinity"}, inf)
-        if given is None or (len(given) == 2 and given[0] == 0 and given[1] in infinite):
+        bounds = list(given) if isinstance(given, list | tuple) else given
+        if bounds in (None, [0, inf], [0, {"__float__": "Infinity"}]):
             return
         yield f"time_step_limit: {given}: only [0.0, inf] is supported"
 

@@ -194,6 +194,7 @@ SMALL = {
         ("bert", {"is_decoder": True}),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
         ("gpt_oss", {"swiglu_limit": 5.0}),
+        ("mamba2", {"time_step_limit": 0.1}),
     ],
     ids=str,
 )
