@@ -51,7 +51,7 @@ from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_s
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
 from neox.preflight.remote_data import planned_data, with_local_data
 from neox.preflight.resume_from_save import ResumedConfig, batch_note, resume_from_save, with_warmup_of_counted
-from neox.preflight.score_checks import save_best_problems
+from neox.preflight.score_checks import save_best_notes, save_best_problems
 from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
 from neox.problems import Missing, Problem, in_file_order
 
@@ -241,6 +241,7 @@ def _notes_of_training(plan: RunPlan, loaded: FoundRun | None) -> list[str]:
     notes += packed_conversation_notes(plan.config)
     if (changed := batch_note(plan, loaded)) is not None:
         notes.append(changed)
+    notes += save_best_notes(plan)
     note = export_note(plan.config, plan.architecture)
     if note is not None:
         notes.append(note)

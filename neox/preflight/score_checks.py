@@ -1,9 +1,12 @@
-"""Check by the launcher that the evaluations of a run report the metric of `save_best`."""
+"""What the launcher says about `save_best`: whether evaluations report its metric, and what has changed about it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from neox.errors import EvaluationError
 from neox.plan import RunPlan
+from neox.plan.run_identity import resumes_own_directory
 from neox.problems import Problem
 
 
@@ -30,3 +33,16 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
     if is_scalar_of(metric, known) or (is_of_task and of_harness):
         return []
     return [config.problem_about(f"save_best: {unknown_scalar(metric, known)}", "save_best")]
+
+
+def save_best_notes(plan: RunPlan) -> list[str]:
+    """Return the note that a run which resumes compares checkpoints by another metric, goal or data than before."""
+    keys = plan.config.checkpoint
+    if keys.save_best is None or keys.save is None or keys.overwrite or not resumes_own_directory(plan.config):
+        return []
+    try:
+        from neox.checkpoint.save_directory.best import BestRule, change_of_rule  # torch, as above
+    except ModuleNotFoundError:
+        return []
+    change = change_of_rule(Path(keys.save), BestRule.of(plan))
+    return [] if change is None else [change]

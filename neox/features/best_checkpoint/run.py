@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from neox.checkpoint.save_directory.best import BestCheckpoint, forget_best, name_best, read_best
+from neox.checkpoint.save_directory.best import (
+    BestCheckpoint,
+    BestRule,
+    change_of_rule,
+    forget_best,
+    name_best,
+    read_best,
+)
 from neox.checkpoint.save_directory.staging import kept_from_deletion
 from neox.engine import Feature, SaveReport, TrainState
 from neox.errors import CheckpointError, ConfigError
@@ -35,22 +42,31 @@ class NameBest(Feature):
 
     def __init__(self, plan: RunPlan) -> None:
         keys = plan.config.checkpoint
-        self._metric = keys.save_best or ""
-        self._is_smaller_better = keys.save_best_goal == "min"
+        self._rule = BestRule.of(plan)
+        self._metric = self._rule.metric
         self._save = Path(keys.save or ".")
         self._best: BestCheckpoint | None = None
+        self._is_comparable = True  # whether the best one was compared by the same rule
         self._kept = ExitStack()
         self._values: dict[int, float] = {}  # by iteration, of evaluations whose checkpoint is not saved yet
         self._saved: dict[int, Path] = {}  # the last checkpoint by its iteration
 
     def on_start(self, state: TrainState) -> None:
-        """Go on with the best checkpoint so far, or forget that of an earlier run."""
+        """Go on with the best checkpoint so far, or forget that of an earlier run.
+
+        One that was the best by another metric, goal or data keeps its name until another one is evaluated.
+        """
         if state.iteration == 0:
             forget_best(self._save)
             return
         found = read_best(self._save)
-        if found is not None and found.metric == self._metric:
-            self._keep(found)
+        if found is None:
+            return
+        change = change_of_rule(self._save, self._rule)
+        if change is not None:
+            _log.warning("%s", change)
+            self._is_comparable = False
+        self._keep(found)
 
     def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
         """Take the value of the metric.
@@ -82,17 +98,18 @@ class NameBest(Feature):
         path = self._saved.get(iteration)
         if value is None or path is None or not math.isfinite(value):
             return
-        if self._best is not None:
-            is_better = value < self._best.value if self._is_smaller_better else value > self._best.value
+        if self._best is not None and self._is_comparable:
+            is_better = value < self._best.value if self._rule.goal == "min" else value > self._best.value
             if not is_better:
                 return
-        best = BestCheckpoint(path.name, iteration, self._metric, value)
+        best = BestCheckpoint(path.name, iteration, value, self._rule)
         try:
             name_best(self._save, best)
         except CheckpointError as error:
             _log.warning("%s; training goes on", error)
             return
         self._keep(best)
+        self._is_comparable = True
         _log.info("best: %s with %s %.6g", path.name, self._metric, value)
 
     def _keep(self, best: BestCheckpoint) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
 
 import pytest
 
-from neox.checkpoint.save_directory.best import BEST, BestCheckpoint, read_best
+from neox.checkpoint.save_directory.best import BEST, BestRule, read_best
 from neox.checkpoint.save_directory.staging import is_kept_from_deletion, kept_from_deletion
 from neox.config import NeoXConfig
 from neox.engine import SaveReport, TrainState
@@ -18,7 +19,7 @@ from neox.features.best_checkpoint.run import NameBest
 from neox.features.eval_tasks.run import check_metric
 from neox.features.hf_export import run as hf_export
 from neox.plan import static_problems
-from neox.preflight.score_checks import save_best_problems
+from neox.preflight.score_checks import save_best_notes, save_best_problems
 from tests.plans import SMALL, small_plan
 
 DPO = {"train_impl": "dpo", "pos_train_data_paths": ["p"], "neg_train_data_paths": ["n"], "pack_impl": "unpacked"}
@@ -57,13 +58,20 @@ def save(feature: NameBest, directory: Path, step: int) -> None:
     feature.on_save(TrainState(iteration=step), SaveReport(checkpoint(directory, step), step, 0.0, 0.0))
 
 
+def best(directory: Path) -> tuple[str, int, float]:
+    found = read_best(directory)
+    assert found is not None
+    assert found.rule.metric == "validation/lm_loss"
+    return found.checkpoint, found.iteration, found.value
+
+
 def test_the_best_of_evaluated_checkpoints_has_the_name_and_stays(tmp_path: Path) -> None:
     feature = named_best(tmp_path)
     feature.on_start(TrainState())
     evaluate(feature, 1, 1.0)  # not saved
     evaluate(feature, 2, 3.0)
     save(feature, tmp_path, 2)
-    assert read_best(tmp_path) == BestCheckpoint("global_step2", 2, "validation/lm_loss", 3.0)
+    assert best(tmp_path) == ("global_step2", 2, 3.0)
     save(feature, tmp_path, 3)  # not evaluated
     evaluate(feature, 4, 2.0)
     save(feature, tmp_path, 4)
@@ -94,7 +102,7 @@ def test_a_save_in_the_background_may_end_after_the_next_evaluation(tmp_path: Pa
     evaluate(feature, 100, 2.0)
     evaluate(feature, 110, 2.1)
     save(feature, tmp_path, 100)
-    assert read_best(tmp_path) == BestCheckpoint("global_step100", 100, "validation/lm_loss", 2.0)
+    assert best(tmp_path) == ("global_step100", 100, 2.0)
 
 
 def test_a_best_that_a_rollback_writes_again_stays(tmp_path: Path) -> None:
@@ -107,7 +115,86 @@ def test_a_best_that_a_rollback_writes_again_stays(tmp_path: Path) -> None:
     assert is_kept_from_deletion(tmp_path / "global_step200")
     evaluate(feature, 220, 1.0)
     save(feature, tmp_path, 250)  # its evaluation was before the rollback
-    assert read_best(tmp_path) == BestCheckpoint("global_step200", 200, "validation/lm_loss", 2.0)
+    assert best(tmp_path) == ("global_step200", 200, 2.0)
+
+
+NAMED = {"train_data_paths": ["t"], "valid_data_paths": {"web": "w", "own": "o"}}
+TASKS = {"save_best": "eval/lambada_acc", "eval_tasks": ["lambada=l.jsonl"]}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "changed"),
+    [
+        ({}, {"save_best_goal": "max"}, ["save_best_goal min -> max"]),
+        ({}, {"save_best": "validation/z_loss"}, ["save_best validation/lm_loss -> validation/z_loss"]),
+        ({}, {"eval_iters": 7}, ["samples 400 -> 28"]),
+        ({"data_path": "d"}, {"data_path": "d", "split": "8,1,1"}, ["split [0.969, 0.03, 0.001] -> [0.8, 0.1, 0.1]"]),
+        (NAMED, {**NAMED, "valid_data_paths": {"web": "w"}}, ["valid_data_paths"]),
+        ({**NAMED, "save_best": "validation/web/x"}, {**NAMED, "valid_data_paths": {"web": "w"}}, ["save_best"]),
+        (TASKS, {**TASKS, "eval_limit": 5}, ["eval_limit unset -> 5"]),
+        (TASKS, {**TASKS, "eval_tasks": ["lambada=other.jsonl"]}, ["eval_tasks"]),
+        ({}, {"train_iters": 20, "eval_interval": 5, "valid_data_weights": None}, []),
+        (TASKS, {**TASKS, "eval_tasks": ["lambada=l.jsonl", "arc_easy"], "eval_iters": 1}, []),
+        (
+            {**NAMED, "save_best": "validation/web/lm_loss"},
+            {**NAMED, "save_best": "validation/web/lm_loss", "valid_data_paths": {"web": "w", "more": "m"}},
+            [],
+        ),
+    ],
+)
+def test_a_rule_changes_with_metric_goal_and_what_it_is_measured_on(
+    before: dict[str, object], now: dict[str, object], changed: list[str]
+) -> None:
+    def rule(keys: dict[str, object]) -> BestRule:
+        known: dict[str, object] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+        return BestRule.of(small_plan(**known, save="x", **{"save_best": "validation/lm_loss", **keys}))
+
+    found = list(rule(now).changes_since(rule(before)))
+    assert len(found) == len(changed)
+    for text, expected in zip(found, changed, strict=True):
+        assert text.startswith(expected)
+
+
+def test_a_best_by_another_rule_stays_until_another_is_evaluated_and_is_named(tmp_path: Path, caplog) -> None:
+    feature = named_best(tmp_path)
+    evaluate(feature, 2, 1.0)
+    save(feature, tmp_path, 2)
+    record = json.loads((tmp_path / "best.json").read_text())
+    assert (record["metric"], record["goal"]) == ("validation/lm_loss", "min")
+    assert record["measured_on"]["samples"] == small_plan().batch.train_batch_size * 100
+
+    same = named_best(tmp_path, load=str(tmp_path))
+    same.on_start(TrainState(iteration=2))
+    evaluate(same, 3, 2.0)
+    save(same, tmp_path, 3)
+    assert not caplog.records
+    assert best(tmp_path) == ("global_step2", 2, 1.0)
+
+    largest = named_best(tmp_path, load=str(tmp_path), save_best_goal="max")
+    plan = small_plan(save=str(tmp_path), load=str(tmp_path), save_best="validation/lm_loss", save_best_goal="max")
+    assert "save_best_goal min -> max" in save_best_notes(plan)[0]
+    largest.on_start(TrainState(iteration=3))
+    assert "save_best_goal min -> max" in caplog.text
+    assert is_kept_from_deletion(tmp_path / "global_step2")
+    evaluate(largest, 4, 0.5)  # worse by either goal, and yet the only one of the new goal
+    save(largest, tmp_path, 4)
+    assert best(tmp_path) == ("global_step4", 4, 0.5)
+    assert is_kept_from_deletion(tmp_path / "global_step4")
+    assert save_best_notes(plan) == []
+    evaluate(largest, 5, 0.4)
+    save(largest, tmp_path, 5)
+    assert best(tmp_path) == ("global_step4", 4, 0.5)
+
+
+def test_a_record_of_an_older_version_counts(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 2)
+    older = {"checkpoint": "global_step2", "iteration": 2, "metric": "validation/lm_loss", "value": 1.0}
+    (tmp_path / "best.json").write_text(json.dumps(older))
+    feature = named_best(tmp_path)
+    feature.on_start(TrainState(iteration=2))
+    evaluate(feature, 3, 2.0)
+    save(feature, tmp_path, 3)
+    assert best(tmp_path) == ("global_step2", 2, 1.0)
 
 
 def test_the_largest_value_may_be_the_best_and_a_wrong_name_ends_the_run(tmp_path: Path) -> None:
