@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 
 from neox.data.run_data import EvaluationSet
 from neox.evaluation.results import bits_per_byte, perplexity_of
+
+BITS_PER_BYTE = "_bits_per_byte"
+"""End of the names of bits per byte."""
 
 
 def evaluation_scalars(
@@ -18,7 +22,9 @@ def evaluation_scalars(
     """Return an evaluation's scores and perplexities under their names in metrics.
 
     The weighted means over all sets come first, as `KIND/SCORE`. Scores of a set that has a name follow, as
-    `KIND/NAME/SCORE`.
+    `KIND/NAME/SCORE`. Bits per byte and perplexities per character of all sets are those of their joined text: of the
+    nats of all sets over the bytes or characters of all sets, as in lm-evaluation-harness. Each set counts as often as
+    its weight says.
 
     Args:
         kind: What was evaluated: `validation`, `test`, and with `_ema` the average of the weights.
@@ -40,13 +46,36 @@ def evaluation_scalars(
     scalars |= _tokens(kind, sets)
     if not densities:
         return scalars
-    per_character = dict.fromkeys(per_token, 0.0)  # mean of the sets, as of bits per byte
-    for item, own, found in zip(sets, densities, scores, strict=True):
-        for name in per_token:
-            per_character[name] += item.weight / total * found[name] * own
-        if item.name is not None:
-            scalars |= _by_character(f"{kind}/{item.name}", found, per_token, own)
-    return scalars | _by_character(kind, per_character, per_token, 1.0)
+    characters = []  # of a token; 0 where no token enters the loss
+    for density in densities:
+        characters.append(1.0 / density if density else 0.0)
+    for name in per_token:
+        losses = list(map(itemgetter(name), scores))
+        scalars[f"{kind}/{name}_char_ppl"] = perplexity_of(_over_joined_text(sets, losses, characters))
+        for item, loss, density in zip(sets, losses, densities, strict=True):
+            if item.name is not None:
+                scalars[f"{kind}/{item.name}/{name}_char_ppl"] = perplexity_of(loss * density)
+    return scalars
+
+
+def _over_joined_text(sets: Sequence[EvaluationSet], losses: Sequence[float], sizes: Sequence[float]) -> float:
+    """Return the nats of all sets over the size of all sets: a mean whose weights are sizes of text.
+
+    Args:
+        sets: The sets. If the tokens of one are not known, all are taken to have as many.
+        losses: Nats of a token of each set.
+        sizes: Bytes or characters of a token of each set.
+    """
+    are_known = all(item.tokens for item in sets)
+    nats = 0.0
+    size = 0.0
+    for item, loss, own in zip(sets, losses, sizes, strict=True):
+        share = item.weight
+        if are_known:
+            share *= item.tokens or 0
+        nats += share * loss
+        size += share * own
+    return nats / size if size else 0.0
 
 
 def _bits_per_byte(
@@ -54,21 +83,21 @@ def _bits_per_byte(
 ) -> dict[str, float]:
     """Return the bits per byte of text of losses per token, as `KIND/SCORE_bits_per_byte`.
 
-    Runs with other tokenizers can be compared by them. Sets with names have their own. None are returned if the bytes
-    of a set are not known.
+    Runs with other tokenizers can be compared by them. Sets with names have their own, if their bytes are known; that
+    of all needs the bytes of all.
     """
-    total = sum(item.weight for item in sets)
     scalars = {}
+    sizes = []
+    for item in sets:
+        if item.bytes_per_token is not None:
+            sizes.append(item.bytes_per_token)
     for name in per_token:
-        mean = 0.0
-        for item, found in zip(sets, scores, strict=True):
-            if item.bytes_per_token is None:
-                return {}
-            own = bits_per_byte(found[name], item.bytes_per_token)
-            mean += item.weight / total * own
-            if item.name is not None:
-                scalars[f"{kind}/{item.name}/{name}_bits_per_byte"] = own
-        scalars[f"{kind}/{name}_bits_per_byte"] = mean
+        losses = list(map(itemgetter(name), scores))
+        if len(sizes) == len(sets):
+            scalars[f"{kind}/{name}{BITS_PER_BYTE}"] = bits_per_byte(_over_joined_text(sets, losses, sizes), 1.0)
+        for item, loss in zip(sets, losses, strict=True):
+            if item.name is not None and item.bytes_per_token is not None:
+                scalars[f"{kind}/{item.name}/{name}{BITS_PER_BYTE}"] = bits_per_byte(loss, item.bytes_per_token)
     return scalars
 
 
@@ -83,16 +112,6 @@ def _tokens(kind: str, sets: Sequence[EvaluationSet]) -> dict[str, float]:
         if item.name is not None:
             scalars[f"{kind}/{item.name}/tokens"] = float(item.tokens)
     return {f"{kind}/tokens": float(total)} | scalars
-
-
-def _by_character(
-    group: str, scores: Mapping[str, float], per_token: Collection[str], density: float
-) -> dict[str, float]:
-    """Return perplexities per character as `GROUP/SCORE_char_ppl`, with gpt-neox's formula."""
-    scalars = {}
-    for name in per_token:
-        scalars[f"{group}/{name}_char_ppl"] = perplexity_of(scores[name] * density)
-    return scalars
 
 
 def _with_perplexities(group: str, scores: Mapping[str, float], per_token: Collection[str]) -> dict[str, float]:

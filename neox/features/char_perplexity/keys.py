@@ -15,5 +15,5 @@ class CharPerplexityKeys(Section):
         bool, Excludes("objective", ("masked_lm",), reason="its loss is that of masked tokens only")
     ] = False
     """Also report the perplexity per character in evaluations, as `validation/lm_loss_char_ppl`: exp(loss x tokens /
-    characters), over the tokens that enter the loss; of several sets exp of the mean of loss x tokens / characters.
+    characters), over the tokens that enter the loss; of several sets all losses over all characters.
     These tokens are decoded to text, which takes time."""

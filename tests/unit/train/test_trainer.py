@@ -261,24 +261,29 @@ def test_an_error_ends_what_watches(fit):
     assert diaries == [(2, ["start", "validation 2"])]
 
 
-def test_perplexity_per_character_of_several_sets_is_between_theirs():
-    sets = [EvaluationSet(iter(()), "a", 1.0), EvaluationSet(iter(()), "b", 1.0)]
+def test_perplexity_per_character_of_several_sets_is_that_of_their_joined_text():
+    """100 tokens of 500 characters with 300 nats, and 700 tokens of 1,000 characters with 700 nats."""
+    sets = [EvaluationSet(iter(()), "a", tokens=100), EvaluationSet(iter(()), "b", tokens=700)]
     scores = [{"lm_loss": 3.0}, {"lm_loss": 1.0}]
     found = evaluation_scalars("validation", sets, scores, ["lm_loss"], [0.2, 0.7])
     assert found["validation/a/lm_loss_char_ppl"] == pytest.approx(math.exp(0.6))
     assert found["validation/b/lm_loss_char_ppl"] == pytest.approx(math.exp(0.7))
-    assert found["validation/lm_loss_char_ppl"] == pytest.approx(math.exp(0.65))
+    assert found["validation/lm_loss_char_ppl"] == pytest.approx(math.exp((300 + 700) / (500 + 1000)))
 
 
 def test_losses_have_their_bits_per_byte_if_the_data_know_their_bytes():
-    """Bits of text that takes 4 bytes a token, and 2 in the other set."""
+    """Bits of text that takes 4 bytes a token, and 2 in the other set, which counts three times."""
     sets = [EvaluationSet(None, "a", 1.0, None, 4.0), EvaluationSet(None, "b", 3.0, None, 2.0)]
     scores = [{"lm_loss": 4 * math.log(2)}, {"lm_loss": 6 * math.log(2)}]
     found = evaluation_scalars("validation", sets, scores, ("lm_loss",))
     assert found["validation/a/lm_loss_bits_per_byte"] == pytest.approx(1.0)
-    assert found["validation/lm_loss_bits_per_byte"] == pytest.approx(0.25 * 1.0 + 0.75 * 3.0)
+    assert found["validation/lm_loss_bits_per_byte"] == pytest.approx((4 + 3 * 6) / (4 + 3 * 2))
     unknown = evaluation_scalars("validation", [sets[0], EvaluationSet(None, "b")], scores, ("lm_loss",))
-    assert not [name for name in unknown if "bits" in name]
+    assert [name for name in unknown if "bits" in name] == ["validation/a/lm_loss_bits_per_byte"]
+    # 3.5 nats of 2 tokens of 9 bytes, and 2.25 nats of 5 tokens of 2 bytes: lm-eval sums both, then divides.
+    whole = [EvaluationSet(None, bytes_per_token=9 / 2, tokens=2), EvaluationSet(None, bytes_per_token=2 / 5, tokens=5)]
+    joined = evaluation_scalars("validation", whole, [{"lm_loss": 3.5 / 2}, {"lm_loss": 2.25 / 5}], ("lm_loss",))
+    assert joined["validation/lm_loss_bits_per_byte"] == pytest.approx((3.5 + 2.25) / (9 + 2) / math.log(2))
     observer = BitsPerByte()
     result = StepResult({"lm_loss": 4 * math.log(2)}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, update_skipped=False)
     assert observer.after_step(IdleEngine(), result) == {}
