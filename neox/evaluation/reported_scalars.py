@@ -6,7 +6,10 @@ The objective's scores come from the code that reports them (`evaluation_scalars
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from neox.data.run_data import EvaluationSet
+from neox.data.token_files.sidecar import bytes_per_token
 from neox.evaluation.evaluation_scalars import evaluation_scalars
 from neox.evaluation.tasks import file_task_scalars, parse_tasks
 from neox.objectives import build_objective, evaluated_objective
@@ -39,3 +42,36 @@ def reported_scalars(plan: RunPlan) -> list[str]:
     if config.generation.eval_tasks:
         names += file_task_scalars(parse_tasks(config.generation.eval_tasks, files_here=False)[0])
     return names
+
+
+def validation_without_bytes(plan: RunPlan, metric: str) -> list[str]:
+    """Return the prefixes of data without which bits per byte are not reported: its bytes of text are not known.
+
+    Data that is not on this machine is left out.
+
+    Args:
+        plan: Plan of the training.
+        metric: Bits per byte of all validation sets, or of one that has a name.
+
+    Raises:
+        DataError: A sidecar cannot be read.
+    """
+    config = plan.config
+    data = config.data
+    of_validation = data.blends[1]
+    pairs: list[tuple[str, str | None]] = []
+    one_set = metric.split("/")[1]
+    for name, item in data.validation_sets.items():
+        if one_set in (name, metric.rpartition("/")[2]):  # that of all sets needs the bytes of all
+            pairs.append((item.path, item.labels))
+    if data.data_path is not None:
+        pairs.append((data.data_path, None))
+    for number, path in enumerate(of_validation.paths or ()):
+        pairs.append((path, of_validation.labels[number] if of_validation.labels else None))
+    is_plain = config.model.objective != "masked_lm"
+    found = []
+    for prefix, labels in pairs:
+        is_known = is_plain and labels is None and bytes_per_token(prefix) is not None
+        if Path(f"{prefix}.idx").exists() and not is_known:
+            found.append(prefix)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neox.errors import EvaluationError
+from neox.errors import DataError, EvaluationError
 from neox.plan import RunPlan
 from neox.plan.run_identity import resumes_own_directory
 from neox.problems import Problem
@@ -21,7 +21,8 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
     if metric is None:
         return []
     try:
-        from neox.evaluation.reported_scalars import reported_scalars  # torch, which a launcher can do without
+        from neox.evaluation.evaluation_scalars import BITS_PER_BYTE  # torch, which a launcher can do without
+        from neox.evaluation.reported_scalars import reported_scalars, validation_without_bytes
         from neox.evaluation.tasks import is_scalar_of, parse_tasks, unknown_scalar
 
         known = reported_scalars(plan)
@@ -30,8 +31,23 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
     except (ModuleNotFoundError, EvaluationError):  # `task_problems` says what is wrong with `eval_tasks`
         return []
     is_of_task = metric.startswith("eval/")
-    if is_scalar_of(metric, known) or (is_of_task and of_harness):
+    if is_of_task and of_harness:
         return []
+    if is_scalar_of(metric, known):
+        if is_of_task or not metric.endswith(BITS_PER_BYTE):
+            return []
+        try:
+            lacking = validation_without_bytes(plan, metric)
+        except DataError:  # `data_problems` says so
+            return []
+        if not lacking:
+            return []
+        message = (
+            f"save_best: {metric} is not reported, because the bytes of text of {', '.join(lacking)} are not known: "
+            "they are those of plain texts that our preprocess_data.py has encoded (PREFIX.json); name another metric, "
+            f"such as {metric.removesuffix(BITS_PER_BYTE)}, or preprocess the data again"
+        )
+        return [config.problem_about(message, "save_best")]
     return [config.problem_about(f"save_best: {unknown_scalar(metric, known)}", "save_best")]
 
 

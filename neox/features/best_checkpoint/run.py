@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from neox.checkpoint.save_directory.best import (
     BestCheckpoint,
@@ -19,8 +20,9 @@ from neox.checkpoint.save_directory.best import (
     read_best,
 )
 from neox.checkpoint.save_directory.staging import kept_from_deletion
-from neox.engine import Feature, SaveReport, TrainState
+from neox.engine import Engine, Feature, SaveReport, TrainState
 from neox.errors import CheckpointError, ConfigError
+from neox.evaluation.evaluation_scalars import BITS_PER_BYTE
 from neox.log import get_logger
 from neox.plan import RunPlan
 
@@ -50,6 +52,22 @@ class NameBest(Feature):
         self._kept = ExitStack()
         self._values: dict[int, float] = {}  # by iteration, of evaluations whose checkpoint is not saved yet
         self._saved: dict[int, Path] = {}  # the last checkpoint by its iteration
+
+    def on_data(self, engine: Engine, data: Any) -> None:
+        """Check that bits per byte can be computed. The launcher may not have seen the data.
+
+        Raises:
+            ConfigError: The bytes of a set that they need are not known.
+        """
+        if not self._metric.endswith(BITS_PER_BYTE) or self._metric.startswith("eval/"):
+            return
+        names = {item.name for item in data.valid}
+        one_set = self._metric.split("/")[1]
+        for item in data.valid:
+            is_needed = one_set not in names or item.name == one_set
+            if is_needed and item.bytes_per_token is None:
+                named = "the validation data" if item.name is None else f"the validation set {item.name}"
+                raise ConfigError(f"save_best: {self._metric} is not reported, because {named} does not know its bytes")
 
     def on_start(self, state: TrainState) -> None:
         """Go on with the best checkpoint so far, or forget that of an earlier run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from neox.checkpoint.save_directory.best import BEST, BestRule, read_best
 from neox.checkpoint.save_directory.staging import is_kept_from_deletion, kept_from_deletion
 from neox.config import NeoXConfig
+from neox.data.run_data import DataIterators, EvaluationSet
+from neox.data.token_files.sidecar import Sidecar, write_sidecar
 from neox.engine import SaveReport, TrainState
 from neox.errors import ConfigError
 from neox.evaluation.tasks import FileTask, TaskScalars, file_task_scalars
@@ -259,6 +262,35 @@ def test_misspelt_metrics_are_refused_before_a_run(metric: str, keys: dict[str, 
 def test_metrics_of_a_run_are_accepted(metric: str, keys: dict[str, object]) -> None:
     plan = small_plan(1, save="x", checkpoint_factor=3, eval_interval=3, train_iters=10, save_best=metric, **keys)
     assert save_best_problems(plan) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "lacking"),
+    [
+        ("validation/lm_loss", None),
+        ("validation/web/lm_loss_bits_per_byte", None),
+        ("validation/own/lm_loss_bits_per_byte", "own"),
+        ("validation/lm_loss_bits_per_byte", "own"),
+        ("validation/away/lm_loss_bits_per_byte", None),  # not on this machine: the ranks know
+    ],
+)
+def test_bits_per_byte_need_data_that_know_their_bytes(tmp_path: Path, metric: str, lacking: str | None) -> None:
+    for name, settings in (("web", {"document_bytes": 40}), ("own", {})):
+        (tmp_path / f"{name}.idx").touch()
+        write_sidecar(tmp_path / name, Sidecar("HFTokenizer", "abc", 50, 0, True, 3, 10, 49, settings=settings))
+    sets = {name: str(tmp_path / name) for name in ("web", "own", "away")}
+    plan = small_plan(save="x", train_data_paths=["t"], valid_data_paths=sets, save_best=metric)
+    problems = save_best_problems(plan)
+    assert len(problems) == (lacking is not None)
+    for problem in problems:
+        assert problem.keys == ("save_best",)
+        assert sets[str(lacking)] in str(problem)
+        assert sets["web"] not in str(problem)
+
+    loaded = [EvaluationSet(None, "web", bytes_per_token=4.0), EvaluationSet(None, "own")]
+    loaded.append(EvaluationSet(None, "away", bytes_per_token=1.0))
+    with nullcontext() if lacking is None else pytest.raises(ConfigError, match="own"):
+        NameBest(plan).on_data(None, DataIterators(None, tuple(loaded), ()))
 
 
 def test_a_score_of_a_task_that_does_not_list_it_is_left_to_the_first_evaluation(caplog) -> None:
