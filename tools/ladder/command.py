@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, DataError, os_errors
-from neox.launch.hosts.placement import place_ranks
 from neox.launch.status.run_status import duration
 from neox.log import setup_logging
-from neox.plan import config_from_files
-from tools.ladder.family import Family, RunSize, Size, short
+from neox.plan import RunPlan, config_from_files
+from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shapes_of, short
 from tools.ladder.fits import LossFit, RateFit, fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
+from tools.ladder.schedule import unscaled_keys
 from tools.sweep.command import format_plans, sweep_over
 from tools.sweep.places import Place, find_places
 from tools.sweep.planned_run import PlannedRun, State, plan_runs
@@ -41,21 +42,6 @@ ladder.yml, whose runs go to runs/ladder:
 docs/ladder.md has every key."""
 
 
-@dataclass(frozen=True)
-class LadderRun:
-    """A run of a ladder.
-
-    Attributes:
-        run: The run of the sweep.
-        size: Its place in the ladder.
-        ratio: Tokens for each parameter that it was asked to have.
-    """
-
-    run: SweepRun
-    size: RunSize
-    ratio: float
-
-
 def main() -> int:
     """Run the command with this process's command line; return the exit status."""
     setup_logging()
@@ -73,7 +59,7 @@ def main() -> int:
     ladder = read_ladder(args.ladder)
     places = find_places(args.hostfile, ladder.slots_per_run)
     (target,) = plan_runs(_target_sweep(ladder, {}), Place())
-    family = Family(ladder, target.plan, _ranks(ladder, places[0]))
+    family = Family(ladder, target.plan, _plan_networks(ladder, target.plan, places[0]))
     first = list(_first_stage(ladder, family))
     if args.dry_run:
         print(_format_ladder(ladder, family, target, first, places))
@@ -114,15 +100,26 @@ def _target_sweep(ladder: Ladder, values: Mapping[str, float]) -> Sweep:
     return replace(_sweep(ladder, [SweepRun(TARGET, values)]), has_table=False)
 
 
-def _ranks(ladder: Ladder, place: Place) -> int:
-    """Return the number of ranks of a small run."""
-    if place.host is not None:
-        return len(place.host.slots)
-    texts = ["pipe_parallel_size=1", "model_parallel_size=1", "global_num_gpus=null"]
+def _plan_networks(ladder: Ladder, target: RunPlan, place: Place) -> list[tuple[Mapping[str, Any], RunPlan]]:
+    """Return the keys of each small network, and its plan: its own parameters and ranks follow from no other.
+
+    Raises:
+        ConfigError: The target has a schedule that cannot be scaled, or a small network cannot be planned.
+    """
+    overrides = []
     for key, value in ladder.settings.items():
-        texts.append(override(key, value))
-    config = config_from_files(ladder.configs, conf_dir=ladder.conf_dir, overrides=texts)
-    return place_ranks(config.runner, config.source("hostfile")).world_size
+        overrides.append(override(key, value))
+    unscaled = list(unscaled_keys(config_from_files(ladder.configs, conf_dir=ladder.conf_dir, overrides=overrides)))
+    if unscaled:
+        raise ConfigError(unscaled)
+    shapes = shapes_of(ladder, target)
+    runs = []
+    for number, shape in enumerate(shapes, start=1):
+        runs.append(SweepRun(f"size {number}", {**network_values(shape, target), **ladder.settings}))
+    networks: list[tuple[Mapping[str, Any], RunPlan]] = []
+    for shape, run in zip(shapes, plan_runs(_sweep(ladder, runs), place), strict=True):
+        networks.append((shape, run.plan))
+    return networks
 
 
 # -- the runs
@@ -132,7 +129,7 @@ def _first_stage(ladder: Ladder, family: Family) -> Iterator[LadderRun]:
     """Yield the runs that search the learning rate: the smallest sizes, with each factor."""
     ratio = ladder.tokens_per_parameter[0]
     for size, factor in itertools.product(family.sizes[: ladder.searched], ladder.factors):
-        yield _ladder_run(family, size, ratio, factor)
+        yield family.run(size, ratio, factor)
 
 
 def _second_stage(ladder: Ladder, family: Family, rates: RateFit) -> Iterator[LadderRun]:
@@ -140,12 +137,7 @@ def _second_stage(ladder: Ladder, family: Family, rates: RateFit) -> Iterator[La
     for number, size in enumerate(family.sizes):
         for ratio in ladder.tokens_per_parameter:
             if number >= ladder.searched or ratio != ladder.tokens_per_parameter[0]:
-                yield _ladder_run(family, size, ratio, rates.factor(size.parameters).value)
-
-
-def _ladder_run(family: Family, size: Size, ratio: float, factor: float) -> LadderRun:
-    run, place = family.run(size, ratio, factor)
-    return LadderRun(run, place, ratio)
+                yield family.run(size, ratio, rates.factor(size.parameters).value)
 
 
 def _redone(runs: Sequence[LadderRun], redo: Sequence[str]) -> list[str]:
@@ -162,37 +154,37 @@ def _train(ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place], r
     return sweep_over(_sweep(ladder, [run.run for run in runs]), places, redo=redo)
 
 
-def _losses(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> dict[str, float]:
-    """Return the final loss of each run by its name; infinite if it has diverged."""
-    sweep = _sweep(ladder, [run.run for run in runs])
-    losses = {}
-    for result in read_results(sweep, plan_runs(sweep, place), {}, {}):
-        has_diverged = result.state is State.DIVERGED or result.score is None
-        losses[result.name] = math.inf if has_diverged else float(result.score or 0)
-    return losses
-
-
 def _losses_by_factor(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> dict[int, dict[float, float]]:
     """Return the losses of the first stage by parameters and factor."""
-    losses = _losses(ladder, runs, place)
     found: dict[int, dict[float, float]] = {}
-    for run in runs:
-        found.setdefault(run.size.parameters, {})[run.size.factor] = losses[run.run.name]
+    for trained in _trained_runs(ladder, runs, place):
+        found.setdefault(trained.size.parameters, {})[trained.size.factor] = trained.loss
     return found
 
 
 def _trained_runs(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> list[TrainedRun]:
-    """Return all runs with their losses, and which of each size and ratio has the best learning rate."""
-    losses = _losses(ladder, runs, place)
+    """Return all runs with their losses, and which of each size and ratio has the best learning rate.
+
+    Parameters and tokens are those of each run's own plan. The loss of a run that has diverged is infinite.
+    """
+    sweep = _sweep(ladder, [run.run for run in runs])
+    plans = plan_runs(sweep, place)
+    losses: dict[str, float] = {}
+    for result in read_results(sweep, plans, {}, {}):
+        has_diverged = result.state is State.DIVERGED or result.score is None
+        losses[result.name] = math.inf if has_diverged else float(result.score or 0)
     best: dict[tuple[int, float], float] = {}
     for run in runs:
-        key = (run.size.parameters, run.ratio)
+        key = (run.parameters, run.ratio)
         best[key] = min(best.get(key, math.inf), losses[run.run.name])
     trained = []
-    for run in runs:
-        loss = losses[run.run.name]
-        is_best = math.isfinite(loss) and loss == best[run.size.parameters, run.ratio]
-        trained.append(TrainedRun(run.run.name, run.size, loss, is_best))
+    for run, planned in zip(runs, plans, strict=True):
+        loss = losses[planned.name]
+        is_best = math.isfinite(loss) and loss == best[run.parameters, run.ratio]
+        tokens = planned.totals.tokens
+        assert tokens is not None, "it has train_iters"
+        size = RunSize(multiplied_parameters(planned.plan.layers), float(tokens), run.rate, run.factor)
+        trained.append(TrainedRun(planned.name, size, loss, is_best))
     return trained
 
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from neox.architecture import LayerPlan, build_layer_plan
+from neox.architecture import LayerPlan
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan import RunPlan, architecture_of
+from neox.plan import RunPlan
+from neox.plan.report.run_totals import run_totals
 from tools.ladder.ladder_file import Ladder
+from tools.ladder.schedule import scaled_schedule
 from tools.sweep.sweep_file import SweepRun
 
 _ABSOLUTE = ("kv_lora_rank", "q_lora_rank", "v_head_dim", "sliding_window_width", "no_rotary_layers")
@@ -52,48 +54,60 @@ class RunSize:
     factor: float
 
 
+@dataclass(frozen=True)
+class LadderRun:
+    """A run of a ladder. Its plan says how many tokens it trains.
+
+    Attributes:
+        run: The run of the sweep.
+        parameters: Parameters of its network, as for `Size`.
+        ratio: Tokens for each parameter that it was asked to have.
+        rate: Its learning rate.
+        factor: The same as a multiple of the rule's.
+    """
+
+    run: SweepRun
+    parameters: int
+    ratio: float
+    rate: float
+    factor: float
+
+
 class Family:
     """Networks of the shape of a target.
 
     Args:
         ladder: The ladder.
         target: The target's plan.
-        ranks: Number of ranks of each small run.
+        networks: Keys and plan of each small network.
 
     Attributes:
         sizes: Networks of the small runs, ascending.
         parameters: Parameters of the target.
         tokens: Tokens of the target.
         rate: Learning rate of the target's configuration.
+
+    Raises:
+        ConfigError: The sizes are not those of a ladder, or the target has no learning rate to scale.
     """
 
-    def __init__(self, ladder: Ladder, target: RunPlan, ranks: int) -> None:
-        config = target.config
+    def __init__(self, ladder: Ladder, target: RunPlan, networks: Sequence[tuple[Mapping[str, Any], RunPlan]]) -> None:
         self._ladder = ladder
         self._target = target
-        self._ranks = ranks
-        self._seq_length = config.model.seq_length or 0
-        self.rate = float(config.value("optimizer.params.lr") or 0)
+        self.rate = float(target.config.value("optimizer.params.lr") or 0)
         if self.rate <= 0:
             raise ConfigError("the target's `optimizer.params.lr` is missing: the small runs scale it")
         self.parameters = multiplied_parameters(target.layers)
-        self.tokens = float(_tokens_of(target))
-        self._exponent = ladder.exponent(use_mup=config.optimizer.use_mup)
-        if ladder.shapes:
-            shapes = list(ladder.shapes)
-        else:
-            given = [key for key in _ABSOLUTE if config.given(key)]
-            if given:
-                raise ConfigError(
-                    f"{', '.join(given)} of the target do not follow from a size: give `shapes`, not `sizes`"
-                )
-            shapes = [shape_of(target, wanted) for wanted in ladder.sizes]
+        self.tokens = float(run_totals(target).tokens or 0)
+        self._exponent = ladder.exponent(use_mup=target.config.optimizer.use_mup)
         self.sizes: list[Size] = []
-        for shape in shapes:
-            small = architecture_of(config.updated(shape))
-            layers = build_layer_plan(small, target.padded_vocab_size)
-            self.sizes.append(Size(multiplied_parameters(layers), shape))
+        for shape, plan in networks:
+            self.sizes.append(Size(multiplied_parameters(plan.layers), shape))
         self.sizes.sort(key=lambda size: size.parameters)
+        # All small runs have the same ranks and samples: those of the first stand for all.
+        small = networks[0][1]
+        self._ranks = small.grid.data_size
+        self._sample_tokens = _mean_sample_tokens(small)
         counts = [size.parameters for size in self.sizes]
         if len({*counts}) < len(counts):
             raise ConfigError(f"several sizes become the same network ({counts} parameters): give sizes further apart")
@@ -115,41 +129,72 @@ class Family:
             samples *= (parameters / self.parameters) ** self._ladder.batch_exponent
         return self._ranks * max(1, round(samples / self._ranks))
 
-    def run(self, size: Size, ratio: float, factor: float) -> tuple[SweepRun, RunSize]:
+    def run(self, size: Size, ratio: float, factor: float) -> LadderRun:
         """Return a run of a size.
 
         Args:
             size: Its network.
             ratio: Tokens for each parameter.
             factor: Learning rate as a multiple of the rule's.
-
-        Returns:
-            The run, and its place in the ladder.
         """
         batch = self.batch(size.parameters)
-        steps = max(1, math.ceil(ratio * size.parameters / (batch * self._seq_length)))
+        step_tokens = batch * self._sample_tokens
+        steps = max(1, math.ceil(ratio * size.parameters / step_tokens))
         rate = float(f"{self.rule_rate(size.parameters) * factor:.4g}")
         micro = _largest_divisor(batch // self._ranks, self._target.batch.train_micro_batch_size_per_gpu)
+        # Every key here, or what it is called in a message, is in `ladder_file.OWN_KEYS`: `set` cannot change it.
         values: dict[str, Any] = {
-            **size.shape,
-            "pipe_parallel_size": 1,
-            "model_parallel_size": 1,
-            "planned_num_gpus": None,
+            **network_values(size.shape, self._target),
             "train_batch_size": batch,
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": None,
             "train_iters": steps,
-            "lr_decay_iters": steps,
+            "num_train_epochs": None,
+            "exit_interval": None,
             "eval_interval": steps,
+            "checkpoint_scale": "linear",
             "checkpoint_factor": max(1, steps // 4),
             "optimizer.params.lr": rate,
+            **scaled_schedule(self._target, steps),
         }
         smallest = self._target.config.schedule.min_lr
         if smallest:
             values["min_lr"] = float(f"{smallest * rate / self.rate:.4g}")
-        name = f"{short(size.parameters)},tokens={short(steps * batch * self._seq_length)},lr={rate:.4g}"
-        place = RunSize(size.parameters, float(steps * batch * self._seq_length), rate, factor)
-        return SweepRun(name, {**values, **self._ladder.settings}), place
+        # Every run reads the target's validation samples. `eval_iters` counts batches, and theirs are smaller.
+        samples = self._target.config.training.evaluation_samples(self._target.batch.train_batch_size)
+        if samples:
+            values["eval_iters"] = max(1, round(samples / batch))
+        name = f"{short(size.parameters)},tokens={short(steps * step_tokens)},lr={rate:.4g}"
+        run = SweepRun(name, {**values, **self._ladder.settings})
+        return LadderRun(run, size.parameters, ratio, rate, factor)
+
+
+def network_values(shape: Mapping[str, Any], target: RunPlan) -> dict[str, Any]:
+    """Return the keys of a small network, trained with the target's number of steps, of a sample on each rank."""
+    return {
+        **shape,
+        "pipe_parallel_size": 1,
+        "model_parallel_size": 1,
+        "planned_num_gpus": None,
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        **scaled_schedule(target, target.config.training.train_iters or 1),
+    }
+
+
+def shapes_of(ladder: Ladder, target: RunPlan) -> list[Mapping[str, Any]]:
+    """Return the keys of each small network.
+
+    Raises:
+        ConfigError: The target has keys that do not follow from a size.
+    """
+    if ladder.shapes:
+        return list(ladder.shapes)
+    given = [key for key in _ABSOLUTE if target.config.given(key)]
+    if given:
+        raise ConfigError(f"{', '.join(given)} of the target do not follow from a size: give `shapes`, not `sizes`")
+    return [shape_of(target, wanted) for wanted in ladder.sizes]
 
 
 def multiplied_parameters(layers: LayerPlan) -> int:
@@ -160,11 +205,10 @@ def multiplied_parameters(layers: LayerPlan) -> int:
     return count
 
 
-def _tokens_of(plan: RunPlan) -> int:
-    steps = plan.config.training.train_iters
-    if not steps:
-        raise ConfigError("the target's `train_iters` is missing: its tokens are predicted for")
-    return sum(segment.tokens for segment in plan.batch_schedule.segments(steps))
+def _mean_sample_tokens(plan: RunPlan) -> float:
+    """Return the mean tokens of a sample over a run, whose stages may have lengths of their own."""
+    steps = plan.config.training.train_iters or 0
+    return (run_totals(plan).tokens or 0) / plan.batch_schedule.samples(steps)
 
 
 def shape_of(target: RunPlan, wanted: float) -> dict[str, Any]:

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from neox.config.keys import alias_target
+from neox.config.sections.schedule import ScheduleConfig
 from neox.config.yaml_file import ParsedFile, read_file
 from neox.errors import ConfigError
+from tools.ladder.schedule import SWITCHES, is_off
 from tools.sweep.sweep_file import place, read_settings
 
 _KEYS = (
@@ -25,6 +28,33 @@ _KEYS = (
     "batch_exponent",
     "slots_per_run",
 )
+_OF_SHAPE = "give `sizes`, or `shapes` with the keys of each network"
+_OF_BATCH = "give `batch_size` or `batch_exponent`; a micro batch is at most the target's"
+_OF_SCHEDULE = "it is the target's, scaled to the steps of each run; change it in the target's files"
+_SHAPE_KEYS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "mlp_width",
+)
+OWN_KEYS = {
+    **dict.fromkeys(_SHAPE_KEYS, _OF_SHAPE),
+    "train_iters": "give `tokens_per_parameter`",
+    "num_train_epochs": "give `tokens_per_parameter`",
+    "exit_interval": "every run trains all its tokens",
+    "train_batch_size": _OF_BATCH,
+    "train_micro_batch_size_per_gpu": _OF_BATCH,
+    "gradient_accumulation_steps": _OF_BATCH,
+    "seq_length": "the loss depends on it; change it in the target's files",
+    "eval_iters": "every run reads the target's validation samples; change it in the target's files",
+    "optimizer.params.lr": "give `learning_rate`; it replaces the whole rule",
+    "data_stages": _OF_SCHEDULE,
+    **{key: _OF_SCHEDULE for key in ScheduleConfig.model_fields if key not in SWITCHES},
+}
+"""Keys that the ladder decides in each small run, and what to do instead of setting them."""
 _RATE_KEYS = ("exponent", "factors", "searched")
 _FEWEST_SIZES = 3
 _CHINCHILLA = 20.0
@@ -116,9 +146,9 @@ def read_ladder(path: Path) -> Ladder:
         directory=Path(values.get("directory", f"runs/{name}")),
         configs=tuple(configs),
         conf_dir=values.get("conf_dir"),
-        settings=read_settings(parsed, "set", values.get("set") or {}),
+        settings=_settings(parsed, values.get("set") or {}),
         sizes=tuple(sorted(sizes)),
-        shapes=tuple(read_settings(parsed, f"shapes.{number}", shape) for number, shape in enumerate(shapes)),
+        shapes=tuple(_shape(parsed, number, shape) for number, shape in enumerate(shapes)),
         tokens_per_parameter=_ratios(parsed, values.get("tokens_per_parameter", _CHINCHILLA)),
         rate_exponent=rate.get("exponent"),
         factors=tuple(sorted(factors)),
@@ -127,6 +157,40 @@ def read_ladder(path: Path) -> Ladder:
         batch_exponent=float(values.get("batch_exponent", _BATCH_EXPONENT)),
         slots_per_run=values.get("slots_per_run"),
     )
+
+
+def _settings(parsed: ParsedFile, given: Any) -> dict[str, Any]:
+    """Return the settings of the small runs.
+
+    Raises:
+        ConfigError: One of them is the ladder's, under whatever name; it would train other tokens or another schedule.
+    """
+    settings = read_settings(parsed, "set", given)
+    for key, value in given.items():
+        _refuse_own_key(parsed, "set", key, OWN_KEYS)
+        switch = key.partition(".")[0].replace("-", "_")
+        if switch in SWITCHES and not is_off(value):
+            raise ConfigError(f"{place(parsed, f'set.{key}')} can only be switched off (null): {_OF_SCHEDULE}")
+    return settings
+
+
+def _shape(parsed: ParsedFile, number: int, given: Any) -> dict[str, Any]:
+    """Return the keys of one network. Raises ConfigError if one of them is the ladder's."""
+    path = f"shapes.{number}"
+    shape = read_settings(parsed, path, given)
+    others = {key: reason for key, reason in OWN_KEYS.items() if key not in _SHAPE_KEYS}
+    for key in given:
+        _refuse_own_key(parsed, path, key, {**others, **dict.fromkeys(SWITCHES, _OF_SCHEDULE)})
+    return shape
+
+
+def _refuse_own_key(parsed: ParsedFile, path: str, key: str, own_keys: Mapping[str, str]) -> None:
+    """Raise ConfigError if a key is one of the ladder's, an alias of one, a block that holds one, or a part of one."""
+    target = alias_target(key.replace("-", "_"))
+    for own, instead in own_keys.items():
+        if target == own or target.startswith(f"{own}.") or own.startswith(f"{target}."):
+            sets = "" if own == key.replace("-", "_") else f" sets {own}, which"
+            raise ConfigError(f"{place(parsed, f'{path}.{key}')}{sets} is the ladder's own: {instead}")
 
 
 def _ratios(parsed: ParsedFile, given: Any) -> tuple[float, ...]:

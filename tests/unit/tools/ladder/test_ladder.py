@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,21 @@ import numpy as np
 import pytest
 import yaml
 
+from neox.config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan import config_from_files, resolve
+from neox.plan import RunPlan, config_from_files, resolve
+from neox.plan.report.run_totals import run_totals
+from neox.plan.schedule import schedule_of
+from tests.end_to_end.launched_runs import write_config
 from tests.plans import small_plan
 from tools.ladder import command
-from tools.ladder.family import Family, RunSize, multiplied_parameters, shape_of
+from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shape_of
 from tools.ladder.fits import fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
+from tools.ladder.schedule import unscaled_keys
+from tools.sweep.places import Place
+from tools.sweep.planned_run import plan_runs
 from tools.sweep.results import TABLE, write_results
 from tools.sweep.sweep_file import Sweep
 
@@ -89,25 +97,154 @@ def test_small_networks_have_the_shape_of_the_20b_model(wanted: float) -> None:
     assert multiplied_parameters(target.layers) == pytest.approx(44 * 12 * 6144**2 + 50_432 * 6144, rel=1e-3)
 
 
+OPTIMIZER = {"type": "Adam", "params": {"lr": 1e-3}}
+SHAPES = ({"num_layers": 1, "hidden_size": 16}, {"num_layers": 2, "hidden_size": 16}, {"num_layers": 1})
+
+
+def family_of(ladder: Ladder, target: RunPlan, ranks: int = 1) -> Family:
+    """A family whose networks are planned with the target's settings."""
+    networks: list[tuple[Mapping[str, Any], RunPlan]] = []
+    for shape in ladder.shapes:
+        config = target.config.updated(network_values(shape, target))
+        networks.append((shape, resolve(config, ranks, 256)))
+    return Family(ladder, target, networks)
+
+
+def small_run(target: RunPlan, ladder: Ladder | None = None) -> tuple[LadderRun, RunPlan]:
+    """The first run of a ladder, and its plan."""
+    ladder = ladder or Ladder("l", Path("runs/l"), ("a.yml",), shapes=SHAPES, tokens_per_parameter=(20.0,))
+    family = family_of(ladder, target)
+    run = family.run(family.sizes[0], 20.0, 1.0)
+    values = dict(run.run.values)
+    optimizer = {**OPTIMIZER, "params": {"lr": values.pop("optimizer.params.lr")}}
+    return run, resolve(target.config.updated({**values, "optimizer": optimizer}), 1, 256)
+
+
 def test_batch_and_learning_rate_follow_the_rules() -> None:
-    optimizer = {"type": "Adam", "params": {"lr": 1e-3}}
-    plan = small_plan(hidden_size=64, train_micro_batch_size_per_gpu=64, optimizer=optimizer, min_lr=1e-4)
+    plan = small_plan(hidden_size=64, train_micro_batch_size_per_gpu=64, optimizer=OPTIMIZER, min_lr=1e-4)
     length = plan.config.model.seq_length
-    shapes = ({"num_layers": 1, "hidden_size": 16}, {"num_layers": 2, "hidden_size": 16}, {"num_layers": 1})
-    ladder = Ladder("l", Path("runs/l"), ("a.yml",), shapes=shapes, tokens_per_parameter=(20.0,))
-    family = Family(ladder, plan, ranks=2)
+    ladder = Ladder("l", Path("runs/l"), ("a.yml",), shapes=SHAPES, tokens_per_parameter=(20.0,))
+    family = family_of(ladder, plan, ranks=2)
     assert [size.parameters for size in family.sizes] == sorted(size.parameters for size in family.sizes)
     size = family.sizes[0]
-    run, place = family.run(size, 20.0, 2.0)
+    run = family.run(size, 20.0, 2.0)
     share = size.parameters / family.parameters
-    assert place.rate == pytest.approx(2 * 1e-3 * share ** (-1 / 3), rel=1e-3)
-    assert run.values["min_lr"] == pytest.approx(place.rate / 10, rel=1e-3)
-    assert run.values["train_batch_size"] == 2 * round(64 * share ** (2 / 3) / 2)
-    steps = run.values["train_iters"]
-    assert place.tokens == steps * run.values["train_batch_size"] * length
-    assert 20 * size.parameters <= place.tokens < 20 * size.parameters + run.values["train_batch_size"] * length
-    same = Family(dataclasses.replace(ladder, rate_exponent=0.0), plan, ranks=2)
+    assert run.rate == pytest.approx(2 * 1e-3 * share ** (-1 / 3), rel=1e-3)
+    assert run.run.values["min_lr"] == pytest.approx(run.rate / 10, rel=1e-3)
+    batch = run.run.values["train_batch_size"]
+    assert batch == 2 * round(64 * share ** (2 / 3) / 2)
+    tokens = run.run.values["train_iters"] * batch * length
+    assert 20 * size.parameters <= tokens < 20 * size.parameters + batch * length
+    # Losses of different validation samples could not be compared.
+    assert run.run.values["eval_iters"] * batch == pytest.approx(100 * 64, abs=batch)
+    same = family_of(dataclasses.replace(ladder, rate_exponent=0.0), plan, ranks=2)
     assert same.rule_rate(1) == 1e-3
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"lr_decay_style": "cosine", "warmup": 0.1},
+        {"lr_decay_style": "cosine", "lr_decay_iters": None, "lr_warmup_iters": 300},
+        {"lr_decay_style": "linear", "lr_decay_iters": 2000, "lr_warmup_iters": 50},
+        {"lr_decay_style": "linear", "lr_decay_iters": None, "lr_decay_fraction": 0.5},
+        {"lr_decay_style": "WSD", "lr_decay_iters": None, "lr_wsd_decay_iters": 200, "lr_warmup_iters": 100},
+        {"lr_decay_style": "WSD", "lr_decay_iters": 800, "lr_wsd_decay_iters": 400, "lr_wsd_decay_style": "linear"},
+    ],
+)
+def test_small_runs_have_the_learning_rate_of_the_target_at_each_share_of_the_run(schedule: dict[str, Any]) -> None:
+    keys = {"lr_decay_iters": 1000, "min_lr": 1e-4, **schedule}
+    target = small_plan(hidden_size=64, train_iters=1000, train_micro_batch_size_per_gpu=4, optimizer=OPTIMIZER, **keys)
+    run, small = small_run(target)
+    steps = small.config.training.train_iters
+    assert steps is not None
+    assert steps not in (1, 1000)
+    whole = schedule_of(target.config)
+    part = schedule_of(small.config)
+    # The shares stand in the middle of steps: warm-up, before and after its end, and through the decay.
+    for share in (0.02, 0.06, 0.2, 0.45, 0.6, 0.75, 0.85, 0.95, 1.0):
+        expected = whole.lr(round(share * 1000)) / 1e-3
+        assert part.lr(round(share * steps)) / run.rate == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("start", [{"start_step": 600}, {"start_tokens": 600 * 4 * 16}, {"start_fraction": 0.6}])
+def test_stages_of_the_data_start_at_the_same_share_and_their_lengths_count(start: dict[str, Any]) -> None:
+    stages = [{"weights": [1, 0], "seq_length": 4}, {**start, "weights": [1, 1]}]
+    if "start_tokens" in start:
+        stages[0].pop("seq_length")
+    target = small_plan(
+        hidden_size=64,
+        train_iters=1000,
+        train_micro_batch_size_per_gpu=4,
+        optimizer=OPTIMIZER,
+        train_data_paths=["a", "b"],
+        data_stages=stages,
+    )
+    run, small = small_run(target)
+    steps = small.config.training.train_iters
+    assert steps is not None
+    assert small.batch_schedule.mixtures[1].step == pytest.approx(0.6 * steps, abs=1)
+    asked = 20 * run.parameters
+    assert run_totals(small).tokens == pytest.approx(asked, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "`scheduler"),
+        ({"rampup_batch_size": [2, 2, 8]}, "`rampup_batch_size"),
+        ({"curriculum_learning": {"enabled": True, "min_difficulty": 8, "max_difficulty": 16}}, "`curriculum_learning"),
+        ({"train_data_max_passes": 2, "train_data_paths": ["a"]}, "`train_data_max_passes"),
+        ({"curriculum_learning": {"enabled": False}, "lr_warmup_iters": 2, "lr_wsd_decay_iters": 3}, None),
+    ],
+)
+def test_schedules_that_cannot_be_scaled_are_refused_by_name(keys: dict[str, Any], word: str | None) -> None:
+    found = list(unscaled_keys(NeoXConfig.from_flat({"num_layers": 2, "train_iters": 10, **keys})))
+    assert [line.startswith(word or "") for line in found] == [True] * (word is not None)
+
+
+@pytest.fixture
+def target_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
+    """A ladder below a target of two tensor ranks, whose vocabulary of 1,000 ids is padded to multiples of 2 x 300."""
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "tiny.yml", tmp_path / "unused", 2)
+    more = {
+        "hidden_size": 64,
+        "num_layers": 4,
+        "model_parallel_size": 2,
+        "make_vocab_size_divisible_by": 300,
+        "train_iters": 400,
+        "lr_decay_iters": 400,
+        "rampup_batch_size": [2, 2, 400],
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "data_path": str(ROOT / "tests" / "golden" / "data" / "small_text_document"),
+        "launcher": "local",
+    }
+    (tmp_path / "more.yml").write_text(yaml.safe_dump({"overrides": more}))
+    (tmp_path / "ladder.yml").write_text(
+        "configs: [tiny.yml, more.yml]\nset: {rampup_batch_size: null}\n"
+        "shapes: [{num_layers: 1}, {num_layers: 2}, {num_layers: 3}]\nlearning_rate: {factors: [1, 2]}\n"
+    )
+    return read_ladder(tmp_path / "ladder.yml")
+
+
+def test_parameters_and_tokens_are_those_of_each_run_s_own_plan(target_files: Ladder) -> None:
+    (target,) = plan_runs(command._target_sweep(target_files, {}), Place())
+    family = Family(target_files, target.plan, command._plan_networks(target_files, target.plan, Place()))
+    block = 12 * 64**2 + 13 * 64
+    norm = 2 * 64
+    assert family.parameters == 4 * block + norm + 1200 * 64  # 2 x 600
+    assert [size.parameters for size in family.sizes] == [n * block + norm + 1200 * 64 for n in (1, 2, 3)]
+    # 2, 4 and 6 samples a step until 400 have been taken (67, 34 and 23 steps), then 8.
+    assert family.tokens == 32 * (67 * 2 + 34 * 4 + 22 * 6 + (400 - 67 - 34 - 22) * 8)
+    runs = list(command._first_stage(target_files, family))
+    for run in command._trained_runs(target_files, runs, Place()):
+        assert run.size.parameters in [size.parameters for size in family.sizes]
+        assert run.size.tokens == pytest.approx(20 * run.size.parameters, rel=0.01)
+    without = dataclasses.replace(target_files, settings={})
+    with pytest.raises(ConfigError, match="rampup_batch_size"):
+        command._plan_networks(without, target.plan, Place())
 
 
 @pytest.mark.parametrize(
@@ -119,6 +256,41 @@ def test_batch_and_learning_rate_follow_the_rules() -> None:
         ("sizes: [1e6, 2e6, 3e6]\nlearning_rate: {rate: 1}\n", "ladder.yml:3: `learning_rate`"),
         ("sizes: [1e6, 2e6, 3e6]\nset: {save: x}\n", "ladder.yml:3: `save`"),
         ("sizes: [1e6, 2e6, 3e6]\nsteps: 3\n", "ladder.yml:3: `steps` is no key"),
+        *[
+            (f"sizes: [1e6, 2e6, 3e6]\nset: {{{setting}}}\n", f"ladder.yml:3: `{setting.split(':')[0].split('.')[-1]}`")
+            for setting in (
+                "train_iters: 10",
+                "train-iters: 10",
+                "train_epochs: 2",
+                "train_batch_size: 4",
+                "batch_size: 4",
+                "gas: 2",
+                "seq_length: 8",
+                "lr: 1.0e-3",
+                "optimizer: {type: Adam}",
+                "optimizer.params.lr: 1.0e-3",
+                "optimizer.params: {lr: 1.0e-3}",
+                "min_lr: 0",
+                "warmup: 0.1",
+                "lr_decay_iters: 4",
+                "lr_decay_style: cosine",
+                "scheduler: null",
+                "data_stages: null",
+                "rampup_batch_size: [2, 2, 8]",
+                "curriculum_learning: {enabled: true}",
+                "hidden_size: 64",
+                "eval_iters: 3",
+                "exit_interval: 3",
+            )
+        ],
+        (
+            "shapes: [{num_layers: 1}, {num_layers: 2}, {num_layers: 3, train_iters: 4}]\n",
+            "ladder.yml:2: `train_iters`",
+        ),
+        (
+            "shapes: [{num_layers: 1}, {num_layers: 2}, {rampup_batch_size: null}]\n",
+            "ladder.yml:2: `rampup_batch_size`",
+        ),
     ],
 )
 def test_malformed_files_are_refused_by_place(tmp_path: Path, text: str, words: str) -> None:
