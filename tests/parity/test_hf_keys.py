@@ -12,7 +12,6 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from peft import LoraConfig
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -219,6 +218,8 @@ def test_every_setting_of_rotary_scaling(kind):
 
 def test_every_key_of_an_adapter(tmp_path):
     """peft's LoraConfig: a key changes the adapter, is refused by name, or has no effect, for a reason."""
+    from peft import LoraConfig
+
     architecture = write_llama(tmp_path / "hf", 257)
     family = FAMILIES["llama"]
     network, _ = family.read_config(json.loads((architecture / "config.json").read_text()))

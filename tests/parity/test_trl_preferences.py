@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from neox.plan import RunPlan, config_from_files, resolve
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_preferences import opened
 
-pytest.importorskip("trl", reason="trl (requirements/requirements-dev.txt) is not installed")
+# trl is imported by the test alone: it takes seconds, and every process of `make test` collects this file
+pytestmark = pytest.mark.skipif(
+    find_spec("trl") is None, reason="trl (requirements/requirements-dev.txt) is not installed"
+)
 
 WORDS = 60
 EOS = 0

@@ -22,11 +22,15 @@ from tests.transformers_versions import loads_adapters_of_experts, needs_rope_pa
 from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 from tests.unit.convert.test_to_hf import SIZES
 
-peft = pytest.importorskip("peft", reason="peft (requirements/requirements-dev.txt) is not installed")
-
 ALL = ("dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value")
 CONFIG = NeoXConfig.from_flat({**SIZES, "gpt_j_residual": True})
 TOKENS = torch.arange(20).view(1, 20) * 3 % 90
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peft():
+    """The package, which takes seconds to import: only in the process that runs these tests."""
+    return pytest.importorskip("peft", reason="peft (requirements/requirements-dev.txt) is not installed")
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def our_logits(checkpoint):
 
 
 @pytest.mark.parametrize(("targets", "tp_size"), [(ALL, 2), (("query_key_value",), 1)])
-def test_a_trained_adapter_loads_in_peft_as_the_merged_export(tmp_path, base, targets, tp_size):
+def test_a_trained_adapter_loads_in_peft_as_the_merged_export(peft, tmp_path, base, targets, tp_size):
     from transformers import AutoModelForCausalLM
 
     plain, lora = single_rank_plan(CONFIG, 96).layers, Lora(4, 8.0, targets)
@@ -134,17 +138,17 @@ ADAPTED_EXPERTS = [
 @needs_stacked_experts
 @loads_adapters_of_experts
 @pytest.mark.parametrize(("name", "modules", "parameters"), ADAPTED_EXPERTS, ids=str)
-def test_adapters_of_experts_come_in_and_go_out(tmp_path, name, modules, parameters):
+def test_adapters_of_experts_come_in_and_go_out(peft, tmp_path, name, modules, parameters):
     """Each expert has the adapter that peft means by the order of its rows and columns (peft#3009)."""
-    check_round_trip(tmp_path, name, modules, target_parameters=parameters)
+    check_round_trip(peft, tmp_path, name, modules, target_parameters=parameters)
 
 
 @pytest.mark.parametrize(("name", "modules"), ADAPTED, ids=str)
-def test_adapters_of_every_family_come_in_and_go_out(tmp_path, name, modules):
-    check_round_trip(tmp_path, name, modules, **(SETTINGS if isinstance(modules, list) else {}))
+def test_adapters_of_every_family_come_in_and_go_out(peft, tmp_path, name, modules):
+    check_round_trip(peft, tmp_path, name, modules, **(SETTINGS if isinstance(modules, list) else {}))
 
 
-def check_round_trip(tmp_path, name, modules, **more):
+def check_round_trip(peft, tmp_path, name, modules, **more):
     """Logits with peft's adapters, with ours, and with the adapters that we write are the same."""
     model = families_model(name, tmp_path / "base")
     settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules, init_lora_weights=False, **more)
@@ -188,7 +192,7 @@ MIXERS = {"mamba": _MAMBA, "mamba2": {**_MAMBA, "num_heads": 4, "head_dim": 16, 
         ("mamba2", ["in_proj", "out_proj"], "out_proj"),
     ],
 )
-def test_adapters_that_have_no_effect_in_peft_are_not_written(tmp_path, name, targets, refused):
+def test_adapters_that_have_no_effect_in_peft_are_not_written(peft, tmp_path, name, targets, refused):
     """transformers#30316: Mamba's code reads these layers' weights and passes their adapters by."""
     base = transformers_model(name, **MIXERS[name])
     base.save_pretrained(tmp_path / "base")
@@ -216,7 +220,7 @@ def test_adapters_that_have_no_effect_in_peft_are_not_written(tmp_path, name, ta
     torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5)
 
 
-def test_queries_and_values_with_different_a_become_one_product_of_their_ranks(tmp_path):
+def test_queries_and_values_with_different_a_become_one_product_of_their_ranks(peft, tmp_path):
     model = families_model("llama", tmp_path / "base")
     settings = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
     peft.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
@@ -238,7 +242,7 @@ def test_queries_and_values_with_different_a_become_one_product_of_their_ranks(t
         ({"rank_pattern": {"query_key_value": 2}}, "rank"),
     ],
 )
-def test_other_adapters_are_refused_by_name(tmp_path, base, change, name):
+def test_other_adapters_are_refused_by_name(peft, tmp_path, base, change, name):
     from transformers import AutoModelForCausalLM
 
     settings = peft.LoraConfig(r=3, target_modules=["query_key_value"])
@@ -249,7 +253,7 @@ def test_other_adapters_are_refused_by_name(tmp_path, base, change, name):
         from_hf(base, tmp_path / "imported", adapter_dir=tmp_path / "adapter")
 
 
-def test_missing_and_unknown_tensors_are_named(tmp_path, base):
+def test_missing_and_unknown_tensors_are_named(peft, tmp_path, base):
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 

@@ -22,7 +22,6 @@ from tests.unit.generation.toy import CHAT_TEMPLATE, ToyModel, hashed, shouting
 
 pytest.importorskip("starlette", reason="starlette (requirements/requirements-serve.txt) is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn (requirements/requirements-serve.txt) is not installed")
-openai = pytest.importorskip("openai", reason="openai (requirements/requirements-dev.txt) is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx, which the tests speak to the server with, is not installed")
 
 from neox.generation.server import make_app  # noqa: E402 (after the skips)
@@ -41,7 +40,13 @@ HISTORY = [
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
+def openai() -> Any:
+    """The package, which takes seconds to import: only in the process that runs these tests."""
+    return pytest.importorskip("openai", reason="openai (requirements/requirements-dev.txt) is not installed")
+
+
+@pytest.fixture(scope="module")
+def client(openai: Any) -> Iterator[Any]:
     with served(make_app(MODEL, CODEC, name="toy", chat=CHAT, limits=RequestLimits(max_tokens=300))) as address:
         yield openai.OpenAI(base_url=f"{address}v1", api_key="none", max_retries=0)
 
@@ -139,7 +144,7 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(body: Any, fi
     assert (error["type"], error["param"]) == ("invalid_request_error", field)
 
 
-def test_errors_reach_the_client_as_its_own_exceptions(client: Any) -> None:
+def test_errors_reach_the_client_as_its_own_exceptions(openai: Any, client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "x" * 500}])
     assert refused.value.code == "context_length_exceeded"
