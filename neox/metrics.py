@@ -28,6 +28,8 @@ _MARKERS = "osD^vP*X"
 _TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
 """Groups of scalars that have the trained loss."""
 
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of a metrics file (`read_metrics`), for what would read it several times."""
 Curves = dict[str, dict[int, float]]
 """Values by name and iteration."""
 TaskCurves = dict[str, dict[int, tuple[float, float]]]
@@ -59,19 +61,23 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def curves(path: Path, names: Collection[str] = ()) -> Curves:
+def _rows_of(metrics: Path | Rows) -> Iterable[Mapping[str, Any]]:
+    return read_metrics(metrics) if isinstance(metrics, Path) else metrics
+
+
+def curves(metrics: Path | Rows, names: Collection[str] = ()) -> Curves:
     """Return values of a metrics file. Those that are not finite are left out.
 
     A training step of an iteration that is there already is a resume from an earlier checkpoint. Everything that the
     file holds from that iteration on was trained again, and does not count.
 
     Args:
-        path: Metrics file.
+        metrics: Metrics file, or its rows.
         names: Names of scalars; empty means the trained loss of training and of each evaluation.
     """
     result: Curves = {}
     last = 0
-    for row in read_metrics(path):
+    for row in _rows_of(metrics):
         iteration = row["iteration"]
         if is_step(row):
             if iteration <= last:
@@ -84,10 +90,10 @@ def curves(path: Path, names: Collection[str] = ()) -> Curves:
     return result
 
 
-def ends_finite(path: Path, name: str) -> bool:
+def ends_finite(metrics: Path | Rows, name: str) -> bool:
     """Return whether the last value of a scalar in a metrics file is finite, or whether there is none."""
     last: Any = 0.0
-    for row in read_metrics(path):
+    for row in _rows_of(metrics):
         last = row.get(name, last)
     return isinstance(last, float | int)
 
@@ -385,20 +391,20 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def trained(path: Path, measure: Measure) -> tuple[list[int], list[float]]:
+def trained(metrics: Path | Rows, measure: Measure) -> tuple[list[int], list[float]]:
     """Return how far a run had come after each iteration of its metrics file.
 
     Steps that were trained again count once. Evaluations, saves and restarts are no part of the seconds.
 
     Args:
-        path: Metrics file.
+        metrics: Metrics file, or its rows.
         measure: Tokens, or seconds of steps.
 
     Returns:
         The iterations, from 0, and the measure after each; empty if the file does not have it.
     """
     factors = _FACTORS[measure]
-    found = curves(path, factors)
+    found = curves(metrics, factors)
     steps = sorted(found.get(factors[0], {}))
     if not steps or any(found.get(name, {}).keys() != set(steps) for name in factors):
         return [], []
@@ -412,11 +418,11 @@ def trained(path: Path, measure: Measure) -> tuple[list[int], list[float]]:
     return iterations, amounts
 
 
-def places_of(path: Path, iterations: Sequence[int], against: Against) -> list[float]:
-    """Return the places of iterations on the horizontal axis. The metrics file must have the measure (`trained`)."""
+def places_of(metrics: Path | Rows, iterations: Sequence[int], against: Against) -> list[float]:
+    """Return the places of iterations on the horizontal axis. The metrics must have the measure (`trained`)."""
     if against == "iteration":
         return list(map(float, iterations))
-    known, amounts = trained(path, against)
+    known, amounts = trained(metrics, against)
     import numpy as np  # with matplotlib
 
     return np.interp(iterations, known, amounts).tolist()

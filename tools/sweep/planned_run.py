@@ -148,7 +148,8 @@ def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
         place: Place for which runs are planned.
 
     Raises:
-        ConfigError: The configuration of a run is wrong, or a sweep varies what a place decides; with every problem.
+        ConfigError: The configuration of a run is wrong, two runs have the same one (values count, not how they are
+            written), or a sweep varies what a place decides; with every problem.
         LaunchError: The hosts of the configuration cannot be found.
     """
     refused = {*OTHER_HOST_KEYS} & {*sweep.varied}
@@ -158,9 +159,16 @@ def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
         )
     planned = []
     problems: list[str] = []
+    values_of: dict[str, Any] = {}  # of all keys of the configuration, by name of the run
     for run in sweep.runs:
         try:
-            planned.append(_plan_run(sweep, run, place))
+            config = _config_of(_words(sweep, run), place)
+            values = config.model_dump()
+            for other, others in values_of.items():
+                if others == values:
+                    problems.append(f"{run.name} and {other} make the same configuration: leave one of them out")
+            values_of[run.name] = values
+            planned.append(_plan_run(sweep, run, place, config))
         except LaunchError:
             raise
         except NeoXError as error:
@@ -171,17 +179,28 @@ def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
     return planned
 
 
-def _plan_run(sweep: Sweep, run: SweepRun, place: Place) -> PlannedRun:
-    """Plan one run as `deepy.py train.py ... --dry-run` does."""
-    directory = sweep.directory.absolute() / run.name
+def _words(sweep: Sweep, run: SweepRun) -> list[str]:
+    """Return the command line of a run as the file describes it, without what is its own: directories and names."""
     words = ["train.py", *sweep.configs]
     if sweep.conf_dir is not None:
         words += ["-d", sweep.conf_dir]
-    settings = {**sweep.settings, **run.values}
-    for key, value in settings.items():
+    for key, value in {**sweep.settings, **run.values}.items():
         words += ["--set", override(key, value)]
-    config = _config_of(words, place)
-    for text in _own_settings(config, sweep, run, directory, settings):
+    return words
+
+
+def _plan_run(sweep: Sweep, run: SweepRun, place: Place, config: NeoXConfig) -> PlannedRun:
+    """Plan one run as `deepy.py train.py ... --dry-run` does.
+
+    Args:
+        sweep: The sweep.
+        run: The run.
+        place: Place for which it is planned.
+        config: The configuration that the sweep file describes, without what is the run's own.
+    """
+    directory = sweep.directory.absolute() / run.name
+    words = _words(sweep, run)
+    for text in _own_settings(config, sweep, run, directory, {**sweep.settings, **run.values}):
         words += ["--set", text]
     arguments = parse_arguments([*words, *place.flags, "--dry-run"])
     config = read_config(arguments)

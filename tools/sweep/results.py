@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from neox.files import atomic_write, write_text
 from neox.launch.status.run_status import duration
-from neox.metrics import Curves, Measure, curves, draw_curve, ends_finite, logarithmic, places_of, trained
+from neox.metrics import (
+    Curves,
+    Measure,
+    Rows,
+    curves,
+    draw_curve,
+    ends_finite,
+    logarithmic,
+    places_of,
+    read_metrics,
+    trained,
+)
 from tools.sweep.planned_run import PlannedRun, State
 from tools.sweep.sweep_file import Goal, Sweep
 
@@ -28,6 +39,10 @@ _LOGARITHMIC = 8.0
 """Ratio of largest and smallest value from which an axis of values is logarithmic."""
 _MOST_PANELS = 9
 """Panels of a picture. A list whose runs differ in many keys has no room for all."""
+_PLACES = {State.DONE: 0, State.BEGUN: 1, State.WAITING: 2, State.FAILED: 3, State.DIVERGED: 3}
+"""Order of states in tables."""
+_LOST = (State.FAILED, State.DIVERGED)
+"""States whose scores are not to be compared with others."""
 _MOST_LABELS = 20
 """Runs of a picture that its legend names."""
 _ROOM = 0.13
@@ -68,7 +83,10 @@ class RunResult:
 def read_results(
     sweep: Sweep, runs: Sequence[PlannedRun], causes: Mapping[str, str], hosts: Mapping[str, str]
 ) -> list[RunResult]:
-    """Return the results of all runs, the best first and those without a score last.
+    """Return the results of all runs: first those that are done, the best first, then those that are not.
+
+    Runs that have failed or diverged come last, whatever their last score was: it is that of other steps, or of weights
+    that were lost.
 
     Args:
         sweep: The sweep.
@@ -85,7 +103,7 @@ def read_results(
 def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
     """Return for each key whose best value is the smallest or the largest one that was tried that it is, in words.
 
-    The best value may then be outside. Runs that diverged were tried, too; those without a score were not.
+    The best value may then be outside. Runs that diverged were tried, too; those that failed or have no score were not.
 
     Args:
         results: Results of all runs, the best first.
@@ -95,7 +113,8 @@ def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
         tried: set[float] = set()
         for result in results:
             number = _as_number(result.values.get(key))
-            was_tried = result.score is not None or result.state is State.DIVERGED
+            has_score = result.score is not None and result.state is not State.FAILED
+            was_tried = has_score or result.state is State.DIVERGED
             if number is not None and was_tried:
                 tried.add(number)
         if key == "seed" or len(tried) < 2:
@@ -112,10 +131,12 @@ def _as_number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _order(result: RunResult, goal: Goal) -> tuple[bool, float]:
-    if result.score is None or result.state is State.DIVERGED:
-        return True, 0.0
-    return False, result.score if goal == "min" else -result.score
+def _order(result: RunResult, goal: Goal) -> tuple[int, float]:
+    """Return what results are sorted by: the place of the state, then the score."""
+    place = _PLACES[result.state]
+    if result.score is None:
+        return place, math.inf
+    return place, result.score if goal == "min" else -result.score
 
 
 def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunResult:
@@ -124,7 +145,8 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
     values = {key: run.run.values.get(key) for key in sweep.varied}
     if not run.metrics.exists():
         return RunResult(run.name, values, state, host=host, cause=cause)
-    losses = curves(run.metrics)
+    rows = list(read_metrics(run.metrics))
+    losses = curves(rows)
     steps = _of_group(losses, "train")
     validation = _of_group(losses, "validation")
     train_loss = None
@@ -134,18 +156,18 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
     validation_loss = validation[max(validation)] if validation else None
     score = train_loss if validation_loss is None else validation_loss
     if sweep.metric is not None:
-        points = curves(run.metrics, [sweep.metric]).get(sweep.metric)
+        points = curves(rows, [sweep.metric]).get(sweep.metric)
         score = points[max(points)] if points else None
     for name in [sweep.metric] if sweep.metric is not None else _names_of_group(losses, "validation"):
-        if not ends_finite(run.metrics, name):
+        if not ends_finite(rows, name):
             score = None  # an earlier value is not that of its last weights
     return RunResult(
         name=run.name,
         values=values,
         state=state,
         step=max(steps, default=0),
-        tokens=_last(trained(run.metrics, "tokens")[1]),
-        seconds=_last(trained(run.metrics, "seconds")[1]),
+        tokens=_last(trained(rows, "tokens")[1]),
+        seconds=_last(trained(rows, "seconds")[1]),
         train_loss=train_loss,
         validation_loss=validation_loss,
         score=score,
@@ -228,9 +250,10 @@ def _number(value: float | None) -> str:
 
 def _draw(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]) -> None:
     """Draw loss against tokens, loss against seconds, and the score against each varied key; a colour for each run."""
+    with_tokens = {result.name: result for result in results if result.tokens is not None}
     found: dict[str, PlannedRun] = {}
     for run in runs:
-        if run.metrics.exists() and trained(run.metrics, "tokens")[0]:
+        if run.name in with_tokens:
             found[run.name] = run
     if not found:
         return
@@ -249,9 +272,11 @@ def _draw(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]
     for number, name in enumerate(found):
         colors[name] = colormaps["viridis"](number / max(1, len(found) - 1) * 0.92)
     measures: tuple[Measure, ...] = ("tokens", "seconds")
+    for name, run in found.items():
+        metrics = list(read_metrics(run.metrics))
+        for panel, measure in zip(axes, measures, strict=False):
+            _draw_run(panel, metrics, measure, _label(with_tokens[name]), colors[name])
     for panel, measure in zip(axes, measures, strict=False):
-        for name, run in found.items():
-            _draw_run(panel, run, measure, colors[name])
         panel.set_xlabel(measure)
         panel.set_ylabel("loss (points: validation)")
         panel.grid(alpha=0.3)
@@ -266,22 +291,30 @@ def _draw(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]
         figure.savefig(file, format="png", dpi=110)
 
 
-def _draw_run(axes: Axes, run: PlannedRun, measure: Measure, color: Any) -> None:
+def _label(result: RunResult) -> str:
+    """Return the name of a run in legends, with its state if its curve is not to be compared with others."""
+    return f"{result.name} ({result.state.value})" if result.state in _LOST else result.name
+
+
+def _draw_run(axes: Axes, rows: Rows, measure: Measure, label: str, color: Any) -> None:
     """Draw the training loss of a run as a line, and its validation loss as points of the same colour."""
-    losses = curves(run.metrics)
+    losses = curves(rows)
     for group in ("train", "validation"):
         points = _of_group(losses, group)
         iterations = sorted(points)
-        places = places_of(run.metrics, iterations, measure)
+        places = places_of(rows, iterations, measure)
         values = [points[iteration] for iteration in iterations]
         if group == "train":
-            draw_curve(axes, places, values, {"color": color, "label": run.name}, smooths=True)
+            draw_curve(axes, places, values, {"color": color, "label": label}, smooths=True)
         else:
             axes.plot(places, values, "o", color=color, markersize=4)
 
 
 def _draw_values(axes: Axes, key: str, results: Sequence[RunResult], colors: Mapping[str, Any]) -> None:
-    """Draw the score of each run against its value of a key; values that are no numbers stand side by side."""
+    """Draw the score of each run against its value of a key; values that are no numbers stand side by side.
+
+    Scores of runs that failed or diverged are crosses.
+    """
     values = []
     words: dict[str, None] = {}
     for result in results:
@@ -293,7 +326,7 @@ def _draw_values(axes: Axes, key: str, results: Sequence[RunResult], colors: Map
         if result.name not in colors or result.score is None:
             continue
         place = result.values[key] if are_numbers else list(words).index(str(result.values[key]))
-        axes.plot(place, result.score, "o", color=colors[result.name])
+        axes.plot(place, result.score, "x" if result.state in _LOST else "o", color=colors[result.name])
     if not are_numbers:
         axes.set_xticks(range(len(words)), list(words))
         axes.margins(x=0.2)

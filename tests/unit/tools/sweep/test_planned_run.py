@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+import yaml
+
+from neox.errors import ConfigError
 from neox.launch import Cause
 from neox.run_events import append_event
-from tools.sweep.planned_run import PlannedRun, State
-from tools.sweep.sweep_file import SweepRun
+from tests.plans import SMALL
+from tools.sweep.places import Place
+from tools.sweep.planned_run import PlannedRun, State, plan_runs
+from tools.sweep.sweep_file import SweepRun, read_sweep
 
 
 def run_in(directory: Path) -> PlannedRun:
@@ -29,3 +35,29 @@ def test_only_a_last_word_of_the_newest_run_is_a_divergence(tmp_path: Path) -> N
     append_event(tmp_path, "start", restart=0, step=None, hosts=[])  # by `--redo`
     assert run.last_end() is None
     assert run.state() is not State.DIVERGED
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"optimizer.params.lr": [1e-3, "1e-3"]},
+        {"optimizer.params.lr": [1e-3, "0.001"]},
+        {"optimizer.params.weight_decay": [0, 0.0]},
+        {"eval_at_start": [True, "true"]},
+        {"zero_optimization": [{"stage": 1, "overlap_comm": True}, {"overlap_comm": True, "stage": 1}]},
+    ],
+)
+def test_values_that_make_the_same_configuration_are_one_run(tmp_path: Path, grid: dict[str, list[Any]]) -> None:
+    (tmp_path / "tiny.yml").write_text(yaml.safe_dump(SMALL))
+    file = tmp_path / "sweep.yml"
+    file.write_text(yaml.safe_dump({"configs": [str(tmp_path / "tiny.yml")], "grid": grid}, sort_keys=False))
+    with pytest.raises(ConfigError, match="same"):
+        plan_runs(read_sweep(file), Place())
+
+
+def test_values_that_make_other_configurations_are_other_runs(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yml").write_text(yaml.safe_dump(SMALL))
+    file = tmp_path / "sweep.yml"
+    grid = {"optimizer.params.lr": [1e-3, 2e-3], "seed": [1, 2]}
+    file.write_text(yaml.safe_dump({"configs": [str(tmp_path / "tiny.yml")], "grid": grid}))
+    assert len(plan_runs(read_sweep(file), Place())) == 4

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from neox.metrics import read_metrics
+from tools.sweep import results as sweep_results
 from tools.sweep.planned_run import State
-from tools.sweep.results import RunResult, _read_result, values_at_an_end
+from tools.sweep.results import RunResult, _read_result, read_results, values_at_an_end, write_results
 
 
 def test_best_values_at_an_end_are_named() -> None:
@@ -23,9 +28,44 @@ def test_best_values_at_an_end_are_named() -> None:
     assert "lr 0.003 is the largest of 3" in largest
     assert "num_layers 4 is the smallest of 2" in smallest
     assert values_at_an_end([*results, result(0.01, 2, State.DIVERGED, None)]) == [], "it was tried, too"
-    untried = [result(0.01, 2, State.WAITING, None), result(0.0001, 4, State.FAILED, None)]
+    untried = [result(0.01, 2, State.WAITING, None), result(0.0001, 4, State.FAILED, 3.0)]
     assert values_at_an_end([*results, *untried]) == [largest, smallest]
     assert values_at_an_end(results[:1]) == []
+
+
+def test_runs_that_failed_or_diverged_come_last_whatever_their_loss(tmp_path: Path, monkeypatch) -> None:
+    losses = {"best": 2.0, "second": 2.5, "open": 1.9, "waiting": None, "failed": 0.5, "diverged": 0.1}
+    states = {"best": State.DONE, "second": State.DONE, "open": State.BEGUN, "waiting": State.WAITING}
+    states |= {"failed": State.FAILED, "diverged": State.DIVERGED}
+    runs = []
+    for name in reversed(losses):
+        metrics = tmp_path / f"{name}.jsonl"
+        if losses[name] is not None:
+            row = {"iteration": 1, "kind": "step", "train/lm_loss": losses[name], "train/batch_size": 1.0}
+            metrics.write_text(json.dumps({**row, "train/seq_length": 8.0, "runtime/iteration_time": 1.0}) + "\n")
+        values = SimpleNamespace(values={"lr": len(runs) + 0.5})
+        runs.append(SimpleNamespace(name=name, run=values, metrics=metrics, state=partial(states.get, name)))
+    sweep = SimpleNamespace(metric=None, varied=("lr",), goal="min", directory=tmp_path, has_table=True)
+    reads: Counter[str] = Counter()
+
+    def counted(path: Path) -> Iterator[dict[str, Any]]:
+        reads[path.stem] += 1
+        return read_metrics(path)
+
+    monkeypatch.setattr(sweep_results, "read_metrics", counted)
+    found = read_results(cast(Any, sweep), cast(Any, runs), {}, {})
+    names = [result.name for result in found]
+    assert names[:4] == ["best", "second", "open", "waiting"]
+    assert {*names[4:]} == {"failed", "diverged"}
+    assert {*reads.values()} == {1}
+    sweep.goal = "max"
+    assert [result.name for result in read_results(cast(Any, sweep), cast(Any, runs), {}, {})][:2] == ["second", "best"]
+
+    drawn: list[str] = []
+    monkeypatch.setattr(sweep_results, "draw_curve", lambda axes, x, y, style, smooths: drawn.append(style["label"]))
+    write_results(cast(Any, sweep), cast(Any, runs), found)
+    assert {*drawn} == {"best", "second", "open", "failed (failed)", "diverged (diverged)"}
+    assert {*reads.values()} == {3}  # a second time for the results by `max`, and once for the picture
 
 
 @pytest.mark.parametrize("metric", [None, "validation/lm_loss"])
