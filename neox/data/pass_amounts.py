@@ -144,7 +144,7 @@ def tokens_of_pass(
     """
     if data.pack_impl == "packed":
         return int(indexed.sizes[documents.start : documents.stop].sum(dtype=np.int64))
-    return tokens_of_used(used_sizes(indexed, documents, labels, data, seq_length), data, seq_length)
+    return tokens_of_used(read_documents(indexed, documents, labels, data, seq_length).used, data, seq_length)
 
 
 def tokens_of_used(used: np.ndarray, data: DataConfig, seq_length: int) -> int:
@@ -154,43 +154,6 @@ def tokens_of_used(used: np.ndarray, data: DataConfig, seq_length: int) -> int:
         return 0
     samples = samples_of_pass(counted, data.pack_impl, seq_length)
     return round(samples * len(used) / len(counted)) * seq_length
-
-
-def used_sizes(
-    indexed: IndexedDataset, documents: range, labels: IndexedDataset | None, data: DataConfig, seq_length: int
-) -> np.ndarray:
-    """Return the numbers of tokens of the documents that padded samples use. Arguments as for `tokens_of_pass`."""
-    sizes = np.asarray(indexed.sizes[documents.start : documents.stop])
-    usable = sizes > 1
-    if not data.allow_chopped:
-        usable &= sizes <= seq_length + 1
-    if labels is not None:
-        predicted = predicted_tokens(labels, read_tokens(sizes, data.pack_impl, seq_length))
-        usable &= predicted[documents.start : documents.stop] > 0
-    return sizes[usable]
-
-
-def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
-    """Return the number of padded samples that usable documents of given sizes make, in the given order."""
-    if impl == "best_fit":
-        return _samples_of_pieces(sizes, seq_length)
-    if impl == "unpacked":
-        return len(sizes)
-    samples = 0
-    room = 0  # in the last sample
-    for size in sizes.tolist():
-        if not samples or size > room:
-            samples += 1
-            room = seq_length + 1
-        room -= size
-    return samples
-
-
-def _samples_of_pieces(sizes: np.ndarray, seq_length: int) -> int:
-    """Return the number of samples that `best_fit` makes of documents of two tokens or more, in the given order."""
-    pieces = DocumentPieces.of(sizes, sizes > 1, range(len(sizes)), seq_length)
-    order = np.arange(len(pieces))
-    return sum(1 for _ in packed(order, pieces.lengths(order), pieces.width))
 
 
 @dataclass(frozen=True)
@@ -217,31 +180,76 @@ class Truncation:
         return self.lost / self.trained if self.trained else 0.0
 
 
-def truncation(
-    indexed: IndexedDataset, labels: IndexedDataset | None, seq_length: int, *, allow_chopped: bool
-) -> Truncation:
-    """Return what `pack_until_overflow` and `unpacked` leave out of a dataset. Raises DataError if no document is left.
+@dataclass(frozen=True)
+class ReadDocuments:
+    """What padded samples read of documents.
 
-    Args:
-        indexed: Token dataset.
-        labels: Labels of its tokens. By default every token is predicted.
-        seq_length: Number of tokens of a sample's input.
-        allow_chopped: Whether longer documents are cut.
+    Attributes:
+        sizes: Number of tokens of each document [documents].
+        in_all: Number of tokens to predict in each document [documents].
+        in_samples: Number of those that samples predict if the document is in one [documents].
+        usable: Whether each document can be in a sample [documents].
+        width: Number of tokens of a sample.
     """
-    documents = range(len(indexed))
-    usable = usable_documents(
-        indexed, labels, documents, seq_length, impl="pack_until_overflow", allow_chopped=allow_chopped
-    )
-    sizes = np.asarray(indexed.sizes, dtype=np.int64)
+
+    sizes: np.ndarray
+    in_all: np.ndarray
+    in_samples: np.ndarray
+    usable: np.ndarray
+    width: int
+
+    @property
+    def used(self) -> np.ndarray:
+        """Numbers of tokens of the documents that samples use."""
+        return self.sizes[self.usable]
+
+    def truncation(self) -> Truncation:
+        """Return what `pack_until_overflow` and `unpacked` leave out."""
+        trained = int(self.in_all.sum())
+        cut = int((self.usable & (self.sizes > self.width)).sum())
+        lost = trained - int(self.in_samples[self.usable].sum())
+        return Truncation(len(self.sizes), cut, int((~self.usable).sum()), trained, lost)
+
+
+def read_documents(
+    indexed: IndexedDataset, documents: range, labels: IndexedDataset | None, data: DataConfig, seq_length: int
+) -> ReadDocuments:
+    """Return what padded samples read of documents. Labels are read once. Arguments as for `tokens_of_pass`."""
+    sizes = np.asarray(indexed.sizes[documents.start : documents.stop], dtype=np.int64)
+    read = read_tokens(sizes, data.pack_impl, seq_length)
     if labels is None:
         in_all = np.maximum(sizes - 1, 0)
-        in_samples = np.minimum(in_all, seq_length)
+        in_samples = np.minimum(in_all, read)
     else:
-        in_all = predicted_tokens(labels, int(sizes.max()))
-        in_samples = predicted_tokens(labels, seq_length)
-    trained = int(in_all.sum())
-    cut = int((usable & (sizes > seq_length + 1)).sum())
-    return Truncation(len(sizes), cut, int((~usable).sum()), trained, trained - int(in_samples[usable].sum()))
+        longest = max(read, int(sizes.max(initial=0)))
+        in_all, in_samples = predicted_tokens(labels, [longest, read])[:, documents.start : documents.stop]
+    usable = (sizes > 1) & (in_samples > 0)
+    if not data.allow_chopped:
+        usable &= sizes <= seq_length + 1
+    return ReadDocuments(sizes, in_all, in_samples, usable, seq_length + 1)
+
+
+def samples_of_pass(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> int:
+    """Return the number of padded samples that usable documents of given sizes make, in the given order."""
+    if impl == "best_fit":
+        return _samples_of_pieces(sizes, seq_length)
+    if impl == "unpacked":
+        return len(sizes)
+    samples = 0
+    room = 0  # in the last sample
+    for size in sizes.tolist():
+        if not samples or size > room:
+            samples += 1
+            room = seq_length + 1
+        room -= size
+    return samples
+
+
+def _samples_of_pieces(sizes: np.ndarray, seq_length: int) -> int:
+    """Return the number of samples that `best_fit` makes of documents of two tokens or more, in the given order."""
+    pieces = DocumentPieces.of(sizes, sizes > 1, range(len(sizes)), seq_length)
+    order = np.arange(len(pieces))
+    return sum(1 for _ in packed(order, pieces.lengths(order), pieces.width))
 
 
 class PackingShares(NamedTuple):
@@ -260,7 +268,7 @@ def packing_shares(sizes: np.ndarray, impl: PackImpl, seq_length: int) -> Packin
     """Return what padded samples of documents of given sizes waste, by the first documents if there are many.
 
     Args:
-        sizes: Numbers of tokens of the documents that are used (`used_sizes`).
+        sizes: Numbers of tokens of the documents that are used (`ReadDocuments.used`).
         impl: How they are packed; not `packed`, which has no padding.
         seq_length: Number of tokens of a sample's input.
     """

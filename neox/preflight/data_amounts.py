@@ -16,8 +16,7 @@ from neox.problems import Problem
 from neox.storage import is_remote
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from neox.data.pass_amounts import ReadDocuments
     from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _LIMIT = "max_lost_labels"
@@ -32,10 +31,10 @@ def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     plan = replace(plan, notes=(*plan.notes, *notes_on_evaluations(plan)))
     if data.weight_by_num_documents or plan.config.training.train_iters is None:
         return plan, ()
-    used = _used_sizes(plan.config)
-    plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=_tokens_of_passes(plan.config, used))
-    cuts, problems = _truncation(plan.config)
-    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config, used), *cuts))
+    read = _read_documents(plan.config)
+    plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=_tokens_of_passes(plan.config, read))
+    cuts, problems = _truncation(plan.config, read)
+    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config, read), *cuts))
     try:
         return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), tuple(problems)
     except ConfigError as error:
@@ -71,42 +70,42 @@ def _tokens_for_training(data: DataConfig) -> int:
     return tokens_of_part(prefix, data, 0)
 
 
-def _used_sizes(config: NeoXConfig) -> dict[_TrainingSet, np.ndarray]:
-    """Return the numbers of tokens of the documents that padded samples use, by their dataset.
+def _read_documents(config: NeoXConfig) -> dict[_TrainingSet, ReadDocuments]:
+    """Return what padded samples read of the training documents, by their dataset.
 
     Datasets that cannot be read are left out; all of them if samples have no padding. This reads all labels, once.
     """
     data = config.data
     length = config.model.seq_length
-    found: dict[_TrainingSet, np.ndarray] = {}
+    found: dict[_TrainingSet, ReadDocuments] = {}
     if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
         return found
     for prefix, labels in _training_sets(config):
         try:
-            from neox.data.pass_amounts import used_sizes  # numpy, which a dry run without data does not need
+            from neox.data.pass_amounts import read_documents  # numpy, which a dry run without data does not need
 
             indexed, opened = _opened(prefix, labels)
             documents = _training_documents(config, len(indexed))
-            found[prefix, labels] = used_sizes(indexed, documents, opened, data, length)
+            found[prefix, labels] = read_documents(indexed, documents, opened, data, length)
         except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
             continue
     return found
 
 
-def _tokens_of_passes(config: NeoXConfig, used: Mapping[_TrainingSet, np.ndarray]) -> tuple[int, ...]:
+def _tokens_of_passes(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocuments]) -> tuple[int, ...]:
     """Return the tokens of one pass over each training dataset, including padding; none if one of them is unknown.
 
     Args:
         config: The configuration.
-        used: Result of `_used_sizes`.
+        read: Result of `_read_documents`.
     """
     length = config.model.seq_length
     sets = list(_training_sets(config))
-    if length is None or not used or not used.keys() >= set(sets):
+    if length is None or not read or not read.keys() >= set(sets):
         return ()
     from neox.data.pass_amounts import tokens_of_used  # numpy, which a dry run without data does not need
 
-    return tuple(tokens_of_used(used[each], config.data, length) for each in sets)
+    return tuple(tokens_of_used(read[each].used, config.data, length) for each in sets)
 
 
 def validation_tokens(config: NeoXConfig) -> tuple[tuple[str | None, int], ...]:
@@ -173,25 +172,25 @@ def _opened(prefix: str, labels: str | None) -> tuple[IndexedDataset, IndexedDat
     return texts, opened
 
 
-def _truncation(config: NeoXConfig) -> tuple[list[str], list[Problem]]:
+def _truncation(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocuments]) -> tuple[list[str], list[Problem]]:
     """Return notes on documents that samples cut or leave out, and the problem that labels lose too many tokens.
 
     Texts that lose their end are still texts, so only labels, whose answers end at their last token, have a limit.
+
+    Args:
+        config: The configuration.
+        read: Result of `_read_documents`.
     """
     data = config.data
     length = config.model.seq_length
     notes: list[str] = []
     problems: list[Problem] = []
-    if data.pack_impl not in ("pack_until_overflow", "unpacked") or length is None or config.preferences.on_preferences:
+    if data.pack_impl not in ("pack_until_overflow", "unpacked"):
         return notes, problems
-    for prefix, labels in _training_sets(config):
-        try:
-            from neox.data.pass_amounts import truncation  # numpy, which a dry run without data does not need
-
-            found = truncation(*_opened(prefix, labels), length, allow_chopped=data.allow_chopped)
-        except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
-            continue
-        if not found.cut and not found.dropped:
+    for (prefix, labels), documents in read.items():
+        found = documents.truncation()
+        is_empty = found.dropped == found.documents  # `data_problems` says so
+        if is_empty or not (found.cut or found.dropped):
             continue
         counted = (
             f"{prefix}: with seq_length {length:,} {found.cut:,} of {found.documents:,} documents are cut and "
@@ -207,29 +206,30 @@ def _truncation(config: NeoXConfig) -> tuple[list[str], list[Problem]]:
     return notes, problems
 
 
-def _packing_notes(config: NeoXConfig, used: Mapping[_TrainingSet, np.ndarray]) -> Iterator[str]:
+def _packing_notes(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocuments]) -> Iterator[str]:
     """Yield the share of padding in the samples of each training dataset; with `best_fit` that of cut documents, too.
 
     `_truncation` counts what the others cut.
 
     Args:
         config: The configuration.
-        used: Result of `_used_sizes`.
+        read: Result of `_read_documents`.
     """
     impl = config.data.pack_impl
     length = config.model.seq_length
-    for (prefix, _), sizes in used.items():
+    for (prefix, _), documents in read.items():
         from neox.data.pass_amounts import (  # numpy, which a dry run without data does not need
             COUNTED_DOCUMENTS,
             packing_shares,
         )
 
         assert length is not None
-        shares = packing_shares(sizes, impl, length)
+        used = documents.used
+        shares = packing_shares(used, impl, length)
         note = f"{prefix}: `pack_impl: {impl}` makes {shares.padding:.1%} of all positions padding"
         if impl == "best_fit":
             note += f" and cuts {shares.cut:.1%} of the documents"
-        if len(sizes) > COUNTED_DOCUMENTS:
+        if len(used) > COUNTED_DOCUMENTS:
             note += f", by its first {COUNTED_DOCUMENTS:,} documents"
         yield note
 

@@ -34,7 +34,7 @@ of one (`DocumentPieces`), and sample i has the entries from `sample_map[i, 0]` 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,7 +116,7 @@ def usable_documents(
         usable &= sizes <= seq_length + 1
     if labels is not None:
         read = read_tokens(indexed.sizes, impl, seq_length)
-        usable &= (predicted_tokens(labels, read) > 0)[documents.start : documents.stop]
+        usable &= (predicted_tokens(labels, [read])[0] > 0)[documents.start : documents.stop]
     if usable.any():
         return usable
     wanted = "a document with at least two tokens"
@@ -130,19 +130,24 @@ def usable_documents(
     )
 
 
-def predicted_tokens(labels: IndexedDataset, seq_length: int) -> np.ndarray:
-    """Return the number of tokens to predict in a sample of each document, int64 [documents].
+def predicted_tokens(labels: IndexedDataset, lengths: Sequence[int]) -> np.ndarray:
+    """Return the number of tokens to predict in a sample of each document, int64 [lengths, documents].
 
-    These are among the tokens after the first one and up to the end of the sample.
+    These are among the tokens after the first one and up to the end of the sample. The labels are read once.
+
+    Args:
+        labels: Labels of the documents.
+        lengths: Numbers of tokens of a sample's input, of which each gives a row of the result.
     """
-    result = np.empty(len(labels), dtype=np.int64)
+    result = np.empty((len(lengths), len(labels)), dtype=np.int64)
     for first, sizes, ids in labels.blocks():
         predicted_before = np.concatenate([[0], np.cumsum(ids >= 0, dtype=np.int64)])  # before each token
         ends = np.cumsum(sizes, dtype=np.int64)
         begins = ends - sizes
         second_tokens = np.minimum(begins + 1, ends)
-        sample_ends = np.minimum(begins + seq_length + 1, ends)
-        result[first : first + len(sizes)] = predicted_before[sample_ends] - predicted_before[second_tokens]
+        for row, length in zip(result, lengths, strict=True):
+            sample_ends = np.minimum(begins + length + 1, ends)
+            row[first : first + len(sizes)] = predicted_before[sample_ends] - predicted_before[second_tokens]
     return result
 
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from neox.config import NeoXConfig, load_config
-from neox.data import IndexedDatasetBuilder, pass_amounts
+from neox.data import IndexedDataset, IndexedDatasetBuilder, pass_amounts
 from neox.data.run_data import build_data_iterators
 from neox.launch.hosts.remote import path_state
 from neox.plan import resolve
@@ -397,23 +397,27 @@ def test_the_plan_names_what_best_fit_packing_wastes(tmp_path: Path) -> None:
     assert "25.0%" in note
 
 
-def test_padding_is_counted_by_one_look_at_the_documents_and_says_by_how_many(
+def test_padding_and_cuts_are_counted_by_one_look_at_the_labels_and_say_by_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
-        builder.add_documents(np.ones(80, dtype=np.uint16), [20] * 4)
+    for name, kind in (("x", np.uint16), ("labels", np.int32)):
+        with IndexedDatasetBuilder(tmp_path / name, kind) as builder:
+            builder.add_documents(np.ones(80, dtype=kind), [20] * 4)
     keys = {"train_data_paths": [str(tmp_path / "x")], "seq_length": 16, "pack_impl": "unpacked"}
+    keys |= {"train_label_data_paths": [str(tmp_path / "labels")], "max_lost_labels": 0.5}
     keys |= {"train_iters": 1, "train_micro_batch_size_per_gpu": 1}
     looks = []
-    used_sizes = pass_amounts.used_sizes
+    blocks = IndexedDataset.blocks
 
-    def counted(*arguments: Any) -> np.ndarray:
-        looks.append(arguments)
-        return used_sizes(*arguments)
+    def counted(dataset: IndexedDataset, *arguments: Any) -> Any:
+        looks.append(dataset.prefix)
+        return blocks(dataset, *arguments)
 
-    monkeypatch.setattr(pass_amounts, "used_sizes", counted)
-    plan, _ = with_amounts(resolve(config(**keys), 1, 100))
+    monkeypatch.setattr(IndexedDataset, "blocks", counted)
+    plan, problems = with_amounts(resolve(config(**keys), 1, 100))
+    assert problems == ()
     assert plan.pass_tokens == (4 * 16,)
+    assert any(f"{1 - 16 / 19:.1%}" in note for note in plan.notes if "4 of 4 documents are cut" in note)
     assert len(looks) == 1
     assert not any("first" in note for note in plan.notes)
     monkeypatch.setattr(pass_amounts, "COUNTED_DOCUMENTS", 3)
