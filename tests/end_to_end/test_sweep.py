@@ -99,7 +99,7 @@ def sweep(tmp_path: Path) -> Iterator[Callable[..., SweepCommand]]:
         command.end()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
