@@ -137,6 +137,7 @@ def _script_main(
     script: Path, arguments: tuple[str, ...], directory: Path, streams: tuple[Path, Path], variables: dict[str, str]
 ) -> None:
     """Body of a process of `start_script`."""
+    gc.freeze()
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(directory)
