@@ -2,6 +2,7 @@
 
 import pytest
 import transformers
+from transformers import modeling_layers
 
 IS_4 = transformers.__version__.startswith("4.")
 IS_5_0 = transformers.__version__.startswith("5.0.")
@@ -13,4 +14,8 @@ needs_stacked_experts = pytest.mark.skipif(
 )
 loads_adapters_of_experts = pytest.mark.skipif(
     IS_5_0, reason="peft gives a function of transformers 5.0 an argument of later versions (`loading_info`)"
+)
+needs_mtp_model = pytest.mark.skipif(
+    not hasattr(modeling_layers, "MtpModel"),
+    reason="this version of transformers has no module for multi-token prediction",
 )

@@ -12,7 +12,6 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from neox.architecture.rope_scaling import ROPE_SCALINGS, rope_scaling_problem
@@ -24,6 +23,7 @@ from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
 from neox.plan import yaml_keys
 from tests.field.hf_models import write_adapter, write_llama
+from tests.transformers_versions import needs_rope_parameters
 
 _TRAINING = "only in training, where the YAML's keys decide"
 _DERIVED = "transformers computes it from other keys, whatever the file says"
@@ -200,9 +200,12 @@ def test_no_reason_without_a_key():
         assert reasons.keys() <= defaults_of(model_type).keys()
 
 
+@needs_rope_parameters
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
 def test_every_setting_of_rotary_scaling(kind):
     """A setting of transformers' is known for its type, or refused by name if it is none of that type."""
+    from transformers.modeling_rope_utils import RopeParameters
+
     scaling = ROPE_SCALINGS[kind]
     settings: dict[str, Any] = dict.fromkeys(scaling.required, 2.0)
     settings |= {name: [1.0] * 4 for name in ("short_factor", "long_factor") if name in settings}

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.modeling_layers import MtpModel
 
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
@@ -23,6 +22,9 @@ from neox.errors import ConversionError
 from neox.model import Context
 from neox.objectives import build_objective, with_tokens_ahead
 from tests.errors import raises_naming
+from tests.transformers_versions import needs_mtp_model
+
+pytestmark = needs_mtp_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -61,6 +63,7 @@ LABELS = torch.cat((TOKENS[:, 1:], torch.tensor([[5], [7]])), 1)
 def published(directory: Path, model_type: str, depths: int) -> tuple[Any, Any]:
     """Write a random model in the form of the published ones; return transformers' network and modules."""
     import transformers
+    from transformers.modeling_layers import MtpModel
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
