@@ -43,7 +43,7 @@ export MYPY_CACHE_DIR         := $(CACHE)/mypy
 
 # after each failure of pip, which blames versions if it cannot read what packages need
 export NOT_INSTALLED := error: packages could not be installed; if connections failed above, set https_proxy and no_proxy where only a \
-  proxy leads out, or run `make download` on a machine with a network and copy wheels/ here
+  proxy leads out, or run `make download` on a machine with a network and copy wheels/ here (again, if requirements/ has changed since)
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev download lock dist quickstart test test-all test-matrix test-trackers transformers-4 lint reference docs clean distclean
