@@ -115,6 +115,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 DIVIDED: dict[str, Any] = {"expert_model_parallel_size": 2}
 EXPERTS = NETWORKS["experts"]
+MODULES = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 MATRIX: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "bf16": ([{"zero": zero} for zero in (0, 1, 2, 3)] + [{"pp": 2}, {"pp": 2, "zero": 1}, {"mp": 2, "zero": 1}], BF16),
     "fp16": ([{"zero": zero} for zero in (0, 1, 2, 3)] + [{"pp": 2}, {"mp": 2}], FP16),
@@ -127,6 +128,7 @@ MATRIX: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         {"num_layers": 4, "train_batch_size": 8},
     ),
     "context": ([{"zero": 2, "context_parallel_size": 2}, {"pp": 2}, {"zero": 3, "context_parallel_size": 2}], {}),
+    "multi-token": ([{"zero": 1}, {"pp": 2}, {"mp": 2}, {"zero": 3}], MODULES),
     "experts": ([{"zero": 1}, {"pp": 2}, {"zero": 3}], NETWORKS["experts"]),
     "divided experts": ([{**DIVIDED, "zero": zero} for zero in (0, 1, 2, 3)] + [{"pp": 2}, DIVIDED], EXPERTS),
     "divided experts in bf16": ([{**DIVIDED, "zero": zero} for zero in (1, 0, 3, 2)], {**EXPERTS, **BF16}),
@@ -235,6 +237,11 @@ def assert_training_stays(
 @pytest.mark.parametrize("layouts", [LAYOUTS[:3], pytest.param(LAYOUTS, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_an_evaluated_average_leaves_training_as_it_is(layouts: Sequence[dict[str, Any]]) -> None:
     assert_training_stays({}, 1e-5, layouts)
+
+
+@pytest.mark.slow
+def test_an_evaluated_average_of_multi_token_prediction_leaves_training_as_it_is() -> None:
+    assert_training_stays(MODULES, 1e-5)
 
 
 @pytest.mark.slow

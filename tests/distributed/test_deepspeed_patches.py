@@ -104,6 +104,35 @@ def _run(plan):
     return Answer(norm, None if deepspeeds_norm is None else float(deepspeeds_norm), given[0], embedding)
 
 
+def weights_on_their_way(plan):
+    """On this rank: how many weights are on their way after an evaluation, with our `forward` and with DeepSpeed's."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    from neox.engine.deepspeed_patches import PlainEngine
+
+    counts = []
+    for forward in (PlainEngine.forward, DeepSpeedEngine.forward):
+        PlainEngine.forward = forward
+        engine, grid = _start(plan)
+        data = batches(plan, grid.dp_rank)
+        for _ in range(2):
+            engine.train_batch(data)
+            engine.eval_batch(data)
+        states = [parameter.ds_status for parameter in engine.deepspeed_engine.module.parameters()]
+        counts.append(states.count(ZeroParamStatus.INFLIGHT))
+    return counts
+
+
+def test_an_evaluation_leaves_weights_on_their_way():
+    """A save after it, or an evaluated average of weights, would read them while they are empty."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    plan = tiny_plan(2, num_layers=2, mtp_num_layers=1, zero_optimization=zero)
+    (ours, deepspeeds), _ = run_ranks(2, weights_on_their_way, plan)
+    assert ours == 0
+    assert deepspeeds > 0
+
+
 @functools.cache
 def answers():
     return run_ranks(2, with_and_without, [tiny_plan(2, **keys) for keys in PLANS.values()], timeout=200)

@@ -126,6 +126,11 @@ def check_layouts(directory: Path, names: list[str], **others: Any) -> None:
             continue
         alone = tiny_plan(1, train_micro_batch_size_per_gpu=4, **keys, **shape)
         expected = run_ranks(1, curves, [alone])[0][0]
+        if "mtp_num_layers" in others:
+            total = expected[0]["loss"] + 0.5 * expected[0]["mtp_loss"]
+            assert expected[0]["total_loss"] == pytest.approx(total)
+            assert expected[STEPS - 1]["mtp_loss"] < expected[0]["mtp_loss"]
+            assert "mtp_loss" not in expected[-1]  # an evaluation
         assert expected[0]["loss"] == pytest.approx(0.7 * expected[0]["kl"] + 0.3 * expected[0]["lm_loss"], rel=1e-5)
         assert expected[0]["kl"] > 0
         assert expected[0]["kl"] != expected[STEPS - 1]["kl"]
@@ -152,6 +157,12 @@ def test_layouts_learn_alike_from_a_teacher(tmp_path: Path) -> None:
 def test_every_layout_learns_alike_from_a_teacher(tmp_path: Path, divergence: str) -> None:
     names = [name for name in LAYOUTS if name not in SCHEDULES]
     check_layouts(tmp_path, names, distillation_divergence=divergence)
+
+
+@pytest.mark.slow
+def test_layouts_learn_alike_from_a_teacher_with_multi_token_prediction(tmp_path: Path) -> None:
+    names = [name for name in LAYOUTS if name not in SCHEDULES]
+    check_layouts(tmp_path, names, mtp_num_layers=2, mtp_loss_scaling_factor=0.5)
 
 
 @pytest.mark.slow

@@ -33,8 +33,10 @@ def test_recomputation_and_zero_repeat_the_losses():
         {"mp": 2, "checkpoint_activations": True, "gpt_j_residual": True},
         {"pp": 2},
         {"lora": {"r": 2, "target": ["query_key_value", "dense"]}},
+        {"mtp_num_layers": 2, "mp": 2},
+        {"mtp_num_layers": 2, "pp": 2, "checkpoint_activations": True},
     ],
-    ids=["tensor", "tensor-recomputed", "stages", "lora"],
+    ids=["tensor", "tensor-recomputed", "stages", "lora", "multi-token", "multi-token stages"],
 )
 def test_losses_follow_bf16(keys: dict[str, object]):
     plans = [tiny_plan(2, **BF16, **keys, **more) for more in ({}, *({"fp8": name} for name in FP8_RECIPES))]

@@ -10,6 +10,7 @@ import pytest
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_context_parallel import uneven
+from tests.distributed.test_optimizers import losses_with_saves
 from tests.distributed.test_reshard import plan_of, relay_and_still, worst
 from tests.distributed.training_runs import tiny_plan
 
@@ -142,6 +143,29 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}
 @pytest.mark.parametrize("keys", [MUON, LION], ids=["Muon", "Lion"])
 def test_optimizers(keys: dict[str, Any]) -> None:
     check(2, [{"pp": 2}, {"zero": 1}, {"zero": 2}], 5e-6, **keys)
+
+
+EIGHT_BITS = {"optimizer": {"type": "Adam8bit", "params": {"lr": 0.003, "min_8bit_size": 0}}}
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.003}}}
+
+
+@pytest.mark.slow
+def test_states_of_8_bits_follow_adam_and_resume_exactly(tmp_path) -> None:
+    """Blocks of 8-bit states hold other elements in other layouts, so losses are close; a resume reads the codes."""
+    layouts = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"pp": 2}]
+    plans = [tiny_plan(2, **MODULES, **EIGHT_BITS, **layout) for layout in layouts]
+    (*found, adam), _ = run_ranks(2, curves, [*plans, tiny_plan(2, **MODULES, **ADAM)], timeout=300)
+    for layout, curve in zip(layouts, found, strict=True):
+        for step, wanted in zip(curve, adam, strict=True):
+            for name in step.keys() - {"norm"}:
+                assert step[name] == pytest.approx(wanted[name], rel=1e-3), (layout, name)
+        assert curve != adam
+    for number, layout in enumerate(layouts):
+        save = str(tmp_path / str(number))
+        whole = tiny_plan(2, **MODULES, **EIGHT_BITS, **layout, save=save)
+        further = tiny_plan(2, **MODULES, **EIGHT_BITS, **layout, load=save)
+        (undisturbed, resumed), _ = run_ranks(2, losses_with_saves, [whole, further], 4, 2, timeout=300)
+        assert resumed == undisturbed[2:], layout
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ MODULES = [
     (2, {"mtp_num_layers": 2, "model_parallel_size": 2, "sequence_parallel": True}, {"stage": 0}),
     (2, {"mtp_num_layers": 1, "pipe_parallel_size": 2, "gradient_accumulation_steps": 4}, {"stage": 1}),
     (2, {**EXPERTS, "mtp_num_layers": 1, "expert_model_parallel_size": 2}, {"stage": 1}),
+    (2, {"mtp_num_layers": 2, "ema_decay": 0.99}, {"stage": 3}),
 ]
 
 
@@ -74,7 +75,7 @@ def test_adapters_of_experts_take_the_planned_memory(precision: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["Muon", "Adam8bit"])
-def test_optimizers_of_divided_experts_take_the_planned_memory(optimizer: str) -> None:
-    divided = {"expert_model_parallel_size": 2}
-    plans = [plan_of(2, "bf16", {"stage": stage}, optimizer, **EXPERTS, **divided) for stage in (1, 2)]
-    check(2, plans)
+def test_optimizers_of_divided_experts_and_of_modules_take_the_planned_memory(optimizer: str) -> None:
+    divided = {**EXPERTS, "expert_model_parallel_size": 2}
+    for keys in (divided, {"mtp_num_layers": 2}):
+        check(2, [plan_of(2, "bf16", {"stage": stage}, optimizer, **keys) for stage in (1, 2)])

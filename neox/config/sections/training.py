@@ -207,7 +207,8 @@ class TrainingConfig(CharPerplexityKeys):
     fp8: Literal["tensorwise", "rowwise"] | None = None
     """Multiply in 8-bit floating point in the linear layers of blocks, with bf16 weights, activations and gradients.
     `tensorwise`: one scale for each tensor, and e5m2 for gradients. `rowwise`: one scale for each row, and e4m3; slower
-    and closer to bf16; the only one for experts. Scales follow from the values of each product. Needs `precision: bf16`
+    and closer to bf16; the only one for experts. Scales follow from the values of each product. Embedding, head and the
+    projections of multi-token prediction (`eh_proj`) stay in bf16. Needs `precision: bf16`
     and GPUs of compute capability 8.9 or more, with experts of 9.0 (a CPU computes the same slowly). Only training uses
     it: evaluation, generation and checkpoints are those of bf16, and a run may resume with it switched on or off."""
 

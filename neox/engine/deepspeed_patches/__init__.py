@@ -28,6 +28,7 @@ Where DeepSpeed's code is left during a run, and for what; `neox.engine.engine` 
                                  ZeRO 0
     a pipeline stage's passes    one range of layers, 1F1B, waits for     any order, any number of ranges, no waiting:
                                  each message                             `PipelineEngine._exec_schedule`
+    an evaluation, ZeRO 3        leaves weights on their way              waits for them: `PlainEngine.forward`
     reduction                    after the last pass                      of a range, during others (`RangeReduction`)
     reduction: bf16, ZeRO 1      after the last pass                      of layers, during that pass (`LayerReduction`)
     reduction: tied weights      sums `grad`, which ZeRO has moved        sums what ZeRO accumulates

@@ -140,6 +140,18 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         )
         wrapper.layer_reduction = LayerReduction(ranges, reduction)
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model; after an evaluation, wait for the weights that ZeRO 3 gathers ahead.
+
+        DeepSpeed gathers ahead in the order of a training step. An evaluation ends before the modules of multi-token
+        prediction, whose weights are then on their way until the next forward pass: a save or an average of weights
+        in between would read empty tensors.
+        """
+        output = super().forward(*inputs, **kwargs)
+        if self.zero_optimization_partition_weights() and not self.module.training:
+            self.optimizer.parameter_offload.get_param_coordinator()._clean_inflight_param_registry()
+        return output
+
     def backward(self, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Scale the loss, which is the first of the scores, and run the backward pass.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from neox.architecture import training_flops_per_token
+from neox.engine.build_engine import multiply_in_fp8
 from neox.model import GPT, Context
 from neox.model.context import BlockContext
 from neox.objectives import Objective, build_objective, evaluated_objective, with_tokens_ahead
@@ -97,6 +98,55 @@ def test_loss_and_gradients_are_those_of_the_published_formula(keys: dict[str, A
         largest = parameter.grad.abs().max().item()
         assert largest > 0, name
         assert (found[name] - parameter.grad).abs().max().item() < 1e-5 * largest, name
+
+
+def test_distillation_adds_the_published_loss_to_the_teachers():
+    """total = w t^2 KL + (1 - w) cross entropy + 0.3 x the modules' loss, which learn from labels alone."""
+    keys = {"teacher_logits": "teacher", "distillation_temperature": 1.5, "distillation_weight": 0.7}
+    plan = small_plan(**LLAMA, **keys, mtp_num_layers=2)
+    model = GPT(plan, ParallelGrid.single())
+    objective = build_objective(plan)
+    assert objective.names == ("total_loss", "loss", "kl", "lm_loss", "mtp_loss")
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.rand(*TOKENS.shape, 100, generator=generator).topk(5).indices
+    teacher = torch.randn(*TOKENS.shape, 5, generator=generator)
+    scores = trained_loss(plan, model, objective, teacher_ids=ids, teacher_logits=teacher)
+    scores[0].backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model.zero_grad()
+    logits = model(TOKENS)
+    entropy = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+    p = (teacher / 1.5).softmax(-1)
+    log_q = (logits / 1.5).log_softmax(-1).gather(-1, ids)
+    kl = 1.5**2 * (p * (p.log() - log_q)).sum(-1).mean()
+    ahead = paper_loss(model, TOKENS, LABELS, 2)
+    distilled = 0.7 * kl + 0.3 * entropy
+    (distilled + 0.3 * ahead).backward()
+    expected = torch.stack((distilled + 0.3 * ahead, distilled, kl, entropy, ahead))
+    torch.testing.assert_close(scores, expected.detach(), rtol=1e-5, atol=0)
+    for name, parameter in model.named_parameters():
+        largest = parameter.grad.abs().max().item()
+        assert (found[name] - parameter.grad).abs().max().item() < 1e-5 * largest, name
+
+
+def test_blocks_of_modules_multiply_in_fp8():
+    """The loss is that of the formula, whose blocks multiply in fp8 too: rows have scales of their own."""
+    plan = small_plan(**LLAMA, mlp_width=96, precision="bf16", fp8="rowwise", mtp_num_layers=2)
+    objective = build_objective(plan)
+    losses = []
+    for multiplies in (False, True):
+        model = GPT(plan, ParallelGrid.single()).to(torch.bfloat16)
+        if multiplies:
+            multiply_in_fp8(model, plan, torch.device("cpu"))
+        losses.append(trained_loss(plan, model, objective)[2].item())
+        expected = paper_loss(model, TOKENS, LABELS, 2).item()
+        assert losses[-1] == pytest.approx(expected, rel=5e-3)
+    in_bf16, in_fp8 = losses
+    assert in_fp8 != in_bf16
+    assert in_fp8 == pytest.approx(in_bf16, rel=2e-2)
+    module = model.stage.layers[len(model.stage.layers) - 1]
+    assert module.block.attention.query_key_value.multiply != module.eh_proj.multiply
 
 
 def test_labels_stay_in_their_document():
