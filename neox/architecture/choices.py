@@ -26,6 +26,7 @@ class Norm:
         parameters: Hidden size -> parameters, named inside the norm.
         epsilon_key: Key of its epsilon in the YAML; None for a norm without one.
         by_steps: Whether it is computed in fp32 by single operations, which keep two fp32 tensors instead of its input.
+        by_steps_on_cpu: Whether torch computes it so on CPUs, for which it has no kernel.
         of_heads: Whether gpt-neox's `use_qk_layernorm` can apply it to the heads of queries and keys.
         from_zero: Whether it multiplies by 1 + its scale, which begins at 0.
     """
@@ -33,6 +34,7 @@ class Norm:
     parameters: Callable[[int], tuple[ParameterSpec, ...]]
     epsilon_key: str | None = "layernorm_epsilon"
     by_steps: bool = False
+    by_steps_on_cpu: bool = False
     of_heads: bool = False
     from_zero: bool = False
 
@@ -135,8 +137,8 @@ def _learned_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
 NORMS: Mapping[str, Norm] = MappingProxyType(
     {
         "layernorm": Norm(_layernorm, of_heads=True),
-        "rmsnorm": Norm(_scale, "rms_norm_epsilon", of_heads=True),
-        "rmsnorm_1p": Norm(_scale_minus_one, "rms_norm_epsilon", from_zero=True),
+        "rmsnorm": Norm(_scale, "rms_norm_epsilon", by_steps_on_cpu=True, of_heads=True),
+        "rmsnorm_1p": Norm(_scale_minus_one, "rms_norm_epsilon", by_steps_on_cpu=True, from_zero=True),
         "layernorm_no_bias": Norm(_layernorm_weight),
         "rmsnorm_v2.0": Norm(_scale, "rms_norm_epsilon", by_steps=True),
         "scalenorm": Norm(_length, "scalenorm_epsilon", by_steps=True),

@@ -146,6 +146,7 @@ def activation_bytes(run: LaidOutRun, stage: StagePlan) -> ActivationMemory:
     head_pass = 0
     if stage.holds(run.layers.head.index):
         head_pass = 2 * hidden_states + head_bytes(run)
+        kept += run.tokens * run.network.hidden_size * _fp32_of_norm(run) // run.token_shares  # the final norm's
         kept += run.network.mtp_num_layers * _multi_token_bytes(run)
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
     tile = _tile_bytes(run)
@@ -220,7 +221,8 @@ def _multi_token_bytes(run: LaidOutRun) -> int:
             of_block -= attention.scores
     elif run.config.training.activation_memory_budget is not None:
         of_block = share + int(run.config.training.activation_memory_budget * (of_block - share))
-    return 4 * share + hidden_states + of_block
+    norms = 3 * run.tokens * network.hidden_size * _fp32_of_norm(run) // run.token_shares
+    return 4 * share + hidden_states + norms + of_block
 
 
 def _one_chunk_input(run: LaidOutRun) -> int:
@@ -343,11 +345,21 @@ def _token_bytes(run: LaidOutRun) -> int:
     if not network.parallel_residual:
         tensors += 1  # the sum of the input and the attention
     whole = tensors * hidden * number
-    if NORMS[network.norm].by_steps and not run.in_tiles:
-        whole += 2 * (2 * _FP32 - number) * hidden  # two norms keep two fp32 tensors instead of their input
+    norms = RESIDUALS[network.residual].norms.number
+    if run.in_tiles:
+        norms = 0 if NORMS[network.norm].by_steps else norms - _norms_in_tiles(network)
+    whole += norms * _fp32_of_norm(run) * hidden
     if run.config.training.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
     return whole // run.token_shares + _second_sublayer_bytes(run)
+
+
+def _fp32_of_norm(run: LaidOutRun) -> int:
+    """Return the bytes for one element by which two fp32 tensors, if a norm keeps these, exceed its input; else 0."""
+    norm = NORMS[run.network.norm]
+    if norm.by_steps or (norm.by_steps_on_cpu and run.on_cpu):
+        return 2 * _FP32 - run.bytes_per_number
+    return 0
 
 
 def _second_sublayer_bytes(run: LaidOutRun) -> int:
@@ -375,7 +387,7 @@ def _tile_bytes(run: LaidOutRun) -> int:
     if not run.in_tiles:
         return 0
     hidden = (1 + _norms_in_tiles(network)) * network.hidden_size * run.bytes_per_number
-    if NORMS[network.norm].by_steps:
+    if _fp32_of_norm(run):
         hidden += 2 * _FP32 * network.hidden_size
     of_token = hidden + _mlp_bytes(run, network.mlp_width)
     return run.layout.micro_batch_size * run.layout.tile_tokens * of_token
@@ -524,6 +536,7 @@ def _operand_bytes(run: LaidOutRun) -> int:
         total += 2 * widths * number
     if network.qk_norm != "none":
         total += (heads + 3 * keys - 2 * stored_keys) * number // split
+        total += (heads + stored_keys) * _fp32_of_norm(run) // split
     if network.attention_output_gate:  # its logits, which share memory with the values, its sigmoid, gated outputs
         total += 3 * heads * number // split
     return total

@@ -97,8 +97,11 @@ def test_activations_are_what_autograd_keeps():
     tiles = {"mlp_tile_size": 32}
     tiled = (tiles, {**tiles, **parallel}, {**tiles, **others[0]}, {**tiles, "norm_placement": "both"})
     gated = {"attention_output_gate": True}
+    rms = {"norm": "rmsnorm"}
+    by_steps = (rms, {"norm": "rmsnorm_1p", **parallel}, {**rms, **tiles}, {**rms, "qk_norm": "head"})
+    by_steps += ({**rms, "norm_placement": "both"}, {**rms, "norm_placement": "both", **tiles})
     plain = ({}, parallel, {"pos_emb": "none"}, {**parallel, "hidden_size": 128}, learned, gated)
-    for keys in (*plain, *others, *masked, *tiled):
+    for keys in (*plain, *others, *by_steps, *masked, *tiled):
         flat = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 256, "pos_emb": "rotary"}
         flat |= {"num_layers": 2, "train_micro_batch_size_per_gpu": 2, "attention_config": [[["flash"], 2]]}
         flat |= {"attention_dropout": 0, "hidden_dropout": 0, "rotary_pct": 0.25, **keys}
