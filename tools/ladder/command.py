@@ -266,7 +266,7 @@ def _format_ladder(
     ladder: Ladder, family: Family, target: PlannedRun, first: Sequence[LadderRun], places: Sequence[Place]
 ) -> str:
     """Return the plans of all runs. Those of the second stage are planned with the rule's learning rates."""
-    rule = RateFit({}, 0.0, 0.0, 0.0, 0.0, ())
+    rule = RateFit({}, 0.0, 0.0, 0.0, 0.0, 0.0, math.nan, ())
     second = list(_second_stage(ladder, family, rule))
     lines = []
     for title, runs in (("first stage", first), ("second stage (learning rates follow the first)", second)):

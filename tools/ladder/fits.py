@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
 
 Array = NDArray[np.float64]
 
@@ -23,10 +24,10 @@ _EXPONENTS = np.geomspace(0.03, 1.5, 20)
 _REFINEMENTS = 3
 _RIDGE = 1e-12
 """Added to the diagonal of normal equations, because two columns may be the same."""
-_RESAMPLES = 120
-_SEED = 0
 _SHARE = 0.9
-"""Share of the refits to noisy losses that lies within the range of a predicted loss."""
+"""Share of the predictions whose range holds what is found."""
+_SIGNIFICANT = 0.95
+"""Share of trends of mere noise that do not count as one."""
 
 
 @dataclass(frozen=True)
@@ -57,43 +58,63 @@ class LossFit:
         irreducible: E, the loss that no size goes below.
         of_parameters: A and a.
         of_tokens: B and b; None if all runs have one ratio of tokens and parameters.
-        resampled: The same numbers of fits to noisy losses, one row each; no row if as many runs as numbers to fit
-            leave nothing to tell the noise from.
         ratio: Tokens for each parameter, if all runs have the same.
         deviation: Root mean square of the relative residuals, with the degrees of freedom that are left; NaN if there
             are none.
+        freedom: Degrees of freedom: runs less numbers to fit.
+        influence: Change of each number with the relative error of each run's loss, [numbers, runs].
     """
 
     irreducible: float
     of_parameters: tuple[float, float]
     of_tokens: tuple[float, float] | None
-    resampled: Array
     ratio: float | None
     deviation: float
+    freedom: int
+    influence: Array
 
     def predict(self, parameters: float, tokens: float) -> Range:
         """Return the loss of a run.
 
-        The range holds 90 % of refits to the fitted losses with normal noise of the deviation: it shows the scatter of
-        the runs, not an error of the form. There is none if no degree of freedom is left.
+        The range is the 90 % prediction interval of least squares, linear in the errors of the runs: by Student's t
+        with the degrees of freedom, with the scatter of the predicted run itself. It knows of no error of the form.
+        There is none if no degree of freedom is left.
         """
         row = [self.irreducible, *self.of_parameters]
         if self.of_tokens is not None:
             row += self.of_tokens
-        value = _losses(np.array([row]), parameters, tokens)[0]
-        if not len(self.resampled):
-            return Range(float(value), math.nan, math.nan)
-        others = _losses(self.resampled, parameters, tokens)
-        low, high = np.quantile(others, [(1 - _SHARE) / 2, (1 + _SHARE) / 2])
-        return Range(float(value), float(min(low, value)), float(max(high, value)))
+        numbers = np.array(row)
+        n = np.array([float(parameters)])
+        d = np.array([float(tokens)])
+        value = float(_losses(numbers[None], n, d)[0])
+        if self.freedom < 1:
+            return Range(value, math.nan, math.nan)
+        change = _gradients(numbers, n, d)[0] @ self.influence / value  # with the relative error of each run, [R]
+        reach = _students_t(self.freedom) * self.deviation * math.sqrt(1 + float(change @ change)) * value
+        return Range(value, max(0.0, value - reach), value + reach)
 
 
-def _losses(rows: Array, parameters: float, tokens: float) -> Array:
-    """Return the loss that each row of numbers E, A, a and maybe B, b gives."""
+def _students_t(freedom: int, share: float = _SHARE) -> float:
+    """Return how many estimated standard errors to each side hold a share of the errors."""
+    return float(stdtrit(freedom, (1 + share) / 2))
+
+
+def _losses(rows: Array, parameters: Array, tokens: Array) -> Array:
+    """Return the loss that numbers E, A, a and maybe B, b give. One row is for all runs, or each run has its own."""
     found: Array = rows[:, 0] + rows[:, 1] * parameters ** -rows[:, 2]
     if rows.shape[1] > 3:
         found = found + rows[:, 3] * tokens ** -rows[:, 4]
     return found
+
+
+def _gradients(numbers: Array, parameters: Array, tokens: Array) -> Array:
+    """Return the change of each run's loss with each of the numbers E, A, a and maybe B, b, [runs, numbers]."""
+    of_parameters = parameters ** -numbers[2]
+    columns = [np.ones_like(of_parameters), of_parameters, -numbers[1] * np.log(parameters) * of_parameters]
+    if len(numbers) > 3:
+        of_tokens = tokens ** -numbers[4]
+        columns += [of_tokens, -numbers[3] * np.log(tokens) * of_tokens]
+    return np.stack(columns, axis=-1)
 
 
 def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float]) -> LossFit:
@@ -119,18 +140,18 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
     residuals = (observed - fitted) / fitted
     freedom = len(observed) - unknown
     deviation = math.sqrt(float(np.sum(residuals**2)) / freedom) if freedom else math.nan
-    generator = np.random.default_rng(_SEED)
-    resampled = []
-    for _ in range(_RESAMPLES if freedom else 0):
-        noisy = fitted * (1 + deviation * generator.standard_normal(len(observed)))
-        resampled.append(_fit(n, d, noisy, both=not is_one_ratio)[0])
+    gradients = _gradients(row, n, d) / fitted[:, None]
+    scale = np.linalg.norm(gradients, axis=0)
+    scale[scale == 0] = 1  # an exponent whose term is 0
+    influence = np.linalg.pinv(gradients / scale) / scale[:, None]
     return LossFit(
         irreducible=float(row[0]),
         of_parameters=(float(row[1]), float(row[2])),
         of_tokens=None if is_one_ratio else (float(row[3]), float(row[4])),
-        resampled=np.array(resampled),
         ratio=float(np.exp(np.mean(np.log(ratios)))) if is_one_ratio else None,
         deviation=deviation,
+        freedom=freedom,
+        influence=influence,
     )
 
 
@@ -149,8 +170,7 @@ def _fit(n: Array, d: Array, observed: Array, *, both: bool) -> tuple[Array, Arr
     if both:
         row += [numbers[2], b]
     found = np.array(row)
-    fitted = np.array([_losses(found[None], *place)[0] for place in zip(n, d, strict=True)])
-    return found, fitted
+    return found, _losses(found[None], n, d)
 
 
 def _best_exponents(n: Array, d: Array, observed: Array, exponents: Array, *, both: bool) -> tuple[int, Array]:
@@ -201,36 +221,53 @@ def _around(grid: Array, value: float) -> Array:
 
 @dataclass(frozen=True)
 class RateFit:
-    """Best learning rate, as a multiple of a rule's, over sizes.
+    """Best learning rate, as a multiple of a rule's, over sizes: a line through logarithms of both.
 
     Attributes:
         factors: Best factor of each searched size by its parameters.
         level: Logarithm of the factor at the mean size.
-        slope: Change of that logarithm with the logarithm of the parameters; 0 if the sizes show none.
+        trend: Change of that logarithm with the logarithm of the parameters, as the sizes have it.
+        slope: The same if they show it; 0 if it may be noise.
         middle: Mean logarithm of the parameters.
-        deviation: Standard deviation of the logarithms of the sizes around the fit.
+        spread: Sum of the squares of their distances from it.
+        reach: Half of the range at the mean size if the line were known; NaN if no degree of freedom is left.
         at_edge: Parameters of the sizes whose best factor was the smallest or largest that was tried.
     """
 
     factors: dict[int, float]
     level: float
+    trend: float
     slope: float
     middle: float
-    deviation: float
+    spread: float
+    reach: float
     at_edge: tuple[int, ...]
 
+    @property
+    def freedom(self) -> int:
+        """Degrees of freedom: sizes less the two numbers of the line."""
+        return len(self.factors) - 2
+
     def factor(self, parameters: float) -> Range:
-        """Return the best factor for a number of parameters; its range is twice the deviation to each side."""
-        value = self.level + self.slope * (math.log(parameters) - self.middle)
-        reach = 2 * self.deviation
-        return Range(math.exp(value), math.exp(value - reach), math.exp(value + reach))
+        """Return the best factor for a number of parameters.
+
+        The range is the 90 % prediction interval of the line, which grows with the distance from the sizes: a trend
+        that they do not show may be there. It is extended to the factor itself, which has no trend then.
+        """
+        distance = math.log(parameters) - self.middle
+        value = self.level + self.slope * distance
+        if math.isnan(self.reach):
+            return Range(math.exp(value), math.nan, math.nan)
+        line = self.level + self.trend * distance
+        reach = self.reach * math.sqrt(1 + 1 / len(self.factors) + distance**2 / self.spread)
+        return Range(math.exp(value), math.exp(min(value, line - reach)), math.exp(max(value, line + reach)))
 
 
 def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
     """Fit the best factor of the learning rate over sizes.
 
     A parabola through the losses of a size, over the logarithm of the factor, has its minimum at the best factor. A
-    trend with the size counts only if it is larger than twice its standard error: a trend of noise, extrapolated over
+    trend with the size counts only if Student's t tells it from noise with 95 %: a trend of noise, extrapolated over
     orders of magnitude, would be worse than none.
 
     Args:
@@ -252,20 +289,23 @@ def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
     x = np.log(np.array(list(factors), dtype=float))
     y = np.log(np.array(list(factors.values())))
     middle = float(x.mean())
+    spread = float(np.sum((x - middle) ** 2))
+    trend = 0.0
     slope = 0.0
-    deviation = float(y.std(ddof=1)) if len(y) > 1 else math.log(2.0)
-    if len(y) > 2 and np.ptp(x) > 0:
-        spread = float(np.sum((x - middle) ** 2))
+    reach = math.nan
+    freedom = len(y) - 2
+    if freedom > 0:
         trend = float(np.sum((x - middle) * y)) / spread
         residuals = y - y.mean() - trend * (x - middle)
-        around = math.sqrt(float(np.sum(residuals**2)) / (len(y) - 2))
-        if abs(trend) > 2 * around / math.sqrt(spread):
+        around = math.sqrt(float(np.sum(residuals**2)) / freedom)
+        if abs(trend) > _students_t(freedom, _SIGNIFICANT) * around / math.sqrt(spread):
             slope = trend
-            deviation = around
-    # A parabola's minimum is known no better than the distance of factors, and a best factor without one not even so.
-    distance = min(_distance(losses) for losses in tried.values())
-    deviation = max(deviation, distance / 4 if are_minima else distance / 2)
-    return RateFit(factors, float(y.mean()), slope, middle, deviation, tuple(at_edge))
+        # A parabola's minimum is known no better than the distance of factors, and a best factor without one not even
+        # so. This error is not told by the few sizes, so it has no t.
+        distance = min(_distance(losses) for losses in tried.values())
+        resolution = distance / 4 if are_minima else distance / 2
+        reach = max(_students_t(freedom) * around, float(ndtri((1 + _SHARE) / 2)) * resolution)
+    return RateFit(factors, float(y.mean()), trend, slope, middle, spread, reach, tuple(at_edge))
 
 
 def _distance(losses: dict[float, float]) -> float:

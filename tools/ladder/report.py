@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 RESULT = "ladder.json"
 PICTURE = "ladder.png"
 TARGET_FILE = "target.yml"
+_FEW = 3  # degrees of freedom below which Student's t is far wider than a normal range
 _POINTS = 100  # of each curve
 _FIRST_SIZE = 4  # colour of the smallest size; those before it are of the ratios of tokens and parameters
 
@@ -54,8 +55,8 @@ class Prediction:
         configured_tokens: Tokens that its configuration trains.
         loss: Its loss.
         rate: Its best learning rate.
-        rate_low: Lower end of the learning rate's range.
-        rate_high: Upper end of that range.
+        rate_low: Lower end of the learning rate's range; NaN if nothing is known of it.
+        rate_high: Upper end of that range; NaN likewise.
         configured_rate: Learning rate in its configuration.
         configured_min_lr: `min_lr` in its configuration; 0 if it has none.
         fit: Fit of the losses.
@@ -102,8 +103,8 @@ def format_prediction(prediction: Prediction, directory: Path) -> str:
     if loss.is_known:
         lines = [
             f"fit       {formula}; the runs deviate by {100 * fit.deviation:.2g} %",
-            f"loss      {loss.value:.4f} (90 % of refits to noisy losses: {loss.low:.4f} to {loss.high:.4f}) for "
-            f"{target}",
+            f"loss      {loss.value:.4f} (90 % range, of {_freedom(fit.freedom)}: {loss.low:.4f} to {loss.high:.4f}) "
+            f"for {target}",
         ]
     else:
         lines = [
@@ -123,10 +124,7 @@ def format_prediction(prediction: Prediction, directory: Path) -> str:
             f"check     {prediction.largest.name}: {found:.4f} predicted from the smaller sizes, "
             f"{prediction.largest.loss:.4f} trained: {error:+.2f} %"
         )
-    lines.append(
-        f"lr        {prediction.rate:.3g} ({prediction.rate_low:.3g} to {prediction.rate_high:.3g}); the "
-        f"configuration has {prediction.configured_rate:.3g}"
-    )
+    lines += _rate_lines(prediction)
     for parameters in prediction.rates.at_edge:
         lines.append(
             f"note      {short(parameters)}: the best learning rate is at the edge of those tried; widen factors"
@@ -135,10 +133,36 @@ def format_prediction(prediction: Prediction, directory: Path) -> str:
     return "\n".join(lines)
 
 
+def _rate_lines(prediction: Prediction) -> Iterator[str]:
+    """Yield the lines of the learning rate, and how much so few sizes can tell of it."""
+    rates = prediction.rates
+    searched = len(rates.factors)
+    configured = f"the configuration has {prediction.configured_rate:.3g}"
+    more = "raise learning_rate.searched"
+    if rates.freedom < 1:
+        yield f"lr        {prediction.rate:.3g}; {configured}"
+        yield f"note      {searched} searched size(s) tell neither a trend nor a range of the rate; {more} to 3 or more"
+        return
+    shown = f"90 % range, of {_freedom(rates.freedom)}: {prediction.rate_low:.3g} to {prediction.rate_high:.3g}"
+    yield f"lr        {prediction.rate:.3g} ({shown}); {configured}"
+    if not rates.slope:
+        yield (
+            f"note      {searched} searched sizes show no trend of the best rate beside the rule's, so none is "
+            "assumed; the range holds those that they do not exclude"
+        )
+    if rates.freedom < _FEW:
+        yield f"note      {searched} searched sizes are few: a narrower range needs more; {more}"
+
+
+def _freedom(count: int) -> str:
+    """Return degrees of freedom in words."""
+    return f"{count} degree{'s' if count > 1 else ''} of freedom"
+
+
 def write_prediction(directory: Path, prediction: Prediction, target: NeoXConfig) -> None:
     """Write the prediction as JSON and as a picture, and the target's learning rate as YAML. Raises OSError."""
     found = asdict(prediction)
-    found["fit"].pop("resampled")
+    found["fit"].pop("influence")
     write_text(directory / RESULT, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
     optimizer = target.to_flat()["optimizer"]
     settings: dict[str, object] = dict(prediction.target_values())
@@ -222,8 +246,11 @@ def _draw_rates(axes: Axes, prediction: Prediction) -> None:
             rates, [run.loss for run in shown], "o-", color=color, label=f"{short(parameters)} (dotted: its best)"
         )
         axes.axvline(rule[parameters] * prediction.rates.factors[parameters], color=color, linestyle=":")
-    axes.axvspan(prediction.rate_low, prediction.rate_high, color="0.9", zorder=0)
-    axes.axvline(prediction.rate, color="k", label="target, predicted (grey: range)")
+    label = "target, predicted"
+    if math.isfinite(prediction.rate_low):
+        axes.axvspan(prediction.rate_low, prediction.rate_high, color="0.9", zorder=0)
+        label += " (grey: range)"
+    axes.axvline(prediction.rate, color="k", label=label)
     logarithmic(axes)
     axes.set_xlabel("learning rate")
     axes.set_ylabel("final loss")
