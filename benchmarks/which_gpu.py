@@ -49,6 +49,23 @@ python tools/which_gpu.py configs/llama/3-8B.yml --tokens 5e9 --price 2
 python tools/which_gpu.py configs/llama/3-8B.yml --gpu_type h100 --gpus 8 16 32 64
 ```
 
+## How large a model
+
+For some GPUs and some days (`--days`), a row says on how many tokens a model is trained, and how many these are for
+each of its parameters. About 20 for each give the lowest loss of a given compute
+([Hoffmann et al., 2022](https://arxiv.org/abs/2203.15556)). Models that are used much are smaller and get 100 or more,
+because they are cheaper to run. So take the largest model whose row has 20 or more:
+
+```bash
+for model in llama/3.2-1B smollm/3-3B llama/3-8B; do
+  python tools/which_gpu.py configs/$model.yml --gpu_type h100 --gpus 8 --days 7
+done
+```
+
+The times are estimates: measure a layout on your GPUs (`--suggest --measure`) before you rely on them. The text must be
+there too, because more than four passes over it help little. [A ladder](../ladder.md) predicts the loss of a model
+before it is paid for. For fine-tuning it is memory that decides: the tables below, with LoRA or without.
+
 """
 WHOLE = "## All weights"
 ADAPTERS = "## LoRA of attention (`r: 16`)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
@@ -32,7 +33,9 @@ class GpuChoice:
         gpus: Number of GPUs; None if the run fits on none of the numbers that were tried.
         memory_gib: Memory of the fullest rank in GiB.
         tokens_per_second: Tokens of all GPUs together.
-        days: Days for the tokens of the run.
+        tokens: Tokens that are trained.
+        parameters: Parameters that a token meets: all of them, or with experts those of the chosen ones.
+        days: Days for these tokens.
         gpu_hours: Hours of all GPUs together.
         price: What they cost, if the price of a GPU hour is known.
         main_memory_gib: Main memory of a host in GiB that offloaded states and weights take.
@@ -46,6 +49,8 @@ class GpuChoice:
     memory_gib: float = 0.0
     main_memory_gib: float = 0.0
     tokens_per_second: float = 0.0
+    tokens: float = 0.0
+    parameters: int = 0
     days: float = 0.0
     gpu_hours: float = 0.0
     price: float | None = None
@@ -65,6 +70,7 @@ def choose_gpus(
     counts: Sequence[int] = COUNTS,
     hourly_price: float | None = None,
     *,
+    days: float | None = None,
     every: bool = False,
 ) -> Iterator[GpuChoice]:
     """Yield for each kind of GPU the smallest number on which a run fits, and a larger one that takes fewer GPU hours.
@@ -74,10 +80,11 @@ def choose_gpus(
     Args:
         config: The run. What it says of its GPUs is replaced.
         vocab_size: Number of ids of the tokenizer.
-        tokens: Tokens that are trained.
+        tokens: Tokens that are trained; with `days` those that are trained in this time.
         kinds: Keys of `GPUS`.
         counts: Numbers of GPUs that are tried, the smallest first.
         hourly_price: Price of one GPU for an hour.
+        days: Days of training, which decide about the tokens.
         every: Whether to yield each of the numbers, those that do not serve with the reason.
 
     Raises:
@@ -96,15 +103,15 @@ def choose_gpus(
         if every:
             for count in counts:
                 try:
-                    layout = _fastest(of_kind, vocab_size, gpu, count)
+                    fastest = _fastest(of_kind, vocab_size, gpu, count)
                 except ConfigError as error:
                     refused.append(error)
                     yield GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: {str(error).splitlines()[0]}")
                     continue
-                if layout is None:
+                if fastest is None:
                     yield GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: it does not fit")
                 else:
-                    yield _choice(kind, gpu, count, layout, tokens, hourly_price)
+                    yield _choice(kind, count, fastest, tokens, days, hourly_price)
             if len(refused) == len(counts):  # so it is not about their number
                 raise refused[0]
             continue
@@ -114,15 +121,15 @@ def choose_gpus(
             if count > most:
                 break
             try:
-                layout = _fastest(of_kind, vocab_size, gpu, count)
+                fastest = _fastest(of_kind, vocab_size, gpu, count)
             except ConfigError as error:  # perhaps of this number of GPUs alone
                 refused.append(error)
                 continue
-            if layout is None:
+            if fastest is None:
                 continue
             if not fitting:
                 most = _CHEAPER_WITHIN * count
-            fitting.append(_choice(kind, gpu, count, layout, tokens, hourly_price))
+            fitting.append(_choice(kind, count, fastest, tokens, days, hourly_price))
         if len(refused) == len(counts):
             raise refused[0]
         if not fitting:
@@ -134,11 +141,22 @@ def choose_gpus(
             yield cheapest
 
 
+class _Fastest(NamedTuple):
+    """The fastest layout on a number of GPUs, and the network's parameters that a token meets."""
+
+    layout: Suggestion
+    parameters: int
+
+
 def _choice(
-    kind: str, gpu: Gpu, count: int, layout: Suggestion, tokens: float, hourly_price: float | None
+    kind: str, count: int, fastest: _Fastest, tokens: float, days: float | None, hourly_price: float | None
 ) -> GpuChoice:
-    """Return what a layout on a number of GPUs takes."""
+    """Return what a layout on a number of GPUs takes for some tokens, or trains in some days."""
+    gpu = GPUS[kind]
+    layout = fastest.layout
     speed = layout.time.tokens_per_gpu * count
+    if days is not None:
+        tokens = speed * days * _DAY
     seconds = tokens / speed
     hours = seconds / 3600 * count
     return GpuChoice(
@@ -148,6 +166,8 @@ def _choice(
         memory_gib=layout.memory.needed(on_cpu=False) / _GIB,
         main_memory_gib=layout.memory.main_memory * min(count, gpu.per_host) / _GIB,
         tokens_per_second=speed,
+        tokens=tokens,
+        parameters=fastest.parameters,
         days=seconds / _DAY,
         gpu_hours=hours,
         price=None if hourly_price is None else hours * hourly_price,
@@ -155,21 +175,32 @@ def _choice(
     )
 
 
-def _fastest(config: NeoXConfig, vocab_size: int, gpu: Gpu, count: int) -> Suggestion | None:
+def _fastest(config: NeoXConfig, vocab_size: int, gpu: Gpu, count: int) -> _Fastest | None:
     """Return the fastest layout on a number of GPUs, None if none fits. Raises ConfigError if they cannot train it."""
     divided, changed = divisible_config(config, count)
     plan = resolve(divided, count, vocab_size)
     found = suggest_layouts(plan, gpu_device(plan, gpu.memory_gib * _GIB), gpu, 1, changed)
-    return found.best[0] if found.best else None
+    return _Fastest(found.best[0], plan.layers.active_numel) if found.best else None
 
 
 def _number(gpus: int) -> str:
     return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
-def format_choices(choices: Sequence[GpuChoice], title: str) -> str:
-    """Return a table of choices for a terminal."""
-    lines = [title, f"{'':34} GPUs   memory  main memory   tokens/s      time  GPU hours      price"]
+def format_choices(choices: Sequence[GpuChoice], title: str, *, with_tokens: bool = False) -> str:
+    """Return a table of choices for a terminal.
+
+    Args:
+        choices: The choices.
+        title: Lines above the table.
+        with_tokens: Whether the rows differ in their tokens, which are shown then, also for each parameter.
+    """
+    heading = f"{'':34} GPUs   memory  main memory   tokens/s      time  GPU hours"
+    if with_tokens:
+        heading += "    tokens  a parameter"
+    if any(choice.price is not None for choice in choices):
+        heading += "      price"
+    lines = [title, heading]
     for choice in choices:
         start = f"{choice.name + ' (' + choice.gpu_type + ')':<34}"
         if choice.gpus is None:
@@ -178,9 +209,10 @@ def format_choices(choices: Sequence[GpuChoice], title: str) -> str:
         price = "" if choice.price is None else f"{_figure(choice.price):>11}"
         memory = f"{_figure(choice.memory_gib):>3} GiB {choice.main_memory_gib:8,.0f} GiB"
         time = f"{choice.tokens_per_second:10,.0f} {_span(choice.days):>9} {_figure(choice.gpu_hours):>10}"
-        lines.append(f"{start} {choice.gpus:4}  {memory} {time}{price}")
-    if not any(choice.price is not None for choice in choices):
-        lines[1] = lines[1].removesuffix("      price")
+        tokens = ""
+        if with_tokens:
+            tokens = f"{_figure(choice.tokens / 1e9):>8} B {_figure(choice.tokens / choice.parameters):>12}"
+        lines.append(f"{start} {choice.gpus:4}  {memory} {time}{tokens}{price}")
     return "\n".join(lines)
 
 

@@ -68,6 +68,11 @@ def test_every_command_ends_in_a_model_that_loads(page: str, own: Path) -> None:
     type_page(START, own)
     printed = type_page(f"recipes/{page}.md", own)
     model = _loads(own / PAGES[page])
+    if page == "01-pretrain":
+        watched = type_page("recipes/overfitting.md", own)
+        assert "validation/lm_loss" in next(line for line in watched.splitlines() if line.startswith("validation "))
+        assert (own / "runs" / "watch" / "best").resolve().name.startswith("global_step")
+        _loads(own / "best-model")
     if page == "05-long-context":
         assert model.config.max_position_embeddings == 512
         assert "context" in printed

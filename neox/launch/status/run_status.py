@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from neox.launch.agent.agent_files import read_pids
 from neox.launch.processes import is_alive, process_start
 from neox.launch.run_lock import LOCK_FILE, is_training
 from neox.launch.status.run_paths import find_run_directory
-from neox.metrics import METRICS_FILE, curves, is_step, read_metrics
+from neox.metrics import METRICS_FILE, Curves, curves, is_step, read_metrics
 from neox.run_events import interruptions, of_newest_run, read_events, rollbacks
 
 _LAST_STEPS = 50  # for the speed
@@ -22,6 +23,9 @@ _MOST_POINTS = 400  # of each curve on the page
 _SLOW_HOST = "runtime/slow_host/"
 _SHOWN_INTERRUPTIONS = 10  # in the text format
 _GOING_ON = ("starting", "running", "restarting")  # states in which steps will follow
+
+_EVALUATIONS_OF_A_RISE = 2  # after the lowest one: a single one above it is often followed by a lower one
+_RISE = 0.01  # share of the lowest loss: less is a loss that no longer falls
 
 Status = dict[str, Any]
 
@@ -47,12 +51,14 @@ def run_status(directory: Path) -> Status:
         progress["seconds_left"] = None
         for host in hosts:
             host["pids"] = {}  # other processes may have them by now
+    losses = _curves(metrics)
     status: Status = {
         "directory": str(directory),
         "time": time.time(),
         **status_of_launch,
         **progress,
-        "curves": {name: _thinned(points) for name, points in _curves(metrics).items()},
+        "validation": _validation(losses),
+        "curves": {name: _thinned(points) for name, points in losses.items()},
         "hosts": hosts,
         "starts": len(starts),
         "interruptions": _interruptions(events),
@@ -132,7 +138,45 @@ def _last_steps(metrics: Path) -> list[dict[str, Any]]:
     return steps[-_LAST_STEPS:]
 
 
-def _curves(metrics: Path) -> dict[str, dict[int, float]]:
+def _validation(losses: Curves) -> list[Status]:
+    """Return for each loss on validation data its last and its lowest value, and whether the model overfits since then.
+
+    It does if the loss on validation data has risen above its lowest value, while the training loss, a mean over some
+    steps before each, has fallen.
+    """
+    training: Mapping[int, float] = {}
+    found: list[Status] = []
+    for name, points in losses.items():
+        if name.startswith("train/") and not training:
+            training = points
+    for name, points in losses.items():
+        if not name.startswith("validation/"):
+            continue
+        last = max(points)
+        lowest = min(points, key=lambda step: (points[step], step))
+        values: Status = {"name": name, "step": last, "loss": points[last]}
+        values |= {"lowest_step": lowest, "lowest": points[lowest]}
+        then = _mean_before(training, lowest)
+        now = _mean_before(training, last)
+        values |= {"training_then": then, "training_now": now}
+        later = len(points) - 1 - sorted(points).index(lowest)
+        has_risen = later >= _EVALUATIONS_OF_A_RISE and points[last] > (1 + _RISE) * points[lowest]
+        falls = then is not None and now is not None and now < then
+        found.append({**values, "overfits": has_risen and falls})
+    return found
+
+
+def _mean_before(points: Mapping[int, float], step: int) -> float | None:
+    """Return the mean of a curve over a twentieth of its steps up to one; None if there are none."""
+    width = max(1, len(points) // 20)
+    steps = sorted(points)
+    end = bisect_right(steps, step)
+    if not end:
+        return None
+    return mean(map(points.__getitem__, steps[max(0, end - width) : end]))
+
+
+def _curves(metrics: Path) -> Curves:
     if not metrics.exists():
         return {}
     return curves(metrics)
@@ -235,6 +279,7 @@ def format_status(status: Status) -> str:
             speeds.append(f"{duration(status['seconds_left'])} left")
         if speeds:
             lines.append(f"speed       {', '.join(speeds)} (median of the last steps)")
+        lines += map(_validation_words, status["validation"])
         lines.append(f"last step   {duration(status['silent_seconds'])} ago")
     for host in status["hosts"]:
         activity = "nothing printed yet"
@@ -255,6 +300,19 @@ def format_status(status: Status) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         lines.append(f"  {at}  {_event_words(event)}")
     return "\n".join(lines)
+
+
+def _validation_words(loss: Mapping[str, Any]) -> str:
+    """Return the last and the lowest value of a loss on validation data, in a line."""
+    line = f"validation  {loss['name']} {_number(loss['loss'])} at step {loss['step']}"
+    if loss["lowest_step"] != loss["step"]:
+        line += f", the lowest {_number(loss['lowest'])} at step {loss['lowest_step']}"
+    if loss["overfits"]:
+        line += (
+            f"; the training loss went from {_number(loss['training_then'])} to {_number(loss['training_now'])} "
+            "since then: overfitting"
+        )
+    return line
 
 
 def _interruption_words(event: Mapping[str, Any]) -> str:

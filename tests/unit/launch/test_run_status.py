@@ -103,6 +103,33 @@ def test_metrics_without_speeds_have_a_status(tmp_path: Path) -> None:
     assert "speed       0.5 s a step, 29 s left" in format_status(status)
 
 
+@pytest.mark.parametrize(
+    ("validation", "training", "lowest", "overfits"),
+    [
+        ([3.0, 2.5, 2.6, 2.7], [3.0, 2.4, 2.0, 1.5], 20, True),
+        ([3.0, 2.5, 2.4, 2.45], [3.0, 2.4, 2.0, 1.5], 30, False),  # a single one above it
+        ([3.0, 2.5, 2.51, 2.52], [3.0, 2.4, 2.0, 1.5], 20, False),  # it no longer falls
+        ([3.0, 2.5, 2.6, 2.7], [3.0, 2.4, 2.6, 2.9], 20, False),  # both rise: that is no overfitting
+        ([3.0, 2.5, 2.4, 2.3], [3.0, 2.4, 2.0, 1.5], 40, False),
+    ],
+)
+def test_overfitting_is_named(
+    tmp_path: Path, validation: list[float], training: list[float], lowest: int, overfits: bool
+) -> None:
+    write_run(tmp_path)
+    rows: list[dict[str, Any]] = []
+    for step in range(1, 41):
+        rows.append({"iteration": step, "kind": "step", "train/lm_loss": training[(step - 1) // 10]})
+        if step % 10 == 0:
+            rows.append({"iteration": step, "kind": "validation", "validation/lm_loss": validation[step // 10 - 1]})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    status = run_status(tmp_path)
+    (found,) = status["validation"]
+    assert (found["lowest_step"], found["overfits"]) == (lowest, overfits)
+    assert (found["step"], found["loss"]) == (40, validation[-1])
+    assert ("since then: overfitting" in format_status(status)) == overfits
+
+
 def test_the_metrics_file_names_its_run(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     found = run_status(run / "metrics.jsonl")

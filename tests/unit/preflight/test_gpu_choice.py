@@ -45,6 +45,18 @@ def test_its_layout_fits_on_that_number_and_none_on_fewer(kind: str, overrides: 
         assert choice.main_memory_gib == 0  # states of adapters fit beside the weights
 
 
+def test_days_decide_about_the_tokens() -> None:
+    config = load_config([CONFIGS / "llama" / "3.2-1B.yml"], overrides=[]).config
+    (choice,) = choose_gpus(config, 128_256, 1e9, ["h100"], [8], days=7, every=True)
+    assert choice.parameters == 1_235_814_400  # as its publisher counts
+    assert choice.tokens == pytest.approx(choice.tokens_per_second * 7 * 24 * 3600)
+    assert (choice.days, choice.gpu_hours) == (pytest.approx(7), pytest.approx(7 * 24 * 8))
+    (row,) = format_choices([choice], "", with_tokens=True).splitlines()[2:]
+    assert row.split()[-1] == f"{choice.tokens / 1_235_814_400:.0f}"
+    (same,) = choose_gpus(config, 128_256, choice.tokens, ["h100"], [8], every=True)
+    assert same.days == pytest.approx(7)
+
+
 def test_bf16_needs_a_gpu_that_has_it() -> None:
     config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=[]).config
     (choice,) = choose_gpus(config, 128_256, 1e9, ["v100"])
