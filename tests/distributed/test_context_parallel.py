@@ -103,12 +103,14 @@ def resumed(first: RunPlan, second: RunPlan) -> list[tuple[float, float]]:
     return [(step.loss, step.grad_norm) for step in (again.train_batch(data) for _ in range(3))]
 
 
-def test_a_run_goes_on_with_another_number_of_context_ranks(tmp_path) -> None:
+@pytest.mark.parametrize("network", [{}, pytest.param(LATENT, marks=pytest.mark.slow)], ids=["plain", "latent"])
+def test_a_run_goes_on_with_another_number_of_context_ranks(tmp_path, network: dict[str, Any]) -> None:
     divided = {"context_parallel_size": 2, "zero": 1}
-    whole = run_ranks(1, plain_curve, tiny_plan(1, **BASE), 7, timeout=300)[0][4:]
+    keys = {**BASE, **network}
+    whole = run_ranks(1, plain_curve, tiny_plan(1, **keys), 7, timeout=300)[0][4:]
     for number, (before, after) in enumerate((({}, divided), (divided, {"zero": 3}))):
-        saving = tiny_plan(2, **BASE, **before, save=str(tmp_path / str(number)))
-        loading = tiny_plan(2, **BASE, **after, load=str(tmp_path / str(number)))
+        saving = tiny_plan(2, **keys, **before, save=str(tmp_path / str(number)))
+        loading = tiny_plan(2, **keys, **after, load=str(tmp_path / str(number)))
         for (loss, norm), (one_loss, one_norm) in zip(
             run_ranks(2, resumed, saving, loading, timeout=300)[0], whole, strict=True
         ):

@@ -32,6 +32,8 @@ def test_curves_are_equal():
 )
 def test_curves_are_equal_in_more_layouts(keys):
     layouts = [{"pp": 2, "zero": 1}, {"mp": 2, "zero": 1}, {"mp": 2}, {"zero": 0}, {"zero": 2}, {"zero": 3}]
+    # DeepSpeed PR 8130: frozen norms that are divided were divided again while a block was recomputed.
+    layouts.append({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
     assert_equal_curves(2, layouts, **keys)
     assert_equal_curves(4, [{"pp": 2, "mp": 2, "zero": 1}], **keys)
 

@@ -145,6 +145,24 @@ def test_optimizers(keys: dict[str, Any]) -> None:
     check(2, [{"pp": 2}, {"zero": 1}, {"zero": 2}], 5e-6, **keys)
 
 
+@pytest.mark.slow
+def test_copies_of_tied_embeddings_are_updated_alike() -> None:
+    """Megatron-LM#4641: on the last stage Muon updated the modules' copy; #844: copies divided over data ranks."""
+    check(2, [{"pp": 2}, {"pp": 2, "zero": 1}], 5e-6, **TIED, **MUON)
+    check(4, [{"pp": 2, "zero": 1}], **TIED)
+
+
+@pytest.mark.slow
+def test_cuts_of_a_batch_train_alike() -> None:
+    """Megatron-LM#1532, #2417: the modules' loss was divided by other numbers than the main loss with accumulation."""
+    keys = {**MODULES, "loss_normalization": "tokens"}
+    plans = [tiny_plan(1, **keys, train_micro_batch_size_per_gpu=size) for size in (4, 2, 1)]
+    whole, *cuts = run_ranks(1, curves, plans, timeout=300)[0]
+    for cut in cuts:
+        for step, wanted in zip(cut, whole, strict=True):
+            assert step == pytest.approx(wanted, rel=2e-5)
+
+
 EIGHT_BITS = {"optimizer": {"type": "Adam8bit", "params": {"lr": 0.003, "min_8bit_size": 0}}}
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.003}}}
 
