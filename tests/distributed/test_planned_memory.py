@@ -51,6 +51,35 @@ def test_multi_token_prediction_takes_the_planned_memory(precision: str) -> None
         check(world, plans)
 
 
+LATENT: dict[str, object] = {
+    "attention_config": [[["latent"], "all"]],
+    "num_layers": 6,
+    "seq_length": 1024,
+    "max_position_embeddings": 1024,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "norm": "rmsnorm",
+    "use_bias_in_qkv": False,
+}
+VALUES: dict[str, dict[str, object]] = {
+    "as wide as keys": {"head_dim": 64, "rotary_pct": 0.25, "v_head_dim": 64},
+    "narrower": {"head_dim": 96, "rotary_pct": 1 / 3, "v_head_dim": 64},
+}
+CONTEXT_LAYOUTS: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"context_parallel_size": 2, "context_parallel_kind": "all_gather"}, {"stage": 1}),
+    ({"context_parallel_size": 2, "context_parallel_kind": "ulysses"}, {"stage": 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_latent_attention_takes_the_planned_memory(precision: str, values: str) -> None:
+    keys = {**LATENT, **VALUES[values]}
+    check(1, [plan_of(1, precision, {"stage": 0}, **keys)])
+    check(2, [plan_of(2, precision, zero, **keys, **layout) for layout, zero in CONTEXT_LAYOUTS])
+
+
 ADAPTED = {
     **EXPERTS,
     "lora": {"r": 16, "alpha": 16, "target": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},

@@ -531,9 +531,8 @@ def _operand_bytes(run: LaidOutRun) -> int:
         total += _block_weight_bytes(run)
     elif rotates:
         total += (heads + keys) * number // split
-    if network.latent_width:  # with context ranks: latent vectors before and after their norms, on every tensor rank
-        widths = network.latent_width + network.rotary_ndims + network.query_latent_width
-        total += 2 * widths * number
+    if network.latent_width:  # with context ranks
+        total += _latent_vector_bytes(run)
     if network.qk_norm != "none":
         total += (heads + 3 * keys - 2 * stored_keys) * number // split
         total += (heads + stored_keys) * _fp32_of_norm(run) // split
@@ -553,8 +552,7 @@ def _latent_operand_bytes(run: LaidOutRun) -> int:
     """Return bytes of the operands of latent attention for one token.
 
     Queries and keys with positions, and the product of the latent vector whose second half the values are: heads x
-    (2 x head size + other dims + value size) x number / split. Every tensor rank has the latent vectors: what their
-    norms make of them, and their inputs, on a CPU two fp32 tensors of each, among them the input if it is fp32.
+    (2 x head size + other dims + value size) x number / split. And the latent vectors.
 
     torch's flash attention of CPUs takes values only as wide as keys. Its other kernel keeps queries, keys and the
     weights of all pairs, in fp32.
@@ -564,13 +562,7 @@ def _latent_operand_bytes(run: LaidOutRun) -> int:
     heads = network.num_attention_heads
     plain = network.head_dim - network.rotary_ndims
     products = heads * (2 * network.head_dim + plain + network.value_head_dim) * number // run.layout.tp_size
-    widths = network.latent_width + network.query_latent_width
-    latents = 2 * widths * number + network.rotary_ndims * number
-    if run.on_cpu:
-        latents = widths * (number + 2 * _FP32)
-        if number == _FP32:
-            latents += network.rotary_ndims * number
-    total = products + latents
+    total = products + _latent_vector_bytes(run)
     if _goes_by_blocks(run):
         return total + _block_weight_bytes(run)
     is_plain = not run.separates_documents and _sees_all_earlier(network) and run.layout.attention == "flash"
@@ -578,6 +570,23 @@ def _latent_operand_bytes(run: LaidOutRun) -> int:
     if run.on_cpu and is_plain and chooses and network.value_head_dim != network.head_dim:
         copies = 2 * network.head_dim * (_FP32 - number)
         total += heads * (run.sequence_length * _FP32 + copies) // run.layout.tp_size
+    return total
+
+
+def _latent_vector_bytes(run: LaidOutRun) -> int:
+    """Return bytes of the latent vectors of one token, which every tensor rank has.
+
+    What their norms make of them, and their inputs; on a CPU two fp32 tensors of each in place of the input, among them
+    the input if it is fp32. The key that heads share stands in the same tensor as the input.
+    """
+    network = run.network
+    number = run.bytes_per_number
+    widths = network.latent_width + network.query_latent_width
+    if not run.on_cpu:
+        return (2 * widths + network.rotary_ndims) * number
+    total = widths * (number + 2 * _FP32)
+    if number == _FP32:
+        total += network.rotary_ndims * number
     return total
 
 
