@@ -65,6 +65,9 @@ def main() -> int:
         print(_format_ladder(ladder, family, target, first, places))
         return 0
 
+    if args.train_target and target.problems:  # before weeks of small runs
+        raise ConfigError([f"{TARGET}: {problem}" for problem in target.problems])
+
     # The smallest sizes, with every learning rate.
     status = _train(ladder, first, places, _redone(first, args.redo))
     if status:

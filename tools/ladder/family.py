@@ -142,7 +142,7 @@ class Family:
         steps = max(1, math.ceil(ratio * size.parameters / step_tokens))
         rate = float(f"{self.rule_rate(size.parameters) * factor:.4g}")
         micro = _largest_divisor(batch // self._ranks, self._target.batch.train_micro_batch_size_per_gpu)
-        # Every key here, or what it is called in a message, is in `ladder_file.OWN_KEYS`: `set` cannot change it.
+        # `set` may change ranks, and when to evaluate and save. It may not change the rest: `ladder_file.OWN_KEYS`.
         values: dict[str, Any] = {
             **network_values(size.shape, self._target),
             "train_batch_size": batch,

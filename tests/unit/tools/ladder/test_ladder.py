@@ -24,7 +24,7 @@ from tests.plans import small_plan
 from tools.ladder import command
 from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shape_of
 from tools.ladder.fits import fit_learning_rate, fit_loss
-from tools.ladder.ladder_file import Ladder, read_ladder
+from tools.ladder.ladder_file import OWN_KEYS, Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
 from tools.ladder.schedule import unscaled_keys
 from tools.sweep.places import Place
@@ -199,6 +199,9 @@ def test_batch_and_learning_rate_follow_the_rules() -> None:
     assert 20 * size.parameters <= tokens < 20 * size.parameters + batch * length
     # Losses of different validation samples could not be compared.
     assert run.run.values["eval_iters"] * batch == pytest.approx(100 * 64, abs=batch)
+    # What decides tokens, network, rate and schedule of a small run cannot be changed by `set`.
+    free = {"pipe_parallel_size", "model_parallel_size", "planned_num_gpus", "eval_interval", "checkpoint_scale"}
+    assert {*run.run.values} - free - {"checkpoint_factor"} <= {*OWN_KEYS}
     same = family_of(dataclasses.replace(ladder, rate_exponent=0.0), plan, ranks=2)
     assert same.rule_rate(1) == 1e-3
 
