@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from neox.model import BlockContext, ExpertMLP
 from neox.parallel import ParallelGrid
 from tests.plans import small_plan
+from tests.transformers_versions import of_the_locked_version
 
 
 @st.composite
@@ -83,6 +84,7 @@ def theirs_of(shape: dict[str, Any], seed: int) -> DeepseekV3MoE:
     return module
 
 
+@of_the_locked_version
 @settings(max_examples=60)
 @given(shapes(), st.integers(0, 99))
 def test_choices_weights_outputs_and_gradients_equal_those_of_transformers(shape: dict[str, Any], seed: int):

@@ -22,6 +22,7 @@ from neox.model.attention import SelfAttention
 from neox.ops import NORMS
 from neox.parallel import ParallelGrid
 from tests.plans import small_plan
+from tests.transformers_versions import of_the_locked_version
 
 FUSED = TensorSource(("q_proj", "k_proj", "v_proj"), layout="gated_heads")
 
@@ -39,6 +40,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@of_the_locked_version
 @given(shape=shapes(), seed=st.integers(0, 1000))
 @settings(max_examples=20)
 def test_attention_with_a_gate_is_that_of_transformers(shape: dict[str, Any], seed: int) -> None:

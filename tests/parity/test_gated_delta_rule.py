@@ -15,6 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from neox.ops import gated_delta_recurrence, gated_delta_scan
+from tests.transformers_versions import of_the_locked_version
 
 
 @st.composite
@@ -54,6 +55,7 @@ def theirs(function: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, streng
     return function(q, k, v, g=decay, beta=strength, **settings)
 
 
+@of_the_locked_version
 @given(shape=shapes())
 @settings(max_examples=25, deadline=None)
 def test_both_forms_are_those_of_transformers(shape: dict[str, int]) -> None:

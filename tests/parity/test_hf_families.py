@@ -35,6 +35,7 @@ from neox.plan.rules import notes_without_effect
 from tests.double_precision import DoublePrecision
 from tests.errors import raises_naming
 from tests.parity.family_configs import COMMON, SCALED, TEXT_FAMILIES, configs
+from tests.transformers_versions import past_5_0
 from tests.unwritten import UnwrittenIsNaN
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -419,6 +420,7 @@ def check_random_models(directory: Path, model_type: str, examples: int) -> None
     check()
 
 
+@past_5_0
 @pytest.mark.parametrize("model_type", TEXT_FAMILIES)
 def test_two_random_models_come_in_and_go_out(tmp_path, model_type):
     check_random_models(tmp_path, model_type, 2)

@@ -23,7 +23,9 @@ from neox.errors import ConversionError
 from neox.families import FAMILIES, Family
 from neox.plan import yaml_keys
 from tests.field.hf_models import write_adapter, write_llama
-from tests.transformers_versions import needs_rope_parameters
+from tests.transformers_versions import of_the_locked_version
+
+pytestmark = of_the_locked_version
 
 _TRAINING = "only in training, where the YAML's keys decide"
 _DERIVED = "transformers computes it from other keys, whatever the file says"
@@ -200,7 +202,6 @@ def test_no_reason_without_a_key():
         assert reasons.keys() <= defaults_of(model_type).keys()
 
 
-@needs_rope_parameters
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
 def test_every_setting_of_rotary_scaling(kind):
     """A setting of transformers' is known for its type, or refused by name if it is none of that type."""

@@ -21,6 +21,7 @@ from tests.distributed.test_preferences import keys_of, opened, write_preference
 from tests.distributed.training_runs import VOCAB, tiny_plan
 from tests.parity.family_configs import COMMON
 from tests.parity.test_hf_families import CASES, FURTHER_CASES, TOKENS, weights_of
+from tests.transformers_versions import of_the_locked_version
 
 ROWS = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(1))
 SCORED = {**CASES, **FURTHER_CASES}
@@ -114,6 +115,7 @@ def test_adapters_of_a_reward_model_are_trained_and_exported(tmp_path: Path) -> 
     }
 
 
+@of_the_locked_version
 def test_classes_are_those_of_transformers() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
 
