@@ -167,6 +167,7 @@ def last(curve: dict[int, float]) -> float | None:
 def summarize(name: str, config: NeoXConfig, checkpoint: Path, hf: Path, seconds: float, settings: list[str]) -> None:
     """Print what happened, where the results are, and how to go on."""
     log_dir = Path(config.logging.log_dir or "")
+    data = Path(config.data.data_path or "").parent
     figures = read_figures(log_dir / METRICS_FILE)
     validation = "none: the text has too few documents to hold one out"
     if figures.validation is not None:
@@ -176,7 +177,15 @@ def summarize(name: str, config: NeoXConfig, checkpoint: Path, hf: Path, seconds
         sentences = f"\n  sentences        {figures.accuracy:.3f} of the pairs are told apart"
     extra = "".join(f" {word}" for word in settings)
     auto = "AutoModelForCausalLM"
-    text = f"\n  more text:\n    .venv/bin/python deepy.py generate.py -d configs {name} {TEXT_CONFIG}{extra}"
+    deepy = ".venv/bin/python deepy.py"
+    configs = "configs"
+    again = """make clean && make quickstart (`make clean` removes what the quickstart made, and nothing else)
+  your own text:   make clean && make quickstart TEXT=my.txt"""
+    if Path.cwd() != CHECKOUT:  # `make quickstart VENV= DIR=`, on a checkout that cannot be written to
+        deepy = f"cd {shlex.quote(str(Path.cwd()))}; {shlex.join([sys.executable, located('deepy.py')])}"
+        configs = shlex.quote(located("configs"))
+        again = f"remove {data} and {log_dir.parent} there, then the same command (TEXT=my.txt for your own text)"
+    text = f"\n  more text:\n    {deepy} generate.py -d {configs} {name} {TEXT_CONFIG}{extra}"
     if config.model.objective == "masked_lm":
         auto = "AutoModelForPreTraining"
         text = ""
@@ -186,15 +195,14 @@ quickstart finished in {seconds:,.0f} s
   training loss    {figures.losses[0]:.3f} -> {figures.losses[-1]:.3f} in {figures.steps} steps
   validation loss  {validation}{sentences}
   speed            {figures.speed:,.0f} tokens/s (median)
-  data             {Path(config.data.data_path or "").parent}/
+  data             {data}/
   logs, metrics    {log_dir}/ (metrics.jsonl, loss.png)
   checkpoint       {checkpoint}/
   Hugging Face     {hf}/ (transformers: {auto}.from_pretrained("{hf}"))
 
   train on, from the last checkpoint:
-    .venv/bin/python deepy.py train.py -d configs {name} --set train_iters={2 * figures.steps}{extra}{text}
-  start over:      make clean && make quickstart (`make clean` removes what the quickstart made, and nothing else)
-  your own text:   make clean && make quickstart TEXT=my.txt
+    {deepy} train.py -d {configs} {name} --set train_iters={2 * figures.steps}{extra}{text}
+  start over:      {again}
   a bigger model:  see configs/README.md""",
         flush=True,
     )

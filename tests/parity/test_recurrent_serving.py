@@ -19,7 +19,7 @@ from neox.parallel import ParallelGrid
 from neox.plan import config_from_files, resolve
 from tests.parity.family_configs import COMMON
 from tests.parity.test_hf_families import CASES, FURTHER_CASES, transformers_model
-from tests.transformers_versions import past_5_0
+from tests.transformers_versions import compared_with_later
 from tests.unit.generation.toy import ToyCodec
 
 pytest.importorskip("starlette", reason="starlette (requirements/requirements-serve.txt) is not installed")
@@ -51,7 +51,7 @@ def both(directory: Path, model_type: str) -> tuple[Any, Any]:
     return ours, theirs
 
 
-@past_5_0
+@compared_with_later
 @pytest.mark.parametrize("model_type", KINDS)
 def test_texts_of_the_server_and_scores_of_evaluations(tmp_path: Path, model_type: str) -> None:
     ours, theirs = both(tmp_path, model_type)

@@ -13,6 +13,7 @@ from neox.errors import DataError, TokenizerError
 from neox.families import FAMILIES
 from neox.tokenizer import build_tokenizer, train_tokenizer
 from tests.errors import raises_naming
+from tests.transformers_versions import of_the_locked_version
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. Fox's dens aren't far!",
@@ -32,6 +33,7 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@of_the_locked_version
 @pytest.mark.parametrize(("name", "kind"), [("lower", "BertWordPieceLowerCase"), ("cased", "BertWordPieceCase")])
 def test_ids_are_those_of_transformers(vocabularies: Path, name: str, kind: str) -> None:
     from transformers import BertTokenizerFast
