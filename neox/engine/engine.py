@@ -263,7 +263,7 @@ class Engine:
         if self.grid.pp_size == 1:
             assert found is not None
             return found
-        result = zeros if found is None else found
+        result = zeros if found is None else found.contiguous()  # gloo adds up the memory under a view
         dist.all_reduce(result, group=self.grid.pp_group)
         return result
 

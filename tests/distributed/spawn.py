@@ -183,6 +183,9 @@ def _rank_main(
     try:
         import torch
 
+        from tests.distributed.dense_messages import refuse_strided_tensors
+
+        refuse_strided_tensors()
         torch.set_num_threads(1)
         os.environ.update(
             RANK=str(rank),

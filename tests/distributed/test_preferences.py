@@ -112,10 +112,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def compare(tmp_path: Path, kind: str, layouts: list[str], **others: Any) -> None:
-    data = write_preferences(tmp_path)
-    keys = keys_of(data, kind)
     shared = {"train_batch_size": 4, "num_layers": 2, **others}
-    alone = tiny_plan(1, train_micro_batch_size_per_gpu=4, **shared, **keys)
+    alone = tiny_plan(1, train_micro_batch_size_per_gpu=4, **shared, **keys_of(write_preferences(tmp_path), kind))
     expected = run_ranks(1, curves, [alone])[0][0]
     if kind in ("sigmoid", "kto"):
         first = math.log(2) if kind == "sigmoid" else expected[0]["loss"]
@@ -127,6 +125,9 @@ def compare(tmp_path: Path, kind: str, layouts: list[str], **others: Any) -> Non
         micro = 1 if name in SCHEDULES else 2
         if name == "tp2" or (kind in ("kto", "rm") and name == "pp2"):  # some of their scores are of a micro batch
             micro = 4
+        data = tmp_path / name  # of its own, next to which it stores the reference that it computes
+        data.mkdir()
+        keys = keys_of(write_preferences(data), kind)
         plans.append(tiny_plan(2, train_micro_batch_size_per_gpu=micro, **shared, **keys, **layout))
     for name, curve in zip(layouts, run_ranks(2, curves, plans)[0], strict=True):
         for step, wanted in zip(curve, expected, strict=True):
