@@ -1,9 +1,19 @@
-"""Schedules of small runs: every length of the target's, in steps or samples, keeps its share of the run.
+"""Schedules of small runs: every length of the target's keeps its share of the run.
 
     target   0 |-- warm-up --|----------------------|--- decay ---| 150,000 steps
     small    0 |-w-|------|-d-| 8,000 steps
 
 What has no such share is refused: losses of runs with different schedules do not lie on one curve.
+
+The share is one of steps for learning rates, and one of samples for stages of the data. They differ if the target has a
+ramp-up of its batch and the small runs have none:
+
+    target   0 |- small batches -|------- full batches -------|   half of the steps, a quarter of the samples
+    small    0 |------------------------------------------------|   half of the steps, half of the samples
+
+A mixture is a share of what is read. A learning rate belongs to an update: the target's decay is a function of the
+step, and `warmup` and `lr_decay_fraction` are shares of steps. No key bends that curve to samples, so all runs have it
+over their steps.
 """
 
 from __future__ import annotations
@@ -28,6 +38,8 @@ _SHARES = (
 """Keys of a schedule that hold for a run of any length. `min_lr` follows the learning rate."""
 _IN_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 """Keys whose steps are scaled."""
+_STARTS = ("start_step", "start_tokens", "start_fraction")
+"""Keys that say where a stage of the data starts; the fourth one starts it with the decay of the learning rate."""
 _WAYS_OUT = {
     "scheduler": "give lr_decay_style and warmup in the target's files instead; its steps and rates are not scaled",
     "rampup_batch_size": "its samples and sizes are not scaled; `set: {rampup_batch_size: null}` trains the small "
@@ -78,14 +90,16 @@ def scaled_schedule(target: RunPlan, steps: int) -> dict[str, Any]:
         # Rounded down: with the warm-up it must fit into the whole.
         values["lr_wsd_decay_iters"] = max(1, math.floor(share * schedule.lr_wsd_decay_iters))
 
-    # Stages of the data start at the same share of the run. The plan knows the step of each, however it is given.
+    # Stages of the data start at the same share of the samples. The plan knows the step of each, however it is given.
+    # One that starts with the decay of the learning rate goes on doing so.
     stages = []
+    samples = target.batch_schedule.samples
     all_given = target.config.to_flat().get("data_stages") or ()
     mixtures = target.batch_schedule.mixtures[: len(all_given)]
     for given, mixture in zip(all_given, mixtures, strict=True):
-        stage = {key: value for key, value in given.items() if key not in ("start_step", "start_tokens")}
+        stage = {key: value for key, value in given.items() if key not in _STARTS}
         if len(stage) < len(given):
-            stage["start_fraction"] = mixture.step / all_steps
+            stage["start_fraction"] = samples(mixture.step) / samples(all_steps)
         stages.append(stage)
     if stages:
         values["data_stages"] = stages

@@ -167,7 +167,7 @@ def family_of(ladder: Ladder, target: RunPlan, ranks: int = 1) -> Family:
     """A family whose networks are planned with the target's settings."""
     networks: list[tuple[Mapping[str, Any], RunPlan]] = []
     for shape in ladder.shapes:
-        config = target.config.updated(network_values(shape, target))
+        config = target.config.updated({**network_values(shape, target), **ladder.settings})
         networks.append((shape, resolve(config, ranks, 256)))
     return Family(ladder, target, networks)
 
@@ -251,6 +251,43 @@ def test_stages_of_the_data_start_at_the_same_share_and_their_lengths_count(star
     assert small.batch_schedule.mixtures[1].step == pytest.approx(0.6 * steps, abs=1)
     asked = 20 * run.parameters
     assert run_totals(small).tokens == pytest.approx(asked, rel=0.01)
+
+
+@pytest.mark.parametrize("start", [{"start_step": 450}, {"start_tokens": 1500 * 16}, {"start_fraction": 0.45}])
+@pytest.mark.parametrize("rampup", [[1, 1, 1200], [2, 2, 500]])
+def test_stages_start_at_the_same_share_of_the_tokens_below_a_ramp_up(start: dict[str, Any], rampup: list[int]) -> None:
+    target = small_plan(
+        hidden_size=64,
+        train_iters=1000,
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=4,
+        optimizer=OPTIMIZER,
+        lr_decay_style="cosine",
+        lr_decay_iters=1000,
+        lr_warmup_iters=100,
+        rampup_batch_size=rampup,
+        train_data_paths=["a", "b"],
+        data_stages=[{"weights": [1, 0]}, {**start, "weights": [1, 1]}],
+    )
+    ladder = Ladder(
+        "l", Path("l"), ("a.yml",), settings={"rampup_batch_size": None}, shapes=SHAPES, tokens_per_parameter=(20.0,)
+    )
+    run, small = small_run(target, ladder)
+    steps = small.config.training.train_iters
+    assert steps is not None
+    # Samples of each batch size, one after another: [1, 1, 1200] has 1, 2 and 3 samples a step until 1,200 are read.
+    taken = 0
+    first = target.batch_schedule.mixtures[1].step
+    before = 0
+    for step in range(1000):
+        before = taken if step == first else before
+        size = rampup[0] + rampup[1] * (taken * ((4 - rampup[0]) // rampup[1]) // rampup[2])
+        taken += min(4, size)
+    assert taken < 4000  # the ramp-up counts
+    assert small.batch_schedule.mixtures[1].step / steps == pytest.approx(before / taken, abs=0.005)
+    # A learning rate belongs to an update: its curve is the target's over the share of steps.
+    assert run.run.values["lr_decay_iters"] == steps
+    assert run.run.values["lr_warmup_iters"] == pytest.approx(0.1 * steps)
 
 
 @pytest.mark.parametrize(
