@@ -17,6 +17,7 @@ def evaluation_scalars(
     sets: Sequence[EvaluationSet],
     scores: Sequence[Mapping[str, float]],
     per_token: Collection[str],
+    labels: Sequence[float],
     densities: Sequence[float] = (),
 ) -> dict[str, float]:
     """Return an evaluation's scores and perplexities under their names in metrics.
@@ -24,13 +25,14 @@ def evaluation_scalars(
     The weighted means over all sets come first, as `KIND/SCORE`. Scores of a set that has a name follow, as
     `KIND/NAME/SCORE`. Bits per byte and perplexities per character of all sets are those of their joined text: of the
     nats of all sets over the bytes or characters of all sets, as in lm-evaluation-harness. Each set counts as often as
-    its weight says.
+    its weight says. The nats of a set are its mean loss times its labels.
 
     Args:
         kind: What was evaluated: `validation`, `test`, and with `_ema` the average of the weights.
         sets: The sets.
         scores: Mean scores of each set by name, the trained loss first.
         per_token: Names of the scores that are losses per token.
+        labels: Labels of each set that its scores are means over, in any unit: they weight joined texts.
         densities: Tokens per character of each set, for perplexities per character; empty to omit these.
     """
     total = sum(item.weight for item in sets)
@@ -42,7 +44,7 @@ def evaluation_scalars(
     for item, found in zip(sets, scores, strict=True):
         if item.name is not None:
             scalars |= _with_perplexities(f"{kind}/{item.name}", found, per_token)
-    scalars |= _bits_per_byte(kind, sets, scores, per_token)
+    scalars |= _bits_per_byte(kind, sets, scores, per_token, labels)
     scalars |= _tokens(kind, sets)
     if not densities:
         return scalars
@@ -51,35 +53,38 @@ def evaluation_scalars(
         characters.append(1.0 / density if density else 0.0)
     for name in per_token:
         losses = list(map(itemgetter(name), scores))
-        scalars[f"{kind}/{name}_char_ppl"] = perplexity_of(_over_joined_text(sets, losses, characters))
+        scalars[f"{kind}/{name}_char_ppl"] = perplexity_of(_over_joined_text(sets, losses, characters, labels))
         for item, loss, density in zip(sets, losses, densities, strict=True):
             if item.name is not None:
                 scalars[f"{kind}/{item.name}/{name}_char_ppl"] = perplexity_of(loss * density)
     return scalars
 
 
-def _over_joined_text(sets: Sequence[EvaluationSet], losses: Sequence[float], sizes: Sequence[float]) -> float:
+def _over_joined_text(
+    sets: Sequence[EvaluationSet], losses: Sequence[float], sizes: Sequence[float], labels: Sequence[float]
+) -> float:
     """Return the nats of all sets over the size of all sets: a mean whose weights are sizes of text.
 
     Args:
-        sets: The sets. If the tokens of one are not known, all are taken to have as many.
-        losses: Nats of a token of each set.
+        sets: The sets.
+        losses: Nats of a label of each set.
         sizes: Bytes or characters of a token of each set.
+        labels: Labels of each set. Padding and tokens without loss are none of them.
     """
-    are_known = all(item.tokens for item in sets)
     nats = 0.0
     size = 0.0
-    for item, loss, own in zip(sets, losses, sizes, strict=True):
-        share = item.weight
-        if are_known:
-            share *= item.tokens or 0
-        nats += share * loss
-        size += share * own
+    for item, loss, own, counted in zip(sets, losses, sizes, labels, strict=True):
+        nats += item.weight * counted * loss
+        size += item.weight * counted * own
     return nats / size if size else 0.0
 
 
 def _bits_per_byte(
-    kind: str, sets: Sequence[EvaluationSet], scores: Sequence[Mapping[str, float]], per_token: Collection[str]
+    kind: str,
+    sets: Sequence[EvaluationSet],
+    scores: Sequence[Mapping[str, float]],
+    per_token: Collection[str],
+    labels: Sequence[float],
 ) -> dict[str, float]:
     """Return the bits per byte of text of losses per token, as `KIND/SCORE_bits_per_byte`.
 
@@ -94,7 +99,8 @@ def _bits_per_byte(
     for name in per_token:
         losses = list(map(itemgetter(name), scores))
         if len(sizes) == len(sets):
-            scalars[f"{kind}/{name}{BITS_PER_BYTE}"] = bits_per_byte(_over_joined_text(sets, losses, sizes), 1.0)
+            joined = _over_joined_text(sets, losses, sizes, labels)
+            scalars[f"{kind}/{name}{BITS_PER_BYTE}"] = bits_per_byte(joined, 1.0)
         for item, loss in zip(sets, losses, strict=True):
             if item.name is not None and item.bytes_per_token is not None:
                 scalars[f"{kind}/{item.name}/{name}{BITS_PER_BYTE}"] = bits_per_byte(loss, item.bytes_per_token)

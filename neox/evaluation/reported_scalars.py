@@ -34,11 +34,11 @@ def reported_scalars(plan: RunPlan) -> list[str]:
     titles: list[str | None] = [*config.data.validation_sets]
     sets = []
     for title in titles or [None]:
-        sets.append(EvaluationSet(iter(()), title, bytes_per_token=1.0, tokens=1))  # type: ignore[arg-type]
+        sets.append(EvaluationSet(iter(()), title, bytes_per_token=1.0))  # type: ignore[arg-type]
     densities = [1.0] * len(sets) if config.training.char_level_ppl else []
     names: list[str] = []
     for kind in ("validation", "validation_ema") if config.optimizer.eval_ema else ("validation",):
-        names += evaluation_scalars(kind, sets, [scores] * len(sets), objective.per_token, densities)
+        names += evaluation_scalars(kind, sets, [scores] * len(sets), objective.per_token, [1.0] * len(sets), densities)
     if config.generation.eval_tasks:
         names += file_task_scalars(parse_tasks(config.generation.eval_tasks, files_here=False)[0])
     return names

@@ -233,20 +233,26 @@ class Trainer:
         """Report the mean scores of the weights in the model. Return False if a signal interrupted it."""
         started = time.perf_counter()
         scores = []
+        labels = []
         densities = []
         for item in sets:
             batches: Iterator[Mapping[str, Tensor]] = item.batches
             for feature in self.features:
                 batches = feature.evaluation_batches(batches)
+            counter = LabelCounter(batches, self.engine.objective.label_mask)
+            if len(sets) > 1:
+                batches = counter
             means = self._mean_scores(name, batches, self._micro_batches(item))
             if means is None:
                 return False
             scores.append(means)
+            # Ranks that read the same samples count them again, the same number of times in every set.
+            labels.append(sum(self.engine.gather(counter.labels)) if len(sets) > 1 else 1.0)
             for feature in self.features:
                 density = feature.tokens_per_character(self.engine)
                 if density is not None:
                     densities.append(density)
-        scalars = evaluation_scalars(name, sets, scores, self.engine.objective.per_token, densities)
+        scalars = evaluation_scalars(name, sets, scores, self.engine.objective.per_token, labels, densities)
         scalars[f"timers/{name}"] = time.perf_counter() - started
         self._report_evaluation(name, scalars)
         return True
@@ -378,6 +384,28 @@ class TimedBatches:
         seconds = self._seconds
         self._seconds = 0.0
         return seconds
+
+
+class LabelCounter:
+    """Iterator of batches that counts the labels in them.
+
+    Args:
+        batches: Micro batches of this data rank.
+        label_mask: Name of their mask of labels: above 0 for each label that counts.
+    """
+
+    def __init__(self, batches: Iterator[Mapping[str, Tensor]], label_mask: str) -> None:
+        self._batches = batches
+        self._label_mask = label_mask
+        self.labels = 0
+
+    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
+        return self
+
+    def __next__(self) -> Mapping[str, Tensor]:
+        batch = next(self._batches)
+        self.labels += int((batch[self._label_mask] > 0).sum())
+        return batch
 
 
 def _flops_per_token(plan: RunPlan, length: int) -> int:

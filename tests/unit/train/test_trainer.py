@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from neox.data.run_data import DataIterators, EvaluationSet
 from neox.engine import EvaluationResult, Feature, StepResult
@@ -42,6 +43,15 @@ class IdleEngine:
 
     def any_rank(self, flag):
         return flag
+
+    def gather(self, value):
+        return [value]
+
+
+def losses_of_batches(batches, count):
+    """An evaluation whose loss each batch carries; those of the test set are plain numbers."""
+    batch = next(batches)
+    return EvaluationResult({"lm_loss": batch["loss"] if isinstance(batch, dict) else float(batch)}, 2.0)
 
 
 class Diary(Feature):
@@ -111,9 +121,12 @@ def test_a_whole_run_evaluates_and_saves_each_once(fit):
 
 
 def test_each_set_has_its_scores_and_the_first_are_the_weighted_means(fit):
-    sets = [EvaluationSet(iter([1.0] * 100), "a", 1.0), EvaluationSet(iter([5.0] * 100), "b", 3.0)]
+    def batches(loss):
+        return iter([{"loss_mask": torch.ones(1, 4), "loss": loss}] * 100)
+
+    sets = [EvaluationSet(batches(1.0), "a", 1.0), EvaluationSet(batches(5.0), "b", 3.0)]
     engine = IdleEngine()
-    engine.eval_batch = lambda batches, count: EvaluationResult({"lm_loss": next(batches)}, 2.0)
+    engine.eval_batch = losses_of_batches
     _, diary = fit(engine, sets=sets)
     scores = {name: value for name, value in diary.validation.items() if not name.startswith("timers/")}
     assert scores == {
@@ -137,6 +150,7 @@ def test_the_start_is_evaluated_once_if_asked_for(fit):
 class Ranking:
     """An objective whose loss is not in nats per token."""
 
+    label_mask = "loss_mask"
     names = ("ranking_loss", "accuracy", "token_loss")
     per_token = ("token_loss",)
 
@@ -263,26 +277,48 @@ def test_an_error_ends_what_watches(fit):
 
 def test_perplexity_per_character_of_several_sets_is_that_of_their_joined_text():
     """100 tokens of 500 characters with 300 nats, and 700 tokens of 1,000 characters with 700 nats."""
-    sets = [EvaluationSet(iter(()), "a", tokens=100), EvaluationSet(iter(()), "b", tokens=700)]
+    sets = [EvaluationSet(iter(()), "a"), EvaluationSet(iter(()), "b")]
     scores = [{"lm_loss": 3.0}, {"lm_loss": 1.0}]
-    found = evaluation_scalars("validation", sets, scores, ["lm_loss"], [0.2, 0.7])
+    found = evaluation_scalars("validation", sets, scores, ["lm_loss"], [100, 700], [0.2, 0.7])
     assert found["validation/a/lm_loss_char_ppl"] == pytest.approx(math.exp(0.6))
     assert found["validation/b/lm_loss_char_ppl"] == pytest.approx(math.exp(0.7))
     assert found["validation/lm_loss_char_ppl"] == pytest.approx(math.exp((300 + 700) / (500 + 1000)))
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_bits_of_joined_sets_are_those_of_their_labels_and_not_of_padding(fit, weight):
+    """2 of 16 labels in each row with 8 bits over 8 bytes a token, and 16 of 16 with 1 bit over 2 bytes."""
+
+    def batches(labels, bits):
+        mask = torch.zeros(4, 16)
+        mask[:, :labels] = weight
+        return iter([{"loss_mask": mask, "loss": bits * math.log(2)}] * 100)
+
+    sets = [
+        EvaluationSet(batches(2, 8.0), "short", bytes_per_token=8.0, tokens=128),
+        EvaluationSet(batches(16, 1.0), "long", bytes_per_token=2.0, tokens=128),
+    ]
+    engine = IdleEngine()
+    engine.eval_batch = losses_of_batches
+    _, diary = fit(engine, sets=sets)
+    expected = (2 * 8 + 16 * 1) / (2 * 8 + 16 * 2)
+    assert diary.validation["validation/lm_loss_bits_per_byte"] == pytest.approx(expected)
+    assert diary.validation["validation/tokens"] == 256
 
 
 def test_losses_have_their_bits_per_byte_if_the_data_know_their_bytes():
     """Bits of text that takes 4 bytes a token, and 2 in the other set, which counts three times."""
     sets = [EvaluationSet(None, "a", 1.0, None, 4.0), EvaluationSet(None, "b", 3.0, None, 2.0)]
     scores = [{"lm_loss": 4 * math.log(2)}, {"lm_loss": 6 * math.log(2)}]
-    found = evaluation_scalars("validation", sets, scores, ("lm_loss",))
+    found = evaluation_scalars("validation", sets, scores, ("lm_loss",), [5, 5])
     assert found["validation/a/lm_loss_bits_per_byte"] == pytest.approx(1.0)
     assert found["validation/lm_loss_bits_per_byte"] == pytest.approx((4 + 3 * 6) / (4 + 3 * 2))
-    unknown = evaluation_scalars("validation", [sets[0], EvaluationSet(None, "b")], scores, ("lm_loss",))
+    unknown = evaluation_scalars("validation", [sets[0], EvaluationSet(None, "b")], scores, ("lm_loss",), [5, 5])
     assert [name for name in unknown if "bits" in name] == ["validation/a/lm_loss_bits_per_byte"]
     # 3.5 nats of 2 tokens of 9 bytes, and 2.25 nats of 5 tokens of 2 bytes: lm-eval sums both, then divides.
-    whole = [EvaluationSet(None, bytes_per_token=9 / 2, tokens=2), EvaluationSet(None, bytes_per_token=2 / 5, tokens=5)]
-    joined = evaluation_scalars("validation", whole, [{"lm_loss": 3.5 / 2}, {"lm_loss": 2.25 / 5}], ("lm_loss",))
+    whole = [EvaluationSet(None, bytes_per_token=9 / 2), EvaluationSet(None, bytes_per_token=2 / 5)]
+    losses = [{"lm_loss": 3.5 / 2}, {"lm_loss": 2.25 / 5}]
+    joined = evaluation_scalars("validation", whole, losses, ("lm_loss",), [2, 5])
     assert joined["validation/lm_loss_bits_per_byte"] == pytest.approx((3.5 + 2.25) / (9 + 2) / math.log(2))
     observer = BitsPerByte()
     result = StepResult({"lm_loss": 4 * math.log(2)}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, update_skipped=False)
