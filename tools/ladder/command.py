@@ -118,7 +118,7 @@ def _plan_networks(ladder: Ladder, target: RunPlan, place: Place) -> list[tuple[
     shapes = shapes_of(ladder, target)
     runs = []
     for number, shape in enumerate(shapes, start=1):
-        runs.append(SweepRun(f"size {number}", {**network_values(shape, target), **ladder.settings}))
+        runs.append(SweepRun(f"network {number}", {**network_values(shape, target), **ladder.settings}))
     networks: list[tuple[Mapping[str, Any], RunPlan]] = []
     for shape, run in zip(shapes, plan_runs(_sweep(ladder, runs), place), strict=True):
         networks.append((shape, run.plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class Family:
         self._sample_tokens = _mean_sample_tokens(small)
         counts = [size.parameters for size in self.sizes]
         if len({*counts}) < len(counts):
-            raise ConfigError(f"several sizes become the same network ({counts} parameters): give sizes further apart")
+            raise ConfigError(f"several networks have the same number of parameters ({counts}): give others")
         if counts[-1] >= self.parameters:
             raise ConfigError(
                 f"the largest size, {counts[-1]:,}, is not below the target's {self.parameters:,} parameters"
@@ -187,14 +188,24 @@ def shapes_of(ladder: Ladder, target: RunPlan) -> list[Mapping[str, Any]]:
     """Return the keys of each small network.
 
     Raises:
-        ConfigError: The target has keys that do not follow from a size.
+        ConfigError: The target has keys that do not follow from a size, or two networks are the same.
     """
     if ladder.shapes:
+        for (number, shape), (other, others) in itertools.combinations(enumerate(ladder.shapes, start=1), 2):
+            if shape == others:
+                raise ConfigError(f"numbers {number} and {other} of `shapes` are the same network: {dict(shape)}")
         return list(ladder.shapes)
     given = [key for key in _ABSOLUTE if target.config.given(key)]
     if given:
         raise ConfigError(f"{', '.join(given)} of the target do not follow from a size: give `shapes`, not `sizes`")
-    return [shape_of(target, wanted) for wanted in ladder.sizes]
+    shapes: list[Mapping[str, Any]] = [shape_of(target, wanted) for wanted in ladder.sizes]
+    for (smaller, shape), (larger, others) in itertools.pairwise(zip(ladder.sizes, shapes, strict=True)):
+        if shape == others:  # sizes are ascending, so equal ones are neighbours
+            raise ConfigError(
+                f"{short(smaller)} and {short(larger)} of `sizes` become the same network, which has whole layers and "
+                "heads of the target's width: give sizes further apart, or `shapes`"
+            )
+    return shapes
 
 
 def multiplied_parameters(layers: LayerPlan) -> int:

@@ -113,10 +113,12 @@ def _check_runs(sweep: Sweep, runs: Sequence[PlannedRun], redo: Sequence[str]) -
             problems.append(f"{name}: {problem}")
         changes = run.changes()
         if changes and name not in redo:
-            problems.append(
-                f"{run.directory} was trained with other settings: {'; '.join(changes)}. Give another `directory`, "
-                f"set them back, or train it again (--redo {name})"
-            )
+            found = f"{run.directory} was trained with other settings: {'; '.join(changes)}"
+            ways_out = f"Give another `directory`, set them back, or train it again (--redo {name})"
+            if not sweep.compares:  # a ladder chooses most settings of its runs itself
+                found += ", by other files of the target or by an earlier version"
+                ways_out = f"Give another `directory`, or train it again (--redo {name})"
+            problems.append(f"{found}. {ways_out}")
     if problems:
         raise ConfigError(problems)
 

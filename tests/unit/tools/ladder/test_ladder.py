@@ -27,6 +27,7 @@ from tools.ladder.fits import fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import OWN_KEYS, Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
 from tools.ladder.schedule import unscaled_keys
+from tools.sweep.command import _check_runs
 from tools.sweep.places import Place
 from tools.sweep.planned_run import plan_runs
 from tools.sweep.results import TABLE, write_results
@@ -347,6 +348,42 @@ def test_parameters_and_tokens_are_those_of_each_run_s_own_plan(target_files: La
     without = dataclasses.replace(target_files, settings={})
     with pytest.raises(ConfigError, match="rampup_batch_size"):
         command._plan_networks(without, target.plan, Place())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"sizes": (2e5, 2.02e5, 2.5e5)}, ("`sizes`", "200k", "202k")),
+        ({"shapes": ({"num_layers": 1}, {"num_layers": 2}, {"num_layers": 1})}, ("`shapes`", "1", "3")),
+    ],
+)
+def test_sizes_that_become_one_network_are_refused_in_the_words_of_the_file(
+    target_files: Ladder, sizes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    ladder = dataclasses.replace(target_files, **{"shapes": (), "sizes": (), **sizes})
+    (target,) = plan_runs(command._target_sweep(ladder, {}), Place())
+    with pytest.raises(ConfigError) as refused:
+        command._plan_networks(ladder, target.plan, Place())
+    (line,) = str(refused.value).splitlines()
+    assert all(word in line for word in words)
+
+
+def test_a_run_of_an_earlier_version_is_refused_with_ways_out_that_a_ladder_has(target_files: Ladder) -> None:
+    (target,) = plan_runs(command._target_sweep(target_files, {}), Place())
+    family = Family(target_files, target.plan, command._plan_networks(target_files, target.plan, Place()))
+    sweep = command._sweep(target_files, [run.run for run in command._first_stage(target_files, family)])
+    runs = plan_runs(sweep, Place())
+    earlier = dataclasses.replace(runs[0], config=runs[0].config.updated({"eval_iters": 100}))
+    earlier.directory.mkdir(parents=True)
+    earlier.record_settings()
+    with pytest.raises(ConfigError) as refused:
+        _check_runs(sweep, runs, [])
+    (line,) = str(refused.value).splitlines()
+    assert "eval_iters" in line
+    assert "`directory`" in line
+    assert f"--redo {runs[0].name}" in line
+    assert "set them back" not in line  # the ladder has chosen them
+    _check_runs(sweep, runs, [runs[0].name])
 
 
 @pytest.mark.parametrize(
