@@ -531,10 +531,10 @@ HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 @pytest.mark.parametrize(
     ("world", "degrees", "stages"),
     [
-        (2, DIVIDED, [2]),
-        pytest.param(2, DIVIDED, [1, 3], marks=pytest.mark.slow),
-        pytest.param(4, {**DIVIDED, "mp": 2}, [1, 2, 3], marks=pytest.mark.slow),
-        pytest.param(4, {**DIVIDED, "pp": 2}, [1], marks=pytest.mark.slow),
+        pytest.param(2, DIVIDED, [2], id="ZeRO 2"),
+        pytest.param(2, DIVIDED, [1, 3], id="ZeRO 1 and 3", marks=pytest.mark.slow),
+        pytest.param(4, {**DIVIDED, "mp": 2}, [1, 2, 3], id="tensor ranks", marks=pytest.mark.slow),
+        pytest.param(4, {**DIVIDED, "pp": 2}, [1], id="stages", marks=pytest.mark.slow),
     ],
 )
 def test_divided_experts_with_states_in_host_memory(
