@@ -10,6 +10,35 @@ from neox.evaluation.results import bits_per_byte, perplexity_of
 
 BITS_PER_BYTE = "_bits_per_byte"
 """End of the names of bits per byte."""
+CHAR_PPL = "_char_ppl"
+"""End of the names of perplexities per character."""
+JOINED = (BITS_PER_BYTE, CHAR_PPL)
+"""Ends of the names of scalars that are those of joined texts, where there are several sets."""
+
+
+def set_of_scalar(scalar: str, names: Collection[str]) -> str | None:
+    """Return the name of the set that a scalar of an evaluation is of, `KIND/NAME/SCORE`; None if it is of all sets.
+
+    Args:
+        scalar: Name of the scalar.
+        names: Names of the sets.
+    """
+    name, slash, _ = scalar.partition("/")[2].partition("/")
+    return name if slash and name in names else None
+
+
+def bytes_unknown(metric: str, data: Collection[str]) -> str:
+    """Return why a run cannot be judged by bits per byte, and what to do.
+
+    Args:
+        metric: Value of `save_best`.
+        data: What the bytes of text are not known of.
+    """
+    return (
+        f"save_best: {metric} is not reported, because the bytes of text of {', '.join(data)} are not known: they are "
+        "those of plain texts that our preprocess_data.py has encoded (PREFIX.json); name another metric, such as "
+        f"{metric.removesuffix(BITS_PER_BYTE)}, or preprocess the data again"
+    )
 
 
 def evaluation_scalars(
@@ -53,10 +82,10 @@ def evaluation_scalars(
         characters.append(1.0 / density if density else 0.0)
     for name in per_token:
         losses = list(map(itemgetter(name), scores))
-        scalars[f"{kind}/{name}_char_ppl"] = perplexity_of(_over_joined_text(sets, losses, characters, labels))
+        scalars[f"{kind}/{name}{CHAR_PPL}"] = perplexity_of(_over_joined_text(sets, losses, characters, labels))
         for item, loss, density in zip(sets, losses, densities, strict=True):
             if item.name is not None:
-                scalars[f"{kind}/{item.name}/{name}_char_ppl"] = perplexity_of(loss * density)
+                scalars[f"{kind}/{item.name}/{name}{CHAR_PPL}"] = perplexity_of(loss * density)
     return scalars
 
 

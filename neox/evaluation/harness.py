@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from neox.engine import from_first_rank
 from neox.errors import ConfigError, EvaluationError, NeoXError, install_command
 from neox.evaluation.lambada import truncate
-from neox.evaluation.results import TaskResult
+from neox.evaluation.results import TaskResult, task_scalar
 from neox.evaluation.scoring import Scorer, Span, TokenIds, windows
 from neox.evaluation.tasks import TaskScalars
 from neox.generation.completion import generate_all
@@ -112,12 +112,14 @@ def harness_scalars(names: Sequence[str], manager: TaskManager) -> TaskScalars:
         try:
             loaded = manager.load([name])
             for group in loaded["groups"]:
-                known[f"eval/{glob.escape(group)}_*"] = None
+                known[task_scalar(glob.escape(group), "*")] = None
             for title, task in loaded["tasks"].items():
-                possible[f"eval/{glob.escape(title)}_*"] = None  # of a score that has no aggregation it takes the mean
+                possible[task_scalar(glob.escape(title), "*")] = (
+                    None  # of a score that has no aggregation it takes the mean
+                )
                 for metric in task.aggregation():
                     for chosen in task._filters or ():
-                        known[f"eval/{title}_{_score_name(metric, chosen.name)}"] = None
+                        known[task_scalar(title, _score_name(metric, chosen.name))] = None
                 if task.OUTPUT_TYPE == "generate_until":
                     sampling_params(task.config.generation_kwargs or {}, _DEFAULT_NEW_TOKENS)
         except NeoXError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from neox.data.run_data import EvaluationSet
 from neox.data.token_files.sidecar import bytes_per_token
-from neox.evaluation.evaluation_scalars import evaluation_scalars
+from neox.evaluation.evaluation_scalars import evaluation_scalars, set_of_scalar
 from neox.evaluation.tasks import file_task_scalars, parse_tasks
 from neox.objectives import build_objective, evaluated_objective
 from neox.plan import RunPlan
@@ -58,20 +58,23 @@ def validation_without_bytes(plan: RunPlan, metric: str) -> list[str]:
     """
     config = plan.config
     data = config.data
-    of_validation = data.blends[1]
+    sets = data.validation_sets
+    one_set = set_of_scalar(metric, sets)
     pairs: list[tuple[str, str | None]] = []
-    one_set = metric.split("/")[1]
-    for name, item in data.validation_sets.items():
-        if one_set in (name, metric.rpartition("/")[2]):  # that of all sets needs the bytes of all
+    if one_set is not None:
+        pairs.append((sets[one_set].path, sets[one_set].labels))
+    else:  # that of all sets needs the bytes of all
+        for item in sets.values():
             pairs.append((item.path, item.labels))
-    if data.data_path is not None:
-        pairs.append((data.data_path, None))
-    for number, path in enumerate(of_validation.paths or ()):
-        pairs.append((path, of_validation.labels[number] if of_validation.labels else None))
+        if data.data_path is not None:
+            pairs.append((data.data_path, None))
+        blend = data.blends[1]
+        for number, path in enumerate(blend.paths or ()):
+            pairs.append((path, blend.labels[number] if blend.labels else None))
     is_plain = config.model.objective != "masked_lm"
-    found = []
+    found: dict[str, None] = {}  # each one once
     for prefix, labels in pairs:
         is_known = is_plain and labels is None and bytes_per_token(prefix) is not None
         if Path(f"{prefix}.idx").exists() and not is_known:
-            found.append(prefix)
-    return found
+            found[prefix] = None
+    return [*found]

@@ -53,12 +53,17 @@ def bits_per_byte(loss: float, size: float) -> float:
     return loss / (math.log(2.0) * size)
 
 
+def task_scalar(task: str, score: str) -> str:
+    """Return the name of a task's score in metrics, TensorBoard and trackers; of patterns the pattern."""
+    return f"eval/{task}_{score}"
+
+
 def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     """Return `eval/<task>_<metric>` -> value, the names that TensorBoard and wandb show."""
     metrics = {}
     for result in results:
         for name, value in result.metrics.items():
-            metrics[f"eval/{result.task}_{name}"] = value
+            metrics[task_scalar(result.task, name)] = value
     return metrics
 
 

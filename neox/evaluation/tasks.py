@@ -28,7 +28,7 @@ from neox.corpus.contents import whole_text
 from neox.corpus.document import CorruptInput
 from neox.data import IndexedDataset, check_fits
 from neox.errors import DataError, EvaluationError
-from neox.evaluation.results import results_path
+from neox.evaluation.results import results_path, task_scalar
 from neox.files import unwritable_parent
 from neox.problems import Missing, Problem
 from neox.tokenizer import Tokenizer
@@ -223,8 +223,40 @@ def file_task_scalars(tasks: Sequence[FileTask]) -> list[str]:
             if task.kind == "perplexity" and score in _OF_TEXT and is_token_file(task.path):
                 continue
             name = glob.escape(task.name) if "*" in score else task.name
-            names.append(f"eval/{name}_{score}")
+            names.append(task_scalar(name, score))
     return names
+
+
+def tasks_of_scalar(tasks: Sequence[str], scalar: str) -> list[str]:
+    """Return those of some tasks that report a scalar `eval/TASK_SCORE`; all of them if none seems to.
+
+    Of several that may, as `mmlu` and `mmlu_anatomy`, it is the one with the longest name.
+
+    Args:
+        tasks: Tasks in the form of `eval_tasks`.
+        scalar: Name of the scalar.
+    """
+    files, harness = _split(tasks)
+    titles = {}  # patterns
+    for file in files:
+        titles[f"{file.kind}={file.path}"] = glob.escape(file.name)
+    for name in harness:
+        title = Path(name).stem if name.endswith((".yaml", ".yml")) else name
+        titles[name] = title if _is_pattern(name) else glob.escape(title)
+    longest: list[str] = []
+    for task, title in titles.items():
+        if not fnmatchcase(scalar, task_scalar(title, "*")):
+            continue
+        if not longest or len(title) > len(titles[longest[0]]):
+            longest = [task]
+        elif len(title) == len(titles[longest[0]]):
+            longest.append(task)
+    return longest or [*tasks]
+
+
+def _is_pattern(name: str) -> bool:
+    """Return whether a name stands for all tasks of the harness that it fits."""
+    return bool(set("*?[") & set(name))
 
 
 class TaskScalars(NamedTuple):
@@ -262,8 +294,7 @@ def unknown_harness_tasks(names: Sequence[str]) -> list[str]:
     """
     unknown = set()
     for name in names:
-        is_pattern = bool(set("*?[") & set(name))
-        if not is_pattern and not name.endswith((".yaml", ".yml")):
+        if not _is_pattern(name) and not name.endswith((".yaml", ".yml")):
             unknown.add(name)
     package = importlib.util.find_spec("lm_eval")
     if package is None or package.origin is None or not unknown:

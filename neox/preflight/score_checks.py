@@ -21,7 +21,10 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
     if metric is None:
         return []
     try:
-        from neox.evaluation.evaluation_scalars import BITS_PER_BYTE  # torch, which a launcher can do without
+        from neox.evaluation.evaluation_scalars import (
+            BITS_PER_BYTE,
+            bytes_unknown,
+        )  # torch, which a launcher can do without
         from neox.evaluation.reported_scalars import reported_scalars, validation_without_bytes
         from neox.evaluation.tasks import is_scalar_of, parse_tasks, unknown_scalar
 
@@ -42,12 +45,7 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
             return []
         if not lacking:
             return []
-        message = (
-            f"save_best: {metric} is not reported, because the bytes of text of {', '.join(lacking)} are not known: "
-            "they are those of plain texts that our preprocess_data.py has encoded (PREFIX.json); name another metric, "
-            f"such as {metric.removesuffix(BITS_PER_BYTE)}, or preprocess the data again"
-        )
-        return [config.problem_about(message, "save_best")]
+        return [config.problem_about(bytes_unknown(metric, lacking), "save_best")]
     return [config.problem_about(f"save_best: {unknown_scalar(metric, known)}", "save_best")]
 
 
@@ -57,8 +55,10 @@ def save_best_notes(plan: RunPlan) -> list[str]:
     if keys.save_best is None or keys.save is None or keys.overwrite or not resumes_own_directory(plan.config):
         return []
     try:
-        from neox.checkpoint.save_directory.best import BestRule, change_of_rule  # torch, as above
+        from neox.checkpoint.save_directory.best import change_of_rule, read_best  # torch, as above
+        from neox.evaluation.best_rule import best_rule
     except ModuleNotFoundError:
         return []
-    change = change_of_rule(Path(keys.save), BestRule.of(plan))
+    found = read_best(Path(keys.save))
+    change = None if found is None else change_of_rule(found, best_rule(plan))
     return [] if change is None else [change]

@@ -13,7 +13,6 @@ from typing import Any
 
 from neox.checkpoint.save_directory.best import (
     BestCheckpoint,
-    BestRule,
     change_of_rule,
     forget_best,
     name_best,
@@ -22,7 +21,8 @@ from neox.checkpoint.save_directory.best import (
 from neox.checkpoint.save_directory.staging import kept_from_deletion
 from neox.engine import Engine, Feature, SaveReport, TrainState
 from neox.errors import CheckpointError, ConfigError
-from neox.evaluation.evaluation_scalars import BITS_PER_BYTE
+from neox.evaluation.best_rule import best_rule
+from neox.evaluation.evaluation_scalars import BITS_PER_BYTE, bytes_unknown, set_of_scalar
 from neox.log import get_logger
 from neox.plan import RunPlan
 
@@ -44,7 +44,7 @@ class NameBest(Feature):
 
     def __init__(self, plan: RunPlan) -> None:
         keys = plan.config.checkpoint
-        self._rule = BestRule.of(plan)
+        self._rule = best_rule(plan)
         self._metric = self._rule.metric
         self._save = Path(keys.save or ".")
         self._best: BestCheckpoint | None = None
@@ -61,13 +61,13 @@ class NameBest(Feature):
         """
         if not self._metric.endswith(BITS_PER_BYTE) or self._metric.startswith("eval/"):
             return
-        names = {item.name for item in data.valid}
-        one_set = self._metric.split("/")[1]
+        one_set = set_of_scalar(self._metric, {item.name or "" for item in data.valid})
+        unknown = []
         for item in data.valid:
-            is_needed = one_set not in names or item.name == one_set
-            if is_needed and item.bytes_per_token is None:
-                named = "the validation data" if item.name is None else f"the validation set {item.name}"
-                raise ConfigError(f"save_best: {self._metric} is not reported, because {named} does not know its bytes")
+            if item.bytes_per_token is None and one_set in (None, item.name):
+                unknown.append("the validation data" if item.name is None else f"the validation set {item.name}")
+        if unknown:
+            raise ConfigError(bytes_unknown(self._metric, unknown))
 
     def on_start(self, state: TrainState) -> None:
         """Go on with the best checkpoint so far, or forget that of an earlier run.
@@ -80,7 +80,7 @@ class NameBest(Feature):
         found = read_best(self._save)
         if found is None:
             return
-        change = change_of_rule(self._save, self._rule)
+        change = change_of_rule(found, self._rule)
         if change is not None:
             _log.warning("%s", change)
             self._is_comparable = False

@@ -17,6 +17,7 @@ from neox.data.run_data import DataIterators, EvaluationSet
 from neox.data.token_files.sidecar import Sidecar, write_sidecar
 from neox.engine import SaveReport, TrainState
 from neox.errors import ConfigError
+from neox.evaluation.best_rule import best_rule
 from neox.evaluation.tasks import FileTask, TaskScalars, file_task_scalars
 from neox.features.best_checkpoint.run import NameBest
 from neox.features.eval_tasks.run import check_metric
@@ -123,6 +124,10 @@ def test_a_best_that_a_rollback_writes_again_stays(tmp_path: Path) -> None:
 
 NAMED = {"train_data_paths": ["t"], "valid_data_paths": {"web": "w", "own": "o"}}
 TASKS = {"save_best": "eval/lambada_acc", "eval_tasks": ["lambada=l.jsonl"]}
+OF_GROUP = {"save_best": "eval/mmlu_anatomy_acc", "eval_tasks": ["mmlu_anatomy"]}
+OF_DPO = {**DPO, "pos_valid_data_paths": ["p"], "neg_valid_data_paths": ["n"], "save_best": "validation/loss"}
+OF_WEB = {**NAMED, "save_best": "validation/web/lm_loss"}
+BITS = {**NAMED, "save_best": "validation/lm_loss_bits_per_byte"}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +143,29 @@ TASKS = {"save_best": "eval/lambada_acc", "eval_tasks": ["lambada=l.jsonl"]}
         (TASKS, {**TASKS, "eval_tasks": ["lambada=other.jsonl"]}, ["eval_tasks"]),
         ({}, {"train_iters": 20, "eval_interval": 5, "valid_data_weights": None}, []),
         (TASKS, {**TASKS, "eval_tasks": ["lambada=l.jsonl", "arc_easy"], "eval_iters": 1}, []),
+        (TASKS, {**TASKS, "seq_length": 8}, ["seq_length 16 -> 8"]),
+        (OF_GROUP, {**OF_GROUP, "eval_tasks": ["mmlu_anatomy", "mmlu", "mmlu_anatomy_2"]}, []),
+        (OF_GROUP, {**OF_GROUP, "eval_tasks": ["mmlu"]}, ["eval_tasks"]),
+        ({}, {"loss_normalization": "samples"}, ["loss_normalization micro_batch -> samples"]),
+        ({}, {"loss_normalization": "tokens", "eval_iters": "all"}, ["loss_norm", "samples", "seed"]),
+        ({"eval_iters": "all"}, {"loss_normalization": "tokens", "eval_iters": "all"}, []),
+        ({}, {"eod_mask_loss": True}, ["eod_mask_loss unset -> True"]),
+        ({}, {"reset_attention_mask": True}, ["reset_attention_mask unset -> True"]),
+        (NAMED, {**NAMED, "pack_impl": "unpacked"}, ["loss_normalization", "pack_impl unset -> unpacked"]),
+        ({}, {"seed": 5}, ["seed 1234 -> 5"]),
+        (OF_DPO, {**OF_DPO, "dpo_beta": 0.5}, ["dpo_beta unset -> 0.5"]),
+        (OF_DPO, {**OF_DPO, "dpo_loss": "ipo"}, ["dpo_loss unset -> ipo"]),
+        (OF_DPO, {**OF_DPO, "pos_train_data_paths": ["q"]}, []),
+        ({}, {"lm_z_loss": 1e-3}, []),
+        (
+            {"lm_z_loss": 1e-2, "save_best": "validation/loss"},
+            {"lm_z_loss": 1e-3, "save_best": "validation/loss"},
+            ["lm"],
+        ),
+        (OF_WEB, {**OF_WEB, "valid_data_paths": {"web": {"path": "w", "labels": "l"}}}, ["valid_data_paths"]),
+        (OF_WEB, {**OF_WEB, "valid_data_paths": {"web": {"path": "w", "weight": 2}}}, []),
+        ({}, {"fim_rate": 0.5, "num_workers": 0, "data_impl": "mmap"}, []),
+        (BITS, BITS, []),
         (
             {**NAMED, "save_best": "validation/web/lm_loss"},
             {**NAMED, "save_best": "validation/web/lm_loss", "valid_data_paths": {"web": "w", "more": "m"}},
@@ -150,9 +178,9 @@ def test_a_rule_changes_with_metric_goal_and_what_it_is_measured_on(
 ) -> None:
     def rule(keys: dict[str, object]) -> BestRule:
         known: dict[str, object] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-        return BestRule.of(small_plan(**known, save="x", **{"save_best": "validation/lm_loss", **keys}))
+        return best_rule(small_plan(**known, save="x", **{"save_best": "validation/lm_loss", **keys}))
 
-    found = list(rule(now).changes_since(rule(before)))
+    found = sorted(rule(now).changes_since(rule(before)))
     assert len(found) == len(changed)
     for text, expected in zip(found, changed, strict=True):
         assert text.startswith(expected)
@@ -189,10 +217,41 @@ def test_a_best_by_another_rule_stays_until_another_is_evaluated_and_is_named(tm
     assert best(tmp_path) == ("global_step4", 4, 0.5)
 
 
+def older_record(directory: Path, metric: str, config: str | None) -> None:
+    """Write the record of a version that wrote neither goal nor data, and the configuration of its checkpoint."""
+    path = checkpoint(directory, 2)
+    if config is not None:
+        (path / "configs").mkdir()
+        (path / "configs" / "config.yml").write_text(config)
+    older = {"checkpoint": "global_step2", "iteration": 2, "metric": metric, "value": 1.0}
+    (directory / "best.json").write_text(json.dumps(older))
+
+
+@pytest.mark.parametrize(
+    ("metric", "config", "changed"),
+    [
+        ("validation/lm_loss", "save_best_goal: min", None),
+        ("validation/lm_loss", "seed: 1", None),  # `min` is the default
+        ("validation/lm_loss", "save_best_goal: max", "save_best_goal max -> min"),
+        ("validation/lm_loss", None, "save_best_goal unset -> min"),
+        ("validation/web/lm_loss_bits_per_byte", "seed: 1", None),
+        ("validation/lm_loss_bits_per_byte", "seed: 1", "joined_text_weighed_by unset -> labels"),
+        ("validation/lm_loss_char_ppl", "seed: 1", "joined_text_weighed_by unset -> labels"),
+    ],
+)
+def test_a_record_of_an_older_version_has_the_goal_of_its_checkpoint(
+    tmp_path: Path, metric: str, config: str | None, changed: str | None
+) -> None:
+    older_record(tmp_path, metric, config)
+    plan = small_plan(**NAMED, save=str(tmp_path), load=str(tmp_path), save_best=metric)
+    notes = save_best_notes(plan)
+    assert len(notes) == (changed is not None)
+    for note in notes:
+        assert str(changed) in note
+
+
 def test_a_record_of_an_older_version_counts(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 2)
-    older = {"checkpoint": "global_step2", "iteration": 2, "metric": "validation/lm_loss", "value": 1.0}
-    (tmp_path / "best.json").write_text(json.dumps(older))
+    older_record(tmp_path, "validation/lm_loss", "save_best_goal: min")
     feature = named_best(tmp_path)
     feature.on_start(TrainState(iteration=2))
     evaluate(feature, 3, 2.0)
