@@ -60,8 +60,8 @@ def _of_validation(plan: RunPlan, metric: str) -> dict[str, Any]:
     data = config.data
     found: dict[str, Any] = {"seq_length": config.model.seq_length}
     sections: list[tuple[Section, Iterable[str]]] = [(config.model, ("max_preds_per_seq",))]
-    for section in (data, config.preferences):
-        sections.append((section, _keys_of_evaluation(section)))
+    sections.append((data, _keys_of_evaluation(data)))
+    sections.append((config.preferences, _keys_of_evaluation(config.preferences)))
     if not metric.rpartition("/")[2].startswith(_OF_LABELS):
         sections.append((config.distillation, _keys_of_evaluation(config.distillation)))
         sections.append((config.training, ("lm_z_loss",)))
