@@ -159,21 +159,29 @@ def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
         )
     planned = []
     problems: list[str] = []
-    values_of: dict[str, Any] = {}  # of all keys of the configuration, by name of the run
+    equal_runs: list[tuple[Any, list[str]]] = []  # values of all keys of a configuration, and the runs that have them
     for run in sweep.runs:
         try:
             config = _config_of(_words(sweep, run), place)
             values = config.model_dump()
-            for other, others in values_of.items():
+            for others, names in equal_runs:
                 if others == values:
-                    problems.append(f"{run.name} and {other} make the same configuration: leave one of them out")
-            values_of[run.name] = values
+                    names.append(run.name)
+                    break
+            else:
+                equal_runs.append((values, [run.name]))
             planned.append(_plan_run(sweep, run, place, config))
         except LaunchError:
             raise
         except NeoXError as error:
             for line in str(error).splitlines():
                 problems.append(f"{run.name}: {line}")
+    for _, names in equal_runs:
+        if len(names) > 1:
+            problems.append(
+                f"{', '.join(names[:-1])} and {names[-1]} make the same configuration: leave out all but one of them; "
+                "to repeat a run, give them different `seed`s"
+            )
     if problems:
         raise ConfigError(problems)
     return planned

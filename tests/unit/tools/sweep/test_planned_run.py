@@ -55,6 +55,18 @@ def test_values_that_make_the_same_configuration_are_one_run(tmp_path: Path, gri
         plan_runs(read_sweep(file), Place())
 
 
+def test_a_group_of_equal_runs_is_named_once_with_how_to_repeat_a_run(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yml").write_text(yaml.safe_dump(SMALL))
+    file = tmp_path / "sweep.yml"
+    runs = [{"name": name} for name in "abcd"] + [{"name": name, "seed": 7} for name in "ef"]
+    file.write_text(yaml.safe_dump({"configs": [str(tmp_path / "tiny.yml")], "list": runs}))
+    with pytest.raises(ConfigError) as raised:
+        plan_runs(read_sweep(file), Place())
+    lines = str(raised.value).splitlines()
+    assert [line.partition(" make")[0] for line in lines] == ["a, b, c and d", "e and f"]
+    assert all("seed" in line for line in lines)
+
+
 def test_values_that_make_other_configurations_are_other_runs(tmp_path: Path) -> None:
     (tmp_path / "tiny.yml").write_text(yaml.safe_dump(SMALL))
     file = tmp_path / "sweep.yml"
