@@ -81,7 +81,7 @@ def _of_validation(plan: RunPlan, metric: str) -> dict[str, Any]:
             found["valid_data_paths"] = {name: item.model_dump(mode="json") for name, item in sets.items()}
         if data.data_path is not None:
             found["split"] = [round(share, 6) for share in split_shares(data.split)]
-        if len(sets) + (data.data_path is not None) > 1 and metric.endswith(JOINED):
+        if len(sets) + data.validates_split > 1 and metric.endswith(JOINED):
             found[JOINED_BY] = "labels"
 
     # Of how many samples, and which.

@@ -66,7 +66,7 @@ def validation_without_bytes(plan: RunPlan, metric: str) -> list[str]:
     else:  # that of all sets needs the bytes of all
         for item in sets.values():
             pairs.append((item.path, item.labels))
-        if data.data_path is not None:
+        if data.data_path is not None and data.validates_split:
             pairs.append((data.data_path, None))
         blend = data.blends[1]
         for number, path in enumerate(blend.paths or ()):

@@ -118,10 +118,11 @@ class DataConfig(Section):
     train_data_paths: tuple[str, ...] | None = None
     """Prefixes that are blended for training, instead of data_path."""
 
-    valid_data_paths: Annotated[ValidationPaths | None, OnlyWith("train_data_paths")] = None
+    valid_data_paths: Annotated[ValidationPaths | None, OnlyWithAny(("train_data_paths", "data_path"))] = None
     """Prefixes that are blended for validation; or validation sets by name, each evaluated by itself on eval_iters
     batches: `{wiki: data/wiki, code: {path: data/code, weight: 2}}` reports `validation/wiki/lm_loss` and
-    `validation/code/lm_loss`, and their weighted mean as `validation/lm_loss`."""
+    `validation/code/lm_loss`, and their weighted mean as `validation/lm_loss`. With data_path only sets with names are
+    evaluated, next to its part for validation (`split`, whose weight is 1)."""
 
     test_data_paths: Annotated[tuple[str, ...] | None, OnlyWith("train_data_paths")] = None
     """Prefixes that are blended for the test at the end."""
@@ -297,6 +298,11 @@ class DataConfig(Section):
         if isinstance(self.fim_rate, tuple):
             return self.fim_rate
         return (self.fim_rate,) * len(self.train_data_paths or (self.data_path,))
+
+    @property
+    def validates_split(self) -> bool:
+        """Whether a part of `data_path` is for validation, next to sets that have names."""
+        return self.data_path is not None and split_shares(self.split)[1] > 0
 
     @property
     def validation_sets(self) -> Mapping[str, ValidationSet]:

@@ -73,8 +73,11 @@ def _renamed_notes(config: NeoXConfig) -> Iterator[Note]:
 
 
 def _evaluation_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield evaluation keys that are given although the run has no data for evaluations."""
+    """Yield evaluation keys that are given although the run has no data for evaluations, and data that is not read."""
     data = config.data
+    if data.data_path is not None and isinstance(data.valid_data_paths, tuple):
+        reason = "has no effect: with data_path its own part (`split`) and sets that have names are evaluated"
+        yield Note(("valid_data_paths",), f"{config.describe_setting('valid_data_paths')} {reason}")
     if data.train_data_paths is None or data.valid_data_paths or config.training.eval_iters == 0:
         return
     if config.preferences.on_preferences:

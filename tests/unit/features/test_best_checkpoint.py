@@ -352,6 +352,31 @@ def test_bits_per_byte_need_data_that_know_their_bytes(tmp_path: Path, metric: s
         NameBest(plan).on_data(None, DataIterators(None, tuple(loaded), ()))
 
 
+@pytest.mark.parametrize(
+    ("metric", "names", "split", "lacking"),
+    [
+        ("validation/web/lm_loss_bits_per_byte", ["web"], "9,1,0", False),
+        ("validation/lm_loss_bits_per_byte", ["web"], "9,1,0", True),
+        ("validation/lm_loss_bits_per_byte", ["web", "own"], "9,1,0", True),  # named once
+        ("validation/lm_loss_bits_per_byte", ["web"], "9,0,1", False),  # no part of it is evaluated
+        ("validation/own/lm_loss_bits_per_byte", ["web", "own"], "9,1,0", True),
+    ],
+)
+def test_bits_per_byte_of_one_set_need_no_other(
+    tmp_path: Path, metric: str, names: list[str], split: str, lacking: bool
+) -> None:
+    for name, settings in (("web", {"document_bytes": 40}), ("own", {})):
+        (tmp_path / f"{name}.idx").touch()
+        write_sidecar(tmp_path / name, Sidecar("HFTokenizer", "abc", 50, 0, True, 3, 10, 49, settings=settings))
+    sets = {name: str(tmp_path / name) for name in names}
+    own = str(tmp_path / "own")
+    plan = small_plan(save="x", data_path=own, split=split, valid_data_paths=sets, save_best=metric)
+    problems = save_best_problems(plan)
+    assert len(problems) == lacking
+    for problem in problems:
+        assert str(problem).count(own) == 1
+
+
 def test_a_score_of_a_task_that_does_not_list_it_is_left_to_the_first_evaluation(caplog) -> None:
     files = file_task_scalars([FileTask("lambada", "a[1].txt", "a[1]"), FileTask("needle", "n.svg", "n[2]")])
     scalars = TaskScalars([*files, "eval/arc_acc", "eval/all_*"], ["eval/arc_*"])

@@ -43,6 +43,11 @@ def test_a_condition_that_is_off_is_noted(path: str, keys: dict[str, Any]) -> No
     assert noted(**keys) == [(path,)]
 
 
+def test_sets_with_names_are_evaluated_next_to_a_part_of_data_path() -> None:
+    assert noted(data_path="a", valid_data_paths={"web": "b"}) == []
+    assert noted(valid_data_paths={"web": "b"}) == [("valid_data_paths",)]
+
+
 def test_warmup_next_to_its_steps_is_noted() -> None:
     assert noted(warmup=0.1, lr_warmup_iters=5) == [("warmup", "lr_warmup_iters")]
     assert noted(warmup=0.1) == noted(lr_warmup_iters=5) == []
