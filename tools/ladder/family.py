@@ -143,7 +143,7 @@ class Family:
         steps = max(1, math.ceil(ratio * size.parameters / step_tokens))
         rate = float(f"{self.rule_rate(size.parameters) * factor:.4g}")
         micro = _largest_divisor(batch // self._ranks, self._target.batch.train_micro_batch_size_per_gpu)
-        # `set` may change ranks, and when to evaluate and save. It may not change the rest: `ladder_file.OWN_KEYS`.
+        # Each key here is one of `ladder_file`'s OWN_KEYS, which `set` may not change, or ADJUSTED_KEYS, which it may.
         values: dict[str, Any] = {
             **network_values(size.shape, self._target),
             "train_batch_size": batch,
@@ -155,13 +155,16 @@ class Family:
             "eval_interval": steps,
             "checkpoint_scale": "linear",
             "checkpoint_factor": max(1, steps // 4),
+            "save_best": None,  # of one evaluation there is no best
+            "hf_export": None,
             "optimizer.params.lr": rate,
             **scaled_schedule(self._target, steps),
         }
         smallest = self._target.config.schedule.min_lr
         if smallest:
             values["min_lr"] = float(f"{smallest * rate / self.rate:.4g}")
-        # Every run reads the target's validation samples. `eval_iters` counts batches, and theirs are smaller.
+        # `eval_iters` counts batches, and theirs are smaller. In whole batches, every run evaluates as many samples as
+        # the target; with `eval_order: fixed` the same ones, but for the last batch.
         samples = self._target.config.training.evaluation_samples(self._target.batch.train_batch_size)
         if samples:
             values["eval_iters"] = max(1, round(samples / batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,12 +50,24 @@ OWN_KEYS = {
     "train_micro_batch_size_per_gpu": _OF_BATCH,
     "gradient_accumulation_steps": _OF_BATCH,
     "seq_length": "the loss depends on it; change it in the target's files",
-    "eval_iters": "every run reads the target's validation samples; change it in the target's files",
-    "optimizer.params.lr": "give `learning_rate`; it replaces the whole rule",
+    "eval_iters": "every run evaluates as many samples as the target; change it in the target's files",
+    "optimizer.params.lr": "the rate is the target's, scaled; give `exponent` and `factors` of `learning_rate`",
     "data_stages": _OF_SCHEDULE,
     **{key: _OF_SCHEDULE for key in ScheduleConfig.model_fields if key not in SWITCHES},
 }
 """Keys that the ladder decides in each small run, and what to do instead of setting them."""
+ADJUSTED_KEYS = (
+    "attention_config",
+    "pipe_parallel_size",
+    "model_parallel_size",
+    "planned_num_gpus",
+    "eval_interval",
+    "checkpoint_scale",
+    "checkpoint_factor",
+    "save_best",
+    "hf_export",
+)
+"""Keys that the ladder sets in each small run, and `set` may set otherwise: ranks, and when to evaluate and save."""
 _RATE_KEYS = ("exponent", "factors", "searched")
 _FEWEST_SIZES = 3
 _CHINCHILLA = 20.0
@@ -139,6 +152,7 @@ def read_ladder(path: Path) -> Ladder:
     rate = values.get("learning_rate", {})
     if not isinstance(rate, dict) or not {*rate} <= {*_RATE_KEYS}:
         raise ConfigError(f"{place(parsed, 'learning_rate')} has the keys {', '.join(_RATE_KEYS)}")
+    exponent = None if "exponent" not in rate else _number(parsed, "learning_rate.exponent", rate["exponent"])
     factors = _numbers(parsed, "learning_rate.factors", rate.get("factors", list(_FACTORS)))
     name = str(values.get("name", path.stem))
     return Ladder(
@@ -150,11 +164,11 @@ def read_ladder(path: Path) -> Ladder:
         sizes=tuple(sorted(sizes)),
         shapes=tuple(_shape(parsed, number, shape) for number, shape in enumerate(shapes)),
         tokens_per_parameter=_ratios(parsed, values.get("tokens_per_parameter", _CHINCHILLA)),
-        rate_exponent=rate.get("exponent"),
+        rate_exponent=exponent,
         factors=tuple(sorted(factors)),
         searched=_whole(parsed, "learning_rate.searched", rate.get("searched", _SEARCHED)),
         batch_size=None if "batch_size" not in values else _whole(parsed, "batch_size", values["batch_size"]),
-        batch_exponent=float(values.get("batch_exponent", _BATCH_EXPONENT)),
+        batch_exponent=_number(parsed, "batch_exponent", values.get("batch_exponent", _BATCH_EXPONENT)),
         slots_per_run=values.get("slots_per_run"),
     )
 
@@ -210,6 +224,12 @@ def _numbers(parsed: ParsedFile, path: str, given: Any) -> Sequence[float]:
     if not is_list or (given and min(given) <= 0) or len({*given}) < len(given):
         raise ConfigError(f"{place(parsed, path)} must be a list of different numbers above 0")
     return list(map(float, given))
+
+
+def _number(parsed: ParsedFile, path: str, given: Any) -> float:
+    if type(given) not in (int, float) or not math.isfinite(given):  # YAML reads -1/3 as text
+        raise ConfigError(f"{place(parsed, path)} must be a number, such as -0.3333")
+    return float(given)
 
 
 def _whole(parsed: ParsedFile, path: str, given: Any) -> int:

@@ -24,7 +24,7 @@ from tests.plans import small_plan
 from tools.ladder import command
 from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shape_of
 from tools.ladder.fits import fit_learning_rate, fit_loss
-from tools.ladder.ladder_file import OWN_KEYS, Ladder, read_ladder
+from tools.ladder.ladder_file import ADJUSTED_KEYS, OWN_KEYS, Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
 from tools.ladder.schedule import unscaled_keys
 from tools.sweep.command import _check_runs
@@ -200,9 +200,6 @@ def test_batch_and_learning_rate_follow_the_rules() -> None:
     assert 20 * size.parameters <= tokens < 20 * size.parameters + batch * length
     # Losses of different validation samples could not be compared.
     assert run.run.values["eval_iters"] * batch == pytest.approx(100 * 64, abs=batch)
-    # What decides tokens, network, rate and schedule of a small run cannot be changed by `set`.
-    free = {"pipe_parallel_size", "model_parallel_size", "planned_num_gpus", "eval_interval", "checkpoint_scale"}
-    assert {*run.run.values} - free - {"checkpoint_factor"} <= {*OWN_KEYS}
     same = family_of(dataclasses.replace(ladder, rate_exponent=0.0), plan, ranks=2)
     assert same.rule_rate(1) == 1e-3
 
@@ -368,6 +365,38 @@ def test_sizes_that_become_one_network_are_refused_in_the_words_of_the_file(
     assert all(word in line for word in words)
 
 
+@pytest.mark.parametrize("sizes", [{"sizes": (1e5, 1.6e5, 2.2e5)}, {}])
+def test_a_small_run_has_only_keys_that_set_may_not_change_or_may(target_files: Ladder, sizes: dict[str, Any]) -> None:
+    ladder = dataclasses.replace(target_files, settings={}, **{"shapes": (), **sizes} if sizes else {})
+    more = yaml.safe_load(Path("more.yml").read_text())["overrides"] | {"attention_config": [[["global"], 4]]}
+    more.pop("rampup_batch_size")
+    Path("more.yml").write_text(yaml.safe_dump({"overrides": more}))
+    (target,) = plan_runs(command._target_sweep(ladder, {}), Place())
+    family = Family(ladder, target.plan, command._plan_networks(ladder, target.plan, Place()))
+    found = {*family.run(family.sizes[0], 20.0, 1.0).run.values}
+    assert found <= {*OWN_KEYS, *ADJUSTED_KEYS}
+    assert not {*OWN_KEYS} & {*ADJUSTED_KEYS}
+    of_shapes = {"attention_config"}  # which `shapes` leave as they are
+    assert {*ADJUSTED_KEYS} - found == ({*()} if sizes else of_shapes)
+
+
+def test_small_runs_of_a_target_that_keeps_and_exports_its_best_checkpoint_keep_and_export_none(
+    target_files: Ladder,
+) -> None:
+    more = yaml.safe_load(Path("more.yml").read_text())["overrides"]
+    more |= {"save": "saved", "save_best": "validation/lm_loss", "save_best_goal": "max", "hf_export": "best"}
+    more |= {"hf_export_dir": "exported", "hf_export_hub": "a/b", "eval_interval": 10, "checkpoint_factor": 10}
+    Path("more.yml").write_text(yaml.safe_dump({"overrides": more}))
+    (target,) = plan_runs(command._target_sweep(target_files, {}), Place())
+    assert target.config.checkpoint.hf_export == "best"
+    family = Family(target_files, target.plan, command._plan_networks(target_files, target.plan, Place()))
+    runs = [run.run for run in command._first_stage(target_files, family)]
+    for planned in plan_runs(command._sweep(target_files, runs), Place()):
+        keys = planned.config.checkpoint
+        assert (keys.save_best, keys.hf_export) == (None, None)
+        assert planned.problems == ()
+
+
 def test_a_run_of_an_earlier_version_is_refused_with_ways_out_that_a_ladder_has(target_files: Ladder) -> None:
     (target,) = plan_runs(command._target_sweep(target_files, {}), Place())
     family = Family(target_files, target.plan, command._plan_networks(target_files, target.plan, Place()))
@@ -395,6 +424,15 @@ def test_a_run_of_an_earlier_version_is_refused_with_ways_out_that_a_ladder_has(
         ("sizes: [1e6, 2e6, 3e6]\nlearning_rate: {rate: 1}\n", "ladder.yml:3: `learning_rate`"),
         ("sizes: [1e6, 2e6, 3e6]\nset: {save: x}\n", "ladder.yml:3: `save`"),
         ("sizes: [1e6, 2e6, 3e6]\nsteps: 3\n", "ladder.yml:3: `steps` is no key"),
+        *[
+            (f"sizes: [1e6, 2e6, 3e6]\nlearning_rate: {{exponent: {value}}}\n", "ladder.yml:3: `exponent`")
+            for value in ("'0'", "-1/3", "null", "true", ".nan")
+        ],
+        *[
+            (f"sizes: [1e6, 2e6, 3e6]\nbatch_exponent: {value}\n", "ladder.yml:3: `batch_exponent`")
+            for value in ("null", "2/3", "'1'", "[1]", ".inf")
+        ],
+        ("sizes: [1e6, 2e6, 3e6]\nset: {optimizer.params.lr: 1.0e-3}\n", "`exponent` and `factors`"),
         *[
             (f"sizes: [1e6, 2e6, 3e6]\nset: {{{setting}}}\n", f"ladder.yml:3: `{setting.split(':')[0].split('.')[-1]}`")
             for setting in (
@@ -438,6 +476,17 @@ def test_malformed_files_are_refused_by_place(tmp_path: Path, text: str, words: 
     with pytest.raises(ConfigError) as refused:
         read_ladder(file)
     assert words in str(refused.value)
+
+
+def test_exponents_may_be_any_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "ladder.yml"
+    text = "configs: [a.yml]\nsizes: [1.0e+6, 2.0e+6, 3.0e+6]\n"
+    file.write_text(text + "learning_rate: {exponent: 0}\nbatch_exponent: -1.0e-1\n")
+    found = read_ladder(file)
+    assert found.exponent(use_mup=False) == 0.0
+    assert found.batch_exponent == -0.1
+    file.write_text(text)
+    assert read_ladder(file).exponent(use_mup=False) == pytest.approx(-1 / 3)
 
 
 def prediction(losses: tuple[float, ...]) -> Prediction:
