@@ -28,6 +28,9 @@ _SHARE = 0.9
 """Share of the predictions whose range holds what is found."""
 _SIGNIFICANT = 0.95
 """Share of trends of mere noise that do not count as one."""
+FEWEST_RATES = 4
+"""Searched sizes that a range of the learning rate needs, for two degrees of freedom. With one, Student's t and the
+distance of the target stretch a small scatter over orders of magnitude."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class RateFit:
         slope: The same if they show it; 0 if it may be noise.
         middle: Mean logarithm of the parameters.
         spread: Sum of the squares of their distances from it.
-        reach: Half of the range at the mean size if the line were known; NaN if no degree of freedom is left.
+        reach: Half of the range at the mean size if the line were known; NaN if the sizes are too few for a range.
         at_edge: Parameters of the sizes whose best factor was the smallest or largest that was tried.
     """
 
@@ -248,6 +251,11 @@ class RateFit:
         """Degrees of freedom: sizes less the two numbers of the line."""
         return len(self.factors) - 2
 
+    @property
+    def has_range(self) -> bool:
+        """Whether the sizes are enough for a range."""
+        return not math.isnan(self.reach)
+
     def factor(self, parameters: float) -> Range:
         """Return the best factor for a number of parameters.
 
@@ -256,7 +264,7 @@ class RateFit:
         """
         distance = math.log(parameters) - self.middle
         value = self.level + self.slope * distance
-        if math.isnan(self.reach):
+        if not self.has_range:
             return Range(math.exp(value), math.nan, math.nan)
         line = self.level + self.trend * distance
         reach = self.reach * math.sqrt(1 + 1 / len(self.factors) + distance**2 / self.spread)
@@ -300,6 +308,7 @@ def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
         around = math.sqrt(float(np.sum(residuals**2)) / freedom)
         if abs(trend) > _students_t(freedom, _SIGNIFICANT) * around / math.sqrt(spread):
             slope = trend
+    if len(y) >= FEWEST_RATES:
         # A parabola's minimum is known no better than the distance of factors, and a best factor without one not even
         # so. This error is not told by the few sizes, so it has no t.
         distance = min(_distance(losses) for losses in tried.values())

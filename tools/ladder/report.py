@@ -15,7 +15,7 @@ from neox.config import NeoXConfig
 from neox.files import atomic_write, write_text
 from neox.metrics import add_legend, logarithmic
 from tools.ladder.family import RunSize, short
-from tools.ladder.fits import LossFit, Range, RateFit
+from tools.ladder.fits import FEWEST_RATES, LossFit, Range, RateFit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +25,7 @@ PICTURE = "ladder.png"
 TARGET_FILE = "target.yml"
 _FEW = 3  # degrees of freedom below which Student's t is far wider than a normal range
 _POINTS = 100  # of each curve
+_BEYOND = 10.0  # the range of the learning rate is drawn up to this factor beyond the rates
 _FIRST_SIZE = 4  # colour of the smallest size; those before it are of the ratios of tokens and parameters
 
 
@@ -138,10 +139,16 @@ def _rate_lines(prediction: Prediction) -> Iterator[str]:
     rates = prediction.rates
     searched = len(rates.factors)
     configured = f"the configuration has {prediction.configured_rate:.3g}"
-    more = "raise learning_rate.searched"
-    if rates.freedom < 1:
+    sizes = len(prediction.rate_curve)
+    wanted = max(FEWEST_RATES, searched + 1)
+    if wanted <= sizes:
+        more = f"raise learning_rate.searched to {wanted} or more"
+    else:
+        more = f"give more `sizes`, and search {wanted} or more of them (learning_rate.searched)"
+    if not rates.has_range:
+        told = "neither a trend nor a range" if rates.freedom < 1 else "no range"
         yield f"lr        {prediction.rate:.3g}; {configured}"
-        yield f"note      {searched} searched size(s) tell neither a trend nor a range of the rate; {more} to 3 or more"
+        yield f"note      {searched} searched size(s) tell {told} of the rate; {more}"
         return
     shown = f"90 % range, of {_freedom(rates.freedom)}: {prediction.rate_low:.3g} to {prediction.rate_high:.3g}"
     yield f"lr        {prediction.rate:.3g} ({shown}); {configured}"
@@ -248,8 +255,12 @@ def _draw_rates(axes: Axes, prediction: Prediction) -> None:
         axes.axvline(rule[parameters] * prediction.rates.factors[parameters], color=color, linestyle=":")
     label = "target, predicted"
     if math.isfinite(prediction.rate_low):
-        axes.axvspan(prediction.rate_low, prediction.rate_high, color="0.9", zorder=0)
-        label += " (grey: range)"
+        trained = [run.size.rate for runs in by_size.values() for run in runs]
+        lowest = min([*trained, prediction.rate]) / _BEYOND
+        highest = max([*trained, prediction.rate]) * _BEYOND
+        is_cut = prediction.rate_low < lowest or prediction.rate_high > highest
+        axes.axvspan(max(prediction.rate_low, lowest), min(prediction.rate_high, highest), color="0.9", zorder=0)
+        label += " (grey: range, which goes on)" if is_cut else " (grey: range)"
     axes.axvline(prediction.rate, color="k", label=label)
     logarithmic(axes)
     axes.set_xlabel("learning rate")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import yaml
+from matplotlib.figure import Figure
 
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
@@ -25,7 +26,7 @@ from tools.ladder import command
 from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shape_of
 from tools.ladder.fits import fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import ADJUSTED_KEYS, OWN_KEYS, Ladder, read_ladder
-from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
+from tools.ladder.report import Prediction, TrainedRun, _draw_rates, format_prediction, write_prediction
 from tools.ladder.schedule import unscaled_keys
 from tools.sweep.command import _check_runs
 from tools.sweep.places import Place
@@ -78,13 +79,22 @@ def test_nine_of_ten_ranges_hold_the_loss_of_a_larger_run(sizes: int, ratios: li
     tokens = parameters * np.tile(ratios, sizes)
     generator = np.random.default_rng(11)
     held = 0
+    reaches = []
+    errors = []
     for _ in range(trials):
         noisy = loss(parameters, tokens) * (1 + 0.003 * generator.standard_normal(len(parameters)))
         found = fit_loss(parameters, tokens, noisy).predict(2e10, 4e11)
         trained = loss(2e10, 4e11) * (1 + 0.003 * generator.standard_normal())
         held += found.low <= trained <= found.high
+        reaches.append(found.high - found.value)
+        errors.append(abs(found.value - trained))
     # Three standard deviations of a share of 90 %.
     assert held / trials == pytest.approx(0.9, abs=3 * math.sqrt(0.09 / trials))
+    # And they are no wider than that takes: Student's t by the standard deviation of the errors (68 % of them are
+    # smaller), as the residuals' sum of squares estimates it.
+    freedom = sizes * len(ratios) - (3 if len(ratios) == 1 else 5)
+    estimated = np.quantile(errors, 0.6827) * math.sqrt(scipy.stats.chi2.median(freedom) / freedom)
+    assert np.median(reaches) == pytest.approx(scipy.stats.t.ppf(0.95, freedom) * estimated, rel=0.25)
 
 
 FACTORS = [float(factor) for factor in np.geomspace(1 / 30, 30, 61)]
@@ -102,7 +112,7 @@ def test_the_best_learning_rate_of_known_parabolas() -> None:
     assert falling.factor(1e9).value == pytest.approx(0.25)
     noise = fit_learning_rate({10**6: parabola(1.0), 10**7: parabola(1.5), 10**8: parabola(1.1)})
     assert noise.slope == 0
-    assert noise.factor(1e10).low < 1.2 < noise.factor(1e10).high
+    assert noise.factor(1e10).value == pytest.approx((1.0 * 1.5 * 1.1) ** (1 / 3))
     assert fit_learning_rate({10**6: {0.5: 2.0, 1.0: 3.0, 2.0: float("inf")}}).at_edge == (10**6,)
 
 
@@ -119,7 +129,7 @@ def test_a_trend_counts_if_it_is_significant_with_the_degrees_of_freedom_that_ar
 
 
 @pytest.mark.parametrize("trend", [0.0, -0.15])
-@pytest.mark.parametrize("sizes", [3, 5])
+@pytest.mark.parametrize("sizes", [4, 5])
 def test_nine_of_ten_ranges_hold_the_best_learning_rate_of_a_larger_run(sizes: int, trend: float) -> None:
     generator = np.random.default_rng(5)
     parameters = [round(size) for size in np.geomspace(2e7, 3e8, sizes)]
@@ -137,6 +147,39 @@ def test_nine_of_ten_ranges_hold_the_best_learning_rate_of_a_larger_run(sizes: i
     assert held / 200 >= 0.9 - 3 * math.sqrt(0.09 / 200)
     assert held / 200 < 0.99
     assert min(distances) > 1.5  # it grows with the distance from the sizes
+
+
+def test_three_sizes_have_a_trend_but_no_range_of_the_learning_rate(tmp_path: Path) -> None:
+    for bests in ((1.3, 0.8, 1.1), (2.0, 1.0, 0.5)):
+        fit = fit_learning_rate({10 ** (6 + number): parabola(best) for number, best in enumerate(bests)})
+        assert not fit.factor(1e10).is_known
+        assert (fit.slope != 0) == (bests[0] == 2.0)
+        words = format_prediction(dataclasses.replace(prediction((3.0, 2.6, 2.4, 2.3)), rates=fit), tmp_path)
+        assert "3 searched size(s) tell no range of the rate" in words
+
+
+@pytest.mark.parametrize(("sizes", "can_search_more"), [(3, False), (4, True), (5, True)])
+def test_more_sizes_are_searched_only_where_there_are_more(tmp_path: Path, sizes: int, can_search_more: bool) -> None:
+    few = fit_learning_rate({10 ** (6 + number): parabola(best) for number, best in enumerate((1.3, 0.8, 1.1))})
+    losses = (3.0, 2.6, 2.4, 2.3, 2.25)[:sizes]
+    words = format_prediction(dataclasses.replace(prediction(losses), rates=few), tmp_path)
+    assert ("raise learning_rate.searched to 4" in words) == can_search_more
+    assert ("more `sizes`" in words.replace("give more sizes", "")) != can_search_more
+    four = fit_learning_rate({10 ** (6 + number): parabola(best) for number, best in enumerate((1.3, 0.8, 1.1, 1.0))})
+    words = format_prediction(dataclasses.replace(prediction((3.0, 2.6, 2.4, 2.3)), rates=four), tmp_path)
+    assert "4 searched sizes are few" in words
+    assert "give more `sizes`" in words
+
+
+@pytest.mark.parametrize(("low", "high"), [(5e-4, 3e-3), (1e-12, 1e6)])
+def test_the_picture_shows_the_rates_however_wide_their_range(low: float, high: float) -> None:
+    axes = Figure().subplots()
+    found = dataclasses.replace(prediction((3.0, 2.6, 2.4)), rate_low=low, rate_high=high)
+    _draw_rates(axes, found)
+    left, right = axes.get_xlim()
+    assert left <= max(low, 1e-4)
+    assert right >= min(high, 1e-2)
+    assert right / left < 1e3
 
 
 def test_a_line_through_two_sizes_has_no_range() -> None:
