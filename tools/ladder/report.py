@@ -145,19 +145,21 @@ def _rate_lines(prediction: Prediction) -> Iterator[str]:
         more = f"raise learning_rate.searched to {wanted} or more"
     else:
         more = f"give more `sizes`, and search {wanted} or more of them (learning_rate.searched)"
-    if not rates.has_range:
-        told = "neither a trend nor a range" if rates.freedom < 1 else "no range"
-        yield f"lr        {prediction.rate:.3g}; {configured}"
-        yield f"note      {searched} searched size(s) tell {told} of the rate; {more}"
-        return
-    shown = f"90 % range, of {_freedom(rates.freedom)}: {prediction.rate_low:.3g} to {prediction.rate_high:.3g}"
-    yield f"lr        {prediction.rate:.3g} ({shown}); {configured}"
-    if not rates.slope:
+    shown = ""
+    if rates.has_range:
+        range_ = f"{prediction.rate_low:.3g} to {prediction.rate_high:.3g}"
+        shown = f" (90 % range, of {_freedom(rates.freedom)}: {range_})"
+    yield f"lr        {prediction.rate:.3g}{shown}; {configured}"
+    if rates.freedom > 0 and not rates.slope:
+        held = "; the range holds those that they do not exclude" if rates.has_range else ""
         yield (
             f"note      {searched} searched sizes show no trend of the best rate beside the rule's, so none is "
-            "assumed; the range holds those that they do not exclude"
+            f"assumed{held}"
         )
-    if rates.freedom < _FEW:
+    if not rates.has_range:
+        told = "no range" if rates.freedom > 0 else "neither a trend nor a range"
+        yield f"note      {searched} searched size(s) tell {told} of the rate; {more}"
+    elif rates.freedom < _FEW:
         yield f"note      {searched} searched sizes are few: a narrower range needs more; {more}"
 
 

@@ -116,7 +116,7 @@ def _check_runs(sweep: Sweep, runs: Sequence[PlannedRun], redo: Sequence[str]) -
             found = f"{run.directory} was trained with other settings: {'; '.join(changes)}"
             ways_out = f"Give another `directory`, set them back, or train it again (--redo {name})"
             if not sweep.compares:  # a ladder chooses most settings of its runs itself
-                found += ", by other files of the target or by an earlier version"
+                found += " (by other files of the target, another prediction, or an earlier version)"
                 ways_out = f"Give another `directory`, or train it again (--redo {name})"
             problems.append(f"{found}. {ways_out}")
     if problems:

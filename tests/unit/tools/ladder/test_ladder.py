@@ -156,6 +156,7 @@ def test_three_sizes_have_a_trend_but_no_range_of_the_learning_rate(tmp_path: Pa
         assert (fit.slope != 0) == (bests[0] == 2.0)
         words = format_prediction(dataclasses.replace(prediction((3.0, 2.6, 2.4, 2.3)), rates=fit), tmp_path)
         assert "3 searched size(s) tell no range of the rate" in words
+        assert ("show no trend" in words) == (fit.slope == 0)
 
 
 @pytest.mark.parametrize(("sizes", "can_search_more"), [(3, False), (4, True), (5, True)])
