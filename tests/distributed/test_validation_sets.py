@@ -19,17 +19,20 @@ from tests.distributed.training_runs import SEQ, VOCAB, tiny_plan
 from tests.parity.family_configs import COMMON
 from tests.parity.test_hf_families import CASES, transformers_model
 
+LONG = SEQ + 1
+SHORT = 5
+
 
 def write_data(directory: Path) -> dict[str, Any]:
-    """Write a dataset of any tokens and one of equal tokens, and return the keys that read them."""
+    """Write long documents of any tokens and short ones of two, and return the keys that read one in each row."""
     random = np.random.default_rng(1)
     paths = {}
-    for name, largest in (("mixed", VOCAB), ("equal", 1)):
+    for name, smallest, largest, length in (("mixed", 0, VOCAB, LONG), ("equal", 1, 3, SHORT)):
         paths[name] = str(directory / name)
         with IndexedDatasetBuilder(paths[name], np.uint16) as builder:
-            builder.add_documents(random.integers(0, largest, 1000), [20] * 50)
+            builder.add_documents(random.integers(smallest, largest, 50 * length), [length] * 50)
     sets = {"mixed": paths["mixed"], "equal": {"path": paths["equal"], "weight": 3}}
-    return {"train_data_paths": [paths["mixed"]], "valid_data_paths": sets}
+    return {"train_data_paths": [paths["mixed"]], "valid_data_paths": sets, "pack_impl": "unpacked"}
 
 
 def train(plans: list[RunPlan]) -> None:
@@ -58,7 +61,7 @@ def evaluations(directory: Path, kind: str = "validation") -> list[dict[str, flo
 
 def test_both_engines_report_every_set(tmp_path: Path) -> None:
     keys = {"train_iters": 4, "eval_interval": 2, "eval_iters": 2, "eval_at_start": True, "num_workers": 2}
-    keys |= {"ema_decay": 0.9, "eval_ema": True}
+    keys |= {"ema_decay": 0.9, "eval_ema": True, "char_level_ppl": True, "tokenizer_type": "CharLevelTokenizer"}
     keys |= write_data(tmp_path)
     layouts = {"data": {"zero": 1}, "stages": {"pp": 2}}
     plans = [tiny_plan(2, **layout, **keys, log_dir=str(tmp_path / name)) for name, layout in layouts.items()]
@@ -72,6 +75,13 @@ def test_both_engines_report_every_set(tmp_path: Path) -> None:
         assert abs(mixed - equal) > 1e-3
         assert row["validation/lm_loss"] == pytest.approx(mixed / 4 + 3 * equal / 4)
         assert row["validation/equal/lm_loss_ppl"] == pytest.approx(np.exp(equal))
+        nats = 0.0
+        characters = 0.0
+        for name, labels in (("mixed", LONG - 1), ("equal", 3 * (SHORT - 1))):  # the rest of a row is padding
+            loss = row[f"validation/{name}/lm_loss"]
+            nats += labels * loss
+            characters += labels * loss / np.log(row[f"validation/{name}/lm_loss_char_ppl"])
+        assert row["validation/lm_loss_char_ppl"] == pytest.approx(np.exp(nats / characters), rel=1e-4)
     averaged = evaluations(tmp_path / "data", "validation_ema")
     for row, other in zip(averaged, evaluations(tmp_path / "stages", "validation_ema"), strict=True):
         assert row == pytest.approx(other, rel=1e-4)
