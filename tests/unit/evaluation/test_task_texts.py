@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from neox.errors import EvaluationError
+from neox.errors import ConfigError
 from tests.errors import raises_naming
 from tests.unit.evaluation.local_tasks import write_tasks
 
@@ -24,5 +24,5 @@ def test_prompts_and_answers_of_each_kind_of_task(tmp_path: Path) -> None:
     choice, rolling = found[0].text, found[3].text
     assert choice.splitlines() == [f"Is water wet? {answer}" for answer in ("yes", "no", "perhaps so")]
     assert rolling == ("Is water wet? It goes on. " * 5).strip()
-    with raises_naming(EvaluationError, "no_such_task"):
+    with raises_naming(ConfigError, "no_such_task"):
         list(task_documents([str(tmp_path / "no_such_task.yaml")]))
