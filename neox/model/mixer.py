@@ -23,6 +23,7 @@ from neox.parallel import (
     TensorOptions,
     TokenShares,
     mark_split,
+    recomputed,
 )
 
 
@@ -77,7 +78,7 @@ class Mixer(TokenShares):
         """Run everything before the output projection: [B, S, H] -> [B, S, C]."""
         projected = self.in_proj(x)
         if context.state is None and torch.is_grad_enabled():
-            mixed: Tensor = self.grid.rng.checkpoint(self.between, projected, context)
+            mixed: Tensor = recomputed(self.between, projected, context)
             return mixed
         return self.between(projected, context)
 

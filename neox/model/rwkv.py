@@ -37,6 +37,7 @@ from neox.parallel import (
     copy_to_tensor_ranks,
     gather_last_dim,
     mark_split,
+    recomputed,
 )
 
 _HEAD_EPSILON = 64e-5
@@ -147,7 +148,7 @@ class TimeMixing(nn.Module):
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """Mix normalised hidden states."""
         in_training = context.state is None and torch.is_grad_enabled()
-        mixtures = self.grid.rng.checkpoint(self._mixtures, x, context) if in_training else self._mixtures(x, context)
+        mixtures = recomputed(self._mixtures, x, context) if in_training else self._mixtures(x, context)
         for_decays, for_keys, for_values, for_receptances, for_gates = mixtures
         inner = copy_to_tensor_ranks(torch.tanh(for_decays @ self.time_decay_w1), self.grid)
         parts = (
@@ -158,7 +159,7 @@ class TimeMixing(nn.Module):
             self.gate(for_gates),
         )
         if in_training:
-            return self.output(self.grid.rng.checkpoint(self._between, *parts, context))
+            return self.output(recomputed(self._between, *parts, context))
         return self.output(self._between(*parts, context))
 
     def _mixtures(self, x: Tensor, context: BlockContext) -> tuple[Tensor, ...]:
@@ -218,7 +219,7 @@ class ChannelMixing(nn.Module):
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """Mix normalised hidden states [B, S, H]."""
         in_training = context.state is None and torch.is_grad_enabled()
-        mixtures = self.grid.rng.checkpoint(self._mixtures, x, context) if in_training else self._mixtures(x, context)
+        mixtures = recomputed(self._mixtures, x, context) if in_training else self._mixtures(x, context)
         for_keys, for_receptances = mixtures
         inner = torch.relu(self.key(for_keys)).square()
         receptances = gather_last_dim(self.receptance(for_receptances), self.grid)

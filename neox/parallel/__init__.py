@@ -49,7 +49,7 @@ from neox.parallel.layers import (
     shard,
     shard_size,
 )
-from neox.parallel.rng import RNGTracker, derive_seed
+from neox.parallel.rng import RNGTracker, derive_seed, recomputed
 from neox.parallel.token_shares import TokenShares, divide_tokens
 from neox.plan.ranks.topology import Topology
 
@@ -91,6 +91,7 @@ __all__ = [
     "own_context",
     "own_experts",
     "reduce_over_tensor_ranks",
+    "recomputed",
     "reduce_scatter_last_dim",
     "reduce_scatter_tokens",
     "sum_over_context_ranks",

@@ -16,6 +16,14 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(*args)`, which draws no random numbers, keeping only the inputs for the backward pass.
+
+    Unlike `RNGTracker.checkpoint` it replays no stream, so that a compiler can have it in a graph.
+    """
+    return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed that depends on all parts, and is the same on every machine and in every Python."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()

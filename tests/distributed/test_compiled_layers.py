@@ -160,7 +160,7 @@ def is_one_graph(name: str) -> bool:
 @pytest.mark.parametrize(
     ("tp_size", "names"),
     [
-        pytest.param(2, ("rotary",), id="tensor"),
+        pytest.param(2, ("rotary", "mamba"), id="tensor"),
         pytest.param(2, tuple(filter(is_one_graph, networks_for(2))), id="tensor-all", marks=pytest.mark.slow),
         pytest.param(1, tuple(filter(is_one_graph, NETWORKS)), id="plain-all", marks=pytest.mark.slow),
         pytest.param(2, tuple(FP8), id="tensor-fp8", marks=pytest.mark.slow),
