@@ -315,12 +315,15 @@ class DataConfig(Section):
 
     @property
     def blends(self) -> tuple[Blend, ...]:
-        """Token files of training, validation and test; without validation sets that have names."""
+        """Token files of training, validation and test that are read; without validation sets that have names."""
+        train = Blend("train", self.train_data_paths, self.train_data_weights, self.train_label_data_paths)
+        if self.data_path is not None and self.train_data_paths is None:  # `split` says what is for evaluations
+            return train, Blend("valid", None, None, None), Blend("test", None, None, None)
         valid_paths = None
         if isinstance(self.valid_data_paths, tuple):
             valid_paths = self.valid_data_paths
         return (
-            Blend("train", self.train_data_paths, self.train_data_weights, self.train_label_data_paths),
+            train,
             Blend("valid", valid_paths, self.valid_data_weights, self.valid_label_data_paths),
             Blend("test", self.test_data_paths, self.test_data_weights, self.test_label_data_paths),
         )

@@ -39,10 +39,14 @@ def validation_lines(plan: RunPlan) -> Iterator[str]:
     """Yield how many tokens an evaluation reads of each validation set; nothing if there are none."""
     if plan.config.training.eval_iters == 0:
         return
-    sets = plan.config.data.validation_sets
+    data = plan.config.data
+    sets = data.validation_sets
     if not sets and None in dict(plan.validation_tokens):
         yield _tokens_of_evaluation(plan, None)
     total = sum(item.weight for item in sets.values())
+    if sets and data.data_path is not None and data.validates_split:
+        total += 1
+        yield f"a part of data_path: {_tokens_of_evaluation(plan, None)}, {100 / total:.3g} % of the mean"
     for name, item in sets.items():
         share = 100 * item.weight / total
         yield f"{name} ({Path(item.path).name}): {_tokens_of_evaluation(plan, name)}, {share:.3g} % of the mean"

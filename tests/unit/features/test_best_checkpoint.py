@@ -137,6 +137,7 @@ BITS = {**NAMED, "save_best": "validation/lm_loss_bits_per_byte"}
         ({}, {"save_best": "validation/z_loss"}, ["save_best validation/lm_loss -> validation/z_loss"]),
         ({}, {"eval_iters": 7}, ["samples 400 -> 28"]),
         ({"data_path": "d"}, {"data_path": "d", "split": "8,1,1"}, ["split [0.969, 0.03, 0.001] -> [0.8, 0.1, 0.1]"]),
+        ({"data_path": "d"}, {"data_path": "d", "valid_data_paths": ["never read"]}, []),
         (NAMED, {**NAMED, "valid_data_paths": {"web": "w"}}, ["valid_data_paths"]),
         ({**NAMED, "save_best": "validation/web/x"}, {**NAMED, "valid_data_paths": {"web": "w"}}, ["save_best"]),
         (TASKS, {**TASKS, "eval_limit": 5}, ["eval_limit unset -> 5"]),
@@ -375,6 +376,16 @@ def test_bits_per_byte_of_one_set_need_no_other(
     assert len(problems) == lacking
     for problem in problems:
         assert str(problem).count(own) == 1
+
+
+def test_bytes_of_files_that_no_evaluation_reads_are_not_asked_for(tmp_path: Path) -> None:
+    for name, settings in (("web", {"document_bytes": 40}), ("own", {})):
+        (tmp_path / f"{name}.idx").touch()
+        write_sidecar(tmp_path / name, Sidecar("HFTokenizer", "abc", 50, 0, True, 3, 10, 49, settings=settings))
+    metric = "validation/lm_loss_bits_per_byte"
+    web, own = str(tmp_path / "web"), str(tmp_path / "own")
+    assert save_best_problems(small_plan(save="x", data_path=web, valid_data_paths=[own], save_best=metric)) == []
+    assert len(save_best_problems(small_plan(save="x", data_path=own, valid_data_paths=[web], save_best=metric))) == 1
 
 
 def test_a_score_of_a_task_that_does_not_list_it_is_left_to_the_first_evaluation(caplog) -> None:

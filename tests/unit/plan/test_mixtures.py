@@ -152,6 +152,12 @@ def test_the_plan_shows_each_validation_set() -> None:
     assert "25 %" in wiki
     assert "75 %" in code
 
+    plan = plan_of(**SIZES, data_path="a", valid_data_paths=sets, eval_iters=5)
+    shares = [line.rpartition(", ")[2] for line in validation_lines(plan)]
+    assert shares == ["20 % of the mean", "20 % of the mean", "60 % of the mean"]
+    plan = plan_of(**SIZES, data_path="a", split="9,0,1", valid_data_paths=sets, eval_iters=5)
+    assert [line.rpartition(", ")[2] for line in validation_lines(plan)] == ["25 % of the mean", "75 % of the mean"]
+
 
 def test_the_plan_says_how_many_tokens_a_point_is_of_and_whether_it_reads_them_more_than_once() -> None:
     for samples in (5, "all"):
