@@ -26,7 +26,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from neox.architecture import Architecture, LayerPlan, add_adapters
+from neox.architecture import Architecture, LayerPlan, add_adapters, block_kinds
 from neox.checkpoint import (
     commit,
     discard,
@@ -406,10 +406,13 @@ def _check_degree(layers: LayerPlan, tp_size: int) -> None:
         for spec in layer.parameters:
             if not spec.is_divisible(tp_size):
                 undivided.add(f"{spec.name} {list(spec.shape)}")
-    for name in ("num_attention_heads", "num_kv_heads"):
-        heads = getattr(layers.architecture, name)
-        if heads % tp_size:
-            undivided.add(f"{name} ({heads})")
+    for kind in block_kinds(layers.architecture):
+        if kind.attention is None:
+            continue
+        for name in ("num_attention_heads", "num_kv_heads"):
+            heads = getattr(layers.architecture, name)
+            if heads % tp_size:
+                undivided.add(f"{name} ({heads})")
     if undivided:
         raise ConfigError(f"--model-parallel-size {tp_size} does not divide {', '.join(sorted(undivided))}")
 

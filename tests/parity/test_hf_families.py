@@ -410,6 +410,11 @@ def test_a_model_of_transformers_comes_in_and_goes_out(tmp_path, name):
     check_both_ways(tmp_path, name.partition("-")[0], tp_size=2, fp32_gradients=True, **CASES[name])
 
 
+@pytest.mark.parametrize("name", ["mamba", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_networks_without_heads_of_attention_come_in_on_two_ranks(tmp_path, name):
+    check_both_ways(tmp_path, name, tp_size=2, **FURTHER_CASES[name])
+
+
 def check_random_models(directory: Path, model_type: str, examples: int) -> None:
     attempts = iter(range(1_000))
 
