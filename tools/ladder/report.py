@@ -207,10 +207,10 @@ def _draw(picture: Path, prediction: Prediction) -> None:
 
 def _draw_losses(axes: Axes, prediction: Prediction) -> None:
     """Draw the best runs, the fit at each ratio of tokens and parameters, and the target with its range."""
-    by_ratio: dict[int, list[TrainedRun]] = {}
+    by_ratio: dict[float, list[TrainedRun]] = {}
     for run in prediction.runs:
         if run.is_best:
-            by_ratio.setdefault(round(run.size.tokens / run.size.parameters), []).append(run)
+            by_ratio.setdefault(float(f"{run.size.tokens / run.size.parameters:.2g}"), []).append(run)
     for number, (ratio, runs) in enumerate(sorted(by_ratio.items())):
         color = f"C{number}"
         smallest = min(run.size.parameters for run in runs)
@@ -219,7 +219,7 @@ def _draw_losses(axes: Axes, prediction: Prediction) -> None:
         step = (prediction.parameters / smallest) ** (1 / _POINTS)
         places = [smallest * step**point for point in range(_POINTS + 1)]
         predicted = [prediction.fit.predict(place, place * ratio) for place in places]
-        axes.plot(places, [found.value for found in predicted], color=color, label=f"{ratio} tokens a parameter")
+        axes.plot(places, [found.value for found in predicted], color=color, label=f"{ratio:g} tokens a parameter")
         axes.fill_between(
             places, [found.low for found in predicted], [found.high for found in predicted], color=color, alpha=0.2
         )

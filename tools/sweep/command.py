@@ -158,7 +158,9 @@ def _print_results(sweep: Sweep, results: Sequence[RunResult]) -> None:
     print(format_table(sweep, results))
     best = results[0]
     if sweep.compares and best.score is not None and best.state is State.DONE:
-        print("\n".join([f"best: {best.name}", *values_at_an_end(results)]))
+        unfinished = {result.state for result in results} & {State.WAITING, State.BEGUN}
+        best_of = "best of those that are done" if unfinished else "best"
+        print("\n".join([f"{best_of}: {best.name}", *values_at_an_end(results)]))
     if sweep.has_table:
         print(f"{sweep.directory / TABLE}  {sweep.directory / PICTURE}")
 

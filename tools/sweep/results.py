@@ -104,11 +104,14 @@ def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
     """Return for each key whose best value is the smallest or the largest one that was tried that it is, in words.
 
     The best value may then be outside. Runs that diverged were tried, too; those that failed or have no score were not.
+    Nothing is said while runs have not ended: their values are still to be compared.
 
     Args:
         results: Results of all runs, the best first.
     """
-    found = []
+    found: list[str] = []
+    if {result.state for result in results} & {State.WAITING, State.BEGUN}:
+        return found
     for key, best in results[0].values.items():
         tried: set[float] = set()
         for result in results:

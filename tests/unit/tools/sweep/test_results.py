@@ -28,8 +28,9 @@ def test_best_values_at_an_end_are_named() -> None:
     assert "lr 0.003 is the largest of 3" in largest
     assert "num_layers 4 is the smallest of 2" in smallest
     assert values_at_an_end([*results, result(0.01, 2, State.DIVERGED, None)]) == [], "it was tried, too"
-    untried = [result(0.01, 2, State.WAITING, None), result(0.0001, 4, State.FAILED, 3.0)]
-    assert values_at_an_end([*results, *untried]) == [largest, smallest]
+    assert values_at_an_end([*results, result(0.0001, 4, State.FAILED, 3.0)]) == [largest, smallest]
+    assert values_at_an_end([*results, result(0.002, 4, State.WAITING, None)]) == [], "it is still to be compared"
+    assert values_at_an_end([*results, result(0.002, 4, State.BEGUN, 5.0)]) == []
     assert values_at_an_end(results[:1]) == []
 
 
