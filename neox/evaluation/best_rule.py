@@ -79,10 +79,10 @@ def _of_validation(plan: RunPlan, metric: str) -> dict[str, Any]:
     else:
         if sets:
             found["valid_data_paths"] = {name: item.model_dump(mode="json") for name, item in sets.items()}
-        if data.data_path is not None:
+        elif data.data_path is not None:
             for key in ("valid_data_paths", "valid_data_weights", "valid_label_data_paths"):
-                if not sets:
-                    found.pop(key, None)  # not read
+                found.pop(key, None)  # not read
+        if data.data_path is not None:
             found["split"] = [round(share, 6) for share in split_shares(data.split)]
         if len(sets) + data.validates_split > 1 and metric.endswith(JOINED):
             found[JOINED_BY] = "labels"

@@ -158,8 +158,7 @@ def _print_results(sweep: Sweep, results: Sequence[RunResult]) -> None:
     print(format_table(sweep, results))
     best = results[0]
     if sweep.compares and best.score is not None and best.state is State.DONE:
-        unfinished = {result.state for result in results} & {State.WAITING, State.BEGUN}
-        best_of = "best of those that are done" if unfinished else "best"
+        best_of = "best" if all(result.state.has_ended for result in results) else "best of those that are done"
         print("\n".join([f"{best_of}: {best.name}", *values_at_an_end(results)]))
     if sweep.has_table:
         print(f"{sweep.directory / TABLE}  {sweep.directory / PICTURE}")

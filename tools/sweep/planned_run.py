@@ -46,6 +46,11 @@ class State(Enum):
     DIVERGED = "diverged"  # its loss was not finite; that is a result
     FAILED = "failed"
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of the run is left to be trained, unless it is asked for again."""
+        return self not in (State.WAITING, State.BEGUN)
+
 
 @dataclass(frozen=True)
 class PlannedRun:

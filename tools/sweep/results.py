@@ -110,7 +110,7 @@ def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
         results: Results of all runs, the best first.
     """
     found: list[str] = []
-    if {result.state for result in results} & {State.WAITING, State.BEGUN}:
+    if not all(result.state.has_ended for result in results):
         return found
     for key, best in results[0].values.items():
         tried: set[float] = set()

@@ -44,7 +44,7 @@ def validation_lines(plan: RunPlan) -> Iterator[str]:
     if not sets and None in dict(plan.validation_tokens):
         yield _tokens_of_evaluation(plan, None)
     total = sum(item.weight for item in sets.values())
-    if sets and data.data_path is not None and data.validates_split:
+    if sets and data.validates_split:
         total += 1
         yield f"a part of data_path: {_tokens_of_evaluation(plan, None)}, {100 / total:.3g} % of the mean"
     for name, item in sets.items():
