@@ -39,6 +39,7 @@ _LEARNING_SECTIONS = ("data", "training", "schedule", "optimizer", "tokenizer", 
 _BATCH_KEYS = ("train_batch_size", "gradient_clipping")
 _MOST_DIFFERENCES = 4
 _SAMPLES = "samples_per_step"
+_WARMUP = "lr_warmup_iters"
 _SPLIT_FUSED = "optimizer.params.split_fused"
 
 
@@ -277,6 +278,11 @@ def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
         yield f"{_SPLIT_FUSED} false -> true (`false` goes on as before)"
 
 
+def all_changes(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
+    """Yield the keys that differ from the checkpoint's, with both values, but for hosts and where the run starts."""
+    yield from _changed_keys(config, found.saved_config, _is_key_of_run)
+
+
 def learning_changes(before: NeoXConfig, now: NeoXConfig) -> Iterator[str]:
     """Yield the keys that change what is learned, if two configurations differ in them, with both values."""
     yield from _changed_keys(now, before, _is_learning_key)
@@ -294,6 +300,8 @@ def _changed_keys(config: NeoXConfig, saved: NeoXConfig | None, counts: Callable
     now = dict(_leaves(config.to_flat()))
     if now.get("precision") == "auto":  # a resume keeps the checkpoint's
         now["precision"] = before.get("precision")
+    if config.source(_WARMUP).rule:  # likewise its steps
+        before[_WARMUP] = now[_WARMUP]
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and counts(key.partition(".")[0]):
             yield f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}"
@@ -310,6 +318,10 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _is_learning_key(key: str) -> bool:
     return key in _BATCH_KEYS or any(_is_key_of(section, key) for section in _LEARNING_SECTIONS)
+
+
+def _is_key_of_run(key: str) -> bool:
+    return key not in ("load", "overwrite", *FIRST_LOAD_KEYS) and not _is_key_of("runner", key)
 
 
 def _is_network_key(key: str) -> bool:

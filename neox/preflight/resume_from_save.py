@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from neox.plan import RunPlan, static_problems
 from neox.plan.run_identity import (
     FIRST_LOAD_KEYS,
     FoundRun,
+    all_changes,
     changed_keys,
     find_run,
     found_run,
@@ -119,10 +121,7 @@ def _changes_since(loaded: FoundRun, config: NeoXConfig) -> tuple[str, ...]:
     changes = list(changed_keys(config, loaded))
     if not changes:
         return tuple(notes)
-    listed = "; ".join(changes[:_MOST_CHANGES])
-    if len(changes) > _MOST_CHANGES:
-        listed += f"; and {len(changes) - _MOST_CHANGES} more"
-    notes.append(f"changed since {loaded.checkpoint.name}: {listed}")
+    notes.append(f"changed since {loaded.checkpoint.name}: {_listed(changes)}")
     saved = loaded.saved_config
     if saved is not None and not static_problems(saved) and steps is not None:
         before = schedule_of(saved).lr(loaded.iteration)
@@ -133,6 +132,14 @@ def _changes_since(loaded: FoundRun, config: NeoXConfig) -> tuple[str, ...]:
                 f"{before:.3g} there"
             )
     return tuple(notes)
+
+
+def _listed(changes: Sequence[str]) -> str:
+    """Return the first changes in a line."""
+    listed = "; ".join(changes[:_MOST_CHANGES])
+    if len(changes) > _MOST_CHANGES:
+        listed += f"; and {len(changes) - _MOST_CHANGES} more"
+    return listed
 
 
 def batch_note(plan: RunPlan, loaded: FoundRun | None) -> str | None:
@@ -177,10 +184,11 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     if not _ended_by_itself(directory) or not is_complete(found.checkpoint):
         return None
     key = _EPOCHS if config.source("train_iters").rule == _EPOCHS else "train_iters"
-    return (
-        f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started. To continue "
-        f"it, set a larger `{key}` (--set {key}=N); to start from the beginning, add --overwrite"
-    )
+    note = f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started"
+    changes = list(all_changes(config, found))
+    if changes:
+        note += f", and what has changed since then had no effect ({_listed(changes)})"
+    return f"{note}. To continue it, set a larger `{key}` (--set {key}=N); to start from the beginning, add --overwrite"
 
 
 def unfinished_note(config: NeoXConfig) -> str | None:

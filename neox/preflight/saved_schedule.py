@@ -85,7 +85,7 @@ def with_saved_warmup(config: NeoXConfig) -> DecidedConfig:
     now = config.schedule.warmup_iterations(config.training.train_iters)
     if saved.schedule.warmup != config.schedule.warmup or before == now or not before:
         return DecidedConfig(config)
-    source = config.source("warmup").derived("lr_warmup_iters")
+    source = config.source("warmup").derived("warmup of the checkpoint")
     kept = config.updated({"lr_warmup_iters": before}, source=source)
     if static_problems(kept):
         return DecidedConfig(config)

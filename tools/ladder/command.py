@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from tools.ladder.fits import LossFit, RateFit, fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
 from tools.ladder.schedule import unscaled_keys
-from tools.sweep.command import format_plans, sweep_over
+from tools.sweep.command import format_plans, sweep_over, unplanned_because
 from tools.sweep.places import Place, find_places
 from tools.sweep.planned_run import PlannedRun, State, plan_runs
 from tools.sweep.results import read_results
@@ -27,6 +28,8 @@ from tools.sweep.sweep_file import Sweep, SweepRun, override
 
 TARGET = "target"
 """Name of the target's run."""
+RULE = RateFit({}, 0.0, 0.0, 0.0, 0.0, 0.0, math.nan, {})
+"""Learning rates of the rule alone, before any is searched."""
 _DESCRIPTION = """Predict the loss and the best learning rate of a large run from a family of small ones.
 
 python tools/ladder.py ladder.yml --dry-run          # the small runs, their planned time, and the target's
@@ -68,8 +71,12 @@ def main() -> int:
     if args.train_target and target.problems:  # before weeks of small runs
         raise ConfigError([f"{TARGET}: {problem}" for problem in target.problems])
 
+    for note in family.size_notes():
+        print(f"note: {note}", file=sys.stderr)
+
     # The smallest sizes, with every learning rate.
-    status = _train(ladder, first, places, _redone(first, args.redo))
+    is_all = not list(_second_stage(ladder, family, RULE))
+    status = _train(ladder, first, places, _redone(first, args.redo), shows_table=is_all)
     if status:
         return status
     rates = fit_learning_rate(_losses_by_factor(ladder, first, places[0]))
@@ -80,9 +87,10 @@ def main() -> int:
     unknown = {*args.redo} - {*names}
     if unknown:
         raise ConfigError(f"--redo {', '.join(sorted(unknown))}: no run has this name; they are {', '.join(names)}")
-    status = _train(ladder, [*first, *second], places, _redone(second, args.redo))
-    if status:
-        return status
+    if second:
+        status = _train(ladder, [*first, *second], places, _redone(second, args.redo))
+        if status:
+            return status
     trained = _trained_runs(ladder, [*first, *second], places[0])
     prediction = _predict(family, rates, trained, target.config.schedule.min_lr or 0.0)
     with os_errors(DataError, f"{ladder.directory} cannot be written"):
@@ -152,9 +160,11 @@ def _redone(runs: Sequence[LadderRun], redo: Sequence[str]) -> list[str]:
     return found
 
 
-def _train(ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place], redo: Sequence[str]) -> int:
-    """Train runs, and return 0 if each of them is done or has diverged."""
-    return sweep_over(_sweep(ladder, [run.run for run in runs]), places, redo=redo)
+def _train(
+    ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place], redo: Sequence[str], *, shows_table: bool = True
+) -> int:
+    """Train runs, and return 0 if each of them is done or has diverged; then the table may be left to a later call."""
+    return sweep_over(_sweep(ladder, [run.run for run in runs]), places, redo=redo, shows_table=shows_table)
 
 
 def _losses_by_factor(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> dict[int, dict[float, float]]:
@@ -205,13 +215,14 @@ def _predict(family: Family, rates: RateFit, trained: Sequence[TrainedRun], min_
     if fit.ratio is not None:
         tokens = fit.ratio * family.parameters
     largest = max(run.size.parameters for run in best)
-    held_out = None
     smaller = [run for run in best if run.size.parameters < largest]
-    (checked, *_) = [run for run in best if run.size.parameters == largest]
+    checked = next(run for run in best if run.size.parameters == largest)
+    held_out = None
+    unchecked = ""
     try:
         held_out = _fit(smaller).predict(checked.size.parameters, checked.size.tokens)
-    except ValueError:  # too few runs without it
-        held_out = None
+    except ValueError as error:
+        unchecked = str(error)
     factor = rates.factor(family.parameters)
     return Prediction(
         parameters=family.parameters,
@@ -228,6 +239,7 @@ def _predict(family: Family, rates: RateFit, trained: Sequence[TrainedRun], min_
         runs=tuple(trained),
         largest=checked,
         largest_predicted=held_out,
+        unchecked=unchecked,
         rate_curve=tuple((size.parameters, family.rule_rate(size.parameters)) for size in family.sizes),
     )
 
@@ -269,15 +281,19 @@ def _format_ladder(
     ladder: Ladder, family: Family, target: PlannedRun, first: Sequence[LadderRun], places: Sequence[Place]
 ) -> str:
     """Return the plans of all runs. Those of the second stage are planned with the rule's learning rates."""
-    rule = RateFit({}, 0.0, 0.0, 0.0, 0.0, 0.0, math.nan, ())
-    second = list(_second_stage(ladder, family, rule))
-    lines = []
+    lines = ["# sizes and names count parameters without the embedding (all that each token is multiplied by)"]
+    lines += family.size_notes()
+    second = list(_second_stage(ladder, family, RULE))
     for title, runs in (("first stage", first), ("second stage (learning rates follow the first)", second)):
-        sweep = _sweep(ladder, [run.run for run in runs])
-        lines += [f"# {title}", format_plans(plan_runs(sweep, places[0]), places)]
-    time = "its time is not planned"
+        lines.append(f"# {title}")
+        if runs:
+            lines.append(format_plans(plan_runs(_sweep(ladder, [run.run for run in runs]), places[0]), places))
+        else:
+            lines.append("no runs: the first one trains every size, with one value of tokens_per_parameter")
     if target.seconds is not None:
         time = f"planned {duration(target.seconds)} on {target.plan.grid.world_size} ranks"
+    else:
+        time = f"its time is not planned: {unplanned_because(target)}"
     lines.append("# target")
     lines.append(f"{short(family.parameters)} parameters without the embedding, {short(family.tokens)} tokens, {time}")
     return "\n".join(lines)

@@ -19,6 +19,13 @@ from tools.sweep.sweep_file import SweepRun
 
 _ABSOLUTE = ("kv_lora_rank", "q_lora_rank", "v_head_dim", "sliding_window_width", "no_rotary_layers")
 """Keys with numbers of the target's own that do not follow from its width and depth."""
+_NEAR = 0.05
+"""Relative difference of parameters up to which a network is what was asked for."""
+_FARTHEST = 2.0
+"""Ratio of parameters beyond which no network is near the size that was asked for."""
+_SIZES_TO_TRY = 400
+_NAMED_SIZES = 4
+"""Possible sizes that an error names."""
 _FEWEST_HEADS = 2
 _SMALLEST_HEAD = 8
 _ASPECT_WEIGHT = 0.5
@@ -32,10 +39,12 @@ class Size:
     Attributes:
         parameters: Parameters that each token is multiplied by: all but the embedding, whose rows are looked up.
         shape: Keys that make it.
+        wanted: Parameters that the ladder file asks for; None if it has its `shapes`.
     """
 
     parameters: int
     shape: Mapping[str, Any]
+    wanted: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,9 @@ class Family:
         self.tokens = float(run_totals(target).tokens or 0)
         self._exponent = ladder.exponent(use_mup=target.config.optimizer.use_mup)
         self.sizes: list[Size] = []
-        for shape, plan in networks:
-            self.sizes.append(Size(multiplied_parameters(plan.layers), shape))
+        wanted: Sequence[float | None] = ladder.sizes or [None] * len(networks)
+        for (shape, plan), asked in zip(networks, wanted, strict=True):
+            self.sizes.append(Size(multiplied_parameters(plan.layers), shape, asked))
         self.sizes.sort(key=lambda size: size.parameters)
         # All small runs have the same ranks and samples: those of the first stand for all.
         small = networks[0][1]
@@ -116,6 +126,13 @@ class Family:
             raise ConfigError(
                 f"the largest size, {counts[-1]:,}, is not below the target's {self.parameters:,} parameters"
             )
+
+    def size_notes(self) -> Iterator[str]:
+        """Yield the sizes whose network has more or fewer parameters than the ladder file asks for."""
+        for size in self.sizes:
+            if size.wanted is not None and abs(size.parameters / size.wanted - 1) > _NEAR:
+                network = f"num_layers {size.shape['num_layers']}, hidden_size {size.shape['hidden_size']}"
+                yield f"{short(size.wanted)} of `sizes` is {short(size.parameters)}, the nearest network ({network})"
 
     def rule_rate(self, parameters: float) -> float:
         """Return the learning rate that the rule gives for a number of parameters."""
@@ -201,14 +218,33 @@ def shapes_of(ladder: Ladder, target: RunPlan) -> list[Mapping[str, Any]]:
     given = [key for key in _ABSOLUTE if target.config.given(key)]
     if given:
         raise ConfigError(f"{', '.join(given)} of the target do not follow from a size: give `shapes`, not `sizes`")
-    shapes: list[Mapping[str, Any]] = [shape_of(target, wanted) for wanted in ladder.sizes]
-    for (smaller, shape), (larger, others) in itertools.pairwise(zip(ladder.sizes, shapes, strict=True)):
-        if shape == others:  # sizes are ascending, so equal ones are neighbours
+    nearest = [_nearest_network(target, wanted) for wanted in ladder.sizes]
+    for wanted, found in zip(ladder.sizes, nearest, strict=True):
+        if not 1 / _FARTHEST < found.parameters / wanted < _FARTHEST:
+            raise ConfigError(
+                f"{short(wanted)} of `sizes` is no network of the target's shape{_possible(target, wanted)}"
+            )
+    for (smaller, below), (larger, above) in itertools.pairwise(zip(ladder.sizes, nearest, strict=True)):
+        if below.shape == above.shape:  # sizes are ascending, so equal ones are neighbours
             raise ConfigError(
                 f"{short(smaller)} and {short(larger)} of `sizes` become the same network, which has whole layers and "
-                "heads of the target's width: give sizes further apart, or `shapes`"
+                f"heads of the target's width{_possible(target, larger)}"
             )
-    return shapes
+    return [found.shape for found in nearest]
+
+
+def _possible(target: RunPlan, wanted: float) -> str:
+    """Return the parameters of the smallest network of a target, and of those near a wanted one, in words."""
+    count = multiplied_parameters(target.layers)
+    possible: dict[float, None] = {}
+    for share in range(_SIZES_TO_TRY + 1):
+        possible[_nearest_network(target, count ** (share / _SIZES_TO_TRY)).parameters] = None
+    smallest = min(possible)
+    near = sorted(sorted(possible, key=lambda size: abs(math.log(size / wanted)))[:_NAMED_SIZES])
+    return (
+        f": the smallest one has about {short(smallest)} parameters, the nearest ones {', '.join(map(short, near))}. "
+        "Give such `sizes`, or `shapes`"
+    )
 
 
 def multiplied_parameters(layers: LayerPlan) -> int:
@@ -225,8 +261,31 @@ def _mean_sample_tokens(plan: RunPlan) -> float:
     return (run_totals(plan).tokens or 0) / plan.batch_schedule.samples(steps)
 
 
+@dataclass(frozen=True)
+class _Nearest:
+    """A network near a number of parameters.
+
+    Attributes:
+        parameters: Its parameters without the embedding, by the matrices alone: about those of its plan.
+        shape: Keys that make it.
+    """
+
+    parameters: float
+    shape: dict[str, Any]
+
+
 def shape_of(target: RunPlan, wanted: float) -> dict[str, Any]:
     """Return the keys of the network nearest to a number of parameters and to the target's aspect.
+
+    Args:
+        target: The target's plan.
+        wanted: Parameters, without the embedding.
+    """
+    return _nearest_network(target, wanted).shape
+
+
+def _nearest_network(target: RunPlan, wanted: float) -> _Nearest:
+    """Return the network nearest to a number of parameters and to the target's aspect.
 
     Depth and width shrink together, as far as whole layers and heads allow. Heads keep their width, or half of it and
     so on if fewer than two would be left; the ratios of heads that share keys, and of the MLP's width, stay.
@@ -241,16 +300,16 @@ def shape_of(target: RunPlan, wanted: float) -> dict[str, Any]:
     heads = config.model.num_attention_heads or 1
     head_parameters = target.padded_vocab_size * width
     block_parameters = multiplied_parameters(target.layers) - head_parameters
-    best: tuple[float, int, int, int] | None = None
+    best: tuple[float, float, int, int, int] | None = None
     for layers, head_size, count in _candidates(depth, width, heads):
         scale = count * head_size / width
         parameters = block_parameters * layers / depth * scale**2 + head_parameters * scale
         aspect = scale * depth / layers
         distance = abs(math.log(parameters / wanted)) + _ASPECT_WEIGHT * abs(math.log(aspect))
         if best is None or distance < best[0]:
-            best = (distance, layers, head_size, count)
+            best = (distance, parameters, layers, head_size, count)
     assert best is not None
-    _, layers, head_size, count = best
+    _, parameters, layers, head_size, count = best
     shape: dict[str, Any] = {
         "num_layers": layers,
         "hidden_size": count * head_size,
@@ -265,7 +324,7 @@ def shape_of(target: RunPlan, wanted: float) -> dict[str, Any]:
         given = config.value(key)
         if config.given(key) and given is not None:
             shape[key] = round(given * count * head_size / width)
-    return {key: value for key, value in shape.items() if value is not None}
+    return _Nearest(parameters, {key: value for key, value in shape.items() if value is not None})
 
 
 def _candidates(depth: int, width: int, heads: int) -> Iterator[tuple[int, int, int]]:

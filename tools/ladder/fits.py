@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,15 @@ Array = NDArray[np.float64]
 
 _EXPONENTS = np.geomspace(0.03, 1.5, 20)
 _REFINEMENTS = 3
+_NUMBERS_OF_SIZES = 3
 _RIDGE = 1e-12
 """Added to the diagonal of normal equations, because two columns may be the same."""
 _SHARE = 0.9
 """Share of the predictions whose range holds what is found."""
 _SIGNIFICANT = 0.95
 """Share of trends of mere noise that do not count as one."""
+_FACTORS_BEYOND = 2
+"""Further factors that are proposed where the best one is at the edge: one more may be the edge again."""
 FEWEST_RATES = 4
 """Searched sizes that a range of the learning rate needs, for two degrees of freedom. With one, Student's t and the
 distance of the target stretch a small scatter over orders of magnitude."""
@@ -75,6 +78,19 @@ class LossFit:
     deviation: float
     freedom: int
     influence: Array
+
+    def at_bounds(self) -> Iterator[str]:
+        """Yield the numbers that lie at a bound of the search, with what that says of the runs."""
+        if self.irreducible == 0:
+            yield "E is 0, its bound: the runs show no loss that larger ones approach, so the prediction may be too low"
+        terms = [("A", "a", "sizes", self.of_parameters)]
+        if self.of_tokens is not None:
+            terms.append(("B", "b", "tokens", self.of_tokens))
+        for factor, exponent, varied, (number, power) in terms:
+            if number == 0:
+                yield f"{factor} is 0, its bound: the runs show no gain from more {varied}"
+            elif not _EXPONENTS[0] < power < _EXPONENTS[-1]:
+                yield f"{exponent} is {power:.3g}, at the edge of those that are searched; the form may not hold"
 
     def predict(self, parameters: float, tokens: float) -> Range:
         """Return the loss of a run.
@@ -129,16 +145,20 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
         losses: Loss of each run.
 
     Raises:
-        ValueError: There are fewer runs than numbers to fit.
+        ValueError: There are fewer runs than numbers to fit, or fewer sizes than E, A and a.
     """
     n = np.array(parameters, dtype=float)
     d = np.array(tokens, dtype=float)
     observed = np.array(losses, dtype=float)
     ratios = d / n
     is_one_ratio = bool(ratios.max() < 1.2 * ratios.min())
-    unknown = 3 if is_one_ratio else 5
+    unknown = _NUMBERS_OF_SIZES if is_one_ratio else 5
     if len(observed) < unknown:
         raise ValueError(f"{len(observed)} runs, but {unknown} numbers to fit")
+    if len({*parameters}) < _NUMBERS_OF_SIZES:
+        raise ValueError(
+            f"{len({*parameters})} sizes, but {_NUMBERS_OF_SIZES} numbers (E, A and a) that only sizes tell"
+        )
     row, fitted = _fit(n, d, observed, both=not is_one_ratio)
     residuals = (observed - fitted) / fitted
     freedom = len(observed) - unknown
@@ -233,8 +253,10 @@ class RateFit:
         slope: The same if they show it; 0 if it may be noise.
         middle: Mean logarithm of the parameters.
         spread: Sum of the squares of their distances from it.
-        reach: Half of the range at the mean size if the line were known; NaN if the sizes are too few for a range.
-        at_edge: Parameters of the sizes whose best factor was the smallest or largest that was tried.
+        reach: Half of the range at the mean size if the line were known; NaN if the sizes are too few for a range, or
+            some of their best factors are not known.
+        at_edge: Sizes, by their parameters, whose best factor was the smallest or largest that was tried, so that the
+            best one may lie beyond; with the next factors to try.
     """
 
     factors: dict[int, float]
@@ -244,7 +266,7 @@ class RateFit:
     middle: float
     spread: float
     reach: float
-    at_edge: tuple[int, ...]
+    at_edge: Mapping[int, tuple[float, ...]]
 
     @property
     def freedom(self) -> int:
@@ -253,7 +275,7 @@ class RateFit:
 
     @property
     def has_range(self) -> bool:
-        """Whether the sizes are enough for a range."""
+        """Whether a range is known: the sizes are enough, and the best factor of each lies within those tried."""
         return not math.isnan(self.reach)
 
     def factor(self, parameters: float) -> Range:
@@ -286,14 +308,14 @@ def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
         ValueError: A size has no finite loss.
     """
     factors: dict[int, float] = {}
-    at_edge = []
+    at_edge: dict[int, tuple[float, ...]] = {}
     are_minima = True
     for parameters, losses in tried.items():
         found, is_minimum = _best_factor(losses)
         factors[parameters] = found
         are_minima &= is_minimum
         if not is_minimum and len(losses) > 1 and found in (min(losses), max(losses)):
-            at_edge.append(parameters)
+            at_edge[parameters] = _beyond(sorted(losses), found)
     x = np.log(np.array(list(factors), dtype=float))
     y = np.log(np.array(list(factors.values())))
     middle = float(x.mean())
@@ -308,13 +330,13 @@ def fit_learning_rate(tried: dict[int, dict[float, float]]) -> RateFit:
         around = math.sqrt(float(np.sum(residuals**2)) / freedom)
         if abs(trend) > _students_t(freedom, _SIGNIFICANT) * around / math.sqrt(spread):
             slope = trend
-    if len(y) >= FEWEST_RATES:
+    if len(y) >= FEWEST_RATES and not at_edge:
         # A parabola's minimum is known no better than the distance of factors, and a best factor without one not even
         # so. This error is not told by the few sizes, so it has no t.
         distance = min(_distance(losses) for losses in tried.values())
         resolution = distance / 4 if are_minima else distance / 2
         reach = max(_students_t(freedom) * around, float(ndtri((1 + _SHARE) / 2)) * resolution)
-    return RateFit(factors, float(y.mean()), trend, slope, middle, spread, reach, tuple(at_edge))
+    return RateFit(factors, float(y.mean()), trend, slope, middle, spread, reach, at_edge)
 
 
 def _distance(losses: dict[float, float]) -> float:
@@ -323,6 +345,17 @@ def _distance(losses: dict[float, float]) -> float:
     if len(tried) < 2:
         return math.log(2.0)
     return float(np.diff(tried).min())
+
+
+def _beyond(tried: Sequence[float], edge: float) -> tuple[float, ...]:
+    """Return the next factors beyond the smallest or largest of sorted ones, in steps of the last two."""
+    step = tried[-1] / tried[-2]
+    if edge == tried[0]:
+        step = tried[0] / tried[1]
+    factors = []
+    for count in range(1, 1 + _FACTORS_BEYOND):
+        factors.append(float(f"{edge * step**count:.3g}"))
+    return tuple(sorted(factors))
 
 
 def _best_factor(losses: dict[float, float]) -> tuple[float, bool]:

@@ -12,6 +12,7 @@ from neox.config.keys import alias_target
 from neox.config.sections.schedule import ScheduleConfig
 from neox.config.yaml_file import ParsedFile, read_file
 from neox.errors import ConfigError
+from tools.ladder.fits import FEWEST_RATES
 from tools.ladder.schedule import SWITCHES, is_off
 from tools.sweep.sweep_file import place, read_settings
 
@@ -76,7 +77,7 @@ _BATCH_EXPONENT = 2 / 3
 _RATE_EXPONENT = -1 / 3
 """Batch and learning rate grow with these powers of the parameters (arXiv:2406.19146)."""
 _FACTORS = (0.5, 1.0, 2.0)
-_SEARCHED = 3
+_SEARCHED = FEWEST_RATES
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class Prediction:
         rates: Fit of the learning rates.
         runs: The small runs.
         largest: The largest of them.
-        largest_predicted: Its loss as the smaller ones predict it; None if they are too few.
+        largest_predicted: Its loss as the smaller ones predict it; None if they cannot.
+        unchecked: Why they cannot; empty if they can.
         rate_curve: The rule's learning rate of each size.
     """
 
@@ -82,6 +83,7 @@ class Prediction:
     runs: tuple[TrainedRun, ...]
     largest: TrainedRun
     largest_predicted: Range | None
+    unchecked: str
     rate_curve: tuple[tuple[int, float], ...]
 
     def target_values(self) -> dict[str, float]:
@@ -113,23 +115,26 @@ def format_prediction(prediction: Prediction, directory: Path) -> str:
             f"loss      {loss.value:.4f} for {target}",
             "note      there are as many runs as numbers to fit, so no range is known; give more sizes",
         ]
+    for found in fit.at_bounds():
+        lines.append(f"note      {found}")
     if fit.ratio is not None and not math.isclose(prediction.tokens, prediction.configured_tokens, rel_tol=0.05):
         lines.append(
             f"note      the configuration trains {short(prediction.configured_tokens)} tokens; with one value of "
             "tokens_per_parameter only its own ratio can be predicted"
         )
-    if prediction.largest_predicted is not None:
-        found = prediction.largest_predicted.value
-        error = 100 * (found / prediction.largest.loss - 1)
+    if prediction.largest_predicted is None:
         lines.append(
-            f"check     {prediction.largest.name}: {found:.4f} predicted from the smaller sizes, "
+            f"check     none: {prediction.largest.name} cannot be predicted from the smaller sizes, because "
+            f"there are {prediction.unchecked}; another size gives the check"
+        )
+    else:
+        predicted = prediction.largest_predicted.value
+        error = 100 * (predicted / prediction.largest.loss - 1)
+        lines.append(
+            f"check     {prediction.largest.name}: {predicted:.4f} predicted from the smaller sizes, "
             f"{prediction.largest.loss:.4f} trained: {error:+.2f} %"
         )
     lines += _rate_lines(prediction)
-    for parameters in prediction.rates.at_edge:
-        lines.append(
-            f"note      {short(parameters)}: the best learning rate is at the edge of those tried; widen factors"
-        )
     lines.append(f"          {directory / RESULT}  {directory / PICTURE}  {directory / TARGET_FILE}")
     return "\n".join(lines)
 
@@ -150,17 +155,38 @@ def _rate_lines(prediction: Prediction) -> Iterator[str]:
         range_ = f"{prediction.rate_low:.3g} to {prediction.rate_high:.3g}"
         shown = f" (90 % range, of {_freedom(rates.freedom)}: {range_})"
     yield f"lr        {prediction.rate:.3g}{shown}; {configured}"
-    if rates.freedom > 0 and not rates.slope:
+    yield from _edge_lines(rates)
+    if rates.freedom > 0 and not rates.slope and not rates.at_edge:
         held = "; the range holds those that they do not exclude" if rates.has_range else ""
         yield (
             f"note      {searched} searched sizes show no trend of the best rate beside the rule's, so none is "
             f"assumed{held}"
         )
-    if not rates.has_range:
+    if searched < FEWEST_RATES:
         told = "no range" if rates.freedom > 0 else "neither a trend nor a range"
         yield f"note      {searched} searched size(s) tell {told} of the rate; {more}"
-    elif rates.freedom < _FEW:
+    elif rates.has_range and rates.freedom < _FEW:
         yield f"note      {searched} searched sizes are few: a narrower range needs more; {more}"
+
+
+def _edge_lines(rates: RateFit) -> Iterator[str]:
+    """Yield the sizes whose best learning rate may lie beyond those tried, and which factors to try next."""
+    by_factors: dict[tuple[float, ...], list[int]] = {}
+    for parameters, beyond in rates.at_edge.items():
+        by_factors.setdefault(beyond, []).append(parameters)
+    for beyond, sizes in by_factors.items():
+        edge = rates.factors[sizes[0]]
+        which = "largest" if beyond[0] > edge else "smallest"
+        values = " and ".join(f"{factor:g}" for factor in beyond)
+        yield (
+            f"note      {', '.join(map(short, sizes))}: the best learning rate is the {which} that was tried, {edge:g} "
+            f"times the rule's; add {values} to learning_rate.factors"
+        )
+    if rates.at_edge:
+        yield (
+            f"note      {len(rates.at_edge)} of {len(rates.factors)} searched sizes have their best rate at the edge, "
+            "so the rate above is a guess, and its trend over sizes and its range are not known"
+        )
 
 
 def _freedom(count: int) -> str:
@@ -172,6 +198,7 @@ def write_prediction(directory: Path, prediction: Prediction, target: NeoXConfig
     """Write the prediction as JSON and as a picture, and the target's learning rate as YAML. Raises OSError."""
     found = asdict(prediction)
     found["fit"].pop("influence")
+    found["fit"]["at_bounds"] = list(prediction.fit.at_bounds())
     write_text(directory / RESULT, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
     optimizer = target.to_flat()["optimizer"]
     settings: dict[str, object] = dict(prediction.target_values())

@@ -67,6 +67,7 @@ def sweep_over(
     dry_run: bool = False,
     report: bool = False,
     redo: Sequence[str] = (),
+    shows_table: bool = True,
 ) -> int:
     """Plan the runs of a sweep, train those that are left, and write table and picture.
 
@@ -76,6 +77,7 @@ def sweep_over(
         dry_run: Whether to show the plans only.
         report: Whether to write table and picture only.
         redo: Names of runs that are trained again.
+        shows_table: Whether to show the table of runs that have all ended; one of others is always shown.
 
     Returns:
         0 if every run is done or has diverged; 1 if one has failed; 128 + N if signal N ended the sweep.
@@ -101,7 +103,7 @@ def sweep_over(
     with os_errors(DataError, f"{sweep.directory} cannot be written"):
         sweep.directory.mkdir(parents=True, exist_ok=True)
         with lock_output(str(sweep.directory / "sweep")):
-            return _train(sweep, runs, places, redo)
+            return _train(sweep, runs, places, redo, shows_table=shows_table)
 
 
 def _check_runs(sweep: Sweep, runs: Sequence[PlannedRun], redo: Sequence[str]) -> None:
@@ -123,7 +125,9 @@ def _check_runs(sweep: Sweep, runs: Sequence[PlannedRun], redo: Sequence[str]) -
         raise ConfigError(problems)
 
 
-def _train(sweep: Sweep, runs: Sequence[PlannedRun], places: Sequence[Place], redo: Sequence[str]) -> int:
+def _train(
+    sweep: Sweep, runs: Sequence[PlannedRun], places: Sequence[Place], redo: Sequence[str], *, shows_table: bool
+) -> int:
     """Train the runs that are left."""
     done = (State.DONE, State.DIVERGED)
     left = []
@@ -143,11 +147,13 @@ def _train(sweep: Sweep, runs: Sequence[PlannedRun], places: Sequence[Place], re
     stopped_by = runner.train()
     results = read_results(sweep, runs, runner.causes, runner.hosts)
     write_results(sweep, runs, results)
-    _print_results(sweep, results)
+    status = int(any(result.state not in done for result in results))
+    if shows_table or status:
+        _print_results(sweep, results)
     if stopped_by is not None:
         print("interrupted; run the same command again to go on", file=sys.stderr)
         return 128 + stopped_by
-    return int(any(result.state not in done for result in results))
+    return status
 
 
 def _say(line: str) -> None:
@@ -169,7 +175,7 @@ def format_plans(runs: Sequence[PlannedRun], places: Sequence[Place]) -> str:
     lines = []
     seconds: list[float] = []
     for run in runs:
-        parts = [f"{run.name}: {run.parameters:,} parameters, {run.steps:,} steps"]
+        parts = [f"{run.name}: {run.parameters:,} parameters in all, {run.steps:,} steps"]
         if run.totals.tokens is not None:
             parts.append(f"{run.totals.tokens:,} tokens")
         if run.seconds is not None:
@@ -181,8 +187,19 @@ def format_plans(runs: Sequence[PlannedRun], places: Sequence[Place]) -> str:
         for problem in run.problems:
             lines.append(f"  problem: {problem}")
     count = sum(not place.spare for place in places)
-    if len(seconds) == len(runs):
-        lines.append(f"{len(runs)} runs, planned {duration(sum(seconds) / count)} on {count} place(s) at a time")
+    unplanned = [run for run in runs if run.seconds is None]
+    if unplanned:
+        lines.append(f"{len(runs)} runs; their time is not planned: {unplanned_because(unplanned[0])}")
     else:
-        lines.append(f"{len(runs)} runs; their time is not planned: the device's peak is not known")
+        lines.append(f"{len(runs)} runs, planned {duration(sum(seconds) / count)} on {count} place(s) at a time")
     return "\n".join(lines)
+
+
+def unplanned_because(run: PlannedRun) -> str:
+    """Return why the time of a run is not planned, and what to do."""
+    if run.totals.tokens is None:
+        return "the number of its steps is not known yet"
+    return (
+        "the speed of its devices is not known; give `peak_theoretical_tflops` (of one rank) and `expected_mfu` (the "
+        "share of it that training reaches)"
+    )

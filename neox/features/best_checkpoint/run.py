@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from neox.checkpoint.names import step_directory
 from neox.checkpoint.save_directory.best import (
     BestCheckpoint,
     change_of_rule,
@@ -77,6 +78,9 @@ class NameBest(Feature):
         if state.iteration == 0:
             forget_best(self._save)
             return
+        path = self._save / step_directory(state.iteration)
+        if path.is_dir():  # its evaluation may still come, if nothing is left to train
+            self._saved = {state.iteration: path}
         found = read_best(self._save)
         if found is None:
             return

@@ -111,7 +111,10 @@ def _schedule_notes(config: NeoXConfig) -> Iterator[Note]:
     """Yield the keys of the learning rate that `scheduler` or lr_warmup_iters replaces."""
     given = [key for key in _REPLACED_BY_SCHEDULER if config.given(key)]
     if config.schedule.scheduler is None:
-        if config.schedule.lr_warmup_iters is not None and config.given("warmup"):
+        is_kept = bool(
+            config.source("lr_warmup_iters").rule
+        )  # steps of an earlier start, of which a note of its own tells
+        if config.schedule.lr_warmup_iters is not None and config.given("warmup") and not is_kept:
             steps = config.describe_setting("lr_warmup_iters")
             message = f"{config.describe_setting('warmup')} changes nothing: {steps} gives the warm-up"
             yield Note(("warmup", "lr_warmup_iters"), message)

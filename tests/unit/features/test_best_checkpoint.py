@@ -101,6 +101,18 @@ def test_the_best_of_evaluated_checkpoints_has_the_name_and_stays(tmp_path: Path
     assert not (tmp_path / BEST).exists()
 
 
+def test_a_last_checkpoint_whose_evaluation_was_interrupted_is_compared_after_a_restart(tmp_path: Path) -> None:
+    feature = named_best(tmp_path)
+    feature.on_start(TrainState())
+    evaluate(feature, 2, 3.0)
+    save(feature, tmp_path, 2)
+    save(feature, tmp_path, 4)  # and the process is killed
+    restarted = named_best(tmp_path)
+    restarted.on_start(TrainState(iteration=4))
+    evaluate(restarted, 4, 2.0)
+    assert best(tmp_path) == ("global_step4", 4, 2.0)
+
+
 def test_a_save_in_the_background_may_end_after_the_next_evaluation(tmp_path: Path) -> None:
     feature = named_best(tmp_path)
     evaluate(feature, 100, 2.0)

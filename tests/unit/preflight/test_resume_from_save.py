@@ -12,6 +12,7 @@ import pytest
 from neox.checkpoint.manifest import write_manifest
 from neox.config import NeoXConfig
 from neox.plan import format_plan, plan_as_dict
+from neox.plan.rules.notes import notes_without_effect
 from neox.plan.run_identity import (
     RUN_FILE,
     changed_keys,
@@ -181,6 +182,42 @@ def test_a_run_with_all_steps_has_finished(
     assert finished(Path()) is None
     put_complete_checkpoint(Path(), 2)
     assert (finished(Path(), **keys) is not None) is said
+
+
+@pytest.mark.parametrize(
+    ("keys", "changed"),
+    [
+        ({}, False),
+        ({"save_best": "validation/lm_loss", "save_best_goal": "max"}, True),
+        ({"eval_tasks": ["lambada_openai"]}, True),
+        ({"num_gpus": 1, "load": "save"}, False),
+    ],
+)
+def test_a_finished_run_names_what_has_changed_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], changed: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_complete_checkpoint(Path(), 2)
+    put_config(Path("save"), 2, make_config(save="save", train_iters=2))
+    said = str(finished(Path(), **keys))
+    assert ("no effect" in said) == changed
+    if changed:
+        assert all(f"{key} unset -> " in said for key in keys)
+
+
+def test_steps_of_a_warm_up_that_a_longer_run_keeps_are_no_change_and_no_line_of_the_user(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"save": str(tmp_path), "load": str(tmp_path), "warmup": 0.1, "lr_decay_iters": None}
+    before = make_config(**keys, train_iters=6)
+    put_checkpoint(tmp_path, 6, before)
+    put_config(tmp_path, 6, before)
+    resumed = resume_from_save(make_config(**keys, train_iters=60))
+    assert resumed.config.schedule.lr_warmup_iters == pytest.approx(0.6)
+    said = [*resumed.notes, *(note.message for note in notes_without_effect(resumed.config))]
+    assert not any("lr_warmup_iters" in line for line in said)
+    assert any("train_iters 6 -> 60" in line for line in said)
+    assert sum("warmup" in line for line in said) == 1
+    given = make_config(**keys, train_iters=60, lr_warmup_iters=3)
+    assert any("lr_warmup_iters unset -> 3" in line for line in resume_from_save(given).notes)
 
 
 def test_a_run_that_was_asked_to_end_says_how_to_go_on(tmp_path: Path) -> None:

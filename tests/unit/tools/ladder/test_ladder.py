@@ -23,7 +23,7 @@ from neox.plan.schedule import schedule_of
 from tests.end_to_end.launched_runs import write_config
 from tests.plans import small_plan
 from tools.ladder import command
-from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shape_of
+from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shape_of, short
 from tools.ladder.fits import fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import ADJUSTED_KEYS, OWN_KEYS, Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, _draw_rates, format_prediction, write_prediction
@@ -113,7 +113,8 @@ def test_the_best_learning_rate_of_known_parabolas() -> None:
     noise = fit_learning_rate({10**6: parabola(1.0), 10**7: parabola(1.5), 10**8: parabola(1.1)})
     assert noise.slope == 0
     assert noise.factor(1e10).value == pytest.approx((1.0 * 1.5 * 1.1) ** (1 / 3))
-    assert fit_learning_rate({10**6: {0.5: 2.0, 1.0: 3.0, 2.0: float("inf")}}).at_edge == (10**6,)
+    falling = fit_learning_rate({10**6: {0.5: 2.0, 1.0: 3.0, 2.0: float("inf")}})
+    assert falling.at_edge == {10**6: (0.125, 0.25)}
 
 
 @pytest.mark.parametrize(("bests", "is_trend"), [((1.0, 0.75, 0.4), False), ((1.0, 0.55, 0.31, 0.16), True)])
@@ -394,7 +395,8 @@ def test_parameters_and_tokens_are_those_of_each_run_s_own_plan(target_files: La
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"sizes": (2e5, 2.02e5, 2.5e5)}, ("`sizes`", "200k", "202k")),
+        ({"sizes": (2e5, 2.02e5, 2.5e5)}, ("`sizes`", "200k", "202k", "smallest")),
+        ({"sizes": (1e3, 2e5, 2.5e5)}, ("`sizes`", "1k", "smallest one has about 22")),
         ({"shapes": ({"num_layers": 1}, {"num_layers": 2}, {"num_layers": 1})}, ("`shapes`", "1", "3")),
     ],
 )
@@ -407,6 +409,20 @@ def test_sizes_that_become_one_network_are_refused_in_the_words_of_the_file(
         command._plan_networks(ladder, target.plan, Place())
     (line,) = str(refused.value).splitlines()
     assert all(word in line for word in words)
+
+
+def test_sizes_that_no_network_has_are_named_with_what_they_become(target_files: Ladder) -> None:
+    ladder = dataclasses.replace(target_files, shapes=(), sizes=(3e4, 1e5, 1.8e5))
+    (target,) = plan_runs(command._target_sweep(ladder, {}), Place())
+    family = Family(ladder, target.plan, command._plan_networks(ladder, target.plan, Place()))
+    named = [f"{short(size.wanted or 0)} of" for size in family.sizes if abs(size.parameters / size.wanted - 1) > 0.05]
+    assert named
+    assert [note.partition(" `")[0] for note in family.size_notes()] == named
+    first = list(command._first_stage(ladder, family))
+    text = command._format_ladder(ladder, family, target, first, [Place()])
+    assert "no runs" in text  # three sizes are all searched
+    assert "0 runs" not in text
+    assert all(note in text for note in family.size_notes())
 
 
 @pytest.mark.parametrize("sizes", [{"sizes": (1e5, 1.6e5, 2.2e5)}, {}])
@@ -545,7 +561,22 @@ def prediction(losses: tuple[float, ...]) -> Prediction:
     curve = tuple((run.size.parameters, 1e-3) for run in runs)
     rates = fit_learning_rate({10**6: {0.5: 3.0, 1.0: 2.9, 2.0: 3.0}})
     return Prediction(
-        10**10, 2e11, 2e11, found, 1.23456e-3, 1e-3, 2e-3, 1e-3, 1e-4, fit, rates, tuple(runs), best[-1], None, curve
+        10**10,
+        2e11,
+        2e11,
+        found,
+        1.23456e-3,
+        1e-3,
+        2e-3,
+        1e-3,
+        1e-4,
+        fit,
+        rates,
+        tuple(runs),
+        best[-1],
+        None,
+        "2 runs, but 3 numbers to fit",
+        curve,
     )
 
 
@@ -560,14 +591,62 @@ def test_three_runs_with_three_numbers_to_fit_have_no_range(tmp_path: Path) -> N
     assert several.loss.low < several.loss.value < several.loss.high
     words = format_prediction(several, tmp_path)
     assert "1 degree of freedom" in words
+    assert "check     none: run3 " in words
+    assert "2 runs, but 3 numbers" in words
+    checked = dataclasses.replace(several, largest_predicted=several.loss)
+    assert "check     none" not in format_prediction(checked, tmp_path)
     assert "1 searched size(s) tell neither a trend nor a range" in words
 
 
 def test_a_best_factor_beside_a_diverged_one_is_not_at_the_edge() -> None:
     fit = fit_learning_rate({10**6: {0.5: 3.0, 1.0: 2.0, 2.0: math.inf}})
-    assert fit.at_edge == ()
+    assert fit.at_edge == {}
     assert fit.factors == {10**6: 1.0}
-    assert fit_learning_rate({10**6: {0.5: math.inf, 1.0: 3.0, 2.0: 2.0}}).at_edge == (10**6,)
+    assert fit_learning_rate({10**6: {0.5: math.inf, 1.0: 3.0, 2.0: 2.0}}).at_edge == {10**6: (4.0, 8.0)}
+
+
+@pytest.mark.parametrize(("steepness", "beyond"), [(-1.0, "8 and 16"), (1.0, "0.25 and 0.5")])
+def test_best_rates_at_the_edge_show_no_range_and_say_which_factors_to_add(
+    tmp_path: Path, steepness: float, beyond: str
+) -> None:
+    losses = {factor: 3 + steepness * math.log(factor) for factor in (1.0, 2.0, 4.0)}
+    rates = fit_learning_rate({10 ** (6 + number): losses for number in range(4)})
+    assert not rates.factor(1e10).is_known
+    few = dataclasses.replace(prediction((3.0, 2.6, 2.4, 2.3)), rates=rates)
+    words = format_prediction(few, tmp_path)
+    assert f"add {beyond} to learning_rate.factors" in words
+    assert "4 of 4" in words
+    assert "no trend" not in words
+    write_prediction(tmp_path, few, config_from_files([ROOT / "configs" / "quickstart.yml"]))
+    first, second = json.loads((tmp_path / "ladder.json").read_text())["rates"]["at_edge"][str(10**6)]
+    assert f"{first:g} and {second:g}" == beyond
+
+
+def test_numbers_of_a_fit_at_their_bounds_are_named(tmp_path: Path) -> None:
+    parameters = np.repeat(np.geomspace(1e6, 1e8, 4), 2)
+    tokens = parameters * np.tile([5.0, 40.0], 4)
+    assert list(fit_loss(parameters, tokens, loss(parameters, tokens)).at_bounds()) == []
+    falling = loss(parameters, tokens) - 2.0  # below E
+    (line,) = fit_loss(parameters, tokens, falling).at_bounds()
+    assert line.startswith("E is 0")
+    assert fit_loss(parameters, tokens, falling).irreducible == 0
+    worse = fit_loss(parameters, tokens, 2 + 300 / parameters**0.35 + 0.01 * np.log(tokens))
+    assert any("B is 0" in line for line in worse.at_bounds())
+    # ln N is no power: the smallest exponent fits best.
+    slow = fit_loss(parameters[::2], tokens[::2], 5 - 0.1 * np.log(parameters[::2]))
+    assert any(line.startswith("a is") for line in slow.at_bounds())
+    found = dataclasses.replace(prediction((3.0, 2.6, 2.4, 2.3)), fit=fit_loss(parameters, tokens, falling))
+    assert "note      E is 0" in format_prediction(found, tmp_path)
+    write_prediction(tmp_path, found, config_from_files([ROOT / "configs" / "quickstart.yml"]))
+    assert json.loads((tmp_path / "ladder.json").read_text())["fit"]["at_bounds"] == [line]
+
+
+def test_two_sizes_tell_no_term_of_sizes_whatever_their_tokens() -> None:
+    """Three numbers (E, A and a) cannot follow from two sizes, so they are no check of a third one."""
+    parameters = np.repeat([1e6, 1e7], 3)
+    tokens = parameters * np.tile([5.0, 20.0, 80.0], 2)
+    with pytest.raises(ValueError, match="2 sizes, but 3"):
+        fit_loss(parameters, tokens, loss(parameters, tokens))
 
 
 def test_the_written_learning_rate_is_the_one_that_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

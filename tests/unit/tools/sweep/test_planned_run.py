@@ -12,6 +12,7 @@ from neox.errors import ConfigError
 from neox.launch import Cause
 from neox.run_events import append_event
 from tests.plans import SMALL
+from tools.sweep.command import format_plans
 from tools.sweep.places import Place
 from tools.sweep.planned_run import PlannedRun, State, plan_runs
 from tools.sweep.sweep_file import SweepRun, read_sweep
@@ -65,6 +66,21 @@ def test_a_group_of_equal_runs_is_named_once_with_how_to_repeat_a_run(tmp_path: 
     lines = str(raised.value).splitlines()
     assert [line.partition(" make")[0] for line in lines] == ["a, b, c and d", "e and f"]
     assert all("seed" in line for line in lines)
+
+
+def test_runs_without_a_planned_time_name_the_keys_that_give_it(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yml").write_text(yaml.safe_dump({**SMALL, "train_iters": 4, "launcher": "local"}))
+    file = tmp_path / "sweep.yml"
+    settings: dict[str, Any] = {}
+    words = []
+    for settings in ({}, {"peak_theoretical_tflops": 0.1}):
+        file.write_text(
+            yaml.safe_dump({"configs": [str(tmp_path / "tiny.yml")], "set": settings, "grid": {"seed": [1]}})
+        )
+        words.append(format_plans(plan_runs(read_sweep(file), Place()), [Place()]).splitlines()[-1])
+    assert "peak_theoretical_tflops" in words[0]
+    assert "expected_mfu" in words[0]
+    assert "peak_theoretical_tflops" not in words[1]
 
 
 def test_values_that_make_other_configurations_are_other_runs(tmp_path: Path) -> None:
