@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -72,6 +73,9 @@ def build_wheel(folder: Path) -> Path:
     make_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     run([sys.executable, "-c", make_sdist], source)
     (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {path.name for path in source.iterdir() if path.suffix in (".md", ".cff")} - names == set()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, archive], folder)
     (wheel,) = folder.glob("*.whl")
