@@ -23,7 +23,8 @@ ENVIRONMENTS = {
     "torch-2.12": ["torch==2.12.1"],
     "torch-2.14": ["torch==2.14.1"],
     "torch-2.15": ["torch==2.15.0"],
-    "transformers-4.57": ["-r", "requirements/requirements-transformers-4.txt"],
+    # with the newest release of datasets that takes the huggingface_hub of transformers 4
+    "transformers-4.57": ["-r", "requirements/requirements-transformers-4.txt", "datasets==4.8.5"],
     "transformers-5.0": ["transformers==5.0.0", "huggingface_hub>=1.3,<2", "tokenizers>=0.22,<=0.23.0"],
 }
 """The rows beside the locked versions: what pip installs without dependencies."""
