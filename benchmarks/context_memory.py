@@ -1,7 +1,7 @@
 """Measure the activations of a rank with and without context ranks, beside the plan's estimate.
 
     benchmarks/context_memory.py [--tokens 16384] [--ranks 4] [--layers 4] [--hidden 256] [--heads 4]
-                                 [--recompute] [--out FILE]
+                                 [--precision fp32] [--recompute] [--out FILE]
 
 One forward and backward pass of one sample on CPU ranks. Measured is the most that operations have made and something
 still refers to, beyond what was held before (`held_storages.py`): weights and gradients are there from the start.
@@ -23,6 +23,7 @@ from benchmarks.held_storages import HeldStorages, use_planned_products
 from neox.config import NeoXConfig
 from neox.model import GPT, Context
 from neox.objectives import CausalLM
+from neox.ops import DTYPES
 from neox.parallel import ParallelGrid, context_indices
 from neox.plan import RunPlan, host_device, resolve
 from neox.plan.devices.device import memory_on
@@ -81,7 +82,8 @@ def activation_peaks(plans: list[RunPlan]) -> list[int]:
 
 def _activation_peak(plan: RunPlan) -> int:
     grid = ParallelGrid.build(plan.grid)
-    model = GPT(plan, grid)
+    dtype = DTYPES[plan.precision]
+    model = GPT(plan, grid, dtype=dtype)
     length = plan.config.model.seq_length or 0
     rows = torch.randint(0, VOCAB, (1, length + 1), generator=torch.Generator().manual_seed(0))
     own = context_indices(length, grid)
@@ -93,7 +95,7 @@ def _activation_peak(plan: RunPlan) -> int:
     context = Context(divided=grid.cp_size > 1)
     weights = torch.full(labels.shape, 1 / length)
     loss = partial(CausalLM().scores, targets=(labels, weights))
-    with HeldStorages() as held:
+    with HeldStorages(apart_from=model.parameters()) as held:
         model(tokens, context, loss)[0].backward()
     return held.peak
 
@@ -125,17 +127,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="blocks")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size")
     parser.add_argument("--heads", type=int, default=4, help="heads")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="type of weights and activations")
     parser.add_argument("--recompute", action="store_true", help="recompute blocks, with MLPs by tiles of 512 tokens")
     parser.add_argument("--out", type=Path, help="file that gets the table, too")
     arguments = parser.parse_args()
     shape = (arguments.tokens, arguments.ranks, arguments.layers, arguments.hidden, arguments.heads)
-    keys: dict[str, Any] = {}
+    keys: dict[str, Any] = {"precision": arguments.precision}
     if arguments.recompute:
-        keys = {"checkpoint_activations": True, "mlp_tile_size": 512}
+        keys |= {"checkpoint_activations": True, "mlp_tile_size": 512}
     lines = [
         f"{arguments.tokens} tokens, {arguments.ranks} context ranks, {arguments.layers} blocks, hidden size "
-        f"{arguments.hidden}, {arguments.heads} heads, fp32, "
-        f"{'recomputed, in tiles' if keys else 'nothing recomputed'}, torch {torch.__version__}",
+        f"{arguments.hidden}, {arguments.heads} heads, {arguments.precision}, "
+        f"{'recomputed, in tiles' if arguments.recompute else 'nothing recomputed'}, torch {torch.__version__}",
         f"{'':12} {'measured MiB':>12} {'planned MiB':>12} {'planned/measured':>17} {'of one rank':>12}",
     ]
     for row in measured_rows(*shape, **keys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,11 +22,17 @@ def use_planned_products() -> None:
 
 
 class HeldStorages(TorchDispatchMode):
-    """Bytes of the storages that operations have made and something still refers to, and the most so far."""
+    """Bytes of the storages that operations have made and something still refers to, and the most so far.
 
-    def __init__(self) -> None:
+    Args:
+        apart_from: Tensors that live as long as the meter, and do not count. (Without them a view of an older tensor
+            counts that tensor's storage.)
+    """
+
+    def __init__(self, apart_from: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.total = self.peak = 0
+        self._older = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
         self._held: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,7 +44,7 @@ class HeldStorages(TorchDispatchMode):
         return made
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) not in self._held:
+        if id(storage) not in self._held and storage.data_ptr() not in self._older:
             self._held[id(storage)] = storage.nbytes()
             self.total += storage.nbytes()
             weakref.finalize(storage, self._release, id(storage))

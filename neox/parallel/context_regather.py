@@ -7,8 +7,10 @@ context ranks, and the backward pass of each block gathers them once more.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +61,10 @@ def gathered_context(k: Tensor, v: Tensor, grid: ParallelGrid) -> Iterator[tuple
         yield all_k, all_v
         return
     saved = _SavedShard(own.detach(), whole, grid)
+    # Autograd frees what it saves after the backward pass, but keeps hooks of gradients for as long as a loss is held.
+    held = weakref.ref(saved)
     for part in (all_k, all_v):
-        part.register_hook(saved.count_gradient)
+        part.register_hook(partial(_count_gradient, held))
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         yield all_k, all_v
 
@@ -105,12 +109,18 @@ class _SavedShard:
                 self._regathered = gather_context(own, self._grid)
         return self._regathered.as_strided(*packed)
 
-    def count_gradient(self, gradient: Tensor) -> None:
+    def count_gradient(self) -> None:
         """Free the gathered tensor once the gradients of both keys and values are complete."""
         self._missing_gradients -= 1
         if self._missing_gradients == 0:
             self._regathered = None
             self._missing_gradients = 2
+
+
+def _count_gradient(held: weakref.ref[_SavedShard], gradient: Tensor) -> None:
+    saved = held()
+    if saved is not None:
+        saved.count_gradient()
 
 
 def _enclosing_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

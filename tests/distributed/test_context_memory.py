@@ -8,8 +8,9 @@ from benchmarks.context_memory import measured_rows
 
 
 @pytest.mark.slow
-def test_four_context_ranks_hold_at_most_0_3_of_the_activations() -> None:
-    rows = measured_rows(16384, 4, layers=4, hidden=256, heads=4)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_four_context_ranks_hold_at_most_0_3_of_the_activations(precision: str) -> None:
+    rows = measured_rows(16384, 4, layers=4, hidden=256, heads=4, precision=precision)
     assert [row.kind for row in rows] == ["one rank", "all_gather", "ulysses"]
     for row in rows:
         assert row.planned == pytest.approx(row.measured, rel=0.05), row

@@ -55,6 +55,7 @@ from neox.architecture import (
     BLOCKS,
     FP8_MULTIPLE,
     FP8_QUOTIENTS,
+    MASKED_QUERY_BLOCK,
     MASKED_SCORES,
     MOST_BLOCKED,
     NORMS,
@@ -397,7 +398,8 @@ def _gathered_pass_bytes(run: LaidOutRun) -> int:
     """Return the additional bytes of the backward pass of attention if it gathers keys and values again.
 
     Keys and values of all tokens and their gradients, 4 x keys x cp x number / split; gradients of queries, of the
-    output and of hidden states; on a CPU also the scores of some queries. The MLP's activations are freed by then.
+    output and of hidden states. The MLP's activations are freed by then. On a CPU the gradients of keys and values are
+    fp32, and there are the scores of some queries.
     """
     network = run.network
     if not run.gathers_keys or run.keeps_gathered_keys:
@@ -410,9 +412,21 @@ def _gathered_pass_bytes(run: LaidOutRun) -> int:
     if not run.in_tiles:
         of_token -= _mlp_bytes(run, network.mlp_width)
     scores = 0
-    if run.on_cpu:  # a block's mask, weights and their gradient
-        scores = 3 * MASKED_SCORES * run.bytes_per_number
+    if run.on_cpu:
+        of_token += 2 * run.layout.cp_size * keys * (_FP32 - run.bytes_per_number) // run.layout.tp_size
+        scores = 3 * _block_scores(run) * run.bytes_per_number  # a block's mask, weights and their gradient
     return run.tokens * of_token + scores
+
+
+def _block_scores(run: LaidOutRun) -> int:
+    """Return the scores that a CPU has at once, of some heads of one block of queries with all keys."""
+    network = run.network
+    key_heads = network.attended_heads // run.layout.tp_size
+    if not run.separates_documents:
+        key_heads *= run.layout.micro_batch_size
+    groups = network.num_attention_heads // network.attended_heads
+    of_head = groups * min(MASKED_QUERY_BLOCK, run.queries) * run.sequence_length
+    return of_head * min(key_heads, max(1, MASKED_SCORES // of_head))
 
 
 def _mlp_bytes(run: LaidOutRun, width: int) -> int:
