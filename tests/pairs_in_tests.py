@@ -56,7 +56,10 @@ def _zero(stage: int) -> Callable[[RunPlan], bool]:
 
 
 def _adapts(*modules: str) -> Callable[[RunPlan], bool]:
-    return lambda plan: plan.config.training.lora is not None and set(modules) <= set(plan.config.training.lora.target)
+    """Return whether a plan has adapters of one of these linear layers."""
+    return lambda plan: (
+        plan.config.training.lora is not None and not set(modules).isdisjoint(plan.config.training.lora.target)
+    )
 
 
 def _kind(*names: str) -> Callable[[RunPlan], bool]:
@@ -98,7 +101,7 @@ TURNED_ON: Mapping[str, Callable[[RunPlan], bool]] = MappingProxyType(
         "EMA": _has("ema_decay"),
         "asynchronous saves": _has("async_save"),
         "rollback after spikes": _is("loss_spike_action", "rollback"),
-        "LoRA of attention": _adapts("query_key_value"),
+        "LoRA of attention": _adapts("query_key_value", "key_value_up"),
         "LoRA of MLPs": _adapts("dense_h_to_4h"),
         "soft prompt": lambda plan: plan.architecture.soft_prompt_tokens > 0,
         "added tokens alone": _has("train_only_added_tokens"),

@@ -45,6 +45,7 @@ from neox.architecture.kernels import (
     AttentionImpl,
 )
 from neox.architecture.layers import (
+    ADAPTED_LAYERS,
     BLOCK_OFFSET,
     VOCABULARY,
     WORD_EMBEDDINGS,
@@ -74,6 +75,7 @@ from neox.architecture.sparsity import SPARSITY, settings_of, sparsity_of, spars
 
 __all__ = [
     "ACTIVATIONS",
+    "ADAPTED_LAYERS",
     "ADAPTER",
     "BACKEND_FAMILIES",
     "BALANCE_LOSS",

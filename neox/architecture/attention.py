@@ -107,14 +107,14 @@ def _latent_attention(architecture: Architecture) -> tuple[ParameterSpec, ...]:
         parameters.append(ParameterSpec("attention.sinks", (heads,), 0, init=ZEROS))
     if width:
         parameters += [
-            ParameterSpec("attention.query_down.weight", (width, hidden)),
+            ParameterSpec("attention.query_down.weight", (width, hidden), of_whole_linear=True),
             ParameterSpec("attention.query_norm.scale", (width,), init=ONES),
             ParameterSpec("attention.query_up.weight", (queries, width), 0),
         ]
     else:
         parameters.append(ParameterSpec("attention.query.weight", (queries, hidden), 0))
     parameters += [
-        ParameterSpec("attention.key_value_down.weight", (latent + rotated, hidden)),
+        ParameterSpec("attention.key_value_down.weight", (latent + rotated, hidden), of_whole_linear=True),
         ParameterSpec("attention.key_value_norm.scale", (latent,), init=ONES),
         ParameterSpec("attention.key_value_up.weight", (rows, latent), 0),
         ParameterSpec("attention.dense.weight", (hidden, heads * values), 1, init=FromKey.OUTPUT_METHOD),

@@ -81,7 +81,7 @@ BLOCKS: Mapping[str, BlockKind] = MappingProxyType(
         **dict.fromkeys(SPARSITY, _transformer(SPARSE_ATTENTION)),
         "latent": _transformer(
             LATENT_ATTENTION,
-            refused=("qk_norm", "use_qk_layernorm", "no_rotary_layers", "attention_output_gate", "lora"),
+            refused=("qk_norm", "use_qk_layernorm", "no_rotary_layers", "attention_output_gate"),
         ),
         "sliding_window": _transformer(WINDOWED_ATTENTION),
         "gmlp": GMLP,

@@ -37,6 +37,8 @@ LayerKind = Literal[
     "multi_token",
 ]
 
+ADAPTED_LAYERS: tuple[LayerKind, ...] = ("block", "multi_token")
+"""Kinds of layers whose linear layers can have adapters."""
 BLOCK_OFFSET = 2
 """Index of the first block."""
 WORD_EMBEDDINGS = "word_embeddings.weight"
@@ -130,6 +132,12 @@ class LayerPlan:
         """The modules of multi-token prediction, nearest token first."""
         return tuple(layer for layer in self.layers if layer.kind == "multi_token")
 
+    def block_number(self, index: int) -> int:
+        """Return the number of the block of layer `index`; those of multi-token prediction follow the network's."""
+        if self.layers[index].kind == "multi_token":
+            return self.architecture.num_layers + index - self.multi_token[0].index
+        return index - BLOCK_OFFSET
+
     @property
     def without_multi_token(self) -> LayerPlan:
         """The same layers with nothing in the place of these modules, as generation uses them."""
@@ -173,14 +181,24 @@ class LayerPlan:
     @property
     def divided_linears(self) -> Iterator[ParameterSpec]:
         """Weights of the linear layers of blocks that tensor ranks divide: without adapters, tables and recurrences."""
-        tables = {spec.name for spec in POSITIONS[self.architecture.positions].shared(self.architecture)}
         for layer in self.layers:
-            if layer.kind != "block":
-                continue
-            for spec in layer.parameters:
-                is_split = spec.is_matrix and spec.partition_dim is not None
-                if is_split and spec.name not in tables and ADAPTER not in spec.name and not spec.of_recurrence:
-                    yield spec
+            if layer.kind == "block":
+                yield from self._divided_linears_of(layer)
+
+    @property
+    def adaptable_linears(self) -> Iterator[ParameterSpec]:
+        """Weights of the linear layers that can have adapters: also whole ones, and those of multi-token prediction."""
+        for layer in self.layers:
+            if layer.kind in ADAPTED_LAYERS:
+                yield from self._divided_linears_of(layer)
+                yield from (spec for spec in layer.parameters if spec.of_whole_linear)
+
+    def _divided_linears_of(self, layer: LayerEntry) -> Iterator[ParameterSpec]:
+        tables = {spec.name for spec in POSITIONS[self.architecture.positions].shared(self.architecture)}
+        for spec in layer.parameters:
+            is_split = spec.is_matrix and spec.partition_dim is not None
+            if is_split and spec.name not in tables and ADAPTER not in spec.name and not spec.of_recurrence:
+                yield spec
 
     @property
     def trains_head(self) -> bool:

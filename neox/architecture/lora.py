@@ -39,7 +39,8 @@ class Lora:
 def adapter_parameters(weight: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]:
     """Return A [rank, I] and B [O, rank] of a weight [O, I]; of a stack of experts [E, O, I] a stack of each.
 
-    Tensor ranks split one of them as they split the weight: B if the weight is split by its outputs, else A.
+    Tensor ranks split one of them as they split the weight: B if the weight is split by its outputs, A if it is by its
+    inputs, and neither if every rank has the whole weight.
     """
     module = weight.name.removesuffix(".weight")
     *stack, outputs, inputs = weight.shape
@@ -50,6 +51,8 @@ def adapter_parameters(weight: ParameterSpec, rank: int) -> tuple[ParameterSpec,
         of_experts, name=f"{module}{ADAPTER}lora_A", shape=(*stack, rank, inputs), init=Uniform(-bound, bound)
     )
     up = replace(of_experts, name=f"{module}{ADAPTER}lora_B", shape=(*stack, outputs, rank), init=ZEROS)
+    if weight.partition_dim is None:
+        return down, up
     if weight.partition_dim == rows:
         return down, replace(up, partition_dim=rows, sections=weight.sections)
     return replace(down, partition_dim=rows + 1), up

@@ -116,6 +116,8 @@ class ParameterSpec:
         of_norm: It scales or shifts elements, whatever its shape.
         of_recurrence: It belongs to what a mixer computes between its two projections, not to a linear layer that
             tensor ranks divide.
+        of_whole_linear: It is the weight of a linear layer that every tensor rank computes whole, and that can have an
+            adapter.
         shared_with: Index of the layer that owns it, if this layer uses another one's parameter. Every pipeline stage
             and every layer's file holds a copy.
         experts: Number of experts whose weights it holds, one after another along dimension 0; 0 for other parameters.
@@ -136,6 +138,7 @@ class ParameterSpec:
     stays_fp32: bool = False
     of_norm: bool = False
     of_recurrence: bool = False
+    of_whole_linear: bool = False
     shared_with: int | None = None
     experts: int = 0
     active_experts: int = 0

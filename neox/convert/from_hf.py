@@ -44,7 +44,7 @@ from neox.convert.hf_directory import CONFIG, read_json, write_json
 from neox.convert.hf_tokenizer import TOKENIZER_FILES, import_tokenizer
 from neox.convert.hf_weights import HFWeights, with_own_head
 from neox.convert.layouts import from_hf_layout, to_hf_layout
-from neox.convert.peft_adapters import read_peft_adapter
+from neox.convert.peft_adapters import further_layers_left_out, read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError, os_errors, refusals
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
@@ -120,8 +120,6 @@ def from_hf(
     weights = HFWeights(source, family)
     architecture = with_own_head(architecture, weights)
     stored_modules = architecture.mtp_num_layers  # of multi-token prediction
-    if adapter_dir is not None and mtp_num_layers:
-        raise ConversionError("--mtp-num-layers: adapters are trained without multi-token prediction; leave it out")
     if mtp_num_layers > stored_modules:
         number = f"{family.further_layers_key}: {stored_modules}" if family.further_layers_key else "none"
         raise ConversionError(
@@ -144,7 +142,7 @@ def from_hf(
     adapters: Mapping[int, Mapping[str, Tensor]] = {}
     read_files = [source / CONFIG, *weights.files]
     if adapter_dir is not None:
-        adapter = read_peft_adapter(Path(adapter_dir), layers, family)
+        adapter = read_peft_adapter(Path(adapter_dir), layers, family, stored_modules)
         layers = add_adapters(layers, adapter.lora)
         adapters = adapter.tensors
         keys["lora"] = adapter.keys
@@ -363,7 +361,7 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
     network = layers.architecture
     first = network.num_layers + network.mtp_num_layers
     end = network.num_layers + further_layers
-    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, end))
+    prefixes = further_layers_left_out(layers, further_layers)
     left_out = {key for key in unknown if key.startswith(prefixes)}
     if left_out:
         _log.warning(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neox.architecture import ADAPTER, LayerPlan, Lora, Uniform, add_adapters
+from neox.architecture import ADAPTED_LAYERS, ADAPTER, LayerPlan, Lora, Uniform, add_adapters
 from neox.checkpoint import CheckpointReader, check_same_model, checkpoint_at
 from neox.config import NeoXConfig
 from neox.convert.hf_directory import ADAPTER_CONFIG, check_new_directory, new_directory, read_json, write_json
@@ -133,16 +133,31 @@ class PeftAdapter:
         }
 
 
-def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> PeftAdapter:
+def further_layers_left_out(layers: LayerPlan, stored: int) -> tuple[str, ...]:
+    """Return the beginnings of the names of modules of multi-token prediction that files hold and a model lacks.
+
+    Args:
+        layers: Layers of the model.
+        stored: Number of such modules in the files of the base model.
+    """
+    network = layers.architecture
+    first = network.num_layers + network.mtp_num_layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, network.num_layers + stored))
+
+
+def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family, further_layers: int = 0) -> PeftAdapter:
     """Read an adapter that `peft` has written, for a model with these layers.
 
     All adapters of ours have one rank and one scale. It is the largest one that a layer needs, and smaller adapters get
-    rows of A that start as those of a new adapter, with columns of zeros in B.
+    rows of A that start as those of a new adapter, with columns of zeros in B. Modules of multi-token prediction, which
+    peft's models lack, get the adapters that the file has under the names of their layers, and otherwise new ones.
 
     Args:
         directory: Directory of the adapter.
         layers: Layers of the model, without adapters.
         family: Family of the model.
+        further_layers: Number of modules of multi-token prediction in the base model's files. Adapters of those that
+            the model lacks are left out.
 
     Raises:
         ConversionError: For settings that are not supported, each by name, and for missing or unknown tensors.
@@ -151,6 +166,12 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> Pef
     _check_settings(directory / ADAPTER_CONFIG, settings)
     weights = list(_adaptable_weights(layers, family))
     stored = _read_tensors(directory / _WEIGHTS)
+    prefixes = tuple(_PREFIX + name for name in further_layers_left_out(layers, further_layers))
+    left_out = [key for key in stored if key.startswith(prefixes)]
+    for key in left_out:
+        del stored[key]
+    if left_out:
+        _log.warning("left out %d adapters of multi-token prediction, which the model lacks", len(left_out) // 2)
     joined = _products_of_experts(directory / _WEIGHTS, settings, stored, layers, family)
     products = _read_products(directory / _WEIGHTS, settings, stored, weights)
     for mapping in weights:
@@ -159,7 +180,7 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family) -> Pef
             joined[mapping] = _join(theirs, mapping, layers, directory / _WEIGHTS)
     if not joined:
         raise ConversionError(f"{directory / _WEIGHTS}: holds no adapters")
-    _refuse_missing(directory / _WEIGHTS, settings, products, weights)
+    _refuse_missing(directory / _WEIGHTS, settings, products, weights, layers)
     targets = tuple(sorted(set(map(_target_of, joined))))
     rank = max(product.a.shape[-2] for product in joined.values())
     scale = max(product.scale for product in joined.values())
@@ -249,7 +270,10 @@ def _products_of_experts(
     found: dict[TensorMapping, str] = {}
     matched: set[str] = set()
     for mapping in expert_stacks(layers, family):
-        parameter = expert_parameter(mapping)
+        parameter = expert_parameter(mapping, layers)
+        is_stored = _tensor_key(parameter.rpartition(".")[0], "A") in stored
+        if layers[mapping.layer].kind == "multi_token" and not is_stored:
+            continue  # peft's models lack the module
         for target in targets:
             if f".{parameter}".endswith(f".{target}"):
                 found[mapping] = parameter
@@ -336,7 +360,11 @@ def _product_of(file: Path, settings: Mapping[str, Any], module: str, stored: Ma
 
 
 def _refuse_missing(
-    file: Path, settings: Mapping[str, Any], products: Mapping[str, _AdapterProduct], weights: Sequence[TensorMapping]
+    file: Path,
+    settings: Mapping[str, Any],
+    products: Mapping[str, _AdapterProduct],
+    weights: Sequence[TensorMapping],
+    layers: LayerPlan,
 ) -> None:
     """Raise ConversionError if a kind of module that has adapters misses some, or all."""
     targets = settings.get("target_modules")
@@ -347,6 +375,8 @@ def _refuse_missing(
     in_some_block: set[str] = set()
     lacking: list[tuple[str, str]] = []  # kind of module, module
     for mapping in weights:
+        if layers[mapping.layer].kind != "block":
+            continue  # peft's models lack modules of multi-token prediction
         for kind, module in zip(mapping.source.modules, _modules_of(mapping), strict=True):
             if module in products:
                 in_some_block.add(kind)
@@ -500,7 +530,7 @@ def write_peft_adapter(
     parameters: dict[str, TensorMapping] = {}
     for mapping in expert_stacks(plan.layers, family):
         if _target_of(mapping) in lora.targets:
-            parameters[expert_parameter(mapping)] = mapping
+            parameters[expert_parameter(mapping, plan.layers)] = mapping
     for parameter, mapping in parameters.items():
         adapter = mapping.name.removesuffix(".weight") + ADAPTER
         a = reader.full(mapping.layer, f"{adapter}lora_A")
@@ -588,10 +618,10 @@ def _target_modules(adapted: Sequence[str], mappings: Iterable[TensorMapping]) -
 
 
 def _adaptable_weights(layers: LayerPlan, family: Family) -> Iterator[TensorMapping]:
-    """Yield the weights of blocks that can have adapters."""
+    """Yield the weights of blocks, and of modules of multi-token prediction, that can have adapters."""
     for mapping in family.mappings(layers):
         layer = layers[mapping.layer]
-        if layer.kind != "block":
+        if layer.kind not in ADAPTED_LAYERS:
             continue
         spec = next(spec for spec in layer.parameters if spec.name == mapping.name)
         if spec.is_matrix and not spec.experts:

@@ -15,26 +15,26 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from neox.architecture import BLOCK_OFFSET, Architecture, LayerPlan
+from neox.architecture import ADAPTED_LAYERS, Architecture, LayerPlan
 from neox.convert.layouts import from_hf_layout, to_hf_layout
 from neox.families import Family, TensorMapping, TensorSource
 
 
 def expert_stacks(layers: LayerPlan, family: Family) -> Iterator[TensorMapping]:
-    """Yield the weights of the experts of each block."""
+    """Yield the weights of the experts of each block, and of each module of multi-token prediction."""
     for mapping in family.mappings(layers):
         layer = layers[mapping.layer]
         spec = next((spec for spec in layer.parameters if spec.name == mapping.name), None)
-        if spec is not None and layer.kind == "block" and spec.experts and spec.name.endswith(".weight"):
+        if spec is not None and layer.kind in ADAPTED_LAYERS and spec.experts and spec.name.endswith(".weight"):
             yield mapping
 
 
-def expert_parameter(mapping: TensorMapping) -> str:
+def expert_parameter(mapping: TensorMapping, layers: LayerPlan) -> str:
     """Return the name of transformers' parameter that holds the weights of a block's experts."""
     name = "down_proj"
     if mapping.name.endswith("dense_h_to_4h.weight"):
         name = "gate_up_proj"
-    return f"model.layers.{mapping.layer - BLOCK_OFFSET}.mlp.experts.{name}"
+    return f"model.layers.{layers.block_number(mapping.layer)}.mlp.experts.{name}"
 
 
 def expert_module(parameter: str, adapted: Collection[str]) -> str:

@@ -25,6 +25,7 @@ from neox.parallel import (
     ParallelGrid,
     RowParallelLinear,
     TensorOptions,
+    WholeLinear,
     divide_tokens,
 )
 from neox.plan.run_plan import RunPlan
@@ -72,6 +73,7 @@ def build_layer(
         divide_tokens(layer)
     elif entry.kind == "multi_token":
         layer = MultiTokenLayer(plan, grid, **options)
+        _add_adapters(layer, plan, index)
         divide_tokens(layer)
     elif entry.kind == "norm":
         layer = FinalNorm(network, **options)
@@ -106,7 +108,7 @@ def _head(plan: RunPlan, entry: LayerEntry, grid: ParallelGrid, options: TensorO
 
 
 def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
-    """Add the adapters that the layer plan lists to the linear layers of a block."""
+    """Add the adapters that the layer plan lists to the linear layers of a block, or of multi-token prediction."""
     lora = plan.layers.lora
     keys = plan.config.training.lora
     if lora is None or keys is None:
@@ -118,7 +120,7 @@ def _add_adapters(layer: nn.Module, plan: RunPlan, index: int) -> None:
             if isinstance(linear, GroupedLinear):
                 linear.add_adapter(lora.rank, lora.scale)
                 continue
-            assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), module
+            assert isinstance(linear, ColumnParallelLinear | RowParallelLinear | WholeLinear), module
             linear.add_adapter(lora.rank, lora.scale, keys.dropout)
 
 

@@ -25,6 +25,7 @@ from neox.parallel import (
     RowParallelLinear,
     TensorOptions,
     TokenShares,
+    WholeLinear,
     copy_to_tensor_ranks,
     copy_tokens_to_tensor_ranks,
 )
@@ -59,12 +60,13 @@ class LatentSelfAttention(SelfAttention, TokenShares):
         self.has_query_latents = width > 0
         rows = heads * self.head_dim
         if self.has_query_latents:
-            self.query_down = nn.Linear(hidden, width, bias=False, **options)
+            self.query_down = WholeLinear(hidden, width, grid, multiply=linear, **options)
             self.query_norm = norm(width, eps=_EPSILON, **options)
             self.query_up = ColumnParallelLinear(width, rows, grid, bias=False, multiply=linear, **options)
         else:
             self.query = ColumnParallelLinear(hidden, rows, grid, bias=False, multiply=linear, **options)
-        self.key_value_down = nn.Linear(hidden, self.latent_width + self.rotated_width, bias=False, **options)
+        rows_down = self.latent_width + self.rotated_width
+        self.key_value_down = WholeLinear(hidden, rows_down, grid, multiply=linear, **options)
         self.key_value_norm = norm(self.latent_width, eps=_EPSILON, **options)
         rows = heads * (self.plain_width + self.value_width)
         self.key_value_up = ColumnParallelLinear(self.latent_width, rows, grid, bias=False, multiply=linear, **options)
@@ -78,12 +80,10 @@ class LatentSelfAttention(SelfAttention, TokenShares):
         )
 
     def parameters_on_shares(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that compute latent vectors."""
-        modules = [self.key_value_down, self.key_value_norm]
+        """Yield the parameters of the norms of latent vectors; the layers before them yield their own."""
+        yield from self.key_value_norm.parameters()
         if self.has_query_latents:
-            modules += [self.query_down, self.query_norm]
-        for module in modules:
-            yield from module.parameters()
+            yield from self.query_norm.parameters()
 
     def _queries_and_latents(
         self, x: Tensor, encode: Callable[[Tensor], Tensor] | None
@@ -93,11 +93,11 @@ class LatentSelfAttention(SelfAttention, TokenShares):
         With sequence parallelism the latent vectors are those of this rank's share of the tokens, [B, S/T, C].
         """
         if self.has_query_latents:
-            queries = self.query_up(self.query_norm(linear(x, self.query_down.weight)))
+            queries = self.query_up(self.query_norm(self.query_down(x)))
         else:
             queries = self.query(x)
         queries = queries.unflatten(-1, (self.heads_here, self.head_dim))
-        down = linear(x, self.key_value_down.weight)
+        down = self.key_value_down(x)
         latents, rotated = down.split((self.latent_width, self.rotated_width), dim=-1)
         latents = self.key_value_norm(latents)
         if self.shares > 1:
@@ -125,7 +125,7 @@ class LatentSelfAttention(SelfAttention, TokenShares):
     ) -> Tensor:
         """Attend to the cached latent vectors with `key_value_up` absorbed: [B, S, H] -> [B, S, N*V]."""
         queries, latents, rotated = self._queries_and_latents(x, encode)
-        weight = self.key_value_up.weight.unflatten(0, (self.heads_here, -1))  # [N, P + V, C]
+        weight = self.key_value_up.adapted_weight.unflatten(0, (self.heads_here, -1))  # [N, P + V, C]
         to_keys, to_values = weight.split((self.plain_width, self.value_width), dim=1)
         rotated_queries, plain = queries.split((self.rotated_width, self.plain_width), dim=-1)
         latent_queries = torch.einsum("bsnp,npc->bsnc", plain, to_keys)

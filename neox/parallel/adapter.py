@@ -1,9 +1,11 @@
-"""Low-rank adapters of linear layers that are split over tensor ranks.
+"""Low-rank adapters of linear layers that are split over tensor ranks, or that each rank computes whole.
 
 Legend: I input features, O output features, R rank of the adapter.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,17 +35,24 @@ class Adapter(LowRankAdapter, TokenShares):
         rank: Rank of the product, R.
         scale: Factor of the product.
         dropout: Probability of dropping an input in training.
-        split_outputs: Whether tensor ranks divide the outputs (column-parallel); otherwise the inputs (row-parallel).
+        split: What tensor ranks divide: the outputs (column-parallel), the inputs (row-parallel), or nothing.
     """
 
     def __init__(
-        self, weight: Tensor, grid: ParallelGrid, rank: int, scale: float, dropout: float, *, split_outputs: bool
+        self,
+        weight: Tensor,
+        grid: ParallelGrid,
+        rank: int,
+        scale: float,
+        dropout: float,
+        *,
+        split: Literal["outputs", "inputs", "nothing"],
     ) -> None:
         super().__init__()
         self.grid = grid
         self.scale = scale
         self.dropout = dropout
-        self.split_outputs = split_outputs
+        self.split = split
         outputs, inputs = weight.shape
         self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=weight.device, dtype=weight.dtype))
         self.lora_B = nn.Parameter(torch.empty(outputs, rank, device=weight.device, dtype=weight.dtype))
@@ -52,10 +61,12 @@ class Adapter(LowRankAdapter, TokenShares):
         """Return this rank's result: [..., I] -> [..., O/tp], or [..., I/tp] -> a summand of [..., O].
 
         Every rank holds all of A x or of B, and computes a part of its gradient. With sequence parallelism the inputs
-        [..., I] are a share of the tokens; the result is for all tokens.
+        [..., I] are a share of the tokens; the result is for all tokens, but for this share if nothing is divided.
         """
         inner = F.linear(self._dropped(x), self.lora_A)
-        if not self.split_outputs:
+        if self.split == "nothing":
+            return self.scale * F.linear(inner, self.lora_B)
+        if self.split == "inputs":
             return self.scale * F.linear(inner, copy_to_tensor_ranks(self.lora_B, self.grid))
         if self.shares > 1:
             inner = copy_tokens_to_tensor_ranks(inner, self.grid)
@@ -63,16 +74,22 @@ class Adapter(LowRankAdapter, TokenShares):
             inner = copy_to_tensor_ranks(inner, self.grid)
         return self.scale * F.linear(inner, self.lora_B)
 
+    def merged_into(self, weight: Tensor) -> Tensor:
+        """Return weight + scale B A, with which the layer computes the same: [O/tp, I], outside of training."""
+        return weight + self.scale * (self.lora_B @ self.lora_A)
+
     def parameters_on_shares(self) -> tuple[nn.Parameter, ...]:
-        """Return A, if it multiplies a share of the tokens."""
-        if self.split_outputs:
+        """Return what multiplies a share of the tokens: A, also B if nothing is divided; neither with split inputs."""
+        if self.split == "outputs":
             return (self.lora_A,)
+        if self.split == "nothing":
+            return (self.lora_A, self.lora_B)
         return ()
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not self.training or self.dropout == 0.0:
             return x
-        if self.split_outputs or not self.grid.rng.enabled:
+        if self.split != "inputs" or not self.grid.rng.enabled:
             return F.dropout(x, self.dropout)
         with self.grid.rng.fork(x.device):  # each rank has other inputs
             return F.dropout(x, self.dropout)

@@ -160,6 +160,13 @@ class ColumnParallelLinear(TokenShares):
             self.bias = mark_split(nn.Parameter(torch.empty(here, **options)), split)
         self.adapter: Adapter | None = None
 
+    @property
+    def adapted_weight(self) -> Tensor:
+        """The weight [O/tp, I] with the adapter's product, for other formulas of the same layer in generation."""
+        if self.adapter is None:
+            return self.weight
+        return self.adapter.merged_into(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply: [..., I] -> [..., O/tp]."""
         divided = self.shares > 1
@@ -171,7 +178,42 @@ class ColumnParallelLinear(TokenShares):
 
     def add_adapter(self, rank: int, scale: float, dropout: float) -> None:
         """Add a low-rank adapter, uninitialised."""
-        self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split_outputs=True)
+        self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split="outputs")
+
+
+class WholeLinear(TokenShares):
+    """y = x W^T that every tensor rank computes whole: [..., I] -> [..., O]. Its gradient is the same on every rank.
+
+    With sequence parallelism input and output are this rank's share of the tokens. Arguments are those of
+    `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        grid: ParallelGrid,
+        *,
+        multiply: Multiply = F.linear,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.multiply = multiply
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **options))
+        self.adapter: Adapter | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply: [..., I] -> [..., O]."""
+        return _with_adapter(self.multiply(x, self.weight, None), x, self.adapter)
+
+    def parameters_on_shares(self) -> tuple[nn.Parameter, ...]:
+        """Return the weight. The adapter returns its own parameters."""
+        return (self.weight,)
+
+    def add_adapter(self, rank: int, scale: float, dropout: float) -> None:
+        """Add a low-rank adapter, uninitialised."""
+        self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split="nothing")
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -287,7 +329,7 @@ class RowParallelLinear(TokenShares):
 
     def add_adapter(self, rank: int, scale: float, dropout: float) -> None:
         """Add a low-rank adapter, uninitialised."""
-        self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split_outputs=False)
+        self.adapter = Adapter(self.weight, self.grid, rank, scale, dropout, split="inputs")
 
 
 def _with_adapter(y: Tensor, x: Tensor, adapter: Adapter | None) -> Tensor:

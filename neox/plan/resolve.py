@@ -173,7 +173,8 @@ _EARLIER_TARGETS = frozenset({"query_key_value", "dense", "dense_h_to_4h", "dens
 """Targets of `lora` that earlier versions took, whether or not a network has all of them."""
 _NAMES_OF_PROJECTIONS = (
     "q_proj, k_proj and v_proj are `query_key_value` here, o_proj is `dense`, gate_proj and up_proj are "
-    "`dense_h_to_4h`, and down_proj is `dense_4h_to_h`"
+    "`dense_h_to_4h`, and down_proj is `dense_4h_to_h`; of latent attention, q_a_proj is `query_down`, q_b_proj is "
+    "`query_up`, q_proj is `query`, kv_a_proj_with_mqa is `key_value_down`, and kv_b_proj is `key_value_up`"
 )
 """What Hugging Face's names of linear layers are here."""
 
@@ -188,7 +189,7 @@ def _trained_share_notes(layers: LayerPlan, config: NeoXConfig) -> Iterator[str]
         if layers.architecture.soft_prompt_tokens:
             rule = "and `soft_prompt_tuning` each train nothing else; give one of them"
             raise ConfigError(config.problem("lora", rule, "soft_prompt_tuning"))
-        known = {spec.name.split(".")[-2] for spec in layers.divided_linears}
+        known = {spec.name.split(".")[-2] for spec in layers.adaptable_linears}
         targets = config.training.lora.target
         unknown = [target for target in targets if target not in known]
         if known.intersection(targets) and _EARLIER_TARGETS.issuperset(targets):

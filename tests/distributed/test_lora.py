@@ -3,8 +3,14 @@
 import pytest
 import torch
 
+from neox.checkpoint import CheckpointReader
+from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
+from tests.distributed.test_multi_token import MODULES, check, finetuned
+from tests.distributed.test_reshard import plan_of, relay_and_still, worst
 from tests.distributed.training_runs import batches, tiny_plan, train_curves
+from tests.errors import raises_naming
+from tests.unit.checkpoint.synthetic import seeded_weights, write_checkpoint
 
 STEPS = 6
 EVERYWHERE = {"r": 4, "alpha": 8, "target": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]}
@@ -36,6 +42,86 @@ def test_curves_are_equal_in_more_layouts(keys):
     layouts.append({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
     assert_equal_curves(2, layouts, **keys)
     assert_equal_curves(4, [{"pp": 2, "mp": 2, "zero": 1}], **keys)
+
+
+LATENT = {
+    "attention_config": ["latent"] * 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "head_dim": 8,
+    "v_head_dim": 6,
+    "norm": "rmsnorm",
+    "use_bias_in_qkv": False,
+    "use_bias_in_attn_linear": False,
+}
+OF_LATENT = {
+    "lora": {"r": 4, "alpha": 8, "target": ["query_down", "query_up", "key_value_down", "key_value_up", "dense"]}
+}
+OF_QUERIES = {"lora": {"r": 4, "alpha": 8, "target": ["query", "key_value_down", "dense_h_to_4h"]}, "q_lora_rank": None}
+WITH_MODULES = {"lora": {"r": 4, "alpha": 8, "target": ["query_key_value", "dense", "dense_h_to_4h", "eh_proj"]}}
+SHARES = {"mp": 2, "sequence_parallel": True}
+
+
+def check_losses(layouts, **keys):
+    expected = run_ranks(1, train_curves, [tiny_plan(1, **keys)], STEPS)[0][0]
+    curves = run_ranks(2, train_curves, [tiny_plan(2, **layout, **keys) for layout in layouts], STEPS, timeout=500)[0]
+    for layout, curve in zip(layouts, curves, strict=True):
+        for step, ((loss, norm), (loss_1, norm_1)) in enumerate(zip(curve, expected, strict=True)):
+            assert loss == pytest.approx(loss_1, rel=2e-6), (layout, step)
+            assert norm == pytest.approx(norm_1, rel=2e-5), (layout, step)
+    assert expected[-1][0] < expected[0][0]
+
+
+def test_latent_attention_trains_on_two_tensor_ranks_as_on_one():
+    check_losses([SHARES], **LATENT, **OF_LATENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [OF_LATENT, OF_QUERIES], ids=["all", "queries"])
+def test_latent_attention_trains_alike_in_more_layouts(adapters):
+    context = {"context_parallel_size": 2, "zero": 1}
+    layouts = [{"mp": 2}, {"mp": 2, "zero": 1}, {"pp": 2}, {"zero": 3, "checkpoint_activations": True}, context]
+    check_losses(layouts, **{**LATENT, **adapters})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [WITH_MODULES, {**LATENT, **OF_LATENT}], ids=["attention", "latent"])
+def test_modules_of_multi_token_prediction_train_alike(keys):
+    expected = check(2, [{"mp": 2}, SHARES, {"pp": 2}, {"zero": 1}, {"zero": 3}], **keys)
+    assert expected[-2]["mtp_loss"] < expected[0]["mtp_loss"]
+
+
+@pytest.mark.slow
+def test_a_relay_of_layouts_is_an_undisturbed_run(tmp_path):
+    layouts = [
+        {"pp": 1, "mp": 2, "zero": 1},
+        {"pp": 2, "mp": 1, "zero": 0},
+        {"pp": 1, "mp": 2, "zero": 0},
+        {"pp": 1, "mp": 1, "zero": 3},
+    ]
+    save = str(tmp_path / "relay")
+    keys = {**MODULES, **LATENT, **OF_LATENT}
+    relayed = [plan_of(2, layout, save=save, load=save, **keys) for layout in layouts]
+    still = plan_of(2, {"pp": 1, "mp": 1, "zero": 1}, save=str(tmp_path / "still"), **keys)
+    got, expected = run_ranks(2, relay_and_still, relayed, still, timeout=300)[0]
+    assert worst([loss for loss, _ in got], [loss for loss, _ in expected]) < 2e-6
+
+
+@pytest.mark.slow
+def test_adapters_on_a_network_with_modules_start_as_that_network(tmp_path):
+    keys = {**MODULES, **LATENT}
+    saving = tiny_plan(1, **keys, save=str(tmp_path))
+    loading = tiny_plan(1, **keys, **OF_LATENT, load=str(tmp_path), finetune=True)
+    _, trained, tuned = run_ranks(1, finetuned, saving, loading, timeout=300)[0]
+    assert tuned == pytest.approx(trained, rel=1e-6)
+
+
+def test_adapters_on_modules_that_a_checkpoint_lacks_are_refused(tmp_path):
+    plain = tiny_plan(1, **LATENT).layers
+    path = write_checkpoint(tmp_path / "global_step1", plain, seeded_weights(plain))
+    layers = tiny_plan(1, **LATENT, **OF_LATENT, mtp_num_layers=1).layers
+    with raises_naming(CheckpointError, "mtp_num_layers", "lora"):
+        CheckpointReader(path, layers, finetune=True)
 
 
 def train_and_save(base, tuned, again):
@@ -71,8 +157,6 @@ def train_and_save(base, tuned, again):
     ],
 )
 def test_adapters_on_a_checkpoint_are_resumed_and_merged(tmp_path, world, layout, resumed):
-    from neox.checkpoint import CheckpointReader
-
     saves = {name: str(tmp_path / name) for name in ("base", "tuned")}
     base = tiny_plan(world, **layout, save=saves["base"])
     tuned = tiny_plan(world, **layout, **KEYS, load=saves["base"], save=saves["tuned"], finetune=True)

@@ -80,6 +80,22 @@ def test_latent_attention_takes_the_planned_memory(precision: str, values: str) 
     check(2, [plan_of(2, precision, zero, **keys, **layout) for layout, zero in CONTEXT_LAYOUTS])
 
 
+RECOMPUTED: dict[str, object] = {"num_layers": 6, "checkpoint_activations": True}
+CONTEXT_KINDS = ("all_gather", "ulysses")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [128, 1024])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_context_ranks_that_recompute_take_the_planned_memory(precision: str, length: int) -> None:
+    keys = {**RECOMPUTED, "seq_length": length, "max_position_embeddings": length, "context_parallel_size": 2}
+    plans = []
+    for kind in CONTEXT_KINDS:
+        for stage in (1, 3):
+            plans.append(plan_of(2, precision, {"stage": stage}, context_parallel_kind=kind, **keys))
+    check(2, plans)
+
+
 ADAPTED = {
     **EXPERTS,
     "lora": {"r": 16, "alpha": 16, "target": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
@@ -100,6 +116,31 @@ def test_adapters_of_experts_take_the_planned_memory(precision: str) -> None:
         layouts = [(keys, zero) for ranks, keys, zero in ADAPTER_LAYOUTS if ranks == world]
         plans = [plan_of(world, precision, zero, **ADAPTED, **keys) for keys, zero in layouts]
         check(world, plans)
+
+
+LATENT_ADAPTERS = {
+    "r": 16,
+    "alpha": 16,
+    "target": ["query_down", "query_up", "key_value_down", "key_value_up", "dense"],
+}
+OF_LATENT: list[tuple[int, dict[str, object], dict[str, object]]] = [
+    (1, {}, {"stage": 0}),
+    (2, {"model_parallel_size": 2}, {"stage": 0}),
+    (2, {"model_parallel_size": 2, "sequence_parallel": True}, {"stage": 0}),
+    (2, {"checkpoint_activations": True}, {"stage": 3}),
+    (2, {"mtp_num_layers": 2, "model_parallel_size": 2}, {"stage": 0}),
+    (2, {"mtp_num_layers": 1}, {"stage": 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [None], ids=["whole"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_latent_attention_in_layouts_takes_the_planned_memory(precision: str, adapters: object) -> None:
+    keys = {**LATENT, **VALUES["narrower"], "lora": adapters}
+    for world in (1, 2):
+        layouts = [(layout, zero) for ranks, layout, zero in OF_LATENT if ranks == world]
+        check(world, [plan_of(world, precision, zero, **keys, **layout) for layout, zero in layouts])
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from neox.checkpoint import CheckpointReader
 from neox.config import NeoXConfig
-from neox.convert import from_hf, to_hf
+from neox.convert import from_hf, to_hf, write_peft_adapter
 from neox.convert.verification import load_reference_model, single_rank_plan
 from neox.errors import ConversionError
 from neox.model import Context
@@ -167,6 +167,83 @@ def test_imported_modules_are_those_of_transformers_and_go_out_bit_for_bit(tmp_p
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert json.loads((exported / "config.json").read_text())["num_nextn_predict_layers"] == depths
+
+
+def our_scores(checkpoint: Path, config: NeoXConfig) -> dict[str, float]:
+    """Return the scores of a checkpoint of ours on the tokens."""
+    plan = single_rank_plan(config, 90)
+    ours = load_reference_model(CheckpointReader(checkpoint, plan.layers), config)
+    objective = build_objective(plan)
+    batch = {"tokens": TOKENS, "labels": LABELS, "loss_mask": torch.ones(TOKENS.shape) / TOKENS.numel()}
+    if config.model.mtp_num_layers:
+        batch = with_tokens_ahead(batch, config.model.mtp_num_layers, "loss_mask")
+    with torch.no_grad():
+        scores = ours(TOKENS, Context(), lambda output: objective.scores(output, objective.targets(batch)))
+    return dict(zip(objective.names, scores.tolist(), strict=True))
+
+
+ADAPTED = {
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "glm4_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_adapters_of_modules_come_in_and_go_out_next_to_those_of_peft(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str
+) -> None:
+    """peft's models lack the modules and pass over their tensors; here they are read, trained, written and merged."""
+    peft = pytest.importorskip("peft", reason="peft (requirements/requirements-dev.txt) is not installed")
+    source = tmp_path / "hf"
+    model, modules = published(source, model_type, 1)
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=ADAPTED[model_type], init_lora_weights=False)
+    peft.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    of_network = load_file(weights)
+    without = from_hf(source, tmp_path / "fresh", adapter_dir=tmp_path / "adapter", mtp_num_layers=1)
+    with torch.no_grad():
+        expected = torch.stack(theirs(model, modules, 1)).mean()
+    config = NeoXConfig.from_flat(yaml.safe_load(without.config_file.read_text()))
+    assert our_scores(without.checkpoint, config)["mtp_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+    peft.inject_adapter_in_model(settings, modules.layers[0])
+    of_module = {}
+    for name, tensor in modules.layers[0].state_dict().items():
+        if ".lora_" in name:
+            name = name.removeprefix("mtp_block.").replace(".default", "")
+            of_module[f"base_model.model.model.layers.2.{name}"] = tensor.contiguous()
+    assert len(of_module) == 2 * len(ADAPTED[model_type])
+    save_file({**of_network, **of_module}, weights, metadata={"format": "pt"})
+    with torch.no_grad():
+        expected = torch.stack(theirs(model, modules, 1)).mean()
+    imported = from_hf(source, tmp_path / "ours", adapter_dir=tmp_path / "adapter", mtp_num_layers=1)
+    config = NeoXConfig.from_flat(yaml.safe_load(imported.config_file.read_text()))
+    found = our_scores(imported.checkpoint, config)
+    assert found["mtp_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert found["mtp_loss"] != pytest.approx(our_scores(without.checkpoint, config)["mtp_loss"], rel=1e-3)
+
+    # Out again: as an adapter that peft loads, and merged into the weights of both.
+    write_peft_adapter(imported.checkpoint, config, tmp_path / "again", base=str(source))
+    assert load_file(tmp_path / "again" / "adapter_model.safetensors").keys() == {**of_network, **of_module}.keys()
+    again = from_hf(source, tmp_path / "third", adapter_dir=tmp_path / "again", mtp_num_layers=1)
+    assert our_scores(again.checkpoint, config) == pytest.approx(found, rel=1e-6)
+    with torch.no_grad():
+        wanted = model(TOKENS).logits
+        base = type(model).from_pretrained(source, dtype=torch.float32)
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "again")
+        assert (loaded(TOKENS).logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    to_hf(imported.checkpoint, config, tmp_path / "merged", verify=False)
+    module = "model.layers.2.self_attn.o_proj"
+    a, b = (of_module[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
+    plain = load_file(source / "model.safetensors")[f"{module}.weight"]
+    merged = load_file(tmp_path / "merged" / "model.safetensors")[f"{module}.weight"]
+    torch.testing.assert_close(merged, plain + 5 / 3 * b @ a)
+
+    with caplog.at_level(logging.WARNING):
+        left_out = from_hf(source, tmp_path / "network", adapter_dir=tmp_path / "again")
+    assert "adapters of multi-token prediction" in caplog.text
+    config = NeoXConfig.from_flat(yaml.safe_load(left_out.config_file.read_text()))
+    assert our_scores(left_out.checkpoint, config)["lm_loss"] == pytest.approx(found["lm_loss"], rel=1e-6)
 
 
 def test_modules_stay_out_unless_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -506,6 +506,11 @@ class CheckpointReader:
         if self._finetune and not layers.architecture.bidirectional:
             # Modules of multi-token prediction start anew in a network that was trained without them, or are left out.
             modules = {layer.index for layer in layers.multi_token}
+            if layers.lora is not None and not modules <= stored:
+                raise CheckpointError(
+                    f"{self.path} lacks modules of `mtp_num_layers`, and `lora` would leave new ones as they are "
+                    "drawn: use as many as it has, or train modules before adapters"
+                )
             self.new_layers |= modules - stored
             wanted -= modules - stored
             stored -= {index for index in stored if _PROJECTION in self.names(index)} - modules

@@ -400,7 +400,6 @@ class ModelConfig(Section):
         Excludes("train_impl", OF_PREFERENCES, reason="its loss is of whole answers"),
         Excludes("soft_prompt_tuning", reason="only the prompt is trained then"),
         Excludes("train_only_added_tokens", reason="the modules would not be trained"),
-        Excludes("lora", reason="peft's adapters have no place for these modules"),
         Excludes("pos_emb", ("rpe",), reason="all blocks of the network share its table"),
         Excludes("pipeline_schedule", ("interleaved", "dualpipev"), reason="the modules stand on the last stage"),
     ] = None

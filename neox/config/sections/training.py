@@ -70,8 +70,8 @@ class LoraSettings(Section):
 
     target: tuple[str, ...] = Field(("query_key_value",), min_length=1)
     """Linear layers of a block that get an adapter: `query_key_value` and `dense` of attention, `dense_h_to_4h` and
-    `dense_4h_to_h` of the MLP, `in_proj` and `out_proj` of a recurrent mixer, or others that tensor ranks divide, such
-    as those of `rwkv` blocks."""
+    `dense_4h_to_h` of the MLP, `in_proj` and `out_proj` of a recurrent mixer, or others: those of latent attention
+    (`query_down`, `query_up`, `key_value_down`, `key_value_up`) and of `rwkv` blocks."""
 
 
 class TrainingConfig(CharPerplexityKeys):

@@ -110,6 +110,7 @@ BLOCK_MODULES = {
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"],
     "bert": r".*layer\.\d+\..*(query|key|value|dense)",
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"],
+    "latent": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 ADAPTED = [
     pytest.param("gpt_neox", BLOCK_MODULES["gpt_neox"], marks=needs_rope_parameters),
@@ -121,6 +122,8 @@ ADAPTED = [
     ("gpt2", ["attn.c_proj"]),
     ("gptj", ["k_proj", "fc_out"]),
     ("bert", ["intermediate.dense"]),
+    pytest.param("deepseek_v3", BLOCK_MODULES["latent"], marks=needs_rope_parameters),
+    pytest.param("deepseek_v2", ["q_proj", *BLOCK_MODULES["latent"][2:]], marks=needs_stacked_experts),
 ]
 SETTINGS = {"use_rslora": True, "rank_pattern": {"v_proj": 2, "c_proj": 5}, "alpha_pattern": {"q_proj": 3}}
 

@@ -25,7 +25,6 @@ KEY = {"mtp_num_layers": 2}
             ("mtp_num_layers", "pipe_parallel_size", "embed_layernorm"),
         ),
         ({"pipe_parallel_size": 2, "pipeline_schedule": "interleaved"}, ("mtp_num_layers", "pipeline_schedule")),
-        ({"lora": {"r": 4}}, ("mtp_num_layers", "lora")),
         ({"train_only_added_tokens": True, "added_tokens": ["<a>"]}, ("mtp_num_layers", "train_only_added_tokens")),
     ],
     ids=lambda value: " ".join(value),

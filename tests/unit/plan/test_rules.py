@@ -45,7 +45,7 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("use_bias_in_attn_linear", ("use_bias_in_qkv", "attention_config"), {**LATENT, "use_bias_in_qkv": None}),
     ("num_kv_heads", ("attention_config",), {**LATENT, "num_kv_heads": 2}),
     ("qk_norm", ("attention_config",), {**LATENT, "qk_norm": "head"}),
-    ("lora", ("attention_config",), {**LATENT, "lora": {"r": 2}}),
+    ("lora", ("attention_config",), {**LATENT, "lora": {"r": 2}}),  # has no query_key_value
     ("hidden_size", ("num_attention_heads",), {"hidden_size": 66}),
     ("num_attention_heads", ("model_parallel_size",), {"num_attention_heads": 2, "model_parallel_size": 4}),
     ("log_gradient_noise_scale", ("zero_optimization.stage",), {"log_gradient_noise_scale": True, ZERO: {"stage": 1}}),
