@@ -116,6 +116,9 @@ def report_type_errors(flat: FlatKeys, section: type[BaseModel], error: Validati
             text = f"{text[: _LONGEST_VALUE - 3]}..."
         if found.value == "auto":
             found.rules.append("`auto` is for the Hugging Face Trainer, which fills it in; give the value")
+        field = _field(section, found.path, flat)
+        if found.value is False and field is not None and field.default is None:
+            found.rules.append("`null`, which switches it off")
         flat.report(f"`{found.shown}: {text}` {', or '.join(found.rules)}", key)
 
 

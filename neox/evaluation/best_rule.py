@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from neox.checkpoint.save_directory.best import JOINED_BY, BestRule
 from neox.config.sections.base import Section
 from neox.config.sections.data import split_shares
 from neox.evaluation.evaluation_scalars import JOINED, set_of_scalar
-from neox.evaluation.tasks import tasks_of_scalar
+from neox.evaluation.tasks import files_of_scalar
 from neox.plan import RunPlan
 
 _OF_TASKS = ("eval_stride", "eval_num_fewshot", "eval_limit")
@@ -25,6 +25,8 @@ _OF_READING = (
     "max_lost_labels",
 )
 """Keys that change nothing about what is read."""
+_SAID_BY_SETS = ("data_path", "split", "valid_data_paths", "valid_data_weights", "valid_label_data_paths")
+_DIGITS_OF_SHARES = 6
 _LOSSES_OF_EXPERTS = ("moe_aux_loss_coeff", "moe_aux_loss_type", "moe_z_loss_coeff")
 _OF_LABELS = "lm_loss"
 """Start of the names of scores that terms of a trained loss do not enter."""
@@ -42,9 +44,12 @@ def best_rule(plan: RunPlan) -> BestRule:
 
 
 def _of_tasks(plan: RunPlan, metric: str) -> dict[str, Any]:
-    """Return what a score of a task is measured on, as JSON holds it; further tasks change nothing about it."""
+    """Return what a score of a task is measured on, as JSON holds it; further tasks change nothing about it.
+
+    The score's name says which task of the harness it is of, whether that is listed itself, by its group or a pattern.
+    """
     keys = plan.config.generation
-    found: dict[str, Any] = {"eval_tasks": tasks_of_scalar(keys.eval_tasks or (), metric)}
+    found: dict[str, Any] = {"eval_tasks": files_of_scalar(keys.eval_tasks or (), metric)}
     found |= keys.model_dump(mode="json", include={*_OF_TASKS}, exclude_none=True)
     found["seq_length"] = plan.config.model.seq_length
     return found
@@ -69,23 +74,29 @@ def _of_validation(plan: RunPlan, metric: str) -> dict[str, Any]:
     for section, keys in sections:
         found |= section.model_dump(mode="json", include={*keys}, exclude_defaults=True)
 
-    # Of which texts. Neither other sets nor their weights change anything about one set.
-    sets = data.validation_sets
-    one_set = set_of_scalar(metric, sets)
-    found.pop("split", None)
-    if one_set is not None:
-        found.pop("data_path", None)
-        found["valid_data_paths"] = {one_set: sets[one_set].model_dump(mode="json", exclude={"weight"})}
-    else:
-        if sets:
-            found["valid_data_paths"] = {name: item.model_dump(mode="json") for name, item in sets.items()}
-        elif data.data_path is not None:
-            for key in ("valid_data_paths", "valid_data_weights", "valid_label_data_paths"):
-                found.pop(key, None)  # not read
-        if data.data_path is not None:
-            found["split"] = [round(share, 6) for share in split_shares(data.split)]
-        if len(sets) + data.validates_split > 1 and metric.endswith(JOINED):
-            found[JOINED_BY] = "labels"
+    # Of which texts, and with which shares. Neither other sets nor their weights change anything about one set.
+    sets = data.evaluated_sets
+    one_set = set_of_scalar(metric, [item.name for item in sets if item.name is not None])
+    for key in _SAID_BY_SETS:
+        found.pop(key, None)
+    named = {}
+    for item in sets:
+        if one_set not in (None, item.name):
+            continue
+        if item.part is not None:
+            found["data_path"] = data.data_path
+            found["split"] = _rounded(split_shares(data.split))
+        elif item.name is None:
+            found["valid_data_paths"] = list(item.paths)
+            found["valid_label_data_paths"] = list(item.labels)
+            found["valid_data_weights"] = _rounded(item.shares)
+        else:
+            weight = 1.0 if one_set is not None else item.weight
+            named[item.name] = {"path": item.paths[0], "labels": item.labels[0], "weight": _rounded([weight])[0]}
+    if named:
+        found["valid_data_paths"] = named
+    if one_set is None and len(sets) > 1 and metric.endswith(JOINED):
+        found[JOINED_BY] = "labels"
 
     # Of how many samples, and which.
     samples = config.training.evaluation_samples(plan.batch.train_batch_size)
@@ -97,6 +108,11 @@ def _of_validation(plan: RunPlan, metric: str) -> dict[str, Any]:
     elif plan.loss_normalization == "micro_batch":
         found["loss_normalization"] = "tokens"  # a whole set's mean does not depend on how it is cut
     return found
+
+
+def _rounded(shares: Sequence[float]) -> list[float]:
+    """Return shares without what calculation adds: weights `[1, 1, 1]` and `[3, 3, 3]` are the same ones."""
+    return [round(share, _DIGITS_OF_SHARES) for share in shares]
 
 
 def _keys_of_evaluation(section: Section) -> Iterator[str]:

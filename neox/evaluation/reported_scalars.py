@@ -31,7 +31,7 @@ def reported_scalars(plan: RunPlan) -> list[str]:
     config = plan.config
     objective = evaluated_objective(build_objective(plan))
     scores = dict.fromkeys(objective.names, 0.0)
-    titles: list[str | None] = [*config.data.validation_sets]
+    titles: list[str | None] = [item.name for item in config.data.evaluated_sets]
     sets = []
     for title in titles or [None]:
         sets.append(EvaluationSet(iter(()), title, bytes_per_token=1.0))  # type: ignore[arg-type]
@@ -57,24 +57,17 @@ def validation_without_bytes(plan: RunPlan, metric: str) -> list[str]:
         DataError: A sidecar cannot be read.
     """
     config = plan.config
-    data = config.data
-    sets = data.validation_sets
-    one_set = set_of_scalar(metric, sets)
-    pairs: list[tuple[str, str | None]] = []
-    if one_set is not None:
-        pairs.append((sets[one_set].path, sets[one_set].labels))
-    else:  # that of all sets needs the bytes of all
-        for item in sets.values():
-            pairs.append((item.path, item.labels))
-        if data.data_path is not None and data.validates_split:
-            pairs.append((data.data_path, None))
-        blend = data.blends[1]
-        for number, path in enumerate(blend.paths or ()):
-            pairs.append((path, blend.labels[number] if blend.labels else None))
+    sets = config.data.evaluated_sets
+    one_set = set_of_scalar(metric, [item.name for item in sets if item.name is not None])
+    tokens = dict(plan.validation_tokens)
     is_plain = config.model.objective != "masked_lm"
     found: dict[str, None] = {}  # each one once
-    for prefix, labels in pairs:
-        is_known = is_plain and labels is None and bytes_per_token(prefix) is not None
-        if Path(f"{prefix}.idx").exists() and not is_known:
-            found[prefix] = None
+    for item in sets:
+        is_read = tokens.get(item.name) != 0
+        if not is_read or one_set not in (None, item.name):  # that of all sets needs the bytes of all
+            continue
+        for prefix, labels in item.files:
+            is_known = is_plain and labels is None and bytes_per_token(prefix) is not None
+            if Path(f"{prefix}.idx").exists() and not is_known:
+                found[prefix] = None
     return [*found]

@@ -227,10 +227,10 @@ def file_task_scalars(tasks: Sequence[FileTask]) -> list[str]:
     return names
 
 
-def tasks_of_scalar(tasks: Sequence[str], scalar: str) -> list[str]:
-    """Return those of some tasks that report a scalar `eval/TASK_SCORE`; all of them if none seems to.
+def files_of_scalar(tasks: Sequence[str], scalar: str) -> list[str]:
+    """Return those of the tasks that report a scalar `eval/TASK_SCORE` that are files: texts, and tasks in YAML.
 
-    Of several that may, as `mmlu` and `mmlu_anatomy`, it is the one with the longest name.
+    Of several that may report it, as `mmlu` and `mmlu_anatomy`, it is the one with the longest name.
 
     Args:
         tasks: Tasks in the form of `eval_tasks`.
@@ -238,10 +238,13 @@ def tasks_of_scalar(tasks: Sequence[str], scalar: str) -> list[str]:
     """
     files, harness = _split(tasks)
     titles = {}  # patterns
+    are_files = {}
     for file in files:
         titles[f"{file.kind}={file.path}"] = glob.escape(file.name)
+        are_files[f"{file.kind}={file.path}"] = True
     for name in harness:
-        title = Path(name).stem if name.endswith((".yaml", ".yml")) else name
+        are_files[name] = name.endswith((".yaml", ".yml"))
+        title = Path(name).stem if are_files[name] else name
         titles[name] = title if _is_pattern(name) else glob.escape(title)
     longest: list[str] = []
     for task, title in titles.items():
@@ -251,7 +254,7 @@ def tasks_of_scalar(tasks: Sequence[str], scalar: str) -> list[str]:
             longest = [task]
         elif len(title) == len(titles[longest[0]]):
             longest.append(task)
-    return longest or [*tasks]
+    return [task for task in longest if are_files[task]]
 
 
 def _is_pattern(name: str) -> bool:

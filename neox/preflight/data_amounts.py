@@ -111,35 +111,29 @@ def _tokens_of_passes(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocume
 def validation_tokens(config: NeoXConfig) -> tuple[tuple[str | None, int], ...]:
     """Return the name of each validation set, None for one without, and the tokens of one pass over it.
 
-    Sets that cannot be read, or only be counted by packing many documents, are left out; blends too, which have no end.
+    A part of `data_path` without a document has 0; evaluations do not read it. Sets that cannot be read, or only be
+    counted by packing many documents, are left out; blends too, which have no end.
     """
     data = config.data
     length = config.model.seq_length
     is_text = config.model.objective != "masked_lm" and not config.preferences.on_preferences
     if length is None or not is_text:
         return ()
-    sets: dict[str | None, tuple[str, str | None]] = {}
-    part: int | None = None  # of `split`
-    if data.train_data_paths is None and data.data_path is not None:
-        sets[None] = (data.data_path, None)
-        part = 1
-    for name, item in data.validation_sets.items():
-        sets[name] = (item.path, item.labels)
-    paths = data.blends[1].paths or ()
-    if len(paths) == 1:
-        sets[None] = (paths[0], (data.valid_label_data_paths or (None,))[0])
     found = []
-    for key, (prefix, labels) in sets.items():
+    for item in data.evaluated_sets:
+        if len(item.paths) > 1:
+            continue
+        ((prefix, labels),) = item.files
         if not is_remote(prefix) and not Path(f"{prefix}.idx").exists():
             continue
         try:
             from neox.data.pass_amounts import samples_of_set  # numpy, which a dry run without data does not need
 
-            samples = samples_of_set(prefix, labels, data, length, split=part)
+            samples = samples_of_set(prefix, labels, data, length, split=item.part)
         except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
             continue
-        if samples:
-            found.append((key, samples * length))
+        if samples is not None and (samples or item.part is not None):
+            found.append((item.name, samples * length))
     return tuple(found)
 
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from neox.config.sections.runner import RunnerConfig
-from neox.errors import ConfigError, LaunchError, UnreachableHostError, refusals
+from neox.errors import ConfigError, DataError, LaunchError, UnreachableHostError, refusals
 from neox.launch.hosts.doctor import HostChecks, HostReport, examine_hosts, format_reports
 from neox.launch.hosts.machine import native_formats
 from neox.launch.hosts.placement import Placement, choose_hosts, place_ranks
 from neox.launch.launcher_choice import chosen_launcher
 from neox.launch.run_lock import reserve
 from neox.launch.spec import LaunchSpec
+from neox.launch.status.run_status import overfitting_words
 from neox.launch.supervisor.agent_processes import AgentProcesses
 from neox.launch.supervisor.launchers import launch
 from neox.launch.supervisor.outcome import EndKind, RunEnd
@@ -119,7 +120,7 @@ class StartRun(JobCommand):
                         print(f"error: {error}", file=sys.stderr)
                         end = RunEnd(EndKind.NOT_STARTED, error.exit_code, error.cause, hosts=error.hosts)
             if start.job.trains:
-                self._print_what_follows(start.planned.plan, end)
+                self._print_what_follows(start.planned.plan, end, directory)
             return end.status
 
     def doctor(self) -> int:
@@ -277,8 +278,10 @@ class StartRun(JobCommand):
 
     # -- after the last start
 
-    def _print_what_follows(self, plan: RunPlan, end: RunEnd) -> None:
-        """Print how to continue a run that was asked to end, or the commands that use a finished one."""
+    def _print_what_follows(self, plan: RunPlan, end: RunEnd, directory: Path) -> None:
+        """Print that a run overfits, and how to continue it if it was asked to end, or the commands that use it."""
+        with suppress(DataError):  # a script of the user's own, without metrics
+            print_to_stderr("note", overfitting_words(directory))
         rest = unfinished_note(plan.config)
         if rest is not None and (end.status == 0 or end.kind is EndKind.ASKED):
             print_to_stderr("note", [rest])

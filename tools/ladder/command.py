@@ -24,7 +24,7 @@ from tools.sweep.command import format_plans, sweep_over, unplanned_because
 from tools.sweep.places import Place, find_places
 from tools.sweep.planned_run import PlannedRun, State, plan_runs
 from tools.sweep.results import read_results
-from tools.sweep.sweep_file import Sweep, SweepRun, override
+from tools.sweep.sweep_file import Sweep, SweepRun, override, with_sources
 
 TARGET = "target"
 """Name of the target's run."""
@@ -103,7 +103,15 @@ def main() -> int:
 
 def _sweep(ladder: Ladder, runs: Sequence[SweepRun]) -> Sweep:
     """Return the sweep that trains runs of a ladder."""
-    return Sweep(ladder.name, ladder.directory, ladder.configs, tuple(runs), ladder.conf_dir, compares=False)
+    return Sweep(
+        ladder.name,
+        ladder.directory,
+        ladder.configs,
+        tuple(runs),
+        ladder.conf_dir,
+        compares=False,
+        sources=ladder.sources,
+    )
 
 
 def _target_sweep(ladder: Ladder, values: Mapping[str, float]) -> Sweep:
@@ -120,7 +128,11 @@ def _plan_networks(ladder: Ladder, target: RunPlan, place: Place) -> list[tuple[
     overrides = []
     for key, value in ladder.settings.items():
         overrides.append(override(key, value))
-    unscaled = list(unscaled_keys(config_from_files(ladder.configs, conf_dir=ladder.conf_dir, overrides=overrides)))
+    try:
+        config = config_from_files(ladder.configs, conf_dir=ladder.conf_dir, overrides=overrides)
+    except ConfigError as error:
+        raise ConfigError(with_sources(error.problems, ladder.sources)) from None
+    unscaled = list(unscaled_keys(config))
     if unscaled:
         raise ConfigError(unscaled)
     shapes = shapes_of(ladder, target)

@@ -12,9 +12,10 @@ from neox.config.keys import alias_target
 from neox.config.sections.schedule import ScheduleConfig
 from neox.config.yaml_file import ParsedFile, read_file
 from neox.errors import ConfigError
+from neox.problems import Source
 from tools.ladder.fits import FEWEST_RATES
 from tools.ladder.schedule import SWITCHES, is_off
-from tools.sweep.sweep_file import place, read_settings
+from tools.sweep.sweep_file import place, read_settings, sources_of
 
 _KEYS = (
     "name",
@@ -99,6 +100,7 @@ class Ladder:
         batch_size: Samples of a step of all small runs; None to scale the target's.
         batch_exponent: Power of the parameters that the batch grows with.
         slots_per_run: Number of slots of each run; None for all of a host.
+        sources: Places of the settings in the ladder's file, by key.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Ladder:
     batch_size: int | None = None
     batch_exponent: float = _BATCH_EXPONENT
     slots_per_run: int | None = None
+    sources: Mapping[str, Source] = field(default_factory=dict)
 
     def exponent(self, *, use_mup: bool) -> float:
         """Return the power of the parameters that the learning rate grows with; with muP it stays the same."""
@@ -171,6 +174,7 @@ def read_ladder(path: Path) -> Ladder:
         batch_size=None if "batch_size" not in values else _whole(parsed, "batch_size", values["batch_size"]),
         batch_exponent=_number(parsed, "batch_exponent", values.get("batch_exponent", _BATCH_EXPONENT)),
         slots_per_run=values.get("slots_per_run"),
+        sources=sources_of(parsed),
     )
 
 
@@ -186,6 +190,8 @@ def _settings(parsed: ParsedFile, given: Any) -> dict[str, Any]:
         switch = key.partition(".")[0].replace("-", "_")
         if switch in SWITCHES and not is_off(value):
             raise ConfigError(f"{place(parsed, f'set.{key}')} can only be switched off (null): {_OF_SCHEDULE}")
+        if switch in settings and is_off(value):
+            settings[switch] = None
     return settings
 
 

@@ -27,7 +27,7 @@ from neox.preflight.planning import read_config
 from neox.run_events import of_newest_run, read_events
 from neox.shipped_files import scripts_root
 from tools.sweep.places import OTHER_HOST_KEYS, Place
-from tools.sweep.sweep_file import Sweep, SweepRun, override
+from tools.sweep.sweep_file import Sweep, SweepRun, override, with_sources
 
 OUTPUT_FILE = "output.log"
 """File in the directory of a run with what its commands have printed."""
@@ -164,6 +164,7 @@ def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
         )
     planned = []
     problems: list[str] = []
+    runs_with: dict[str, list[str]] = {}  # what is wrong, and the runs of which it is
     equal_runs: list[tuple[Any, list[str]]] = []  # values of all keys of a configuration, and the runs that have them
     for run in sweep.runs:
         try:
@@ -178,9 +179,13 @@ def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
             planned.append(_plan_run(sweep, run, place, config))
         except LaunchError:
             raise
+        except ConfigError as error:
+            for problem in with_sources(error.problems, sweep.sources):
+                runs_with.setdefault(str(problem), []).append(run.name)
         except NeoXError as error:
-            for line in str(error).splitlines():
-                problems.append(f"{run.name}: {line}")
+            runs_with.setdefault(str(error), []).append(run.name)
+    for text, names in runs_with.items():
+        problems.append(text if len(names) == len(sweep.runs) else f"{', '.join(names)}: {text}")
     for _, names in equal_runs:
         if len(names) > 1:
             problems.append(

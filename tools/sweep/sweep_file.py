@@ -9,13 +9,14 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from neox.config.yaml_file import ParsedFile, read_file
 from neox.errors import ConfigError
+from neox.problems import Problem, Source
 
 _KINDS = ("grid", "list", "random")
 _KEYS = ("name", "directory", "configs", "conf_dir", "set", *_KINDS, "slots_per_run", "metric", "goal")
@@ -28,6 +29,7 @@ _OF_SWEEP = {
     "overwrite": "`--redo NAME` trains a run again",
 }
 """Keys that a sweep sets itself, and what to do instead."""
+_BLOCKS_OF_VALUES = ("set", "grid", "random.values")
 _DISTRIBUTIONS = ("uniform", "log_uniform", "integer")
 _LONGEST_NAME = 100
 _DIGITS = 4
@@ -66,6 +68,7 @@ class Sweep:
         goal: Whether the best run has the smallest or the largest value.
         compares: Whether the runs are alternatives, of which one is the best; those of a ladder are not.
         has_table: Whether the table and the picture are written. A ladder's target leaves those of the small runs.
+        sources: Places of the values in the sweep's file, by key.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Sweep:
     goal: Goal = "min"
     compares: bool = True
     has_table: bool = True
+    sources: Mapping[str, Source] = field(default_factory=dict)
 
     @property
     def varied(self) -> tuple[str, ...]:
@@ -132,6 +136,7 @@ def read_sweep(path: Path) -> Sweep:
         slots_per_run=slots,
         metric=values.get("metric"),
         goal=goal,
+        sources=sources_of(parsed),
     )
 
 
@@ -141,6 +146,29 @@ def place(parsed: ParsedFile, path: str) -> str:
     if path in parsed.lines:
         return f"{parsed.name}:{parsed.lines[path]}: `{key}`"
     return f"{parsed.name}: `{path}`"
+
+
+def sources_of(parsed: ParsedFile) -> dict[str, Source]:
+    """Return the place of each value of runs in a file by its key, but for lists, which have a place for each run."""
+    sources = {}
+    for path, line in parsed.lines.items():
+        for block in _BLOCKS_OF_VALUES:
+            if path.startswith(f"{block}."):
+                key = path.removeprefix(f"{block}.").replace("-", "_")
+                sources[key] = Source.in_file(parsed.name, line)
+    return sources
+
+
+def with_sources(problems: Iterable[Problem], sources: Mapping[str, Source]) -> Iterator[Problem]:
+    """Yield problems of values that a command line would give with their places in the file that gives them instead."""
+    for problem in problems:
+        key = problem.keys[0] if problem.keys else ""
+        while key not in sources and "." in key:
+            key = key.rpartition(".")[0]
+        if problem.source.is_command_line and key in sources:
+            yield replace(problem, source=sources[key])
+        else:
+            yield problem
 
 
 def read_settings(parsed: ParsedFile, path: str, given: Any) -> dict[str, Any]:

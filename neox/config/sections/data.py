@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -34,6 +34,31 @@ class Blend(NamedTuple):
     paths: tuple[str, ...] | None
     weights: tuple[float, ...] | None
     labels: tuple[str, ...] | None
+
+
+class EvaluatedSet(NamedTuple):
+    """A set of validation data that evaluations read and have scores of.
+
+    Attributes:
+        name: Its name in metrics; None for the set without one.
+        paths: Prefixes of its token files, which are blended.
+        labels: Prefixes of the labels of each path, if they have any.
+        shares: Share of each path in the blend.
+        weight: Share of its scores in the mean over all sets.
+        part: Number of the part of `split` whose documents it holds; None if it holds those of whole files.
+    """
+
+    name: str | None
+    paths: tuple[str, ...]
+    labels: tuple[str | None, ...]
+    shares: tuple[float, ...]
+    weight: float
+    part: int | None = None
+
+    @property
+    def files(self) -> Iterator[tuple[str, str | None]]:
+        """Each prefix with that of its labels."""
+        yield from zip(self.paths, self.labels, strict=True)
 
 
 class DataStage(Section):
@@ -300,9 +325,25 @@ class DataConfig(Section):
         return (self.fim_rate,) * len(self.train_data_paths or (self.data_path,))
 
     @property
-    def validates_split(self) -> bool:
-        """Whether a part of `data_path` is for validation, next to sets that have names."""
-        return self.data_path is not None and split_shares(self.split)[1] > 0
+    def evaluated_sets(self) -> tuple[EvaluatedSet, ...]:
+        """What evaluations read as validation data, the set without a name first. That of answers is elsewhere.
+
+        A part of `data_path` is among them if `split` gives it a share; a small file may have no document for it.
+        """
+        found: list[EvaluatedSet] = []
+        names = self.validation_sets
+        paths = self.blends[1].paths
+        if self.train_data_paths is None and self.data_path is not None:
+            if split_shares(self.split)[1] > 0:
+                found.append(EvaluatedSet(None, (self.data_path,), (None,), (1.0,), 1.0, part=1))
+        elif paths is not None:
+            weights = self.valid_data_weights or (1.0,) * len(paths)
+            labels = self.valid_label_data_paths or (None,) * len(paths)
+            found.append(EvaluatedSet(None, paths, labels, _shares(weights), 1.0))
+        for name, item in names.items():
+            found.append(EvaluatedSet(name, (item.path,), (item.labels,), (1.0,), item.weight))
+        shares = _shares([each.weight for each in found])
+        return tuple(each._replace(weight=share) for each, share in zip(found, shares, strict=True))
 
     @property
     def validation_sets(self) -> Mapping[str, ValidationSet]:
@@ -382,6 +423,12 @@ class TokenizerConfig(Section):
     """Rows of the embedding. By default it follows from the vocabulary; otherwise it is at least the size of the
     vocabulary and a multiple of model_parallel_size. An imported model (hf_architecture) may have fewer rows than its
     tokenizer has ids; text and data that hold an id without a row are refused."""
+
+
+def _shares(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return weights as shares of their sum."""
+    total = sum(weights) or 1.0
+    return tuple(weight / total for weight in weights)
 
 
 def split_shares(split: str) -> tuple[float, float, float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from operator import sub
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -141,8 +141,8 @@ def _last_steps(metrics: Path) -> list[dict[str, Any]]:
 def _validation(losses: Curves) -> list[Status]:
     """Return for each loss on validation data its last and its lowest value, and whether the model overfits since then.
 
-    It does if the loss on validation data has risen above its lowest value, while the training loss, a mean over some
-    steps before each, has fallen.
+    It does if the loss on validation data has risen above its lowest value, while the training loss has fallen: its
+    mean over the steps in the second half of the time from one evaluation to the next, before each of both.
     """
     training: Mapping[int, float] = {}
     found: list[Status] = []
@@ -156,8 +156,10 @@ def _validation(losses: Curves) -> list[Status]:
         lowest = min(points, key=lambda step: (points[step], step))
         values: Status = {"name": name, "step": last, "loss": points[last]}
         values |= {"lowest_step": lowest, "lowest": points[lowest]}
-        then = _mean_before(training, lowest)
-        now = _mean_before(training, last)
+        evaluated = sorted(points)
+        apart = min(map(sub, evaluated[1:], evaluated), default=0)
+        then = _mean_before(training, lowest, apart / 2)
+        now = _mean_before(training, last, apart / 2)
         values |= {"training_then": then, "training_now": now}
         later = len(points) - 1 - sorted(points).index(lowest)
         has_risen = later >= _EVALUATIONS_OF_A_RISE and points[last] > (1 + _RISE) * points[lowest]
@@ -166,14 +168,20 @@ def _validation(losses: Curves) -> list[Status]:
     return found
 
 
-def _mean_before(points: Mapping[int, float], step: int) -> float | None:
-    """Return the mean of a curve over a twentieth of its steps up to one; None if there are none."""
-    width = max(1, len(points) // 20)
-    steps = sorted(points)
-    end = bisect_right(steps, step)
-    if not end:
+def _mean_before(points: Mapping[int, float], step: int, reach: float) -> float | None:
+    """Return the mean of a curve over some steps up to one; None if it has none.
+
+    Args:
+        points: The curve.
+        step: The last step; 0 for the start, of which the first steps say most.
+        reach: Number of steps of the mean, or a twentieth of all if that is more: single ones of short runs are noise.
+    """
+    if not points:
         return None
-    return mean(map(points.__getitem__, steps[max(0, end - width) : end]))
+    reach = max(reach, len(points) / 20)
+    end = max(step, min(points) + reach - 1)
+    near = [value for each, value in points.items() if end - reach < each <= end]
+    return mean(near) if near else None
 
 
 def _curves(metrics: Path) -> Curves:
@@ -300,6 +308,15 @@ def format_status(status: Status) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         lines.append(f"  {at}  {_event_words(event)}")
     return "\n".join(lines)
+
+
+def overfitting_words(directory: Path) -> list[str]:
+    """Return a line for each loss on validation data by which a run overfits. Raises DataError without metrics."""
+    lines = []
+    for loss in run_status(directory)["validation"]:
+        if loss["overfits"]:
+            lines.append(f"{_validation_words(loss)} (docs/recipes/overfitting.md says what helps)")
+    return lines
 
 
 def _validation_words(loss: Mapping[str, Any]) -> str:

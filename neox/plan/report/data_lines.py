@@ -39,17 +39,18 @@ def validation_lines(plan: RunPlan) -> Iterator[str]:
     """Yield how many tokens an evaluation reads of each validation set; nothing if there are none."""
     if plan.config.training.eval_iters == 0:
         return
-    data = plan.config.data
-    sets = data.validation_sets
-    if not sets and None in dict(plan.validation_tokens):
-        yield _tokens_of_evaluation(plan, None)
-    total = sum(item.weight for item in sets.values())
-    if sets and data.validates_split:
-        total += 1
-        yield f"a part of data_path: {_tokens_of_evaluation(plan, None)}, {100 / total:.3g} % of the mean"
-    for name, item in sets.items():
-        share = 100 * item.weight / total
-        yield f"{name} ({Path(item.path).name}): {_tokens_of_evaluation(plan, name)}, {share:.3g} % of the mean"
+    known = dict(plan.validation_tokens)
+    sets = [item for item in plan.config.data.evaluated_sets if known.get(item.name) != 0]
+    total = sum(item.weight for item in sets)
+    for item in sets:
+        tokens = _tokens_of_evaluation(plan, item.name)
+        share = f"{100 * item.weight / total:.3g} % of the mean"
+        if item.name is not None:
+            yield f"{item.name} ({Path(item.paths[0]).name}): {tokens}, {share}"
+        elif len(sets) > 1:
+            yield f"a part of data_path: {tokens}, {share}"
+        elif None in known:
+            yield tokens
 
 
 def _tokens_of_evaluation(plan: RunPlan, name: str | None) -> str:
@@ -69,6 +70,8 @@ def notes_on_evaluations(plan: RunPlan) -> list[str]:
         return []
     notes = []
     for name, in_set in plan.validation_tokens:
+        if not in_set:
+            continue
         times = samples * plan.batch_schedule.full_length / in_set
         if times > 1:
             which = "the validation set" if name is None else f"validation set {name}"

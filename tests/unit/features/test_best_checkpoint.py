@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from neox.features.best_checkpoint.run import NameBest
 from neox.features.eval_tasks.run import check_metric
 from neox.features.hf_export import run as hf_export
 from neox.plan import static_problems
+from neox.plan.report.data_lines import validation_lines
+from neox.preflight.data_amounts import validation_tokens
 from neox.preflight.score_checks import save_best_notes, save_best_problems
 from tests.plans import SMALL, small_plan
 
@@ -138,6 +141,8 @@ NAMED = {"train_data_paths": ["t"], "valid_data_paths": {"web": "w", "own": "o"}
 TASKS = {"save_best": "eval/lambada_acc", "eval_tasks": ["lambada=l.jsonl"]}
 OF_GROUP = {"save_best": "eval/mmlu_anatomy_acc", "eval_tasks": ["mmlu_anatomy"]}
 OF_DPO = {**DPO, "pos_valid_data_paths": ["p"], "neg_valid_data_paths": ["n"], "save_best": "validation/loss"}
+BLEND = {"train_data_paths": ["t"], "valid_data_paths": ["a", "b"], "valid_data_weights": [1, 1]}
+PAIR = {"train_data_paths": ["t"], "valid_data_paths": {"a": "a", "b": "b"}}
 OF_WEB = {**NAMED, "save_best": "validation/web/lm_loss"}
 BITS = {**NAMED, "save_best": "validation/lm_loss_bits_per_byte"}
 
@@ -158,7 +163,14 @@ BITS = {**NAMED, "save_best": "validation/lm_loss_bits_per_byte"}
         (TASKS, {**TASKS, "eval_tasks": ["lambada=l.jsonl", "arc_easy"], "eval_iters": 1}, []),
         (TASKS, {**TASKS, "seq_length": 8}, ["seq_length 16 -> 8"]),
         (OF_GROUP, {**OF_GROUP, "eval_tasks": ["mmlu_anatomy", "mmlu", "mmlu_anatomy_2"]}, []),
-        (OF_GROUP, {**OF_GROUP, "eval_tasks": ["mmlu"]}, ["eval_tasks"]),
+        (OF_GROUP, {**OF_GROUP, "eval_tasks": ["mmlu"]}, []),
+        (OF_GROUP, {**OF_GROUP, "eval_tasks": ["mmlu_*"]}, []),
+        (OF_GROUP, {**OF_GROUP, "eval_tasks": ["own/mmlu_anatomy.yaml"]}, ["eval_tasks"]),
+        (BLEND, {**BLEND, "valid_data_weights": [2, 2]}, []),
+        (BLEND, {**BLEND, "valid_data_weights": None}, []),
+        (BLEND, {**BLEND, "valid_data_weights": [2, 1]}, ["valid_data_weights [0.5, 0.5] -> [0.666667, 0.333333]"]),
+        (PAIR, {**PAIR, "valid_data_paths": {"a": {"path": "a", "weight": 2}, "b": {"path": "b", "weight": 2}}}, []),
+        (PAIR, {**PAIR, "valid_data_paths": {"a": {"path": "a", "weight": 2}, "b": "b"}}, ["valid_data_paths"]),
         ({}, {"loss_normalization": "samples"}, ["loss_normalization micro_batch -> samples"]),
         ({}, {"loss_normalization": "tokens", "eval_iters": "all"}, ["loss_norm", "samples", "seed"]),
         ({"eval_iters": "all"}, {"loss_normalization": "tokens", "eval_iters": "all"}, []),
@@ -388,6 +400,28 @@ def test_bits_per_byte_of_one_set_need_no_other(
     assert len(problems) == lacking
     for problem in problems:
         assert str(problem).count(own) == 1
+
+
+@pytest.mark.parametrize(("split", "has_documents"), [("1000000,1,0", False), ("90,10,0", True)])
+def test_a_part_of_a_small_file_without_a_document_is_no_validation_data(
+    tmp_path: Path, split: str, has_documents: bool
+) -> None:
+    (tmp_path / "web.idx").touch()
+    write_sidecar(
+        tmp_path / "web", Sidecar("HFTokenizer", "abc", 50, 0, True, 3, 10, 49, settings={"document_bytes": 40})
+    )
+    data = Path(__file__).parents[2] / "golden" / "data" / "small_text_document"  # whose sidecar has no bytes
+    plan = small_plan(
+        save="x",
+        data_path=str(data),
+        split=split,
+        valid_data_paths={"web": str(tmp_path / "web")},
+        save_best="validation/lm_loss_bits_per_byte",
+    )
+    plan = replace(plan, validation_tokens=validation_tokens(plan.config))
+    assert bool(dict(plan.validation_tokens)[None]) == has_documents
+    assert [str(data) in str(problem) for problem in save_best_problems(plan)] == [True] * has_documents
+    assert ["a part of data_path" in line for line in validation_lines(plan)] == [True] * has_documents + [False]
 
 
 def test_bytes_of_files_that_no_evaluation_reads_are_not_asked_for(tmp_path: Path) -> None:

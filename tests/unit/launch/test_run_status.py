@@ -19,7 +19,7 @@ from neox.errors import DataError
 from neox.launch.agent.agent_files import write_pids
 from neox.launch.run_lock import lock_directory
 from neox.launch.status.run_paths import find_run_directory
-from neox.launch.status.run_status import duration, format_status, run_status
+from neox.launch.status.run_status import duration, format_status, overfitting_words, run_status
 from neox.launch.status.status_server import StatusServer
 from neox.metrics import draw
 from neox.run_events import EVENTS_FILE
@@ -128,6 +128,24 @@ def test_overfitting_is_named(
     assert (found["lowest_step"], found["overfits"]) == (lowest, overfits)
     assert (found["step"], found["loss"]) == (40, validation[-1])
     assert ("since then: overfitting" in format_status(status)) == overfits
+
+
+@pytest.mark.parametrize(("falls", "overfits"), [(True, True), (False, False)])
+def test_overfitting_of_few_noisy_steps_is_named_also_from_the_start(
+    tmp_path: Path, falls: bool, overfits: bool
+) -> None:
+    """Fine-tuning on conversations has few steps, noisy losses, and often its lowest loss at the start."""
+    write_run(tmp_path)
+    rows: list[dict[str, Any]] = [{"iteration": 0, "kind": "validation", "validation/lm_loss": 2.0}]
+    for step in range(1, 31):
+        level = 2.0 - 0.02 * step * falls
+        rows.append({"iteration": step, "kind": "step", "train/lm_loss": level * (0.8 if step in (1, 2, 15) else 1.1)})
+        if step % 10 == 0:
+            rows.append({"iteration": step, "kind": "validation", "validation/lm_loss": 2.0 + 0.01 * step})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (found,) = run_status(tmp_path)["validation"]
+    assert (found["lowest_step"], found["overfits"]) == (0, overfits)
+    assert len(overfitting_words(tmp_path)) == overfits
 
 
 def test_the_metrics_file_names_its_run(tmp_path: Path) -> None:

@@ -348,6 +348,15 @@ def test_schedules_that_cannot_be_scaled_are_refused_by_name(keys: dict[str, Any
     assert [line.startswith(word or "") for line in found] == [True] * (word is not None)
 
 
+def test_switches_are_switched_off_however_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "ladder.yml"
+    file.write_text(
+        "configs: [a.yml]\nsizes: [1.0e+6, 2.0e+6, 3.0e+6]\n"
+        "set: {rampup-batch-size: false, curriculum_learning: {enabled: false}}\n"
+    )
+    assert read_ladder(file).settings == {"rampup_batch_size": None, "curriculum_learning": None}
+
+
 @pytest.fixture
 def target_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
     """A ladder below a target of two tensor ranks, whose vocabulary of 1,000 ids is padded to multiples of 2 x 300."""

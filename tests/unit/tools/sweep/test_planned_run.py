@@ -68,6 +68,22 @@ def test_a_group_of_equal_runs_is_named_once_with_how_to_repeat_a_run(tmp_path: 
     assert all("seed" in line for line in lines)
 
 
+def test_a_wrong_value_is_named_once_by_its_place_in_the_sweep_file(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yml").write_text(yaml.safe_dump(SMALL))
+    file = tmp_path / "sweep.yml"
+    file.write_text(
+        f"configs: [{tmp_path / 'tiny.yml'}]\n"
+        "set: {rampup_batch_size: false}\n"
+        "grid:\n  seed: [1, 2]\n  optimizer.params.lr: [1.0e-3, fast]\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        plan_runs(read_sweep(file), Place())
+    (of_all, of_some) = str(raised.value).splitlines()
+    assert of_all.startswith(f"{file}:2: `rampup_batch_size: false`")
+    assert "`null`" in of_all
+    assert of_some.startswith(f"seed=1,lr=fast, seed=2,lr=fast: {file}:5: `optimizer.params.lr: 'fast'`")
+
+
 def test_runs_without_a_planned_time_name_the_keys_that_give_it(tmp_path: Path) -> None:
     (tmp_path / "tiny.yml").write_text(yaml.safe_dump({**SMALL, "train_iters": 4, "launcher": "local"}))
     file = tmp_path / "sweep.yml"
