@@ -159,65 +159,65 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
         raise ValueError(
             f"{len({*parameters})} sizes, but {_NUMBERS_OF_SIZES} numbers (E, A and a) that only sizes tell"
         )
-    row, fitted = _fit(n, d, observed, both=not is_one_ratio)
-    residuals = (observed - fitted) / fitted
+    numbers = _least_squares(n, d, observed, has_tokens=not is_one_ratio)
+    fitted = _losses(numbers[None], n, d)
     freedom = len(observed) - unknown
-    deviation = math.sqrt(float(np.sum(residuals**2)) / freedom) if freedom else math.nan
-    gradients = _gradients(row, n, d) / fitted[:, None]
-    scale = np.linalg.norm(gradients, axis=0)
-    scale[scale == 0] = 1  # an exponent whose term is 0
-    influence = np.linalg.pinv(gradients / scale) / scale[:, None]
+    residuals = (observed - fitted) / fitted
     return LossFit(
-        irreducible=float(row[0]),
-        of_parameters=(float(row[1]), float(row[2])),
-        of_tokens=None if is_one_ratio else (float(row[3]), float(row[4])),
-        ratio=float(np.exp(np.mean(np.log(ratios)))) if is_one_ratio else None,
-        deviation=deviation,
+        irreducible=float(numbers[0]),
+        of_parameters=(float(numbers[1]), float(numbers[2])),
+        of_tokens=None if is_one_ratio else (float(numbers[3]), float(numbers[4])),
+        ratio=_middle(ratios) if is_one_ratio else None,
+        deviation=math.sqrt(float(np.sum(residuals**2)) / freedom) if freedom else math.nan,
         freedom=freedom,
-        influence=influence,
+        influence=_influence(numbers, n, d),
     )
 
 
-def _fit(n: Array, d: Array, observed: Array, *, both: bool) -> tuple[Array, Array]:
-    """Return E, A, a (and B, b) and the fitted losses: the best of a grid of exponents, which is refined."""
-    of_n = _EXPONENTS
-    of_d = _EXPONENTS if both else np.zeros(1)
-    for _ in range(1 + _REFINEMENTS):
-        exponents = np.stack(np.meshgrid(of_n, of_d, indexing="ij"), axis=-1).reshape(-1, 2)  # [G, 2]
-        best, numbers = _best_exponents(n, d, observed, exponents, both=both)
-        of_n = _around(of_n, exponents[best, 0])
-        if both:
-            of_d = _around(of_d, exponents[best, 1])
-    a, b = exponents[best]
-    row = [numbers[0], numbers[1], a]
-    if both:
-        row += [numbers[2], b]
-    found = np.array(row)
-    return found, _losses(found[None], n, d)
+def _least_squares(n: Array, d: Array, observed: Array, *, has_tokens: bool) -> Array:
+    """Return E, A, a (and B, b) with the least sum of squared relative residuals; E, A and B are not negative.
 
-
-def _best_exponents(n: Array, d: Array, observed: Array, exponents: Array, *, both: bool) -> tuple[int, Array]:
-    """Solve for E, A and B at each pair of exponents, none of them negative.
+    Exponents are those of a grid, which is refined around the best ones. For each of them the others are solved for.
 
     Args:
         n: Parameters of the runs, [R].
         d: Tokens of the runs, [R].
         observed: Losses of the runs, [R].
-        exponents: Pairs a, b, [G, 2].
-        both: Whether the tokens have a term of their own.
+        has_tokens: Whether the tokens have a term of their own.
+    """
+    of_n = _EXPONENTS
+    of_d = _EXPONENTS if has_tokens else np.zeros(1)
+    for _ in range(1 + _REFINEMENTS):
+        exponents = np.stack(np.meshgrid(of_n, of_d, indexing="ij"), axis=-1).reshape(-1, 2)  # pairs a, b, [G, 2]
+        # Relative to their middle, so that columns are about 1: that keeps the equations well conditioned.
+        columns = [np.ones((len(exponents), len(n))), (n / _middle(n)) ** -exponents[:, :1]]
+        if has_tokens:
+            columns.append((d / _middle(d)) ** -exponents[:, 1:])
+        design = np.stack(columns, axis=-1) / observed[:, None]  # [G, R, C]; relative residuals: the target is 1
+        factors, errors = _solved(design)
+        best = int(np.argmin(errors))
+        a, b = exponents[best]
+        of_n = _around(of_n, a)
+        if has_tokens:
+            of_d = _around(of_d, b)
+    numbers = [factors[best, 0], factors[best, 1] * _middle(n) ** a, a]
+    if has_tokens:
+        numbers += [factors[best, 2] * _middle(d) ** b, b]
+    return np.array(numbers)
+
+
+def _solved(design: Array) -> tuple[Array, Array]:
+    """Return the factors of columns, none of them negative, whose sum is nearest to 1 in each row; and the errors.
+
+    Args:
+        design: Columns of each problem, [G, R, C].
 
     Returns:
-        Index of the best pair, and its E, A and B.
+        Factors, [G, C], and sums of squared errors, [G].
     """
-    middle_n = np.exp(np.mean(np.log(n)))  # near it the columns are about 1, which keeps the equations well conditioned
-    middle_d = np.exp(np.mean(np.log(d)))
-    columns = [np.ones((len(exponents), len(n))), (n / middle_n) ** -exponents[:, :1]]
-    if both:
-        columns.append((d / middle_d) ** -exponents[:, 1:])
-    design = np.stack(columns, axis=-1) / observed[:, None]  # [G, R, C]; relative residuals: the target is 1
-    least = np.full(len(exponents), np.inf)
-    numbers = np.zeros((len(exponents), 3))
-    count = design.shape[-1]
+    problems, _, count = design.shape
+    factors = np.zeros((problems, count))
+    least = np.full(problems, np.inf)
     for size in range(1, count + 1):
         for chosen in itertools.combinations(range(count), size):  # the others are 0: a bound that is reached
             part = design[:, :, chosen]
@@ -226,14 +226,24 @@ def _best_exponents(n: Array, d: Array, observed: Array, exponents: Array, *, bo
             error = np.sum(((part @ solved)[..., 0] - 1) ** 2, axis=1)
             better = (solved[..., 0] >= 0).all(axis=1) & (error < least)
             least[better] = error[better]
-            numbers[better] = 0
+            factors[better] = 0
             for position, column in enumerate(chosen):
-                numbers[better, column] = solved[better, position, 0]
-    best = int(np.argmin(least))
-    found = numbers[best].copy()
-    found[1] *= middle_n ** exponents[best, 0]
-    found[2] *= middle_d ** exponents[best, 1]
-    return best, found
+                factors[better, column] = solved[better, position, 0]
+    return factors, least
+
+
+def _influence(numbers: Array, n: Array, d: Array) -> Array:
+    """Return the change of each fitted number with the relative error of each run's loss, [numbers, runs]."""
+    gradients = _gradients(numbers, n, d) / _losses(numbers[None], n, d)[:, None]
+    scale = np.linalg.norm(gradients, axis=0)
+    scale[scale == 0] = 1  # an exponent whose term is 0
+    inverse: Array = np.linalg.pinv(gradients / scale) / scale[:, None]
+    return inverse
+
+
+def _middle(values: Array) -> float:
+    """Return the geometric mean."""
+    return float(np.exp(np.mean(np.log(values))))
 
 
 def _around(grid: Array, value: float) -> Array:

@@ -151,19 +151,6 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
     rows = list(read_metrics(run.metrics))
     losses = curves(rows)
     steps = _of_group(losses, "train")
-    validation = _of_group(losses, "validation")
-    train_loss = None
-    if steps:
-        last = sorted(steps)[-max(1, len(steps) // _LAST_SHARE) :]
-        train_loss = mean(steps[step] for step in last)
-    validation_loss = validation[max(validation)] if validation else None
-    score = train_loss if validation_loss is None else validation_loss
-    if sweep.metric is not None:
-        points = curves(rows, [sweep.metric]).get(sweep.metric)
-        score = points[max(points)] if points else None
-    for name in [sweep.metric] if sweep.metric is not None else _names_of_group(losses, "validation"):
-        if not ends_finite(rows, name):
-            score = None  # an earlier value is not that of its last weights
     return RunResult(
         name=run.name,
         values=values,
@@ -171,12 +158,45 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
         step=max(steps, default=0),
         tokens=_last(trained(rows, "tokens")[1]),
         seconds=_last(trained(rows, "seconds")[1]),
-        train_loss=train_loss,
-        validation_loss=validation_loss,
-        score=score,
+        train_loss=_mean_of_last_steps(steps),
+        validation_loss=_newest(_of_group(losses, "validation")),
+        score=_score(sweep.metric, rows, losses),
         host=host,
         cause=cause,
     )
+
+
+def _score(metric: str | None, rows: Rows, losses: Curves) -> float | None:
+    """Return the value by which a run is compared; None if there is none of its last weights.
+
+    Args:
+        metric: Scalar that the sweep names; None for the last validation loss, or without one the training loss.
+        rows: Rows of the run's metrics.
+        losses: Its curves of losses.
+    """
+    if metric is not None:
+        if not ends_finite(rows, metric):  # an earlier value is not that of its last weights
+            return None
+        return _newest(curves(rows, [metric]).get(metric, {}))
+    names = list(_names_of_group(losses, "validation"))
+    if not names:
+        return _mean_of_last_steps(_of_group(losses, "train"))
+    if not all(ends_finite(rows, name) for name in names):
+        return None
+    return _newest(losses[names[0]])
+
+
+def _mean_of_last_steps(steps: Mapping[int, float]) -> float | None:
+    """Return the mean of a curve over its last steps; None before the first one."""
+    if not steps:
+        return None
+    last = sorted(steps)[-max(1, len(steps) // _LAST_SHARE) :]
+    return mean(steps[step] for step in last)
+
+
+def _newest(points: Mapping[int, float]) -> float | None:
+    """Return the last value of a curve; None if it has none."""
+    return points[max(points)] if points else None
 
 
 def _of_group(losses: Curves, group: str) -> dict[int, float]:

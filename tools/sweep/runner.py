@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from neox.errors import LaunchError
 from neox.launch.child_runs import ChildRuns, last_line
@@ -38,32 +37,85 @@ _HOSTS_OF_A_FAILURE = 2
 """Hosts on which a run that fails is tried in one call."""
 
 
-@dataclass
 class _PlaceState:
     """A place while the runner works.
 
+        spare --activate--> free --begin--> trains a run --end--> free
+                             |  ^                           its run has failed (fail), or not (succeed)
+                            lose find
+                             v  |
+                             lost
+
+    Args:
+        place: The place.
+
     Attributes:
         place: The place.
+        is_active: Whether it may get runs. A spare host may once another one is lost.
         run: The run that is trained there; None if it is free.
-        process: Its launcher.
         started: Time of its start, in seconds since the epoch.
         lost_since: Time at which its host was last found lost; None if it can be used.
-        failures: Number of runs that failed there one after another.
-        is_active: Whether it may get runs. A spare host may once another one is lost.
     """
 
-    place: Place
-    run: PlannedRun | None = None
-    process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
-    lost_since: float | None = None
-    failures: int = 0
-    is_active: bool = True
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.is_active = not place.spare
+        self.run: PlannedRun | None = None
+        self.started = 0.0
+        self.lost_since: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the launcher of the run
+        self._failures = 0  # of runs one after another
 
     @property
     def is_bad(self) -> bool:
         """Whether the last runs on it have failed."""
-        return self.failures >= _FAILURES_OF_BAD_PLACE
+        return self._failures >= _FAILURES_OF_BAD_PLACE
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may get runs, its host answers, and its last runs have not failed."""
+        return self.is_active and self.lost_since is None and not self.is_bad
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the launcher of its run has ended."""
+        return self._process is not None and self._process.poll() is not None
+
+    def activate(self) -> None:
+        """Use a spare host."""
+        self.is_active = True
+
+    def begin(self, run: PlannedRun, started: float, process: subprocess.Popen[bytes]) -> None:
+        """Take a run, which a launcher trains that was started at a time in seconds."""
+        self.run = run
+        self.started = started
+        self._process = process
+
+    def end(self) -> tuple[PlannedRun, int]:
+        """Give back the run, whose launcher has ended, and the exit status. The place is free again."""
+        assert self.run is not None
+        assert self._process is not None
+        run = self.run
+        status = exit_status(self._process.returncode)
+        self.run = None
+        self._process = None
+        return run, status
+
+    def succeed(self) -> None:
+        """Count a run that has not failed."""
+        self._failures = 0
+
+    def fail(self) -> None:
+        """Count a run that has failed."""
+        self._failures += 1
+
+    def lose(self) -> None:
+        """Take the place out of use: its host does not answer now."""
+        self.lost_since = time.time()
+
+    def find(self) -> None:
+        """Use the place again: its host answers."""
+        self.lost_since = None
 
 
 class SweepRunner:
@@ -100,7 +152,7 @@ class SweepRunner:
         self._pending = deque(runs)
         self._redo = {*redo}
         self._tried_on: dict[str, set[str]] = defaultdict(set)
-        self._states = [_PlaceState(place, is_active=not place.spare) for place in places]
+        self._states = [_PlaceState(place) for place in places]
         self._waiting_since: float | None = None
 
     def train(self) -> int | None:
@@ -115,12 +167,12 @@ class SweepRunner:
         with ChildRuns() as children:
             while True:
                 for state in self._states:
-                    if state.process is not None and state.process.poll() is not None:
+                    if state.has_ended:
                         self._take_end(state, stopping=children.stopped_by is not None)
                 if children.stopped_by is None:
                     for state in self._states:
                         self._start_on(state, children)
-                is_running = any(state.process for state in self._states)
+                is_running = any(state.run is not None for state in self._states)
                 if not is_running and (children.stopped_by is not None or not self._pending):
                     return children.stopped_by
                 self._check_waiting()
@@ -130,15 +182,11 @@ class SweepRunner:
 
     def _usable_hosts(self) -> set[str]:
         """Return the names of the hosts that may get runs: they answer, and their last runs have not failed."""
-        usable = set()
-        for state in self._states:
-            if state.is_active and state.lost_since is None and not state.is_bad:
-                usable.add(state.place.name)
-        return usable
+        return {state.place.name for state in self._states if state.is_usable}
 
     def _start_on(self, state: _PlaceState, children: ChildRuns) -> None:
         """Start the next run on a place, if the place is free and its host answers."""
-        if state.process is not None or not state.is_active or not self._pending:
+        if state.run is not None or not state.is_active or not self._pending:
             return
         if state.is_bad and self._usable_hosts():
             return
@@ -152,13 +200,13 @@ class SweepRunner:
             self._redo.remove(name)  # a start after a failure resumes
         run.directory.mkdir(parents=True, exist_ok=True)
         run.record_settings()
-        state.started = time.time()
+        started = time.time()
         try:
             with (run.directory / OUTPUT_FILE).open("ab") as file:
-                state.process = children.start(command, file.fileno())
+                process = children.start(command, file.fileno())
         except OSError as error:
             raise LaunchError(f"{name} cannot be started: {error}") from error
-        state.run = run
+        state.begin(run, started, process)
         self._pending.remove(run)
         self.hosts[name] = state.place.name
         self._tried_on[name].add(state.place.name)
@@ -186,7 +234,7 @@ class SweepRunner:
             return False
         if state.lost_since is not None:
             self._say(f"{state.place.name} answers again")
-        state.lost_since = None
+        state.find()
         return True
 
     def _is_reachable(self, place: Place) -> bool:
@@ -211,14 +259,14 @@ class SweepRunner:
         was_lost = lost.lost_since is not None
         for state in self._states:
             if state.place.name == lost.place.name:
-                state.lost_since = time.time()
+                state.lose()
         if was_lost:
             return
         spare: str | None = None
         for state in self._states:
             if not state.is_active and spare in (None, state.place.name):
                 spare = state.place.name
-                state.is_active = True
+                state.activate()
         if spare is not None:
             self._say(f"{spare}, a spare host, is used instead")
 
@@ -236,22 +284,16 @@ class SweepRunner:
 
     def _take_end(self, state: _PlaceState, *, stopping: bool) -> None:
         """Handle the end of the run on a place: it is over, or will be tried again."""
-        run = state.run
-        process = state.process
-        assert run is not None
-        assert process is not None
-        state.run = None
-        state.process = None
-        status = exit_status(process.returncode)
+        run, status = state.end()
         name = run.name
         found = run.state()
         took = duration(time.time() - state.started)
         if status == 0 and found is State.DONE:
-            state.failures = 0
+            state.succeed()
             self.causes.pop(name, None)
             self._say(f"{name}: done in {took}")
         elif found is State.DIVERGED and run.last_end(state.started) is not None:
-            state.failures = 0
+            state.succeed()
             self.causes[name] = self._cause(run, state, status)
             self._say(f"{name}: diverged ({self.causes[name]})")
         elif stopping:
@@ -262,7 +304,7 @@ class SweepRunner:
             self._tried_on[name].clear()
             self._pending.appendleft(run)
         else:
-            state.failures += 1
+            state.fail()
             self.causes[name] = self._cause(run, state, status)
             if len(self._tried_on[name]) < _HOSTS_OF_A_FAILURE and self._usable_hosts() - self._tried_on[name]:
                 self._say(f"{name}: failed on {state.place.name} ({self.causes[name]}); it is tried on another host")
