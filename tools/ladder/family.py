@@ -63,6 +63,11 @@ class RunSize:
     rate: float
     factor: float
 
+    @property
+    def ratio(self) -> float:
+        """Its tokens for each parameter."""
+        return self.tokens / self.parameters
+
 
 @dataclass(frozen=True)
 class LadderRun:

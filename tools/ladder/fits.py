@@ -20,6 +20,8 @@ from scipy.special import ndtri, stdtrit
 
 Array = NDArray[np.float64]
 
+SAME_RATIO = 1.2
+"""Runs whose ratios of tokens and parameters differ by less have the same one."""
 _EXPONENTS = np.geomspace(0.03, 1.5, 20)
 _REFINEMENTS = 3
 _NUMBERS_OF_SIZES = 3
@@ -151,7 +153,7 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
     d = np.array(tokens, dtype=float)
     observed = np.array(losses, dtype=float)
     ratios = d / n
-    is_one_ratio = bool(ratios.max() < 1.2 * ratios.min())
+    is_one_ratio = bool(ratios.max() < SAME_RATIO * ratios.min())
     unknown = _NUMBERS_OF_SIZES if is_one_ratio else 5
     if len(observed) < unknown:
         raise ValueError(f"{len(observed)} runs, but {unknown} numbers to fit")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -15,7 +16,7 @@ from neox.config import NeoXConfig
 from neox.files import atomic_write, write_text
 from neox.metrics import add_legend, logarithmic
 from tools.ladder.family import RunSize, short
-from tools.ladder.fits import FEWEST_RATES, LossFit, Range, RateFit
+from tools.ladder.fits import FEWEST_RATES, SAME_RATIO, LossFit, Range, RateFit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -185,7 +186,7 @@ def _edge_lines(rates: RateFit) -> Iterator[str]:
     if rates.at_edge:
         yield (
             f"note      {len(rates.at_edge)} of {len(rates.factors)} searched sizes have their best rate at the edge, "
-            "so the rate above is a guess, and its trend over sizes and its range are not known"
+            "so the rate above is a guess without a trend over sizes and a range, and the losses are not the lowest"
         )
 
 
@@ -234,11 +235,7 @@ def _draw(picture: Path, prediction: Prediction) -> None:
 
 def _draw_losses(axes: Axes, prediction: Prediction) -> None:
     """Draw the best runs, the fit at each ratio of tokens and parameters, and the target with its range."""
-    by_ratio: dict[float, list[TrainedRun]] = {}
-    for run in prediction.runs:
-        if run.is_best:
-            by_ratio.setdefault(float(f"{run.size.tokens / run.size.parameters:.2g}"), []).append(run)
-    for number, (ratio, runs) in enumerate(sorted(by_ratio.items())):
+    for number, (ratio, runs) in enumerate(_by_ratio(prediction.runs)):
         color = f"C{number}"
         smallest = min(run.size.parameters for run in runs)
         for run in runs:
@@ -246,7 +243,7 @@ def _draw_losses(axes: Axes, prediction: Prediction) -> None:
         step = (prediction.parameters / smallest) ** (1 / _POINTS)
         places = [smallest * step**point for point in range(_POINTS + 1)]
         predicted = [prediction.fit.predict(place, place * ratio) for place in places]
-        axes.plot(places, [found.value for found in predicted], color=color, label=f"{ratio:g} tokens a parameter")
+        axes.plot(places, [found.value for found in predicted], color=color, label=f"{ratio:.2g} tokens a parameter")
         axes.fill_between(
             places, [found.low for found in predicted], [found.high for found in predicted], color=color, alpha=0.2
         )
@@ -263,6 +260,22 @@ def _draw_losses(axes: Axes, prediction: Prediction) -> None:
     axes.set_ylabel("final loss")
     axes.grid(alpha=0.3)
     add_legend(axes)
+
+
+def _by_ratio(runs: Sequence[TrainedRun]) -> list[tuple[float, list[TrainedRun]]]:
+    """Return the best runs of each ratio of tokens and parameters, ascending, after their mean ratio.
+
+    Whole steps make ratios that were asked for a little larger, most of all those of short runs.
+    """
+    groups: list[list[TrainedRun]] = []
+    for run in sorted(runs, key=lambda run: run.size.ratio):
+        if not run.is_best:
+            continue
+        if groups and run.size.ratio < SAME_RATIO * groups[-1][0].size.ratio:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return [(fmean(run.size.ratio for run in group), group) for group in groups]
 
 
 def _draw_rates(axes: Axes, prediction: Prediction) -> None:

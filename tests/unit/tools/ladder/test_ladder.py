@@ -26,7 +26,7 @@ from tools.ladder import command
 from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shape_of, short
 from tools.ladder.fits import fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import ADJUSTED_KEYS, OWN_KEYS, Ladder, read_ladder
-from tools.ladder.report import Prediction, TrainedRun, _draw_rates, format_prediction, write_prediction
+from tools.ladder.report import Prediction, TrainedRun, _by_ratio, _draw_rates, format_prediction, write_prediction
 from tools.ladder.schedule import unscaled_keys
 from tools.sweep.command import _check_runs
 from tools.sweep.places import Place
@@ -182,6 +182,16 @@ def test_the_picture_shows_the_rates_however_wide_their_range(low: float, high: 
     assert left <= max(low, 1e-4)
     assert right >= min(high, 1e-2)
     assert right / left < 1e3
+
+
+def test_the_picture_has_one_curve_for_each_ratio_that_was_asked_for() -> None:
+    runs = []
+    for number, ratio in enumerate((0.0499, 0.0506, 0.0512, 0.2, 0.21)):
+        size = RunSize(10 ** (6 + number), ratio * 10 ** (6 + number), 1e-3, 1.0)
+        runs.append(TrainedRun(f"run{number}", size, 3.0 - 0.1 * number, is_best=True))
+    groups = _by_ratio(runs)
+    assert [len(group) for _, group in groups] == [3, 2]
+    assert [ratio for ratio, _ in groups] == pytest.approx([0.05057, 0.205], rel=1e-3)
 
 
 def test_a_line_through_two_sizes_has_no_range() -> None:
