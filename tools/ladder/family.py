@@ -223,8 +223,10 @@ def shapes_of(ladder: Ladder, target: RunPlan) -> list[Mapping[str, Any]]:
     given = [key for key in _ABSOLUTE if target.config.given(key)]
     if given:
         raise ConfigError(f"{', '.join(given)} of the target do not follow from a size: give `shapes`, not `sizes`")
-    nearest = [_nearest_network(target, wanted) for wanted in ladder.sizes]
-    for wanted, found in zip(ladder.sizes, nearest, strict=True):
+    nearest = []
+    for wanted in ladder.sizes:
+        found = _nearest_network(target, wanted)
+        nearest.append(found)
         if not 1 / _FARTHEST < found.parameters / wanted < _FARTHEST:
             raise ConfigError(
                 f"{short(wanted)} of `sizes` is no network of the target's shape{_possible(target, wanted)}"

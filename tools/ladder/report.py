@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -103,7 +102,7 @@ def format_prediction(prediction: Prediction, directory: Path) -> str:
     if fit.of_tokens is not None:
         formula += f" + {fit.of_tokens[0]:.4g} / D^{fit.of_tokens[1]:.3f}"
     loss = prediction.loss
-    target = f"{short(prediction.parameters)} parameters and {short(prediction.tokens)} tokens"
+    target = f"{short(prediction.parameters)} parameters (without the embedding) and {short(prediction.tokens)} tokens"
     if loss.is_known:
         lines = [
             f"fit       {formula}; the runs deviate by {100 * fit.deviation:.2g} %",
@@ -275,7 +274,11 @@ def _by_ratio(runs: Sequence[TrainedRun]) -> list[tuple[float, list[TrainedRun]]
             groups[-1].append(run)
         else:
             groups.append([run])
-    return [(fmean(run.size.ratio for run in group), group) for group in groups]
+    named = []
+    for group in groups:
+        total = sum(run.size.ratio for run in group)
+        named.append((total / len(group), group))
+    return named
 
 
 def _draw_rates(axes: Axes, prediction: Prediction) -> None:

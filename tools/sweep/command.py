@@ -187,9 +187,12 @@ def format_plans(runs: Sequence[PlannedRun], places: Sequence[Place]) -> str:
         for problem in run.problems:
             lines.append(f"  problem: {problem}")
     count = sum(not place.spare for place in places)
-    unplanned = [run for run in runs if run.seconds is None]
-    if unplanned:
-        lines.append(f"{len(runs)} runs; their time is not planned: {unplanned_because(unplanned[0])}")
+    unplanned: PlannedRun | None = None
+    for run in runs:
+        if run.seconds is None:
+            unplanned = run
+    if unplanned is not None:
+        lines.append(f"{len(runs)} runs; their time is not planned: {unplanned_because(unplanned)}")
     else:
         lines.append(f"{len(runs)} runs, planned {duration(sum(seconds) / count)} on {count} place(s) at a time")
     return "\n".join(lines)

@@ -182,7 +182,11 @@ class SweepRunner:
 
     def _usable_hosts(self) -> set[str]:
         """Return the names of the hosts that may get runs: they answer, and their last runs have not failed."""
-        return {state.place.name for state in self._states if state.is_usable}
+        usable = set()
+        for state in self._states:
+            if state.is_usable:
+                usable.add(state.place.name)
+        return usable
 
     def _start_on(self, state: _PlaceState, children: ChildRuns) -> None:
         """Start the next run on a place, if the place is free and its host answers."""
