@@ -167,11 +167,13 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family, furthe
     weights = list(_adaptable_weights(layers, family))
     stored = _read_tensors(directory / _WEIGHTS)
     prefixes = tuple(_PREFIX + name for name in further_layers_left_out(layers, further_layers))
-    left_out = [key for key in stored if key.startswith(prefixes)]
-    for key in left_out:
-        del stored[key]
+    left_out = 0
+    for key in list(stored):
+        if key.startswith(prefixes):
+            del stored[key]
+            left_out += 1
     if left_out:
-        _log.warning("left out %d adapters of multi-token prediction, which the model lacks", len(left_out) // 2)
+        _log.warning("left out %d adapters of multi-token prediction, which the model lacks", left_out // 2)
     joined = _products_of_experts(directory / _WEIGHTS, settings, stored, layers, family)
     products = _read_products(directory / _WEIGHTS, settings, stored, weights)
     for mapping in weights:

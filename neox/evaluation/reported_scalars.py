@@ -31,10 +31,11 @@ def reported_scalars(plan: RunPlan) -> list[str]:
     config = plan.config
     objective = evaluated_objective(build_objective(plan))
     scores = dict.fromkeys(objective.names, 0.0)
-    titles: list[str | None] = [item.name for item in config.data.evaluated_sets]
     sets = []
-    for title in titles or [None]:
-        sets.append(EvaluationSet(iter(()), title, bytes_per_token=1.0))  # type: ignore[arg-type]
+    for item in config.data.evaluated_sets:
+        sets.append(EvaluationSet(iter(()), item.name, bytes_per_token=1.0))  # type: ignore[arg-type]
+    if not sets:
+        sets.append(EvaluationSet(iter(()), bytes_per_token=1.0))  # type: ignore[arg-type]
     densities = [1.0] * len(sets) if config.training.char_level_ppl else []
     names: list[str] = []
     for kind in ("validation", "validation_ema") if config.optimizer.eval_ema else ("validation",):
