@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
 from statistics import mean
@@ -41,6 +41,8 @@ _MOST_PANELS = 9
 """Panels of a picture. A list whose runs differ in many keys has no room for all."""
 _PLACES = {State.DONE: 0, State.BEGUN: 1, State.WAITING: 2, State.FAILED: 3, State.DIVERGED: 3}
 """Order of states in tables."""
+_STEP_OF_FACTORS = 1.5
+"""Ratio of neighbouring values from which they are told apart by factors, as learning rates are."""
 _LOST = (State.FAILED, State.DIVERGED)
 """States whose scores are not to be compared with others."""
 _MOST_LABELS = 20
@@ -122,11 +124,37 @@ def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
                 tried.add(number)
         if key == "seed" or len(tried) < 2:
             continue
-        if best == max(tried):
-            found.append(f"{key} {best:g} is the largest of {len(tried)} values: a larger one may be better")
-        elif best == min(tried):
-            found.append(f"{key} {best:g} is the smallest of {len(tried)} values: a smaller one may be better")
+        if best not in (min(tried), max(tried)):
+            continue
+        edge, more = ("largest", "larger") if best == max(tried) else ("smallest", "smaller")
+        following = _following(tried, best)
+        example = f", such as {following:g}," if following is not None else ""
+        found.append(f"{key} {best:g} is the {edge} of {len(tried)} values: a {more} one{example} may be better")
     return found
+
+
+def _following(tried: Collection[float], edge: float) -> float | None:
+    """Return a value beyond the smallest or largest of some, as far as they are apart; None if none is of their kind.
+
+    Args:
+        tried: The values. Those whose steps are factors are followed by one, others by a sum.
+        edge: The smallest or largest of them.
+    """
+    low, high = min(tried), max(tried)
+    steps = len(tried) - 1
+    ratio = (high / low) ** (1 / steps) if low > 0 else 1.0
+    distance = (high - low) / steps
+    if ratio >= _STEP_OF_FACTORS:
+        value = edge * ratio if edge == high else edge / ratio
+    else:
+        value = edge + distance if edge == high else edge - distance
+    if all(float(each).is_integer() for each in tried):
+        value = round(value)
+        if value == edge:
+            return None
+    if value <= 0 <= low or value <= 0 < edge:  # few keys take 0 or less
+        return None
+    return float(f"{value:.3g}")
 
 
 def _as_number(value: object) -> float | None:

@@ -15,7 +15,7 @@ import pytest
 from neox.metrics import read_metrics
 from tools.sweep import results as sweep_results
 from tools.sweep.planned_run import State
-from tools.sweep.results import RunResult, _read_result, read_results, values_at_an_end, write_results
+from tools.sweep.results import RunResult, _following, _read_result, read_results, values_at_an_end, write_results
 
 
 def test_best_values_at_an_end_are_named() -> None:
@@ -32,6 +32,25 @@ def test_best_values_at_an_end_are_named() -> None:
     assert values_at_an_end([*results, result(0.002, 4, State.WAITING, None)]) == [], "it is still to be compared"
     assert values_at_an_end([*results, result(0.002, 4, State.BEGUN, 5.0)]) == []
     assert values_at_an_end(results[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("tried", "edge", "following"),
+    [
+        ([1e-3, 2e-3, 4e-3], 4e-3, 8e-3),
+        ([1e-3, 2e-3, 4e-3], 1e-3, 5e-4),
+        ([0.1, 0.01], 0.01, 0.001),
+        ([4, 6, 8], 8, 10),
+        ([1, 2], 1, None),  # layers
+        ([0.0, 0.1], 0.0, None),  # weight decay
+        ([0.0, 0.1], 0.1, 0.2),
+        ([1.0, 1.1, 1.2], 1.2, 1.3),
+    ],
+)
+def test_a_value_beyond_the_best_at_an_end_is_proposed(
+    tried: list[float], edge: float, following: float | None
+) -> None:
+    assert _following(tried, edge) == following
 
 
 def test_runs_that_failed_or_diverged_come_last_whatever_their_loss(tmp_path: Path, monkeypatch) -> None:
