@@ -219,6 +219,13 @@ class ParameterSpec:
         shape[self.partition_dim] //= tp_size
         return tuple(shape)
 
+    def shard_spec(self, tp_size: int) -> ParameterSpec:
+        """Return the parameter that one of `tp_size` tensor ranks holds, with its share of sections and turns."""
+        if self.partition_dim is None:
+            return self
+        sections = tuple(size // tp_size for size in self.sections)
+        return replace(self, shape=self.shard_shape(tp_size), sections=sections, turns=self.turns // tp_size)
+
     def shard_numel(self, tp_size: int) -> int:
         """Return the number of elements on one of `tp_size` tensor ranks."""
         if self.partition_dim is None:

@@ -134,7 +134,7 @@ def optimizer_rows() -> Iterator[str]:
         if kind.host_names:
             names += f"; with offload_optimizer also {_quoted(kind.host_names)}"
         where = "ZeRO 0 to 3" if kind.elementwise or kind.gathers else "ZeRO 0"
-        where += ", any degrees" if kind.elementwise else ", model_parallel_size 1"
+        where += ", any degrees" if kind.elementwise or kind.gathers else ", model_parallel_size 1"
         yield f"| {names} | {kept} | {where} |"
 
 

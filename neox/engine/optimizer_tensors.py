@@ -17,12 +17,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from neox.architecture import LayerPlan, MatrixRows
+from neox.architecture import LayerPlan, MatrixRows, ParameterSpec
 from neox.checkpoint.optimizer.file_formats import Key
 from neox.engine.deepspeed_patches import counts_in_norm
 from neox.engine.weights import weight_layers
 from neox.errors import CheckpointError
-from neox.optim import ClippedOptimizer, MatrixPart, is_hidden, planned_groups
+from neox.optim import ClippedOptimizer, MatrixPart, MatrixShards, is_hidden, planned_groups
 from neox.parallel import ParallelGrid, first_own_element
 from neox.plan import RunPlan
 
@@ -172,9 +172,11 @@ def matrix_parts(
     """
     hidden = {names[id(parameter)] for parameter in model.parameters() if is_hidden(parameter)}
     matrices: dict[Key, tuple[MatrixRows, ...]] = {}
+    shards: dict[Key, MatrixShards | None] = {}
     for key in sorted(hidden):
         spec = next(spec for spec in plan.layers[key.layer].parameters if spec.name == key.name)
-        matrices[key] = tuple(spec.matrices(split=split))
+        matrices[key] = tuple(spec.shard_spec(grid.tp_size).matrices(split=split))
+        shards[key] = _shards_of(spec, grid)
     here = [{part.key: part for part in tensor.fragments if part.key in matrices} for tensor in tensors]
     ranks = [here] * grid.dp_size
     if grid.dp_size > 1:
@@ -182,20 +184,22 @@ def matrix_parts(
     parts: dict[Tensor, tuple[MatrixPart, ...]] = {}
     for number, tensor in enumerate(tensors):
         of_ranks = [fragments[number] for fragments in ranks]
-        parts[tensor.tensor] = tuple(_parts_of_tensor(of_ranks, matrices, grid))
+        parts[tensor.tensor] = tuple(_parts_of_tensor(of_ranks, matrices, shards, grid))
     return parts
 
 
 def _parts_of_tensor(
     of_ranks: Sequence[Mapping[Key, Fragment]],
     matrices: Mapping[Key, tuple[MatrixRows, ...]],
+    shards: Mapping[Key, MatrixShards | None],
     grid: ParallelGrid,
 ) -> Iterator[MatrixPart]:
     """Yield the parts of one tensor. Ranks gather shared matrices together, so all yield them in the same order.
 
     Args:
         of_ranks: Fragments of hidden parameters in the tensor, of every data rank.
-        matrices: The matrices of each hidden parameter.
+        matrices: The matrices of each hidden parameter, or this tensor rank's shards of them.
+        shards: How tensor ranks divide the matrices of each parameter.
         grid: This rank's grid.
     """
     for key, of_key in matrices.items():
@@ -213,7 +217,16 @@ def _parts_of_tensor(
                     own.start,
                     turns=matrix.turns,
                     group=grid.dp_group if is_divided else None,
+                    shards=shards[key],
                 )
+
+
+def _shards_of(spec: ParameterSpec, grid: ParallelGrid) -> MatrixShards | None:
+    """Return how tensor ranks divide the matrices of a parameter; None if each has all of them."""
+    if spec.partition_dim is None or grid.tp_size == 1 or grid.tp_group is None:
+        return None
+    dim = spec.partition_dim - (len(spec.shape) - 2)  # behind the experts of a stack
+    return MatrixShards(dim, grid.tp_rank, grid.tp_size, grid.tp_group)
 
 
 def _piece(fragment: Fragment | None, matrix: MatrixRows) -> Fragment:

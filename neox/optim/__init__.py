@@ -3,7 +3,7 @@
 from neox.optim.classes import CLASSES, build_optimizer
 from neox.optim.clipping import EXPERTS, ClippedOptimizer, ExpertGroups, NormScope
 from neox.optim.groups import is_hidden, parameter_groups, planned_groups
-from neox.optim.muon import MatrixPart, Muon
+from neox.optim.muon import MatrixPart, MatrixShards, Muon
 from neox.optim.schedule import LRSchedule
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "ExpertGroups",
     "LRSchedule",
     "MatrixPart",
+    "MatrixShards",
     "Muon",
     "NormScope",
     "build_optimizer",

@@ -21,17 +21,45 @@ class _Orthogonal(WithoutDynamo, torch.optim.Muon):
 
 
 @dataclass(frozen=True)
-class MatrixPart:
-    """A part of a matrix in one of the optimizer's tensors.
+class MatrixShards:
+    """How tensor ranks divide a matrix.
 
     Attributes:
-        shape: Shape of the matrix.
+        dim: Dimension that they divide: 0 rows, 1 columns.
+        rank: Number of this rank.
+        size: Number of ranks.
+        group: The ranks.
+    """
+
+    dim: int
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+    def joined(self, shard: Tensor) -> Tensor:
+        """Return the matrix of all shards; all ranks call it together."""
+        shards = [torch.empty_like(shard) for _ in range(self.size)]
+        dist.all_gather(shards, shard.contiguous(), group=self.group)
+        return torch.cat(shards, self.dim)
+
+    def own(self, matrix: Tensor) -> Tensor:
+        """Return this rank's shard of a matrix."""
+        return matrix.chunk(self.size, self.dim)[self.rank].contiguous()
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """A part of a matrix, or of this tensor rank's shard of it, in one of the optimizer's tensors.
+
+    Attributes:
+        shape: Shape of the matrix or shard.
         first: First element of the flattened matrix that is here.
         length: Number of elements here; may be 0 if the matrix is shared.
         start: Position of the first element in the optimizer's tensor.
         turns: Number of heads whose queries, keys and values take turns in the rows, so that there are three matrices
             [heads, 3, width, columns]; 0 for one.
-        group: Ranks that hold the other parts; None if all are here.
+        group: Data ranks that hold the other parts; None if all are here.
+        shards: How tensor ranks divide the matrix; None if each has all of it.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +68,7 @@ class MatrixPart:
     start: int
     turns: int = 0
     group: dist.ProcessGroup | None = None
+    shards: MatrixShards | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the view [length] of the part in the optimizer's tensor, or in one of the same shape."""
@@ -59,8 +88,9 @@ class Muon(AdamW):
     """Muon (arXiv:2502.16982) for groups marked `hidden`, AdamW for embeddings, head, norms and biases.
 
     Momentum is kept by element, so that a data rank needs it only for its part of a matrix. torch's Muon turns whole
-    matrices into steps. If ZeRO hands over flat tensors, a matrix that lies on several ranks is gathered for that. Each
-    expert is a matrix, and so are queries, keys, values, and the halves of a gated MLP.
+    matrices into steps. A matrix that tensor ranks divide is gathered for that, and one that lies on several data
+    ranks because ZeRO hands over flat tensors. Each expert is a matrix, and so are queries, keys, values, and the
+    halves of a gated MLP.
 
     Args:
         groups: Parameter groups of `parameter_groups`.
@@ -138,10 +168,20 @@ class Muon(AdamW):
         return ()
 
     def _step_of_part(self, part: MatrixPart, whole: Tensor, lr: float) -> Tensor:
-        """Return the step of a whole matrix, or of the three whose rows take turns in it."""
-        if not part.turns:
+        """Return the step of a whole matrix or shard, or of the three whose rows take turns in it."""
+        turns = part.turns
+        if part.shards is not None:
+            whole = part.shards.joined(whole)
+            turns *= part.shards.size
+        step = self._step_of_whole(whole, turns, lr)
+        if part.shards is not None:
+            return part.shards.own(step)
+        return step
+
+    def _step_of_whole(self, whole: Tensor, turns: int, lr: float) -> Tensor:
+        if not turns:
             return self._orthogonal_step(whole, lr)
-        by_kind = whole.view(part.turns, 3, -1, whole.shape[1]).transpose(0, 1)  # [3, heads, width, columns]
+        by_kind = whole.view(turns, 3, -1, whole.shape[1]).transpose(0, 1)  # [3, heads, width, columns]
         steps = [self._orthogonal_step(matrix.flatten(0, 1), lr).view_as(matrix) for matrix in by_kind]
         return torch.stack(steps, dim=1).view_as(whole)
 

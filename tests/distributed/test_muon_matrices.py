@@ -13,6 +13,7 @@ from torch import Tensor
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_experts import DIVIDED, EXPERTS, SAVED_AT, curves, resumed
+from tests.distributed.test_reshard import plan_of, relay_and_still, worst
 from tests.distributed.training_runs import batches, tiny_plan, train_curves
 from tests.plans import NETWORKS
 
@@ -129,3 +130,60 @@ def test_a_run_goes_on_at_other_degrees(tmp_path: Path):
         for curve in others:
             for ours, theirs in zip(curve, undisturbed[SAVED_AT:], strict=True):
                 assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4)
+
+
+SMALL_STEPS = {"type": "Muon", "params": {"lr": 0.0005}}  # products are bf16, and turn rounding into steps
+KEY_HEADS = {"num_kv_heads": 2, "activation": "swiglu", "mlp_width": 40}
+LATENT = {
+    "attention_config": ["latent"] * 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "head_dim": 8,
+    "v_head_dim": 6,
+    "norm": "rmsnorm",
+    "use_bias_in_qkv": False,
+    "use_bias_in_attn_linear": False,
+}
+SHARES = {"mp": 2, "sequence_parallel": True}
+
+
+def check_tensor_ranks(world: int, layouts: list[dict[str, Any]], closeness: float = 5e-6, **network: Any) -> None:
+    """Compare losses and norms of layouts with those of one rank."""
+    keys = {"optimizer": SMALL_STEPS, **network}
+    expected = run_ranks(1, train_curves, [tiny_plan(1, **keys)], 6)[0][0]
+    found = run_ranks(world, train_curves, [tiny_plan(world, **layout, **keys) for layout in layouts], 6, timeout=500)
+    for layout, curve in zip(layouts, found[0], strict=True):
+        for step, ((loss, norm), (loss_1, norm_1)) in enumerate(zip(curve, expected, strict=True)):
+            assert loss == pytest.approx(loss_1, rel=closeness), (layout, step)
+            assert norm == pytest.approx(norm_1, rel=10 * closeness), (layout, step)
+    assert expected[-1][0] < expected[0][0]
+
+
+def test_tensor_ranks_gather_matrices():
+    check_tensor_ranks(2, [{"mp": 2}], 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "network",
+    [KEY_HEADS, LATENT, {**EXPERTS, "activation": "swiglu", "mlp_width": 40}],
+    ids=["keys", "latent", "experts"],
+)
+def test_tensor_ranks_gather_matrices_in_more_layouts(network: dict[str, Any]):
+    check_tensor_ranks(2, [{"mp": 2}, SHARES], **network)
+    check_tensor_ranks(4, [{"mp": 2, "zero": 1}, {"mp": 2, "zero": 2}, {"mp": 2, "pp": 2}], **network)
+
+
+@pytest.mark.slow
+def test_momentum_goes_on_at_other_tensor_degrees(tmp_path: Path):
+    layouts = [
+        {"pp": 1, "mp": 2, "zero": 1},
+        {"pp": 1, "mp": 1, "zero": 2},
+        {"pp": 2, "mp": 1, "zero": 0},
+        {"pp": 1, "mp": 2, "zero": 0},
+    ]
+    save = str(tmp_path / "relay")
+    relayed = [plan_of(2, layout, save=save, load=save, optimizer=SMALL_STEPS) for layout in layouts]
+    still = plan_of(2, {"pp": 1, "mp": 1, "zero": 1}, save=str(tmp_path / "still"), optimizer=SMALL_STEPS)
+    got, expected = run_ranks(2, relay_and_still, relayed, still, timeout=300)[0]
+    assert worst([loss for loss, _ in got], [loss for loss, _ in expected]) < 2e-6

@@ -111,7 +111,7 @@ class OptimizerKind:
             from it.
         elementwise: Whether it updates every element by itself, so that it may get any part of a parameter. Others
             need whole parameters: they work without tensor ranks, and without ZeRO unless they gather.
-        gathers: Whether it gathers parameters that are sharded over data ranks.
+        gathers: Whether it gathers parameters that are sharded over data or tensor ranks.
         hidden_apart: Whether it updates hidden parameters in a different way than all others.
         leaves_untouched: Whether elements whose gradient is always zero stay as they are, bit for bit, without weight
             decay.

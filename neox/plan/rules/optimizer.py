@@ -47,14 +47,12 @@ def _offload(config: NeoXConfig) -> Iterator[Problem]:
 
 
 def _whole_parameters(config: NeoXConfig) -> Iterator[Problem]:
-    """An optimizer whose step depends on the shape of a parameter works only if it sees whole parameters."""
+    """An optimizer whose step depends on the shape of a parameter must see whole parameters, or gather them."""
     kind = config.optimizer.optimizer.kind
-    if kind.elementwise:
+    if kind.elementwise or kind.gathers:
         return
     if config.value("model_parallel_size") > 1:
         yield _divided(config, "model_parallel_size", "tensor ranks hold parts of them; use 1")
-    if kind.gathers:
-        return
     if config.value(_STAGE) > 0:
         yield _divided(config, _STAGE, "ZeRO hands it flat pieces of them; use stage 0")
     if config.parallelism.pipe_parallel_size > 1 and choose_precision(config, []) == "bf16":

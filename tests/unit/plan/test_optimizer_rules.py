@@ -37,7 +37,7 @@ REFUSALS = [
     ("train_only_added_tokens", ("added_tokens",), {"train_only_added_tokens": True}),
     ("train_only_added_tokens", ("parameter_groups",), {"parameter_groups": [{"match": "*"}], **NEW_TOKENS}),
     ("added_tokens", ("tokenizer_type",), {"added_tokens": ["a"], "tokenizer_type": "CharLevelTokenizer"}),
-    ("optimizer.type", ("model_parallel_size",), {"optimizer": {"type": "muon"}, "model_parallel_size": 2}),
+    ("optimizer.type", ("model_parallel_size",), {"optimizer": {"type": "Adafactor"}, "model_parallel_size": 2}),
     ("optimizer.type", ("pipe_parallel_size",), {"optimizer": {"type": "Adafactor"}, **BF16_STAGES}),
     ("optimizer.params.adjust_lr_fn", ("use_mup",), {"optimizer": ORIGINAL_MUON, **MUP}),
 ]
