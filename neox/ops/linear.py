@@ -85,7 +85,9 @@ class ProductLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, of_gradient: Product
     ) -> Tensor:
         """Multiply: x [..., I], weight [O, I], bias [O] -> [..., O]."""
-        ctx.save_for_backward(x, weight)
+        # A frozen weight has no gradient, which alone needs the input.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape = x.shape
         ctx.has_bias = bias is not None
         ctx.of_gradient = of_gradient
         result = product(x.flatten(0, -2), weight, bias)
@@ -101,7 +103,7 @@ class ProductLinear(torch.autograd.Function):
         grad_weight = None
         grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.of_gradient(rows, weight.t(), None).view(x.shape)
+            grad_x = ctx.of_gradient(rows, weight.t(), None).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.of_gradient(rows.t(), x.flatten(0, -2).t(), None)
         if ctx.has_bias and ctx.needs_input_grad[2]:

@@ -233,7 +233,9 @@ class _ColumnLinear(torch.autograd.Function):
         grid: ParallelGrid,
         divided: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # A frozen weight has no gradient, which alone needs the input.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape = x.shape
         product, ctx.of_gradient = products
         ctx.grid = grid
         ctx.has_bias = bias is not None
@@ -265,7 +267,7 @@ class _ColumnLinear(torch.autograd.Function):
         if ctx.has_bias and needs_bias:
             grad_bias = rows.sum(0)
         if grad_x is not None:
-            grad_x = wait(grad_x).view(x.shape)
+            grad_x = wait(grad_x).view(ctx.shape)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 

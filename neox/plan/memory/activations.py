@@ -151,7 +151,7 @@ def activation_bytes(run: LaidOutRun, stage: StagePlan) -> ActivationMemory:
         kept += run.network.mtp_num_layers * _multi_token_bytes(run)
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
     tile = _tile_bytes(run)
-    at_work = max(block_bytes(run) // 2, _gathered_pass_bytes(run))
+    at_work = max(_block_gradient_bytes(run), _gathered_pass_bytes(run))
     at_work = max(at_work + tile + tile // 2, _recurrence_pass_bytes(run, stage))
     of_experts = _expert_gradient_bytes(run, stage) + _expert_fp8_bytes(run, stage)
     block_pass = _blocks_memory(run, stage).recomputed + at_work + gathered + of_experts
@@ -183,7 +183,10 @@ def _blocks_memory(run: LaidOutRun, stage: StagePlan) -> BlocksMemory:
             inputs = _chunk_inputs(run, stage)
         whole_blocks = sum(size for number, size in sizes.items() if number in run.layout.no_recompute_blocks)
         longest_chunk = min(training.checkpoint_num_layers, max(recomputed_runs, default=0))
-        return BlocksMemory(whole_blocks + inputs, longest_chunk * largest)
+        recomputed = longest_chunk * largest
+        if recomputed and inputs and not training.partition_activations:  # the first block's input is among these
+            recomputed -= _chunk_input_bytes(run)
+        return BlocksMemory(whole_blocks + inputs, recomputed)
 
     budget = 1.0
     if training.activation_memory_budget is not None:
@@ -223,7 +226,14 @@ def _multi_token_bytes(run: LaidOutRun) -> int:
     elif run.config.training.activation_memory_budget is not None:
         of_block = share + int(run.config.training.activation_memory_budget * (of_block - share))
     norms = 3 * run.tokens * network.hidden_size * _fp32_of_norm(run) // run.token_shares
-    return 4 * share + hidden_states + norms + of_block
+    kept = 4 * share + hidden_states + norms + of_block
+    lora = run.layers.lora
+    if lora is not None:
+        if _fp32_of_norm(run):  # none of the norm of later tokens, which nothing trains
+            kept -= (2 + 2) * run.tokens * network.hidden_size * _FP32 // run.token_shares
+        if "eh_proj" not in lora.targets:
+            kept -= 2 * share
+    return kept
 
 
 def _one_chunk_input(run: LaidOutRun) -> int:
@@ -285,13 +295,82 @@ def block_bytes(run: LaidOutRun) -> int:
     return max(_kind_bytes(run, kind) for kind in block_kinds(run.network))
 
 
+def _block_gradient_bytes(run: LaidOutRun) -> int:
+    """Return the bytes of gradients in the backward pass of one block, on top of what the block keeps.
+
+    Of an MLP: of its output, (1 + 1) x H x number with the residual stream's, and of the activation's input, whose
+    output is freed by then. Of attention: of its output and operands, while the MLP's activations are freed; torch's
+    other kernel on CPUs has two fp32 gradients of all weights. And the newest gradient of a weight. Blocks that keep
+    scores, experts, or no attention take half of what they keep.
+    """
+    network = run.network
+    has_only_attention = all(kind.activations is None for kind in block_kinds(network))
+    attention = _attention_memory(run)
+    if not has_only_attention or network.num_experts or run.in_tiles or attention.scores or _goes_by_blocks(run):
+        return block_bytes(run) // 2
+    hidden_states = 2 * run.tokens * network.hidden_size * run.bytes_per_number // run.token_shares
+    product = ACTIVATIONS[network.activation].width_factor * network.mlp_width * run.bytes_per_number
+    of_mlp = run.tokens * product // run.layout.tp_size
+    of_attention = attention.operands - run.tokens * _mlp_bytes(run, network.mlp_width)
+    if not run.gathers_keys and _keeps_latent_weights(run):
+        of_attention = 2 * run.tokens * network.num_attention_heads * run.sequence_length * _FP32 // run.layout.tp_size
+    largest = 0
+    for layer in run.layers:
+        if layer.kind == "block":
+            for spec in layer.parameters:
+                if spec.trained:
+                    largest = max(largest, spec.shard_numel(run.layout.tp_size))
+    return hidden_states + max(of_mlp, of_attention) + largest * run.bytes_per_number
+
+
+def _unkept_bytes(run: LaidOutRun) -> int:
+    """Return the bytes for one token that a block of frozen weights and adapters does not keep, unlike a trained one.
+
+    They are the inputs of linear layers without an adapter, and of norms by steps the normalised input in fp32, which
+    only the gradient of their scale needs.
+    """
+    network = run.network
+    lora = run.layers.lora
+    if lora is None:
+        return 0
+    adapted = frozenset(lora.targets)
+    number = run.bytes_per_number
+    norms = RESIDUALS[network.residual].norms
+    hidden = 0
+    if _fp32_of_norm(run):
+        hidden += norms.number * _FP32 * network.hidden_size
+    unkept = hidden // run.token_shares
+    if network.latent_width and run.on_cpu:
+        unkept += (network.latent_width + network.query_latent_width) * _FP32 // run.token_shares
+    if run.layout.zero_stage == 3:  # DeepSpeed's product keeps its input in any case
+        return unkept
+
+    hidden = 0
+    inputs_of_attention = {"query_key_value", "query", "query_down", "key_value_down"}
+    if norms.before_attention is not None and adapted.isdisjoint(inputs_of_attention):
+        hidden += network.hidden_size * number
+    if norms.before_mlp is not None and "dense_h_to_4h" not in adapted:
+        hidden += network.hidden_size * number
+    if network.latent_width and "key_value_up" not in adapted:
+        hidden += network.latent_width * number
+    if network.latent_width and "query_up" not in adapted:
+        hidden += network.query_latent_width * number
+    unkept += hidden // run.token_shares
+    if "dense_4h_to_h" not in adapted:
+        unkept += network.mlp_width * number // run.layout.tp_size
+    return unkept
+
+
 def _kind_bytes(run: LaidOutRun, kind: BlockKind) -> int:
     """Return bytes that a block of one kind keeps for its backward pass, for one micro batch."""
     network = run.network
     if kind.activations is None:
         values = network.num_attention_heads * (network.value_head_dim or network.head_dim)
         of_output = values * run.bytes_per_number // run.layout.tp_size  # attention's output is split
-        return run.tokens * (_token_bytes(run) + of_output) + sum(_attention_memory(run))
+        of_token = _token_bytes(run) + of_output
+        if not network.num_experts and not run.in_tiles:
+            of_token -= _unkept_bytes(run)
+        return run.tokens * of_token + sum(_attention_memory(run))
     of_mixer = kind.activations(network, _micro_batch(run))
     if kind.two_sublayers:
         return of_mixer + run.tokens * _token_bytes(run)
@@ -579,16 +658,23 @@ def _latent_operand_bytes(run: LaidOutRun) -> int:
     total = products + _latent_vector_bytes(run)
     if _goes_by_blocks(run):
         return total + _block_weight_bytes(run)
-    is_plain = not run.separates_documents and _sees_all_earlier(network) and run.layout.attention == "flash"
-    chooses = run.config.training.attention_backend == "auto"
-    if run.on_cpu and is_plain and chooses and network.value_head_dim != network.head_dim:
+    if _keeps_latent_weights(run):
         copies = 2 * network.head_dim * (_FP32 - number)
         total += heads * (run.sequence_length * _FP32 + copies) // run.layout.tp_size
     return total
 
 
+def _keeps_latent_weights(run: LaidOutRun) -> bool:
+    """Return whether a CPU keeps all weights in fp32, as values are not as wide as keys."""
+    network = run.network
+    is_plain = not run.separates_documents and _sees_all_earlier(network) and run.layout.attention == "flash"
+    chooses = run.config.training.attention_backend == "auto"
+    is_latent = network.latent_width > 0
+    return run.on_cpu and is_latent and is_plain and chooses and network.value_head_dim != network.head_dim
+
+
 def _latent_vector_bytes(run: LaidOutRun) -> int:
-    """Return bytes of the latent vectors of one token, which every tensor rank has.
+    """Return bytes of the latent vectors of one token, which every tensor rank has, or a share of the tokens'.
 
     What their norms make of them, and their inputs; on a CPU two fp32 tensors of each in place of the input, among them
     the input if it is fp32. The key that heads share stands in the same tensor as the input.
@@ -597,11 +683,11 @@ def _latent_vector_bytes(run: LaidOutRun) -> int:
     number = run.bytes_per_number
     widths = network.latent_width + network.query_latent_width
     if not run.on_cpu:
-        return (2 * widths + network.rotary_ndims) * number
+        return (2 * widths + network.rotary_ndims) * number // run.token_shares
     total = widths * (number + 2 * _FP32)
     if number == _FP32:
         total += network.rotary_ndims * number
-    return total
+    return total // run.token_shares
 
 
 def _score_bytes(run: LaidOutRun) -> int:

@@ -20,17 +20,19 @@ def head_bytes(run: LaidOutRun) -> int:
     """Return the bytes of head and loss, which hold the logits of one chunk of tokens at a time.
 
     Kept until the backward pass: the gradients of the hidden states, predicted tokens x H x number, and of the head's
-    weight in fp32, vocabulary / tp_size x H x 4. Added to them is the larger of the temporaries of a chunk and the
-    weight's gradient in the weight's dtype. Preference losses copy the hidden states of answers, at worst of all
-    tokens. A teacher's ids and logits take 12 x tokens x logits per token. Each module of multi-token prediction goes
-    through the head, too, and has gradients of its own until the backward pass adds them up.
+    weight in fp32, vocabulary / tp_size x H x 4, if it is trained. Added to them is the larger of the temporaries of a
+    chunk and the weight's gradient in the weight's dtype. Preference losses copy the hidden states of answers, at worst
+    of all tokens. A teacher's ids and logits take 12 x tokens x logits per token. Each module of multi-token prediction
+    goes through the head, too, and has gradients of its own until the backward pass adds them up.
     """
     if run.network.score_head:
         return 0  # scores of a few tokens only
     number = run.bytes_per_number
     hidden = run.network.hidden_size
     tokens = run.layout.micro_batch_size * run.predicted_tokens // run.layout.cp_size
-    weight = run.layers.padded_vocab_size // run.layout.tp_size * hidden
+    weight = 0
+    if run.layers.trains_head:
+        weight = run.layers.padded_vocab_size // run.layout.tp_size * hidden
     hidden_states = tokens * hidden * number
     if run.config.preferences.on_preferences:
         hidden_states *= 2

@@ -59,10 +59,10 @@ def test_blocks_that_keep_their_activations_count_whole():
 
 
 def test_kept_inputs_that_are_divided_or_moved_away_count_less():
-    assert recomputed() - recomputed(checkpoint_in_cpu=True) == 8 * BOUNDARY
+    assert recomputed() - recomputed(checkpoint_in_cpu=True) == 7 * BOUNDARY  # the block at work has its input
     keys = {**SIZES, "model_parallel_size": 2, "checkpoint_activations": True, "checkpoint_num_layers": 2}
     whole, divided = (plan_of(2, **keys, partition_activations=on).memory.activations for on in (False, True))
-    assert whole - divided == 4 * BOUNDARY // 2
+    assert whole - divided == 4 * BOUNDARY // 2 - BOUNDARY  # the input of the block at work is gathered
 
 
 def test_divided_tokens_count_less():
