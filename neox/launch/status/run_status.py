@@ -287,7 +287,8 @@ def format_status(status: Status) -> str:
             speeds.append(f"{duration(status['seconds_left'])} left")
         if speeds:
             lines.append(f"speed       {', '.join(speeds)} (median of the last steps)")
-        lines += map(_validation_words, status["validation"])
+        for loss in status["validation"]:
+            lines.append(f"validation  {_validation_words(loss)}")
         lines.append(f"last step   {duration(status['silent_seconds'])} ago")
     for host in status["hosts"]:
         activity = "nothing printed yet"
@@ -321,7 +322,7 @@ def overfitting_words(directory: Path) -> list[str]:
 
 def _validation_words(loss: Mapping[str, Any]) -> str:
     """Return the last and the lowest value of a loss on validation data, in a line."""
-    line = f"validation  {loss['name']} {_number(loss['loss'])} at step {loss['step']}"
+    line = f"{loss['name']} {_number(loss['loss'])} at step {loss['step']}"
     if loss["lowest_step"] != loss["step"]:
         line += f", the lowest {_number(loss['lowest'])} at step {loss['lowest_step']}"
     if loss["overfits"]:
