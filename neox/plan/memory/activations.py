@@ -311,9 +311,10 @@ def _block_gradient_bytes(run: LaidOutRun) -> int:
     hidden_states = 2 * run.tokens * network.hidden_size * run.bytes_per_number // run.token_shares
     product = ACTIVATIONS[network.activation].width_factor * network.mlp_width * run.bytes_per_number
     of_mlp = run.tokens * product // run.layout.tp_size
-    of_attention = attention.operands - run.tokens * _mlp_bytes(run, network.mlp_width)
+    of_attention = attention.operands
     if not run.gathers_keys and _keeps_latent_weights(run):
         of_attention = 2 * run.tokens * network.num_attention_heads * run.sequence_length * _FP32 // run.layout.tp_size
+    of_attention -= run.tokens * _mlp_bytes(run, network.mlp_width)
     largest = 0
     for layer in run.layers:
         if layer.kind == "block":
