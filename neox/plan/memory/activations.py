@@ -627,6 +627,9 @@ def _operand_bytes(run: LaidOutRun) -> int:
         total += (heads + keys) * number // split
     if network.latent_width:  # with context ranks
         total += _latent_vector_bytes(run)
+        if not run.keeps_gathered_keys:  # the copies take the place of keys, and hold values of their own width
+            narrower = network.num_attention_heads * (network.head_dim - network.value_head_dim)
+            total -= (keys + narrower) * number // split
     if network.qk_norm != "none":
         total += (heads + 3 * keys - 2 * stored_keys) * number // split
         total += (heads + stored_keys) * _fp32_of_norm(run) // split
