@@ -36,10 +36,11 @@ _H100 = "{} to {} %".format(*PUBLISHED_MFU["h100"])
 TEXT = f"""# Which GPU, how many, how long
 
 A cell is the smallest number of GPUs on which a model can be trained, and the fewest GPU hours for a billion tokens on
-that number or up to eight times as many. Batch, precision and length are those of its file in `configs/`; states
-that do not fit may be in main memory. No GPU was asked: memory is planned, and times are estimated for full power and
-fused kernels. Published runs reached {_A100} of an A100's peak and {_H100} of an H100's
-([comparison](../performance.md)); the estimates are above that.
+that number or up to eight times as many. Precision, length and batch are those of its file in `configs/`: on any
+number of GPUs, a step has the samples that it has on the GPUs that the file was made for. The files in `configs/moe/`
+name no number, so their batch grows with the GPUs. States that do not fit may be in main memory. No GPU was asked:
+memory is planned, and times are estimated for full power and fused kernels. Published runs reached {_A100} of an
+A100's peak and {_H100} of an H100's ([comparison](../performance.md)); the estimates are above that.
 
 For your model, your tokens and your prices, with the numbers of GPUs and the main memory that each needs; then how long
 it takes on given numbers:
@@ -52,15 +53,21 @@ python tools/which_gpu.py configs/llama/3-8B.yml --gpu_type h100 --gpus 8 16 32 
 ## How large a model
 
 For some GPUs and some days (`--days`), a row says on how many tokens a model is trained, and how many these are for
-each of its parameters. About 20 for each give the lowest loss of a given compute
+each of its parameters, the embedding and the head included. About 20 for each give the lowest loss of a given compute
 ([Hoffmann et al., 2022](https://arxiv.org/abs/2203.15556)). Models that are used much are smaller and get 100 or more,
 because they are cheaper to run. So take the largest model whose row has 20 or more:
 
 ```bash
-for model in llama/3.2-1B smollm/3-3B llama/3-8B; do
+for model in llama/3.2-1B granite/3.1-2B smollm/3-3B llama/3-8B; do
   python tools/which_gpu.py configs/$model.yml --gpu_type h100 --gpus 8 --days 7
 done
+for layers in 16 20 24 28; do
+  python tools/which_gpu.py configs/llama/3-8B.yml --gpu_type h100 --gpus 8 --days 7 --set num_layers=$layers
+done
 ```
+
+A loop knows only the sizes that it tries. The shipped files leap from 3 to 8 billion parameters, so the second loop
+tries the larger network with fewer of its 32 layers: of 16 it has 4.5 billion.
 
 The times are estimates: measure a layout on your GPUs (`--suggest --measure`) before you rely on them. The text must be
 there too, because more than four passes over it help little. [A ladder](../ladder.md) predicts the loss of a model

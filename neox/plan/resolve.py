@@ -149,7 +149,7 @@ def derive_plan(
 
     deepspeed, translated = deepspeed_json(config, grid, batch, precision)
     all_notes += translated
-    all_notes += batch_notes(config, grid, batch)
+    all_notes += batch_notes(config, batch)
     all_notes += map(str, notes_without_effect(config))
     return RunPlan(
         config=config,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from neox.config.neox_config import NeoXConfig
-from neox.errors import ConfigError
+from neox.errors import ConfigError, LaunchError
+from neox.launch.hosts.placement import place_ranks
 from neox.plan import gpu_device, resolve
+from neox.plan.batches.batch import BATCH_KEYS, STEPS, TOTAL, IntendedBatch, intended_batch
 from neox.plan.devices.precision import choose_precision
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, suggest_layouts
@@ -31,6 +33,7 @@ class GpuChoice:
         gpu_type: Value of `--gpu-type`.
         name: Name of the GPU.
         gpus: Number of GPUs; None if the run fits on none of the numbers that were tried.
+        batch: Samples of a step.
         memory_gib: Memory of the fullest rank in GiB.
         tokens_per_second: Tokens of all GPUs together.
         tokens: Tokens that are trained.
@@ -46,6 +49,7 @@ class GpuChoice:
     gpu_type: str
     name: str
     gpus: int | None
+    batch: int = 0
     memory_gib: float = 0.0
     main_memory_gib: float = 0.0
     tokens_per_second: float = 0.0
@@ -62,6 +66,31 @@ class GpuChoice:
         return {**asdict(self), "changes": dict(self.changes)}
 
 
+def batch_to_plan(config: NeoXConfig) -> IntendedBatch | None:
+    """Return the batch that a configuration was made for, also by its hostfile; None if it names none."""
+    hosts = None
+    if config.runner.hostfile is not None:
+        try:
+            placement = place_ranks(config.runner, config.source("hostfile"))
+        except (ConfigError, LaunchError):  # it is on another machine
+            pass
+        else:
+            hosts = (placement.world_size, f"{placement.world_size} ranks of {placement.why}")
+    return intended_batch(config, hosts)
+
+
+def describe_batch(config: NeoXConfig) -> str:
+    """Return what batch is planned on each number of GPUs, and which keys say it."""
+    intended = batch_to_plan(config)
+    if intended is not None:
+        return f"{intended.samples:,} samples a step on any number of GPUs: {intended.origin}"
+    keys = " x ".join(config.describe_setting(key) for key in BATCH_KEYS if config.value(key) is not None)
+    return (
+        f"{keys} on each copy of the model, so a step has more samples on more GPUs: no number of GPUs is named; "
+        f"--set {TOTAL}=N keeps one batch"
+    )
+
+
 def choose_gpus(
     config: NeoXConfig,
     vocab_size: int,
@@ -75,7 +104,8 @@ def choose_gpus(
 ) -> Iterator[GpuChoice]:
     """Yield for each kind of GPU the smallest number on which a run fits, and a larger one that takes fewer GPU hours.
 
-    Each has its fastest layout. Batch, precision and kernels are those of the configuration. Times are estimates.
+    Each has its fastest layout. Batch, precision and kernels are those of the configuration; its batch is that of the
+    GPUs that it was made for (`batch_to_plan`). Times are estimates.
 
     Args:
         config: The run. What it says of its GPUs is replaced.
@@ -93,6 +123,7 @@ def choose_gpus(
     unknown = [kind for kind in kinds if kind not in GPUS]
     if unknown:
         raise ConfigError(f"there is no GPU {', '.join(unknown)}; known: {', '.join(GPUS)}")
+    config, of_batch = _with_batch(config)
     for kind in kinds:
         gpu = GPUS[kind]
         of_kind = config.updated({"gpu_type": kind}, without=("gpu_memory_gib", "peak_theoretical_tflops"))
@@ -103,7 +134,7 @@ def choose_gpus(
         if every:
             for count in counts:
                 try:
-                    fastest = _fastest(of_kind, vocab_size, gpu, count)
+                    fastest = _fastest(of_kind, of_batch, vocab_size, gpu, count)
                 except ConfigError as error:
                     refused.append(error)
                     yield GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: {str(error).splitlines()[0]}")
@@ -121,7 +152,7 @@ def choose_gpus(
             if count > most:
                 break
             try:
-                fastest = _fastest(of_kind, vocab_size, gpu, count)
+                fastest = _fastest(of_kind, of_batch, vocab_size, gpu, count)
             except ConfigError as error:  # perhaps of this number of GPUs alone
                 refused.append(error)
                 continue
@@ -141,10 +172,20 @@ def choose_gpus(
             yield cheapest
 
 
+def _with_batch(config: NeoXConfig) -> tuple[NeoXConfig, Mapping[str, Any]]:
+    """Return a configuration whose batch is the same on any number of GPUs, and the keys that make it so."""
+    intended = batch_to_plan(config)
+    if intended is None or config.deepspeed.train_batch_size is not None:
+        return config, {}
+    keys = {TOTAL: intended.samples, STEPS: None}
+    return config.updated(keys), keys
+
+
 class _Fastest(NamedTuple):
-    """The fastest layout on a number of GPUs, and the network's parameters that a token meets."""
+    """The fastest layout on a number of GPUs, the samples of a step, and the parameters that a token meets."""
 
     layout: Suggestion
+    batch: int
     parameters: int
 
 
@@ -163,6 +204,7 @@ def _choice(
         gpu_type=kind,
         name=gpu.name,
         gpus=count,
+        batch=fastest.batch,
         memory_gib=layout.memory.needed(on_cpu=False) / _GIB,
         main_memory_gib=layout.memory.main_memory * min(count, gpu.per_host) / _GIB,
         tokens_per_second=speed,
@@ -175,12 +217,25 @@ def _choice(
     )
 
 
-def _fastest(config: NeoXConfig, vocab_size: int, gpu: Gpu, count: int) -> _Fastest | None:
-    """Return the fastest layout on a number of GPUs, None if none fits. Raises ConfigError if they cannot train it."""
+def _fastest(config: NeoXConfig, of_batch: Mapping[str, Any], vocab_size: int, gpu: Gpu, count: int) -> _Fastest | None:
+    """Return the fastest layout on a number of GPUs, None if none fits.
+
+    Args:
+        config: The run.
+        of_batch: Keys of its batch in which it differs from the user's configuration.
+        vocab_size: Number of ids of the tokenizer.
+        gpu: Kind of the GPUs.
+        count: Their number.
+
+    Raises:
+        ConfigError: They cannot train it.
+    """
     divided, changed = divisible_config(config, count)
     plan = resolve(divided, count, vocab_size)
-    found = suggest_layouts(plan, gpu_device(plan, gpu.memory_gib * _GIB), gpu, 1, changed)
-    return _Fastest(found.best[0], plan.layers.active_numel) if found.best else None
+    found = suggest_layouts(plan, gpu_device(plan, gpu.memory_gib * _GIB), gpu, 1, {**of_batch, **changed})
+    if not found.best:
+        return None
+    return _Fastest(found.best[0], plan.batch.train_batch_size, plan.layers.active_numel)
 
 
 def _number(gpus: int) -> str:
@@ -195,9 +250,9 @@ def format_choices(choices: Sequence[GpuChoice], title: str, *, with_tokens: boo
         title: Lines above the table.
         with_tokens: Whether the rows differ in their tokens, which are shown then, also for each parameter.
     """
-    heading = f"{'':34} GPUs   memory  main memory   tokens/s      time  GPU hours"
+    heading = f"{'':34} GPUs  batch   memory  main memory   tokens/s      time  GPU hours"
     if with_tokens:
-        heading += "    tokens  a parameter"
+        heading += "  parameters    tokens  a parameter"
     if any(choice.price is not None for choice in choices):
         heading += "      price"
     lines = [title, heading]
@@ -211,8 +266,9 @@ def format_choices(choices: Sequence[GpuChoice], title: str, *, with_tokens: boo
         time = f"{choice.tokens_per_second:10,.0f} {_span(choice.days):>9} {_figure(choice.gpu_hours):>10}"
         tokens = ""
         if with_tokens:
-            tokens = f"{_figure(choice.tokens / 1e9):>8} B {_figure(choice.tokens / choice.parameters):>12}"
-        lines.append(f"{start} {choice.gpus:4}  {memory} {time}{tokens}{price}")
+            tokens = f"{choice.parameters / 1e9:10.3g} B{_figure(choice.tokens / 1e9):>8} B"
+            tokens += f" {_figure(choice.tokens / choice.parameters):>12}"
+        lines.append(f"{start} {choice.gpus:4} {choice.batch:6,}  {memory} {time}{tokens}{price}")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.ranks.topology import Topology
+from neox.plan.ranks.topology import model_ranks_of
 from neox.problems import Problem
 
 TOTAL = "train_batch_size"
@@ -69,12 +69,70 @@ def solve_batch(config: NeoXConfig, dp_size: int | None, problems: list[Problem]
     return _whole_batch(config, BatchPlan(total, micro, steps), dp_size, problems)
 
 
-def batch_notes(config: NeoXConfig, grid: Topology, batch: BatchPlan) -> list[str]:
+@dataclass(frozen=True)
+class IntendedBatch:
+    """The batch that a configuration was made for, whatever number of GPUs a plan is about.
+
+    Attributes:
+        samples: Samples of a step.
+        origin: The keys that say it, as text.
+    """
+
+    samples: int
+    origin: str
+
+
+def intended_batch(config: NeoXConfig, hosts: tuple[int, str] | None = None) -> IntendedBatch | None:
+    """Return the batch that a configuration was made for; None if it names none.
+
+    That is `train_batch_size`, or micro batch x accumulation steps x copies of the model on the GPUs that the
+    configuration names: `planned_num_gpus`, else `global_num_gpus`, else its hosts, else `num_gpus`.
+
+    Args:
+        config: The configuration.
+        hosts: Ranks of the hosts that the configuration names, and the text that says where it names them.
+    """
+    total = config.deepspeed.train_batch_size
+    if total is not None:
+        return IntendedBatch(total, config.describe_setting(TOTAL))
+    gpus = _intended_gpus(config, hosts)
+    if gpus is None:
+        return None
+    number, named = gpus
+    samples = _samples_on(config, number)
+    if samples == 0:
+        return None
+    factors = [config.describe_setting(key) for key in (MICRO, STEPS) if config.value(key) is not None]
+    ranks = model_ranks_of(config)
+    copies = named if ranks == 1 else f"{named} / {ranks} of a copy of the model"
+    return IntendedBatch(samples, " x ".join([*factors, copies]))
+
+
+def _intended_gpus(config: NeoXConfig, hosts: tuple[int, str] | None) -> tuple[int, str] | None:
+    """Return the number of GPUs that a configuration names, and the text that says where."""
+    for key in ("planned_num_gpus", "global_num_gpus"):
+        if config.value(key):
+            return config.value(key), config.describe_setting(key)
+    if hosts is not None:
+        return hosts
+    if config.runner.num_gpus and config.runner.hostfile is None:
+        return config.runner.num_gpus, config.describe_setting("num_gpus")
+    return None
+
+
+def _samples_on(config: NeoXConfig, gpus: int) -> int:
+    """Return the samples of a step on a number of GPUs by the micro batch and the accumulation steps; 0 without any."""
+    micro = config.deepspeed.train_micro_batch_size_per_gpu or 0
+    steps = config.deepspeed.gradient_accumulation_steps or 1
+    return micro * steps * gpus // model_ranks_of(config)
+
+
+def batch_notes(config: NeoXConfig, batch: BatchPlan) -> list[str]:
     """Return that a batch is not the one of `planned_num_gpus`, because of the number of ranks, and what keeps it."""
     planned = config.runner.planned_num_gpus
     if planned is None or config.given(TOTAL):
         return []
-    samples = batch.samples_of_data_rank * planned // (grid.pp_size * grid.tp_size * grid.cp_size)
+    samples = _samples_on(config, planned)
     if samples in (0, batch.train_batch_size):
         return []
     origin = config.describe_setting("planned_num_gpus")

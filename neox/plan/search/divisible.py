@@ -63,11 +63,14 @@ def _degrees(config: NeoXConfig, world_size: int) -> Iterator[tuple[int, int]]:
 
 
 def _samples_of_step(config: NeoXConfig, world_size: int) -> int:
-    """Return the samples of a step: as configured, or scaled so that each GPU has about as many as the keys imply."""
+    """Return the samples of a step: as configured, or scaled so that each GPU has about as many as the keys imply.
+
+    GPUs too few for a copy of the model in the configured degrees keep the samples of one copy.
+    """
     total, micro, steps = (config.value(key) for key in BATCH_KEYS)
     if total is not None:
         return int(total)
     model_ranks = model_ranks_of(config)
-    wanted = micro * (steps or 1) * world_size / model_ranks
+    wanted = micro * (steps or 1) * max(1.0, world_size / model_ranks)
     divisor = world_size // gcd(world_size, model_ranks)
     return max(1, round(wanted / divisor)) * divisor

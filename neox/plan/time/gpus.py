@@ -12,6 +12,12 @@ from types import MappingProxyType
 
 from neox.architecture import DeviceFamily
 
+# Bandwidths of a GPU's way to main memory, which its usual host decides: four fifths of a PCI Express link of 16 lanes,
+# and half of the GPU's share of the memory channels of both processors, which Adam on a host reaches.
+_PCIE_3 = 12.0
+_PCIE_4 = 25.0
+_PCIE_5 = 50.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -63,8 +69,8 @@ class Gpu:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.75
     network_efficiency: float = 0.8
-    host_link: float = 25.0
-    host_memory: float = 25.0
+    host_link: float
+    host_memory: float
     kernel_seconds: float = 4e-6
     collective_seconds: float = 12e-6
 
@@ -84,6 +90,8 @@ _A100 = Gpu(
     bandwidth=2.039,
     link=300.0,
     network=25.0,
+    host_link=_PCIE_4,
+    host_memory=25.0,  # DGX A100: 16 channels of DDR4-3200, 410 GB/s for eight
     multiprocessors=108,
     product_efficiency=0.80,
     attention_efficiency=0.55,
@@ -95,8 +103,8 @@ _H100 = Gpu(
     peak_tflops=989.0,
     peak_fp8_tflops=1979.0,
     has_fp8_experts=True,
-    host_link=50.0,
-    host_memory=40.0,
+    host_link=_PCIE_5,
+    host_memory=40.0,  # DGX H100: 16 channels of DDR5-4800, 614 GB/s for eight
     bandwidth=3.35,
     link=450.0,
     network=50.0,
@@ -116,6 +124,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             bandwidth=0.9,
             link=150.0,
             network=12.5,
+            host_link=_PCIE_3,
+            host_memory=10.0,  # DGX-1: 8 channels of DDR4-2133 to 2400, 137 to 154 GB/s for eight
             multiprocessors=80,
             product_efficiency=0.72,
             attention_efficiency=0.35,
@@ -148,6 +158,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             bandwidth=7.7,
             link=900.0,
             network=50.0,
+            host_link=_PCIE_5,
+            host_memory=45.0,  # DGX B200: 16 channels of DDR5-5600, 717 GB/s for eight
             multiprocessors=148,
             product_efficiency=0.70,
             fp8_efficiency=0.60,
@@ -170,6 +182,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             product_efficiency=0.55,
             attention_efficiency=0.30,
             host_link=36.0,
+            host_memory=13.0,  # 8 channels of DDR4-3200, 205 GB/s for eight
         ),
         # Seven links of 64 GB/s each way. All-reduces of 2 and 8 GPUs reached 47.7 and 312.9 GB/s, and products 668
         # TFLOP/s (stas00/ml-engineering, network/README.md and compute/accelerator/README.md).
@@ -184,6 +197,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             mesh=True,
             link_efficiency=0.7,
             network=50.0,
+            host_link=_PCIE_5,
+            host_memory=40.0,  # hosts as of the H100: 16 channels of DDR5-4800
             multiprocessors=304,
             product_efficiency=0.45,
             fp8_efficiency=0.40,
@@ -209,6 +224,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             product_efficiency=0.525,
             attention_efficiency=0.25,
             host_link=27.0,
+            host_memory=25.0,  # 16 channels of DDR5-4800 without the processors' HBM, 614 GB/s for twelve
         ),
         "ascend910": Gpu(
             name="Ascend 910 32 GB",
@@ -218,6 +234,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             bandwidth=1.2,
             link=30.0,
             network=12.5,
+            host_link=_PCIE_4,  # of the host nothing is published: as that of the A100, as for the 910B
+            host_memory=25.0,
             multiprocessors=32,
             product_efficiency=0.60,
             attention_efficiency=0.35,
@@ -239,6 +257,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             mesh=True,
             link_efficiency=0.62,
             network=25.0,
+            host_link=_PCIE_4,
+            host_memory=25.0,
             multiprocessors=24,
             product_efficiency=0.80,
             attention_efficiency=0.35,
@@ -255,6 +275,8 @@ CPU_CORE = Gpu(
     bandwidth=0.01,
     link=1.0,
     network=1.0,
+    host_link=10.0,  # of no use: a CPU has nowhere to offload to
+    host_memory=10.0,
     multiprocessors=1,
     product_efficiency=0.7,
     attention_efficiency=0.3,

@@ -16,7 +16,7 @@ from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import suggest_layouts
 from neox.plan.search.fit import nested_keys
 from neox.plan.time import GPUS
-from neox.preflight.gpu_choice import choose_gpus, format_choices
+from neox.preflight.gpu_choice import batch_to_plan, choose_gpus, describe_batch, format_choices
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -43,6 +43,67 @@ def test_its_layout_fits_on_that_number_and_none_on_fewer(kind: str, overrides: 
     else:
         assert overrides  # of the whole model, the states alone need more than one
         assert choice.main_memory_gib == 0  # states of adapters fit beside the weights
+
+
+def test_the_batch_is_that_of_the_gpus_that_the_file_was_made_for() -> None:
+    """20B.yml asks for 4 samples x 32 steps on 96 GPUs of 8 a copy; one GPU in itself would have 16 samples a step."""
+    config = load_config([CONFIGS / "20B.yml"], overrides=[]).config
+    choices = list(choose_gpus(config, 50_257, 1e9, ["h200"], [1, 8, 96], every=True))
+    assert [choice.batch for choice in choices] == [1536, 1536, 1536]
+    assert "planned_num_gpus: 96" in describe_batch(config)
+    one = choices[0]
+    plan = resolve(config.updated(nested_keys(config, one.changes) | {"gpu_type": "h200"}), 1, 50_257)
+    assert plan.batch.train_batch_size == 1536
+    # The update of states in main memory takes its share of a step of 1,536 samples, and not of 16.
+    assert one.tokens_per_second > 0.9 * choices[1].tokens_per_second / 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "samples"),
+    [
+        (["train_batch_size=64", "gradient_accumulation_steps=null"], 64),
+        (["global_num_gpus=12"], 48),
+        (["num_gpus=3"], 12),
+        (["planned_num_gpus=6", "global_num_gpus=12"], 24),
+    ],
+)
+def test_keys_that_name_a_batch(overrides: list[str], samples: int) -> None:
+    intended = batch_to_plan(load_config([CONFIGS / "125M.yml"], overrides=overrides).config)
+    assert intended is not None
+    assert intended.samples == samples
+
+
+def test_hosts_of_a_hostfile_name_a_batch(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("one slots=8\ntwo slots=8\n", encoding="utf-8")
+    intended = batch_to_plan(load_config([CONFIGS / "125M.yml"], overrides=[f"hostfile={hostfile}"]).config)
+    assert intended is not None
+    assert intended.samples == 4 * 16
+    missing = load_config([CONFIGS / "125M.yml"], overrides=[f"hostfile={tmp_path}/none"]).config
+    assert batch_to_plan(missing) is None
+
+
+def test_a_file_without_a_number_of_gpus_says_so() -> None:
+    config = load_config([CONFIGS / "125M.yml"], overrides=[]).config
+    assert batch_to_plan(config) is None
+    assert "train_batch_size=N" in describe_batch(config)
+    choices = choose_gpus(config, 50_257, 1e9, ["h100"], [1, 8], every=True)
+    assert [choice.batch for choice in choices] == [4, 32]
+
+
+def test_gpus_too_few_for_a_copy_keep_the_batch_of_one() -> None:
+    divided, _ = divisible_config(load_config([CONFIGS / "6-7B.yml"], overrides=["model_parallel_size=8"]).config, 1)
+    config = divided.deepspeed
+    assert config.train_batch_size == 4
+
+
+def test_a_newer_gpu_updates_offloaded_states_no_slower() -> None:
+    config = load_config([CONFIGS / "20B.yml"], overrides=[]).config
+    h200, b200 = choose_gpus(config, 50_257, 1e9, ["h200", "b200"], [1], every=True)
+    assert h200.main_memory_gib > 0
+    assert b200.tokens_per_second > h200.tokens_per_second
+    assert GPUS["b200"].host_memory >= GPUS["h200"].host_memory
+    assert GPUS["b200"].host_link >= GPUS["h200"].host_link
 
 
 def test_days_decide_about_the_tokens() -> None:

@@ -28,7 +28,8 @@ def test_file_of_the_best_layout_runs_on_gpus_that_the_degrees_do_not_divide(gpu
     assert str(output.resolve()) in write_keys(found.best[0], plan.config, output)
     again = resolve(load_config([*files, output]).config, gpus, 50_277)
     assert again.grid.world_size == gpus
-    assert again.batch.train_batch_size == plan.batch.train_batch_size == 16 * gpus
+    # 128 samples a copy on 8 GPUs: 7 GPUs, which are no whole copy, share those of one as far as they divide.
+    assert again.batch.train_batch_size == plan.batch.train_batch_size == {7: 126}.get(gpus, 16 * gpus)
     blocks = (again.config.deepspeed.zero_optimization, config.deepspeed.zero_optimization)
     assert blocks[0].reduce_bucket_size == blocks[1].reduce_bucket_size is not None
 
