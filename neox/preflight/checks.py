@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from neox.architecture import DeviceFamily
 from neox.config import NeoXConfig
-from neox.errors import install_command
+from neox.errors import ConfigError, LaunchError, install_command
 from neox.launch.hosts.machine import available_memory, device_family, smallest_memory
-from neox.launch.hosts.placement import Placement
+from neox.launch.hosts.placement import Placement, check_local_devices
 from neox.launch.hosts.vendors import VENDORS, refused_backend
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
 from neox.plan.devices.device import gib, rank_memory
@@ -122,7 +122,7 @@ def device_of_ranks(
     config = plan.config
     memory_given = config.given("gpu_memory_gib") or config.source("gpu_type").is_command_line
     planned_for_gpus = placement.assumed
-    if dry_run and any(map(config.given, _KEYS_ABOUT_GPUS)):
+    if dry_run and _given_about_gpus(config):
         planned_for_gpus = True
     if placement.is_local and not placement.accelerators and not planned_for_gpus:
         ranks = range(placement.world_size)
@@ -134,6 +134,37 @@ def device_of_ranks(
     elif placement.is_local and placement.accelerators:
         family = device_family()
     return gpu_device(plan, family=family)
+
+
+def _given_about_gpus(config: NeoXConfig) -> list[str]:
+    return [key for key in _KEYS_ABOUT_GPUS if config.given(key) and config.value(key) is not None]
+
+
+def missing_device(plan: RunPlan, device: Device, placement: Placement, *, training: bool) -> str | None:
+    """Return that a dry run is for a GPU that this machine lacks, and what a start here would do; None otherwise.
+
+    Args:
+        plan: The plan.
+        device: What the plan is for.
+        placement: Hosts and slots. Hosts elsewhere, or imagined ones, are not asked.
+        training: Whether the model is trained, not only run.
+    """
+    if device.shared or placement.assumed or not placement.is_local or placement.accelerators:
+        return None
+    keys = _given_about_gpus(plan.config)
+    named = ", ".join(map(plan.config.describe_setting, keys))
+    planned = f"planned for {device.name}, because of {named}; this machine has no GPU"
+    try:
+        check_local_devices(placement)
+    except (ConfigError, LaunchError):
+        return f"{planned}, and does not start {placement.world_size} ranks"
+    does = "train" if training else "run"
+    ranks = range(placement.world_size)
+    here = host_device(plan, ranks, placement.hosts[0].name, available_memory(), training=training)
+    if memory_problem(plan, here, training=training) is not None:
+        return f"{planned}, and its {gib(here.size)} of main memory are too little to {does} on the CPU"
+    way = " (--set gpu_type=null plans that)" if keys == ["gpu_type"] else ""
+    return f"{planned}: here it would {does} on the CPU{way}"
 
 
 def backend_refusal(backend: str, family: DeviceFamily) -> str | None:

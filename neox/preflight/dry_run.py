@@ -58,6 +58,7 @@ class DryRun(JobCommand):
             draw_schedules(planned.plan, Path(self.arguments.plot))
         if self.arguments.json:
             about = {"hosts": _hosts(planned.plan, placement), "warnings": warnings, "errors": refused, **commands}
+            about["missing_device"] = planned.elsewhere
             print(json.dumps({**plan_as_dict(planned.plan, planned.device), **about}))
         else:
             self._print_plan(planned, placement, spec)
@@ -75,6 +76,8 @@ class DryRun(JobCommand):
             groups = [*groups[: _MOST_GROUPS - 1], f"and {hidden} more groups of hosts"]
         title = f"{len(placement.hosts)} ({placement.why}), launcher {launcher}"
         print("\n".join(labelled("hosts", [title, *groups])))
+        if planned.elsewhere is not None:
+            print("\n".join(labelled("device", [planned.elsewhere])))
         training = Path(spec.script).stem not in INFERENCE
         recovery = list(recovery_lines(self.config, placement))
         if training and recovery:

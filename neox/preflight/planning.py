@@ -38,6 +38,7 @@ from neox.preflight.checks import (
     device_of_ranks,
     login_problems,
     memory_problems,
+    missing_device,
     missing_packages,
     nvme_paths,
     nvme_problems,
@@ -92,12 +93,14 @@ class PlannedJob:
         device: What a rank runs on.
         problems: What a launch refuses. What a dry run makes of each is in `DryRun.show`.
         too_large: Those of them that the plan itself shows: the job needs more memory than the device has.
+        elsewhere: Text that the plan is for a device that this machine lacks; None if it has it or is not asked.
     """
 
     plan: RunPlan
     device: Device
     problems: tuple[Problem, ...]
     too_large: tuple[Problem, ...] = ()
+    elsewhere: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -227,7 +230,10 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
         plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
         plan, missing = with_amounts(plan)
         problems += [*missing, *save_best_problems(plan)]
-    return PlannedJob(plan, device, tuple(problems), tuple(too_large))
+    elsewhere = None
+    if job.dry_run and job.runs_model:
+        elsewhere = missing_device(plan, device, job.placement, training=job.trains)
+    return PlannedJob(plan, device, tuple(problems), tuple(too_large), elsewhere)
 
 
 def _notes_of_training(plan: RunPlan, loaded: FoundRun | None) -> list[str]:
