@@ -98,6 +98,21 @@ def ends_finite(metrics: Path | Rows, name: str) -> bool:
     return isinstance(last, float | int)
 
 
+def last_evaluation_is_missing(metrics: Path | Rows) -> bool:
+    """Return whether a run was evaluated on validation data, but not after its last step."""
+    last: int | None = None
+    evaluated: int | None = None  # last evaluated iteration; -1 if its step was trained again
+    for row in _rows_of(metrics):
+        iteration = row["iteration"]
+        if is_step(row):
+            last = iteration
+            if evaluated is not None and iteration <= evaluated:
+                evaluated = -1
+        if any(name.startswith("validation/") for name in row):
+            evaluated = iteration
+    return last is not None and evaluated is not None and evaluated < last
+
+
 def is_step(row: Mapping[str, Any]) -> bool:
     """Return whether a row is that of a training step."""
     kind = row.get("kind")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neox.config import NeoXConfig
+from neox.launch.supervisor.outcome import EndKind
+from neox.metrics import METRICS_FILE, last_evaluation_is_missing
 from neox.plan import RunPlan, static_problems
 from neox.plan.run_identity import (
     FIRST_LOAD_KEYS,
@@ -164,8 +166,9 @@ def batch_note(plan: RunPlan, loaded: FoundRun | None) -> str | None:
 def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     """Return a note that a run has finished, and how to continue it; None if something is left to do.
 
-    A finished run is started again if its last start was interrupted (its last evaluation may be missing), or if it
-    sends checkpoints or metrics elsewhere, because some of them may be unsent.
+    A finished run is started again if its last start was interrupted (evaluations after the last step may be missing),
+    if its metrics lack the last evaluation, or if it sends checkpoints or metrics elsewhere, because some of them may
+    be unsent.
 
     Args:
         config: The configuration, which loads the run's own checkpoints (`resume_from_save`).
@@ -181,7 +184,9 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     logging = config.logging
     if keys.checkpoint_mirror is not None or logging.use_mlflow or logging.use_comet or logging.use_trackio:
         return None
-    if not _ended_by_itself(directory) or not is_complete(found.checkpoint):
+    if not _ended_by_itself(directory) or lacks_last_evaluation(config, directory):
+        return None
+    if not is_complete(found.checkpoint):
         return None
     key = _EPOCHS if config.source("train_iters").rule == _EPOCHS else "train_iters"
     note = f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started"
@@ -191,31 +196,56 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     return f"{note}. To continue it, set a larger `{key}` (--set {key}=N); to start from the beginning, add --overwrite"
 
 
-def unfinished_note(config: NeoXConfig) -> str | None:
-    """Return how to continue a run that ended before its last step; None if it has all steps, or no checkpoint.
+def unfinished_note(config: NeoXConfig, directory: Path) -> str | None:
+    """Return how to continue a run that ended before its last step or evaluation.
+
+    None if it has both, or no checkpoint.
 
     Args:
         config: The configuration of the run that has ended.
+        directory: The run directory.
     """
     keys = config.checkpoint
     steps = config.training.train_iters
     if keys.save is None or steps is None:
         return None
     found = find_run(Path(keys.save))
-    if found is None or found.iteration >= steps:
+    if found is None:
+        return None
+    is_trained = found.iteration >= steps
+    if is_trained and not lacks_last_evaluation(config, directory):
         return None
     command = "run the same command again"
     if keys.overwrite:
         command += " without --overwrite"
+    if is_trained:
+        return f"{found.checkpoint} has all {steps:,} steps, but no evaluation after the last; for it, {command}"
     return f"{found.checkpoint} has {found.iteration:,} of {steps:,} steps; to continue from there, {command}"
 
 
+def lacks_last_evaluation(config: NeoXConfig, directory: Path) -> bool:
+    """Return whether the metrics of a run have evaluations on validation data, but none after the last step.
+
+    Args:
+        config: The configuration. One that evaluates nothing lacks nothing.
+        directory: The run directory.
+    """
+    metrics = directory / METRICS_FILE
+    if config.training.eval_iters == 0 or not metrics.exists():
+        return False
+    return last_evaluation_is_missing(metrics)
+
+
 def _ended_by_itself(directory: Path) -> bool:
-    """Return whether the last recorded start of a run ended with status 0; True if none is recorded."""
-    status: int | None = 0
+    """Return whether the last recorded start of a run ended with status 0, unasked; True if none is recorded.
+
+    A run that a signal asks to end skips evaluations, and has status 0, too.
+    """
+    ended_by_itself = True
     for event in read_events(directory):
         if event["event"] == "start":
-            status = None
+            ended_by_itself = False
         elif event["event"] == "end":
-            status = event.get("status")
-    return status == 0
+            is_asked = event.get("kind") in (EndKind.ASKED.value, EndKind.PREEMPTED.value)
+            ended_by_itself = event.get("status") == 0 and not is_asked
+    return ended_by_itself

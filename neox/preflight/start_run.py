@@ -282,7 +282,7 @@ class StartRun(JobCommand):
         """Print that a run overfits, and how to continue it if it was asked to end, or the commands that use it."""
         with suppress(DataError):  # a script of the user's own, without metrics
             print_to_stderr("note", overfitting_words(directory))
-        rest = unfinished_note(plan.config)
+        rest = unfinished_note(plan.config, directory)
         if rest is not None and (end.status == 0 or end.kind is EndKind.ASKED):
             print_to_stderr("note", [rest])
         elif end.status == 0:

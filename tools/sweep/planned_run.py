@@ -24,6 +24,7 @@ from neox.plan.run_identity import learning_changes
 from neox.preflight.command_line import parse_arguments
 from neox.preflight.job_command import JobCommand
 from neox.preflight.planning import read_config
+from neox.preflight.resume_from_save import lacks_last_evaluation
 from neox.run_events import of_newest_run, read_events
 from neox.shipped_files import scripts_root
 from tools.sweep.places import OTHER_HOST_KEYS, Place
@@ -134,6 +135,8 @@ class PlannedRun:
         except DataError:
             return State.FAILED if (self.directory / OUTPUT_FILE).exists() else State.WAITING
         if status["state"] == "finished" and (status["step"] or 0) >= self.steps:
+            if lacks_last_evaluation(self.config, self.directory):
+                return State.BEGUN
             return State.DONE
         if end is not None and status["state"] == "failed" and end.get("kind") != EndKind.HOST.value:
             return State.FAILED

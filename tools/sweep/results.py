@@ -64,7 +64,8 @@ class RunResult:
         seconds: Seconds of its steps; None if unknown.
         train_loss: Mean training loss of its last steps; None before the first one.
         validation_loss: Loss of its last evaluation; None before it.
-        score: Value by which runs are compared; None if it is not known yet.
+        validation_step: Step of that evaluation.
+        score: Value by which runs are compared; None until the run has ended, and if it is not known.
         host: Host of its last start, if it is known.
         cause: Reason of its failure; empty if it has not failed.
     """
@@ -77,6 +78,7 @@ class RunResult:
     seconds: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
+    validation_step: int | None = None
     score: float | None = None
     host: str = ""
     cause: str = ""
@@ -179,6 +181,10 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
     rows = list(read_metrics(run.metrics))
     losses = curves(rows)
     steps = _of_group(losses, "train")
+    evaluations = _of_group(losses, "validation")
+    score: float | None = None
+    if state.has_ended:
+        score = _score(sweep.metric, rows, losses)
     return RunResult(
         name=run.name,
         values=values,
@@ -187,8 +193,9 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
         tokens=_last(trained(rows, "tokens")[1]),
         seconds=_last(trained(rows, "seconds")[1]),
         train_loss=_mean_of_last_steps(steps),
-        validation_loss=_newest(_of_group(losses, "validation")),
-        score=_score(sweep.metric, rows, losses),
+        validation_loss=_newest(evaluations),
+        validation_step=max(evaluations, default=None),
+        score=score,
         host=host,
         cause=cause,
     )
@@ -249,7 +256,8 @@ def write_results(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[Ru
     """Write the table and the picture of a sweep, if it has them, into its directory. Raises OSError."""
     if not sweep.has_table:
         return
-    columns = ["run", *sweep.varied, "state", "step", "tokens", "seconds", "train_loss", "validation_loss"]
+    columns = ["run", *sweep.varied, "state", "step", "tokens", "seconds", "train_loss"]
+    columns += ["validation_loss", "validation_step"]
     if sweep.metric is not None:
         columns.append(sweep.metric)
     columns += ["host", "cause"]
@@ -258,7 +266,7 @@ def write_results(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[Ru
     writer.writerow(columns)
     for result in results:
         row = [result.name, *result.values.values(), result.state.value, result.step, result.tokens, result.seconds]
-        row += [result.train_loss, result.validation_loss]
+        row += [result.train_loss, result.validation_loss, result.validation_step]
         if sweep.metric is not None:
             row.append(result.score)
         writer.writerow([*row, result.host, result.cause])
@@ -270,7 +278,11 @@ def format_table(sweep: Sweep, results: Sequence[RunResult]) -> str:
     """Format results for a terminal, the best first."""
     rows = [["run", "state", "step", "tokens", "time", "train loss", sweep.metric or "validation loss"]]
     for result in results:
-        shown = result.score if sweep.metric is not None else result.validation_loss
+        shown = _number(result.score)
+        if sweep.metric is None:
+            shown = _number(result.validation_loss)
+            if result.validation_step not in (None, result.step):
+                shown += f" (step {result.validation_step:,})"
         rows.append(
             [
                 result.name,
@@ -279,7 +291,7 @@ def format_table(sweep: Sweep, results: Sequence[RunResult]) -> str:
                 _amount(result.tokens),
                 "" if result.seconds is None else duration(result.seconds),
                 _number(result.train_loss),
-                _number(shown),
+                shown,
             ]
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

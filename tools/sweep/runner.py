@@ -334,5 +334,7 @@ class SweepRunner:
         end = run.last_end(state.started)
         if end is not None and end.get("cause"):
             return str(end["cause"])
+        if status == 0:
+            return "it ended before all its steps and its last evaluation; the same command goes on"
         text = (run.directory / OUTPUT_FILE).read_text(encoding="utf-8", errors="replace")
         return last_line(text, status)

@@ -11,6 +11,8 @@ import pytest
 
 from neox.checkpoint.manifest import write_manifest
 from neox.config import NeoXConfig
+from neox.launch.supervisor.outcome import EndKind
+from neox.metrics import METRICS_FILE
 from neox.plan import format_plan, plan_as_dict
 from neox.plan.rules.notes import notes_without_effect
 from neox.plan.run_identity import (
@@ -222,7 +224,7 @@ def test_steps_of_a_warm_up_that_a_longer_run_keeps_are_no_change_and_no_line_of
 
 def test_a_run_that_was_asked_to_end_says_how_to_go_on(tmp_path: Path) -> None:
     def said(**keys: Any) -> str | None:
-        return unfinished_note(make_config(save=str(tmp_path), train_iters=60, **keys))
+        return unfinished_note(make_config(save=str(tmp_path), train_iters=60, **keys), tmp_path)
 
     assert said() is None
     put_checkpoint(tmp_path, 45, make_config())
@@ -233,6 +235,10 @@ def test_a_run_that_was_asked_to_end_says_how_to_go_on(tmp_path: Path) -> None:
     assert "--overwrite" in str(said(overwrite=True))
     put_checkpoint(tmp_path, 60, make_config())
     assert said() is None
+    rows = [("validation", "validation", 30), ("step", "train", 60)]
+    lines = [json.dumps({"iteration": at, "kind": kind, f"{group}/lm_loss": 2.0}) + "\n" for kind, group, at in rows]
+    (tmp_path / METRICS_FILE).write_text("".join(lines))
+    assert "no evaluation after the last" in str(said())
 
 
 def test_only_what_has_changed_is_named(tmp_path: Path) -> None:
@@ -269,6 +275,45 @@ def test_a_damaged_checkpoint_or_an_interrupted_evaluation_is_not_the_end(tmp_pa
         assert (finished(tmp_path) is not None) is (status == 0)
     (checkpoint / RUN_FILE).write_text("{}")
     assert finished(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", list(EndKind))
+def test_a_run_that_was_asked_to_end_after_its_last_step_is_evaluated(tmp_path: Path, kind: EndKind) -> None:
+    put_complete_checkpoint(tmp_path, 2)
+    run = tmp_path / "run"
+    run.mkdir()
+    append_event(run, "start")
+    append_event(run, "end", kind=kind.value, status=0)
+    assert (finished(tmp_path) is None) is (kind in (EndKind.ASKED, EndKind.PREEMPTED))
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_missing"),
+    [
+        ([("train", 1), ("train", 2)], False),  # without validation data
+        ([("train", 1), ("validation", 1), ("train", 2)], True),
+        ([("validation", 0), ("train", 1), ("train", 2)], True),
+        ([("train", 1), ("train", 2), ("validation", 2)], False),
+        ([("train", 1), ("train", 2), ("validation", 2), ("train", 2)], True),  # trained again
+        ([("train", 1), ("train", 2), ("validation", 2), ("train", 2), ("validation", 2)], False),
+        ([("validation", 2)], False),  # of another run directory's steps
+    ],
+)
+def test_a_run_whose_metrics_lack_the_last_evaluation_has_not_finished(
+    tmp_path: Path, rows: list[tuple[str, int]], is_missing: bool
+) -> None:
+    put_complete_checkpoint(tmp_path, 2)
+    run = tmp_path / "run"
+    run.mkdir()
+    lines = []
+    for group, iteration in rows:
+        kind = "step" if group == "train" else group
+        lines.append(json.dumps({"iteration": iteration, "kind": kind, f"{group}/lm_loss": "nan"}) + "\n")
+    (run / METRICS_FILE).write_text("".join(lines))
+    append_event(run, "start")
+    append_event(run, "end", kind=EndKind.FINISHED.value, status=0)
+    assert (finished(tmp_path) is None) is is_missing
+    assert finished(tmp_path, eval_iters=0) is not None
 
 
 def test_a_run_of_another_network_is_not_said_to_start_elsewhere(tmp_path: Path) -> None:

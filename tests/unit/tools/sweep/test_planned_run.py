@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import yaml
 
+from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.launch import Cause
+from neox.launch.supervisor.outcome import EndKind
 from neox.run_events import append_event
 from tests.plans import SMALL
 from tools.sweep.command import format_plans
@@ -36,6 +40,30 @@ def test_only_a_last_word_of_the_newest_run_is_a_divergence(tmp_path: Path) -> N
     append_event(tmp_path, "start", restart=0, step=None, hosts=[])  # by `--redo`
     assert run.last_end() is None
     assert run.state() is not State.DIVERGED
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "kind", "state"),
+    [
+        (4, EndKind.FINISHED, State.DONE),
+        (2, EndKind.FINISHED, State.BEGUN),
+        (2, EndKind.ASKED, State.BEGUN),
+    ],
+)
+def test_a_run_without_its_last_evaluation_is_not_done(
+    tmp_path: Path, evaluated: int, kind: EndKind, state: State
+) -> None:
+    config = NeoXConfig.from_flat(SMALL)
+    run = replace(run_in(tmp_path), config=config)
+    append_event(tmp_path, "start", restart=0, step=None, hosts=[])
+    rows: list[dict[str, Any]] = []
+    for step in range(1, 5):
+        rows.append({"iteration": step, "kind": "step", "train/lm_loss": 3.0})
+        if step in (2, evaluated):
+            rows.append({"iteration": step, "kind": "validation", "validation/lm_loss": 3.0})
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    append_event(tmp_path, "end", decision="stop", kind=kind.value, status=0)
+    assert run.state() is state
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,15 @@ import pytest
 from neox.metrics import read_metrics
 from tools.sweep import results as sweep_results
 from tools.sweep.planned_run import State
-from tools.sweep.results import RunResult, _following, _read_result, read_results, values_at_an_end, write_results
+from tools.sweep.results import (
+    RunResult,
+    _following,
+    _read_result,
+    format_table,
+    read_results,
+    values_at_an_end,
+    write_results,
+)
 
 
 def test_best_values_at_an_end_are_named() -> None:
@@ -105,3 +114,23 @@ def test_a_run_whose_last_value_is_not_finite_has_no_score(
     run = SimpleNamespace(name="a", run=values, metrics=metrics, state=lambda: State.DONE, parameters=1)
     sweep = SimpleNamespace(metric=metric, varied=())
     assert _read_result(cast(Any, sweep), cast(Any, run), "", "").score == score
+
+
+@pytest.mark.parametrize("metric", [None, "validation/lm_loss"])
+def test_a_run_that_is_not_done_has_no_score_and_names_the_step_of_its_value(
+    tmp_path: Path, metric: str | None
+) -> None:
+    step = {"kind": "step", "train/lm_loss": 3.0, "train/batch_size": 1.0, "train/seq_length": 8.0}
+    rows = [{"iteration": 30, **step}, {"iteration": 30, "kind": "validation", "validation/lm_loss": 2.5}]
+    rows.append({"iteration": 60, **step})
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = SimpleNamespace(values={})
+    run = SimpleNamespace(name="a", run=values, metrics=metrics, state=lambda: State.BEGUN)
+    sweep = SimpleNamespace(metric=metric, varied=(), directory=tmp_path, has_table=True)
+    result = _read_result(cast(Any, sweep), cast(Any, run), "", "")
+    assert (result.score, result.validation_loss, result.validation_step) == (None, 2.5, 30)
+    assert ("2.5000 (step 30)" in format_table(cast(Any, sweep), [result])) is (metric is None)
+    write_results(cast(Any, sweep), [], [result])
+    (row,) = csv.DictReader((tmp_path / "table.csv").open())
+    assert (row["step"], row["validation_step"]) == ("60", "30")
