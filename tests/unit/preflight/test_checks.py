@@ -16,7 +16,9 @@ import yaml
 from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDataset, IndexedDatasetBuilder, pass_amounts
 from neox.data.run_data import build_data_iterators
+from neox.launch.hosts.placement import ChosenBy, Placement
 from neox.launch.hosts.remote import path_state
+from neox.launch.spec import Host
 from neox.plan import resolve
 from neox.plan.report.data_lines import data_lines
 from neox.plan.rules import notes_without_effect
@@ -24,7 +26,9 @@ from neox.preflight import checks
 from neox.preflight.chat_checks import label_notes, packed_conversation_notes
 from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
+    device_of_ranks,
     login_problems,
+    missing_device,
     missing_packages,
     nvme_paths,
     nvme_problems,
@@ -47,6 +51,37 @@ def test_quantisation_needs_gpus() -> None:
     zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": False}
     problems = quantizer_problems(config(zero_optimization=zero))
     assert [problem.keys for problem in problems] == [("zero_optimization.zero_quantized_weights",)]
+
+
+def test_a_gpu_that_a_file_names_and_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shipped file names the GPU that it was made for; on a machine without one a start trains on the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = Path(__file__).resolve().parents[3] / "configs" / "pythia" / "14M.yml"
+
+    def missing(placement: Placement, *overrides: str) -> str | None:
+        read = load_config([file], overrides=["host_memory_gib=64", *overrides]).config
+        plan = resolve(read, placement.world_size, 50_304)
+        device = device_of_ranks(plan, placement, None, training=True, dry_run=True)
+        return missing_device(plan, device, placement, training=True)
+
+    def ranks(count: int) -> tuple[Host, ...]:
+        return (Host("localhost", tuple(range(count))),)
+
+    here = Placement(ranks(1), ChosenBy.NOTHING, 0)
+    text = missing(here)
+    assert text is not None
+    assert "A100" in text
+    assert "`gpu_type: a100-40`" in text
+    assert "on the CPU" in text
+    assert missing(here, "gpu_type=null") is None, "the plan is for the CPU itself"
+    small = missing(here, "host_memory_gib=1")
+    assert small is not None
+    assert "too little" in small
+    refused = missing(Placement(ranks(8192), ChosenBy.GLOBAL_NUM_GPUS, 0))
+    assert refused is not None
+    assert "8192 ranks" in refused
+    assert missing(Placement(ranks(8), ChosenBy.DRY_RUN_FLAGS, 0)) is None, "imagined hosts"
+    assert missing(Placement(ranks(1), ChosenBy.ACCELERATORS, 1), "gpu_memory_gib=40") is None, "it has one"
 
 
 def config(**keys: Any) -> NeoXConfig:
