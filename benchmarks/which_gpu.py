@@ -35,12 +35,13 @@ _A100 = "{} to {} %".format(*PUBLISHED_MFU["a100"])
 _H100 = "{} to {} %".format(*PUBLISHED_MFU["h100"])
 TEXT = f"""# Which GPU, how many, how long
 
-A cell is the smallest number of GPUs on which a model can be trained, and the fewest GPU hours for a billion tokens on
-that number or up to eight times as many. Precision, length and batch are those of its file in `configs/`: on any
-number of GPUs, a step has the samples that it has on the GPUs that the file was made for. The files in `configs/moe/`
-name no number, so their batch grows with the GPUs. States that do not fit may be in main memory. No GPU was asked:
-memory is planned, and times are estimated for full power and fused kernels. Published runs reached {_A100} of an
-A100's peak and {_H100} of an H100's ([comparison](../performance.md)); the estimates are above that.
+A cell is the smallest number of GPUs on which a model can be trained, and its GPU hours for a billion tokens; then
+the number, up to eight times as many, that takes the fewest GPU hours, if that saves a tenth. Precision, length and
+batch are those of its file in `configs/`: on any number of GPUs, a step has the samples that it has on the GPUs that
+the file was made for. The files in `configs/moe/` name no number, so their batch grows with the GPUs. States that do
+not fit may be in main memory. No GPU was asked: memory is planned, and times are estimated for full power and fused
+kernels. Published runs reached {_A100} of an A100's peak and {_H100} of an H100's
+([comparison](../performance.md)); the estimates are above that.
 
 For your model, your tokens and your prices, with the numbers of GPUs and the main memory that each needs; then how long
 it takes on given numbers:
@@ -66,8 +67,9 @@ for layers in 16 20 24 28; do
 done
 ```
 
-A loop knows only the sizes that it tries. The shipped files leap from 3 to 8 billion parameters, so the second loop
-tries the larger network with fewer of its 32 layers: of 16 it has 4.5 billion.
+The last column is the size that would get 20 in the same time: a token's FLOPs grow with the parameters, so the tokens
+shrink with them. A loop knows only the sizes that it tries. The shipped files leap from 3 to 8 billion parameters, so
+the second loop tries the larger network with fewer of its 32 layers: of 16 it has 4.5 billion.
 
 The times are estimates: measure a layout on your GPUs (`--suggest --measure`) before you rely on them. The text must be
 there too, because more than four passes over it help little. [A ladder](../ladder.md) predicts the loss of a model
@@ -114,8 +116,11 @@ def row(model: str, overrides: Sequence[str]) -> str:
 def _cell(choices: Sequence[GpuChoice]) -> str:
     if choices[0].gpus is None:
         return "none"
-    hours = choices[-1].gpu_hours
-    return f"from {choices[0].gpus}: " + (f"{hours:,.0f} h" if hours >= 10 else f"{hours:.1f} h")
+    return "; ".join(f"{choice.gpus}: {_hours(choice.gpu_hours)}" for choice in choices)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f} h" if hours >= 10 else f"{hours:.1f} h"
 
 
 if __name__ == "__main__":

@@ -58,7 +58,11 @@ def token_perplexity(loss: float, tokens: int) -> float:
 
 
 def word_perplexity(loss: float, tokens: int, words: int) -> float:
-    """Return exp(L / (T - 1) * (T - 1) / (O - 1)), which does not depend on the tokenizer."""
+    """Return exp(L / (T - 1) * (T - 1) / (O - 1)), which does not depend on the tokenizer.
+
+    Megatron-LM's adjusted perplexity, which divides by the words after the first. One sentence of a few words therefore
+    has a higher one than exp(L / O).
+    """
     tokens_per_word = (tokens - 1) / (words - 1)
     return perplexity_of(loss / (tokens - 1) * tokens_per_word)
 

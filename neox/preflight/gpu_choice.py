@@ -16,6 +16,7 @@ from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, suggest_layouts
 from neox.plan.time import GPUS
 from neox.plan.time.gpus import Gpu
+from neox.plan.time.step import COMPUTE_OPTIMAL_RATIO
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of GPUs that are tried, the smallest first; more than `Gpu.per_host` are several hosts."""
@@ -36,6 +37,7 @@ class GpuChoice:
         batch: Samples of a step.
         memory_gib: Memory of the fullest rank in GiB.
         tokens_per_second: Tokens of all GPUs together.
+        mfu: Model FLOPs utilization, 0 to 1.
         tokens: Tokens that are trained.
         parameters: Parameters that a token meets: all of them, or with experts those of the chosen ones.
         days: Days for these tokens.
@@ -53,6 +55,7 @@ class GpuChoice:
     memory_gib: float = 0.0
     main_memory_gib: float = 0.0
     tokens_per_second: float = 0.0
+    mfu: float = 0.0
     tokens: float = 0.0
     parameters: int = 0
     days: float = 0.0
@@ -208,6 +211,7 @@ def _choice(
         memory_gib=layout.memory.needed(on_cpu=False) / _GIB,
         main_memory_gib=layout.memory.main_memory * min(count, gpu.per_host) / _GIB,
         tokens_per_second=speed,
+        mfu=layout.time.mfu,
         tokens=tokens,
         parameters=fastest.parameters,
         days=seconds / _DAY,
@@ -248,11 +252,12 @@ def format_choices(choices: Sequence[GpuChoice], title: str, *, with_tokens: boo
     Args:
         choices: The choices.
         title: Lines above the table.
-        with_tokens: Whether the rows differ in their tokens, which are shown then, also for each parameter.
+        with_tokens: Whether the rows differ in their tokens, which are shown then, also for each parameter, and with
+            the parameters of a model that would get 20 for each in the same time.
     """
-    heading = f"{'':34} GPUs  batch   memory  main memory   tokens/s      time  GPU hours"
+    heading = f"{'':34} GPUs  batch   memory  host memory   tokens/s   MFU      time  GPU hours"
     if with_tokens:
-        heading += "  parameters    tokens  a parameter"
+        heading += "  parameters    tokens  a parameter  20 each for"
     if any(choice.price is not None for choice in choices):
         heading += "      price"
     lines = [title, heading]
@@ -263,13 +268,23 @@ def format_choices(choices: Sequence[GpuChoice], title: str, *, with_tokens: boo
             continue
         price = "" if choice.price is None else f"{_figure(choice.price):>11}"
         memory = f"{_figure(choice.memory_gib):>3} GiB {choice.main_memory_gib:8,.0f} GiB"
-        time = f"{choice.tokens_per_second:10,.0f} {_span(choice.days):>9} {_figure(choice.gpu_hours):>10}"
+        speed = f"{choice.tokens_per_second:10,.0f} {choice.mfu:5.0%}"
+        time = f"{speed} {_span(choice.days):>9} {_figure(choice.gpu_hours):>10}"
         tokens = ""
         if with_tokens:
             tokens = f"{choice.parameters / 1e9:10.3g} B{_figure(choice.tokens / 1e9):>8} B"
             tokens += f" {_figure(choice.tokens / choice.parameters):>12}"
+            tokens += f" {_parameters_with(COMPUTE_OPTIMAL_RATIO, choice) / 1e9:10.2g} B"
         lines.append(f"{start} {choice.gpus:4} {choice.batch:6,}  {memory} {time}{tokens}{price}")
     return "\n".join(lines)
+
+
+def _parameters_with(ratio: float, choice: GpuChoice) -> float:
+    """Return the parameters of a model that gets `ratio` tokens for each of them in the time of a choice.
+
+    A token's FLOPs grow with the parameters, so the tokens of a time shrink with them, and the ratio with their square.
+    """
+    return choice.parameters * (choice.tokens / choice.parameters / ratio) ** 0.5
 
 
 def _span(days: float) -> str:

@@ -121,7 +121,8 @@ def find_layouts(
     basis = "estimated"
     if gpu is not CPU_CORE:
         basis = estimate_basis(gpu_name, fp8=bool(plan.config.training.fp8))
-    return found, f"{found.tried} layouts of {plan.grid.world_size} {kind}; times are {basis}"
+    batch = f"{plan.batch.train_batch_size:,} samples a step"
+    return found, f"{found.tried} layouts of {plan.grid.world_size} {kind}, {batch}; times are {basis}"
 
 
 def format_estimates(found: Suggestions, title: str, plan: RunPlan, *, is_changed: bool) -> str:

@@ -12,6 +12,7 @@ from neox.config.keys import alias_target
 from neox.config.sections.schedule import ScheduleConfig
 from neox.config.yaml_file import ParsedFile, read_file
 from neox.errors import ConfigError
+from neox.plan.time.step import COMPUTE_OPTIMAL_RATIO
 from neox.problems import Source
 from tools.ladder.fits import FEWEST_RATES
 from tools.ladder.schedule import SWITCHES, is_off
@@ -72,8 +73,6 @@ ADJUSTED_KEYS = (
 """Keys that the ladder sets in each small run, and `set` may set otherwise: ranks, and when to evaluate and save."""
 _RATE_KEYS = ("exponent", "factors", "searched")
 _FEWEST_SIZES = 3
-_CHINCHILLA = 20.0
-"""Tokens for each parameter in compute-optimal training (arXiv:2203.15556)."""
 _BATCH_EXPONENT = 2 / 3
 _RATE_EXPONENT = -1 / 3
 """Batch and learning rate grow with these powers of the parameters (arXiv:2406.19146)."""
@@ -110,7 +109,7 @@ class Ladder:
     settings: Mapping[str, Any] = field(default_factory=dict)
     sizes: tuple[float, ...] = ()
     shapes: tuple[Mapping[str, Any], ...] = ()
-    tokens_per_parameter: tuple[float, ...] = (_CHINCHILLA,)
+    tokens_per_parameter: tuple[float, ...] = (COMPUTE_OPTIMAL_RATIO,)
     rate_exponent: float | None = None
     factors: tuple[float, ...] = _FACTORS
     searched: int = _SEARCHED
@@ -167,7 +166,7 @@ def read_ladder(path: Path) -> Ladder:
         settings=_settings(parsed, values.get("set") or {}),
         sizes=tuple(sorted(sizes)),
         shapes=tuple(_shape(parsed, number, shape) for number, shape in enumerate(shapes)),
-        tokens_per_parameter=_ratios(parsed, values.get("tokens_per_parameter", _CHINCHILLA)),
+        tokens_per_parameter=_ratios(parsed, values.get("tokens_per_parameter", COMPUTE_OPTIMAL_RATIO)),
         rate_exponent=exponent,
         factors=tuple(sorted(factors)),
         searched=_whole(parsed, "learning_rate.searched", rate.get("searched", _SEARCHED)),

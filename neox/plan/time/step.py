@@ -20,6 +20,8 @@ from neox.plan.time.system import (
     tokens_of_step,
 )
 
+COMPUTE_OPTIMAL_RATIO = 20.0
+"""Tokens for each parameter with which a given compute reaches the lowest loss (arXiv:2203.15556)."""
 _HIDDEN_SHARE = 0.85
 """Share of the backward pass behind which the reduction of gradients or the gathering of weights can hide."""
 

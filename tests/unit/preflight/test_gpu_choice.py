@@ -113,7 +113,10 @@ def test_days_decide_about_the_tokens() -> None:
     assert choice.tokens == pytest.approx(choice.tokens_per_second * 7 * 24 * 3600)
     assert (choice.days, choice.gpu_hours) == (pytest.approx(7), pytest.approx(7 * 24 * 8))
     (row,) = format_choices([choice], "", with_tokens=True).splitlines()[2:]
-    assert row.split()[-1] == f"{choice.tokens / 1_235_814_400:.0f}"
+    *_, ratio, largest, billion = row.split()
+    assert (ratio, billion) == (f"{choice.tokens / 1_235_814_400:.0f}", "B")
+    size = float(largest) * 1e9  # with the same FLOPs, 6 for each parameter and token, it gets 20 tokens for each
+    assert size * 20 * size == pytest.approx(1_235_814_400 * choice.tokens, rel=0.05)
     (same,) = choose_gpus(config, 128_256, choice.tokens, ["h100"], [8], every=True)
     assert same.days == pytest.approx(7)
 
