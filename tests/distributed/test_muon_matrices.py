@@ -155,7 +155,8 @@ def check_tensor_ranks(world: int, layouts: list[dict[str, Any]], closeness: flo
     for layout, curve in zip(layouts, found[0], strict=True):
         for step, ((loss, norm), (loss_1, norm_1)) in enumerate(zip(curve, expected, strict=True)):
             assert loss == pytest.approx(loss_1, rel=closeness), (layout, step)
-            assert norm == pytest.approx(norm_1, rel=10 * closeness), (layout, step)
+            # gradients meet the rounding of Muon's products in bf16 sooner than the loss does
+            assert norm == pytest.approx(norm_1, rel=5e-5), (layout, step)
     assert expected[-1][0] < expected[0][0]
 
 
