@@ -9,7 +9,8 @@
     a micro batch is larger than 64, or does not divide a data rank's samples        `_micro_batches`
     a stage would have a range without blocks, or the schedule too few micro         `_schedules`
       batches
-    there are pipeline stages and ZeRO 2 or 3, or nothing to shard                   `_memory_choices`
+    there are pipeline stages and ZeRO 2 or 3, or another stage has nothing to shard `_memory_choices`
+      or to offload
     states go to a host from ZeRO 0, or weights below ZeRO 3                         `_offload_choices`
 
 `fastest` says what else rejects a layout.
@@ -155,8 +156,7 @@ def _memory_choices(layout: Layout, plan: RunPlan, *, on_cpu: bool) -> Iterator[
     stages: tuple[int, ...] = (0, 1, 2, 3)
     if layout.pp_size > 1:
         stages = (0, 1)
-    if layout.dp_size == 1 and layout.zero_stage in stages:  # there is nothing to shard
-        stages = (layout.zero_stage,)
+    nothing_to_shard = layout.dp_size == 1 and layout.zero_stage in stages
     sequence_parallel = [False]
     if layout.tp_size > 1 and plan.laid_out.sequence_length % layout.tp_size == 0:
         sequence_parallel.append(True)
@@ -165,6 +165,8 @@ def _memory_choices(layout: Layout, plan: RunPlan, *, on_cpu: bool) -> Iterator[
         if recomputes:
             chosen = replace(chosen, recomputed_part="full", no_recompute_blocks=())
         for offloaded in _offload_choices(chosen, plan, on_cpu=on_cpu):
+            if nothing_to_shard and stage != layout.zero_stage and not offloaded.offloads_states:
+                continue  # the stage decides only what leaves the device
             for hpz_size in _hpz_sizes(offloaded):
                 yield replace(offloaded, hpz_size=hpz_size)
 

@@ -112,7 +112,7 @@ def suggest_layouts(
                 break
             if memory.fits(layout):
                 fitting.append(layout)
-        fitting.sort(key=lambda layout: seconds(layout, simulated_length))
+        fitting.sort(key=lambda layout: (seconds(layout, simulated_length), memory.of(layout).total))
         accepted: list[Suggestion] = []
         for layout in fitting:
             if len(accepted) == count:

@@ -219,6 +219,17 @@ def test_offload_is_suggested_if_nothing_else_fits() -> None:
     assert not fits_without.run.layout.offloads_states
 
 
+def test_one_data_rank_tries_the_stages_with_which_more_leaves_the_device() -> None:
+    keys = {"hidden_size": 4096, "num_attention_heads": 32, "train_batch_size": 1}
+    plan = make_plan(1, num_layers=40, zero_optimization={"stage": 1}, **keys)
+    found = assert_best_of_all(plan, "h100", 79.1)
+    assert found.best
+    assert {suggestion.run.layout.zero_stage for suggestion in found.best} == {2, 3}  # the gradients leave it too
+    sharded = suggest_layouts(make_plan(1), gpu_device(make_plan(1)), GPUS["h100"]).best
+    without = [suggestion.run.layout for suggestion in sharded if not suggestion.run.layout.offloads_states]
+    assert {layout.zero_stage for layout in without} == {make_plan(1).layout.zero_stage}  # nothing else to shard
+
+
 def test_offload_that_is_configured_can_be_left_out() -> None:
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     plan = make_plan(2, zero_optimization=zero)

@@ -21,7 +21,18 @@ from neox.preflight.gpu_choice import batch_to_plan, choose_gpus, describe_batch
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
-@pytest.mark.parametrize(("kind", "overrides"), [("a100-80", []), ("h100", ["lora={r: 16, alpha: 16}"])])
+LARGE = ["num_layers=128", 'attention_config=[[["flash"], "all"]]']
+"""Keys that make 28 billion parameters of 8."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        pytest.param("a100-40", LARGE, id="larger than one"),
+        pytest.param("a100-80", [], id="states in main memory"),
+        pytest.param("h100", ["lora={r: 16, alpha: 16}"], id="adapters"),
+    ],
+)
 def test_its_layout_fits_on_that_number_and_none_on_fewer(kind: str, overrides: list[str]) -> None:
     config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=[*overrides, f"gpu_type={kind}"]).config
     choice, *cheaper = choose_gpus(config, 128_256, 1e9, [kind], hourly_price=2.0)
@@ -36,13 +47,13 @@ def test_its_layout_fits_on_that_number_and_none_on_fewer(kind: str, overrides: 
     assert choice.gpu_hours == pytest.approx(1e9 / choice.tokens_per_second * choice.gpus / 3600)
     assert choice.price == 2 * choice.gpu_hours
     assert choice.days == pytest.approx(choice.gpu_hours / choice.gpus / 24)
+    assert (choice.gpus > 1) == (overrides is LARGE)
     if choice.gpus > 1:
         fewer, changed = divisible_config(config, choice.gpus // 2)
         smaller = resolve(fewer, choice.gpus // 2, 128_256)
         assert not suggest_layouts(smaller, gpu_device(smaller), GPUS[kind], 1, changed).best
-    else:
-        assert overrides  # of the whole model, the states alone need more than one
-        assert choice.main_memory_gib == 0  # states of adapters fit beside the weights
+    else:  # states of adapters fit beside the weights, those of the whole model do not
+        assert (choice.main_memory_gib == 0) == bool(overrides)
 
 
 def test_the_batch_is_that_of_the_gpus_that_the_file_was_made_for() -> None:
@@ -144,8 +155,8 @@ def test_a_run_that_fits_on_no_number_says_which_were_tried() -> None:
 
 
 def test_given_numbers_are_a_row_each() -> None:
-    config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=[]).config
-    choices = list(choose_gpus(config, 128_256, 1e9, ["h100"], [1, 2, 4], every=True))
+    config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=LARGE).config
+    choices = list(choose_gpus(config, 128_256, 1e9, ["a100-40"], [1, 2, 4], every=True))
     assert [choice.gpus for choice in choices] == [None, 2, 4]
     assert choices[0].reason.startswith("1 GPU")
 
