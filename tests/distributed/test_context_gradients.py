@@ -117,8 +117,8 @@ def test_tensor_ranks_draw_the_same_masks() -> None:
 @pytest.mark.slow
 def test_losses_in_bf16_are_near_those_of_one_rank() -> None:
     keys = {"precision": "bf16", "zero": 1, **DOCUMENTS}
-    (expected,) = run_ranks(1, curves, [tiny_plan(1, **BASE, **keys)], timeout=300)[0]
+    (expected,) = run_ranks(1, curves, [tiny_plan(1, **BASE, **keys)], 4, timeout=300)[0]
     plans = [tiny_plan(2, **BASE, **keys, **layout) for layout in kinds(2)]
-    for found in run_ranks(2, curves, plans, timeout=500)[0]:
+    for found in run_ranks(2, curves, plans, 4, timeout=500)[0]:
         for (loss, _), (one_loss, _) in zip(found, expected, strict=True):
             assert loss == pytest.approx(one_loss, rel=0.02)
