@@ -22,7 +22,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser, add_overrides
 from neox.config import load_config
 from neox.errors import ConfigError, run_script
-from neox.plan.report.text import times_basis
+from neox.plan.report.text import network_basis, times_basis
 from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import COUNTS, choose_gpus, describe_batch, format_choices
 from neox.preflight.tokenizer_checks import read_vocabulary
@@ -66,6 +66,7 @@ def main() -> int:
     amount = f"{tokens:,.0f} tokens" if args.days is None else f"{args.days:g} days"
     title = f"GPUs for {' '.join(args.conf_file)}; {amount}"
     title += f"\ntimes are {times_basis(kinds, fp8=fp8)}"
+    title += f"\n{network_basis(kinds)}"
     title += f"\nbatch: {describe_batch(loaded.config)}"
     print(format_choices(list(choices), title, with_tokens=args.days is not None))
     return 0

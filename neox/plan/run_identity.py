@@ -160,7 +160,7 @@ def starting_weights(config: NeoXConfig) -> str:
     if resumes_own_directory(config):
         return f"goes on from {chosen}, or initial weights if it holds no checkpoint"
     if keys.finetune:
-        return f"weights of {chosen}, at step 0 (finetune)"
+        return f"weights of {chosen}; steps are counted from 0 (finetune)"
     return f"goes on from {chosen}"
 
 

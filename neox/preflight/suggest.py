@@ -16,7 +16,7 @@ from neox.files import write_text
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
 from neox.plan.devices.device import Device, gib
-from neox.plan.report.text import estimate_basis
+from neox.plan.report.text import estimate_basis, network_basis
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, Suggestions, suggest_layouts
 from neox.plan.search.fit import nested_keys
@@ -121,6 +121,8 @@ def find_layouts(
     basis = "estimated"
     if gpu is not CPU_CORE:
         basis = estimate_basis(gpu_name, fp8=bool(plan.config.training.fp8))
+        if plan.grid.world_size > gpu.per_host:
+            basis += f"; {network_basis([gpu_name])}"
     batch = f"{plan.batch.train_batch_size:,} samples a step"
     return found, f"{found.tried} layouts of {plan.grid.world_size} {kind}, {batch}; times are {basis}"
 

@@ -26,6 +26,7 @@ from neox.plan.schedule import schedule_of
 from neox.plan.search.fit import flash_advice, memory_problem
 from neox.plan.search.longest_sequence import length_notes
 from neox.plan.time.expert_traffic import expert_traffic
+from neox.plan.time.gpus import GPUS
 
 _LABEL_WIDTH = 10
 _LONGEST_VALUE = 70
@@ -312,6 +313,14 @@ def times_basis(gpu_types: Sequence[str], *, fp8: bool) -> str:
     if not ranges:
         return basis
     return f"{basis} (published runs {', '.join(ranges)})"
+
+
+def network_basis(gpu_types: Sequence[str]) -> str:
+    """Return the bandwidth between hosts that estimated times on several kinds of GPU assume."""
+    kinds = [f"{GPUS[gpu_type].network:g} GB/s ({gpu_type})" for gpu_type in gpu_types]
+    return (
+        f"hosts are linked by {', '.join(kinds)} for each GPU, in one direction; slower networks favour other layouts"
+    )
 
 
 def _derived_lines(plan: RunPlan, *, verbose: bool) -> Iterator[str]:

@@ -71,10 +71,12 @@ def test_the_plan_names_the_weights_that_a_run_starts_from(tmp_path: Path) -> No
     put_checkpoint(tmp_path / "base", 4, base)
     keys = {"load": str(tmp_path / "base"), "save": str(tmp_path / "own")}
     assert "seed" in starting_weights(base)
-    assert f"{tmp_path / 'base' / 'global_step4'}, at step 0" in starting_weights(make_config(**keys, finetune=True))
+    assert f"{tmp_path / 'base' / 'global_step4'}; steps are counted from 0" in starting_weights(
+        make_config(**keys, finetune=True)
+    )
     assert str(tmp_path / "base" / "global_step2") in starting_weights(make_config(**keys, iteration=2))
     assert "s3://bucket/base" in starting_weights(make_config(load="s3://bucket/base", finetune=True))
-    assert "at step 0 (finetune)" in format_plan(small_plan(**keys, finetune=True))
+    assert "counted from 0 (finetune)" in format_plan(small_plan(**keys, finetune=True))
     assert plan_as_dict(small_plan(**keys, finetune=True))["start"].endswith("(finetune)")
 
 
