@@ -19,7 +19,7 @@ from neox.plan.devices.device import Device, gib
 from neox.plan.report.text import estimate_basis, network_basis
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, Suggestions, suggest_layouts
-from neox.plan.search.fit import nested_keys
+from neox.plan.search.fit import flash_advice, nested_keys
 from neox.plan.time import GPUS
 from neox.plan.time.gpus import CPU_CORE
 from neox.plan.time.of_plan import likely_gpu
@@ -94,7 +94,7 @@ def find_layouts(
         count: Number of layouts to return.
 
     Returns:
-        The layouts, and a line about the search.
+        The layouts, and a line about the search; another if flash attention, which is not searched, would be faster.
 
     Raises:
         ConfigError: If there is no such GPU, the time of this network is not estimated, or no layout fits.
@@ -124,7 +124,8 @@ def find_layouts(
         if plan.grid.world_size > gpu.per_host:
             basis += f"; {network_basis([gpu_name])}"
     batch = f"{plan.batch.train_batch_size:,} samples a step"
-    return found, f"{found.tried} layouts of {plan.grid.world_size} {kind}, {batch}; times are {basis}"
+    title = f"{found.tried} layouts of {plan.grid.world_size} {kind}, {batch}; times are {basis}"
+    return found, "\n".join([title, *(f"note: {advice}" for advice in flash_advice(plan, device))])
 
 
 def format_estimates(found: Suggestions, title: str, plan: RunPlan, *, is_changed: bool) -> str:

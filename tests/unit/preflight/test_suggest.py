@@ -16,6 +16,18 @@ from neox.preflight.suggest import find_layouts, layouts_to_measure, write_keys
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
+def test_the_search_says_that_flash_attention_which_it_keeps_from_the_file_would_be_faster() -> None:
+    def notes(attention: str) -> list[str]:
+        overrides = [f'attention_config=[[["{attention}"], "all"]]']
+        config = load_config([CONFIGS / "20B.yml"], overrides=overrides).config
+        plan = resolve(config, 8, 50_277)
+        _, about = find_layouts(plan, gpu_device(plan), "h200", {}, 1)
+        return [line for line in about.splitlines() if line.startswith("note: attention_config")]
+
+    assert len(notes("global")) == 1
+    assert notes("flash") == []
+
+
 @pytest.mark.parametrize("gpus", [7, 12, 100])
 def test_file_of_the_best_layout_runs_on_gpus_that_the_degrees_do_not_divide(gpus: int, tmp_path: Path) -> None:
     files = [CONFIGS / "20B.yml", CONFIGS / "local_setup.yml"]
