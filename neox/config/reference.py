@@ -133,8 +133,9 @@ def optimizer_rows() -> Iterator[str]:
         names = _quoted(kind.names)
         if kind.host_names:
             names += f"; with offload_optimizer also {_quoted(kind.host_names)}"
-        where = "ZeRO 0 to 3" if kind.elementwise or kind.gathers else "ZeRO 0"
-        where += ", any degrees" if kind.elementwise or kind.gathers else ", model_parallel_size 1"
+        where = "ZeRO 0, model_parallel_size 1"
+        if kind.elementwise or kind.gathers:
+            where = "ZeRO 0 to 3, any degrees"
         yield f"| {names} | {kept} | {where} |"
 
 

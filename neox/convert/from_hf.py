@@ -44,7 +44,7 @@ from neox.convert.hf_directory import CONFIG, read_json, write_json
 from neox.convert.hf_tokenizer import TOKENIZER_FILES, import_tokenizer
 from neox.convert.hf_weights import HFWeights, with_own_head
 from neox.convert.layouts import from_hf_layout, to_hf_layout
-from neox.convert.peft_adapters import further_layers_left_out, read_peft_adapter
+from neox.convert.peft_adapters import further_layers_left_out, prefixes_of_layers, read_peft_adapter
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError, os_errors, refusals
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
@@ -358,16 +358,13 @@ def _stored_keys(weights: HFWeights, layers: LayerPlan, further_layers: int) -> 
         unknown.difference_update(mapping.keys)
 
     # Layers after the last block predict further tokens (DeepSeek-V3). A model may have only some of them, or none.
-    network = layers.architecture
-    first = network.num_layers + network.mtp_num_layers
-    end = network.num_layers + further_layers
-    prefixes = further_layers_left_out(layers, further_layers)
-    left_out = {key for key in unknown if key.startswith(prefixes)}
+    lacking = further_layers_left_out(layers, further_layers)
+    left_out = {key for key in unknown if key.startswith(prefixes_of_layers(lacking))}
     if left_out:
         _log.warning(
-            f"left out {len(left_out)} tensors of the multi-token prediction layers {first} to {end - 1}, which are "
-            f"not part of the network ({min(left_out)} and others); --mtp-num-layers {further_layers} keeps them, to "
-            "train them on"
+            f"left out {len(left_out)} tensors of the multi-token prediction layers {lacking[0]} to {lacking[-1]}, "
+            f"which are not part of the network ({min(left_out)} and others); --mtp-num-layers {further_layers} keeps "
+            "them, to train them on"
         )
     unknown -= left_out
 

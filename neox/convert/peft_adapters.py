@@ -133,16 +133,20 @@ class PeftAdapter:
         }
 
 
-def further_layers_left_out(layers: LayerPlan, stored: int) -> tuple[str, ...]:
-    """Return the beginnings of the names of modules of multi-token prediction that files hold and a model lacks.
+def further_layers_left_out(layers: LayerPlan, stored: int) -> range:
+    """Return the numbers of the layers of multi-token prediction that files hold and a model lacks.
 
     Args:
         layers: Layers of the model.
         stored: Number of such modules in the files of the base model.
     """
     network = layers.architecture
-    first = network.num_layers + network.mtp_num_layers
-    return tuple(f"model.layers.{layer}." for layer in range(first, network.num_layers + stored))
+    return range(network.num_layers + network.mtp_num_layers, network.num_layers + stored)
+
+
+def prefixes_of_layers(numbers: range) -> tuple[str, ...]:
+    """Return the beginnings of the names of all tensors of some layers in files of the base model."""
+    return tuple(f"model.layers.{number}." for number in numbers)
 
 
 def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family, further_layers: int = 0) -> PeftAdapter:
@@ -166,7 +170,8 @@ def read_peft_adapter(directory: Path, layers: LayerPlan, family: Family, furthe
     _check_settings(directory / ADAPTER_CONFIG, settings)
     weights = list(_adaptable_weights(layers, family))
     stored = _read_tensors(directory / _WEIGHTS)
-    prefixes = tuple(_PREFIX + name for name in further_layers_left_out(layers, further_layers))
+    lacking = further_layers_left_out(layers, further_layers)
+    prefixes = tuple(_PREFIX + name for name in prefixes_of_layers(lacking))
     left_out = 0
     for key in list(stored):
         if key.startswith(prefixes):

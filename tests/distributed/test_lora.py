@@ -6,7 +6,7 @@ import torch
 from neox.checkpoint import CheckpointReader
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_multi_token import MODULES, check, finetuned
+from tests.distributed.test_multi_token import MODULES, SHARES, check, finetuned
 from tests.distributed.test_reshard import plan_of, relay_and_still, worst
 from tests.distributed.training_runs import batches, tiny_plan, train_curves
 from tests.errors import raises_naming
@@ -59,7 +59,6 @@ OF_LATENT = {
 }
 OF_QUERIES = {"lora": {"r": 4, "alpha": 8, "target": ["query", "key_value_down", "dense_h_to_4h"]}, "q_lora_rank": None}
 WITH_MODULES = {"lora": {"r": 4, "alpha": 8, "target": ["query_key_value", "dense", "dense_h_to_4h", "eh_proj"]}}
-SHARES = {"mp": 2, "sequence_parallel": True}
 
 
 def check_losses(layouts, **keys):

@@ -13,6 +13,8 @@ from torch import Tensor
 from neox.plan import RunPlan
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_experts import DIVIDED, EXPERTS, SAVED_AT, curves, resumed
+from tests.distributed.test_lora import LATENT
+from tests.distributed.test_multi_token import SHARES
 from tests.distributed.test_reshard import plan_of, relay_and_still, worst
 from tests.distributed.training_runs import batches, tiny_plan, train_curves
 from tests.plans import NETWORKS
@@ -134,17 +136,6 @@ def test_a_run_goes_on_at_other_degrees(tmp_path: Path):
 
 SMALL_STEPS = {"type": "Muon", "params": {"lr": 0.0005}}  # products are bf16, and turn rounding into steps
 KEY_HEADS = {"num_kv_heads": 2, "activation": "swiglu", "mlp_width": 40}
-LATENT = {
-    "attention_config": ["latent"] * 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 12,
-    "head_dim": 8,
-    "v_head_dim": 6,
-    "norm": "rmsnorm",
-    "use_bias_in_qkv": False,
-    "use_bias_in_attn_linear": False,
-}
-SHARES = {"mp": 2, "sequence_parallel": True}
 
 
 def check_tensor_ranks(world: int, layouts: list[dict[str, Any]], closeness: float = 5e-6, **network: Any) -> None:

@@ -110,7 +110,7 @@ class OptimizerKind:
         gradient_degree: How a step scales with the gradient: 0 for Adam, 1 for SGD. Learning rates under muP follow
             from it.
         elementwise: Whether it updates every element by itself, so that it may get any part of a parameter. Others
-            need whole parameters: they work without tensor ranks, and without ZeRO unless they gather.
+            need whole parameters: unless they gather, they work without tensor ranks and without ZeRO.
         gathers: Whether it gathers parameters that are sharded over data or tensor ranks.
         hidden_apart: Whether it updates hidden parameters in a different way than all others.
         leaves_untouched: Whether elements whose gradient is always zero stay as they are, bit for bit, without weight
