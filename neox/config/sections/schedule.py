@@ -194,11 +194,13 @@ class ScheduleConfig(Section):
     """Smallest learning rate after warm-up."""
 
     warmup: Fraction = 0.01
-    """Fraction of lr_decay_iters in which the learning rate rises linearly from 0. A run that is resumed with another
-    length keeps the steps of its warm-up, unless warmup has changed or override_lr_scheduler is set."""
+    """Fraction of lr_decay_iters in which the learning rate rises linearly. The first step has the rate of the second,
+    peak / warm-up steps, as in gpt-neox since May 2026: with a rate of 0 it would train nothing. A run that is resumed
+    with another length keeps the steps of its warm-up, unless warmup has changed or override_lr_scheduler is set."""
 
     lr_warmup_iters: NonNegativeFloat | None = None
-    """Number of iterations of the warm-up, in place of warmup (Megatron-LM's name)."""
+    """Number of iterations of the warm-up, in place of warmup (Megatron-LM's name). The first two of them have the same
+    rate, as with warmup."""
 
     lr_schedule_version: Literal["v2.0", "later"] = "later"
     """Which of gpt-neox's two formulas is used. `v2.0` starts at 0 and is constant for the last warm-up length. `later`
