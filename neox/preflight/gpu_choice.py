@@ -14,6 +14,7 @@ from neox.plan.batches.batch import BATCH_KEYS, STEPS, TOTAL, IntendedBatch, int
 from neox.plan.devices.precision import choose_precision
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, suggest_layouts
+from neox.plan.search.fit import FLASH_IS_FASTER, flash_is_faster
 from neox.plan.time import GPUS
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.step import COMPUTE_OPTIMAL_RATIO
@@ -46,6 +47,7 @@ class GpuChoice:
         main_memory_gib: Main memory of a host in GiB that offloaded states and weights take.
         changes: Keys in which the fastest layout differs from the configuration, with their values.
         reason: Why the run needs another kind of GPU, if `gpus` is None.
+        notes: Settings that would be faster than those of the configuration that each layout keeps.
     """
 
     gpu_type: str
@@ -63,6 +65,7 @@ class GpuChoice:
     price: float | None = None
     changes: tuple[tuple[str, str], ...] = ()
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Return the attributes by name."""
@@ -137,37 +140,41 @@ def choose_gpus(
         if every:
             for count in counts:
                 try:
-                    fastest = _fastest(of_kind, of_batch, vocab_size, gpu, count)
+                    searched = _search(of_kind, of_batch, vocab_size, gpu, count)
                 except ConfigError as error:
                     refused.append(error)
                     yield GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: {str(error).splitlines()[0]}")
                     continue
-                if fastest is None:
-                    yield GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: it does not fit")
+                if searched.fastest is None:
+                    reason = f"{_number(count)}: it does not fit"
+                    yield GpuChoice(kind, gpu.name, None, reason=reason, notes=searched.notes)
                 else:
-                    yield _choice(kind, count, fastest, tokens, days, hourly_price)
+                    yield _choice(kind, count, searched, searched.fastest, tokens, days, hourly_price)
             if len(refused) == len(counts):  # so it is not about their number
                 raise refused[0]
             continue
         fitting: list[GpuChoice] = []
+        notes: tuple[str, ...] = ()
         most = max(counts)
         for count in counts:
             if count > most:
                 break
             try:
-                fastest = _fastest(of_kind, of_batch, vocab_size, gpu, count)
+                searched = _search(of_kind, of_batch, vocab_size, gpu, count)
             except ConfigError as error:  # perhaps of this number of GPUs alone
                 refused.append(error)
                 continue
-            if fastest is None:
+            notes = searched.notes
+            if searched.fastest is None:
                 continue
             if not fitting:
                 most = _CHEAPER_WITHIN * count
-            fitting.append(_choice(kind, count, fastest, tokens, days, hourly_price))
+            fitting.append(_choice(kind, count, searched, searched.fastest, tokens, days, hourly_price))
         if len(refused) == len(counts):
             raise refused[0]
         if not fitting:
-            yield GpuChoice(kind, gpu.name, None, reason=f"it does not fit on {', '.join(map(str, counts))}")
+            reason = f"it does not fit on {', '.join(map(str, counts))}"
+            yield GpuChoice(kind, gpu.name, None, reason=reason, notes=notes)
             continue
         yield fitting[0]
         cheapest = min(fitting, key=lambda choice: choice.gpu_hours)
@@ -184,20 +191,33 @@ def _with_batch(config: NeoXConfig) -> tuple[NeoXConfig, Mapping[str, Any]]:
     return config.updated(keys), keys
 
 
-class _Fastest(NamedTuple):
-    """The fastest layout on a number of GPUs, the samples of a step, and the parameters that a token meets."""
+class _Search(NamedTuple):
+    """The fastest layout on a number of GPUs, None if none fits.
 
-    layout: Suggestion
+    Attributes:
+        fastest: The layout.
+        batch: Samples of a step.
+        parameters: Parameters that a token meets.
+        notes: Settings that would be faster.
+    """
+
+    fastest: Suggestion | None
     batch: int
     parameters: int
+    notes: tuple[str, ...]
 
 
 def _choice(
-    kind: str, count: int, fastest: _Fastest, tokens: float, days: float | None, hourly_price: float | None
+    kind: str,
+    count: int,
+    searched: _Search,
+    layout: Suggestion,
+    tokens: float,
+    days: float | None,
+    hourly_price: float | None,
 ) -> GpuChoice:
     """Return what a layout on a number of GPUs takes for some tokens, or trains in some days."""
     gpu = GPUS[kind]
-    layout = fastest.layout
     speed = layout.time.tokens_per_gpu * count
     if days is not None:
         tokens = speed * days * _DAY
@@ -207,22 +227,23 @@ def _choice(
         gpu_type=kind,
         name=gpu.name,
         gpus=count,
-        batch=fastest.batch,
+        batch=searched.batch,
         memory_gib=layout.memory.needed(on_cpu=False) / _GIB,
         main_memory_gib=layout.memory.main_memory * min(count, gpu.per_host) / _GIB,
         tokens_per_second=speed,
         mfu=layout.time.mfu,
         tokens=tokens,
-        parameters=fastest.parameters,
+        parameters=searched.parameters,
         days=seconds / _DAY,
         gpu_hours=hours,
         price=None if hourly_price is None else hours * hourly_price,
         changes=layout.changes,
+        notes=searched.notes,
     )
 
 
-def _fastest(config: NeoXConfig, of_batch: Mapping[str, Any], vocab_size: int, gpu: Gpu, count: int) -> _Fastest | None:
-    """Return the fastest layout on a number of GPUs, None if none fits.
+def _search(config: NeoXConfig, of_batch: Mapping[str, Any], vocab_size: int, gpu: Gpu, count: int) -> _Search:
+    """Search the fastest layout on a number of GPUs.
 
     Args:
         config: The run.
@@ -236,10 +257,14 @@ def _fastest(config: NeoXConfig, of_batch: Mapping[str, Any], vocab_size: int, g
     """
     divided, changed = divisible_config(config, count)
     plan = resolve(divided, count, vocab_size)
-    found = suggest_layouts(plan, gpu_device(plan, gpu.memory_gib * _GIB), gpu, 1, {**of_batch, **changed})
-    if not found.best:
-        return None
-    return _Fastest(found.best[0], plan.batch.train_batch_size, plan.layers.active_numel)
+    device = gpu_device(plan, gpu.memory_gib * _GIB)
+    found = suggest_layouts(plan, device, gpu, 1, {**of_batch, **changed})
+    return _Search(
+        fastest=found.best[0] if found.best else None,
+        batch=plan.batch.train_batch_size,
+        parameters=plan.layers.active_numel,
+        notes=(FLASH_IS_FASTER,) if flash_is_faster(plan, device) else (),
+    )
 
 
 def _number(gpus: int) -> str:
@@ -260,7 +285,8 @@ def format_choices(choices: Sequence[GpuChoice], title: str, *, with_tokens: boo
         heading += "  parameters    tokens  a parameter  20 each for"
     if any(choice.price is not None for choice in choices):
         heading += "      price"
-    lines = [title, heading]
+    notes = dict.fromkeys(note for choice in choices for note in choice.notes)  # a line, also if all rows have it
+    lines = [title, *(f"note: {note}" for note in notes), heading]
     for choice in choices:
         start = f"{choice.name + ' (' + choice.gpu_type + ')':<34}"
         if choice.gpus is None:

@@ -19,7 +19,7 @@ from neox.plan.devices.device import Device, gib
 from neox.plan.report.text import estimate_basis, network_basis
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, Suggestions, suggest_layouts
-from neox.plan.search.fit import flash_advice, nested_keys
+from neox.plan.search.fit import FLASH_IS_FASTER, flash_is_faster, nested_keys
 from neox.plan.time import GPUS
 from neox.plan.time.gpus import CPU_CORE
 from neox.plan.time.of_plan import likely_gpu
@@ -125,7 +125,9 @@ def find_layouts(
             basis += f"; {network_basis([gpu_name])}"
     batch = f"{plan.batch.train_batch_size:,} samples a step"
     title = f"{found.tried} layouts of {plan.grid.world_size} {kind}, {batch}; times are {basis}"
-    return found, "\n".join([title, *(f"note: {advice}" for advice in flash_advice(plan, device))])
+    if flash_is_faster(plan, device):
+        title += f"\nnote: {FLASH_IS_FASTER}"
+    return found, title
 
 
 def format_estimates(found: Suggestions, title: str, plan: RunPlan, *, is_changed: bool) -> str:

@@ -21,6 +21,8 @@ from neox.plan.ranks.pipeline_schedules import ranges_per_stage
 from neox.plan.ranks.stages import Division, StagePlan, plan_stages
 from neox.plan.run_plan import RunPlan
 
+FLASH_IS_FASTER = 'attention_config: [[["flash"], "all"]] gives the same numbers, faster and without keeping scores'
+"""Advice to a run that asks for the fused softmax."""
 # Largest heads that torch's flash kernels serve.
 _FLASH_HEAD_DIM = 256
 # Limits of the search: changes in a row, settings in all, and devices beyond those of the run.
@@ -248,14 +250,12 @@ def nested_keys(config: NeoXConfig, changes: Iterable[tuple[str, str]]) -> dict[
 
 
 def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
-    """Yield what flash attention would save if a GPU's run asks for the fused softmax, which keeps all scores."""
-    network = plan.architecture
-    is_served = network.head_dim <= _FLASH_HEAD_DIM and not POSITIONS[network.positions].biases_scores
-    if device.shared or plan.precision == "fp32" or not is_served:
-        return
-    if "fused" not in plan.attention or set(network.attention) != {"global"}:
-        return
+    """Yield what memory flash attention would save if a GPU's run asks for the fused softmax, which keeps all scores.
 
+    Yields nothing if it saves none.
+    """
+    if not flash_is_faster(plan, device):
+        return
     flash = plan.laid_out.with_layout(attention="flash")
     with_flash = gib(fullest_stage(flash, plan.stages).total)
     with_fused = gib(fullest_stage(plan.laid_out, plan.stages).total)
@@ -266,10 +266,22 @@ def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
         without_recompute = fullest_stage(flash.with_layout(recomputes=False), plan.stages).total
         if without_recompute <= device.usable:
             sizes.append(f"{gib(without_recompute)} without checkpoint_activations, which fits")
-    if not sizes:  # it saves nothing
+    if not sizes:
         return
     saved = ", and ".join(sizes)
-    yield f'attention_config: [[["flash"], "all"]] gives the same numbers, faster and without keeping scores: {saved}'
+    yield f"{FLASH_IS_FASTER}: {saved}"
+
+
+def flash_is_faster(plan: RunPlan, device: Device) -> bool:
+    """Return whether a GPU's run asks for the fused softmax where flash attention gives the same numbers faster.
+
+    A search of layouts keeps the attention of the configuration, so it says this of all of them.
+    """
+    network = plan.architecture
+    is_served = network.head_dim <= _FLASH_HEAD_DIM and not POSITIONS[network.positions].biases_scores
+    if device.shared or plan.precision == "fp32" or not is_served:
+        return False
+    return "fused" in plan.attention and set(network.attention) == {"global"}
 
 
 def memory_problem(plan: RunPlan, device: Device, *, training: bool) -> str | None:

@@ -14,9 +14,9 @@ from neox.plan import gpu_device, resolve
 from neox.plan.devices.device import memory_on
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import suggest_layouts
-from neox.plan.search.fit import nested_keys
+from neox.plan.search.fit import FLASH_IS_FASTER, nested_keys
 from neox.plan.time import GPUS
-from neox.preflight.gpu_choice import batch_to_plan, choose_gpus, describe_batch, format_choices
+from neox.preflight.gpu_choice import GpuChoice, batch_to_plan, choose_gpus, describe_batch, format_choices
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -178,6 +178,22 @@ def test_figures_of_small_runs_keep_digits() -> None:
     (choice,) = choose_gpus(config, 50_304, 1e6, ["h100"], [2], every=True)
     assert 0 < choice.gpu_hours < 0.01
     assert f"{choice.gpu_hours:.2g}" in format_choices([choice], "title"), "what takes seconds does not take 0 hours"
+
+
+def test_one_line_says_that_flash_attention_which_the_file_does_not_ask_for_would_be_faster() -> None:
+    def choose(attention: str) -> list[GpuChoice]:
+        overrides = [f'attention_config=[[["{attention}"], "all"]]', "precision=fp16"]
+        config = load_config([CONFIGS / "20B.yml"], overrides=overrides).config
+        return list(choose_gpus(config, 50_257, 1e9, ["v100", "h100"], [1, 2], every=True))
+
+    choices = choose("global")
+    assert [choice.gpus for choice in choices] == [None, 2, 1, 2]
+    assert [choice.as_json()["notes"] for choice in choices] == [(FLASH_IS_FASTER,)] * 4, "also where nothing fits"
+    table = format_choices(choices, "title").splitlines()
+    assert [line for line in table if "flash" in line] == [f"note: {FLASH_IS_FASTER}"]
+    faster = choose("flash")
+    assert not any(choice.notes for choice in faster)
+    assert faster[-1].days < choices[-1].days
 
 
 @pytest.mark.slow
