@@ -15,6 +15,7 @@ from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
+from neox.plan.batches.batch import batch_notes
 from neox.plan.devices.device import Device, gib
 from neox.plan.report.text import estimate_basis, network_basis
 from neox.plan.search.divisible import divisible_config
@@ -44,10 +45,12 @@ class SuggestLayouts(JobCommand):
     def suggest(self) -> int:
         """Print the fastest layouts; problems are warnings. With `--measure`, run them and print them again."""
         placement, _ = choose_hosts(self.config, self.arguments)
-        self.config, changed = divisible_config(self.config, placement.world_size)
+        asked = self.config
+        self.config, changed = divisible_config(asked, placement.world_size)
         _, planned, problems = self.plan_without_run()
         print_to_stderr("warning", problems)
         plan = planned.plan
+        print_to_stderr("note", batch_notes(asked, plan.batch))
         device = planned.device if self.arguments.measure else gpu_device(plan)
         count = max(SHOWN, _FOUND_FOR_EACH * (self.arguments.measure or 0))
         found, title = find_layouts(plan, device, self.arguments.suggest, changed, count)

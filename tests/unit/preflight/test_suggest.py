@@ -11,7 +11,9 @@ from neox.errors import ConfigError
 from neox.plan import gpu_device, resolve
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fit import nested_keys
-from neox.preflight.suggest import find_layouts, layouts_to_measure, write_keys
+from neox.preflight.command_line import parse_arguments
+from neox.preflight.planning import read_config
+from neox.preflight.suggest import SuggestLayouts, find_layouts, layouts_to_measure, write_keys
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -55,6 +57,16 @@ def test_half_of_the_measured_layouts_have_other_degrees() -> None:
     degrees = [(layout.run.layout.pp_size, layout.run.layout.tp_size) for layout in chosen]
     assert len(chosen) == 6
     assert len(set(degrees[3:]) - set(degrees[:3])) == 3
+
+
+def test_the_search_names_the_batch_of_the_gpus_that_the_file_was_made_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train.py", str(CONFIGS / "pythia" / "14M.yml"), "--hosts", "1", "--gpus", "2", "--suggest", "h200"]
+    arguments = parse_arguments(words)
+    assert SuggestLayouts(arguments, read_config(arguments)).suggest() == 0
+    shown = capsys.readouterr()
+    assert " layouts of 2 H200 SXM 141 GB (h200), 64 samples a step" in shown.out
+    # micro batches of 32 on 32 GPUs
+    assert "1,024 samples there, and 64 here; --set train_batch_size=1024" in shown.err
 
 
 def test_total_batch_that_is_given_stays(tmp_path: Path) -> None:
