@@ -19,7 +19,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_high
 
 import _checkout  # noqa: F401
 
@@ -27,6 +26,7 @@ from neox.arguments import ScriptParser
 from neox.config import NeoXConfig
 from neox.errors import LaunchError, NeoXError, run_script
 from neox.launch.hosts.machine import count_accelerators
+from neox.launch.status.run_status import SPEED_IS, run_status
 from neox.metrics import METRICS_FILE, curves
 from neox.plan import config_from_files
 
@@ -134,7 +134,7 @@ class Figures:
         steps: Number of steps.
         losses: Training loss of each step.
         validation: Last validation loss; None if the text has too few documents to hold one out.
-        speed: Median of tokens per second.
+        speed: Tokens per second, as the status of the run has it.
         accuracy: Share of the sentence pairs that BERT tells apart; None for other models.
     """
 
@@ -145,16 +145,16 @@ class Figures:
     accuracy: float | None
 
 
-def read_figures(file: Path) -> Figures:
-    """Read a metrics file."""
-    names = ("train/lm_loss", "validation/lm_loss", "runtime/tokens_per_sec", "validation/sentence_accuracy")
-    found = curves(file, names)
-    losses, validation, speeds, accuracy = (found.get(name, {}) for name in names)
+def read_figures(directory: Path) -> Figures:
+    """Read the figures of a run directory."""
+    names = ("train/lm_loss", "validation/lm_loss", "validation/sentence_accuracy")
+    found = curves(directory / METRICS_FILE, names)
+    losses, validation, accuracy = (found.get(name, {}) for name in names)
     return Figures(
         steps=max(losses),
         losses=list(losses.values()),
         validation=last(validation),
-        speed=median_high(speeds.values()),
+        speed=run_status(directory)["tokens_per_second"],
         accuracy=last(accuracy),
     )
 
@@ -168,7 +168,7 @@ def summarize(name: str, config: NeoXConfig, checkpoint: Path, hf: Path, seconds
     """Print what happened, where the results are, and how to go on."""
     log_dir = Path(config.logging.log_dir or "")
     data = Path(config.data.data_path or "").parent
-    figures = read_figures(log_dir / METRICS_FILE)
+    figures = read_figures(log_dir)
     validation = "none: the text has too few documents to hold one out"
     if figures.validation is not None:
         validation = f"{figures.validation:.3f}"
@@ -194,7 +194,7 @@ def summarize(name: str, config: NeoXConfig, checkpoint: Path, hf: Path, seconds
 quickstart finished in {seconds:,.0f} s
   training loss    {figures.losses[0]:.3f} -> {figures.losses[-1]:.3f} in {figures.steps} steps
   validation loss  {validation}{sentences}
-  speed            {figures.speed:,.0f} tokens/s (median)
+  speed            {figures.speed:,.0f} tokens/s ({SPEED_IS})
   data             {data}/
   logs, metrics    {log_dir}/ (metrics.jsonl, loss.png)
   checkpoint       {checkpoint}/

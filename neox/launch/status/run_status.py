@@ -18,8 +18,11 @@ from neox.launch.status.run_paths import find_run_directory
 from neox.metrics import METRICS_FILE, Curves, curves, is_step, read_metrics
 from neox.run_events import interruptions, of_newest_run, read_events, rollbacks
 
-_LAST_STEPS = 50  # for the speed
+_LAST_STEPS = 50
+"""Steps whose median is the speed of a run. The first step of each start, which compiles and warms up, is left out."""
 _MOST_POINTS = 400  # of each curve on the page
+SPEED_IS = "median of the last steps without the first of a start"
+"""Words for the speed of a status."""
 _SLOW_HOST = "runtime/slow_host/"
 _SHOWN_INTERRUPTIONS = 10  # in the text format
 _GOING_ON = ("starting", "running", "restarting")  # states in which steps will follow
@@ -45,7 +48,7 @@ def run_status(directory: Path) -> Status:
     rows = _last_steps(metrics)
     starts = [event for event in events if event["event"] == "start"]
     status_of_launch = _state(directory, events)
-    progress = _progress(rows, _planned_steps(directory))
+    progress = _progress(rows, _planned_steps(directory), starts)
     hosts = _hosts(directory, starts, rows)
     if status_of_launch["state"] not in _GOING_ON:
         progress["seconds_left"] = None
@@ -190,19 +193,23 @@ def _curves(metrics: Path) -> Curves:
     return curves(metrics)
 
 
-def _progress(rows: Sequence[Mapping[str, Any]], planned: int | None) -> Status:
+def _progress(rows: Sequence[Mapping[str, Any]], planned: int | None, starts: Sequence[Mapping[str, Any]]) -> Status:
     """Return the progress and the speed of the run, from its last steps. What their rows do not tell is None."""
     if not rows:
         return {"step": None, "steps": planned, "loss": None, "seconds_per_step": None, "tokens_per_second": None}
     last = rows[-1]
-    seconds = _median(rows, "runtime/iteration_time")
+    first_steps = {1}
+    for start in starts:
+        first_steps.add((start.get("step") or 0) + 1)
+    timed = [row for row in rows if row["iteration"] not in first_steps] or rows
+    seconds = _median(timed, "runtime/iteration_time")
     loss = next((value for name, value in last.items() if name.startswith("train/")), None)
     progress: Status = {
         "step": last["iteration"],
         "steps": planned,
         "loss": loss,
         "seconds_per_step": seconds,
-        "tokens_per_second": _median(rows, "runtime/tokens_per_sec"),
+        "tokens_per_second": _median(timed, "runtime/tokens_per_sec"),
     }
     if planned is not None and seconds is not None:
         progress["seconds_left"] = max(0, planned - last["iteration"]) * seconds
@@ -286,7 +293,7 @@ def format_status(status: Status) -> str:
         if status.get("seconds_left"):
             speeds.append(f"{duration(status['seconds_left'])} left")
         if speeds:
-            lines.append(f"speed       {', '.join(speeds)} (median of the last steps)")
+            lines.append(f"speed       {', '.join(speeds)} ({SPEED_IS})")
         for loss in status["validation"]:
             lines.append(f"validation  {_validation_words(loss)}")
         lines.append(f"last step   {duration(status['silent_seconds'])} ago")

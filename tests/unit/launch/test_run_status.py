@@ -103,6 +103,20 @@ def test_metrics_without_speeds_have_a_status(tmp_path: Path) -> None:
     assert "speed       0.5 s a step, 29 s left" in format_status(status)
 
 
+def test_first_steps_of_starts_do_not_count_in_the_speed(tmp_path: Path) -> None:
+    write_run(tmp_path)  # its second start goes on from step 15
+    rows = []
+    for step, seconds in ((14, 2.0), (15, 3.0), (16, 50.0), (17, 4.0), (18, 60.0)):
+        row = {"iteration": step, "kind": "step", "train/lm_loss": 2.0}
+        rows.append(row | {"runtime/iteration_time": seconds, "runtime/tokens_per_sec": 120.0 / seconds})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    status = run_status(tmp_path)
+    assert (status["seconds_per_step"], status["tokens_per_second"]) == (3.5, 35.0)
+    only = {**rows[0], "iteration": 1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(only) + "\n")
+    assert run_status(tmp_path)["seconds_per_step"] == 2.0
+
+
 @pytest.mark.parametrize(
     ("validation", "training", "lowest", "overfits"),
     [
