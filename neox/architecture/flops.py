@@ -55,11 +55,8 @@ def training_flops_per_token(layers: LayerPlan, sequence: int, *, predicted: int
     blocks, head = forward_flops_per_token(layers, sequence, predicted)
     total = 3 * (blocks + head)
     for layer in layers:
-        if layer.kind != "block":
-            continue
-        for spec in layer.parameters:
-            if spec.is_matrix and not spec.trained:
-                total -= 2 * spec.active_numel
+        if layer.kind in ("block", "multi_token"):
+            total -= 2 * layer.frozen_matrix_numel
     if not layers.trains_head:
         total -= head
     return total

@@ -75,10 +75,15 @@ class LayerEntry:
         """Number of these parameters that one token is computed with: not those of experts that it does not choose."""
         return sum(spec.active_numel for spec in self.parameters if spec.shared_with is None)
 
-    @property
+    @cached_property
     def matrix_numel(self) -> int:
         """Number of elements of its matrices that one token is multiplied with."""
         return sum(spec.active_numel for spec in self.parameters if spec.is_matrix)
+
+    @cached_property
+    def frozen_matrix_numel(self) -> int:
+        """Number of those that are not trained."""
+        return sum(spec.active_numel for spec in self.parameters if spec.is_matrix and not spec.trained)
 
     def is_hidden(self, parameter: ParameterSpec) -> bool:
         """Return whether one of its parameters is a matrix between hidden states, with drawn weights."""
@@ -163,6 +168,15 @@ class LayerPlan:
     def trained_numel(self) -> int:
         """Number of the parameters that are trained."""
         return sum(spec.numel for spec in self.parameters if spec.trained)
+
+    @cached_property
+    def block_matrix_numel(self) -> int:
+        """Number of elements of the matrices of all blocks, with those of every expert."""
+        total = 0
+        for layer in self.layers:
+            if layer.kind == "block":
+                total += sum(spec.numel for spec in layer.parameters if spec.is_matrix)
+        return total
 
     @cached_property
     def trained_share(self) -> float:

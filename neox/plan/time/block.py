@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from neox.architecture import Attention
 from neox.plan.layout import LaidOutRun
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.system import (
     Recompute,
     TrainingSystem,
     active_mlp_width,
+    attention_of_blocks,
     expert_parameters,
     experts_per_token,
     mlp_matrices,
@@ -149,9 +151,11 @@ def forward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Second
     def product(columns: float, inner: float) -> float:
         return product_seconds(gpu, tokens, columns, inner, fp8=fp8)
 
-    products = product((heads + 2 * kv_heads) * network.head_dim, network.hidden_size)
-    products += product(network.hidden_size, heads * network.head_dim)
-    products += product(up, network.hidden_size) + product(network.hidden_size, width)
+    products = product(up, network.hidden_size) + product(network.hidden_size, width)
+    for kind in attention_of_blocks(network):
+        for matrix in kind.matrices:
+            outputs, inputs = matrix.shard_shape(layout.tp_size)
+            products += kind.share * product(outputs, inputs)
     return Seconds(
         products=products,
         attention=attention_seconds(run, gpu, system, tokens, heads),
@@ -163,23 +167,37 @@ def forward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Second
 
 
 def attention_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float, heads: float) -> float:
-    """Return the forward time of scores and weighted values.
+    """Return the forward time of scores and weighted values, as the mean over blocks.
 
-    Fused attention skips the half of the keys that a causal mask hides.
+    Fused attention skips the keys that a causal mask and a window hide.
     """
+    seconds = 0.0
+    for kind in attention_of_blocks(run.network):
+        seconds += kind.share * _scores(run, gpu, system, kind.attention, tokens, heads)
+    return seconds
+
+
+def _scores(
+    run: LaidOutRun, gpu: Gpu, system: TrainingSystem, attention: Attention, tokens: float, heads: float
+) -> float:
+    """Return the forward time of scores and weighted values of one kind of attention."""
     network = run.network
     layout = run.layout
-    operations = 4 * tokens * run.sequence_length * heads * network.head_dim
+    sequence = run.sequence_length
+    widths = network.head_dim + attention.value_width(network)
+    of_key = 2 * tokens * heads * widths
     if layout.cp_size > 1 and not system.balanced_context:
         # The last of cp parts sees 2 cp - 1 half parts, cp on average.
-        operations *= (2 * layout.cp_size - 1) / layout.cp_size
-    if layout.attention == "flash":
+        of_key *= (2 * layout.cp_size - 1) / layout.cp_size
+    if layout.attention == "flash" or not attention.takes_softmax:
+        keys = attention.keys_per_query(network, sequence)
+        seen = keys - keys**2 / 2 / sequence  # the first queries have fewer keys before them
         narrow = max(1.0, 128 / network.head_dim) ** 0.5
-        return operations / 2 * narrow / (gpu.peak_tflops * 1e12 * gpu.attention_efficiency) + gpu.kernel_seconds
+        return of_key * seen * narrow / (gpu.peak_tflops * 1e12 * gpu.attention_efficiency) + gpu.kernel_seconds
     # Two batched products over a head's short sums; the scores go through memory for the products, softmax and dropout.
     ramp = 1 + _RAMP / 2 / network.head_dim / 2
-    compute = operations / (gpu.peak_tflops * 1e12 * gpu.product_efficiency) * ramp
-    scores = tokens * run.sequence_length * heads
+    compute = of_key * sequence / (gpu.peak_tflops * 1e12 * gpu.product_efficiency) * ramp
+    scores = tokens * sequence * heads
     passes = 2 * 6 + 1
     return compute + passes * scores / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + 4 * gpu.kernel_seconds
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from neox.architecture import Architecture
+from neox.architecture import Architecture, training_flops_per_token
+from neox.config.sections.optimizer_table import MuonParams
 from neox.plan.layout import LaidOutRun
 from neox.plan.time.block import backward_seconds, forward_seconds, latency_seconds, product_seconds, ring_seconds
 from neox.plan.time.gpus import Gpu
@@ -13,9 +14,9 @@ from neox.plan.time.simulation import PipelineLength, simulated_length
 from neox.plan.time.system import (
     OURS,
     TrainingSystem,
-    block_parameters,
     expert_parameters,
     held_parameters,
+    muon_work,
     ranges_of_stage,
     tokens_of_step,
 )
@@ -84,16 +85,8 @@ class StepTime:
 
 
 def model_flops(run: LaidOutRun) -> float:
-    """Return the operations of one step: forward, and twice that backward; once for products with frozen weights."""
-    network = run.network
-    head = run.layers.padded_vocab_size * network.hidden_size
-    modules = network.mtp_num_layers  # of multi-token prediction: each a projection, a block and a head
-    blocks = network.num_layers + modules
-    matrices = blocks * block_parameters(network) + modules * _projection(network)
-    per_token = (4 + 2 * run.layers.trained_share) * matrices
-    per_token += (6 if run.layers.trains_head else 4) * head * (1 + modules)
-    heads = network.num_attention_heads * network.head_dim
-    per_token += 12 * blocks * heads * run.sequence_length
+    """Return the operations of one step, forward and backward, as a run reports them without recomputation."""
+    per_token = training_flops_per_token(run.layers, run.sequence_length, predicted=run.config.model.predicted_tokens)
     return float(per_token) * tokens_of_step(run)
 
 
@@ -182,7 +175,7 @@ def estimate_step(
         experts=blocks.experts,
         bubble=max(0.0, length - busy),
         gradients=_gradients(run, gpu, system, (held, experts), forward.total, backward.total),
-        update=_update(run, gpu, held, experts),
+        update=_update(run, gpu, held, experts) + _muon(run, gpu, system),
         tokens=tokens_of_step(run),
         ranks=layout.tp_size * layout.pp_size * layout.dp_size,
         model_flops=model_flops(run),
@@ -294,3 +287,26 @@ def _update(run: LaidOutRun, gpu: Gpu, held: float, experts: float) -> float:
         copied = run.communicated_bytes + 2
         return updated * (moved / gpu.host_memory + copied / gpu.host_link) / 1e9
     return moved * updated / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
+
+
+def _muon(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> float:
+    """Return the time in which Muon turns momentum into steps, beyond that of an Adam; 0 for other optimizers.
+
+    Tensor ranks gather their matrices, and each computes the whole step. Data ranks divide the matrices between them
+    with ZeRO 1 and 2. ZeRO 3 divides each matrix, so that all data ranks gather and compute all of them.
+    """
+    params = run.config.optimizer.optimizer.params
+    if not isinstance(params, MuonParams):
+        return 0.0
+    layout = run.layout
+    work = muon_work(run, params)
+    operations = work.operations / layout.pp_size
+    elements = work.elements / layout.pp_size
+    gathered = 0.0
+    if layout.zero_stage in (1, 2):
+        operations = max(operations / layout.dp_size, work.largest)
+        elements /= layout.dp_size
+    elif layout.zero_stage == 3:
+        gathered = 2 * ring_seconds(gpu, system, 4 * elements, layout.dp_size, layout.tp_size)  # an all-reduce in fp32
+    gathered += ring_seconds(gpu, system, 4 * elements, layout.tp_size, 1)
+    return operations / (gpu.peak_tflops * 1e12 * gpu.product_efficiency) + gathered

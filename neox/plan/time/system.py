@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
-from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, Architecture, block_kinds
+from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, BLOCKS, Architecture, Attention, ParameterSpec, block_kinds
+from neox.config.sections.optimizer_table import MuonParams
 from neox.plan.layout import LaidOutRun
 from neox.plan.ranks.pipeline_schedules import ranges_per_stage
 
@@ -92,16 +95,69 @@ def mlp_matrices(network: Architecture) -> int:
     return 3 if ACTIVATIONS[network.activation].width_factor > 1 else 2
 
 
-def block_parameters(network: Architecture) -> int:
-    """Return the elements of the matrices of one block that a token is computed with."""
-    heads = 2 * network.num_attention_heads + 2 * network.num_kv_heads
-    attention = network.hidden_size * network.head_dim * heads
-    return attention + mlp_matrices(network) * network.hidden_size * active_mlp_width(network)
+class SharedAttention(NamedTuple):
+    """A kind of attention, its matrices, and the share of the network's blocks that have it."""
+
+    attention: Attention
+    matrices: tuple[ParameterSpec, ...]
+    share: float
+
+
+@lru_cache(maxsize=64)
+def attention_of_blocks(network: Architecture) -> tuple[SharedAttention, ...]:
+    """Return the kinds of attention of a network."""
+    found = []
+    for kind, blocks in Counter(network.attention).items():
+        attention = BLOCKS[kind].attention
+        assert attention is not None, kind  # `has_estimate`
+        matrices = tuple(spec for spec in attention.parameters(network) if spec.is_matrix)
+        found.append(SharedAttention(attention, matrices, blocks / network.num_layers))
+    return tuple(found)
 
 
 def experts_per_token(network: Architecture) -> float:
     """Return the number of experts per token and block, as the mean over all blocks."""
     return network.experts_per_token * len(network.expert_blocks) / network.num_layers
+
+
+class MuonWork(NamedTuple):
+    """What Muon computes to turn the momentum of matrices into their steps.
+
+    Attributes:
+        operations: Operations for all matrices of blocks.
+        largest: Those for the matrix that takes the most.
+        elements: Elements of these matrices.
+    """
+
+    operations: float
+    largest: float
+    elements: float
+
+
+def muon_work(run: LaidOutRun, params: MuonParams) -> MuonWork:
+    """Return what Muon computes for the whole network.
+
+    A Newton-Schulz iteration of a matrix with sides s <= l has three products: s l s, s s s and s s l.
+    """
+    network = run.network
+    operations = 0.0
+    largest = 0.0
+    elements = 0.0
+    kinds = [*zip(network.attention, network.mlp, strict=True)]
+    for kind, blocks in Counter(kinds).items():
+        layer = run.layers[BLOCK_OFFSET + kinds.index(kind)]
+        for spec in layer.parameters:
+            if not layer.is_hidden(spec):
+                continue
+            elements += blocks * spec.numel
+            of_one = replace(spec, shape=spec.shape[-2:], experts=0)
+            for matrix in of_one.matrices(split=params.split_fused):
+                count = 3 if matrix.turns else 1
+                short, long = sorted((matrix.rows // count, matrix.columns))
+                once = params.ns_steps * (4 * short**2 * long + 2 * short**3)
+                operations += blocks * max(1, spec.experts) * count * once
+                largest = max(largest, once)
+    return MuonWork(operations, largest, elements)
 
 
 def expert_parameters(run: LaidOutRun) -> int:
@@ -115,11 +171,7 @@ def expert_parameters(run: LaidOutRun) -> int:
 
 def held_parameters(run: LaidOutRun) -> int:
     """Return the elements of the matrices of all blocks, with experts that a token is not computed with."""
-    network = run.network
-    active = network.num_layers * block_parameters(network)
-    if not network.num_experts:
-        return active
-    return active + expert_parameters(run) * (network.num_experts - network.experts_per_token) // network.num_experts
+    return run.layers.block_matrix_numel
 
 
 def ranges_of_stage(run: LaidOutRun) -> int:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from neox.architecture import training_flops_per_token
+from neox.config import load_config
+from neox.config.sections.optimizer_table import MuonParams
+from neox.plan import resolve
 from neox.plan.layout import LaidOutRun
 from neox.plan.time import GPUS, TrainingSystem, estimate_step
-from neox.plan.time.system import held_parameters
+from neox.plan.time.system import held_parameters, muon_work
 from tests.plans import plan_of
+
+CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 
 LLAMA_8B: dict[str, Any] = {
     "num_layers": 32,
@@ -63,6 +71,69 @@ def test_frozen_weights_take_part_once_in_the_backward_pass() -> None:
     assert lora.update < whole.update / 100
     assert lora.gradients < whole.gradients / 5
     assert lora.attention == whole.attention
+
+
+def test_modules_of_multi_token_prediction_are_frozen_like_blocks() -> None:
+    """Reported as Megatron-Bridge#2409 and litgpt#420. Right: two products for each frozen matrix, three for others."""
+    modules = {"mtp_num_layers": 1, "checkpoint_activations": False}
+    layers = llama(lora={"r": 8}, **modules).layers
+    adapters = sum(spec.numel for spec in layers.parameters if spec.trained)
+    # Embedding and head are counted once each: the module has a second product with the head, the embedding has none.
+    frozen = sum(spec.numel for spec in layers.parameters if len(spec.shape) > 1 and not spec.trained)
+    scores = 12 * 33 * 4096 * 8192
+    assert training_flops_per_token(layers, 8192) == 4 * frozen + 6 * adapters + scores
+
+
+def test_operations_and_time_of_latent_attention() -> None:
+    """Reported as maxtext PR 1304 and Megatron-Bridge PR 3695.
+
+    Right: arXiv:2505.09343, table 2: 250 GFLOPs a token of DeepSeek-V3 at 4,096 tokens, causal attention counted half.
+    """
+    config = load_config([CONFIGS / "deepseek" / "v3.yml"]).config.updated({"seq_length": 4096})
+    plan = resolve(config.updated({"mtp_num_layers": 0}), 1024, 129280)
+    time = estimate_step(plan.laid_out, GPUS["h100"])
+    scores = 3 * 61 * 128 * 2 * (192 + 128) * 4096
+    assert time.model_flops / time.tokens - scores / 2 == pytest.approx(250e9, rel=0.01)
+    assert held_parameters(plan.laid_out) == pytest.approx(671e9 - 2 * 129280 * 7168, rel=2e-3)
+    # The products of a block need no more time than those that the operations say, and no less than at the peak.
+    peak = (time.model_flops - scores * time.tokens) / (1024 * GPUS["h100"].peak_tflops * 1e12)
+    assert peak < time.products < 4 * peak
+
+
+def test_queries_of_a_window_meet_its_keys_only() -> None:
+    """Reported as OLMo-core#475 and Megatron-LM#1725. Right: 12 x width x min(window, length) for each such block."""
+    whole, windowed = (estimate_step(llama(**keys), GPUS["h100"]) for keys in ({}, {"sliding_window_width": 1024}))
+    fewer = 12 * 32 * 4096 * (8192 - 1024)
+    assert (whole.model_flops - windowed.model_flops) / whole.tokens == pytest.approx(fewer, rel=1e-6)
+    # Pairs that a causal mask leaves: the whole triangle, or a band of it without its first corner.
+    pairs = (1024 * 8192 - 1024**2 / 2) / (8192**2 / 2)
+    assert windowed.attention == pytest.approx(whole.attention * pairs, rel=0.02)
+
+
+def test_time_in_which_muon_makes_steps_of_momentum() -> None:
+    """Reported as Moonlight#33: Muon takes more time than AdamW. Right: operations that torch counts in its Muon."""
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "checkpoint_activations": False}
+    small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_kv_heads": 2, "mlp_width": 96}
+    run = llama(**muon, **small, seq_length=64)
+    shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)] * 2
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        torch.optim.Muon(parameters).step()
+    params = run.config.optimizer.optimizer.params
+    assert isinstance(params, MuonParams)
+    assert muon_work(run, params).operations == counter.get_total_flops()
+
+    def update(stage: int, **layout: int) -> float:
+        run = llama(**muon, zero_optimization={"stage": stage}).with_layout(**layout)
+        return estimate_step(run, GPUS["h100"]).update
+
+    adam = estimate_step(llama(zero_optimization={"stage": 0}, checkpoint_activations=False), GPUS["h100"]).update
+    assert update(0) > 5 * adam
+    assert update(1) < update(0) / 6  # data ranks divide matrices
+    assert update(3) > update(1) * 5  # and each of them, so that all compute all
+    assert update(0, tp_size=2, dp_size=4) > 0.9 * update(0)  # tensor ranks compute the same steps
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))
