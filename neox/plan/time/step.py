@@ -41,6 +41,7 @@ class StepTime:
         bubble: Waiting for other pipeline stages, hand-offs included.
         gradients: Reduction of gradients and gathering of weights that nothing hides.
         update: The optimizer's step, including copies to and from main memory.
+        reference: Forward passes of a reference model, before those of the trained one.
         tokens: Tokens of the step over all ranks.
         ranks: Number of GPUs.
         model_flops: Operations of the network for the step, without recomputation, causal attention counted whole.
@@ -56,6 +57,7 @@ class StepTime:
     bubble: float
     gradients: float
     update: float
+    reference: float
     tokens: int
     ranks: int
     model_flops: float
@@ -66,7 +68,7 @@ class StepTime:
         """The whole step."""
         computing = self.products + self.attention + self.elementwise
         exchanging = self.tensor + self.context + self.experts + self.gradients
-        return computing + exchanging + self.bubble + self.update
+        return computing + exchanging + self.bubble + self.update + self.reference
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -176,11 +178,20 @@ def estimate_step(
         bubble=max(0.0, length - busy),
         gradients=_gradients(run, gpu, system, (held, experts), forward.total, backward.total),
         update=_update(run, gpu, held, experts) + _muon(run, gpu, system),
+        reference=_reference(run, passes),
         tokens=tokens_of_step(run),
         ranks=layout.tp_size * layout.pp_size * layout.dp_size,
         model_flops=model_flops(run),
         peak_tflops=gpu.peak_tflops,
     )
+
+
+def _reference(run: LaidOutRun, passes: PassSeconds) -> float:
+    """Return the time in which a copy of the first weights computes all micro batches; 0 without one."""
+    if not run.config.preferences.copies_reference:
+        return 0.0
+    slowest = max(map(sum, passes.forward)) + passes.handoff
+    return slowest * (run.layout.accumulation_steps + run.layout.pp_size - 1)
 
 
 def _head(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> tuple[float, float]:

@@ -136,6 +136,24 @@ def test_time_in_which_muon_makes_steps_of_momentum() -> None:
     assert update(0, tp_size=2, dp_size=4) > 0.9 * update(0)  # tensor ranks compute the same steps
 
 
+def test_a_copied_reference_computes_each_micro_batch_forward() -> None:
+    """Reported as RL#2484 of NVIDIA-NeMo and trl#2569. Right: a forward pass more, a third of forward and backward."""
+    pairs = {
+        "train_impl": "dpo",
+        "pos_train_data_paths": ["chosen"],
+        "neg_train_data_paths": ["rejected"],
+        "checkpoint_activations": False,
+        "no_weight_tying": False,
+    }
+    stored = estimate_step(llama(**pairs, reference_model="start"), GPUS["h100"])
+    copied = estimate_step(llama(**pairs, reference_model="copy"), GPUS["h100"])
+    computing = stored.products + stored.attention + stored.elementwise
+    assert stored.reference == 0
+    assert copied.seconds - stored.seconds == pytest.approx(computing / 3, rel=0.05)
+    run = llama(**pairs, reference_model="copy").with_layout(pp_size=2, dp_size=4)
+    assert estimate_step(run, GPUS["h100"]).reference == pytest.approx(copied.reference * 9 / 8 / 2, rel=0.15)
+
+
 @pytest.mark.parametrize("gpu", sorted(GPUS))
 def test_parts_add_up_and_no_gpu_exceeds_its_peak(gpu: str) -> None:
     time = estimate_step(llama().with_layout(pp_size=2, dp_size=4, tp_size=2), GPUS[gpu])
@@ -149,6 +167,7 @@ def test_parts_add_up_and_no_gpu_exceeds_its_peak(gpu: str) -> None:
         time.bubble,
         time.gradients,
         time.update,
+        time.reference,
     )
     assert time.seconds == pytest.approx(sum(parts))
     assert min(parts) >= 0
