@@ -104,3 +104,15 @@ def lock_output(output_prefix: str) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def is_output_locked(output_prefix: str) -> bool:
+    """Return whether a process holds the lock of an output; False if it cannot be told on this file system."""
+    try:
+        with open(f"{output_prefix}.lock", "r+") as file:
+            lock_file(file, wait=False)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # no lock, or one that cannot be opened
+    return False

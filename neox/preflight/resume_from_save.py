@@ -184,7 +184,7 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     logging = config.logging
     if keys.checkpoint_mirror is not None or logging.use_mlflow or logging.use_comet or logging.use_trackio:
         return None
-    if not _ended_by_itself(directory) or lacks_last_evaluation(config, directory):
+    if not _ended_by_itself(directory) or lacks_last_evaluation(directory, is_evaluated=evaluates(config)):
         return None
     if not is_complete(found.checkpoint):
         return None
@@ -213,7 +213,7 @@ def unfinished_note(config: NeoXConfig, directory: Path) -> str | None:
     if found is None:
         return None
     is_trained = found.iteration >= steps
-    if is_trained and not lacks_last_evaluation(config, directory):
+    if is_trained and not lacks_last_evaluation(directory, is_evaluated=evaluates(config)):
         return None
     command = "run the same command again"
     if keys.overwrite:
@@ -223,15 +223,20 @@ def unfinished_note(config: NeoXConfig, directory: Path) -> str | None:
     return f"{found.checkpoint} has {found.iteration:,} of {steps:,} steps; to continue from there, {command}"
 
 
-def lacks_last_evaluation(config: NeoXConfig, directory: Path) -> bool:
+def evaluates(config: NeoXConfig) -> bool:
+    """Return whether a run is evaluated on validation data."""
+    return config.training.eval_iters != 0
+
+
+def lacks_last_evaluation(directory: Path, *, is_evaluated: bool) -> bool:
     """Return whether the metrics of a run have evaluations on validation data, but none after the last step.
 
     Args:
-        config: The configuration. One that evaluates nothing lacks nothing.
         directory: The run directory.
+        is_evaluated: Whether the run is evaluated. One that is not lacks nothing.
     """
     metrics = directory / METRICS_FILE
-    if config.training.eval_iters == 0 or not metrics.exists():
+    if not is_evaluated or not metrics.exists():
         return False
     return last_evaluation_is_missing(metrics)
 

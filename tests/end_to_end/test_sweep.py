@@ -18,6 +18,7 @@ from neox.launch.processes import is_alive
 from neox.metrics import curves
 from tests.end_to_end.launched_runs import CPU_ONLY, ROOT, marked_pids, write_config
 from tests.end_to_end.network_namespaces import TwoMachines, two_machines, why_not
+from tools.sweep.progress import sweep_progress
 
 DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
 # Writes the metrics of a training whose last loss is its learning rate. It waits where a file asks it to.
@@ -69,8 +70,12 @@ class SweepCommand:
             cwd=self.directory,
         )
 
+    @property
+    def results(self) -> Path:
+        return self.directory / "runs" / "lr"
+
     def log_dir(self, rate: float) -> Path:
-        return self.directory / "runs" / "lr" / f"lr={rate}"
+        return self.results / f"lr={rate}"
 
     def starts(self, rate: float) -> list[str]:
         """Hosts of the starts of a run."""
@@ -78,7 +83,7 @@ class SweepCommand:
         return file.read_text().split() if file.exists() else []
 
     def table(self) -> dict[str, dict[str, str]]:
-        with (self.directory / "runs" / "lr" / "table.csv").open() as file:
+        with (self.results / "table.csv").open() as file:
             return {row["run"]: row for row in csv.DictReader(file)}
 
     def end(self) -> None:
@@ -110,10 +115,16 @@ def test_a_killed_sweep_goes_on_where_it_was(sweep: Callable[..., SweepCommand])
     command = sweep([0.25, 2.0, 0.5])
     (command.directory / "hold.0.5").touch()
     killed = command.start()
-    wait_until(lambda: command.starts(0.5))
+    wait_until(lambda: command.starts(0.5) and "lr=0.5" in sweep_progress(command.results).live)
+    progress = sweep_progress(command.results)
+    assert (progress.state, progress.counts["done"], progress.counts["diverged"]) == ("running", 1, 1)
+    assert progress.left is not None
     killed.kill()
     killed.communicate(timeout=20)
     wait_until(lambda: not marked_pids(command.mark), 20)  # its runs end with it
+    progress = sweep_progress(command.results)
+    assert (progress.state, progress.live) == ("stopped", {})
+    assert {result.name for result in progress.results if result.cause} == {"lr=2.0"}
     (command.directory / "hold.0.5").unlink()
     again = command.start()
     output = again.communicate(timeout=90)[0]
@@ -129,7 +140,7 @@ def test_a_killed_sweep_goes_on_where_it_was(sweep: Callable[..., SweepCommand])
     assert float(table["lr=0.25"]["train_loss"]) == 0.25  # the last tenth of ten steps
     assert (float(table["lr=0.25"]["tokens"]), float(table["lr=0.25"]["seconds"])) == (640, 5)
     assert "best: lr=0.25" in output
-    assert (command.directory / "runs" / "lr" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (command.results / "sweep.png").read_bytes().startswith(b"\x89PNG")
     # Settings that change what is learned are refused, and name themselves.
     (command.directory / "tiny.yml").open("a").write("gradient_clipping: 0.5\n")
     refused = command.start()

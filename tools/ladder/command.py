@@ -22,8 +22,9 @@ from tools.ladder.report import Prediction, TrainedRun, format_prediction, write
 from tools.ladder.schedule import unscaled_keys
 from tools.sweep.command import format_plans, sweep_over, unplanned_because
 from tools.sweep.places import Place, find_places
-from tools.sweep.planned_run import PlannedRun, State, plan_runs
+from tools.sweep.planned_run import PlannedRun, plan_runs
 from tools.sweep.results import read_results
+from tools.sweep.run_files import State
 from tools.sweep.sweep_file import Sweep, SweepRun, override, with_sources
 
 TARGET = "target"
@@ -35,6 +36,7 @@ _DESCRIPTION = """Predict the loss and the best learning rate of a large run fro
 python tools/ladder.py ladder.yml --dry-run          # the small runs, their planned time, and the target's
 python tools/ladder.py ladder.yml [-H hostfile]      # trains them (resumable, as tools/sweep.py), fits and predicts
 python tools/ladder.py ladder.yml --train_target     # then trains the target with the predicted learning rate
+python tools/status.py runs/ladder                   # how far it is
 
 ladder.yml, whose runs go to runs/ladder:
 
@@ -75,8 +77,8 @@ def main() -> int:
         print(f"note: {note}", file=sys.stderr)
 
     # The smallest sizes, with every learning rate.
-    is_all = not list(_second_stage(ladder, family, RULE))
-    status = _train(ladder, first, places, _redone(first, args.redo), shows_table=is_all)
+    following = len(list(_second_stage(ladder, family, RULE)))
+    status = _train(ladder, first, places, _redone(first, args.redo), following=following)
     if status:
         return status
     rates = fit_learning_rate(_losses_by_factor(ladder, first, places[0]))
@@ -101,8 +103,8 @@ def main() -> int:
     return 0
 
 
-def _sweep(ladder: Ladder, runs: Sequence[SweepRun]) -> Sweep:
-    """Return the sweep that trains runs of a ladder."""
+def _sweep(ladder: Ladder, runs: Sequence[SweepRun], following: int = 0) -> Sweep:
+    """Return the sweep that trains runs of a ladder, which so many others follow."""
     return Sweep(
         ladder.name,
         ladder.directory,
@@ -110,6 +112,7 @@ def _sweep(ladder: Ladder, runs: Sequence[SweepRun]) -> Sweep:
         tuple(runs),
         ladder.conf_dir,
         compares=False,
+        following=following,
         sources=ladder.sources,
     )
 
@@ -173,10 +176,11 @@ def _redone(runs: Sequence[LadderRun], redo: Sequence[str]) -> list[str]:
 
 
 def _train(
-    ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place], redo: Sequence[str], *, shows_table: bool = True
+    ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place], redo: Sequence[str], *, following: int = 0
 ) -> int:
-    """Train runs, and return 0 if each of them is done or has diverged; then the table may be left to a later call."""
-    return sweep_over(_sweep(ladder, [run.run for run in runs]), places, redo=redo, shows_table=shows_table)
+    """Train runs, and return 0 if each of them is done or has diverged. If others follow, theirs shows the table."""
+    sweep = _sweep(ladder, [run.run for run in runs], following)
+    return sweep_over(sweep, places, redo=redo, shows_table=not following)
 
 
 def _losses_by_factor(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> dict[int, dict[float, float]]:
@@ -302,8 +306,8 @@ def _format_ladder(
             lines.append(format_plans(plan_runs(_sweep(ladder, [run.run for run in runs]), places[0]), places))
         else:
             lines.append("no runs: the first one trains every size, with one value of tokens_per_parameter")
-    if target.seconds is not None:
-        time = f"planned {duration(target.seconds)} on {target.plan.grid.world_size} ranks"
+    if target.planned_seconds is not None:
+        time = f"planned {duration(target.planned_seconds)} on {target.plan.grid.world_size} ranks"
     else:
         time = f"its time is not planned: {unplanned_because(target)}"
     lines.append("# target")

@@ -13,16 +13,11 @@ from neox.launch.status.run_status import duration
 from neox.log import setup_logging
 from neox.resume import lock_output
 from tools.sweep.places import Place, find_places
-from tools.sweep.planned_run import PlannedRun, State, plan_runs, shown_command
-from tools.sweep.results import (
-    PICTURE,
-    TABLE,
-    RunResult,
-    format_table,
-    read_results,
-    values_at_an_end,
-    write_results,
-)
+from tools.sweep.planned_run import PlannedRun, plan_runs, shown_command
+from tools.sweep.progress import format_progress, read_progress
+from tools.sweep.record import Launches, SweepRecord, earlier_record, lock_prefix, write_record
+from tools.sweep.results import PICTURE, TABLE, RunResult, best_words, format_table, read_results, write_results
+from tools.sweep.run_files import State
 from tools.sweep.runner import SweepRunner
 from tools.sweep.sweep_file import Sweep, read_sweep
 
@@ -32,6 +27,7 @@ python tools/sweep.py lr.yml --dry-run       # the runs, with their tokens and p
 python tools/sweep.py lr.yml                 # one after another; the same command resumes, and skips what is done
 python tools/sweep.py lr.yml -H hostfile     # one run on each host at a time
 python tools/sweep.py lr.yml --report        # table and picture of what is there, while it runs, too
+python tools/status.py runs/lr               # how far it is: what trains, what failed, the best, the time left
 
 lr.yml, whose runs go to runs/lr/NAME:
 
@@ -95,14 +91,20 @@ def sweep_over(
         print(format_plans(runs, places))
         return 0
     if report:
+        earlier = earlier_record(sweep)
+        if earlier is None:
+            record = SweepRecord(sweep, tuple(runs), _at_a_time(places), Launches())
+        else:
+            record = SweepRecord(sweep, tuple(runs), earlier.places, earlier.launches)
+        progress = read_progress(record)
         with os_errors(DataError, f"{sweep.directory} cannot be written"):
-            write_results(sweep, runs, results := read_results(sweep, runs, {}, {}))
-        _print_results(sweep, results)
+            write_results(sweep, runs, progress.results)
+        print(format_progress(progress))
         return 0
     _check_runs(sweep, runs, redo)
     with os_errors(DataError, f"{sweep.directory} cannot be written"):
         sweep.directory.mkdir(parents=True, exist_ok=True)
-        with lock_output(str(sweep.directory / "sweep")):
+        with lock_output(lock_prefix(sweep)):
             return _train(sweep, runs, places, redo, shows_table=shows_table)
 
 
@@ -140,12 +142,24 @@ def _train(
         print(f"note: {warning}", file=sys.stderr)
     print(f"{sweep.name}: {len(runs)} runs, {len(runs) - len(left)} of them done already, in {sweep.directory}")
 
-    def report(runner: SweepRunner) -> None:
-        write_results(sweep, runs, read_results(sweep, runs, runner.causes, runner.hosts))
+    earlier = earlier_record(sweep)
+    launches = Launches() if earlier is None else earlier.launches
 
-    runner = SweepRunner(left, places, redo=redo, environment=child_environment(), say=_say, after_run=report)
+    def record() -> None:
+        if sweep.has_table:
+            write_record(sweep, runs, _at_a_time(places), launches)
+
+    def report() -> None:
+        record()
+        write_results(sweep, runs, read_results(sweep, runs, launches.causes, launches.hosts))
+
+    record()  # `tools/status.py` shows the sweep from its first run on
+    runner = SweepRunner(
+        left, places, redo=redo, launches=launches, environment=child_environment(), say=_say, after_run=report
+    )
     stopped_by = runner.train()
-    results = read_results(sweep, runs, runner.causes, runner.hosts)
+    record()
+    results = read_results(sweep, runs, launches.causes, launches.hosts)
     write_results(sweep, runs, results)
     status = int(any(result.state not in done for result in results))
     if shows_table or status:
@@ -156,16 +170,19 @@ def _train(
     return status
 
 
+def _at_a_time(places: Sequence[Place]) -> int:
+    """Return the number of runs that are trained at a time."""
+    return sum(not place.spare for place in places)
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
 def _print_results(sweep: Sweep, results: Sequence[RunResult]) -> None:
     print(format_table(sweep, results))
-    best = results[0]
-    if sweep.compares and best.score is not None and best.state is State.DONE:
-        best_of = "best" if all(result.state.has_ended for result in results) else "best of those that are done"
-        print("\n".join([f"{best_of}: {best.name}", *values_at_an_end(results)]))
+    for line in best_words(sweep, results):
+        print(line)
     if sweep.has_table:
         print(f"{sweep.directory / TABLE}  {sweep.directory / PICTURE}")
 
@@ -178,18 +195,18 @@ def format_plans(runs: Sequence[PlannedRun], places: Sequence[Place]) -> str:
         parts = [f"{run.name}: {run.parameters:,} parameters in all, {run.steps:,} steps"]
         if run.totals.tokens is not None:
             parts.append(f"{run.totals.tokens:,} tokens")
-        if run.seconds is not None:
-            parts.append(f"planned {duration(run.seconds)}")
-            seconds.append(run.seconds)
+        if run.planned_seconds is not None:
+            parts.append(f"planned {duration(run.planned_seconds)}")
+            seconds.append(run.planned_seconds)
         parts.append(run.state().value)
         lines.append(", ".join(parts))
         lines.append(f"  {shown_command(run.command)}")
         for problem in run.problems:
             lines.append(f"  problem: {problem}")
-    count = sum(not place.spare for place in places)
+    count = _at_a_time(places)
     unplanned: PlannedRun | None = None
     for run in runs:
-        if run.seconds is None:
+        if run.planned_seconds is None:
             unplanned = run
     if unplanned is not None:
         lines.append(f"{len(runs)} runs; their time is not planned: {unplanned_because(unplanned)}")

@@ -1,4 +1,4 @@
-"""Runs of a sweep with their plans, and what each of them has come to so far."""
+"""Runs of a sweep with their plans."""
 
 from __future__ import annotations
 
@@ -7,94 +7,54 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from neox.config import NeoXConfig
-from neox.errors import ConfigError, DataError, LaunchError, NeoXError
+from neox.errors import ConfigError, LaunchError, NeoXError
 from neox.files import write_text
-from neox.launch.agent.agent_files import Cause
-from neox.launch.status.run_status import run_status
-from neox.launch.supervisor.outcome import EndKind
-from neox.metrics import METRICS_FILE
 from neox.plan import RunPlan
 from neox.plan.report.run_totals import RunTotals, run_totals
 from neox.plan.run_identity import learning_changes
 from neox.preflight.command_line import parse_arguments
 from neox.preflight.job_command import JobCommand
 from neox.preflight.planning import read_config
-from neox.preflight.resume_from_save import lacks_last_evaluation
-from neox.run_events import of_newest_run, read_events
+from neox.preflight.resume_from_save import evaluates
 from neox.shipped_files import scripts_root
 from tools.sweep.places import OTHER_HOST_KEYS, Place
+from tools.sweep.run_files import RunFiles
 from tools.sweep.sweep_file import Sweep, SweepRun, override, with_sources
 
-OUTPUT_FILE = "output.log"
-"""File in the directory of a run with what its commands have printed."""
 CHECKPOINTS = "checkpoints"
 """Directory of the checkpoints in the directory of a run."""
 _SETTINGS_FILE = "sweep_run.json"
 _SECONDS_PER_DAY = 86_400
 
 
-class State(Enum):
-    """What a run of a sweep has come to; the value is its name in tables."""
-
-    WAITING = "waiting"
-    BEGUN = "begun"  # it was ended by a signal, or its launcher was killed: it will be resumed
-    DONE = "done"
-    DIVERGED = "diverged"  # its loss was not finite; that is a result
-    FAILED = "failed"
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing of the run is left to be trained, unless it is asked for again."""
-        return self not in (State.WAITING, State.BEGUN)
-
-
-@dataclass(frozen=True)
-class PlannedRun:
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun(RunFiles):
     """A run with its plan.
 
     Attributes:
-        run: Its name and values.
-        directory: Its directory, which is its `log_dir`.
         config: Its configuration.
         command: The command that trains it, without the flags of a place.
-        steps: Number of its steps.
         plan: Its plan.
         totals: Its tokens, compute and time.
         problems: What is missing for it or does not fit.
         warnings: Further lines of its plan to show.
     """
 
-    run: SweepRun
-    directory: Path
     config: NeoXConfig
     command: tuple[str, ...]
-    steps: int
     plan: RunPlan
     totals: RunTotals
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        """Its name."""
-        return self.run.name
-
-    @property
     def parameters(self) -> int:
         """Number of its parameters."""
         return self.plan.layers.numel
-
-    @property
-    def seconds(self) -> float | None:
-        """Planned duration; None if it cannot be planned."""
-        if self.totals.days is None:
-            return None
-        return self.totals.days * _SECONDS_PER_DAY
 
     def record_settings(self) -> None:
         """Write the settings of the run into its directory, for later calls. Raises OSError."""
@@ -111,41 +71,6 @@ class PlannedRun:
         except (OSError, ValueError, KeyError, ConfigError):
             return ()
         return tuple(learning_changes(earlier, self.config))
-
-    def last_end(self, since: float = 0.0) -> Mapping[str, Any] | None:
-        """Return the last recorded end of the run since a time in seconds; None if there is none.
-
-        Ends of an earlier run in the same directory, which `--redo` replaced, do not count.
-        """
-        for event in reversed(of_newest_run(read_events(self.directory))):
-            if event["time"] < since:
-                return None
-            if event["event"] == "end":
-                return event
-        return None
-
-    def state(self) -> State:
-        """Return what the run has come to, from the files in its directory."""
-        end = self.last_end()
-        goes_on = end is not None and str(end.get("decision")).startswith("restart")
-        if end is not None and end.get("reported") == Cause.NOT_FINITE and not goes_on:
-            return State.DIVERGED
-        try:
-            status = run_status(self.directory)
-        except DataError:
-            return State.FAILED if (self.directory / OUTPUT_FILE).exists() else State.WAITING
-        if status["state"] == "finished" and (status["step"] or 0) >= self.steps:
-            if lacks_last_evaluation(self.config, self.directory):
-                return State.BEGUN
-            return State.DONE
-        if end is not None and status["state"] == "failed" and end.get("kind") != EndKind.HOST.value:
-            return State.FAILED
-        return State.BEGUN
-
-    @property
-    def metrics(self) -> Path:
-        """Its metrics file."""
-        return self.directory / METRICS_FILE
 
 
 def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
@@ -236,14 +161,24 @@ def _plan_run(sweep: Sweep, run: SweepRun, place: Place, config: NeoXConfig) -> 
             warnings.append(str(problem))
         else:
             problems.append(str(problem))
+    totals = run_totals(plan, planned.device)
+    operations: float | None = None
+    if totals.tokens is not None:
+        operations = float(totals.tokens * totals.flops_per_token)
+    planned_seconds: float | None = None
+    if totals.days is not None:
+        planned_seconds = totals.days * _SECONDS_PER_DAY
     return PlannedRun(
         run=run,
         directory=directory,
+        steps=plan.config.training.train_iters or 0,
+        is_evaluated=evaluates(config),
+        operations=operations,
+        planned_seconds=planned_seconds,
         config=config,
         command=(sys.executable, str(scripts_root() / "deepy.py"), *words),
-        steps=plan.config.training.train_iters or 0,
         plan=plan,
-        totals=run_totals(plan, planned.device),
+        totals=totals,
         problems=tuple(problems),
         warnings=tuple(warnings),
     )

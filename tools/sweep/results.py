@@ -25,7 +25,7 @@ from neox.metrics import (
     read_metrics,
     trained,
 )
-from tools.sweep.planned_run import PlannedRun, State
+from tools.sweep.run_files import RunFiles, State
 from tools.sweep.sweep_file import Goal, Sweep
 
 if TYPE_CHECKING:
@@ -66,8 +66,10 @@ class RunResult:
         validation_loss: Loss of its last evaluation; None before it.
         validation_step: Step of that evaluation.
         score: Value by which runs are compared; None until the run has ended, and if it is not known.
+        score_of: Name of that value.
+        score_step: Step that the value is of.
         host: Host of its last start, if it is known.
-        cause: Reason of its failure; empty if it has not failed.
+        cause: Reason why it failed or diverged; empty if it did not, or the reason is not known.
     """
 
     name: str
@@ -80,12 +82,14 @@ class RunResult:
     validation_loss: float | None = None
     validation_step: int | None = None
     score: float | None = None
+    score_of: str = ""
+    score_step: int | None = None
     host: str = ""
     cause: str = ""
 
 
 def read_results(
-    sweep: Sweep, runs: Sequence[PlannedRun], causes: Mapping[str, str], hosts: Mapping[str, str]
+    sweep: Sweep, runs: Sequence[RunFiles], causes: Mapping[str, str], hosts: Mapping[str, str]
 ) -> list[RunResult]:
     """Return the results of all runs: first those that are done, the best first, then those that are not.
 
@@ -102,6 +106,21 @@ def read_results(
     for run in runs:
         results.append(_read_result(sweep, run, causes.get(run.name, ""), hosts.get(run.name, "")))
     return sorted(results, key=lambda result: _order(result, sweep.goal))
+
+
+def best_words(sweep: Sweep, results: Sequence[RunResult]) -> list[str]:
+    """Return lines that name the best run, its value and the step of the value; none if nothing is to be compared yet.
+
+    Args:
+        sweep: The sweep.
+        results: Results of all runs, the best first.
+    """
+    best = results[0]
+    if not sweep.compares or best.score is None or best.state is not State.DONE:
+        return []
+    best_of = "best" if all(result.state.has_ended for result in results) else "best of those that are done"
+    words = f"{best_of}: {best.name}, {best.score_of} {_number(best.score)} at step {best.score_step:,}"
+    return [words, *values_at_an_end(results)]
 
 
 def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
@@ -172,9 +191,11 @@ def _order(result: RunResult, goal: Goal) -> tuple[int, float]:
     return place, result.score if goal == "min" else -result.score
 
 
-def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunResult:
+def _read_result(sweep: Sweep, run: RunFiles, cause: str, host: str) -> RunResult:
     """Read what a run has come to, from its metrics file."""
     state = run.state()
+    if state not in _LOST:  # an earlier start failed
+        cause = ""
     values = {key: run.run.values.get(key) for key in sweep.varied}
     if not run.metrics.exists():
         return RunResult(run.name, values, state, host=host, cause=cause)
@@ -182,7 +203,7 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
     losses = curves(rows)
     steps = _of_group(losses, "train")
     evaluations = _of_group(losses, "validation")
-    score: float | None = None
+    score: _Score | None = None
     if state.has_ended:
         score = _score(sweep.metric, rows, losses)
     return RunResult(
@@ -195,13 +216,24 @@ def _read_result(sweep: Sweep, run: PlannedRun, cause: str, host: str) -> RunRes
         train_loss=_mean_of_last_steps(steps),
         validation_loss=_newest(evaluations),
         validation_step=max(evaluations, default=None),
-        score=score,
+        score=None if score is None else score.value,
+        score_of="" if score is None else score.of,
+        score_step=None if score is None else score.step,
         host=host,
         cause=cause,
     )
 
 
-def _score(metric: str | None, rows: Rows, losses: Curves) -> float | None:
+@dataclass(frozen=True)
+class _Score:
+    """Value by which a run is compared, what it is of, and its step."""
+
+    value: float
+    of: str
+    step: int
+
+
+def _score(metric: str | None, rows: Rows, losses: Curves) -> _Score | None:
     """Return the value by which a run is compared; None if there is none of its last weights.
 
     Args:
@@ -212,13 +244,20 @@ def _score(metric: str | None, rows: Rows, losses: Curves) -> float | None:
     if metric is not None:
         if not ends_finite(rows, metric):  # an earlier value is not that of its last weights
             return None
-        return _newest(curves(rows, [metric]).get(metric, {}))
+        return _newest_score(metric, curves(rows, [metric]).get(metric, {}))
     names = list(_names_of_group(losses, "validation"))
-    if not names:
-        return _mean_of_last_steps(_of_group(losses, "train"))
-    if not all(ends_finite(rows, name) for name in names):
-        return None
-    return _newest(losses[names[0]])
+    if names:
+        if not all(ends_finite(rows, name) for name in names):
+            return None
+        return _newest_score(names[0], losses[names[0]])
+    steps = _of_group(losses, "train")
+    loss = _mean_of_last_steps(steps)
+    return None if loss is None else _Score(loss, "mean training loss of the last tenth", max(steps))
+
+
+def _newest_score(name: str, points: Mapping[int, float]) -> _Score | None:
+    """Return the last value of a curve; None if it has none."""
+    return _Score(points[max(points)], name, max(points)) if points else None
 
 
 def _mean_of_last_steps(steps: Mapping[int, float]) -> float | None:
@@ -252,7 +291,7 @@ def _last(values: Sequence[float]) -> float | None:
     return values[-1] if values else None
 
 
-def write_results(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]) -> None:
+def write_results(sweep: Sweep, runs: Sequence[RunFiles], results: Sequence[RunResult]) -> None:
     """Write the table and the picture of a sweep, if it has them, into its directory. Raises OSError."""
     if not sweep.has_table:
         return
@@ -311,10 +350,10 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _draw(sweep: Sweep, runs: Sequence[PlannedRun], results: Sequence[RunResult]) -> None:
+def _draw(sweep: Sweep, runs: Sequence[RunFiles], results: Sequence[RunResult]) -> None:
     """Draw loss against tokens, loss against seconds, and the score against each varied key; a colour for each run."""
     with_tokens = {result.name: result for result in results if result.tokens is not None}
-    found: dict[str, PlannedRun] = {}
+    found: dict[str, RunFiles] = {}
     for run in runs:
         if run.name in with_tokens:
             found[run.name] = run

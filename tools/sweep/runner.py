@@ -24,7 +24,9 @@ from neox.launch.run_lock import training_in
 from neox.launch.status.run_status import duration
 from neox.launch.supervisor.outcome import EndKind
 from tools.sweep.places import Place
-from tools.sweep.planned_run import OUTPUT_FILE, PlannedRun, State
+from tools.sweep.planned_run import PlannedRun
+from tools.sweep.record import Launches
+from tools.sweep.run_files import OUTPUT_FILE, State
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_ANSWER = 20.0
@@ -125,13 +127,10 @@ class SweepRunner:
         runs: The runs to train, in their order.
         places: Where they are trained.
         redo: Names of those that are trained from the beginning.
+        launches: What is known of earlier launches of the runs; what is learned of new ones is added.
         environment: Variables of the commands that ask hosts.
         say: Function that shows a line.
         after_run: Function that is called whenever a run has ended.
-
-    Attributes:
-        causes: Reasons of the failures by name of the run.
-        hosts: Hosts of the last starts by name of the run.
     """
 
     def __init__(
@@ -140,12 +139,12 @@ class SweepRunner:
         places: Sequence[Place],
         *,
         redo: Collection[str] = (),
+        launches: Launches,
         environment: Mapping[str, str],
         say: Callable[[str], None],
-        after_run: Callable[[SweepRunner], None],
+        after_run: Callable[[], None],
     ) -> None:
-        self.causes: dict[str, str] = {}
-        self.hosts: dict[str, str] = {}
+        self._launches = launches
         self._environment = environment
         self._say = say
         self._after_run = after_run
@@ -202,6 +201,7 @@ class SweepRunner:
         if name in self._redo:
             command.append("--overwrite")
             self._redo.remove(name)  # a start after a failure resumes
+            self._launches.seconds.pop(name, None)
         run.directory.mkdir(parents=True, exist_ok=True)
         run.record_settings()
         started = time.time()
@@ -212,7 +212,7 @@ class SweepRunner:
             raise LaunchError(f"{name} cannot be started: {error}") from error
         state.begin(run, started, process)
         self._pending.remove(run)
-        self.hosts[name] = state.place.name
+        self._launches.hosts[name] = state.place.name
         self._tried_on[name].add(state.place.name)
         where = f" on {state.place.name}" if state.place.name else ""
         self._say(f"{name}: started{where}")
@@ -291,15 +291,16 @@ class SweepRunner:
         run, status = state.end()
         name = run.name
         found = run.state()
-        took = duration(time.time() - state.started)
+        seconds = time.time() - state.started
+        self._launches.seconds[name] = self._launches.seconds.get(name, 0.0) + seconds
         if status == 0 and found is State.DONE:
             state.succeed()
-            self.causes.pop(name, None)
-            self._say(f"{name}: done in {took}")
+            self._launches.causes.pop(name, None)
+            self._say(f"{name}: done in {duration(seconds)}")
         elif found is State.DIVERGED and run.last_end(state.started) is not None:
             state.succeed()
-            self.causes[name] = self._cause(run, state, status)
-            self._say(f"{name}: diverged ({self.causes[name]})")
+            self._launches.causes[name] = self._cause(run, state, status)
+            self._say(f"{name}: diverged ({self._launches.causes[name]})")
         elif stopping:
             self._say(f"{name}: ended; it resumes from its last checkpoint")
         elif self._is_host_lost(state, run):
@@ -309,13 +310,15 @@ class SweepRunner:
             self._pending.appendleft(run)
         else:
             state.fail()
-            self.causes[name] = self._cause(run, state, status)
+            self._launches.causes[name] = self._cause(run, state, status)
             if len(self._tried_on[name]) < _HOSTS_OF_A_FAILURE and self._usable_hosts() - self._tried_on[name]:
-                self._say(f"{name}: failed on {state.place.name} ({self.causes[name]}); it is tried on another host")
+                self._say(
+                    f"{name}: failed on {state.place.name} ({self._launches.causes[name]}); it is tried on another host"
+                )
                 self._pending.append(run)
             else:
-                self._say(f"{name}: failed ({self.causes[name]}); see {run.directory / OUTPUT_FILE}")
-        self._after_run(self)
+                self._say(f"{name}: failed ({self._launches.causes[name]}); see {run.directory / OUTPUT_FILE}")
+        self._after_run()
 
     def _is_host_lost(self, state: _PlaceState, run: PlannedRun) -> bool:
         """Return whether a run has ended because its host is gone."""

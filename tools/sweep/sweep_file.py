@@ -67,7 +67,9 @@ class Sweep:
         metric: Scalar by which runs are compared; None for the loss on validation data, else the training loss.
         goal: Whether the best run has the smallest or the largest value.
         compares: Whether the runs are alternatives, of which one is the best; those of a ladder are not.
-        has_table: Whether the table and the picture are written. A ladder's target leaves those of the small runs.
+        has_table: Whether the table, the picture and the record are written. A ladder's target leaves those of the
+            small runs.
+        following: Number of runs that follow these, which the results of these decide; a ladder has them.
         sources: Places of the values in the sweep's file, by key.
     """
 
@@ -82,6 +84,7 @@ class Sweep:
     goal: Goal = "min"
     compares: bool = True
     has_table: bool = True
+    following: int = 0
     sources: Mapping[str, Source] = field(default_factory=dict)
 
     @property

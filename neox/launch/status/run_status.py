@@ -25,7 +25,8 @@ SPEED_IS = "median of the last steps without the first of a start"
 """Words for the speed of a status."""
 _SLOW_HOST = "runtime/slow_host/"
 _SHOWN_INTERRUPTIONS = 10  # in the text format
-_GOING_ON = ("starting", "running", "restarting")  # states in which steps will follow
+GOING_ON = ("starting", "running", "restarting")
+"""States in which steps will follow."""
 
 _EVALUATIONS_OF_A_RISE = 2  # after the lowest one: a single one above it is often followed by a lower one
 _RISE = 0.01  # share of the lowest loss: less is a loss that no longer falls
@@ -50,7 +51,7 @@ def run_status(directory: Path) -> Status:
     status_of_launch = _state(directory, events)
     progress = _progress(rows, _planned_steps(directory), starts)
     hosts = _hosts(directory, starts, rows)
-    if status_of_launch["state"] not in _GOING_ON:
+    if status_of_launch["state"] not in GOING_ON:
         progress["seconds_left"] = None
         for host in hosts:
             host["pids"] = {}  # other processes may have them by now
@@ -281,17 +282,8 @@ def format_status(status: Status) -> str:
     if status["reason"]:
         lines[0] += f" ({status['reason']})"
     if status["step"] is not None:
-        of_steps = ""
-        if status["steps"]:
-            of_steps = f" of {status['steps']}"
-        lines.append(f"step        {status['step']}{of_steps}, loss {_number(status['loss'])}")
-        speeds = []
-        if status["seconds_per_step"] is not None:
-            speeds.append(f"{status['seconds_per_step']:.3g} s a step")
-        if status["tokens_per_second"] is not None:
-            speeds.append(f"{status['tokens_per_second']:,.0f} tokens/s")
-        if status.get("seconds_left"):
-            speeds.append(f"{duration(status['seconds_left'])} left")
+        lines.append(f"step        {_step_words(status)}")
+        speeds = _speed_words(status)
         if speeds:
             lines.append(f"speed       {', '.join(speeds)} ({SPEED_IS})")
         for loss in status["validation"]:
@@ -316,6 +308,34 @@ def format_status(status: Status) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         lines.append(f"  {at}  {_event_words(event)}")
     return "\n".join(lines)
+
+
+def progress_words(status: Status) -> str:
+    """Return the state, the step, the loss and the speed of a run in one line."""
+    words = [status["state"]]
+    if status["step"] is not None:
+        words += [f"step {_step_words(status)}", *_speed_words(status)]
+    return ", ".join(words)
+
+
+def _step_words(status: Status) -> str:
+    """Return the step and the loss of a run that has trained a step."""
+    of_steps = ""
+    if status["steps"]:
+        of_steps = f" of {status['steps']}"
+    return f"{status['step']}{of_steps}, loss {_number(status['loss'])}"
+
+
+def _speed_words(status: Status) -> list[str]:
+    """Return what is known of the speed of a run, and of the time that is left."""
+    words = []
+    if status["seconds_per_step"] is not None:
+        words.append(f"{status['seconds_per_step']:.3g} s a step")
+    if status["tokens_per_second"] is not None:
+        words.append(f"{status['tokens_per_second']:,.0f} tokens/s")
+    if status.get("seconds_left"):
+        words.append(f"{duration(status['seconds_left'])} left")
+    return words
 
 
 def overfitting_words(directory: Path) -> list[str]:

@@ -284,7 +284,7 @@ def test_the_server_answers_this_machine_only(tmp_path: Path) -> None:
         assert get(port, "/status.json", f"monitor:{port}")[0] == 200
         assert get(port, "/status.json", "evil.example")[0] == 400
         assert get(port, "/../run_status.py")[0] == 404
-        for page in ("/", "/status.js", "/status.css"):
+        for page in ("/", "/page.js", "/run.js", "/status.css"):
             assert get(port, page)[0] == 200
         (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"broken\n')
         assert get(port, "/status.json")[0] == 503

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import yaml
 
-from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.launch import Cause
 from neox.launch.supervisor.outcome import EndKind
@@ -18,13 +16,13 @@ from neox.run_events import append_event
 from tests.plans import SMALL
 from tools.sweep.command import format_plans
 from tools.sweep.places import Place
-from tools.sweep.planned_run import PlannedRun, State, plan_runs
+from tools.sweep.planned_run import plan_runs
+from tools.sweep.run_files import RunFiles, State
 from tools.sweep.sweep_file import SweepRun, read_sweep
 
 
-def run_in(directory: Path) -> PlannedRun:
-    unused = cast(Any, None)
-    return PlannedRun(SweepRun("a", {}), directory, unused, (), steps=4, plan=unused, totals=unused)
+def run_in(directory: Path) -> RunFiles:
+    return RunFiles(SweepRun("a", {}), directory, steps=4)
 
 
 def test_only_a_last_word_of_the_newest_run_is_a_divergence(tmp_path: Path) -> None:
@@ -53,8 +51,7 @@ def test_only_a_last_word_of_the_newest_run_is_a_divergence(tmp_path: Path) -> N
 def test_a_run_without_its_last_evaluation_is_not_done(
     tmp_path: Path, evaluated: int, kind: EndKind, state: State
 ) -> None:
-    config = NeoXConfig.from_flat(SMALL)
-    run = replace(run_in(tmp_path), config=config)
+    run = run_in(tmp_path)
     append_event(tmp_path, "start", restart=0, step=None, hosts=[])
     rows: list[dict[str, Any]] = []
     for step in range(1, 5):

@@ -15,7 +15,6 @@ import pytest
 
 from neox.metrics import read_metrics
 from tools.sweep import results as sweep_results
-from tools.sweep.planned_run import State
 from tools.sweep.results import (
     RunResult,
     _following,
@@ -25,6 +24,7 @@ from tools.sweep.results import (
     values_at_an_end,
     write_results,
 )
+from tools.sweep.run_files import State
 
 
 def test_best_values_at_an_end_are_named() -> None:
