@@ -26,7 +26,7 @@ def mark_parameters(layer: nn.Module, entry: LayerEntry, grid: ParallelGrid, *, 
         layer: The module.
         entry: Its entry in the layer plan.
         grid: Process groups.
-        width_multiplier: muP's m: matrices of blocks get 1 / m of the learning rate.
+        width_multiplier: muP's m: matrices of blocks get 1 / m of the learning rate, as Adam needs it.
     """
     parameters = dict(layer.named_parameters())
     for spec in entry.parameters:

@@ -26,6 +26,7 @@ def parameter_groups(
     weight_decay: float,
     *,
     scale: float = 1.0,
+    hidden_scale: float = 1.0,
     hidden_apart: bool = False,
 ) -> list[dict[str, Any]]:
     """Split parameters into torch optimizer groups.
@@ -38,6 +39,7 @@ def parameter_groups(
         named_parameters: Parameters in the order that each group keeps; frozen ones are left out.
         weight_decay: Weight decay of parameters that decay.
         scale: Factor of all learning rates.
+        hidden_scale: Further factor of those of hidden matrices in groups of their own.
         hidden_apart: Whether hidden matrices (`mark_hidden`) have groups of their own, which have `hidden`.
 
     Returns:
@@ -68,6 +70,8 @@ def parameter_groups(
     groups = []
     for key in sorted(members, key=_GroupKey.order):
         factor = scale * key.factor
+        if key.hidden:
+            factor *= hidden_scale
         group: dict[str, Any] = {"params": members[key], "weight_decay": key.decay / factor}
         if factor * key.group_factor != 1.0:
             group["lr_factor"] = factor * key.group_factor
@@ -109,12 +113,20 @@ def planned_groups(plan: RunPlan, named_parameters: Iterable[tuple[str, nn.Param
     Under muP (arXiv:2203.03466, table 8) gradients shrink with the width m. The factors of parameters are made for
     optimizers like Adam, whose steps do not depend on the size of the gradient. For others all learning rates grow
     accordingly, for SGD by m.
+
+    What counts for hidden states is the largest singular value of a matrix's step, which should stay as it is
+    (arXiv:2310.17813). That of Adam's steps grows by m with the width. All singular values of Muon's steps are equal,
+    and with elements of the same size they grow by the root of m only.
     """
     keys = plan.config.optimizer
     width = keys.width_multiplier(plan.architecture.hidden_size)
-    scale = width**keys.optimizer.kind.gradient_degree
+    kind = keys.optimizer.kind
     return parameter_groups(
-        named_parameters, keys.applied_weight_decay, scale=scale, hidden_apart=keys.optimizer.kind.hidden_apart
+        named_parameters,
+        keys.applied_weight_decay,
+        scale=width**kind.gradient_degree,
+        hidden_scale=width**kind.width_degree,
+        hidden_apart=kind.hidden_apart,
     )
 
 

@@ -274,8 +274,11 @@ def changed_keys(config: NeoXConfig, found: FoundRun) -> Iterator[str]:
     yield from _changed_keys(config, saved, _is_learning_key)
     # Versions that did not record samples had no `split_fused` either, and did what false does now.
     params = config.optimizer.optimizer.params
-    if found.samples_per_step is None and saved is not None and isinstance(params, MuonParams) and params.split_fused:
-        yield f"{_SPLIT_FUSED} false -> true (`false` goes on as before)"
+    if found.samples_per_step is None and saved is not None and isinstance(params, MuonParams):
+        if params.split_fused:
+            yield f"{_SPLIT_FUSED} false -> true (`false` goes on as before)"
+        if config.optimizer.use_mup:
+            yield "Muon's learning rate under use_mup 1 / m -> 1 / sqrt(m) (docs/upgrading.md)"
 
 
 def all_changes(config: NeoXConfig, found: FoundRun) -> Iterator[str]:

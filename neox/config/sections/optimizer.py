@@ -144,7 +144,8 @@ class OptimizerConfig(AverageKeys):
     """Maximal update parametrisation (arXiv:2203.03466): a learning rate that was tuned at mup_base_hidden_size fits
     any hidden_size. With m = hidden_size / mup_base_hidden_size, matrices between hidden states start at 1 / sqrt(m) of
     the deviation that init_method gives at the base, and have 1 / m of the learning rate (and m times the weight
-    decay); logits are divided by m, and attention scores by the head size instead of its root."""
+    decay), with Muon 1 / sqrt(m) of it; logits are divided by m, and attention scores by the head size instead of its
+    root."""
 
     mup_base_hidden_size: Annotated[PositiveInt | None, _MUP] = None
     """hidden_size at which lr and initial weights were tuned."""

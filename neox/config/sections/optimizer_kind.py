@@ -109,6 +109,8 @@ class OptimizerKind:
         host_names: Names of the variant that updates states in the hosts' memory.
         gradient_degree: How a step scales with the gradient: 0 for Adam, 1 for SGD. Learning rates under muP follow
             from it.
+        width_degree: Power of muP's m by which steps of hidden matrices may be larger than those of Adam, whose effect
+            grows with the width as if their elements had one sign: 0.5 for steps without such a common direction.
         elementwise: Whether it updates every element by itself, so that it may get any part of a parameter. Others
             need whole parameters: unless they gather, they work without tensor ranks and without ZeRO.
         gathers: Whether it gathers parameters that are sharded over data or tensor ranks.
@@ -126,6 +128,7 @@ class OptimizerKind:
     cycled_betas: str = ""
     host_names: tuple[str, ...] = ()
     gradient_degree: float = 0.0
+    width_degree: float = 0.0
     elementwise: bool = True
     gathers: bool = False
     hidden_apart: bool = False

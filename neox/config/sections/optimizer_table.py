@@ -216,6 +216,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
             ),
             counts_steps=True,
             cycled_betas="betas",
+            width_degree=0.5,
             elementwise=False,
             gathers=True,
             hidden_apart=True,

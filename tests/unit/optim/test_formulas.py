@@ -266,7 +266,7 @@ def test_a_saved_state_goes_on(name):
         assert torch.equal(moved[key], expected[key]), key
 
 
-@pytest.mark.parametrize(("name", "hidden", "others"), [("Adam", 0.25, 1.0), ("SGD", 1.0, 4.0), ("Muon", 0.25, 1.0)])
+@pytest.mark.parametrize(("name", "hidden", "others"), [("Adam", 0.25, 1.0), ("SGD", 1.0, 4.0), ("Muon", 0.5, 1.0)])
 def test_learning_rates_under_mup(name, hidden, others):
     from neox.model import build_layer
     from neox.parallel import ParallelGrid

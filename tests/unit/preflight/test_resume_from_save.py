@@ -266,6 +266,18 @@ def test_a_run_of_muon_that_moved_whole_products_is_named(tmp_path: Path) -> Non
     assert not list(changed_keys(make_config(optimizer=muon), of_today))
 
 
+def test_a_run_of_muon_whose_learning_rate_followed_the_width_is_named(tmp_path: Path) -> None:
+    muon = {"type": "Muon", "params": {"lr": 1e-3, "split_fused": False}}
+    mup = make_config(optimizer=muon, use_mup=True, mup_base_hidden_size=16)
+    put_checkpoint(tmp_path, 4, make_config())
+    put_config(tmp_path, 4, mup)
+    found = find_run(tmp_path)
+    assert found is not None
+    (change,) = changed_keys(mup, found)
+    assert "1 / sqrt(m)" in change
+    assert not list(changed_keys(mup, replace(found, samples_per_step=8)))
+
+
 def test_a_damaged_checkpoint_or_an_interrupted_evaluation_is_not_the_end(tmp_path: Path) -> None:
     checkpoint = put_complete_checkpoint(tmp_path, 2)
     run = tmp_path / "run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
 from neox.model import GPT
-from neox.optim import parameter_groups
+from neox.objectives import CausalLM
+from neox.optim import build_optimizer, parameter_groups
 from neox.optim.schedule import LRSchedule
 from neox.parallel import ParallelGrid
 from neox.train.coordinate_check import coordinate_check
@@ -30,6 +32,30 @@ def test_movement_is_independent_of_the_width_under_mup_alone() -> None:
     assert without[2] > 10 * without[0]
     under = movements(**MUP)
     assert max(under) < 2 * min(under)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Muon"])
+def test_a_step_moves_the_outputs_of_a_matrix_independently_of_the_width(optimizer: str) -> None:
+    """Reported as Megatron-LM PR 3715 and nanochat PR 644, of Muon. Right: arXiv:2310.17813, condition 1."""
+    moved = []
+    for width in (64, 512):
+        keys = {"norm": "rmsnorm", "optimizer": {"type": optimizer, "params": {"lr": 0.001}}, **MUP}
+        plan = small_plan(hidden_size=width, **keys)
+        model = GPT(plan, ParallelGrid.single())
+        trained = build_optimizer(plan, model.named_parameters())
+        for group in trained.param_groups:
+            group["lr"] *= group.get("lr_factor", 1.0)
+        linear = model.blocks[1].mlp.dense_h_to_4h
+        inputs: list[torch.Tensor] = []
+        linear.register_forward_hook(lambda module, args, output, inputs=inputs: inputs.append(args[0].detach()))
+        rows = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(0))
+        targets = (rows[:, 1:], torch.full((8, 16), 1 / 128))
+        before = linear.weight.detach().clone()
+        model(rows[:, :-1], loss=partial(CausalLM().scores, targets=targets))[0].backward()
+        trained.step()
+        step = linear.weight.detach() - before
+        moved.append((inputs[0].flatten(0, 1) @ step.T).square().mean().sqrt().item())
+    assert moved[1] == pytest.approx(moved[0], rel=0.4)  # with 1 / m, Muon's are 0.35 of the first
 
 
 @pytest.mark.slow
