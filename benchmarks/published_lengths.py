@@ -46,6 +46,7 @@ LLAMA: dict[str, Any] = {
     "checkpoint_in_cpu": True,
     "mlp_tile_size": 4096,
     "gpu_type": "h100",
+    "host_memory_gib": 2048,  # of a DGX H100, also for one of its GPUs alone
     "seq_length": LENGTH,
     "max_position_embeddings": LENGTH,
 }

@@ -33,15 +33,21 @@ KINDS = ("a100-40", "a100-80", "h100", "h200", "b200", "mi300x")
 LORA = "lora={r: 16, alpha: 32, target: [query_key_value, dense]}"
 _A100 = "{} to {} %".format(*PUBLISHED_MFU["a100"])
 _H100 = "{} to {} %".format(*PUBLISHED_MFU["h100"])
+_MAIN_MEMORY = ", ".join(f"{GPUS[kind].main_memory_gib:.0f} GiB ({kind})" for kind in KINDS)
+_WITHOUT_FLASH = "faster with flash attention, which its file does not ask for"
 TEXT = f"""# Which GPU, how many, how long
 
 A cell is the smallest number of GPUs on which a model can be trained, and its GPU hours for a billion tokens; then
 the number, up to eight times as many, that takes the fewest GPU hours, if that saves a tenth. Precision, length and
 batch are those of its file in `configs/`: on any number of GPUs, a step has the samples that it has on the GPUs that
-the file was made for. The files in `configs/moe/` name no number, so their batch grows with the GPUs. States that do
-not fit may be in main memory. No GPU was asked: memory is planned, and times are estimated for full power and fused
-kernels. Published runs reached {_A100} of an A100's peak and {_H100} of an H100's
-([comparison](../performance.md)); the estimates are above that.
+the file was made for. The files in `configs/moe/` name no number, so their batch grows with the GPUs. No GPU was asked:
+memory is planned, and times are estimated for full power and fused kernels. Published runs reached {_A100} of an
+A100's peak and {_H100} of an H100's ([comparison](../performance.md)); the estimates are above that.
+
+States that do not fit may be in main memory. A GPU has its share of that of its usual host, as hosts are rented:
+{_MAIN_MEMORY}.
+With more (`--set host_memory_gib=N` says what each of your hosts has), fewer GPUs may do; the tool says how much
+that takes.
 
 For your model, your tokens and your prices, with the numbers of GPUs and the main memory that each needs; then how long
 it takes on given numbers:
@@ -110,13 +116,14 @@ def row(model: str, overrides: Sequence[str]) -> str:
     found: dict[str, list[GpuChoice]] = {kind: [] for kind in KINDS}
     for choice in choose_gpus(config, vocab_size, 1e9, KINDS):
         found[choice.gpu_type].append(choice)
-    return f"| `{model}` | " + " | ".join(map(_cell, found.values())) + " |"
+    faster = any(choice.notes for choices in found.values() for choice in choices)
+    name = f"`{model}` ({_WITHOUT_FLASH})" if faster else f"`{model}`"
+    return f"| {name} | " + " | ".join(map(_cell, found.values())) + " |"
 
 
 def _cell(choices: Sequence[GpuChoice]) -> str:
-    if choices[0].gpus is None:
-        return "none"
-    return "; ".join(f"{choice.gpus}: {_hours(choice.gpu_hours)}" for choice in choices)
+    fitting = [choice for choice in choices if choice.gpus is not None]
+    return "; ".join(f"{choice.gpus}: {_hours(choice.gpu_hours)}" for choice in fitting) or "none"
 
 
 def _hours(hours: float) -> str:

@@ -9,6 +9,8 @@ python tools/which_gpu.py configs/llama/3.2-1B.yml --gpu_type h100 --gpus 8 --da
 A row is the smallest number of GPUs on which the run fits with its batch and precision, in its fastest layout, and one
 more the number that takes the fewest GPU hours, if that saves 10 %. With --gpus, each of these numbers is a row.
 The batch is that of the GPUs that the files were made for, and a line says which keys decide it.
+Offloaded states and weights take main memory: a GPU has its share of that of its usual host, as hosts are rented, or of
+what --set host_memory_gib=N says of each of yours. Where fewer GPUs would do with more of it, a line says how much.
 With --days, the tokens are those that are trained in this time, and are also shown for each parameter.
 Nothing is started, and no GPU is asked: memory is planned, times are estimated for full power and fused kernels.
 """
@@ -22,7 +24,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser, add_overrides
 from neox.config import load_config
 from neox.errors import ConfigError, run_script
-from neox.plan.report.text import network_basis, times_basis
+from neox.plan.report.text import main_memory_basis, network_basis, times_basis
 from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import COUNTS, choose_gpus, describe_batch, format_choices
 from neox.preflight.tokenizer_checks import read_vocabulary
@@ -67,6 +69,7 @@ def main() -> int:
     title = f"GPUs for {' '.join(args.conf_file)}; {amount}"
     title += f"\ntimes are {times_basis(kinds, fp8=fp8)}"
     title += f"\n{network_basis(kinds)}"
+    title += f"\n{main_memory_basis(loaded.config, kinds)}"
     title += f"\nbatch: {describe_batch(loaded.config)}"
     print(format_choices(list(choices), title, with_tokens=args.days is not None))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
@@ -120,6 +121,7 @@ def device_of_ranks(
         dry_run: Whether nothing will be started. Then keys about GPUs, if given, mean GPUs.
     """
     config = plan.config
+    ranks_of_host = max(len(host.slots) for host in placement.hosts)
     memory_given = config.given("gpu_memory_gib") or config.source("gpu_type").is_command_line
     planned_for_gpus = placement.assumed
     if dry_run and _given_about_gpus(config):
@@ -127,13 +129,20 @@ def device_of_ranks(
     if placement.is_local and not placement.accelerators and not planned_for_gpus:
         ranks = range(placement.world_size)
         return host_device(plan, ranks, placement.hosts[0].name, available_memory(), training=training)
+    size = None
+    available = None
     if placement.is_local and placement.accelerators and not memory_given and not placement.assumed:
-        return gpu_device(plan, smallest_memory(), device_family())
-    if planned_for_gpus:
+        size = smallest_memory()
+        family = device_family()
+        available = available_memory()
+    elif planned_for_gpus:
         family = None
     elif placement.is_local and placement.accelerators:
         family = device_family()
-    return gpu_device(plan, family=family)
+    device = gpu_device(plan, size, family, ranks_of_host=ranks_of_host, available=available)
+    if not dry_run and device.main_memory is not None and device.main_memory.assumed:
+        return replace(device, main_memory=None)  # hosts say what they have when they are asked
+    return device
 
 
 def _given_about_gpus(config: NeoXConfig) -> list[str]:
@@ -183,11 +192,10 @@ def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Pr
     problem = memory_problem(plan, device, training=training)
     if problem is None:
         return []
-    key = device.size_key
-    correction = f"if there is more memory, set {key}"
-    if key == "gpu_memory_gib":
+    correction = f"if there is more memory, set {problem.key}"
+    if problem.key == "gpu_memory_gib":
         correction += " or --gpu-type"
-    return [Problem((key,), f"{problem} (compared with {device.source}; {correction})")]
+    return [Problem((problem.key,), f"{problem.text} (compared with {problem.source}; {correction})")]
 
 
 def quantizer_problems(config: NeoXConfig) -> list[Problem]:

@@ -32,7 +32,7 @@ class DryRun(JobCommand):
         """Print the plan, with what is missing on this machine as warnings and what a start refuses as errors.
 
             wrong on every machine (`PlannedJob.refused`)              error      2
-            too large for its devices                                  warning    2, or 0 if ranks or device are assumed
+            too large for its devices or hosts                         warning    2, or 0 if ranks or sizes are assumed
             missing here (`Missing`), launchers' programs, commands    warning    0
 
         Returns:
@@ -62,7 +62,7 @@ class DryRun(JobCommand):
             print(json.dumps({**plan_as_dict(planned.plan, planned.device), **about}))
         else:
             self._print_plan(planned, placement, spec)
-        is_guess = placement.chosen_by is ChosenBy.ASSUMPTION or planned.device.assumed
+        is_guess = placement.chosen_by is ChosenBy.ASSUMPTION or planned.assumes_size
         if refused:
             return 2
         return 0 if planned.fits or is_guess else 2

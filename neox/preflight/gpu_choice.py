@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.placement import place_ranks
-from neox.plan import gpu_device, resolve
+from neox.plan import resolve
 from neox.plan.batches.batch import BATCH_KEYS, STEPS, TOTAL, IntendedBatch, intended_batch
+from neox.plan.devices.device import PROCESS_BYTES, device_of_kind
 from neox.plan.devices.precision import choose_precision
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, suggest_layouts
@@ -44,7 +45,8 @@ class GpuChoice:
         days: Days for these tokens.
         gpu_hours: Hours of all GPUs together.
         price: What they cost, if the price of a GPU hour is known.
-        main_memory_gib: Main memory of a host in GiB that offloaded states and weights take.
+        main_memory_gib: Main memory of a host in GiB that offloaded states and weights take; if `gpus` is None because
+            of it, what they would take.
         changes: Keys in which the fastest layout differs from the configuration, with their values.
         reason: Why the run needs another kind of GPU, if `gpus` is None.
         notes: Settings that would be faster than those of the configuration that each layout keeps.
@@ -111,7 +113,8 @@ def choose_gpus(
     """Yield for each kind of GPU the smallest number on which a run fits, and a larger one that takes fewer GPU hours.
 
     Each has its fastest layout. Batch, precision and kernels are those of the configuration; its batch is that of the
-    GPUs that it was made for (`batch_to_plan`). Times are estimates.
+    GPUs that it was made for (`batch_to_plan`). Times are estimates. If fewer GPUs would do with more main memory for
+    what they offload than they have (`device_of_kind`), the smallest such number comes first, with `gpus` None.
 
     Args:
         config: The run. What it says of its GPUs is replaced.
@@ -146,14 +149,14 @@ def choose_gpus(
                     yield GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: {str(error).splitlines()[0]}")
                     continue
                 if searched.fastest is None:
-                    reason = f"{_number(count)}: it does not fit"
-                    yield GpuChoice(kind, gpu.name, None, reason=reason, notes=searched.notes)
+                    yield _refusal(kind, count, searched)
                 else:
                     yield _choice(kind, count, searched, searched.fastest, tokens, days, hourly_price)
             if len(refused) == len(counts):  # so it is not about their number
                 raise refused[0]
             continue
         fitting: list[GpuChoice] = []
+        lacks_main_memory: GpuChoice | None = None
         notes: tuple[str, ...] = ()
         most = max(counts)
         for count in counts:
@@ -166,12 +169,16 @@ def choose_gpus(
                 continue
             notes = searched.notes
             if searched.fastest is None:
+                if searched.lacks_main_memory and lacks_main_memory is None:
+                    lacks_main_memory = _refusal(kind, count, searched)
                 continue
             if not fitting:
                 most = _CHEAPER_WITHIN * count
             fitting.append(_choice(kind, count, searched, searched.fastest, tokens, days, hourly_price))
         if len(refused) == len(counts):
             raise refused[0]
+        if lacks_main_memory is not None:
+            yield lacks_main_memory
         if not fitting:
             reason = f"it does not fit on {', '.join(map(str, counts))}"
             yield GpuChoice(kind, gpu.name, None, reason=reason, notes=notes)
@@ -199,12 +206,34 @@ class _Search(NamedTuple):
         batch: Samples of a step.
         parameters: Parameters that a token meets.
         notes: Settings that would be faster.
+        least_offloaded: As that of `Suggestions`.
+        main_memory: Bytes of main memory that a rank may take; None if unknown.
     """
 
     fastest: Suggestion | None
     batch: int
     parameters: int
     notes: tuple[str, ...]
+    least_offloaded: int | None
+    main_memory: int | None
+
+    @property
+    def lacks_main_memory(self) -> bool:
+        """Whether no layout fits, but some would with more main memory."""
+        return self.fastest is None and self.least_offloaded is not None
+
+
+def _refusal(kind: str, count: int, searched: _Search) -> GpuChoice:
+    """Return why a run does not fit on a number of GPUs."""
+    gpu = GPUS[kind]
+    refusal = GpuChoice(kind, gpu.name, None, reason=f"{_number(count)}: it does not fit", notes=searched.notes)
+    if searched.least_offloaded is None or searched.main_memory is None:
+        return refusal
+    of_host = min(count, gpu.per_host)
+    needed = (searched.least_offloaded + PROCESS_BYTES) * of_host / _GIB
+    available = (searched.main_memory + PROCESS_BYTES) * of_host / _GIB
+    reason = f"{_number(count)}: it needs {needed:,.0f} GiB of main memory of a host, where it has {available:,.0f} GiB"
+    return replace(refusal, reason=reason, main_memory_gib=needed)
 
 
 def _choice(
@@ -257,13 +286,15 @@ def _search(config: NeoXConfig, of_batch: Mapping[str, Any], vocab_size: int, gp
     """
     divided, changed = divisible_config(config, count)
     plan = resolve(divided, count, vocab_size)
-    device = gpu_device(plan, gpu.memory_gib * _GIB)
+    device = device_of_kind(plan, gpu)
     found = suggest_layouts(plan, device, gpu, 1, {**of_batch, **changed})
     return _Search(
         fastest=found.best[0] if found.best else None,
         batch=plan.batch.train_batch_size,
         parameters=plan.layers.active_numel,
         notes=(FLASH_IS_FASTER,) if flash_is_faster(plan, device) else (),
+        least_offloaded=found.least_offloaded,
+        main_memory=None if device.main_memory is None else device.main_memory.size,
     )
 
 

@@ -108,6 +108,14 @@ class PlannedJob:
         return not self.too_large
 
     @property
+    def assumes_size(self) -> bool:
+        """Whether nobody gave or measured the memory with which the job is compared, or what its hosts lack of it."""
+        if self.device.assumed:
+            return True
+        hosts_lack = any("host_memory_gib" in problem.keys for problem in self.too_large)
+        return hosts_lack and self.device.main_memory is not None and self.device.main_memory.assumed
+
+    @property
     def refused(self) -> tuple[Problem, ...]:
         """What a launch from any machine refuses: problems that are neither missing here nor a matter of memory."""
         problems = []

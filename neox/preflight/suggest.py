@@ -16,7 +16,7 @@ from neox.files import write_text
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
 from neox.plan.batches.batch import batch_notes
-from neox.plan.devices.device import Device, gib
+from neox.plan.devices.device import Device, device_of_kind, gib
 from neox.plan.report.text import estimate_basis, network_basis
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, Suggestions, suggest_layouts
@@ -29,7 +29,6 @@ from neox.preflight.command_line import plain_command
 from neox.preflight.job_command import JobCommand, print_to_stderr
 from neox.preflight.measure import STEPS, Measurement, measure_layouts
 
-_GIB = 2**30
 _GPU_KEYS = ("gpu_type", "gpu_memory_gib", "peak_theoretical_tflops")
 _PARTS = ("products", "attention", "elementwise", "tensor", "context", "experts", "bubble", "gradients", "update")
 _LEAST_SHARE = 0.02
@@ -97,7 +96,8 @@ def find_layouts(
         count: Number of layouts to return.
 
     Returns:
-        The layouts, and a line about the search; another if flash attention, which is not searched, would be faster.
+        The layouts, and a line about the search; another each if main memory excludes some, and if flash attention,
+        which is not searched, would be faster.
 
     Raises:
         ConfigError: If there is no such GPU, the time of this network is not estimated, or no layout fits.
@@ -111,7 +111,7 @@ def find_layouts(
     else:
         is_assumed = not gpu_name and not any(map(plan.config.given, _GPU_KEYS))
         gpu_name, gpu = (gpu_name, GPUS[gpu_name]) if gpu_name else likely_gpu(plan)
-        device = gpu_device(plan, gpu.memory_gib * _GIB)
+        device = device_of_kind(plan, gpu)
         kind = f"{gpu.name} ({gpu_name})"
         if is_assumed:
             kind = f"{gpu.name} ({gpu_name}, which is assumed: --gpu-type names yours)"
@@ -120,6 +120,11 @@ def find_layouts(
         message = f"none of {found.tried} layouts fits on {plan.grid.world_size} {gpu.name}"
         if found.other_numerics:
             message += f" as configured; this one fits, but {_numerics(found)}: {_flags(found.other_numerics[0])}"
+        if found.least_offloaded is not None and device.main_memory is not None:
+            message += (
+                f"; some would that offload {gib(found.least_offloaded)} or more for each GPU, where main memory has "
+                f"{gib(device.main_memory.size)} ({device.main_memory.source})"
+            )
         raise ConfigError(f"{message}; the plan (--dry-run) says what offloading or more GPUs would need")
     basis = "estimated"
     if gpu is not CPU_CORE:
@@ -128,6 +133,11 @@ def find_layouts(
             basis += f"; {network_basis([gpu_name])}"
     batch = f"{plan.batch.train_batch_size:,} samples a step"
     title = f"{found.tried} layouts of {plan.grid.world_size} {kind}, {batch}; times are {basis}"
+    if found.least_offloaded is not None and device.main_memory is not None:
+        title += (
+            f"\nnote: layouts are left out that offload more than {gib(device.main_memory.size)} for each GPU "
+            f"({device.main_memory.source})"
+        )
     if flash_is_faster(plan, device):
         title += f"\nnote: {FLASH_IS_FASTER}"
     return found, title

@@ -170,6 +170,16 @@ def test_an_assumed_gpu_that_is_too_small_is_a_warning(tiny: Path) -> None:
     deepy("train.py", "tiny.yml", *large, "--gpu-type", "h200", cwd=tiny, code=2)
 
 
+def test_a_host_that_is_too_small_for_what_its_ranks_offload_is_a_warning(tiny: Path) -> None:
+    """The usual host of a kind of GPU is a guess; what a key says is not."""
+    offload = ("--set", "zero_optimization={stage: 2, offload_optimizer: {device: cpu}}")
+    large = (*offload, "--set", "hidden_size=16384", "--set", "num_layers=8", "--gpus", "1", "--dry-run")
+    on_h200 = ("train.py", "tiny.yml", *large, "--gpu-type", "h200")
+    assert "of main memory" in deepy(*on_h200, cwd=tiny).stderr
+    given = deepy(*on_h200, "--set", "host_memory_gib=300", cwd=tiny, code=2)
+    assert "of main memory" in given.stderr
+
+
 def test_a_plan_for_a_gpu_says_that_this_machine_has_none() -> None:
     keys = ("--dry-run", "--set", "host_memory_gib=64")
     printed = deepy("train.py", "-d", "configs", "pythia/14M.yml", *keys).stdout

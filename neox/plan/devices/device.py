@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from neox.architecture import DeviceFamily
 from neox.config.neox_config import NeoXConfig
@@ -23,6 +24,22 @@ PROCESS_BYTES = GIB // 4
 ASSUMED_PEAK_TFLOPS = 989.0
 # Size of main memory that is not known, which counts as enough.
 _UNKNOWN_SIZE = 2**63
+# GPUs of a host of which no kind is named.
+_GPUS_OF_HOST = 8
+
+
+class MainMemory(NamedTuple):
+    """Main memory of its host that a rank on a GPU may take for what it offloads.
+
+    Attributes:
+        size: Bytes, without those of its process.
+        source: Text that says where the size comes from.
+        assumed: Whether nobody gave or measured it.
+    """
+
+    size: int
+    source: str
+    assumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,7 @@ class Device:
         peak_source: Text that says where the peak comes from.
         family: Kind of device in the table of fast paths.
         assumed: Whether nobody gave or measured its size.
+        main_memory: What a rank on a GPU may offload; None if it is not known, and for CPUs, which `size` is about.
     """
 
     name: str
@@ -52,15 +70,36 @@ class Device:
     peak_source: str
     family: DeviceFamily
     assumed: bool = False
+    main_memory: MainMemory | None = None
+
+    def holds(self, memory: MemoryPlan) -> bool:
+        """Return whether a rank fits: on the device, and with what it offloads in main memory."""
+        return memory.needed(on_cpu=self.shared) <= self.usable and not self.lacks_main_memory(memory)
+
+    def lacks_main_memory(self, memory: MemoryPlan) -> bool:
+        """Return whether a rank fits on the device, but offloads more than its share of main memory."""
+        if self.main_memory is None or memory.main_memory == 0:
+            return False
+        return memory.needed(on_cpu=self.shared) <= self.usable and memory.main_memory > self.main_memory.size
 
 
-def gpu_device(plan: RunPlan, size: float | None = None, family: DeviceFamily | None = None) -> Device:
+def gpu_device(
+    plan: RunPlan,
+    size: float | None = None,
+    family: DeviceFamily | None = None,
+    *,
+    ranks_of_host: int | None = None,
+    available: int | None = None,
+) -> Device:
     """Return a GPU of a size in bytes, by default the size of `gpu_memory_gib` or of the kind in `gpu_type`.
 
     Args:
         plan: The plan.
         size: Its memory.
         family: Kind of device that the hosts have; None if they were not asked, so that `gpu_type` says it.
+        ranks_of_host: Ranks that share the main memory of a host; by default as many as its GPUs.
+        available: Bytes of main memory that each host has available, unless `host_memory_gib` says how many to count
+            with. By default those of the usual host of `gpu_type`.
     """
     config = plan.config
     kind = _gpu_of_type(config)
@@ -88,7 +127,36 @@ def gpu_device(plan: RunPlan, size: float | None = None, family: DeviceFamily | 
         peak_source=peak_source,
         family=family or (kind.family if kind is not None else "cuda"),
         assumed=assumed,
+        main_memory=_main_memory(plan, kind, ranks_of_host, available),
     )
+
+
+def device_of_kind(plan: RunPlan, kind: Gpu) -> Device:
+    """Return a GPU of a kind, with its share of the main memory of its usual host, whatever `gpu_type` says."""
+    device = gpu_device(plan, kind.memory_gib * GIB)
+    return replace(device, main_memory=_main_memory(plan, kind, None, None))
+
+
+def _main_memory(plan: RunPlan, kind: Gpu | None, ranks: int | None, available: int | None) -> MainMemory | None:
+    """Return what a rank on a GPU may offload: its share of its host's main memory. Arguments are `gpu_device`'s.
+
+    Of the usual host of a kind it is the share of one GPU, however many are used: hosts are rented by the GPU.
+    """
+    if ranks is None:
+        ranks = min(plan.grid.world_size, kind.per_host if kind is not None else _GPUS_OF_HOST)
+    if plan.config.runner.host_memory_gib is not None:
+        size = int(plan.config.runner.host_memory_gib * GIB)
+        source = f"host_memory_gib: {plan.config.source('host_memory_gib')}"
+    elif available is not None:
+        size = available
+        source = "host_memory_gib: what is available now"
+    elif kind is not None:
+        share = int(kind.main_memory_gib * GIB)
+        source = f"host_memory_gib: a GPU's share of the {kind.host_memory_gib:,.0f} GiB of a usual host of {kind.name}"
+        return MainMemory(max(0, share - PROCESS_BYTES), source, assumed=True)
+    else:
+        return None
+    return MainMemory(max(0, size // ranks - PROCESS_BYTES), source)
 
 
 def _gpu_of_type(config: NeoXConfig) -> Gpu | None:

@@ -96,6 +96,7 @@ def _memory_and_fit(plan: RunPlan, device: Device) -> dict[str, Any]:
         "device": device.name,
         "device_bytes": device.size,
         "usable_bytes": device.usable,
+        "usable_main_memory_bytes": None if device.main_memory is None else device.main_memory.size,
         "assumed": device.assumed,
         "fits": fit.fits,
         "would_fit_with": dict(fit.changes),

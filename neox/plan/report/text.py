@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import BLOCKS, Architecture, block_kinds
+from neox.config.neox_config import NeoXConfig
 from neox.features.on_paper import PAPERS
 from neox.plan.devices.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.devices.fast_paths import path_choices, path_lines
@@ -214,8 +215,9 @@ def _inference_lines(plan: RunPlan, device: Device) -> Iterator[str]:
 def _verdict(plan: RunPlan, device: Device, *, training: bool) -> str:
     fits = f"fits on {device.name}, of which {gib(device.usable)} are usable"
     problem = memory_problem(plan, device, training=training)
-    compared = f"compared with {device.source}" if problem else device.source
-    return f"          {problem or fits} ({compared})"
+    if problem is None:
+        return f"          {fits} ({device.source})"
+    return f"          {problem.text} (compared with {problem.source})"
 
 
 def _figure_lines(plan: RunPlan, device: Device) -> Iterator[str]:
@@ -320,6 +322,17 @@ def network_basis(gpu_types: Sequence[str]) -> str:
     kinds = [f"{GPUS[gpu_type].network:g} GB/s ({gpu_type})" for gpu_type in gpu_types]
     return (
         f"hosts are linked by {', '.join(kinds)} for each GPU, in one direction; slower networks favour other layouts"
+    )
+
+
+def main_memory_basis(config: NeoXConfig, gpu_types: Sequence[str]) -> str:
+    """Return how much main memory on several kinds of GPU is counted with, for what ranks offload."""
+    if config.runner.host_memory_gib is not None:
+        return f"main memory of each host: {config.describe_setting('host_memory_gib')}"
+    kinds = [f"{GPUS[kind].main_memory_gib:.0f} GiB ({kind})" for kind in gpu_types]
+    return (
+        f"main memory for each GPU is its share of a usual host, as hosts are rented: {', '.join(kinds)}; "
+        "--set host_memory_gib=N names that of your hosts"
     )
 
 

@@ -5,7 +5,8 @@ first one that it fails:
 
     1. `layouts` yields it: degrees divide ranks, batch and parameters, and the engine has the combination.
     2. `_may_fit`: weights, gradients and states fit, by a rough estimate.
-    3. Layouts are ordered by a quick estimate of their time; the first ones that fit in memory are simulated.
+    3. Layouts are ordered by a quick estimate of their time; the first ones that fit in memory, on the device and with
+       what they offload in its share of main memory, are simulated.
     4. No rule refuses the configuration with the layout's keys, and its plan fits, too. What is reported of the layout
        is computed from that plan.
 
@@ -63,6 +64,8 @@ class Suggestions:
         best: The fastest layouts that fit, the fastest first. They add gradients in the configured layout's precision.
         other_numerics: The same of layouts that add them in another precision.
         tried: Number of layouts that were estimated.
+        least_offloaded: Of layouts that would be as fast, but offload more than main memory holds, the least bytes of
+            it that a rank needs; None if there are none.
     """
 
     given: Suggestion
@@ -70,6 +73,7 @@ class Suggestions:
     best: tuple[Suggestion, ...]
     other_numerics: tuple[Suggestion, ...]
     tried: int
+    least_offloaded: int | None = None
 
 
 def suggest_layouts(
@@ -92,6 +96,7 @@ def suggest_layouts(
             "--suggest estimates decoders with attention in each block only; this network is another kind"
         )
     memory = LayoutMemory(plan, device)
+    offloaded: list[int] = []  # bytes of main memory of layouts that lack some
 
     def seconds(layout: Layout, pipeline_length: PipelineLength) -> float:
         return estimate_step(memory.lay_out(layout), gpu, pipeline_length=pipeline_length).seconds
@@ -112,6 +117,8 @@ def suggest_layouts(
                 break
             if memory.fits(layout):
                 fitting.append(layout)
+            elif memory.lacks_main_memory(layout):
+                offloaded.append(memory.of(layout).main_memory)
         fitting.sort(key=lambda layout: (seconds(layout, simulated_length), memory.of(layout).total))
         accepted: list[Suggestion] = []
         for layout in fitting:
@@ -123,7 +130,7 @@ def suggest_layouts(
             except ConfigError:  # a rule refuses it
                 continue
             found = suggestion(of_layout)
-            if found.memory.needed(on_cpu=device.shared) <= device.usable:
+            if device.holds(found.memory):
                 accepted.append(found)
         return tuple(accepted)
 
@@ -139,12 +146,15 @@ def suggest_layouts(
             alike.append(layout)
         else:
             others.append(layout)
+    best = fastest(alike)
+    least_offloaded = min(offloaded, default=None)
     return Suggestions(
         given=suggestion(plan),
         given_fits=memory.fits(plan.layout),
-        best=fastest(alike),
+        best=best,
         other_numerics=fastest(others),
         tried=len(candidates),
+        least_offloaded=least_offloaded,
     )
 
 

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -39,27 +39,27 @@ class Fit:
 
     Attributes:
         fits: Whether the run fits.
-        needed: Bytes of the fullest rank.
+        memory: Memory of the fullest rank.
         world: Number of devices on which the changed settings fit.
         changes: Keys and values that fit; none if the run fits or nothing was found.
         memory_then: Memory with these changes.
     """
 
     fits: bool
-    needed: int
+    memory: MemoryPlan
     world: int
     changes: tuple[tuple[str, str], ...] = ()
     memory_then: MemoryPlan | None = None
 
 
 def check_fit(plan: RunPlan, device: Device) -> Fit:
-    """Compare the fullest rank of a training with the bytes that its device leaves to it.
+    """Compare the fullest rank of a training with the bytes that its device, and its host's main memory, leave to it.
 
     If it does not fit, search the nearest settings that do: on these devices, then on 2, 4, ... 64 times as many.
     """
     world = plan.grid.world_size
-    needed = memory_on(plan, device).needed(on_cpu=device.shared)
-    if needed <= device.usable:
+    needed = memory_on(plan, device)
+    if device.holds(needed):
         return Fit(True, needed, world)
 
     memory = LayoutMemory(plan, device)
@@ -117,8 +117,12 @@ class LayoutMemory:
         return self._memories[layout]
 
     def fits(self, layout: Layout) -> bool:
-        """Return whether a layout fits on the device."""
-        return self.of(layout).needed(on_cpu=self._device.shared) <= self._device.usable
+        """Return whether a layout fits on the device, and what it offloads in main memory."""
+        return self._device.holds(self.of(layout))
+
+    def lacks_main_memory(self, layout: Layout) -> bool:
+        """Return whether a layout would fit if a rank had more main memory for what it offloads."""
+        return self._device.lacks_main_memory(self.of(layout))
 
 
 Proposals = Callable[[LaidOutRun], Iterator[Layout]]
@@ -284,12 +288,32 @@ def flash_is_faster(plan: RunPlan, device: Device) -> bool:
     return "fused" in plan.attention and set(network.attention) == {"global"}
 
 
-def memory_problem(plan: RunPlan, device: Device, *, training: bool) -> str | None:
-    """Return a message if a run does not fit on its devices, with the nearest settings that do; None if it fits."""
+class MemoryProblem(NamedTuple):
+    """Why a run does not fit.
+
+    Attributes:
+        text: Message with the nearest settings that fit.
+        key: Key that sets the size of the memory that is too small.
+        source: Text that says where this size comes from.
+    """
+
+    text: str
+    key: str
+    source: str
+
+
+def memory_problem(plan: RunPlan, device: Device, *, training: bool) -> MemoryProblem | None:
+    """Return why a run does not fit on its devices, or in the main memory of their hosts; None if it fits."""
     if not training:
-        return _inference_problem(plan, device)
+        text = _inference_problem(plan, device)
+        return None if text is None else MemoryProblem(text, device.size_key, device.source)
     fit = check_fit(plan, device)
-    return None if fit.fits else _fit_message(fit, device, plan.grid.world_size)
+    if fit.fits:
+        return None
+    text = _fit_message(fit, device, plan.grid.world_size)
+    if device.main_memory is not None and device.lacks_main_memory(fit.memory):
+        return MemoryProblem(text, "host_memory_gib", device.main_memory.source)
+    return MemoryProblem(text, device.size_key, device.source)
 
 
 def _inference_problem(plan: RunPlan, device: Device) -> str | None:
@@ -315,7 +339,10 @@ def _inference_problem(plan: RunPlan, device: Device) -> str | None:
 
 def _fit_message(fit: Fit, device: Device, world: int) -> str:
     """Return why a run does not fit, and the settings that do."""
-    problem = f"a rank needs {_of_usable(fit.needed, device)}: does not fit"
+    problem = f"a rank needs {_of_usable(fit.memory.needed(on_cpu=device.shared), device)}: does not fit"
+    if device.main_memory is not None and device.lacks_main_memory(fit.memory):
+        main_memory = f"{gib(fit.memory.main_memory)} of the {gib(device.main_memory.size)} of main memory"
+        problem = f"a rank needs {main_memory} that it has on its host: does not fit"
     if fit.memory_then is None:
         if device.shared:
             return f"{problem}, nor with nearby settings; use a smaller model, more hosts, or more memory"

@@ -296,7 +296,7 @@ def _update(run: LaidOutRun, gpu: Gpu, held: float, experts: float) -> float:
     moved = 2 * 12 + 4 + 2
     if layout.offloads_states:
         copied = run.communicated_bytes + 2
-        return updated * (moved / gpu.host_memory + copied / gpu.host_link) / 1e9
+        return updated * (moved / gpu.host_bandwidth + copied / gpu.host_link) / 1e9
     return moved * updated / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
 
 

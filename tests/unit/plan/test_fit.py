@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neox.plan import gpu_device, host_device, memory_problem, plan_as_dict
+from neox.plan import format_plan, gpu_device, host_device, memory_problem, plan_as_dict
 from neox.plan.devices.device import (
     GIB,
     PROCESS_BYTES,
@@ -50,7 +50,7 @@ class TestNearestSettings:
         assert changes["zero_optimization.offload_optimizer.device"] == "cpu"
         problem = memory_problem(plan, gpu_device(plan), training=True)
         for key, value in changes.items():
-            assert f"--set {key}={value}" in problem
+            assert f"--set {key}={value}" in problem.text
 
     def test_some_runs_fit_nowhere(self):
         plan = shipped("175B", 96)
@@ -66,8 +66,8 @@ class TestNearestSettings:
         assert check_fit(plan, device).world == 1
         for training in (True, False):
             problem = memory_problem(plan, device, training=training)
-            assert "more hosts" in problem
-            assert "more ranks" not in problem
+            assert "more hosts" in problem.text
+            assert "more ranks" not in problem.text
 
 
 FUSED = {**SIZES, "scaled_upper_triang_masked_softmax_fusion": True}
@@ -159,6 +159,33 @@ class TestHosts:
         assert "offload" in host_problem(plans[1], range(4), "worker", enough - 1)
         there = host_device(plans[1], [0], "here", 2**40, training=True)
         assert memory_on(plans[1], there).needed(on_cpu=True) > optimizer.host
+
+    def test_a_plan_counts_with_the_main_memory_of_each_gpu(self):
+        """Of a kind it is its share of its usual host; `host_memory_gib` is that of a host, which its ranks share."""
+        offload = "zero_optimization={stage: 3, offload_optimizer: {device: cpu}, offload_param: {device: cpu}}"
+        one_gpu = [offload, "pipe_parallel_size=1", "model_parallel_size=1", "checkpoint_activations=true"]
+        plan = shipped("20B", 1, *one_gpu, "gpu_type=h100")
+        device = gpu_device(plan)
+        assert device.main_memory.assumed
+        assert device.main_memory.size == 2048 // 8 * GIB - PROCESS_BYTES
+        assert plan.memory.total < device.usable
+        assert plan.memory.main_memory > device.main_memory.size
+        problem = memory_problem(plan, device, training=True)
+        assert problem.key == "host_memory_gib"
+        assert not plan_as_dict(plan, device)["memory"]["fits"]
+        assert device.main_memory.source in format_plan(plan, device)
+        fit = check_fit(plan, device)
+        assert fit.memory_then.main_memory <= device.main_memory.size
+        changed = [f"{key}={value}" for key, value in fit.changes]
+        wider = shipped("20B", fit.world, *one_gpu, "gpu_type=h100", *changed)
+        assert gpu_device(wider).holds(wider.memory)
+
+        given = shipped("20B", 1, *one_gpu, "host_memory_gib=512")
+        assert not gpu_device(given).main_memory.assumed
+        assert memory_problem(given, gpu_device(given), training=True) is None
+        assert memory_problem(given, gpu_device(given, ranks_of_host=2), training=True)
+        assert gpu_device(plan_of(1, **SIZES)).main_memory is None, "no kind, and nothing given"
+        assert gpu_device(plan_of(2, **SIZES), available=6 * GIB).main_memory.size == 3 * GIB - PROCESS_BYTES
 
     def test_background_saves_need_main_memory(self):
         """Weights on the first data rank, and each rank's part of the states; the whole states with ZeRO 0."""

@@ -21,7 +21,8 @@ def plan_20b(world, pp, mp, **keys):
 
 def problem_of(plan, size):
     """Why a model cannot be run on GPUs of this size."""
-    return memory_problem(plan, gpu_device(plan, size), training=False)
+    problem = memory_problem(plan, gpu_device(plan, size), training=False)
+    return None if problem is None else problem.text
 
 
 def test_weights_and_cache_of_20b():

@@ -17,12 +17,13 @@ from neox.plan.search.fastest import suggest_layouts
 from neox.plan.search.fit import FLASH_IS_FASTER, nested_keys
 from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import GpuChoice, batch_to_plan, choose_gpus, describe_batch, format_choices
+from neox.preflight.suggest import find_layouts
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
-LARGE = ["num_layers=128", 'attention_config=[[["flash"], "all"]]']
-"""Keys that make 28 billion parameters of 8."""
+LARGE = ["num_layers=128", 'attention_config=[[["flash"], "all"]]', "host_memory_gib=1024"]
+"""Keys that make 28 billion parameters of 8, whose states two GPUs of a host may have in main memory."""
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_its_layout_fits_on_that_number_and_none_on_fewer(kind: str, overrides: 
 
 def test_the_batch_is_that_of_the_gpus_that_the_file_was_made_for() -> None:
     """20B.yml asks for 4 samples x 32 steps on 96 GPUs of 8 a copy; one GPU in itself would have 16 samples a step."""
-    config = load_config([CONFIGS / "20B.yml"], overrides=[]).config
+    config = load_config([CONFIGS / "20B.yml"], overrides=["host_memory_gib=2048"]).config
     choices = list(choose_gpus(config, 50_257, 1e9, ["h200"], [1, 8, 96], every=True))
     assert [choice.batch for choice in choices] == [1536, 1536, 1536]
     assert "planned_num_gpus: 96" in describe_batch(config)
@@ -109,12 +110,30 @@ def test_gpus_too_few_for_a_copy_keep_the_batch_of_one() -> None:
 
 
 def test_a_newer_gpu_updates_offloaded_states_no_slower() -> None:
-    config = load_config([CONFIGS / "20B.yml"], overrides=[]).config
+    config = load_config([CONFIGS / "20B.yml"], overrides=["host_memory_gib=2048"]).config
     h200, b200 = choose_gpus(config, 50_257, 1e9, ["h200", "b200"], [1], every=True)
     assert h200.main_memory_gib > 0
     assert b200.tokens_per_second > h200.tokens_per_second
-    assert GPUS["b200"].host_memory >= GPUS["h200"].host_memory
+    assert GPUS["b200"].host_bandwidth >= GPUS["h200"].host_bandwidth
     assert GPUS["b200"].host_link >= GPUS["h200"].host_link
+
+
+def test_gpus_whose_share_of_main_memory_does_not_hold_what_they_offload_are_named() -> None:
+    """20 billion parameters have 300 GiB of states, and one of eight GPUs of a DGX H100 has 256 GiB of main memory."""
+    config = load_config([CONFIGS / "20B.yml"], overrides=[]).config
+    one, two, *_ = choose_gpus(config, 50_257, 1e9, ["h100"], [1, 2])
+    assert (one.gpus, two.gpus) == (None, 2)
+    assert "256 GiB" in one.reason
+    assert one.main_memory_gib > 256
+    assert one.as_json()["reason"].startswith("1 GPU: ")
+    assert 0 < two.main_memory_gib <= 2 * 256
+    (row,) = choose_gpus(config, 50_257, 1e9, ["h100"], [1], every=True)
+    assert row.reason == one.reason
+    larger = config.updated({"host_memory_gib": 512})  # of each host, however many of its GPUs are used
+    assert [choice.gpus for choice in choose_gpus(larger, 50_257, 1e9, ["h100"], [1])] == [1]
+    plan = resolve(divisible_config(config.updated({"gpu_type": "h100"}), 1)[0], 1, 50_257)
+    with pytest.raises(ConfigError, match="host_memory_gib"):
+        find_layouts(plan, gpu_device(plan), "h100", {}, 1)
 
 
 def test_days_decide_about_the_tokens() -> None:
@@ -137,7 +156,7 @@ def test_bf16_needs_a_gpu_that_has_it() -> None:
     (choice,) = choose_gpus(config, 128_256, 1e9, ["v100"])
     assert choice.gpus is None
     assert "precision=fp16" in choice.reason
-    in_fp16, *_ = choose_gpus(config.updated({"precision": "fp16"}, without=["bf16"]), 128_256, 1e9, ["v100"])
+    in_fp16, *_ = choose_gpus(config.updated({"precision": "fp16"}, without=["bf16"]), 128_256, 1e9, ["v100"], [8])
     assert in_fp16.gpus is not None
 
 
@@ -182,7 +201,7 @@ def test_figures_of_small_runs_keep_digits() -> None:
 
 def test_one_line_says_that_flash_attention_which_the_file_does_not_ask_for_would_be_faster() -> None:
     def choose(attention: str) -> list[GpuChoice]:
-        overrides = [f'attention_config=[[["{attention}"], "all"]]', "precision=fp16"]
+        overrides = [f'attention_config=[[["{attention}"], "all"]]', "precision=fp16", "host_memory_gib=512"]
         config = load_config([CONFIGS / "20B.yml"], overrides=overrides).config
         return list(choose_gpus(config, 50_257, 1e9, ["v100", "h100"], [1, 2], every=True))
 
