@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -27,6 +28,17 @@ _LONG_LABEL = 60
 _MARKERS = "osD^vP*X"
 _TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
 """Groups of scalars that have the trained loss."""
+
+Goal = Literal["min", "max"]
+"""Which values of a scalar are the better ones: the smaller or the larger ones."""
+_SMALLER_IS_BETTER = ("loss", "ppl", "perplexity", "bits_per_byte", "brier_score", "ter", "wer")
+_LARGER_IS_BETTER = (
+    *("acc", "acc_norm", "acc_mutual_info", "acc_bytes", "acc_all", "accuracy", "accuracies"),
+    *("exact_match", "exact", "em", "f1", "mcc", "likelihood", "margin", "margins"),
+    *("bleu", "chrf", "chrf++", "rouge1", "rouge2", "rougeL", "rougeLsum"),
+)
+_AT_THE_END = re.compile(rf"(?:^|[/_])(?:{'|'.join(map(re.escape, _SMALLER_IS_BETTER))})$")
+_BEFORE_A_FILTER = re.compile(rf"(?:^|[/_])(?:{'|'.join(map(re.escape, _LARGER_IS_BETTER))}|pass@\d+)(?:_[^/]+)?$")
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a metrics file (`read_metrics`), for what would read it several times."""
@@ -59,6 +71,19 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         for line in stream:
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def goal_of(scalar: str) -> Goal | None:
+    """Return which values of a scalar are better, by its name; None if the name does not say it.
+
+    Losses, perplexities and bits per byte are better if they are smaller; accuracies, exact matches and scores such as
+    F1 if they are larger, also with the name of a filter behind (`exact_match_strict-match`).
+    """
+    if _AT_THE_END.search(scalar):
+        return "min"
+    if _BEFORE_A_FILTER.search(scalar):
+        return "max"
+    return None
 
 
 def _rows_of(metrics: Path | Rows) -> Iterable[Mapping[str, Any]]:

@@ -8,10 +8,14 @@ from typing import Any
 from neox.checkpoint.save_directory.best import JOINED_BY, BestRule
 from neox.config.sections.base import Section
 from neox.config.sections.data import split_shares
+from neox.errors import ConfigError
 from neox.evaluation.evaluation_scalars import JOINED, set_of_scalar
 from neox.evaluation.tasks import files_of_scalar
+from neox.metrics import goal_of
 from neox.plan import RunPlan
 
+GOAL_UNKNOWN = "may be better small or large: give `save_best_goal`, min or max"
+"""What is wrong with a metric whose name does not say its goal."""
 _OF_TASKS = ("eval_stride", "eval_num_fewshot", "eval_limit")
 _OF_OTHER_DATA = ("train_data", "train_label", "train_reward", "test_", "data_stages", "fim_")
 """Parts of the names of keys about training or test data, of which evaluations read nothing."""
@@ -33,14 +37,17 @@ _OF_LABELS = "lm_loss"
 
 
 def best_rule(plan: RunPlan) -> BestRule:
-    """Return the rule of a run with `save_best`."""
+    """Return the rule of a run with `save_best`. Raises ConfigError if its goal is neither given nor in its name."""
     keys = plan.config.checkpoint
     assert keys.save_best is not None
     if keys.save_best.startswith("eval/"):
         measured_on = _of_tasks(plan, keys.save_best)
     else:
         measured_on = _of_validation(plan, keys.save_best)
-    return BestRule(keys.save_best, keys.save_best_goal, measured_on)
+    goal = keys.save_best_goal or goal_of(keys.save_best)
+    if goal is None:
+        raise ConfigError(plan.config.problem("save_best", GOAL_UNKNOWN))
+    return BestRule(keys.save_best, goal, measured_on)
 
 
 def _of_tasks(plan: RunPlan, metric: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from neox.errors import DataError, EvaluationError
+from neox.metrics import goal_of
 from neox.plan import RunPlan
 from neox.plan.run_identity import resumes_own_directory
 from neox.problems import Problem
@@ -12,6 +13,8 @@ from neox.problems import Problem
 
 def save_best_problems(plan: RunPlan) -> list[Problem]:
     """Return the problem that no evaluation of a run reports the metric of `save_best`, with the names that are close.
+
+    Or that its name does not say whether it is better small or large, and no key does.
 
     Scores of lm-evaluation-harness's tasks are known to the ranks, which load the tasks and refuse other names before
     the first step.
@@ -21,6 +24,7 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
     if metric is None:
         return []
     try:
+        from neox.evaluation.best_rule import GOAL_UNKNOWN
         from neox.evaluation.evaluation_scalars import (
             BITS_PER_BYTE,
             bytes_unknown,
@@ -33,12 +37,15 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
         of_harness = parse_tasks(tasks, files_here=False)[1] if tasks else []
     except (ModuleNotFoundError, EvaluationError):  # `task_problems` says what is wrong with `eval_tasks`
         return []
+    goal_problems = []
+    if config.checkpoint.save_best_goal is None and goal_of(metric) is None:
+        goal_problems.append(config.problem("save_best", GOAL_UNKNOWN))
     is_of_task = metric.startswith("eval/")
     if is_of_task and of_harness:
-        return []
+        return goal_problems
     if is_scalar_of(metric, known):
         if is_of_task or not metric.endswith(BITS_PER_BYTE):
-            return []
+            return goal_problems
         try:
             lacking = validation_without_bytes(plan, metric)
         except DataError:  # `data_problems` says so
@@ -53,6 +60,8 @@ def save_best_notes(plan: RunPlan) -> list[str]:
     """Return the note that a run which resumes compares checkpoints by another metric, goal or data than before."""
     keys = plan.config.checkpoint
     if keys.save_best is None or keys.save is None or keys.overwrite or not resumes_own_directory(plan.config):
+        return []
+    if keys.save_best_goal is None and goal_of(keys.save_best) is None:  # a problem
         return []
     try:
         from neox.checkpoint.save_directory.best import change_of_rule, read_best  # torch, as above

@@ -15,6 +15,7 @@ from neox.files import atomic_write, write_text
 from neox.launch.status.run_status import duration
 from neox.metrics import (
     Curves,
+    Goal,
     Measure,
     Rows,
     curves,
@@ -26,7 +27,7 @@ from neox.metrics import (
     trained,
 )
 from tools.sweep.run_files import RunFiles, State
-from tools.sweep.sweep_file import Goal, Sweep
+from tools.sweep.sweep_file import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

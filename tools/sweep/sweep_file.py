@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from neox.config.yaml_file import ParsedFile, read_file
 from neox.errors import ConfigError
+from neox.metrics import Goal, goal_of
 from neox.problems import Problem, Source
 
 _KINDS = ("grid", "list", "random")
@@ -35,8 +36,6 @@ _LONGEST_NAME = 100
 _DIGITS = 4
 """Significant digits of a random value: the name of a run shows all of them."""
 _TRIES = 1_000
-
-Goal = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,12 @@ def read_sweep(path: Path) -> Sweep:
     slots = values.get("slots_per_run")
     if slots is not None and (not isinstance(slots, int) or slots < 1):
         raise ConfigError(f"{place(parsed, 'slots_per_run')} must be a whole number above 0")
+    metric = values.get("metric")
     goal = values.get("goal", "min")
+    if "goal" not in values and metric is not None:
+        goal = goal_of(str(metric))
+    if goal is None:
+        raise ConfigError(f"{place(parsed, 'metric')} may be better small or large: give `goal`, min or max")
     if goal not in ("min", "max"):
         raise ConfigError(f"{place(parsed, 'goal')} must be min or max, not {goal!r}")
     return Sweep(
@@ -137,7 +141,7 @@ def read_sweep(path: Path) -> Sweep:
         settings=read_settings(parsed, "set", values.get("set") or {}),
         runs=_runs(parsed, kinds[0]),
         slots_per_run=slots,
-        metric=values.get("metric"),
+        metric=metric,
         goal=goal,
         sources=sources_of(parsed),
     )

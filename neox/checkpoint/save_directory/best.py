@@ -82,7 +82,7 @@ def read_best(save: Path) -> BestCheckpoint | None:
         goal = fields.get("goal")
         if goal is None:
             config = saved_config(save / str(fields["checkpoint"]))
-            goal = "" if config is None else config.checkpoint.save_best_goal
+            goal = "" if config is None else config.checkpoint.save_best_goal or "min"  # its default then
         rule = BestRule(str(fields["metric"]), str(goal), dict(fields.get("measured_on", {})))
         found = BestCheckpoint(str(fields["checkpoint"]), int(fields["iteration"]), float(fields["value"]), rule)
     except (ValueError, KeyError, TypeError):

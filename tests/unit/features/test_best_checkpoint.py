@@ -27,6 +27,7 @@ from neox.plan import static_problems
 from neox.plan.report.data_lines import validation_lines
 from neox.preflight.data_amounts import validation_tokens
 from neox.preflight.score_checks import save_best_notes, save_best_problems
+from tests.errors import raises_naming
 from tests.plans import SMALL, small_plan
 
 DPO = {"train_impl": "dpo", "pos_train_data_paths": ["p"], "neg_train_data_paths": ["n"], "pack_impl": "unpacked"}
@@ -156,7 +157,7 @@ BITS = {**NAMED, "save_best": "validation/lm_loss_bits_per_byte"}
         ({"data_path": "d"}, {"data_path": "d", "split": "8,1,1"}, ["split [0.969, 0.03, 0.001] -> [0.8, 0.1, 0.1]"]),
         ({"data_path": "d"}, {"data_path": "d", "valid_data_paths": ["never read"]}, []),
         (NAMED, {**NAMED, "valid_data_paths": {"web": "w"}}, ["valid_data_paths"]),
-        ({**NAMED, "save_best": "validation/web/x"}, {**NAMED, "valid_data_paths": {"web": "w"}}, ["save_best"]),
+        ({**NAMED, "save_best": "validation/web/x_loss"}, {**NAMED, "valid_data_paths": {"web": "w"}}, ["save_best"]),
         (TASKS, {**TASKS, "eval_limit": 5}, ["eval_limit unset -> 5"]),
         (TASKS, {**TASKS, "eval_tasks": ["lambada=other.jsonl"]}, ["eval_tasks"]),
         ({}, {"train_iters": 20, "eval_interval": 5, "valid_data_weights": None}, []),
@@ -282,6 +283,24 @@ def test_a_record_of_an_older_version_counts(tmp_path: Path) -> None:
     evaluate(feature, 3, 2.0)
     save(feature, tmp_path, 3)
     assert best(tmp_path) == ("global_step2", 2, 1.0)
+
+
+PAIRS = {"train_impl": "orpo", "pos_train_data_paths": ["p"], "neg_train_data_paths": ["n"]}
+
+
+def test_the_goal_is_what_the_metric_says() -> None:
+    tasks = {"eval_tasks": ["lambada_openai"], "save": "runs/x"}
+    for metric, goal in (("eval/lambada_openai_acc", "max"), ("eval/lambada_openai_perplexity", "min")):
+        assert best_rule(small_plan(**tasks, save_best=metric)).goal == goal
+    assert best_rule(small_plan(**tasks, save_best="eval/lambada_openai_acc", save_best_goal="min")).goal == "min"
+    unknown = {**tasks, "save_best": "eval/lambada_openai_score"}
+    with raises_naming(ConfigError, "save_best", "save_best_goal"):
+        best_rule(small_plan(**unknown))
+    (problem,) = save_best_problems(small_plan(**unknown))
+    assert problem.keys[0] == "save_best"
+    assert not save_best_problems(small_plan(**unknown, save_best_goal="max"))
+    (problem,) = save_best_problems(small_plan(save="runs/x", save_best="validation/logps/chosen", **PAIRS))
+    assert problem.keys[0] == "save_best"
 
 
 def test_the_largest_value_may_be_the_best_and_a_wrong_name_ends_the_run(tmp_path: Path) -> None:

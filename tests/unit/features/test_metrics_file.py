@@ -10,12 +10,30 @@ import pytest
 from neox.engine import SaveReport, StepReport, StepResult, TrainState
 from neox.errors import DataError, TrainingError
 from neox.features.trackers.metrics_file import MetricsFile
-from neox.metrics import METRICS_FILE, curves, draw, places_of, read_metrics, smoothed, task_curves, trained
+from neox.metrics import METRICS_FILE, curves, draw, goal_of, places_of, read_metrics, smoothed, task_curves, trained
 
 
 def report(loss=2.5, norm=1.25):
     result = StepResult({"lm_loss": loss}, grad_norm=norm, loss_scale=1.0, lr=1e-3, update_skipped=False)
     return StepReport(result, seconds=0.5, samples=8, seq_length=256, flops=5e11)
+
+
+def test_a_name_says_whether_larger_values_are_better() -> None:
+    """Reported as transformers PR 31142: the worst model was kept. Right: the registry of lm-evaluation-harness."""
+    pytest.importorskip("lm_eval")
+    import lm_eval.api.metrics  # noqa: F401  registers them
+    from lm_eval.api.registry import is_higher_better
+
+    names = "brier_score acc acc_norm acc_mutual_info acc_bytes acc_all exact_match perplexity likelihood"
+    names += " word_perplexity byte_perplexity bits_per_byte mcc f1 bleu chrf ter"
+    for name in names.split():
+        assert goal_of(f"eval/some_task_{name}") == ("max" if is_higher_better(name) else "min"), name
+    assert goal_of("eval/gsm8k_exact_match_strict-match") == "max"
+    assert goal_of("eval/needle_acc_1024_50") == "max"
+    assert goal_of("validation/web/lm_loss_char_ppl") == "min"
+    assert goal_of("validation/rewards/accuracies") == "max"
+    assert goal_of("eval/loss_of_acc_lambada_ppl") == "min"
+    assert goal_of("validation/logps/chosen") is goal_of("validation/kl") is goal_of("eval/lossy") is None
 
 
 def test_a_line_a_step_with_known_names_unrounded(tmp_path):

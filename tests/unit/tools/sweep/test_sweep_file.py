@@ -65,6 +65,7 @@ def test_random_draws_are_repeated_and_extended(tmp_path: Path) -> None:
         ("random: {runs: 5, seed: 1, values: {x: {normal: [1, 2]}}}\n", "lr.yml:2: `x`"),
         ("random: {runs: 5, seed: 1, values: {x: {log_uniform: [0, 2]}}}\n", "above 0"),
         ("goal: most\ngrid: {seed: [1]}\n", "lr.yml:2: `goal`"),
+        ("metric: eval/mine_score\ngrid: {seed: [1]}\n", "lr.yml:2: `metric`"),
     ],
 )
 def test_malformed_files_are_refused_by_place(tmp_path: Path, text: str, words: str) -> None:
