@@ -8,6 +8,12 @@ On as many ranks as the configuration says:
 or in one process that holds the whole model:
 
     python tools/evaluate.py -d configs MODEL.yml --eval_tasks ...
+
+The perplexity of your own text (bits per byte compare models with different tokenizers; losses per token do not):
+
+    python tools/evaluate.py -d configs MODEL.yml --eval_tasks perplexity=my.jsonl
+
+The log-probability of each sentence: tools/score.py.
 """
 
 from __future__ import annotations
@@ -48,7 +54,11 @@ def prepare(plan: RunPlan, tokenizer: Tokenizer) -> Path:
 def main() -> None:
     parser = ScriptParser(description=__doc__)
     add_plan_arguments(parser, "-o")
-    parser.add_argument("--eval_tasks", nargs="+", help="names of the harness, YAML files of tasks, or KIND=FILE")
+    parser.add_argument(
+        "--eval_tasks",
+        nargs="+",
+        help="names of the harness, YAML files of tasks, or KIND=FILE with perplexity, wikitext, lambada or needle",
+    )
     parser.add_argument("--eval_results_prefix", help="start of the result file's path")
     args = parser.parse_intermixed_args()
     if args.eval_tasks:

@@ -10,6 +10,6 @@
         v
     results.py     `TaskResult`: metrics and counts; tables and files
 
-`text_scores.py` scores answers with a reward model, `squad.py` has SQuAD's official scores, and `task_texts.py` the
-texts of tasks for decontamination. Import from the modules.
+`text_probabilities.py` scores the lines of a file with a language model, `text_scores.py` answers with a reward model.
+`squad.py` has SQuAD's official scores, `task_texts.py` the texts of tasks for decontamination. Import the modules.
 """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from neox.tokenizer.chat import ChatTemplate
 _log = get_logger(__name__)
 _BLOCK_BYTES = 1 << 18
 _LONGEST_TEXT = 1 << 24
+Line = TypeVar("Line")
 
 
 class _LineToScore(NamedTuple):
@@ -98,8 +99,12 @@ def scored_lines(
     Raises:
         DataError: If there are more bad lines. It names the file and line of the first one.
     """
+
+    def convert(record: Any) -> _LineToScore:
+        return _line(encoder, record, runner.max_length)
+
     waiting: list[_LineToScore] = []
-    for line in _lines(encoder, paths, runner.max_length, skip_bad):
+    for line in read_lines(paths, convert, skip_bad):
         waiting.append(line)
         if len(waiting) == batch:
             yield from _scored(runner, waiting, summary)
@@ -108,25 +113,39 @@ def scored_lines(
         yield from _scored(runner, waiting, summary)
 
 
-def _lines(encoder: PreferenceEncoder, paths: Sequence[str], max_length: int, skip_bad: int) -> Iterator[_LineToScore]:
-    """Yield the good lines of files. Raises DataError for more than `skip_bad` bad ones."""
+def _line(encoder: PreferenceEncoder, record: Any, max_length: int) -> _LineToScore:
+    """Return a line with the ids of its answers. Raises BadRecord."""
+    if isinstance(record, dict) and CHOSEN in record:
+        answers = tuple(document.ids for document in encoder.pair(record))
+    else:
+        answers = (encoder.completion(record).ids,)
+    longest = max(map(len, answers))
+    if longest > max_length:
+        raise BadRecord(f"prompt and answer have {longest:,} tokens, but the model reads at most {max_length:,}")
+    return _LineToScore(record, answers)
 
-    def read(record: Any, _: bool, *, fills_nulls: bool) -> _LineToScore:
+
+def read_lines(paths: Sequence[str], convert: Callable[[Any], Line], skip_bad: int) -> Iterator[Line]:
+    """Yield the good lines of files.
+
+    Args:
+        paths: Files or directories.
+        convert: Function from the JSON value of a line to the line; it raises BadRecord.
+        skip_bad: Number of bad lines that may be skipped, each with a warning.
+
+    Raises:
+        DataError: If there are more bad lines. It names the file and line of the first one.
+    """
+
+    def read(record: Any, _: bool, *, fills_nulls: bool) -> Line:
         if fills_nulls:
             record = without_nulls(record)
-        if isinstance(record, dict) and CHOSEN in record:
-            answers = tuple(document.ids for document in encoder.pair(record))
-        else:
-            answers = (encoder.completion(record).ids,)
-        longest = max(map(len, answers))
-        if longest > max_length:
-            raise BadRecord(f"prompt and answer have {longest:,} tokens, but the model reads at most {max_length:,}")
-        return _LineToScore(record, answers)
+        return convert(record)
 
     budget = SkipBudget(skip_bad, report=lambda bad: _log.warning("skipped %s", bad))
     for file in expand_inputs(paths):
         for block in read_blocks(file, block_bytes=_BLOCK_BYTES):
-            lines: Iterable[_LineToScore | BadInput] = [block] if isinstance(block, BadInput) else ()
+            lines: Iterable[Line | BadInput] = [block] if isinstance(block, BadInput) else ()
             if not isinstance(block, BadInput):
                 lines = convert_lines(block, partial(read, fills_nulls=block.fills_nulls))
             for line in lines:

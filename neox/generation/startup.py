@@ -64,12 +64,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     parser.add_argument("--payload", help="resolved configuration, passed by deepy.py")
 
 
-def plan_from_arguments(args: argparse.Namespace, *, scores_texts: bool = False) -> tuple[RunPlan, Tokenizer]:
+def plan_from_arguments(args: argparse.Namespace, *, takes_reward_models: bool = False) -> tuple[RunPlan, Tokenizer]:
     """Return the tokenizer, and the plan: the launcher's, or that of a single process with the whole model.
 
     Args:
         args: Arguments of the script.
-        scores_texts: Whether the script needs a reward model instead of a language model.
+        takes_reward_models: Whether the script takes reward models, too.
 
     Raises:
         ConfigError: If the configuration is wrong, or describes the wrong kind of model.
@@ -77,11 +77,11 @@ def plan_from_arguments(args: argparse.Namespace, *, scores_texts: bool = False)
     """
     with refusals():
         plan, tokenizer = _plan_and_tokenizer(args)
-        if plan.architecture.score_head and not scores_texts:
+        if plan.architecture.bidirectional:
+            rule = "describes a masked language model, which has no next tokens to score or to generate"
+            raise ConfigError(plan.config.problem("objective", rule))
+        if plan.architecture.score_head and not takes_reward_models:
             rule = "describes a reward model, which does not predict tokens; use tools/score.py to score texts with it"
-            raise ConfigError(plan.config.problem("train_impl", rule))
-        if scores_texts and not plan.architecture.score_head:
-            rule = "describes a model without a score head; reward models have `train_impl: rm`"
             raise ConfigError(plan.config.problem("train_impl", rule))
     return plan, tokenizer
 

@@ -99,6 +99,26 @@ def test_chat_then_dpo(own: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_scores_of_own_text(own: Path) -> None:
+    texts = [f"Document {n} says that {n} and {n + 1} make {2 * n + 1}, not {n}. " for n in range(400, 420)]
+    _write_lines(own / "data" / "unseen.jsonl", [{"text": text} for text in texts])
+    pair = {"chosen": "Document 7 says that 7 and 8 make 15.", "rejected": "says 7 make that Document 15 and 7 8."}
+    completion = {"prompt": "Document 7 says", "completion": " that 7 and 8 make 15."}
+    _write_lines(own / "data" / "sentences.jsonl", [{"text": texts[0]}, completion, pair])
+    type_page("recipes/01-pretrain.md", own)
+    printed = type_page("recipes/scores.md", own)
+    text, completed, compared = map(json.loads, (own / "scores.jsonl").read_text().splitlines())
+    assert (text["bytes"], completed["bytes"]) == (len(texts[0]), len(completion["completion"]))
+    assert compared["chosen_log_probability"] > compared["rejected_log_probability"]
+    assert "pairs: 1, accuracy 1.0000" in printed
+    for model in ("first", "second"):
+        (file,) = (own / "runs").glob(f"{model}_eval_results_*.json")
+        (task,) = json.loads(file.read_text())["results"].values()
+        assert task["bits_per_byte"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_plans_of_a_cluster(own: Path) -> None:
     printed = type_page("recipes/07-slurm.md", own)
     assert "32 ranks" in printed

@@ -1,5 +1,7 @@
 """tools/evaluate.py: what it refuses before it loads a model."""
 
+import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -35,13 +37,34 @@ def test_refusals_write_nothing(tmp_path, monkeypatch, capsys, arguments, messag
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_without_scores_is_refused_by_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(GOLDEN)
+def scored_by_script(monkeypatch, *arguments):
     script = ROOT / "tools" / "score.py"
-    files = ("--input", "a.jsonl", "--output", str(tmp_path / "x"))
-    monkeypatch.setattr(sys, "argv", [str(script), f"{NAME}/{NAME}.yml", "-o", f"load={NAME}", *files])
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 2
-    assert "train_impl" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    return ended.value.code
+
+
+def test_a_masked_language_model_is_refused_by_its_objective(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(GOLDEN)
+    keys = {"objective": "masked_lm", "pos_emb": "learned", "attention_config": None, "no_weight_tying": False}
+    (tmp_path / "bert.yml").write_text(json.dumps({"overrides": {**keys, "gpt_j_residual": False}}))
+    files = ("--input", "a.jsonl", "--output", tmp_path / "x")
+    assert scored_by_script(monkeypatch, f"{NAME}/{NAME}.yml", tmp_path / "bert.yml", *files) == 2
+    assert "next tokens" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_texts_get_their_log_probabilities(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(GOLDEN)
+    texts = [{"text": "The quick brown fox."}, {"prompt": "The file is", "completion": " not found."}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    files = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "x.jsonl")
+    code = scored_by_script(monkeypatch, f"{NAME}/{NAME}.yml", "-o", f"load={NAME}", *files)
+    assert code in (0, None), capsys.readouterr().err
+    found = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [line["bytes"] for line in found] == [20, 11]
+    for line in found:
+        per_token = -line["log_probability"] / line["tokens"]
+        assert 5.5 < per_token < 7.5, "the loss of this model on its data is 6.4"
+        assert line["perplexity"] == pytest.approx(math.exp(per_token))
