@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ class SuggestLayouts(JobCommand):
         print_to_stderr("warning", problems)
         plan = planned.plan
         print_to_stderr("note", batch_notes(asked, plan.batch))
-        device = planned.device if self.arguments.measure else gpu_device(plan)
+        device = planned.device
+        if device.shared and not self.arguments.measure:
+            device = gpu_device(plan)
         count = max(SHOWN, _FOUND_FOR_EACH * (self.arguments.measure or 0))
         found, title = find_layouts(plan, device, self.arguments.suggest, changed, count)
         print(format_estimates(found, title, plan, is_changed=bool(changed)), flush=True)
@@ -90,7 +93,8 @@ def find_layouts(
 
     Args:
         plan: The run.
-        device: Device of the ranks. CPU cores are only used if no GPU is named.
+        device: Device of the ranks. CPU cores are only used if no GPU is named. Of a GPU's, main memory counts if it
+            was given, or measured on the hosts.
         gpu_name: Key of `GPUS`; empty for the one that fits `gpu_memory_gib` best.
         changed: Keys in which the plan differs from the configuration, if these GPUs cannot run the configuration.
         count: Number of layouts to return.
@@ -110,8 +114,13 @@ def find_layouts(
         kind = gpu.name
     else:
         is_assumed = not gpu_name and not any(map(plan.config.given, _GPU_KEYS))
+        of_hosts = device.main_memory
+        if gpu_name and plan.config.runner.host_memory_gib is None:
+            of_hosts = None  # other GPUs than those of the hosts, in other hosts
         gpu_name, gpu = (gpu_name, GPUS[gpu_name]) if gpu_name else likely_gpu(plan)
         device = device_of_kind(plan, gpu)
+        if of_hosts is not None and not of_hosts.assumed:
+            device = replace(device, main_memory=of_hosts)
         kind = f"{gpu.name} ({gpu_name})"
         if is_assumed:
             kind = f"{gpu.name} ({gpu_name}, which is assumed: --gpu-type names yours)"

@@ -165,8 +165,8 @@ class RunnerConfig(Section):
 
     host_memory_gib: PositiveFloat | None = None
     """Main memory of each host in GiB, which its ranks share: CPU ranks for everything, GPU ranks for what they offload
-    and copy. By default what the host has available; in a plan for `gpu_type`, each GPU's share of its usual host. A
-    run that needs more is refused, and searches of layouts leave out what needs more."""
+    and what background saves copy. By default what the host has available; in a plan for `gpu_type`, each GPU's share
+    of its usual host. A run that needs more is refused, and searches of layouts leave out what offloads more."""
 
     @field_validator("launcher", mode="before")
     @classmethod

@@ -77,10 +77,13 @@ class Device:
         return memory.needed(on_cpu=self.shared) <= self.usable and not self.lacks_main_memory(memory)
 
     def lacks_main_memory(self, memory: MemoryPlan) -> bool:
-        """Return whether a rank fits on the device, but offloads more than its share of main memory."""
-        if self.main_memory is None or memory.main_memory == 0:
+        """Return whether a rank fits on the device, but offloads more than its share of main memory.
+
+        Copies of background saves are left out: the first data rank makes more than others (see `host_problem`).
+        """
+        if self.main_memory is None or memory.host == 0:
             return False
-        return memory.needed(on_cpu=self.shared) <= self.usable and memory.main_memory > self.main_memory.size
+        return memory.needed(on_cpu=self.shared) <= self.usable and memory.host > self.main_memory.size
 
 
 def gpu_device(

@@ -118,7 +118,7 @@ def suggest_layouts(
             if memory.fits(layout):
                 fitting.append(layout)
             elif memory.lacks_main_memory(layout):
-                offloaded.append(memory.of(layout).main_memory)
+                offloaded.append(memory.of(layout).host)
         fitting.sort(key=lambda layout: (seconds(layout, simulated_length), memory.of(layout).total))
         accepted: list[Suggestion] = []
         for layout in fitting:

@@ -341,7 +341,7 @@ def _fit_message(fit: Fit, device: Device, world: int) -> str:
     """Return why a run does not fit, and the settings that do."""
     problem = f"a rank needs {_of_usable(fit.memory.needed(on_cpu=device.shared), device)}: does not fit"
     if device.main_memory is not None and device.lacks_main_memory(fit.memory):
-        main_memory = f"{gib(fit.memory.main_memory)} of the {gib(device.main_memory.size)} of main memory"
+        main_memory = f"{gib(fit.memory.host)} of the {gib(device.main_memory.size)} of main memory"
         problem = f"a rank needs {main_memory} that it has on its host: does not fit"
     if fit.memory_then is None:
         if device.shared:

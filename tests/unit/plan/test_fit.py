@@ -180,6 +180,10 @@ class TestHosts:
         wider = shipped("20B", fit.world, *one_gpu, "gpu_type=h100", *changed)
         assert gpu_device(wider).holds(wider.memory)
 
+        one_of_two = plan_of(2, **SIZES, save="checkpoints", async_save=True, host_memory_gib=0.501)
+        assert one_of_two.memory.copies > gpu_device(one_of_two).main_memory.size
+        assert check_fit(one_of_two, gpu_device(one_of_two)).fits, "only the first data rank has this copy"
+
         given = shipped("20B", 1, *one_gpu, "host_memory_gib=512")
         assert not gpu_device(given).main_memory.assumed
         assert memory_problem(given, gpu_device(given), training=True) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,27 @@ def test_the_search_says_that_flash_attention_which_it_keeps_from_the_file_would
 
     assert len(notes("global")) == 1
     assert notes("flash") == []
+
+
+def test_layouts_offload_no_more_than_the_main_memory_that_the_hosts_have() -> None:
+    """What a key or a host says wins over the usual host of a kind; a host does not over a kind that a flag names."""
+
+    def offloaded(name: str, *, available: int | None = None, ranks_of_host: int | None = None, **keys: Any) -> float:
+        config = load_config([CONFIGS / "20B.yml"], overrides=['attention_config=[[["flash"], "all"]]']).config
+        start, _ = divisible_config(config.updated({"gpu_type": "h100", **keys}), 2)
+        plan = resolve(start, 2, 50_277)
+        device = gpu_device(plan, ranks_of_host=ranks_of_host, available=available)
+        found, about = find_layouts(plan, device, name, {}, 3)
+        assert ("are left out that offload" in about) == (found.least_offloaded is not None)
+        return max(layout.memory.main_memory for layout in found.best) / 2**30
+
+    assert 150 < offloaded("") < 256
+    assert offloaded("h100") == offloaded("h100", available=2**30), "other hosts than those that were asked"
+    with pytest.raises(ConfigError, match="what is available now"):
+        offloaded("", available=2**30)
+    with pytest.raises(ConfigError, match="host_memory_gib"):
+        offloaded("h100", host_memory_gib=300)
+    assert offloaded("h100", host_memory_gib=300, ranks_of_host=1) > 150
 
 
 @pytest.mark.parametrize("gpus", [7, 12, 100])
