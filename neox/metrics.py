@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from neox.run_events import interruptions, of_newest_run, read_events, rollbacks
 
@@ -47,6 +47,7 @@ Curves = dict[str, dict[int, float]]
 TaskCurves = dict[str, dict[int, tuple[float, float]]]
 """Scores of tasks with their standard errors by name and iteration."""
 _ERROR = "_stderr"
+Value = TypeVar("Value")
 Measure = Literal["tokens", "seconds"]
 """How far a run has come: trained tokens, or seconds of training steps."""
 Against = Literal["iteration", Measure]
@@ -156,9 +157,9 @@ def _trained_loss(row: Mapping[str, Any]) -> list[str]:
     return [losses[0], *of_sets]
 
 
-def _before(iteration: int, all_curves: Curves) -> Curves:
+def _before(iteration: int, all_curves: Mapping[str, dict[int, Value]]) -> dict[str, dict[int, Value]]:
     """Return the values of earlier iterations."""
-    kept: Curves = {}
+    kept = {}
     for name, points in all_curves.items():
         kept[name] = {at: value for at, value in points.items() if at < iteration}
     return kept
@@ -242,10 +243,15 @@ def task_curves(path: Path) -> TaskCurves:
     """Return the scores of tasks that are shares, with their standard errors, by name and iteration.
 
     Args:
-        path: Metrics file. Scores that were computed again after a resume replace the earlier ones.
+        path: Metrics file. Scores of steps that were trained again after a resume do not count, as in `curves`.
     """
     found: TaskCurves = {}
+    last = 0
     for row in read_metrics(path):
+        if is_step(row):
+            if row["iteration"] <= last:
+                found = _before(row["iteration"], found)
+            last = row["iteration"]
         for name, value in row.items():
             if not name.startswith("eval/") or name.endswith(_ERROR) or not isinstance(value, float):
                 continue

@@ -20,7 +20,7 @@ RESERVE_BYTES = 2 * GIB
 RESERVE_PART = 0.05
 # Main memory of a process of torch and DeepSpeed before it holds a model (measured: 0.25 GiB).
 PROCESS_BYTES = GIB // 4
-# Dense bf16 peak of one H100 SXM, assumed if peak_theoretical_tflops is not given.
+# Dense bf16 peak of one H100 SXM, assumed in 16 bits if peak_theoretical_tflops is not given.
 ASSUMED_PEAK_TFLOPS = 989.0
 # Size of main memory that is not known, which counts as enough.
 _UNKNOWN_SIZE = 2**63
@@ -118,7 +118,7 @@ def gpu_device(
         size = config.runner.gpu_memory_gib * GIB
         source = f"gpu_memory_gib: {config.source('gpu_memory_gib')}"
         assumed = not config.given("gpu_memory_gib")
-    peak, peak_source = _gpu_peak(config, kind)
+    peak, peak_source = _gpu_peak(plan, kind)
     return Device(
         name=f"a GPU of {size / GIB:.1f} GiB{name}",
         size_key="gpu_memory_gib",
@@ -174,10 +174,16 @@ def _wins_over_type(config: NeoXConfig, key: str) -> bool:
     return config.source(key).is_command_line or not config.source("gpu_type").is_command_line
 
 
-def _gpu_peak(config: NeoXConfig, kind: Gpu | None) -> tuple[float, str]:
-    """Return the peak of a GPU in TFLOP/s, and the text that says where it comes from."""
+def _gpu_peak(plan: RunPlan, kind: Gpu | None) -> tuple[float | None, str]:
+    """Return the peak of a GPU in TFLOP/s, and the text that says where it comes from.
+
+    Known peaks are of 16 bits; in fp32 only what the key gives is a peak.
+    """
+    config = plan.config
     key = "peak_theoretical_tflops"
     given = config.logging.peak_theoretical_tflops
+    if plan.precision == "fp32":
+        return given, f"{key}: {config.source(key)}"
     if kind is not None and not _wins_over_type(config, key):
         return kind.peak_tflops, _type_and_source(config)
     if given is None:

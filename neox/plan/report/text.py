@@ -283,6 +283,8 @@ def _disk_size(size: int) -> str:
 
 def _time_of_run(plan: RunPlan, found: RunTotals, device: Device) -> str:
     """Return the time that a run takes and what was assumed; nothing if the speed of its device is not known."""
+    if plan.precision == "fp32" and found.peak_tflops is None and not device.shared:
+        return ": no time, as peaks of GPUs are known in 16 bits (peak_theoretical_tflops: that of fp32)"
     if found.days is None or found.peak_tflops is None:
         return ""
     speed = f"{100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s"

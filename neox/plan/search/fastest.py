@@ -31,7 +31,7 @@ from neox.plan.search.fit import LayoutMemory, nested_keys
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.simulation import PipelineLength, quick_length, simulated_length
 from neox.plan.time.step import StepTime, estimate_step
-from neox.plan.time.system import expert_parameters, has_estimate, held_parameters
+from neox.plan.time.system import expert_parameters, held_parameters, why_no_estimate
 
 _MARGIN = 3
 """Layouts that are simulated for each one that is asked for, because the quick estimate may order them wrongly."""
@@ -89,12 +89,11 @@ def suggest_layouts(
         changed: Keys in which the plan differs from the user's configuration (see `divisible.py`), with values.
 
     Raises:
-        ConfigError: The time of this kind of network is not estimated.
+        ConfigError: The time of this kind of run is not estimated.
     """
-    if not has_estimate(plan.architecture):
-        raise ConfigError(
-            "--suggest estimates decoders with attention in each block only; this network is another kind"
-        )
+    reason = why_no_estimate(plan.laid_out)
+    if reason:
+        raise ConfigError(f"there is no estimate: {reason}")
     memory = LayoutMemory(plan, device)
     offloaded: list[int] = []  # bytes of main memory of layouts that lack some
 

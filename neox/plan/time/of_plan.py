@@ -8,7 +8,7 @@ from neox.plan.run_plan import RunPlan
 from neox.plan.time.gpus import GPUS, Gpu
 from neox.plan.time.simulation import Timeline, simulate
 from neox.plan.time.step import StepTime, estimate_step, pass_seconds
-from neox.plan.time.system import OURS, has_estimate, ranges_of_stage
+from neox.plan.time.system import OURS, ranges_of_stage, why_no_estimate
 
 _SHOWN_FOR_EACH_STAGE = 4
 """Micro batches for each stage that a picture has at most."""
@@ -17,10 +17,10 @@ _SAME_MEMORY = 0.05
 
 
 def estimate_of_plan(plan: RunPlan, gpu: Gpu) -> StepTime | None:
-    """Return the estimated time of a step; None if it is not estimated: other networks, offload to files."""
+    """Return the estimated time of a step; None if it is not estimated: other networks, fp32, offload to files."""
     zero = plan.config.deepspeed.zero_optimization
     in_files = zero.states_directory is not None or zero.weights_directory is not None
-    if in_files or not has_estimate(plan.architecture):
+    if in_files or why_no_estimate(plan.laid_out):
         return None
     return estimate_step(plan.laid_out, gpu)
 
@@ -51,7 +51,7 @@ def step_picture(plan: RunPlan) -> StepPicture:
     layout = run.layout
     shown = min(layout.accumulation_steps, _SHOWN_FOR_EACH_STAGE * layout.pp_size)
     kind = plan.config.runner.gpu_type
-    if kind is None or not has_estimate(run.network):
+    if kind is None or why_no_estimate(run):
         ranges = ranges_of_stage(run)
         forward = [[1 / ranges] * ranges] * layout.pp_size
         backward = [[2 / ranges] * ranges] * layout.pp_size

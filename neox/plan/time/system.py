@@ -73,13 +73,14 @@ class TrainingSystem:
 OURS = TrainingSystem()
 
 
-def has_estimate(network: Architecture) -> bool:
-    """Return whether the time of a network is estimated.
-
-    It is not for blocks without attention, encoders and reward models.
-    """
-    has_other_head = network.bidirectional or network.score_head
-    return not has_other_head and all(kind.attention is not None for kind in block_kinds(network))
+def why_no_estimate(run: LaidOutRun) -> str:
+    """Return why the time of a run is not estimated, as a clause; empty if it is."""
+    network = run.network
+    if network.bidirectional or network.score_head or any(kind.attention is None for kind in block_kinds(network)):
+        return "times are of decoders with attention in each block only, and this network is another kind"
+    if run.precision == "fp32":
+        return "times are of bf16 and fp16 only, and precision fp32 takes no tensor cores, whose peak is assumed"
+    return ""
 
 
 def active_mlp_width(network: Architecture) -> int:
@@ -109,7 +110,7 @@ def attention_of_blocks(network: Architecture) -> tuple[SharedAttention, ...]:
     found = []
     for kind, blocks in Counter(network.attention).items():
         attention = BLOCKS[kind].attention
-        assert attention is not None, kind  # `has_estimate`
+        assert attention is not None, kind  # `why_no_estimate`
         matrices = tuple(spec for spec in attention.parameters(network) if spec.is_matrix)
         found.append(SharedAttention(attention, matrices, blocks / network.num_layers))
     return tuple(found)

@@ -240,6 +240,21 @@ def test_tasks_have_a_panel_with_standard_errors(tmp_path):
     assert heights[0] > heights[1]
 
 
+def test_scores_of_steps_that_were_trained_again_do_not_count(tmp_path: Path) -> None:
+    """Reported as tango#152 and wandb#6728: a run dies after a score and resumes before it."""
+    file = tmp_path / METRICS_FILE
+    rows = []
+    for steps, evaluated in ((range(1, 7), {2: 0.1, 6: 0.9}), (range(5, 8), {7: 0.2})):
+        for step in steps:
+            rows.append({"iteration": step, "kind": "step", "train/lm_loss": 1.0})
+            if step in evaluated:
+                score = {"eval/arc_acc": evaluated[step], "eval/arc_acc_stderr": 0.1}
+                rows.append({"iteration": step, "kind": "tasks", **score})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert task_curves(file) == {"eval/arc_acc": {2: (0.1, 0.1), 7: (0.2, 0.1)}}
+    assert curves(file, ["eval/arc_acc"]) == {"eval/arc_acc": {2: 0.1, 7: 0.2}}
+
+
 def test_smoothing_keeps_ends_and_mean():
     values = [float(position % 2) for position in range(100)]
     found = smoothed(values)

@@ -8,9 +8,12 @@ from typing import get_args
 import pytest
 
 from neox.config.sections.runner import GpuType
+from neox.errors import ConfigError
 from neox.plan import config_from_files, format_plan, gpu_device, plan_as_dict, resolve
 from neox.plan.devices.device import GIB
 from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
+from neox.plan.report.run_totals import run_totals
+from neox.plan.search.fastest import suggest_layouts
 from neox.plan.search.fit import memory_problem
 from neox.plan.time.gpus import GPUS
 from tests.plans import SIZES, plan_of
@@ -22,7 +25,7 @@ def test_the_key_knows_the_gpus_of_the_table():
 
 
 def test_a_kind_sets_memory_and_peak():
-    device = gpu_device(plan_of(**SIZES, gpu_type="a100-40"))
+    device = gpu_device(plan_of(**SIZES, gpu_type="a100-40", precision="bf16"))
     gpu = GPUS["a100-40"]
     assert device.size == int(gpu.memory_gib * GIB)
     assert device.peak_tflops == gpu.peak_tflops
@@ -35,7 +38,7 @@ def test_a_kind_sets_memory_and_peak():
 def test_who_wins(tmp_path, on_command_line):
     """Single figures win over a kind, except that a kind on the command line wins over figures in a file."""
     file = tmp_path / "own.yml"
-    keys = {**SIZES, "gpu_memory_gib": 24, "peak_theoretical_tflops": 100}
+    keys = {**SIZES, "precision": "bf16", "gpu_memory_gib": 24, "peak_theoretical_tflops": 100}
     overrides = ["gpu_type=h100"] if on_command_line else []
     if not on_command_line:
         keys["gpu_type"] = "h100"
@@ -92,3 +95,18 @@ class TestCheckpoints:
         assert (found["checkpoint_bytes"], found["checkpoints_kept"]) == (checkpoint_bytes(plan), 3)
         assert "on disk" in format_plan(plan)
         assert "on disk" in format_plan(replace(plan, save_iterations=(10,)))
+
+
+def test_products_of_fp32_are_not_timed_by_the_peak_of_16_bits() -> None:
+    """Reported as torchtitan#668 and TRL PR 7197. Right: NVIDIA's data sheet of the H100: 67 TFLOP/s, not 989."""
+    keys = {**SIZES, "gpu_type": "h100"}
+    timed = plan_of(**{**keys, "precision": "bf16"})
+    in_fp32 = plan_of(**{**keys, "precision": "fp32"})
+    assert run_totals(timed).estimate is not None
+    assert run_totals(in_fp32).estimate is run_totals(in_fp32).days is None
+    given = plan_of(**{**keys, "precision": "fp32", "peak_theoretical_tflops": 67.0})
+    days = run_totals(given).days
+    assert days is not None
+    assert "h100" not in gpu_device(given).peak_source
+    with pytest.raises(ConfigError, match="fp32"):
+        suggest_layouts(in_fp32, gpu_device(in_fp32), GPUS["h100"])
