@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from shlex import join
 
+from neox.checkpoint.save_directory.best import BEST, read_best
+from neox.config.sections.training import CheckpointConfig
 from neox.plan import RunPlan
+from neox.plan.devices.precision import newest_checkpoint
 from neox.plan.network.export_form import export_note
 from neox.preflight.chat_checks import carries_chat_template
 from neox.preflight.command_line import overrides
@@ -44,5 +48,21 @@ def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
         interactive = ["--set", "text_gen_type=interactive"]
         yield f"to generate text: {generate} {join(interactive)}"
     if export_note(plan.config, plan.architecture) is None:
-        export = ["python", "tools/convert_to_hf.py", "--input_dir", save, "--output_dir", f"{save.rstrip('/')}-hf"]
-        yield f"to export the model: {join(export)}"
+        yield from _exports(plan.config.checkpoint, save)
+
+
+def _exports(keys: CheckpointConfig, save: str) -> Iterator[str]:
+    """Yield where the exports of a training are, or the commands that export its best checkpoint and its last one."""
+    if keys.hf_export is not None:
+        yield f"exported models ({keys.hf_export}): {keys.export_directory}"
+        return
+    save = save.rstrip("/")
+    best = read_best(Path(save))
+    if best is not None and Path(save, best.checkpoint) != newest_checkpoint(Path(save)):
+        value = f"{best.rule.metric} {best.value:.4g} at step {best.iteration}"
+        yield f"to export the best checkpoint ({value}): {_export(f'{save}/{BEST}', f'{save}-{BEST}-hf')}"
+    yield f"to export the model: {_export(save, str(keys.export_directory))}"
+
+
+def _export(checkpoint: str, output: str) -> str:
+    return join(["python", "tools/convert_to_hf.py", "--input_dir", checkpoint, "--output_dir", output])

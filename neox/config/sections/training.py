@@ -327,6 +327,13 @@ class CheckpointConfig(MirrorKeys, BestCheckpointKeys, HfExportKeys, ForwardChec
         return text
 
     @property
+    def export_directory(self) -> str | None:
+        """Directory of a run's Hugging Face exports: `hf_export_dir`, or `save` with `-hf`; None without `save`."""
+        if self.hf_export_dir is not None or self.save is None:
+            return self.hf_export_dir
+        return f"{self.save.rstrip('/')}-hf"
+
+    @property
     def gpt_neox_date(self) -> datetime.date | None:
         """Date of the gpt-neox that wrote the checkpoint to read; None if it is not given."""
         if self.gpt_neox_version is None:

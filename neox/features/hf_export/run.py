@@ -71,7 +71,7 @@ class HfExport(Feature):
     def __init__(self, plan: RunPlan) -> None:
         keys = plan.config.checkpoint
         self._save = Path(keys.save or ".")
-        self._directory = Path(keys.hf_export_dir or f"{str(self._save).rstrip('/')}-hf")
+        self._directory = Path(keys.export_directory or "-hf")
         self._hub = keys.hf_export_hub
         self._only_best = keys.hf_export == "best"
         self._keep_last = keys.keep_last_n_checkpoints
@@ -188,7 +188,9 @@ class HfExport(Feature):
             file.unlink(missing_ok=True)
             check = [line for line in text.splitlines() if "verified" in line]
             seconds = time.monotonic() - self._started
-            _log.info("%s is exported after %.0f s; %s", export.output, seconds, "".join(check[-1:]))
+            _log.info(
+                "%s is exported to %s after %.0f s; %s", export.checkpoint, export.output, seconds, "".join(check[-1:])
+            )
             return
         _log.warning(
             "hf_export: %s could not be exported (status %d): ...%s; training goes on, and %s has its output",

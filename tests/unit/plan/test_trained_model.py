@@ -7,8 +7,19 @@ from pathlib import Path
 import pytest
 
 from neox.plan import config_from_files, model_directory, with_trained_model
+from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
 
-FINETUNING = "load: BASE\nsave: OWN\nfinetune: true\niteration: 3\n"
+FINETUNING = """num_layers: 2
+hidden_size: 16
+num_attention_heads: 2
+seq_length: 8
+max_position_embeddings: 8
+train_micro_batch_size_per_gpu: 1
+load: BASE
+save: OWN
+finetune: true
+iteration: 3
+"""
 
 
 @pytest.fixture
@@ -25,7 +36,8 @@ def chosen(directory: Path, *overrides: str) -> tuple[str | None, int | None, bo
     """Return the name of the directory of `load`, `iteration` and `finetune`."""
     config = config_from_files([directory / "c.yml"], overrides=overrides)
     keys = with_trained_model(config).checkpoint
-    assert model_directory(config) == keys.load
+    step = "" if keys.iteration is None else f"/global_step{keys.iteration}"
+    assert model_directory(config) == f"{keys.load}{step}"
     return Path(str(keys.load)).name, keys.iteration, keys.finetune
 
 
@@ -49,6 +61,18 @@ def test_other_runs_read_load_and_then_save(directories: Path) -> None:
     config = config_from_files([directories / "c.yml"], overrides=["finetune=false", "load=null"])
     assert model_directory(config) == str(directories / "own")
     assert model_directory(config.updated({}, without=("save",))) is None
+
+
+def test_a_run_that_continues_another_one_elsewhere_is_read_as_soon_as_it_has_a_checkpoint(directories: Path) -> None:
+    assert chosen(directories, "finetune=false") == ("base", 3, False)
+    saved = directories / "own" / "global_step10"
+    saved.mkdir()
+    config = config_from_files([directories / "c.yml"], overrides=["finetune=false"])
+    (saved / RUN_FILE).write_text(identity_text(run_identity(config)))
+    assert chosen(directories, "finetune=false") == ("own", None, False)
+    assert chosen(directories, "finetune=false", "iteration=4") == ("base", 4, False)  # not what it continues
+    other = f"load={directories / 'base'}"
+    assert chosen(directories, "finetune=false", other) == ("base", 3, False)
 
 
 def test_the_kind_of_the_starts_weights_is_not_that_of_the_trained_ones(directories: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from neox.checkpoint.save_directory.best import BestCheckpoint, BestRule, name_best
 from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDataset, IndexedDatasetBuilder, pass_amounts
 from neox.data.run_data import build_data_iterators
@@ -584,6 +585,29 @@ def test_the_commands_after_a_training_take_what_it_has_saved() -> None:
         "iteration=null",
         "load_weights=null",
     ]
+
+
+def test_after_a_training_the_best_checkpoint_is_exported_apart_from_the_last(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    arguments = parse_arguments(["train.py", "a.yml"])
+    keys = {"seq_length": 8, "train_micro_batch_size_per_gpu": 1, "train_iters": 3, "save": f"{save}/"}
+    keys |= {"save_best": "validation/lm_loss", "checkpoint_factor": 1, "eval_interval": 1}
+
+    def exports(**more: str) -> list[str]:
+        return [step for step in next_steps(arguments, resolve(config(**keys, **more), 1, 100)) if "export" in step]
+
+    for step in (2, 3):
+        (save / f"global_step{step}").mkdir(parents=True)
+    (save / "latest").write_text("global_step3")
+    last = f"to export the model: python tools/convert_to_hf.py --input_dir {save} --output_dir {save}-hf"
+    name_best(save, BestCheckpoint("global_step3", 3, 1.5, BestRule("validation/lm_loss")))
+    assert exports() == [last]
+    name_best(save, BestCheckpoint("global_step2", 2, 1.25, BestRule("validation/lm_loss")))
+    best, then = exports()
+    assert then == last
+    assert "(validation/lm_loss 1.25 at step 2)" in best
+    assert f"--input_dir {save}/best --output_dir {save}-best-hf" in best
+    assert exports(hf_export="best") == [f"exported models (best): {save}-hf"]
 
 
 def test_after_a_training_on_conversations_the_first_command_keeps_one(tmp_path: Path) -> None:
