@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.launched_runs import CPU_ONLY, ROOT, write_config
+from tools.sweep.progress import sweep_progress
 
 DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
 # The best learning rate of each size is 1.3 times that of the rule lr ~ N^(-1/3).
@@ -74,6 +75,8 @@ def test_the_target_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
     assert written["optimizer"]["type"] == "Adam"
     assert float(written["optimizer"]["params"]["lr"]) == pytest.approx(found["rate"], rel=0.01)
     assert (tmp_path / "runs" / "ladder" / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    progress = sweep_progress(tmp_path / "runs" / "ladder")
+    assert (progress.state, progress.counts["done"], dict(progress.others)) == ("finished", 8, {})
     # The training knows its own tokens, by its steps and batch.
     for run in found["runs"]:
         assert run["size"]["tokens"] == trained_tokens(tmp_path / "runs" / "ladder" / run["name"])
@@ -83,6 +86,9 @@ def test_the_target_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
     last = found["runs"][-1]["name"]
     target = ladder("--redo", first, "--redo", last, "--train_target")
     assert started(target) == [first, last, "target"]
+    progress = sweep_progress(tmp_path / "runs" / "ladder")
+    assert (progress.counts["done"], progress.others["target"]["state"]) == (8, "finished")
+    assert progress.record.launches.seconds.keys() == {run["name"] for run in found["runs"]}
     line = target.stdout.splitlines()[-1]
     predicted, trained, error = map(float, re.findall(r"[+-]?\d+\.\d+", line)[:3])
     rate = float(written["optimizer"]["params"]["lr"])
