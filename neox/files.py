@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -48,6 +48,15 @@ def atomic_write(path: Path, partial: Path | None = None) -> Iterator[BinaryIO]:
             partial.unlink(missing_ok=True)
 
 
+def atomic_shared_write(path: Path) -> AbstractContextManager[BinaryIO]:
+    """Open a file as `atomic_write` does. If several processes write it at the same time, the last one wins.
+
+    Args:
+        path: File to create or replace, a small one: a killed process leaves its part under a name of its own.
+    """
+    return atomic_write(path, _temporary(path))
+
+
 def write_text(path: Path, text: str | Iterable[str]) -> None:
     """Replace a UTF-8 text file atomically. If several processes write it at the same time, the last one wins.
 
@@ -58,7 +67,7 @@ def write_text(path: Path, text: str | Iterable[str]) -> None:
     Raises:
         OSError: If a file or directory cannot be written.
     """
-    with atomic_write(path, _temporary(path)) as file:
+    with atomic_shared_write(path) as file:
         parts = [text] if isinstance(text, str) else text
         for part in parts:
             file.write(part.encode())

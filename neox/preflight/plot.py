@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neox.errors import ConfigError
-from neox.files import atomic_write
+from neox.files import atomic_shared_write
 from neox.plan import RunPlan
 from neox.plan.schedule import schedule_of
 from neox.preflight.plot_step import draw_step
@@ -69,7 +69,7 @@ def draw_schedules(plan: RunPlan, picture: Path) -> None:
         axes.sharex(rows[0])
     rows[-1].set_xlabel("iteration")
     try:
-        with atomic_write(picture) as file:
+        with atomic_shared_write(picture) as file:
             figure.savefig(file, format="png")
     except OSError as error:
         raise ConfigError(f"--plot {picture}: cannot be written: {error.strerror}; choose another file") from None

@@ -13,6 +13,7 @@ import pytest
 
 from neox.files import (
     atomic_directory,
+    atomic_shared_write,
     atomic_write,
     check_writable,
     fsync_path,
@@ -78,6 +79,18 @@ def test_a_file_left_by_a_killed_process_is_overwritten(tmp_path: Path) -> None:
     with atomic_write(path) as file:
         file.write(b"new")
     assert path.read_bytes() == b"new"
+
+
+def test_processes_that_write_one_file_at_the_same_time(tmp_path: Path) -> None:
+    """A sweep and a `--report` beside it draw the same picture."""
+    path = tmp_path / "picture.png"
+    other = "import sys, neox.files as f\nwith f.atomic_shared_write(f.Path(sys.argv[1])) as x: x.write(b'2')"
+    with atomic_shared_write(path) as file:
+        file.write(b"1")
+        subprocess.run([sys.executable, "-c", other, str(path)], check=True)
+        assert path.read_bytes() == b"2"
+    assert path.read_bytes() == b"1"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_directory_replaces_a_directory_and_a_file(tmp_path: Path) -> None:

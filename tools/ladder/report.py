@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from neox.config import NeoXConfig
-from neox.files import atomic_write, write_text
+from neox.files import atomic_shared_write, write_text
 from neox.metrics import add_legend, logarithmic
 from tools.ladder.family import RunSize, short
 from tools.ladder.fits import FEWEST_RATES, SAME_RATIO, LossFit, Range, RateFit
@@ -228,7 +228,7 @@ def _draw(picture: Path, prediction: Prediction) -> None:
     left, right = figure.subplots(1, 2)
     _draw_losses(left, prediction)
     _draw_rates(right, prediction)
-    with atomic_write(picture) as file:
+    with atomic_shared_write(picture) as file:
         figure.savefig(file, format="png", dpi=110)
 
 

@@ -11,7 +11,7 @@ from operator import sub
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from neox.files import atomic_write, write_text
+from neox.files import atomic_shared_write, write_text
 from neox.launch.status.run_status import duration
 from neox.metrics import (
     Curves,
@@ -44,6 +44,8 @@ _PLACES = {State.DONE: 0, State.BEGUN: 1, State.WAITING: 2, State.FAILED: 3, Sta
 """Order of states in tables."""
 _STEP_OF_FACTORS = 1.5
 """Ratio of neighbouring values from which they are told apart by factors, as learning rates are."""
+_FEWEST_VALUES = 3
+"""Values of a key of which the best one at an end says something. Of two, one is always the best."""
 _LOST = (State.FAILED, State.DIVERGED)
 """States whose scores are not to be compared with others."""
 _MOST_LABELS = 20
@@ -144,7 +146,7 @@ def values_at_an_end(results: Sequence[RunResult]) -> list[str]:
             was_tried = has_score or result.state is State.DIVERGED
             if number is not None and was_tried:
                 tried.add(number)
-        if key == "seed" or len(tried) < 2:
+        if key == "seed" or len(tried) < _FEWEST_VALUES:
             continue
         if best not in (min(tried), max(tried)):
             continue
@@ -390,7 +392,7 @@ def _draw(sweep: Sweep, runs: Sequence[RunFiles], results: Sequence[RunResult]) 
         panel.set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[:_MOST_LABELS], labels[:_MOST_LABELS], loc="outside lower center", ncols=3, fontsize=8)
-    with atomic_write(sweep.directory / PICTURE) as file:
+    with atomic_shared_write(sweep.directory / PICTURE) as file:
         figure.savefig(file, format="png", dpi=110)
 
 

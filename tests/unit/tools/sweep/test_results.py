@@ -32,10 +32,13 @@ def test_best_values_at_an_end_are_named() -> None:
         values = {"lr": lr, "num_layers": layers, "seed": layers, "use_bias": lr > 1, "norm": "rmsnorm"}
         return RunResult(f"{lr}", values, state, score=score)
 
-    results = [result(0.003, 4), result(0.001, 4), result(0.0003, 8)]
+    two = [result(0.003, 4), result(0.001, 4), result(0.0003, 8)]
+    (largest,) = values_at_an_end(two)
+    assert "lr 0.003 is the largest of 3" in largest, "of two numbers of layers one is always the best"
+    results = [*two, result(0.0001, 12)]
     largest, smallest = values_at_an_end(results)
-    assert "lr 0.003 is the largest of 3" in largest
-    assert "num_layers 4 is the smallest of 2" in smallest
+    assert "lr 0.003 is the largest of 4" in largest
+    assert "num_layers 4 is the smallest of 3" in smallest
     assert values_at_an_end([*results, result(0.01, 2, State.DIVERGED, None)]) == [], "it was tried, too"
     assert values_at_an_end([*results, result(0.0001, 4, State.FAILED, 3.0)]) == [largest, smallest]
     assert values_at_an_end([*results, result(0.002, 4, State.WAITING, None)]) == [], "it is still to be compared"
