@@ -91,7 +91,7 @@ def suggest_layouts(
     Raises:
         ConfigError: The time of this kind of run is not estimated.
     """
-    reason = why_no_estimate(plan.laid_out)
+    reason = why_no_estimate(plan.laid_out_on(cpu=device.shared))
     if reason:
         raise ConfigError(f"there is no estimate: {reason}")
     memory = LayoutMemory(plan, device)

@@ -78,7 +78,7 @@ def why_no_estimate(run: LaidOutRun) -> str:
     network = run.network
     if network.bidirectional or network.score_head or any(kind.attention is None for kind in block_kinds(network)):
         return "times are of decoders with attention in each block only, and this network is another kind"
-    if run.precision == "fp32":
+    if run.precision == "fp32" and not run.on_cpu:
         return "times are of bf16 and fp16 only, and precision fp32 takes no tensor cores, whose peak is assumed"
     return ""
 

@@ -10,7 +10,7 @@ import pytest
 from neox.config.sections.runner import GpuType
 from neox.errors import ConfigError
 from neox.plan import config_from_files, format_plan, gpu_device, plan_as_dict, resolve
-from neox.plan.devices.device import GIB
+from neox.plan.devices.device import GIB, host_device
 from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.report.run_totals import run_totals
 from neox.plan.search.fastest import suggest_layouts
@@ -110,3 +110,5 @@ def test_products_of_fp32_are_not_timed_by_the_peak_of_16_bits() -> None:
     assert "h100" not in gpu_device(given).peak_source
     with pytest.raises(ConfigError, match="fp32"):
         suggest_layouts(in_fp32, gpu_device(in_fp32), GPUS["h100"])
+    on_cpu = host_device(in_fp32, [0], "here", None, training=True)  # where layouts are measured
+    assert suggest_layouts(in_fp32, on_cpu, GPUS["h100"]).best
