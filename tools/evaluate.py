@@ -9,7 +9,8 @@ or in one process that holds the whole model:
 
     python tools/evaluate.py -d configs MODEL.yml --eval_tasks ...
 
-The perplexity of your own text (bits per byte compare models with different tokenizers; losses per token do not):
+The perplexity of your own text as lm-evaluation-harness defines it (bits per byte compare models with different
+tokenizers; losses per token do not):
 
     python tools/evaluate.py -d configs MODEL.yml --eval_tasks perplexity=my.jsonl
 

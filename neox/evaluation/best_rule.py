@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from neox.checkpoint.save_directory.best import JOINED_BY, BestRule
+from neox.checkpoint.save_directory.best import JOINED_BY, SCORED_OF_DOCUMENTS, BestRule
 from neox.config.sections.base import Section
 from neox.config.sections.data import split_shares
 from neox.errors import ConfigError
@@ -59,6 +59,8 @@ def _of_tasks(plan: RunPlan, metric: str) -> dict[str, Any]:
     found: dict[str, Any] = {"eval_tasks": files_of_scalar(keys.eval_tasks or (), metric)}
     found |= keys.model_dump(mode="json", include={*_OF_TASKS}, exclude_none=True)
     found["seq_length"] = plan.config.model.seq_length
+    if any(task.startswith("perplexity=") for task in found["eval_tasks"]):
+        found[SCORED_OF_DOCUMENTS] = "text"
     return found
 
 

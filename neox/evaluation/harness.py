@@ -19,6 +19,8 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from neox.engine import from_first_rank
 from neox.errors import ConfigError, EvaluationError, NeoXError, install_command
 from neox.evaluation.lambada import truncate
 from neox.evaluation.results import TaskResult, task_scalar
-from neox.evaluation.scoring import Scorer, Span, TokenIds, windows
+from neox.evaluation.scoring import Scorer, Span
 from neox.evaluation.tasks import TaskScalars
 from neox.generation.completion import generate_all
 from neox.generation.request import SamplingParams
@@ -284,17 +286,10 @@ def harness_model(scorer: Scorer) -> TemplateLM:
 
         def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
             """Return the log-probability of each whole text."""
-            spans: list[Span] = []
-            owners: list[int] = []  # number of the text of each span
-            for number, request in enumerate(requests):
-                ids, first = positions.scored(tokenizer, "", request.args[0])
-                for span in full_windows(ids[first - 1 :], longest):
-                    spans.append(span)
-                    owners.append(number)
-            totals = [0.0] * len(requests)
-            for number, score in zip(owners, scorer.score(spans, "rolling"), strict=True):
-                totals[number] += score.log_probability
-            return totals
+            texts = [request.args[0] for request in requests]
+            spans = starmap(Span, positions.scored_documents(tokenizer, texts))
+            whole_context = replace(scorer, window=longest, stride=None)
+            return [score.log_probability for score in whole_context.rolling(spans, "rolling")]
 
         def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
             """Return the continuation of each prompt up to its stop strings. Equal settings are generated together."""
@@ -323,18 +318,6 @@ def harness_model(scorer: Scorer) -> TemplateLM:
             return texts
 
     return HarnessModel()
-
-
-def full_windows(text: TokenIds, length: int) -> list[Span]:
-    """Cut a text into windows without overlap, but extend the last one backwards to full length.
-
-    This gives the last window the longest possible context, which is how the harness computes rolling likelihoods.
-    """
-    spans = list(windows(text, length, length))
-    if len(spans) > 1 and len(spans[-1].tokens) < length + 1:
-        new_tokens = len(spans[-1].tokens) - 1
-        spans[-1] = Span(text[-(length + 1) :], length - new_tokens + 1)
-    return spans
 
 
 def sampling_params(asked: Mapping[str, Any], max_length: int) -> SamplingParams:

@@ -1,7 +1,13 @@
-"""Perplexity of wikitext, of a corpus of documents and of token files.
+"""Perplexity of wikitext as Megatron-LM defines it, and of documents and token files as lm-evaluation-harness does.
 
-In the formulas, L is the summed loss of the predicted tokens (natural logarithm). T is the number of tokens of a text,
-the first of which is not predicted. O is the number of words of the original text, `len(text.strip().split(" "))`.
+| of | wikitext (Megatron-LM) | documents (lm-evaluation-harness) |
+|---|---|---|
+| predicted | all tokens of the file but the first | all tokens of each document, but not its end |
+| windows | `scoring.windows` | `scoring.rolling_windows` |
+| words O | between single blanks, of the original text | between blanks and line ends, as in `wc -w` |
+| perplexity per word | exp(L / (O - 1)) | exp(L / O) |
+
+L is the summed loss of the predicted tokens (natural logarithm).
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import numpy as np
 
 from neox.errors import EvaluationError
 from neox.evaluation.results import TaskResult, bits_per_byte, perplexity_of
-from neox.evaluation.scoring import Scorer, TokenIds
+from neox.evaluation.scoring import Scorer, Span, joined_score, windows
 from neox.evaluation.tasks import is_token_file, read_corpus, read_text, token_documents
 from neox.tokenizer import positions
 
@@ -52,23 +58,16 @@ _FINAL_REPLACEMENTS = (
 _TITLE = re.compile(r"^ ?= [^=\n]+ = ?$", re.MULTILINE)
 
 
-def token_perplexity(loss: float, tokens: int) -> float:
-    """Return exp(L / (T - 1))."""
-    return perplexity_of(loss / (tokens - 1))
+def adjusted_perplexity(loss: float, words: int) -> float:
+    """Return exp(L / (O - 1)), Megatron-LM's adjusted perplexity, which divides by the words after the first.
 
-
-def word_perplexity(loss: float, tokens: int, words: int) -> float:
-    """Return exp(L / (T - 1) * (T - 1) / (O - 1)), which does not depend on the tokenizer.
-
-    Megatron-LM's adjusted perplexity, which divides by the words after the first. One sentence of a few words therefore
-    has a higher one than exp(L / O).
+    Megatron-LM writes exp(L / (T - 1) * (T - 1) / (O - 1)), where T is the number of tokens.
     """
-    tokens_per_word = (tokens - 1) / (words - 1)
-    return perplexity_of(loss / (tokens - 1) * tokens_per_word)
+    return perplexity_of(loss / (words - 1))
 
 
-def count_words(text: str) -> int:
-    """Return O of the formulas."""
+def wikitext_words(text: str) -> int:
+    """Return O as Megatron-LM counts it: wikitext's words stand between single blanks, and so do its line ends."""
     return len(text.strip().split(" "))
 
 
@@ -102,21 +101,24 @@ def wikitext(path: str | Path, scorer: Scorer, name: str = "wikitext") -> TaskRe
     """Score a file in wikitext's format as one detokenized text. The scorer's limit counts its articles.
 
     Returns:
-        `ppl` (per token), `word_ppl` (per word of the original file), `loss` and `bits_per_byte`.
+        `ppl` (per token), `word_ppl` (Megatron-LM's adjusted perplexity), `loss` and `bits_per_byte`.
 
     Raises:
         EvaluationError: For a file with too little text.
     """
     original = first_articles(read_text(path), scorer.limit)
-    words = count_words(original)
+    words = wikitext_words(original)
     tokens = positions.document(scorer.tokenizer, detokenize_wikitext(original))
     if len(tokens) < 2 or words < 2:
         raise EvaluationError(f"{path}: {words} words and {len(tokens)} tokens are too few for a perplexity")
-    loss, scored = scorer.loss([tokens], name)
+    spans = list(windows(tokens, scorer.window, scorer.stride or scorer.window))
+    score = joined_score(scorer.score(spans, name))
+    loss = -score.log_probability
+    scored = score.count
     size = len(original.encode())
     metrics = {
-        "ppl": token_perplexity(loss, len(tokens)),
-        "word_ppl": word_perplexity(loss, len(tokens), words),
+        "ppl": perplexity_of(loss / scored),
+        "word_ppl": adjusted_perplexity(loss, words),
         "loss": loss / scored,
         "bits_per_byte": bits_per_byte(loss, size),
     }
@@ -126,30 +128,41 @@ def wikitext(path: str | Path, scorer: Scorer, name: str = "wikitext") -> TaskRe
 def corpus_perplexity(path: str | Path, scorer: Scorer, name: str = "perplexity") -> TaskResult:
     """Score documents (`.jsonl`, `.jsonl.zst`, `.txt`, ...) or a token file (the prefix of its `.bin` and `.idx`).
 
-    Each document is a separate text between two end-of-document tokens, so that every token of it is predicted, as in
-    training. What the tokenizer writes before a text (`<s>`) stands in place of the first one, and is not predicted. A
-    token file made with `--append-eod` gives the same scores as its documents, except those that need the text
-    (`word_ppl`, `bits_per_byte`).
+    The scores are those of lm-evaluation-harness's `loglikelihood_rolling`: each document is a separate text, whose
+    tokens are all predicted, the first one after what stands before the first token of a text. The end of a document is
+    not predicted. A token file gives the same scores as its documents, except those that need the text (`word_ppl`,
+    `byte_ppl`, `bits_per_byte`).
+
+    Returns:
+        `ppl` and `loss` (per token), `word_ppl` (exp(L / O)), `byte_ppl` and `bits_per_byte`.
 
     Raises:
         EvaluationError: If there is nothing to score.
         DataError: For broken files.
     """
-    texts: list[TokenIds] = []
+    tokenizer = scorer.tokenizer
+    texts: list[Span] = []
     counts: dict[str, int] = {}
     if is_token_file(path):
-        texts += islice(token_documents(path, scorer.tokenizer), scorer.limit)
+        first = len(positions.before_first(tokenizer))
+        for ids in islice(token_documents(path, tokenizer), scorer.limit):
+            texts.append(Span(ids, first))
     else:
         documents = list(islice(read_corpus(path), scorer.limit))
-        eod = scorer.tokenizer.eod
-        before = () if scorer.tokenizer.before_text else (eod,)
-        for ids in positions.documents(scorer.tokenizer, documents):
-            texts.append(np.array([*before, *ids, eod], dtype=np.int32))
-        counts["words"] = sum(map(count_words, documents))
-        counts["bytes"] = sum(len(text.encode()) for text in documents)
-    loss, scored = scorer.loss(texts, name)
-    metrics = {"ppl": token_perplexity(loss, scored + 1), "loss": loss / scored}
-    if counts.get("words", 0) > 1:
-        metrics["word_ppl"] = word_perplexity(loss, scored + 1, counts["words"])
+        for text in positions.scored_documents(tokenizer, documents):
+            texts.append(Span(np.array(text.ids, dtype=np.int32), text.first))
+        counts = {"words": 0, "bytes": 0}
+        for document in documents:
+            counts["words"] += len(document.split())
+            counts["bytes"] += len(document.encode())
+    score = joined_score(scorer.rolling(texts, name))
+    if not score.count:
+        raise EvaluationError(f"{path}: its documents have no tokens")
+    loss = -score.log_probability
+    metrics = {"ppl": perplexity_of(loss / score.count), "loss": loss / score.count}
+    if counts.get("words"):
+        metrics["word_ppl"] = perplexity_of(loss / counts["words"])
+    if counts.get("bytes"):
+        metrics["byte_ppl"] = perplexity_of(loss / counts["bytes"])
         metrics["bits_per_byte"] = bits_per_byte(loss, counts["bytes"])
-    return TaskResult(name, metrics, {"documents": len(texts), "scored": scored, **counts})
+    return TaskResult(name, metrics, {"documents": len(texts), "scored": score.count, **counts})

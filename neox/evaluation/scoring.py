@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -111,34 +112,76 @@ class Scorer:
 
         return over_replicas(spans, score_part, self.grid)
 
-    def loss(self, texts: Iterable[TokenIds], name: str) -> tuple[float, int]:
-        """Score whole texts (token ids) in windows.
+    def rolling(self, texts: Iterable[Span], name: str) -> list[SpanScore]:
+        """Score texts of any length in `rolling_windows`.
 
         Returns:
-            The summed loss (natural logarithm) and the number of scored tokens.
+            One score per text, in their order.
         """
         spans: list[Span] = []
+        counts: list[int] = []  # windows of each text
         for text in texts:
-            spans += windows(text, self.window, self.stride or self.window)
-        loss = 0.0
-        count = 0
-        for score in self.score(spans, name):
-            loss -= score.log_probability
-            count += score.count
-        return loss, count
+            before = len(spans)
+            spans += rolling_windows(text, self.window, self.stride or self.window)
+            counts.append(len(spans) - before)
+        scores = iter(self.score(spans, name))
+        totals = []
+        for count in counts:
+            totals.append(joined_score(islice(scores, count)))
+        return totals
+
+
+def joined_score(scores: Iterable[SpanScore]) -> SpanScore:
+    """Return the score of spans that follow one another."""
+    log_probability = 0.0
+    count = 0
+    greedy = True
+    for score in scores:
+        log_probability += score.log_probability
+        count += score.count
+        greedy = greedy and score.greedy
+    return SpanScore(log_probability, count, greedy)
+
+
+def rolling_windows(text: Span, length: int, stride: int) -> Iterator[Span]:
+    """Cut a text into windows that score each of its tokens once, as lm-evaluation-harness does.
+
+    The first window scores all its tokens, every later one the next `stride` tokens, or as many as are left, after as
+    much context as there is room for. With a length of 4 and a stride of 4 (c context, s scored):
+
+        c s s s s
+                c s s s s
+                    c c c s s
+
+    Args:
+        text: The text after its context.
+        length: Positions of the model that a window takes: one less than its tokens.
+        stride: Tokens that a window scores. The harness's `context_len` is `length - stride + 1`.
+
+    Raises:
+        EvaluationError: Unless 1 <= stride <= length.
+    """
+    _check_stride(stride, length)
+    end = min(len(text.tokens), length + 1)
+    if end > text.first:
+        yield Span(text.tokens[:end], text.first)
+    while end < len(text.tokens):
+        start = end
+        end = min(len(text.tokens), start + stride)
+        first_of_window = end - (length + 1)
+        yield Span(text.tokens[first_of_window:end], start - first_of_window)
 
 
 def windows(tokens: TokenIds, length: int, stride: int) -> Iterator[Span]:
     """Cut a text into windows of at most `length` predicted tokens that start every `stride` tokens.
 
-    The first window scores all its tokens, every later one its last `stride` tokens. So every token but the first is
-    scored once, with at least `length - stride` tokens of context if the text has them.
+    These are Megatron-LM's windows. The first one scores all its tokens, every later one its last `stride` tokens. So
+    every token but the first is scored once, with at least `length - stride` tokens of context if the text has them.
 
     Raises:
         EvaluationError: Unless 1 <= stride <= length.
     """
-    if not 1 <= stride <= length:
-        raise EvaluationError(f"eval_stride is {stride}: it must be between 1 and the window, {length} tokens")
+    _check_stride(stride, length)
     start = 0
     while True:
         part = tokens[start : start + length + 1]
@@ -148,6 +191,12 @@ def windows(tokens: TokenIds, length: int, stride: int) -> Iterator[Span]:
         if start + length + 1 >= len(tokens):
             return
         start += stride
+
+
+def _check_stride(stride: int, length: int) -> None:
+    """Raise EvaluationError for a stride that would leave out tokens, or stand still."""
+    if not 1 <= stride <= length:
+        raise EvaluationError(f"eval_stride is {stride}: it must be between 1 and the window, {length} tokens")
 
 
 def score_spans(

@@ -26,12 +26,12 @@ from neox.config import NeoXConfig
 from neox.corpus import read_documents
 from neox.corpus.contents import whole_text
 from neox.corpus.document import CorruptInput
-from neox.data import IndexedDataset, check_fits
+from neox.data import IndexedDataset, check_fits, read_sidecar
 from neox.errors import DataError, EvaluationError
 from neox.evaluation.results import results_path, task_scalar
 from neox.files import unwritable_parent
 from neox.problems import Missing, Problem
-from neox.tokenizer import Tokenizer
+from neox.tokenizer import Tokenizer, positions
 
 KINDS = ("wikitext", "lambada", "perplexity", "needle")
 _LARGEST_TASK_FILE = 200_000
@@ -40,12 +40,12 @@ TASK_SCORES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "wikitext": ("ppl", "word_ppl", "loss", "bits_per_byte"),
         "lambada": ("acc", "strict_acc", "ppl"),
-        "perplexity": ("ppl", "loss", "word_ppl", "bits_per_byte"),
+        "perplexity": ("ppl", "loss", "word_ppl", "byte_ppl", "bits_per_byte"),
         "needle": ("acc", "ppl", "acc_*_*"),  # of each length and depth
     }
 )
 """Names or patterns of the scores of each kind; token files have no text."""
-_OF_TEXT = ("word_ppl", "bits_per_byte")
+_OF_TEXT = ("word_ppl", "byte_ppl", "bits_per_byte")
 _NEEDLE = "needle"
 """The kind whose file is the picture that it draws."""
 
@@ -376,7 +376,10 @@ def is_token_file(path: str | Path) -> bool:
 
 
 def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the token ids of each document, int32, after an end-of-document token unless it has a beginning of its own.
+    """Yield the token ids of each document, int32, as those of a text that is scored from its first token on.
+
+    They follow `positions.before_first`, and the end of the document is left out. A file whose sidecar says that its
+    documents do not end with the end-of-document token keeps one that is text.
 
     Raises:
         EvaluationError: For ids outside the tokenizer's vocabulary, and for a file without tokens.
@@ -391,13 +394,23 @@ def token_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[np.ndarr
             f"{path}: contains token {largest}, but the tokenizer has {tokenizer.vocab_size} ids; the file was made "
             "with another tokenizer"
         )
-    start = tokenizer.before_text
+    sidecar = read_sidecar(dataset.prefix)
+    has_ends = sidecar is None or sidecar.append_eod
+    beginning = np.array(positions.before_first(tokenizer), dtype=np.int32)
     for first, last in itertools.pairwise(dataset.document_index):
         sequences = [dataset[sequence] for sequence in range(first, last)]
-        if any(map(len, sequences)):
-            ids = np.concatenate(sequences, dtype=np.int32)
-            begun = bool(start) and np.array_equal(ids[: len(start)], start)
-            yield ids if begun else np.concatenate(([tokenizer.eod], ids), dtype=np.int32)
+        if not any(map(len, sequences)):
+            continue
+        ids = np.concatenate(sequences, dtype=np.int32)
+        if has_ends and ids[-1] == tokenizer.eod:
+            ids = ids[:-1]
+        after = tokenizer.after_text
+        if after and np.array_equal(ids[-len(after) :], after):
+            ids = ids[: -len(after)]
+        if not np.array_equal(ids[: len(beginning)], beginning):
+            ids = np.concatenate((beginning, ids))
+        if len(ids) > len(beginning):
+            yield ids
 
 
 def _open_token_file(path: str | Path, tokenizer: Tokenizer) -> IndexedDataset:

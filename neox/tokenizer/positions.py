@@ -6,6 +6,7 @@
 | prompt | the same; an empty prompt is what stands before the first token of a text: `prompt` |
 | after other text | the text alone, without a blank that belongs to the start of a text: `continuation` |
 | scored after a context | the ids of both together, if they begin with those of the context: `scored` |
+| scored from its first token on | what stands before the first token of a text, and the text: `scored_documents` |
 
 What a tokenizer writes after each text (such as `</s>`) belongs to whole documents of the data only, because a prompt
 or a context is continued. The data themselves are encoded by `Tokenizer.encode_batch`, as in gpt-neox.
@@ -60,14 +61,6 @@ def document(tokenizer: Tokenizer, text: str) -> list[int]:
     return with_beginning(tokenizer.before_text, tokenizer.encode_bare(text))
 
 
-def documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Yield the ids of many texts, each as `document` returns them."""
-    before = len(tokenizer.before_text)
-    for ids in tokenizer.encode_batch(texts):
-        alone = ids[before : len(ids) - len(tokenizer.after_text)]
-        yield with_beginning(tokenizer.before_text, alone)
-
-
 def prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text that generation continues. An empty one stands for the start of a text."""
     if not text:
@@ -104,6 +97,15 @@ def scored(tokenizer: Tokenizer, context: str, text: str) -> Scored:
     if both[: len(before)] != before or not has_own_ids:
         both = [*before, *continuation(tokenizer, text)]
     return Scored(tuple(both), len(before))
+
+
+def scored_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Scored]:
+    """Yield the ids of many texts, each as `scored` returns them without a context."""
+    before = len(tokenizer.before_text)
+    beginning = before_first(tokenizer)
+    for ids in tokenizer.encode_batch(texts):
+        alone = ids[before : len(ids) - len(tokenizer.after_text)]
+        yield Scored(tuple(with_beginning(beginning, alone)), len(beginning))
 
 
 def tail(tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:

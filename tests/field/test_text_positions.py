@@ -110,10 +110,13 @@ def test_a_document_begins_once_and_a_prompt_does_not_end(tokenizers_, form):
     text = "how many people"
     bare = backend.encode(text, add_special_tokens=False).ids
     assert positions.document(tokenizer, text) == positions.prompt(tokenizer, text) == [*start, *bare]
-    assert list(positions.documents(tokenizer, [text, ""])) == [[*start, *bare], start]
+    before = positions.before_first(tokenizer)
+    assert list(positions.scored_documents(tokenizer, [text, ""])) == [((*before, *bare), 1), (before, 1)]
+    assert list(positions.scored_documents(tokenizer, [text])) == [positions.scored(tokenizer, "", text)]
     assert positions.prompt(tokenizer, "") == [backend.token_to_id("<s>")], "the configuration names it"
     written = backend.encode(f"<s>{text}", add_special_tokens=False).ids
     assert positions.document(tokenizer, f"<s>{text}") == written, "not a second one"
+    assert list(positions.scored_documents(tokenizer, [f"<s>{text}"])) == [(tuple(written), 1)]
 
 
 def test_without_a_beginning_the_end_of_a_document_stands_before_a_text(files, tmp_path):
@@ -197,21 +200,20 @@ def test_lambada_scores_the_last_word_as_encoded_with_its_context(tokenizers_, t
 
 
 @pytest.mark.parametrize("form", ["llama2", "llama3", "both_ends", "neox"])
-def test_perplexity_predicts_the_first_token_of_a_text_and_not_its_beginning(tokenizers_, files, tmp_path, form):
+def test_perplexity_predicts_all_of_a_text_but_neither_its_beginning_nor_its_end(tokenizers_, tmp_path, form):
     """lm-evaluation-harness#1586, #3333."""
     tokenizer = tokenizers_[form]
     model = byte_like_model(tokenizer)
     texts = ["how many people", "the river"]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     result = corpus_perplexity(tmp_path / "c.jsonl", scorer_of(tokenizer, model))
-    before = list(tokenizer.before_text) or [tokenizer.eod]
-    rows = [[*before, *tokenizer.encode_bare(text), tokenizer.eod] for text in texts]
+    rows = [[tokenizer.bos, *tokenizer.encode_bare(text)] for text in texts]
     loss = -sum(map(model.total, rows))
     assert result.counts["scored"] == sum(map(len, rows)) - 2
     assert result.metrics["loss"] == pytest.approx(loss / (sum(map(len, rows)) - 2), rel=1e-5)
     builder = IndexedDatasetBuilder(str(tmp_path / "c_text_document"), "int32")
-    for row in rows:
-        builder.add_document([*tokenizer.before_text, *row[len(before) :]])
+    for text in texts:
+        builder.add_document([*tokenizer.encode(text), tokenizer.eod])
     builder.finalize()
     again = corpus_perplexity(tmp_path / "c_text_document", scorer_of(tokenizer, model))
     assert again.metrics["loss"] == pytest.approx(result.metrics["loss"])

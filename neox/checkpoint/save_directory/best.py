@@ -20,6 +20,9 @@ BEST = "best"
 """Name of the link in the directory of checkpoints."""
 JOINED_BY = "joined_text_weighed_by"
 """What a scalar of joined texts is measured on besides keys. Versions before 0.3 weighed them otherwise."""
+SCORED_OF_DOCUMENTS = "scored_of_documents"
+"""What a score of `perplexity=FILE` is measured on besides keys. Versions before 0.3 also scored ends of documents."""
+_DEFINITIONS = (JOINED_BY, SCORED_OF_DOCUMENTS)
 _RECORD = "best.json"
 
 
@@ -47,7 +50,7 @@ class BestRule:
         if earlier.metric == self.metric:
             before |= earlier.measured_on
             for key, value in self.measured_on.items():
-                if earlier.measured_on or key == JOINED_BY:
+                if earlier.measured_on or key in _DEFINITIONS:
                     now[key] = value
         for key in {**before, **now}:
             if before.get(key) != now.get(key):

@@ -84,12 +84,14 @@ class GenerationConfig(Section):
     ] = None
     """Tasks to evaluate: names of lm-evaluation-harness, YAML files of such tasks, or own tasks as KIND=PATH:
     `wikitext=wiki.test.raw`, `lambada=lambada.jsonl`, `perplexity=my.jsonl`, `perplexity=my_text_document`.
-    `needle=PICTURE.svg` hides pass keys in synthetic texts of up to seq_length tokens, and draws where they are
-    found."""
+    `perplexity=` scores each document as lm-evaluation-harness does: all its tokens but not its end, per token, per
+    word (as `wc -w` counts them) and per byte. `wikitext=` scores a file as Megatron-LM does: its words stand between
+    single blanks, and `word_ppl` divides by one less. `needle=PICTURE.svg` hides pass keys in synthetic texts of up to
+    seq_length tokens, and draws where they are found."""
 
     eval_stride: PositiveInt | None = None
-    """Number of tokens by which the windows of a perplexity advance; each is seq_length long. By default they do not
-    overlap."""
+    """Number of tokens by which the windows of `perplexity=` and `wikitext=` advance; each is seq_length long. By
+    default they do not overlap, but the last one of a document of `perplexity=` reaches back to its full length."""
 
     eval_num_fewshot: NonNegativeInt | None = None
     """Number of examples shown before each question of harness tasks; by default the task's own number."""

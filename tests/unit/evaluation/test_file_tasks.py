@@ -2,24 +2,24 @@
 
 import json
 import math
+import subprocess
 
 import pytest
 
 from neox.config import NeoXConfig
-from neox.data import IndexedDatasetBuilder
+from neox.data import IndexedDatasetBuilder, Sidecar, write_sidecar
 from neox.errors import DataError, EvaluationError
 from neox.evaluation.evaluate import evaluate_tasks
 from neox.evaluation.lambada import lambada
 from neox.evaluation.perplexity import (
+    adjusted_perplexity,
     bits_per_byte,
     corpus_perplexity,
-    count_words,
     detokenize_wikitext,
-    token_perplexity,
     wikitext,
-    word_perplexity,
+    wikitext_words,
 )
-from neox.evaluation.results import flat_metrics
+from neox.evaluation.results import flat_metrics, perplexity_of
 from neox.evaluation.scoring import Scorer
 from neox.evaluation.tasks import file_task_scalars, parse_tasks, token_documents, unknown_harness_tasks
 from neox.parallel import ParallelGrid
@@ -55,28 +55,55 @@ def test_a_corpus_and_its_token_file_score_alike(tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "c_text_document"), "uint16")
     for text in texts:
         builder.add_document([*text.encode(), 256])
+    builder.add_document([256])  # of a document without text, which is none
     builder.finalize()
     documents = corpus_perplexity(tmp_path / "c.jsonl", scoring())
     tokens = corpus_perplexity(tmp_path / "c_text_document", scoring())
-    loss = -sum(MODEL.total([256, *text.encode(), 256]) for text in texts)
-    scored = sum(len(text.encode()) + 1 for text in texts)
+    loss = -sum(MODEL.total([256, *text.encode()]) for text in texts)
+    scored = sum(len(text.encode()) for text in texts)
     assert documents.metrics["loss"] == tokens.metrics["loss"] == pytest.approx(loss / scored, rel=1e-5)
     assert documents.metrics["ppl"] == tokens.metrics["ppl"] == pytest.approx(math.exp(loss / scored), rel=1e-5)
     assert documents.counts["documents"] == tokens.counts["documents"] == 3
     assert documents.counts["scored"] == tokens.counts["scored"] == scored
-    assert set(documents.metrics) - set(tokens.metrics) == {"word_ppl", "bits_per_byte"}
+    assert set(documents.metrics) - set(tokens.metrics) == {"word_ppl", "byte_ppl", "bits_per_byte"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("one two three\n  four five six\n\tseven  eight nine ten\n", 10),
+        ("one", 1),
+        (" ", 0),
+    ],
+)
+def test_words_of_own_text_are_those_of_wc(tmp_path, text, words):
+    """Not those of wikitext, whose words and line ends stand between single blanks."""
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    result = corpus_perplexity(tmp_path / "c.jsonl", scoring())
+    loss = -MODEL.total([256, *text.encode()])
+    (tmp_path / "c.txt").write_text(text)
+    counted = subprocess.run(["wc", "-w", tmp_path / "c.txt"], capture_output=True, check=True).stdout.split()[0]
+    assert result.counts["words"] == words == int(counted)
+    if words:
+        assert result.metrics["word_ppl"] == pytest.approx(math.exp(loss / words), rel=1e-5)
+    else:
+        assert "word_ppl" not in result.metrics
+    assert result.metrics["byte_ppl"] == pytest.approx(math.exp(loss / len(text)), rel=1e-5)
 
 
 def test_documents_of_a_token_file_are_whole_and_small(tmp_path):
-    """Four bytes a token; documents without tokens are left out."""
+    """Four bytes a token; documents without text are left out, and so are ends, but not those that are text."""
     builder = IndexedDatasetBuilder(str(tmp_path / "c"), "uint16")
     builder.add_document([1, 2, 3, 256])
     builder.add_document([])
     builder.add_document([5])
     builder.finalize()
     documents = list(token_documents(tmp_path / "c", ByteTokenizer()))
-    assert [ids.tolist() for ids in documents] == [[256, 1, 2, 3, 256], [256, 5]]
+    assert [ids.tolist() for ids in documents] == [[256, 1, 2, 3], [256, 5]]
     assert {ids.dtype.name for ids in documents} == {"int32"}
+    write_sidecar(tmp_path / "c", Sidecar("bytes", "bytes", 257, 256, False, documents=3, tokens=5, max_id=256))
+    documents = list(token_documents(tmp_path / "c", ByteTokenizer()))
+    assert [ids.tolist() for ids in documents] == [[256, 1, 2, 3, 256], [256, 5]]
 
 
 def test_a_limit_holds_for_every_kind_of_task(tmp_path):
@@ -162,26 +189,22 @@ def test_bad_files_are_named(tmp_path, task, name, content, error):
         task(tmp_path / name, scoring())
 
 
-def test_token_perplexity_is_over_the_predicted_tokens():
-    assert token_perplexity(30 * math.log(7), 31) == pytest.approx(7)
-
-
-def test_word_perplexity_spreads_the_same_loss_over_words():
-    assert word_perplexity(30 * math.log(7), 31, 16) == pytest.approx(49)
+def test_the_adjusted_perplexity_spreads_the_same_loss_over_words():
+    assert adjusted_perplexity(30 * math.log(7), 16) == pytest.approx(49)
 
 
 def test_perplexities_of_large_losses_differ_and_do_not_overflow():
     """Losses per word are often above 20, where gpt-neox's and Megatron's perplexity ends."""
-    assert word_perplexity(25.0, 2, 2) == pytest.approx(math.exp(25))
-    assert token_perplexity(1e9, 3) == word_perplexity(1e9, 3, 2) == math.exp(700)
+    assert adjusted_perplexity(25.0, 2) == pytest.approx(math.exp(25))
+    assert perplexity_of(1e9) == adjusted_perplexity(1e9, 2) == math.exp(700)
 
 
 def test_bits_per_byte():
     assert bits_per_byte(80 * math.log(2), 40) == pytest.approx(2)
 
 
-def test_words_are_split_at_single_spaces_of_the_stripped_text():
-    assert count_words(" \n a  b\nc d \n") == 4  # "a", "", "b\nc", "d"
+def test_words_of_wikitext_are_split_at_single_spaces_of_the_stripped_text():
+    assert wikitext_words(" \n a  b\nc d \n") == 4  # "a", "", "b\nc", "d"
 
 
 @pytest.mark.parametrize(

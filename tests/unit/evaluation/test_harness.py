@@ -1,5 +1,8 @@
 """lm-evaluation-harness on our model: a local task of each kind of request, equal to the harness's own model class."""
 
+import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,14 +13,14 @@ from neox.errors import ConfigError, EvaluationError
 from neox.evaluation.evaluate import evaluate_tasks
 from neox.evaluation.harness import (
     check_names,
-    full_windows,
     harness_scalars,
     harness_tasks,
     open_tasks,
     sampling_params,
 )
+from neox.evaluation.perplexity import corpus_perplexity
 from neox.evaluation.results import flat_metrics
-from neox.evaluation.scoring import Scorer
+from neox.evaluation.scoring import Scorer, Span, rolling_windows
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.generation.startup import one_process
@@ -44,14 +47,24 @@ def scoring():
 
 
 @pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    """The harness's own model class on the export of the model."""
+    pytest.importorskip("accelerate", reason="the harness's own model class needs accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    directory = tmp_path_factory.mktemp("hf")
+    config = config_from_files([GOLDEN / NAME / f"{NAME}.yml"])
+    to_hf(GOLDEN / NAME / "global_step30", config, directory, tokenizer_file=TOKENIZER_FILE, verify=False)
+    return HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=2)
+
+
+@pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
-def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, tasks, tmp_path, monkeypatch):
-    pytest.importorskip("accelerate", reason="the harness's own model class needs accelerate")
+def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, export, tasks, tmp_path, monkeypatch):
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     ours = {result.task: result for result in harness_tasks(tasks, open_tasks(tasks), scoring)}
@@ -59,15 +72,8 @@ def test_every_kind_of_request_scores_as_the_harnesss_own_model_does(scoring, ta
     scalars = harness_scalars(tasks, open_tasks(tasks))
     assert set(scalars.known) == reported  # before the tasks are scored
     assert scalars.possible == ["eval/local_choice_*", "eval/local_rolling_*", "eval/local_until_*"]
-    to_hf(
-        GOLDEN / NAME / "global_step30",
-        config_from_files([GOLDEN / NAME / f"{NAME}.yml"]),
-        tmp_path / "hf",
-        tokenizer_file=TOKENIZER_FILE,
-        verify=False,
-    )
     theirs = simple_evaluate(
-        model=HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=2),
+        model=export,
         tasks=tasks,
         log_samples=False,
     )["results"]
@@ -143,10 +149,42 @@ def test_generation_settings_of_tasks():
         sampling_params({"typical_p": 0.3}, 2048)
 
 
-def test_the_last_window_reaches_back():
-    spans = full_windows(range(10), 4)
-    assert [(tuple(span.tokens), span.first) for span in spans] == [
-        ((0, 1, 2, 3, 4), 1),
-        ((4, 5, 6, 7, 8), 1),
-        ((5, 6, 7, 8, 9), 4),
+@pytest.mark.parametrize("stride", [1, 3, 4])
+def test_windows_of_a_text_are_the_harnesss(stride):
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    for size in range(1, 15):
+        theirs = []
+        for pair in get_rolling_token_windows(list(range(1, size + 1)), 0, 4, 4 - stride + 1):
+            context, scored = make_disjoint_window(pair)
+            theirs.append(([*context, *scored], len(context)))
+        ours = rolling_windows(Span(range(size + 1), 1), 4, stride)
+        assert [(list(span.tokens), span.first) for span in ours] == theirs
+
+
+def test_the_perplexity_of_documents_is_the_harnesss(scoring, export, tmp_path):
+    """Tokens, nats and bytes of its `loglikelihood_rolling`, for texts shorter and longer than the context."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.metrics import bits_per_byte, weighted_perplexity
+
+    texts = [
+        "Ten words stand on\n  the three lines\n\nof this text.",
+        "def f(x): return x",
+        "Käse for all. " * 60 + "End",
     ]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    ours = corpus_perplexity(tmp_path / "c.jsonl", scoring)
+    requests = [Instance("loglikelihood_rolling", {}, (text,), number) for number, text in enumerate(texts)]
+    sums = export.loglikelihood_rolling(requests, disable_tqdm=True)
+    tokens = sum(len(export.tok_encode(text)) for text in texts)
+    of_words = [(nats, len(re.split(r"\s+", text))) for nats, text in zip(sums, texts, strict=True)]
+    of_bytes = [(nats, len(text.encode())) for nats, text in zip(sums, texts, strict=True)]
+    assert len(export.tok_encode(texts[2])) > export.max_length
+    assert of_words[0][1] == 10
+    assert ours.counts["scored"] == tokens
+    assert ours.counts["words"] == sum(words for _, words in of_words)
+    assert ours.metrics["loss"] == pytest.approx(-sum(sums) / tokens, rel=1e-5)
+    assert ours.metrics["ppl"] == pytest.approx(math.exp(-sum(sums) / tokens), rel=1e-4)
+    assert ours.metrics["word_ppl"] == pytest.approx(weighted_perplexity(of_words), rel=1e-3)
+    assert ours.metrics["byte_ppl"] == pytest.approx(weighted_perplexity(of_bytes), rel=1e-4)
+    assert ours.metrics["bits_per_byte"] == pytest.approx(bits_per_byte(of_bytes), rel=1e-5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from neox.errors import EvaluationError
-from neox.evaluation.scoring import Span, score_spans, windows
+from neox.evaluation.scoring import Span, rolling_windows, score_spans, windows
 from tests.errors import raises_naming
 from tests.unit.evaluation.table_model import TableModel
 
@@ -19,6 +19,16 @@ def test_every_token_but_the_first_is_scored_once_in_order(size, stride):
     assert all(len(span.tokens) <= 11 for span in spans)
     for span in spans[1:]:
         assert span.first >= 10 - stride + 1, "context of the window minus the stride"
+
+
+@pytest.mark.parametrize("stride", [1, 3, 4])
+def test_a_text_of_any_length_is_scored_once_after_a_context_of_several_tokens(stride):
+    """Such as `[gMASK]<sop>`, which GLM's tokenizer writes before a text."""
+    for size in range(2, 15):
+        spans = list(rolling_windows(Span(range(size), 2), 4, stride))
+        assert [token for span in spans for token in span.tokens[span.first :]] == list(range(2, size))
+        assert all(len(span.tokens) <= 5 for span in spans)
+        assert all(len(span.tokens) == 5 for span in spans[1:])
 
 
 def test_without_overlap_windows_share_only_the_token_between_them():
@@ -36,6 +46,8 @@ def test_windows_of_an_array_are_views_and_score_as_those_of_a_list():
 def test_a_stride_that_would_skip_or_stand_still_is_refused(stride):
     with raises_naming(EvaluationError, "eval_stride"):
         list(windows(range(30), 10, stride))
+    with raises_naming(EvaluationError, "eval_stride"):
+        list(rolling_windows(Span(range(30), 1), 10, stride))
 
 
 def test_scores_come_in_the_order_of_the_spans_whatever_the_batches():

@@ -263,13 +263,16 @@ def older_record(directory: Path, metric: str, config: str | None) -> None:
         ("validation/web/lm_loss_bits_per_byte", "seed: 1", None),
         ("validation/lm_loss_bits_per_byte", "seed: 1", "joined_text_weighed_by unset -> labels"),
         ("validation/lm_loss_char_ppl", "seed: 1", "joined_text_weighed_by unset -> labels"),
+        ("eval/perplexity_loss", "seed: 1", "scored_of_documents unset -> text"),
+        ("eval/lambada_ppl", "seed: 1", None),
     ],
 )
 def test_a_record_of_an_older_version_has_the_goal_of_its_checkpoint(
     tmp_path: Path, metric: str, config: str | None, changed: str | None
 ) -> None:
     older_record(tmp_path, metric, config)
-    plan = small_plan(**NAMED, save=str(tmp_path), load=str(tmp_path), save_best=metric)
+    tasks = ["perplexity=c.jsonl", "lambada=l.jsonl"]
+    plan = small_plan(**NAMED, save=str(tmp_path), load=str(tmp_path), save_best=metric, eval_tasks=tasks)
     notes = save_best_notes(plan)
     assert len(notes) == (changed is not None)
     for note in notes:
