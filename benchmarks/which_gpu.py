@@ -77,7 +77,8 @@ The last column is the size that would get 20 in the same time: a token's FLOPs 
 shrink with them. A loop knows only the sizes that it tries. The shipped files leap from 3 to 8 billion parameters, so
 the second loop tries the larger network with fewer of its 32 layers: of 16 it has 4.5 billion.
 
-The times are estimates: measure a layout on your GPUs (`--suggest --measure`) before you rely on them. The text must be
+The times are estimates, above what published runs reached. `--set expected_mfu=0.4` takes that share of the peak in
+their place: choose with what you expect to reach, or measure it on your GPUs (`--suggest --measure`). The text must be
 there too, because more than four passes over it help little. [A ladder](../ladder.md) predicts the loss of a model
 before it is paid for. For fine-tuning it is memory that decides: the tables below, with LoRA or without.
 

@@ -13,6 +13,7 @@ Offloaded states and weights take main memory: a GPU has its share of that of it
 what --set host_memory_gib=N says of each of yours. Where fewer GPUs would do with more of it, a line says how much.
 With --days, the tokens are those that are trained in this time, and are also shown for each parameter.
 Nothing is started, and no GPU is asked: memory is planned, times are estimated for full power and fused kernels.
+--set expected_mfu=0.4 takes that share of the peak in place of the estimates.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def main() -> int:
     fp8 = bool(loaded.config.training.fp8)
     amount = f"{tokens:,.0f} tokens" if args.days is None else f"{args.days:g} days"
     title = f"GPUs for {' '.join(args.conf_file)}; {amount}"
-    title += f"\ntimes are {times_basis(kinds, fp8=fp8)}"
+    if loaded.config.given("expected_mfu"):
+        title += f"\ntimes follow from {loaded.config.describe_setting('expected_mfu')}; layouts are those of estimates"
+    else:
+        title += f"\ntimes are {times_basis(kinds, fp8=fp8)}"
     title += f"\n{network_basis(kinds)}"
     title += f"\n{main_memory_basis(loaded.config, kinds)}"
     title += f"\nbatch: {describe_batch(loaded.config)}"

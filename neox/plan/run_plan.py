@@ -42,7 +42,8 @@ class RunPlan:
         epoch_samples: Samples of one pass over the training data; 0 if no log needs them, so that nobody counted.
         dataset_tokens: Tokens of each training dataset; empty if they are not known. Ranks do not need them.
         pass_tokens: Tokens of the samples of one pass over each, padding included; empty if they are not known.
-        validation_tokens: The same of each validation set after its name, None for one without, as far as known.
+        pair_rows: Rows of one pass over pairs of answers; 0 if they are not known, or texts are learned.
+        validation_tokens: Tokens of each validation set after its name, None for one without, as far as known.
     """
 
     config: NeoXConfig
@@ -63,6 +64,7 @@ class RunPlan:
     epoch_samples: int = 0
     dataset_tokens: tuple[int, ...] = ()
     pass_tokens: tuple[int, ...] = ()
+    pair_rows: int = 0
     validation_tokens: tuple[tuple[str | None, int], ...] = ()
 
     @cached_property

@@ -11,7 +11,7 @@ from neox.config import NeoXConfig
 from neox.config.sections.data import DataConfig, split_shares
 from neox.errors import ConfigError, DataError
 from neox.plan import RunPlan
-from neox.plan.report.data_lines import notes_on_evaluations, notes_on_passes
+from neox.plan.report.data_lines import notes_on_evaluations, notes_on_pairs, notes_on_passes
 from neox.problems import Problem
 from neox.storage import is_remote
 
@@ -27,6 +27,9 @@ _TrainingSet = tuple[str, str | None]
 def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     """Return a plan with the sizes of its datasets and notes on them, and why they do not suffice."""
     data = plan.config.data
+    if plan.config.preferences.on_preferences:
+        plan = replace(plan, pair_rows=_rows_of_pairs(plan.config))
+        return replace(plan, notes=(*plan.notes, *notes_on_pairs(plan))), ()
     plan = replace(plan, validation_tokens=validation_tokens(plan.config))
     plan = replace(plan, notes=(*plan.notes, *notes_on_evaluations(plan)))
     if data.weight_by_num_documents or plan.config.training.train_iters is None:
@@ -39,6 +42,16 @@ def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
         return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), tuple(problems)
     except ConfigError as error:
         return replace(plan, dataset_tokens=(), pass_tokens=()), (*problems, *error.problems)
+
+
+def _rows_of_pairs(config: NeoXConfig) -> int:
+    """Return the rows of one pass over the pairs of answers for training; 0 if they cannot be read."""
+    try:
+        from neox.data.pass_amounts import rows_of_epochs  # numpy, which a dry run without data does not need
+
+        return rows_of_epochs(config, config.model.seq_length or 0, 1)
+    except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
+        return 0
 
 
 def training_tokens(config: NeoXConfig) -> tuple[int, ...]:

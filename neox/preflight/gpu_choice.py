@@ -208,6 +208,7 @@ class _Search(NamedTuple):
         notes: Settings that would be faster.
         least_offloaded: As that of `Suggestions`.
         main_memory: Bytes of main memory that a rank may take; None if unknown.
+        expected_mfu: MFU that the configuration gives in place of estimates.
     """
 
     fastest: Suggestion | None
@@ -216,6 +217,7 @@ class _Search(NamedTuple):
     notes: tuple[str, ...]
     least_offloaded: int | None
     main_memory: int | None
+    expected_mfu: float | None
 
     @property
     def lacks_main_memory(self) -> bool:
@@ -248,6 +250,10 @@ def _choice(
     """Return what a layout on a number of GPUs takes for some tokens, or trains in some days."""
     gpu = GPUS[kind]
     speed = layout.time.tokens_per_gpu * count
+    mfu = layout.time.mfu
+    if searched.expected_mfu is not None:
+        speed *= searched.expected_mfu / mfu
+        mfu = searched.expected_mfu
     if days is not None:
         tokens = speed * days * _DAY
     seconds = tokens / speed
@@ -260,7 +266,7 @@ def _choice(
         memory_gib=layout.memory.needed(on_cpu=False) / _GIB,
         main_memory_gib=layout.memory.main_memory * min(count, gpu.per_host) / _GIB,
         tokens_per_second=speed,
-        mfu=layout.time.mfu,
+        mfu=mfu,
         tokens=tokens,
         parameters=searched.parameters,
         days=seconds / _DAY,
@@ -295,6 +301,7 @@ def _search(config: NeoXConfig, of_batch: Mapping[str, Any], vocab_size: int, gp
         notes=(FLASH_IS_FASTER,) if flash_is_faster(plan, device) else (),
         least_offloaded=found.least_offloaded,
         main_memory=None if device.main_memory is None else device.main_memory.size,
+        expected_mfu=config.logging.expected_mfu if config.given("expected_mfu") else None,
     )
 
 

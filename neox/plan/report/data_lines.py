@@ -100,6 +100,22 @@ def notes_on_passes(plan: RunPlan) -> list[str]:
     return notes
 
 
+def notes_on_pairs(plan: RunPlan) -> list[str]:
+    """Return a note on pairs of answers that are read many times; none if their number is not known."""
+    passes = _passes_over_pairs(plan)
+    if passes <= MANY_PASSES:
+        return []
+    words = f"pairs of answers are read {passes:.3g} times, where 1 to 3 are usual"
+    return [f"{words}; use fewer steps, or num_train_epochs"]
+
+
+def _passes_over_pairs(plan: RunPlan) -> float:
+    """Return how often a run reads its pairs of answers; 0 if it is not known."""
+    if not plan.pair_rows:
+        return 0.0
+    return plan.batch_schedule.samples(plan.config.training.train_iters or 0) / plan.pair_rows
+
+
 def dataset_names(plan: RunPlan) -> list[str]:
     """Return the names of the training datasets in messages."""
     data = plan.config.data
@@ -108,13 +124,16 @@ def dataset_names(plan: RunPlan) -> list[str]:
 
 
 def preference_lines(plan: RunPlan) -> Iterator[str]:
-    """Yield what is learned from preferences, and where the reference is; nothing for texts."""
+    """Yield what is learned from preferences, how often, and where the reference is; nothing for texts."""
     keys = plan.config.preferences
     if not keys.on_preferences:
         return
     loss: str = keys.train_impl
     if keys.train_impl == "dpo":
         loss += f" ({keys.dpo_loss})"
+    if plan.pair_rows:
+        rows = plan.batch_schedule.samples(plan.config.training.train_iters or 0)
+        loss += f", {rows:,} rows of pairs, {plan.pair_rows:,} in a pass ({_passes_over_pairs(plan):.3g} passes)"
     if not keys.needs_reference:
         yield f"{loss}, without a reference"
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,10 @@ from neox.data.answer_pairs.reference_file import ReferenceIdentity, hash_of_pai
 from neox.data.pass_amounts import rows_of_epochs
 from neox.data.token_files.indexed_dataset import IGNORED
 from neox.errors import DataError
+from neox.plan.report.data_lines import preference_lines
+from neox.preflight.data_amounts import with_amounts
 from tests.errors import raises_naming
+from tests.plans import small_plan
 
 
 class Lengths(AnswerPairs):
@@ -247,3 +251,25 @@ def test_rows_of_passes_are_those_that_a_run_reads(tmp_path: Path) -> None:
     dataset = PreferenceDataset(pairs, rows, 64, 3)
     assert np.bincount(dataset.row_pairs.pairs).tolist() == [2] * 40
     assert rows_of_epochs(config, 64, 0.5) in (rows // 4, rows // 4 + 1)
+
+
+def test_the_plan_says_how_often_pairs_are_read(tmp_path: Path) -> None:
+    """Ten pairs, one in a row: 25 steps of two rows read each five times."""
+    prompts = [[1, 2]] * 10
+    keys: dict[str, Any] = {"train_impl": "dpo", "pack_impl": "unpacked", "train_micro_batch_size_per_gpu": 2}
+    for side, token in (("pos", 3), ("neg", 4)):
+        files(tmp_path, side, prompts, [[token]] * 10)
+        keys[f"{side}_train_data_paths"] = [str(tmp_path / side)]
+        keys[f"{side}_train_label_data_paths"] = [str(tmp_path / f"{side}_label")]
+
+    def planned(steps: int) -> tuple[str, list[str]]:
+        plan, problems = with_amounts(small_plan(**{**keys, "train_iters": steps}))
+        assert problems == ()
+        return " ".join(preference_lines(plan)), [note for note in plan.notes if "pairs of answers are read" in note]
+
+    line, (note,) = planned(25)
+    assert "50 rows of pairs, 10 in a pass (5 passes)" in line
+    assert "read 5 times" in note
+    line, notes = planned(15)
+    assert "(3 passes)" in line
+    assert notes == []

@@ -151,6 +151,16 @@ def test_days_decide_about_the_tokens() -> None:
     assert same.days == pytest.approx(7)
 
 
+def test_an_expected_mfu_takes_the_place_of_estimates() -> None:
+    """57.91 GFLOPs a token of Llama 3 8B at 8,192 tokens (causal attention counted whole), by hand."""
+    config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=["expected_mfu=0.4"]).config
+    (choice,) = choose_gpus(config, 128_256, 1e9, ["h100"], [8], every=True)
+    layer = 2 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) + 4 * 8192 * 4096
+    operations = 3 * (32 * layer + 2 * 4096 * 128_256)
+    assert choice.mfu == 0.4
+    assert choice.tokens_per_second == pytest.approx(8 * 0.4 * 989e12 / operations, rel=1e-3)
+
+
 def test_bf16_needs_a_gpu_that_has_it() -> None:
     config = load_config([CONFIGS / "llama" / "3-8B.yml"], overrides=[]).config
     (choice,) = choose_gpus(config, 128_256, 1e9, ["v100"])
