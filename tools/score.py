@@ -5,8 +5,9 @@ r"""Score texts: the log-probability of each under a language model, or answers 
 
 A line of the input is `{"text": ...}` or `{"prompt": ..., "completion": ...}`. A language model adds `log_probability`
 (natural logarithm), `tokens`, `bytes`, `perplexity` (per token) and `bits_per_byte` of the text, or of the completion
-after the prompt. To `{"prompt": ..., "chosen": ..., "rejected": ...}`, whose prompt may be left out, it adds
-`chosen_log_probability` and `rejected_log_probability`.
+after the prompt, as lm-evaluation-harness does. A text that is longer than the context is scored in windows. To
+`{"prompt": ..., "chosen": ..., "rejected": ...}`, whose prompt may be left out, it adds `chosen_log_probability` and
+`rejected_log_probability`.
 
 A reward model adds `score`, or `chosen_score` and `rejected_score`; it takes no `text`. Texts and messages are
 tokenized as in training (tools/preprocess_preferences.py).

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from neox.corpus import BadRecord
 from neox.evaluation.results import bits_per_byte, perplexity_of
-from neox.evaluation.scoring import ScoringModel, Span, SpanScore, score_spans
+from neox.evaluation.scoring import ScoringModel, Span, SpanScore, joined_score, rolling_windows, score_spans
 from neox.evaluation.text_scores import read_lines
 from neox.tokenizer import Tokenizer, positions
 
@@ -24,12 +25,12 @@ class _Line(NamedTuple):
     Attributes:
         record: Its JSON object.
         texts: Texts whose log-probabilities are wanted, by their keys.
-        spans: Their ids, each after those of its context.
+        windows: Windows that score the ids of each, after those of its context.
     """
 
     record: dict[str, Any]
     texts: dict[str, str]
-    spans: list[Span]
+    windows: list[list[Span]]
 
 
 @dataclass
@@ -74,7 +75,9 @@ def lines_with_probabilities(
     """Score the texts in files, and yield each line with their log-probabilities as JSON.
 
     A line has a `text`, or a `completion`, or `chosen` and `rejected`, each of which may follow a `prompt`. Without one
-    its first token follows the start of a text. All ranks of the model call it together.
+    its first token follows the start of a text, and it may be longer than the model's context: it is scored in windows.
+    The log-probabilities are those of lm-evaluation-harness's `loglikelihood`, and without a prompt those of its
+    `loglikelihood_rolling`. All ranks of the model call it together.
 
     Args:
         model: The language model.
@@ -110,7 +113,7 @@ def _line(record: Any, tokenizer: Tokenizer, max_length: int) -> _Line:
     if tuple(texts) not in (("text",), ("completion",), _PAIR):
         raise BadRecord("a line has `text`, `completion`, or `chosen` and `rejected`, after a `prompt` if there is one")
     context = record.get("prompt", "")
-    spans = []
+    windows = []
     for key, text in {"prompt": context, **texts}.items():
         if not isinstance(text, str):
             raise BadRecord(f"`{key}` is no text; conversations are scored with a reward model (`train_impl: rm`)")
@@ -118,23 +121,23 @@ def _line(record: Any, tokenizer: Tokenizer, max_length: int) -> _Line:
         ids, first = positions.scored(tokenizer, context, text)
         if len(ids) == first:
             raise BadRecord(f"`{key}` has no text")
-        if len(ids) - 1 > max_length:
+        if len(ids) - 1 > max_length and context.strip():
             raise BadRecord(
-                f"`{key}` with its context takes {len(ids) - 1:,} positions, of which the model has {max_length:,}; "
-                "`evaluate.py --eval_tasks perplexity=FILE` scores longer texts in windows"
+                f"`{key}` with its prompt takes {len(ids) - 1:,} positions, of which the model has {max_length:,}: "
+                "shorten the prompt; only texts without one are scored in windows"
             )
-        spans.append(Span(ids, first))
-    return _Line(record, texts, spans)
+        windows.append(list(rolling_windows(Span(ids, first), max_length, max_length)))
+    return _Line(record, texts, windows)
 
 
 def _scored(model: ScoringModel, lines: Sequence[_Line], summary: TextSummary, batch: int) -> Iterator[str]:
     """Score lines, and yield them with their log-probabilities."""
-    spans = [span for line in lines for span in line.spans]
+    spans = [span for line in lines for windows in line.windows for span in windows]
     scores = iter(score_spans(model, spans, batch_size=batch))
     for line in lines:
         found: dict[str, SpanScore] = {}
-        for key, text in line.texts.items():
-            score = next(scores)
+        for (key, text), windows in zip(line.texts.items(), line.windows, strict=True):
+            score = joined_score(islice(scores, len(windows)))
             found[key] = score
             summary.texts += 1
             summary.tokens += score.count

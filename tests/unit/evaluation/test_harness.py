@@ -21,6 +21,7 @@ from neox.evaluation.harness import (
 from neox.evaluation.perplexity import corpus_perplexity
 from neox.evaluation.results import flat_metrics
 from neox.evaluation.scoring import Scorer, Span, rolling_windows
+from neox.evaluation.text_probabilities import TextSummary, lines_with_probabilities
 from neox.generation.load import load_model
 from neox.generation.request import SamplingParams
 from neox.generation.startup import one_process
@@ -188,3 +189,7 @@ def test_the_perplexity_of_documents_is_the_harnesss(scoring, export, tmp_path):
     assert ours.metrics["word_ppl"] == pytest.approx(weighted_perplexity(of_words), rel=1e-3)
     assert ours.metrics["byte_ppl"] == pytest.approx(weighted_perplexity(of_bytes), rel=1e-4)
     assert ours.metrics["bits_per_byte"] == pytest.approx(bits_per_byte(of_bytes), rel=1e-5)
+    files = [str(tmp_path / "c.jsonl")]
+    lines = lines_with_probabilities(scoring.model, scoring.tokenizer, files, TextSummary(), batch=2, skip_bad=0)
+    by_text = [json.loads(line)["log_probability"] for line in lines]
+    assert by_text == pytest.approx(sums, rel=1e-5)

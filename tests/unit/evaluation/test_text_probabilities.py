@@ -42,6 +42,20 @@ def test_texts_follow_the_start_of_a_text_and_completions_their_prompt(tmp_path:
     assert summary.log_probability == pytest.approx(alone + after + longer, rel=1e-5)
 
 
+def test_a_text_that_is_longer_than_the_context_is_scored_in_windows(tmp_path: Path) -> None:
+    """The next token of this model depends on the last one alone, so that windows change nothing."""
+    model = TableModel()
+    text = "some words, " * 20
+    found, summary = scored(tmp_path, {"text": text}, {"text": "b"}, {"chosen": text, "rejected": "b"})
+    long = model.total([EOD, *text.encode()])
+    short = model.total([EOD, *b"b"])
+    assert len(text) > 3 * model.max_length
+    assert [found[0]["log_probability"], found[1]["log_probability"]] == pytest.approx([long, short], rel=1e-5)
+    assert [found[2]["chosen_log_probability"], found[2]["rejected_log_probability"]] == pytest.approx([long, short])
+    assert [found[0]["tokens"], found[1]["tokens"], found[2]["chosen_tokens"]] == [len(text), 1, len(text)]
+    assert summary.tokens == 2 * len(text) + 2
+
+
 def test_pairs_are_compared_with_and_without_a_prompt(tmp_path: Path) -> None:
     model = TableModel()
     first = {"prompt": "a", "chosen": "bc", "rejected": "xyz"}
@@ -65,7 +79,7 @@ def test_pairs_are_compared_with_and_without_a_prompt(tmp_path: Path) -> None:
         ({"chosen": "a"}, "rejected"),
         ({"text": ""}, "no text"),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "prompt"),
-        ({"text": "a" * 65}, "65"),
+        ({"prompt": "a", "completion": "a" * 65}, "prompt"),
         ("a", "completion"),
     ],
 )
