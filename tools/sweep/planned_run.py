@@ -13,7 +13,8 @@ from typing import Any
 from neox.config import NeoXConfig
 from neox.errors import ConfigError, LaunchError, NeoXError
 from neox.files import write_text
-from neox.plan import RunPlan
+from neox.launch.hosts.placement import Placement, choose_hosts
+from neox.plan import Device, RunPlan
 from neox.plan.report.run_totals import RunTotals, run_totals
 from neox.plan.run_identity import learning_changes
 from neox.preflight.command_line import parse_arguments
@@ -42,14 +43,18 @@ class PlannedRun(RunFiles):
         totals: Its tokens, compute and time.
         problems: What is missing for it or does not fit.
         warnings: Further lines of its plan to show.
+        device: What each of its ranks runs on.
+        too_large: Those of the problems or warnings that say that it needs more memory than its device has.
     """
 
     config: NeoXConfig
     command: tuple[str, ...]
     plan: RunPlan
     totals: RunTotals
+    device: Device
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -82,10 +87,13 @@ def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
 
     Raises:
         ConfigError: The configuration of a run is wrong, two runs have the same one (values count, not how they are
-            written), or a sweep varies what a place decides; with every problem.
+            written), or a sweep sets what a place decides; with every problem.
         LaunchError: The hosts of the configuration cannot be found.
     """
-    refused = {*OTHER_HOST_KEYS} & {*sweep.varied}
+    given: dict[str, Any] = {}
+    for run in sweep.runs:
+        given |= {key: value for key, value in {**sweep.settings, **run.values}.items() if value is not None}
+    refused = [key for key in OTHER_HOST_KEYS if key in given]
     if refused and place.host is not None:
         raise ConfigError(
             f"{', '.join(refused)}: a place of the hostfile decides the ranks of a run; see slots_per_run"
@@ -96,7 +104,7 @@ def plan_runs(sweep: Sweep, place: Place) -> list[PlannedRun]:
     equal_runs: list[tuple[Any, list[str]]] = []  # values of all keys of a configuration, and the runs that have them
     for run in sweep.runs:
         try:
-            config = _config_of(_words(sweep, run), place)
+            config = config_of(sweep, run, place)
             values = config.model_dump()
             for others, names in equal_runs:
                 if others == values:
@@ -179,13 +187,22 @@ def _plan_run(sweep: Sweep, run: SweepRun, place: Place, config: NeoXConfig) -> 
         command=(sys.executable, str(scripts_root() / "deepy.py"), *words),
         plan=plan,
         totals=totals,
+        device=planned.device,
         problems=tuple(problems),
         warnings=tuple(warnings),
+        too_large=tuple(map(str, planned.too_large)),
     )
 
 
-def _config_of(words: Sequence[str], place: Place) -> NeoXConfig:
-    return read_config(parse_arguments([*words, *place.flags, "--dry-run"]))
+def config_of(sweep: Sweep, run: SweepRun, place: Place) -> NeoXConfig:
+    """Return the configuration of a run at a place, without what is the run's own. Raises ConfigError."""
+    return read_config(parse_arguments([*_words(sweep, run), *place.flags, "--dry-run"]))
+
+
+def placement_of(sweep: Sweep, run: SweepRun, place: Place) -> Placement:
+    """Return the hosts and slots that a run has at a place. Raises ConfigError and LaunchError."""
+    arguments = parse_arguments([*_words(sweep, run), *place.flags, "--dry-run"])
+    return choose_hosts(read_config(arguments), arguments)[0]
 
 
 def _own_settings(
@@ -206,7 +223,12 @@ def _own_settings(
         yield override("keep_last_n_checkpoints", 1)
     trackers = config.logging
     if trackers.tensorboard_dir is not None:
-        yield override("tensorboard_dir", str(Path(trackers.tensorboard_dir, sweep.name, run.name)))
+        events = Path(trackers.tensorboard_dir)
+        # A relative one would be that of the working directory, which later calls and other hosts need not share.
+        own = directory / "tensorboard"
+        if events.is_absolute():
+            own = events / sweep.name / run.name
+        yield override("tensorboard_dir", str(own))
     names = {
         "wandb_run_name": trackers.use_wandb,
         "mlflow_run_name": trackers.use_mlflow,

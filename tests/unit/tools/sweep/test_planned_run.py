@@ -15,10 +15,12 @@ from neox.launch.supervisor.outcome import EndKind
 from neox.run_events import append_event
 from tests.plans import SMALL
 from tools.sweep.command import format_plans
-from tools.sweep.places import Place
+from tools.sweep.places import Place, find_places
 from tools.sweep.planned_run import plan_runs
 from tools.sweep.run_files import RunFiles, State
 from tools.sweep.sweep_file import SweepRun, read_sweep
+
+VOCABULARY = Path(__file__).parents[4] / "tests" / "golden" / "data" / "tokenizer.json"
 
 
 def run_in(directory: Path) -> RunFiles:
@@ -130,3 +132,33 @@ def test_values_that_make_other_configurations_are_other_runs(tmp_path: Path) ->
     grid = {"optimizer.params.lr": [1e-3, 2e-3], "seed": [1, 2]}
     file.write_text(yaml.safe_dump({"configs": [str(tmp_path / "tiny.yml")], "grid": grid}))
     assert len(plan_runs(read_sweep(file), Place())) == 4
+
+
+def test_events_of_a_run_are_in_its_directory_or_below_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = {**SMALL, "tokenizer_type": "HFTokenizer", "vocab_file": str(VOCABULARY), "num_gpus": 1}
+    Path("a.yml").write_text(yaml.safe_dump(keys))
+    list_ = [{"name": "relative", "tensorboard_dir": "../tb"}, {"name": "absolute", "tensorboard_dir": "/tb"}]
+    Path("seeds.yml").write_text(yaml.safe_dump({"configs": ["a.yml"], "list": list_}))
+    relative, absolute = plan_runs(read_sweep(Path("seeds.yml")), Place())
+    assert relative.config.logging.tensorboard_dir == str(relative.directory / "tensorboard")
+    assert absolute.config.logging.tensorboard_dir == "/tb/seeds/absolute"
+
+
+def test_keys_of_ranks_that_a_place_decides_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = {**SMALL, "tokenizer_type": "HFTokenizer", "vocab_file": str(VOCABULARY), "num_gpus": 2}
+    Path("a.yml").write_text(yaml.safe_dump(keys))
+    Path("hosts").write_text("one slots=4\n")
+    (place,) = find_places("hosts", None)
+    for settings, is_refused in (({"num_gpus": 1}, True), ({"num_gpus": None}, False), ({}, False)):
+        text = yaml.safe_dump({"configs": ["a.yml"], "set": settings, "grid": {"seed": [1, 2]}})
+        Path("seeds.yml").write_text(text)
+        sweep = read_sweep(Path("seeds.yml"))
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"num_gpus.*slots_per_run"):
+                plan_runs(sweep, place)
+        else:
+            assert [run.plan.grid.world_size for run in plan_runs(sweep, place)] == [4, 4]
