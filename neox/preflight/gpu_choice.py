@@ -10,7 +10,7 @@ from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.placement import place_ranks
 from neox.plan import resolve
-from neox.plan.batches.batch import BATCH_KEYS, STEPS, TOTAL, IntendedBatch, intended_batch
+from neox.plan.batches.batch import BATCH_KEYS, STEPS, TOTAL, IntendedBatch, intended_batch, intended_gpus
 from neox.plan.devices.device import PROCESS_BYTES, device_of_kind
 from neox.plan.devices.precision import choose_precision
 from neox.plan.search.divisible import divisible_config
@@ -76,15 +76,26 @@ class GpuChoice:
 
 def batch_to_plan(config: NeoXConfig) -> IntendedBatch | None:
     """Return the batch that a configuration was made for, also by its hostfile; None if it names none."""
-    hosts = None
-    if config.runner.hostfile is not None:
-        try:
-            placement = place_ranks(config.runner, config.source("hostfile"))
-        except (ConfigError, LaunchError):  # it is on another machine
-            pass
-        else:
-            hosts = (placement.world_size, f"{placement.world_size} ranks of {placement.why}")
-    return intended_batch(config, hosts)
+    return intended_batch(config, _named_hosts(config))
+
+
+def gpus_to_plan(config: NeoXConfig) -> tuple[int, str] | None:
+    """Return the number of GPUs that a configuration was made for, also by its hostfile, and the text that says where.
+
+    None if it names none.
+    """
+    return intended_gpus(config, _named_hosts(config))
+
+
+def _named_hosts(config: NeoXConfig) -> tuple[int, str] | None:
+    """Return the ranks of a configuration's hostfile, and the text that names it; None if there is none here."""
+    if config.runner.hostfile is None:
+        return None
+    try:
+        placement = place_ranks(config.runner, config.source("hostfile"))
+    except (ConfigError, LaunchError):  # it is on another machine
+        return None
+    return placement.world_size, f"{placement.world_size} ranks of {placement.why}"
 
 
 def describe_batch(config: NeoXConfig) -> str:

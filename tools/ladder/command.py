@@ -6,29 +6,26 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, DataError, os_errors
-from neox.launch.status.run_status import duration
 from neox.log import setup_logging
 from neox.plan import RunPlan, config_from_files
-from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shapes_of, short
+from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shapes_of
 from tools.ladder.fits import LossFit, RateFit, fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, format_prediction, write_prediction
 from tools.ladder.schedule import unscaled_keys
-from tools.sweep.command import format_plans, sweep_over, unplanned_because
-from tools.sweep.places import Place, find_places
-from tools.sweep.planned_run import PlannedRun, plan_runs
+from tools.ladder.target import TARGET, Target, check_training, places_of_small_runs, plan_target, target_sweep
+from tools.sweep.command import format_plans, sweep_over
+from tools.sweep.places import Place
+from tools.sweep.planned_run import plan_runs
 from tools.sweep.results import read_results
 from tools.sweep.run_files import State
-from tools.sweep.sweep_file import Sweep, SweepRun, override, with_sources
+from tools.sweep.sweep_file import SweepRun, override, with_sources
 
-TARGET = "target"
-"""Name of the target's run."""
 RULE = RateFit({}, 0.0, 0.0, 0.0, 0.0, 0.0, math.nan, {})
 """Learning rates of the rule alone, before any is searched."""
 _DESCRIPTION = """Predict the loss and the best learning rate of a large run from a family of small ones.
@@ -52,7 +49,11 @@ def main() -> int:
     setup_logging()
     parser = ScriptParser(description=_DESCRIPTION)
     parser.add_argument("ladder", type=Path, help="ladder file (YAML)")
-    parser.add_argument("-H", "--hostfile", help="hosts that each train one small run at a time")
+    parser.add_argument(
+        "-H",
+        "--hostfile",
+        help="hosts that each train one small run at a time, and with --train_target together the target",
+    )
     parser.add_argument("--dry-run", action="store_true", help="show the runs and their plans, and start nothing")
     parser.add_argument(
         "--train_target", action="store_true", help="after the prediction: train the target, and state the error"
@@ -62,18 +63,19 @@ def main() -> int:
     if TARGET in args.redo and not args.train_target:
         raise ConfigError(f"--redo {TARGET} needs --train_target")
     ladder = read_ladder(args.ladder)
-    places = find_places(args.hostfile, ladder.slots_per_run)
-    (target,) = plan_runs(_target_sweep(ladder, {}), Place())
-    family = Family(ladder, target.plan, _plan_networks(ladder, target.plan, places[0]))
+    places = places_of_small_runs(ladder, args.hostfile)
+    target = plan_target(ladder, args.hostfile)
+    target_plan = target.planned.plan
+    family = Family(ladder, target_plan, _plan_networks(ladder, target_plan, places[0]))
     first = list(_first_stage(ladder, family))
+    if args.train_target:  # before weeks of small runs
+        for problem in check_training(ladder, target):
+            print(f"note: {TARGET}: {problem}", file=sys.stderr)
     if args.dry_run:
         print(_format_ladder(ladder, family, target, first, places))
         return 0
 
-    if args.train_target and target.problems:  # before weeks of small runs
-        raise ConfigError([f"{TARGET}: {problem}" for problem in target.problems])
-
-    for note in family.size_notes():
+    for note in (*family.size_notes(), *family.batch_notes(), *target.notes(family)):
         print(f"note: {note}", file=sys.stderr)
 
     # The smallest sizes, with every learning rate.
@@ -94,32 +96,14 @@ def main() -> int:
         if status:
             return status
     trained = _trained_runs(ladder, [*first, *second], places[0])
-    prediction = _predict(family, rates, trained, target.config.schedule.min_lr or 0.0)
+    config = target.planned.config
+    prediction = _predict(family, rates, trained, config.schedule.min_lr or 0.0, target.batch)
     with os_errors(DataError, f"{ladder.directory} cannot be written"):
-        write_prediction(ladder.directory, prediction, target.config)
+        write_prediction(ladder.directory, prediction, config)
     print(format_prediction(prediction, ladder.directory))
     if args.train_target:
-        return _train_target(ladder, prediction, [TARGET] if TARGET in args.redo else [])
+        return _train_target(ladder, prediction, target.trained_on, [TARGET] if TARGET in args.redo else [])
     return 0
-
-
-def _sweep(ladder: Ladder, runs: Sequence[SweepRun], following: int = 0) -> Sweep:
-    """Return the sweep that trains runs of a ladder, which so many others follow."""
-    return Sweep(
-        ladder.name,
-        ladder.directory,
-        ladder.configs,
-        tuple(runs),
-        ladder.conf_dir,
-        compares=False,
-        following=following,
-        sources=ladder.sources,
-    )
-
-
-def _target_sweep(ladder: Ladder, values: Mapping[str, float]) -> Sweep:
-    """Return the sweep that trains the target. It has no table: that of the directory is of the small runs."""
-    return replace(_sweep(ladder, [SweepRun(TARGET, values)]), has_table=False)
 
 
 def _plan_networks(ladder: Ladder, target: RunPlan, place: Place) -> list[tuple[Mapping[str, Any], RunPlan]]:
@@ -143,7 +127,7 @@ def _plan_networks(ladder: Ladder, target: RunPlan, place: Place) -> list[tuple[
     for number, shape in enumerate(shapes, start=1):
         runs.append(SweepRun(f"network {number}", {**network_values(shape, target), **ladder.settings}))
     networks: list[tuple[Mapping[str, Any], RunPlan]] = []
-    for shape, run in zip(shapes, plan_runs(_sweep(ladder, runs), place), strict=True):
+    for shape, run in zip(shapes, plan_runs(ladder.sweep(runs), place), strict=True):
         networks.append((shape, run.plan))
     return networks
 
@@ -179,7 +163,7 @@ def _train(
     ladder: Ladder, runs: Sequence[LadderRun], places: Sequence[Place], redo: Sequence[str], *, following: int = 0
 ) -> int:
     """Train runs, and return 0 if each of them is done or has diverged. If others follow, theirs shows the table."""
-    sweep = _sweep(ladder, [run.run for run in runs], following)
+    sweep = ladder.sweep([run.run for run in runs], following=following)
     return sweep_over(sweep, places, redo=redo, shows_table=not following)
 
 
@@ -196,7 +180,7 @@ def _trained_runs(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> li
 
     Parameters and tokens are those of each run's own plan. The loss of a run that has diverged is infinite.
     """
-    sweep = _sweep(ladder, [run.run for run in runs])
+    sweep = ladder.sweep([run.run for run in runs])
     plans = plan_runs(sweep, place)
     losses: dict[str, float] = {}
     for result in read_results(sweep, plans, {}, {}):
@@ -220,7 +204,9 @@ def _trained_runs(ladder: Ladder, runs: Sequence[LadderRun], place: Place) -> li
 # -- the prediction
 
 
-def _predict(family: Family, rates: RateFit, trained: Sequence[TrainedRun], min_lr: float) -> Prediction:
+def _predict(
+    family: Family, rates: RateFit, trained: Sequence[TrainedRun], min_lr: float, batch: Mapping[str, int | None]
+) -> Prediction:
     """Fit the best runs, and predict the target. The largest size is also predicted from the others, as a check."""
     best = [run for run in trained if run.is_best]
     try:
@@ -257,6 +243,7 @@ def _predict(family: Family, rates: RateFit, trained: Sequence[TrainedRun], min_
         largest_predicted=held_out,
         unchecked=unchecked,
         rate_curve=tuple((size.parameters, family.rule_rate(size.parameters)) for size in family.sizes),
+        batch=batch,
     )
 
 
@@ -274,13 +261,13 @@ def _fit(runs: Sequence[TrainedRun]) -> LossFit:
 # -- the target
 
 
-def _train_target(ladder: Ladder, prediction: Prediction, redo: Sequence[str]) -> int:
+def _train_target(ladder: Ladder, prediction: Prediction, place: Place, redo: Sequence[str]) -> int:
     """Train the target with the predicted learning rate, and print the error of the prediction."""
-    sweep = _target_sweep(ladder, prediction.target_values())
-    status = sweep_over(sweep, (Place(),), redo=redo)
+    sweep = target_sweep(ladder, prediction.target_values())
+    status = sweep_over(sweep, (place,), redo=redo)
     if status:
         return status
-    (result,) = read_results(sweep, plan_runs(sweep, Place()), {}, {})
+    (result,) = read_results(sweep, plan_runs(sweep, place), {}, {})
     if result.score is None:
         raise DataError(f"{ladder.directory / TARGET} has no loss")
     loss = prediction.loss
@@ -294,22 +281,19 @@ def _train_target(ladder: Ladder, prediction: Prediction, redo: Sequence[str]) -
 
 
 def _format_ladder(
-    ladder: Ladder, family: Family, target: PlannedRun, first: Sequence[LadderRun], places: Sequence[Place]
+    ladder: Ladder, family: Family, target: Target, first: Sequence[LadderRun], places: Sequence[Place]
 ) -> str:
     """Return the plans of all runs. Those of the second stage are planned with the rule's learning rates."""
     lines = ["# sizes and names count parameters without the embedding (all that each token is multiplied by)"]
     lines += family.size_notes()
+    lines += family.batch_notes()
     second = list(_second_stage(ladder, family, RULE))
     for title, runs in (("first stage", first), ("second stage (learning rates follow the first)", second)):
         lines.append(f"# {title}")
         if runs:
-            lines.append(format_plans(plan_runs(_sweep(ladder, [run.run for run in runs]), places[0]), places))
+            lines.append(format_plans(plan_runs(ladder.sweep([run.run for run in runs]), places[0]), places))
         else:
             lines.append("no runs: the first one trains every size, with one value of tokens_per_parameter")
-    if target.planned_seconds is not None:
-        time = f"planned {duration(target.planned_seconds)} on {target.plan.grid.world_size} ranks"
-    else:
-        time = f"its time is not planned: {unplanned_because(target)}"
     lines.append("# target")
-    lines.append(f"{short(family.parameters)} parameters without the embedding, {short(family.tokens)} tokens, {time}")
+    lines += target.notes(family)
     return "\n".join(lines)

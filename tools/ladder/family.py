@@ -21,6 +21,8 @@ _ABSOLUTE = ("kv_lora_rank", "q_lora_rank", "v_head_dim", "sliding_window_width"
 """Keys with numbers of the target's own that do not follow from its width and depth."""
 _NEAR = 0.05
 """Relative difference of parameters up to which a network is what was asked for."""
+_NEAR_BATCH = 0.1
+"""Relative difference of samples up to which a batch is the rule's."""
 _FARTHEST = 2.0
 """Ratio of parameters beyond which no network is near the size that was asked for."""
 _SIZES_TO_TRY = 400
@@ -139,18 +141,41 @@ class Family:
                 network = f"num_layers {size.shape['num_layers']}, hidden_size {size.shape['hidden_size']}"
                 yield f"{short(size.wanted)} of `sizes` is {short(size.parameters)}, the nearest network ({network})"
 
+    def batch_notes(self) -> Iterator[str]:
+        """Yield the sizes whose batch is not the one that the rule gives, because it is a multiple of the ranks."""
+        found = []
+        for size in self.sizes:
+            asked = self._asked_samples(size.parameters)
+            batch = self.batch(size.parameters)
+            if abs(batch / asked - 1) > _NEAR_BATCH:
+                found.append(f"{batch} instead of {asked:.3g} ({short(size.parameters)})")
+        if not found:
+            return
+        rule = "the rule"
+        if self._ladder.batch_size is not None:
+            rule = "`batch_size`"
+        if self._ranks == 1:
+            yield f"samples of a step are whole: {', '.join(found)} by {rule}"
+        else:
+            yield (
+                f"samples of a step are multiples of the {self._ranks} data-parallel ranks of a small run: "
+                f"{', '.join(found)} by {rule}; fewer ranks for each run (`slots_per_run`) come nearer to it"
+            )
+
     def rule_rate(self, parameters: float) -> float:
         """Return the learning rate that the rule gives for a number of parameters."""
         return self.rate * (parameters / self.parameters) ** self._exponent
 
     def batch(self, parameters: float) -> int:
         """Return the samples of a step: a multiple of the ranks that grows with the parameters, as the target's."""
+        return self._ranks * max(1, round(self._asked_samples(parameters) / self._ranks))
+
+    def _asked_samples(self, parameters: float) -> float:
+        """Return the samples of a step that the ladder file asks for, before they are divided among ranks."""
         if self._ladder.batch_size is not None:
-            samples: float = self._ladder.batch_size
-        else:
-            samples = self._target.batch.train_batch_size
-            samples *= (parameters / self.parameters) ** self._ladder.batch_exponent
-        return self._ranks * max(1, round(samples / self._ranks))
+            return self._ladder.batch_size
+        share: float = (parameters / self.parameters) ** self._ladder.batch_exponent
+        return self._target.batch.train_batch_size * share
 
     def run(self, size: Size, ratio: float, factor: float) -> LadderRun:
         """Return a run of a size.
@@ -164,7 +189,7 @@ class Family:
         step_tokens = batch * self._sample_tokens
         steps = max(1, math.ceil(ratio * size.parameters / step_tokens))
         rate = float(f"{self.rule_rate(size.parameters) * factor:.4g}")
-        micro = _largest_divisor(batch // self._ranks, self._target.batch.train_micro_batch_size_per_gpu)
+        micro = largest_divisor(batch // self._ranks, self._target.batch.train_micro_batch_size_per_gpu)
         # Each key here is one of `ladder_file`'s OWN_KEYS, which `set` may not change, or ADJUSTED_KEYS, which it may.
         values: dict[str, Any] = {
             **network_values(size.shape, self._target),
@@ -368,7 +393,8 @@ def _attention(config: NeoXConfig) -> list[Any] | None:
     raise ConfigError("the target's attention_config has several patterns: give `shapes`, not `sizes`")
 
 
-def _largest_divisor(number: int, most: int) -> int:
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most `most`."""
     for divisor in range(min(number, most), 0, -1):
         if number % divisor == 0:
             return divisor

@@ -16,7 +16,7 @@ from neox.plan.time.step import COMPUTE_OPTIMAL_RATIO
 from neox.problems import Source
 from tools.ladder.fits import FEWEST_RATES
 from tools.ladder.schedule import SWITCHES, is_off
-from tools.sweep.sweep_file import place, read_settings, sources_of
+from tools.sweep.sweep_file import Sweep, SweepRun, place, read_settings, sources_of
 
 _KEYS = (
     "name",
@@ -117,6 +117,26 @@ class Ladder:
     batch_exponent: float = _BATCH_EXPONENT
     slots_per_run: int | None = None
     sources: Mapping[str, Source] = field(default_factory=dict)
+
+    def sweep(self, runs: Sequence[SweepRun], *, following: int = 0, has_table: bool = True) -> Sweep:
+        """Return the sweep that trains runs of the ladder.
+
+        Args:
+            runs: The runs.
+            following: As for `Sweep`.
+            has_table: As for `Sweep`.
+        """
+        return Sweep(
+            self.name,
+            self.directory,
+            self.configs,
+            tuple(runs),
+            self.conf_dir,
+            compares=False,
+            following=following,
+            has_table=has_table,
+            sources=self.sources,
+        )
 
     def exponent(self, *, use_mup: bool) -> float:
         """Return the power of the parameters that the learning rate grows with; with muP it stays the same."""

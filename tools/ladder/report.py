@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ class Prediction:
         largest_predicted: Its loss as the smaller ones predict it; None if they cannot.
         unchecked: Why they cannot; empty if they can.
         rate_curve: The rule's learning rate of each size.
+        batch: Keys that keep the target's batch on any number of ranks.
     """
 
     parameters: int
@@ -85,11 +86,12 @@ class Prediction:
     largest_predicted: Range | None
     unchecked: str
     rate_curve: tuple[tuple[int, float], ...]
+    batch: Mapping[str, int | None] = field(default_factory=dict)
 
-    def target_values(self) -> dict[str, float]:
-        """Return the target's values of keys: the predicted learning rate, and `min_lr` in its old share of it."""
+    def target_values(self) -> dict[str, float | None]:
+        """Return the target's values of keys: its batch, the predicted learning rate, and `min_lr` in its old share."""
         rate = float(f"{self.rate:.4g}")
-        values = {"optimizer.params.lr": rate}
+        values: dict[str, float | None] = {**self.batch, "optimizer.params.lr": rate}
         if self.configured_min_lr:
             values["min_lr"] = float(f"{self.configured_min_lr * rate / self.configured_rate:.4g}")
         return values
@@ -195,7 +197,7 @@ def _freedom(count: int) -> str:
 
 
 def write_prediction(directory: Path, prediction: Prediction, target: NeoXConfig) -> None:
-    """Write the prediction as JSON and as a picture, and the target's learning rate as YAML. Raises OSError."""
+    """Write the prediction as JSON and as a picture, and the target's keys as YAML. Raises OSError."""
     found = asdict(prediction)
     found["fit"].pop("influence")
     found["fit"]["at_bounds"] = list(prediction.fit.at_bounds())
@@ -204,7 +206,7 @@ def write_prediction(directory: Path, prediction: Prediction, target: NeoXConfig
     settings: dict[str, object] = dict(prediction.target_values())
     parameters = {**optimizer.get("params", {}), "lr": settings.pop("optimizer.params.lr")}
     settings["optimizer"] = {**optimizer, "params": parameters}
-    text = "# The learning rate that the ladder predicts, over those of the target's files.\n"
+    text = "# The learning rate that the ladder predicts, and the batch that it is for, over the target's files.\n"
     write_text(directory / TARGET_FILE, text + yaml.safe_dump({"overrides": settings}, sort_keys=False))
     _draw(directory / PICTURE, prediction)
 

@@ -115,7 +115,7 @@ def choose_hosts(config: NeoXConfig, arguments: argparse.Namespace) -> tuple[Pla
         if not arguments.dry_run:
             check_local_devices(placement)
     except (ConfigError, LaunchError) as error:
-        if arguments.dry_run and _hostfile(config.runner, source) is None:
+        if arguments.dry_run and named_hostfile(config.runner, source) is None:
             return _assume_ranks(config, str(error))
         if isinstance(error, LaunchError):
             raise
@@ -166,7 +166,7 @@ def place_ranks(runner: RunnerConfig, source: Source = DEFAULT) -> Placement:
         ConfigError: More is asked for than there is, or the hostfile cannot be read.
         LaunchError: Slurm does not answer.
     """
-    named = _hostfile(runner, source)
+    named = named_hostfile(runner, source)
     if named is not None:
         return _place_by_hostfile(runner, *named)
     if runner.launcher == "slurm" and "SLURM_JOB_NODELIST" in os.environ:
@@ -175,8 +175,13 @@ def place_ranks(runner: RunnerConfig, source: Source = DEFAULT) -> Placement:
     return _place_here(runner)
 
 
-def _hostfile(runner: RunnerConfig, source: Source) -> tuple[str, str] | None:
-    """Return the hostfile's path and what names it; None without a hostfile."""
+def named_hostfile(runner: RunnerConfig, source: Source = DEFAULT) -> tuple[str, str] | None:
+    """Return the hostfile's path and what names it; None without a hostfile.
+
+    Args:
+        runner: Keys of the configuration about hosts.
+        source: Source of `hostfile`.
+    """
     variable = os.environ.get("DLTS_HOSTFILE")
     if variable and not source.is_command_line:
         return variable, "DLTS_HOSTFILE"

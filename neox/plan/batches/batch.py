@@ -95,7 +95,7 @@ def intended_batch(config: NeoXConfig, hosts: tuple[int, str] | None = None) -> 
     total = config.deepspeed.train_batch_size
     if total is not None:
         return IntendedBatch(total, config.describe_setting(TOTAL))
-    gpus = _intended_gpus(config, hosts)
+    gpus = intended_gpus(config, hosts)
     if gpus is None:
         return None
     number, named = gpus
@@ -108,8 +108,13 @@ def intended_batch(config: NeoXConfig, hosts: tuple[int, str] | None = None) -> 
     return IntendedBatch(samples, " x ".join([*factors, copies]))
 
 
-def _intended_gpus(config: NeoXConfig, hosts: tuple[int, str] | None) -> tuple[int, str] | None:
-    """Return the number of GPUs that a configuration names, and the text that says where."""
+def intended_gpus(config: NeoXConfig, hosts: tuple[int, str] | None = None) -> tuple[int, str] | None:
+    """Return the number of GPUs that a configuration was made for, and the text that says where; None if it names none.
+
+    Args:
+        config: The configuration.
+        hosts: As for `intended_batch`.
+    """
     for key in ("planned_num_gpus", "global_num_gpus"):
         if config.value(key):
             return config.value(key), config.describe_setting(key)

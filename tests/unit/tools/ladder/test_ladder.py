@@ -28,6 +28,7 @@ from tools.ladder.fits import fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import ADJUSTED_KEYS, OWN_KEYS, Ladder, read_ladder
 from tools.ladder.report import Prediction, TrainedRun, _by_ratio, _draw_rates, format_prediction, write_prediction
 from tools.ladder.schedule import unscaled_keys
+from tools.ladder.target import check_training, places_of_small_runs, plan_target, target_sweep
 from tools.sweep.command import _check_runs
 from tools.sweep.places import Place
 from tools.sweep.planned_run import plan_runs
@@ -394,7 +395,7 @@ def target_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ladder:
 
 
 def test_parameters_and_tokens_are_those_of_each_run_s_own_plan(target_files: Ladder) -> None:
-    (target,) = plan_runs(command._target_sweep(target_files, {}), Place())
+    target = plan_target(target_files).planned
     family = Family(target_files, target.plan, command._plan_networks(target_files, target.plan, Place()))
     block = 12 * 64**2 + 13 * 64
     norm = 2 * 64
@@ -411,6 +412,94 @@ def test_parameters_and_tokens_are_those_of_each_run_s_own_plan(target_files: La
         command._plan_networks(without, target.plan, Place())
 
 
+def give_target(**keys: Any) -> None:
+    """Give the target of `target_files` more keys."""
+    more = yaml.safe_load(Path("more.yml").read_text())["overrides"] | {
+        "num_gpus": None,
+        "rampup_batch_size": None,
+        **keys,
+    }
+    Path("more.yml").write_text(yaml.safe_dump({"overrides": more}))
+
+
+def write_hosts(name: str, count: int, slots: int) -> str:
+    Path(name).write_text("".join(f"host{number} slots={slots}\n" for number in range(count)))
+    return name
+
+
+def test_the_target_has_the_batch_of_the_gpus_that_its_files_name(target_files: Ladder) -> None:
+    give_target(planned_num_gpus=16, gpu_type="h200", gpu_memory_gib=1.5, tensorboard_dir="tensorboard")
+    target = plan_target(target_files, write_hosts("hosts", 4, 6))
+    plan = target.planned.plan
+    assert plan.grid.world_size == 16
+    assert plan.batch.train_batch_size == 2 * 4 * 16 // 2
+    assert target.batch == {"train_batch_size": 64, "gradient_accumulation_steps": None}
+    family = Family(target_files, plan, command._plan_networks(target_files, plan, Place()))
+    notes = list(target.notes(family))
+    for words in (
+        "on 16 ranks",
+        "planned_num_gpus: 16",
+        "gpu_type h200",
+        "the target does not fit",
+        "trains it on 24 ranks",
+    ):
+        assert any(words in note for note in notes), notes
+    assert target.planned.config.logging.tensorboard_dir == str(Path("runs/ladder/target/tensorboard").absolute())
+
+    # Of -H, 24 ranks are 12 copies: 64 samples are no multiple of 2 x 12.
+    with pytest.raises(ConfigError, match=r"train_batch_size: 64.*2.*x 12 .*planned_num_gpus: 16"):
+        check_training(target_files, target)
+
+
+def test_the_target_is_trained_on_the_hosts_of_h_with_the_batch_of_its_files(target_files: Ladder) -> None:
+    give_target(planned_num_gpus=16)
+    target = plan_target(target_files, write_hosts("hosts", 2, 4))
+    check_training(target_files, target)
+    (run,) = plan_runs(target_sweep(target_files, target.batch), target.trained_on)
+    assert run.plan.grid.world_size == 8
+    assert run.plan.batch.train_batch_size == 64
+
+
+def test_a_target_whose_files_name_no_gpus_is_planned_on_the_hosts_of_h(target_files: Ladder) -> None:
+    give_target()
+    target = plan_target(target_files, write_hosts("hosts", 2, 4))
+    assert target.planned.plan.grid.world_size == 8
+    assert target.planned.plan.batch.train_batch_size == 2 * 4 * 4
+    assert target.batch == {}
+    assert "planned_num_gpus" in target.batch_origin
+
+
+def test_small_runs_take_one_host_of_the_target_s_hostfile(target_files: Ladder) -> None:
+    give_target(hostfile=write_hosts("hosts", 3, 4), exclude="host1")
+    target = plan_target(target_files)
+    assert target.planned.plan.grid.world_size == 8
+    assert target.planned.plan.batch.train_batch_size == 2 * 4 * 8 // 2
+    places = places_of_small_runs(target_files, None)
+    assert [place.name for place in places] == ["host0", "host2"]
+    halves = places_of_small_runs(dataclasses.replace(target_files, slots_per_run=2), None)
+    assert [place.name for place in halves] == ["host0", "host0", "host2", "host2"]
+    ((_, network), *_) = command._plan_networks(target_files, target.planned.plan, places[1])
+    assert network.grid.world_size == 4
+    fewer = dataclasses.replace(target_files, settings={**target_files.settings, "num_gpus": 2})
+    with pytest.raises(ConfigError, match="num_gpus: a place"):
+        command._plan_networks(fewer, target.planned.plan, places[1])
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(8, None), (8, 4), (1, None)])
+def test_batches_that_ranks_make_larger_than_the_rule_s_are_named(ranks: int, batch_size: int | None) -> None:
+    plan = small_plan(hidden_size=64, train_micro_batch_size_per_gpu=16, optimizer=OPTIMIZER)
+    family = family_of(Ladder("l", Path("l"), ("a.yml",), shapes=SHAPES, batch_size=batch_size), plan, ranks=ranks)
+    named = "".join(family.batch_notes())
+    for size in family.sizes:
+        asked = batch_size or 16 * (size.parameters / family.parameters) ** (2 / 3)
+        is_forced = abs(family.batch(size.parameters) / asked - 1) > 0.1
+        assert (
+            f"{family.batch(size.parameters)} instead of {asked:.3g} ({short(size.parameters)})" in named
+        ) == is_forced
+    assert ("8 instead of" in named) == (ranks == 8)
+    assert ("slots_per_run" in named) == (ranks == 8)
+
+
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
@@ -423,7 +512,7 @@ def test_sizes_that_become_one_network_are_refused_in_the_words_of_the_file(
     target_files: Ladder, sizes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     ladder = dataclasses.replace(target_files, **{"shapes": (), "sizes": (), **sizes})
-    (target,) = plan_runs(command._target_sweep(ladder, {}), Place())
+    target = plan_target(ladder).planned
     with pytest.raises(ConfigError) as refused:
         command._plan_networks(ladder, target.plan, Place())
     (line,) = str(refused.value).splitlines()
@@ -432,13 +521,14 @@ def test_sizes_that_become_one_network_are_refused_in_the_words_of_the_file(
 
 def test_sizes_that_no_network_has_are_named_with_what_they_become(target_files: Ladder) -> None:
     ladder = dataclasses.replace(target_files, shapes=(), sizes=(3e4, 1e5, 1.8e5))
-    (target,) = plan_runs(command._target_sweep(ladder, {}), Place())
+    found = plan_target(ladder)
+    target = found.planned
     family = Family(ladder, target.plan, command._plan_networks(ladder, target.plan, Place()))
     named = [f"{short(size.wanted or 0)} of" for size in family.sizes if abs(size.parameters / size.wanted - 1) > 0.05]
     assert named
     assert [note.partition(" `")[0] for note in family.size_notes()] == named
     first = list(command._first_stage(ladder, family))
-    text = command._format_ladder(ladder, family, target, first, [Place()])
+    text = command._format_ladder(ladder, family, found, first, [Place()])
     assert "no runs" in text  # three sizes are all searched
     assert "0 runs" not in text
     assert all(note in text for note in family.size_notes())
@@ -450,7 +540,7 @@ def test_a_small_run_has_only_keys_that_set_may_not_change_or_may(target_files: 
     more = yaml.safe_load(Path("more.yml").read_text())["overrides"] | {"attention_config": [[["global"], 4]]}
     more.pop("rampup_batch_size")
     Path("more.yml").write_text(yaml.safe_dump({"overrides": more}))
-    (target,) = plan_runs(command._target_sweep(ladder, {}), Place())
+    target = plan_target(ladder).planned
     family = Family(ladder, target.plan, command._plan_networks(ladder, target.plan, Place()))
     found = {*family.run(family.sizes[0], 20.0, 1.0).run.values}
     assert found <= {*OWN_KEYS, *ADJUSTED_KEYS}
@@ -466,20 +556,20 @@ def test_small_runs_of_a_target_that_keeps_and_exports_its_best_checkpoint_keep_
     more |= {"save": "saved", "save_best": "validation/lm_loss", "save_best_goal": "max", "hf_export": "best"}
     more |= {"hf_export_dir": "exported", "hf_export_hub": "a/b", "eval_interval": 10, "checkpoint_factor": 10}
     Path("more.yml").write_text(yaml.safe_dump({"overrides": more}))
-    (target,) = plan_runs(command._target_sweep(target_files, {}), Place())
+    target = plan_target(target_files).planned
     assert target.config.checkpoint.hf_export == "best"
     family = Family(target_files, target.plan, command._plan_networks(target_files, target.plan, Place()))
     runs = [run.run for run in command._first_stage(target_files, family)]
-    for planned in plan_runs(command._sweep(target_files, runs), Place()):
+    for planned in plan_runs(target_files.sweep(runs), Place()):
         keys = planned.config.checkpoint
         assert (keys.save_best, keys.hf_export) == (None, None)
         assert planned.problems == ()
 
 
 def test_a_run_of_an_earlier_version_is_refused_with_ways_out_that_a_ladder_has(target_files: Ladder) -> None:
-    (target,) = plan_runs(command._target_sweep(target_files, {}), Place())
+    target = plan_target(target_files).planned
     family = Family(target_files, target.plan, command._plan_networks(target_files, target.plan, Place()))
-    sweep = command._sweep(target_files, [run.run for run in command._first_stage(target_files, family)])
+    sweep = target_files.sweep([run.run for run in command._first_stage(target_files, family)])
     runs = plan_runs(sweep, Place())
     earlier = dataclasses.replace(runs[0], config=runs[0].config.updated({"eval_iters": 100}))
     earlier.directory.mkdir(parents=True)
@@ -676,15 +766,17 @@ def test_the_written_learning_rate_is_the_one_that_is_trained(tmp_path: Path, mo
         return 1
 
     monkeypatch.setattr(command, "sweep_over", sweep_over)
-    found = prediction((3.0, 2.6, math.inf, 2.3, 2.2))
+    batch = {"train_batch_size": 64, "gradient_accumulation_steps": None}
+    found = dataclasses.replace(prediction((3.0, 2.6, math.inf, 2.3, 2.2)), batch=batch)
     target = config_from_files([ROOT / "configs" / "quickstart.yml"])
     write_prediction(tmp_path, found, target)
     ladder = Ladder("l", tmp_path, ("a.yml",))
-    assert command._train_target(ladder, found, ["target"]) == 1
+    assert command._train_target(ladder, found, Place(), ["target"]) == 1
     ((sweep, redo),) = trained
     written = yaml.safe_load((tmp_path / "target.yml").read_text())["overrides"]
     values = {"optimizer.params.lr": written["optimizer"]["params"]["lr"], "min_lr": written["min_lr"]}
-    assert sweep.runs[0].values == values == {"optimizer.params.lr": 1.235e-3, "min_lr": 1.235e-4}
+    values |= {key: written[key] for key in batch}
+    assert sweep.runs[0].values == values == {**batch, "optimizer.params.lr": 1.235e-3, "min_lr": 1.235e-4}
     assert redo == ["target"]
     # Python's parser reads Infinity, which no other one does.
     text = (tmp_path / "ladder.json").read_text()
@@ -694,5 +786,5 @@ def test_the_written_learning_rate_is_the_one_that_is_trained(tmp_path: Path, mo
 
 def test_training_the_target_leaves_the_table_of_the_small_runs(tmp_path: Path) -> None:
     (tmp_path / TABLE).write_text("small runs\n")
-    write_results(command._target_sweep(Ladder("l", tmp_path, ("a.yml",)), {}), [], [])
+    write_results(target_sweep(Ladder("l", tmp_path, ("a.yml",)), {}), [], [])
     assert (tmp_path / TABLE).read_text() == "small runs\n"
