@@ -52,7 +52,7 @@ LADDER = """configs: [target.yml]
 sizes: [4.0e+4, 7.0e+4, 1.15e+5, 1.9e+5, 3.1e+5]
 tokens_per_parameter: 4
 batch_size: 8
-learning_rate: {factors: [1, 2, 4, 8], searched: 3}
+learning_rate: {factors: [0.5, 1, 2, 4, 8]}
 """
 
 
