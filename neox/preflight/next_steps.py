@@ -14,6 +14,7 @@ from neox.plan.devices.precision import newest_checkpoint
 from neox.plan.network.export_form import export_note
 from neox.preflight.chat_checks import carries_chat_template
 from neox.preflight.command_line import overrides
+from neox.shipped_files import scripts_root
 
 _STARTED_FROM = ("load", "iteration", "load_weights")
 """Keys of the weights that a run began with. The commands after it take those that it has saved."""
@@ -42,7 +43,7 @@ def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
         if plan.config.given(key):
             settings += ["--set", f"{key}=null"]
     if plan.config.model.objective == "causal_lm":
-        generate = join(["python", "tools/generate.py", *files, *settings])
+        generate = join(["python", _tool("generate.py"), *files, *settings])
         if carries_chat_template(save):
             yield f"to chat with the model: {generate} --chat"
         interactive = ["--set", "text_gen_type=interactive"]
@@ -65,4 +66,12 @@ def _exports(keys: CheckpointConfig, save: str) -> Iterator[str]:
 
 
 def _export(checkpoint: str, output: str) -> str:
-    return join(["python", "tools/convert_to_hf.py", "--input_dir", checkpoint, "--output_dir", output])
+    return join(["python", _tool("convert_to_hf.py"), "--input_dir", checkpoint, "--output_dir", output])
+
+
+def _tool(name: str) -> str:
+    """Return the path of a tool as it is found from here."""
+    root = scripts_root()
+    if root == Path.cwd():
+        return f"tools/{name}"
+    return str(root / "tools" / name)

@@ -83,7 +83,7 @@ class SuggestLayouts(JobCommand):
     def _write_layout(self, layout: Suggestion) -> None:
         output = self.arguments.suggest_output
         if output is not None:
-            print(write_keys(layout, self.config, Path(output)))
+            print(write_keys(layout, self.config, Path(output), self.arguments.suggest.lower()))
 
 
 def find_layouts(
@@ -304,13 +304,14 @@ def _counts(time: StepTime, part: str) -> bool:
     return bool(getattr(time, part) >= _LEAST_SHARE * time.seconds)
 
 
-def write_keys(layout: Suggestion, config: NeoXConfig, output: Path) -> str:
+def write_keys(layout: Suggestion, config: NeoXConfig, output: Path, gpu_type: str = "") -> str:
     """Write the keys of a layout as YAML overrides of earlier files. Nested blocks are replaced as a whole.
 
     Args:
         layout: The layout.
         config: The configuration.
         output: The file.
+        gpu_type: GPU that `--suggest` names, which is one of the keys then; empty if it names none.
 
     Returns:
         A line that explains how to use the file.
@@ -319,6 +320,8 @@ def write_keys(layout: Suggestion, config: NeoXConfig, output: Path) -> str:
         ConfigError: It cannot be written.
     """
     keys = nested_keys(config, layout.changes)
+    if gpu_type and config.runner.gpu_type != gpu_type:
+        keys["gpu_type"] = gpu_type
     try:
         write_text(output, yaml.safe_dump({OVERRIDES: keys}, sort_keys=False))
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import zipfile
 from pathlib import Path
@@ -562,7 +563,9 @@ def test_keys_of_evaluations_without_validation_data_have_a_note() -> None:
     assert noted(data_path="x") == []
 
 
-def test_the_commands_after_a_training_name_its_files_and_settings() -> None:
+def test_the_commands_after_a_training_name_its_files_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["train.py", "-d", "configs", "a.yml", "b.yml", "--set", "save=runs/x y", "--overwrite"]
     arguments = parse_arguments(words)
     keys = {"seq_length": 8, "train_micro_batch_size_per_gpu": 1, "train_iters": 1}
@@ -571,6 +574,9 @@ def test_the_commands_after_a_training_name_its_files_and_settings() -> None:
     assert "tools/generate.py -d configs a.yml b.yml --set 'save=runs/x y' --set text_gen_type=interactive" in text
     assert "tools/convert_to_hf.py --input_dir 'runs/x y' --output_dir 'runs/x y-hf'" in export
     assert list(next_steps(arguments, resolve(config(**keys), 1, 100))) == []
+    monkeypatch.chdir(tmp_path)
+    script = shlex.split(next(next_steps(arguments, plan)).partition(": ")[2])[1]
+    assert Path(script).is_file()
 
 
 def test_the_commands_after_a_training_take_what_it_has_saved() -> None:

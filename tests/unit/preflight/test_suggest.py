@@ -62,6 +62,9 @@ def test_file_of_the_best_layout_runs_on_gpus_that_the_degrees_do_not_divide(gpu
     output = tmp_path / "best.yml"
     found, _ = find_layouts(plan, gpu_device(plan), "a100-80", changed, 10)
     assert str(output.resolve()) in write_keys(found.best[0], plan.config, output)
+    assert load_config([*files, output]).config.runner.gpu_type == config.runner.gpu_type
+    write_keys(found.best[0], plan.config, output, "h200")
+    assert load_config([*files, output]).config.runner.gpu_type == "h200"
     again = resolve(load_config([*files, output]).config, gpus, 50_277)
     assert again.grid.world_size == gpus
     # 128 samples a copy on 8 GPUs: 7 GPUs, which are no whole copy, share those of one as far as they divide.
