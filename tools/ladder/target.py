@@ -66,7 +66,9 @@ class Target:
         yield f"{short(family.parameters)} parameters without the embedding, {short(family.tokens)} tokens, {time}"
         yield f"its batch is {plan.batch.train_batch_size:,} samples: {self.batch_origin}"
         device = self.planned.device
-        sources = dict.fromkeys((device.source, device.peak_source))  # of memory and of speed
+        sources = {device.source: None}  # of memory
+        if device.peak_tflops is not None:
+            sources[device.peak_source] = None  # of speed, which is often the same
         yield f"its plan is for {ranks} ranks ({self.ranks_origin}), each on {device.name} ({', '.join(sources)})"
         if not device.shared:
             yield "another GPU for its plan: `overrides: {gpu_type: ...}` in one of `configs`; `set` is for small runs"
