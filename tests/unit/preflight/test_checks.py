@@ -593,7 +593,9 @@ def test_the_commands_after_a_training_take_what_it_has_saved() -> None:
     ]
 
 
-def test_after_a_training_the_best_checkpoint_is_exported_apart_from_the_last(tmp_path: Path) -> None:
+def test_after_a_training_the_best_checkpoint_is_exported_apart_from_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = tmp_path / "run"
     arguments = parse_arguments(["train.py", "a.yml"])
     keys = {"seq_length": 8, "train_micro_batch_size_per_gpu": 1, "train_iters": 3, "save": f"{save}/"}
@@ -602,6 +604,7 @@ def test_after_a_training_the_best_checkpoint_is_exported_apart_from_the_last(tm
     def exports(**more: str) -> list[str]:
         return [step for step in next_steps(arguments, resolve(config(**keys, **more), 1, 100)) if "export" in step]
 
+    monkeypatch.chdir(Path(__file__).resolve().parents[3])
     for step in (2, 3):
         (save / f"global_step{step}").mkdir(parents=True)
     (save / "latest").write_text("global_step3")
