@@ -32,7 +32,7 @@ _DESCRIPTION = """Predict the loss and the best learning rate of a large run fro
 
 python tools/ladder.py ladder.yml --dry-run          # the small runs, their planned time, and the target's
 python tools/ladder.py ladder.yml [-H hostfile]      # trains them (resumable, as tools/sweep.py), fits and predicts
-python tools/ladder.py ladder.yml --train_target     # then trains the target with the predicted learning rate
+python tools/ladder.py ladder.yml [-H hostfile] --train_target   # then trains the target on all these hosts
 python tools/status.py runs/ladder                   # how far it is
 
 ladder.yml, whose runs go to runs/ladder:

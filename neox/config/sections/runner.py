@@ -156,8 +156,9 @@ class RunnerConfig(Section):
     of this machine's GPUs wins over the kind in a file."""
 
     planned_num_gpus: int | None = Field(None, ge=1, le=2**20)
-    """Number of GPUs for which a file's batch was chosen. It changes nothing; a plan with another batch, because of
-    another number of ranks, has a note with the key that keeps the batch."""
+    """Number of GPUs for which a file's batch was chosen. It changes no run; a plan with another batch, because of
+    another number of ranks, has a note with the key that keeps the batch. `tools/which_gpu.py` and `tools/ladder.py`
+    plan with the batch of this number."""
 
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of one GPU in GiB, with which the plan is compared. If neither this key nor gpu_type is given and a run
