@@ -31,7 +31,7 @@ _TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
 
 Goal = Literal["min", "max"]
 """Which values of a scalar are the better ones: the smaller or the larger ones."""
-_SMALLER_IS_BETTER = ("loss", "ppl", "perplexity", "bits_per_byte", "brier_score", "ter", "wer")
+_SMALLER_IS_BETTER = ("loss", "ppl", "perplexity", "bits_per_byte", "brier_score", "likelihood_diff", "ter", "wer")
 _LARGER_IS_BETTER = (
     *("acc", "acc_norm", "acc_mutual_info", "acc_bytes", "acc_all", "accuracy", "accuracies"),
     *("exact_match", "exact", "em", "f1", "mcc", "likelihood", "margin", "margins"),

@@ -29,6 +29,8 @@ def test_a_name_says_whether_larger_values_are_better() -> None:
     for name in names.split():
         assert goal_of(f"eval/some_task_{name}") == ("max" if is_higher_better(name) else "min"), name
     assert goal_of("eval/gsm8k_exact_match_strict-match") == "max"
+    # `higher_is_better: false` in the harness's crows_pairs
+    assert goal_of("eval/crows_pairs_english_likelihood_diff") == "min"
     assert goal_of("eval/needle_acc_1024_50") == "max"
     assert goal_of("validation/web/lm_loss_char_ppl") == "min"
     assert goal_of("validation/rewards/accuracies") == "max"
