@@ -32,13 +32,15 @@ class MainMemory(NamedTuple):
     """Main memory of its host that a rank on a GPU may take for what it offloads.
 
     Attributes:
-        size: Bytes, without those of its process.
+        size: Bytes of an equal share, without those of its process.
         source: Text that says where the size comes from.
+        ranks: Ranks that share the main memory of a host.
         assumed: Whether nobody gave or measured it.
     """
 
     size: int
     source: str
+    ranks: int
     assumed: bool = False
 
 
@@ -156,10 +158,10 @@ def _main_memory(plan: RunPlan, kind: Gpu | None, ranks: int | None, available: 
     elif kind is not None:
         share = int(kind.main_memory_gib * GIB)
         source = f"host_memory_gib: a GPU's share of the {kind.host_memory_gib:,.0f} GiB of a usual host of {kind.name}"
-        return MainMemory(max(0, share - PROCESS_BYTES), source, assumed=True)
+        return MainMemory(max(0, share - PROCESS_BYTES), source, ranks, assumed=True)
     else:
         return None
-    return MainMemory(max(0, size // ranks - PROCESS_BYTES), source)
+    return MainMemory(max(0, size // ranks - PROCESS_BYTES), source, ranks)
 
 
 def _gpu_of_type(config: NeoXConfig) -> Gpu | None:
@@ -258,6 +260,21 @@ def rank_memory(plan: RunPlan, rank: int, *, on_cpu: bool) -> MemoryPlan:
 def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
     """Return the estimate of the fullest rank in training on its device."""
     return fullest_stage(plan.laid_out_on(cpu=device.shared), plan.stages)
+
+
+def hosts_hold(plan: RunPlan, share: MainMemory) -> bool:
+    """Return whether the ranks of each host have room together for what they offload.
+
+    The first and the last pipeline stage offload more than an equal share, and those between them less.
+    """
+    of_stage = [stage_memory(plan.laid_out, stage).host for stage in plan.stages]
+    world = plan.grid.world_size
+    for first in range(0, world, share.ranks):
+        ranks = range(first, min(first + share.ranks, world))
+        offloaded = sum(of_stage[plan.grid.coordinates(rank)[0]] for rank in ranks)
+        if offloaded > share.size * len(ranks):
+            return False
+    return True
 
 
 def host_problem(plan: RunPlan, ranks: Sequence[int], host: str, available: int | None) -> str | None:

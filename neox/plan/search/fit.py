@@ -12,7 +12,7 @@ import yaml
 
 from neox.architecture import POSITIONS, LayerPlan
 from neox.config.neox_config import NeoXConfig
-from neox.plan.devices.device import Device, gib, memory_on
+from neox.plan.devices.device import Device, gib, hosts_hold, memory_on
 from neox.plan.layout import LaidOutRun, Layout
 from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.memory.inference import inference_bytes
@@ -59,7 +59,10 @@ def check_fit(plan: RunPlan, device: Device) -> Fit:
     """
     world = plan.grid.world_size
     needed = memory_on(plan, device)
-    if device.holds(needed):
+    fits = device.holds(needed)
+    if device.main_memory is not None and device.lacks_main_memory(needed):
+        fits = hosts_hold(plan, device.main_memory)
+    if fits:
         return Fit(True, needed, world)
 
     memory = LayoutMemory(plan, device)

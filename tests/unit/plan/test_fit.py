@@ -191,6 +191,19 @@ class TestHosts:
         assert gpu_device(plan_of(1, **SIZES)).main_memory is None, "no kind, and nothing given"
         assert gpu_device(plan_of(2, **SIZES), available=6 * GIB).main_memory.size == 3 * GIB - PROCESS_BYTES
 
+    def test_stages_of_a_host_share_its_main_memory_unequally(self):
+        """Embedding and head are in the first and last stage: what the host check of a launch admits, the plan does."""
+        offload = "zero_optimization={stage: 1, offload_optimizer: {device: cpu}}"
+        plan = shipped("pythia/1B", 4, "pipe_parallel_size=4", "model_parallel_size=1", offload)
+        offloaded = [rank_memory(plan, rank, on_cpu=False).host for rank in range(4)]
+        needed = sum(offloaded) + 4 * PROCESS_BYTES
+        assert 4 * max(offloaded) > 1.1 * sum(offloaded)
+        for available, is_enough in ((needed + 8, True), (needed - 8, False)):
+            device = gpu_device(plan, 80 * GIB, ranks_of_host=4, available=available)
+            assert check_fit(plan, device).fits is is_enough
+            assert (memory_problem(plan, device, training=True) is None) is is_enough
+            assert (host_problem(plan, range(4), "node1", available) is None) is is_enough
+
     def test_background_saves_need_main_memory(self):
         """Weights on the first data rank, and each rank's part of the states; the whole states with ZeRO 0."""
         for stage, parts in ((0, 1), (1, 2)):
