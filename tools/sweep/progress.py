@@ -149,8 +149,10 @@ def _seconds_of_runs(
     count = 0
     for run in record.runs:
         took = record.launches.seconds.get(run.name)
-        if results[run.name].state is State.DONE and took is not None and run.operations is not None:
-            seconds += took
+        result = results[run.name]
+        if result.state is State.DONE and took is not None and run.operations is not None:
+            # A start whose sweep was killed is not in its record, but its steps are in the metrics.
+            seconds += max(took, result.seconds or 0.0)
             operations += run.operations
             count += 1
     basis = "from the runs that are done"

@@ -114,6 +114,13 @@ def test_the_time_left_follows_from_the_runs_that_are_done(tmp_path: Path) -> No
     assert left(progress) == pytest.approx(0.6 * 50 + 50 + 200)
 
 
+def test_steps_of_a_sweep_that_was_killed_count_in_the_time_left(tmp_path: Path) -> None:
+    """The seconds of a run's places are recorded when it ends; those of its steps, 2 each, are in its metrics."""
+    sweep_in(tmp_path, "ab", launches=Launches(seconds={"a": 1.0}))
+    trained(tmp_path / "a", STEPS, 3.0, **END, kind=EndKind.FINISHED.value, status=0)
+    assert left(sweep_progress(tmp_path)) == pytest.approx(2 * STEPS)
+
+
 def test_before_a_run_is_done_the_time_left_is_of_steps_then_of_the_plan(tmp_path: Path) -> None:
     sweep_in(tmp_path, "abc", planned=7.0)
     assert left(sweep_progress(tmp_path)) == 21.0
