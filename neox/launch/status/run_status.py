@@ -28,6 +28,7 @@ _SHOWN_INTERRUPTIONS = 10  # in the text format
 GOING_ON = ("starting", "running", "restarting")
 """States in which steps will follow."""
 
+_COARSE_TIMES = 0.01  # seconds by which a kernel's times of files may be behind its clock
 _EVALUATIONS_OF_A_RISE = 2  # after the lowest one: a single one above it is often followed by a lower one
 _RISE = 0.01  # share of the lowest loss: less is a loss that no longer falls
 
@@ -97,7 +98,7 @@ def _state_of_start(metrics: Path, started_at: float) -> str:
     if not metrics.exists():
         return "running"
     file = metrics.stat()
-    if file.st_size > 0 and file.st_mtime >= started_at:
+    if file.st_size > 0 and file.st_mtime > started_at - _COARSE_TIMES:
         return "running"
     return "starting"
 
