@@ -57,8 +57,7 @@ def model_directory(config: NeoXConfig) -> str | None:
     It is that of a checkpoint if `iteration` names one, else one that holds checkpoints.
     """
     keys = with_trained_model(config).checkpoint
-    if keys.load is None:
-        return keys.save
-    if keys.iteration is None:
-        return keys.load
-    return f"{keys.load.rstrip('/')}/global_step{keys.iteration}"
+    directory = keys.load or keys.save
+    if directory is None or keys.iteration is None:
+        return directory
+    return f"{directory.rstrip('/')}/global_step{keys.iteration}"

@@ -59,8 +59,9 @@ def test_other_runs_read_load_and_then_save(directories: Path) -> None:
     (directories / "own" / "global_step10").mkdir()
     assert chosen(directories, "finetune=false") == ("base", 3, False)
     config = config_from_files([directories / "c.yml"], overrides=["finetune=false", "load=null"])
-    assert model_directory(config) == str(directories / "own")
-    assert model_directory(config.updated({}, without=("save",))) is None
+    assert model_directory(config) == str(directories / "own" / "global_step3")
+    assert model_directory(config.updated({}, without=("iteration",))) == str(directories / "own")
+    assert model_directory(config.updated({}, without=("save", "iteration"))) is None
 
 
 def test_a_run_that_continues_another_one_elsewhere_is_read_as_soon_as_it_has_a_checkpoint(directories: Path) -> None:
