@@ -144,6 +144,7 @@ def _train(
 
     earlier = earlier_record(sweep)
     launches = Launches() if earlier is None else earlier.launches
+    launches.training.clear()  # those of a process that was killed
 
     def record() -> None:
         if sweep.has_table:
@@ -155,7 +156,14 @@ def _train(
 
     record()  # `tools/status.py` shows the sweep from its first run on
     runner = SweepRunner(
-        left, places, redo=redo, launches=launches, environment=child_environment(), say=_say, after_run=report
+        left,
+        places,
+        redo=redo,
+        launches=launches,
+        environment=child_environment(),
+        say=_say,
+        after_start=record,
+        after_run=report,
     )
     stopped_by = runner.train()
     record()

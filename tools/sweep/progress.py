@@ -86,14 +86,19 @@ def sweep_progress(directory: Path) -> SweepProgress:
 
 def read_progress(record: SweepRecord) -> SweepProgress:
     """Return the progress of a sweep from the files of its runs."""
-    results = read_results(record.sweep, record.runs, record.launches.causes, record.launches.hosts)
-    by_name = {result.name: result for result in results}
     is_running = record.is_running
+    launches = record.launches
+    training = launches.training if is_running else ()
+    results = read_results(record.sweep, record.runs, launches.causes, launches.hosts, training)
+    by_name = {result.name: result for result in results}
     live: dict[str, Status] = {}
     others: dict[str, Status] = {}
     for run in record.runs:
         if by_name[run.name].state is State.BEGUN:
-            status = run_status(run.directory)
+            try:
+                status = run_status(run.directory)
+            except DataError:
+                continue  # its command has not come to its first event
             if status["state"] in GOING_ON:
                 live[run.name] = status
     for directory in sorted(record.sweep.directory.glob("*/")):

@@ -29,11 +29,13 @@ class Launches:
         hosts: Hosts of the last starts; empty for the hosts of the configuration.
         causes: Reasons of the last failures.
         seconds: Seconds for which each run had its place, over all starts.
+        training: Names of the runs whose commands are running, as long as the process is there.
     """
 
     hosts: dict[str, str] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    training: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,11 @@ class RunResult:
 
 
 def read_results(
-    sweep: Sweep, runs: Sequence[RunFiles], causes: Mapping[str, str], hosts: Mapping[str, str]
+    sweep: Sweep,
+    runs: Sequence[RunFiles],
+    causes: Mapping[str, str],
+    hosts: Mapping[str, str],
+    training: Collection[str] = (),
 ) -> list[RunResult]:
     """Return the results of all runs: first those that are done, the best first, then those that are not.
 
@@ -104,10 +108,15 @@ def read_results(
         runs: Its runs.
         causes: Reasons of failures by name of the run.
         hosts: Hosts by name of the run.
+        training: Names of runs whose commands are running. Before its first event, the files of such a run look like
+            those of one that has failed, or are those of an earlier start that has.
     """
     results = []
     for run in runs:
-        results.append(_read_result(sweep, run, causes.get(run.name, ""), hosts.get(run.name, "")))
+        state = run.state()
+        if run.name in training and state in _LOST:
+            state = State.BEGUN
+        results.append(_read_result(sweep, run, state, causes.get(run.name, ""), hosts.get(run.name, "")))
     return sorted(results, key=lambda result: _order(result, sweep.goal))
 
 
@@ -194,9 +203,8 @@ def _order(result: RunResult, goal: Goal) -> tuple[int, float]:
     return place, result.score if goal == "min" else -result.score
 
 
-def _read_result(sweep: Sweep, run: RunFiles, cause: str, host: str) -> RunResult:
-    """Read what a run has come to, from its metrics file."""
-    state = run.state()
+def _read_result(sweep: Sweep, run: RunFiles, state: State, cause: str, host: str) -> RunResult:
+    """Read what a run in a state has come to, from its metrics file."""
     if state not in _LOST:  # an earlier start failed
         cause = ""
     values = {key: run.run.values.get(key) for key in sweep.varied}

@@ -130,6 +130,7 @@ class SweepRunner:
         launches: What is known of earlier launches of the runs; what is learned of new ones is added.
         environment: Variables of the commands that ask hosts.
         say: Function that shows a line.
+        after_start: Function that is called whenever a run has been started.
         after_run: Function that is called whenever a run has ended.
     """
 
@@ -142,11 +143,13 @@ class SweepRunner:
         launches: Launches,
         environment: Mapping[str, str],
         say: Callable[[str], None],
+        after_start: Callable[[], None],
         after_run: Callable[[], None],
     ) -> None:
         self._launches = launches
         self._environment = environment
         self._say = say
+        self._after_start = after_start
         self._after_run = after_run
         self._pending = deque(runs)
         self._redo = {*redo}
@@ -216,6 +219,8 @@ class SweepRunner:
         self._tried_on[name].add(state.place.name)
         where = f" on {state.place.name}" if state.place.name else ""
         self._say(f"{name}: started{where}")
+        self._launches.training.append(name)
+        self._after_start()
 
     def _next_run(self, host: str) -> PlannedRun | None:
         """Return the next run for a host; None if each is for another host, or an earlier process still saves it."""
@@ -290,6 +295,7 @@ class SweepRunner:
         """Handle the end of the run on a place: it is over, or will be tried again."""
         run, status = state.end()
         name = run.name
+        self._launches.training.remove(name)
         found = run.state()
         seconds = time.time() - state.started
         self._launches.seconds[name] = self._launches.seconds.get(name, 0.0) + seconds

@@ -17,7 +17,7 @@ from neox.run_events import append_event
 from tests.errors import raises_naming
 from tests.unit.tools.conftest import Run
 from tools.sweep.progress import SweepProgress, format_progress, progress_json, sweep_progress
-from tools.sweep.record import RECORD_FILE, Launches, lock_prefix, write_record
+from tools.sweep.record import RECORD_FILE, Launches, lock_prefix, read_record, write_record
 from tools.sweep.run_files import RunFiles
 from tools.sweep.sweep_file import Sweep, SweepRun
 
@@ -112,6 +112,17 @@ def test_the_time_left_follows_from_the_runs_that_are_done(tmp_path: Path) -> No
     progress = sweep_progress(tmp_path)
     assert progress.state == "stopped"
     assert left(progress) == pytest.approx(0.6 * 50 + 50 + 200)
+
+
+def test_a_run_whose_command_has_just_been_started_has_not_failed(tmp_path: Path) -> None:
+    """Before its first event, a run has an output as one that could not start, or the end of an earlier start."""
+    directory = sweep_in(tmp_path, "abc", planned=7.0, launches=Launches({}, {"b": "disk full"}, training=["a", "b"]))
+    (tmp_path / "a" / "output.log").write_text("")
+    trained(tmp_path / "b", 5, 3.0, decision="stop", step=5, kind=EndKind.RANK.value, status=1)
+    with lock_output(lock_prefix(read_record(directory).sweep)):
+        counts = sweep_progress(tmp_path).counts
+    assert (counts["begun"], counts["failed"], counts["waiting"]) == (2, 0, 1)
+    assert sweep_progress(tmp_path).counts["failed"] == 2, "no process trains them"
 
 
 def test_steps_of_a_sweep_that_was_killed_count_in_the_time_left(tmp_path: Path) -> None:

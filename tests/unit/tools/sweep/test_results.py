@@ -116,7 +116,7 @@ def test_a_run_whose_last_value_is_not_finite_has_no_score(
     values = SimpleNamespace(values={})
     run = SimpleNamespace(name="a", run=values, metrics=metrics, state=lambda: State.DONE, parameters=1)
     sweep = SimpleNamespace(metric=metric, varied=())
-    assert _read_result(cast(Any, sweep), cast(Any, run), "", "").score == score
+    assert _read_result(cast(Any, sweep), cast(Any, run), run.state(), "", "").score == score
 
 
 @pytest.mark.parametrize("metric", [None, "validation/lm_loss"])
@@ -131,7 +131,7 @@ def test_a_run_that_is_not_done_has_no_score_and_names_the_step_of_its_value(
     values = SimpleNamespace(values={})
     run = SimpleNamespace(name="a", run=values, metrics=metrics, state=lambda: State.BEGUN)
     sweep = SimpleNamespace(metric=metric, varied=(), directory=tmp_path, has_table=True)
-    result = _read_result(cast(Any, sweep), cast(Any, run), "", "")
+    result = _read_result(cast(Any, sweep), cast(Any, run), run.state(), "", "")
     assert (result.score, result.validation_loss, result.validation_step) == (None, 2.5, 30)
     assert ("2.5000 (step 30)" in format_table(cast(Any, sweep), [result])) is (metric is None)
     write_results(cast(Any, sweep), [], [result])
