@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 from neox.errors import DataError
 from neox.files import lock_file, write_text
@@ -96,14 +96,24 @@ def lock_output(output_prefix: str) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"{output_prefix} cannot be written: {error.strerror}") from error
     with file:
-        try:
-            lock_file(file, wait=False)
-        except BlockingIOError:
-            raise DataError(f"another run is writing {output_prefix}: wait for it, or choose another prefix") from None
+        if not _is_free(file):
+            raise DataError(f"another run is writing {output_prefix}: wait for it, or choose another prefix")
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def _is_free(file: IO[Any]) -> bool:
+    """Take the lock of an open file, unless it stays taken: `is_output_locked` has it for a moment."""
+    for seconds in (0.0, 0.05, 0.1, 0.2):
+        time.sleep(seconds)
+        try:
+            lock_file(file, wait=False)
+        except BlockingIOError:
+            continue
+        return True
+    return False
 
 
 def is_output_locked(output_prefix: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from neox.errors import DataError
-from neox.resume import ResumeLog, lock_output, open_truncated
+from neox.resume import ResumeLog, is_output_locked, lock_output, open_truncated
 from tests.errors import raises_naming
 
 
@@ -63,3 +65,15 @@ def test_two_runs_cannot_write_one_output(tmp_path: Path) -> None:
     with lock_output(output):
         assert (tmp_path / "out.lock").exists()
     assert not (tmp_path / "out.lock").exists()
+
+
+def test_a_look_at_the_lock_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    with open(f"{output}.lock", "w") as looking:
+        fcntl.flock(looking, fcntl.LOCK_EX)
+        release = threading.Timer(0.02, fcntl.flock, (looking, fcntl.LOCK_UN))
+        release.start()
+        with lock_output(output):
+            assert is_output_locked(output)
+        release.join()
+    assert not is_output_locked(output)
