@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shlex import join
 
-from neox.checkpoint.save_directory.best import BEST, read_best
+from neox.checkpoint.save_directory.best import BEST, BestCheckpoint, read_best
 from neox.config.sections.training import CheckpointConfig
 from neox.plan import RunPlan
 from neox.plan.devices.precision import newest_checkpoint
@@ -48,20 +48,36 @@ def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
             yield f"to chat with the model: {generate} --chat"
         interactive = ["--set", "text_gen_type=interactive"]
         yield f"to generate text: {generate} {join(interactive)}"
+        best = _earlier_best(save)
+        if best is not None:
+            of_best = join(["--set", f"load={save.rstrip('/')}/{BEST}", *interactive])
+            yield f"to generate text with the best checkpoint ({_value_of(best)}): {generate} {of_best}"
     if export_note(plan.config, plan.architecture) is None:
         yield from _exports(plan.config.checkpoint, save)
+
+
+def _earlier_best(save: str) -> BestCheckpoint | None:
+    """Return the best checkpoint of `save_best`; None without one, or if it is the newest one."""
+    best = read_best(Path(save))
+    if best is None or Path(save, best.checkpoint) == newest_checkpoint(Path(save)):
+        return None
+    return best
+
+
+def _value_of(best: BestCheckpoint) -> str:
+    return f"{best.rule.metric} {best.value:.4g} at step {best.iteration}"
 
 
 def _exports(keys: CheckpointConfig, save: str) -> Iterator[str]:
     """Yield where the exports of a training are, or the commands that export its best checkpoint and its last one."""
     if keys.hf_export is not None:
-        yield f"exported models ({keys.hf_export}): {keys.export_directory}"
+        name = BEST if keys.hf_export == "best" else "global_stepN"
+        yield f"exported models ({keys.hf_export}): {keys.export_directory}/{name}"
         return
     save = save.rstrip("/")
-    best = read_best(Path(save))
-    if best is not None and Path(save, best.checkpoint) != newest_checkpoint(Path(save)):
-        value = f"{best.rule.metric} {best.value:.4g} at step {best.iteration}"
-        yield f"to export the best checkpoint ({value}): {_export(f'{save}/{BEST}', f'{save}-{BEST}-hf')}"
+    best = _earlier_best(save)
+    if best is not None:
+        yield f"to export the best checkpoint ({_value_of(best)}): {_export(f'{save}/{BEST}', f'{save}-{BEST}-hf')}"
     yield f"to export the model: {_export(save, str(keys.export_directory))}"
 
 

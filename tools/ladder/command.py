@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import sys
@@ -13,6 +14,7 @@ from neox.arguments import ScriptParser
 from neox.errors import ConfigError, DataError, os_errors
 from neox.log import setup_logging
 from neox.plan import RunPlan, config_from_files
+from neox.resume import lock_output
 from tools.ladder.family import Family, LadderRun, RunSize, multiplied_parameters, network_values, shapes_of
 from tools.ladder.fits import LossFit, RateFit, fit_learning_rate, fit_loss
 from tools.ladder.ladder_file import Ladder, read_ladder
@@ -22,6 +24,7 @@ from tools.ladder.target import TARGET, Target, check_training, places_of_small_
 from tools.sweep.command import format_plans, sweep_over
 from tools.sweep.places import Place
 from tools.sweep.planned_run import plan_runs
+from tools.sweep.record import ladder_lock_prefix
 from tools.sweep.results import read_results
 from tools.sweep.run_files import State
 from tools.sweep.sweep_file import SweepRun, override, with_sources
@@ -67,17 +70,24 @@ def main() -> int:
     target = plan_target(ladder, args.hostfile)
     target_plan = target.planned.plan
     family = Family(ladder, target_plan, _plan_networks(ladder, target_plan, places[0]))
-    first = list(_first_stage(ladder, family))
     if args.train_target:  # before weeks of small runs
         for problem in check_training(ladder, target):
             print(f"note: {TARGET}: {problem}", file=sys.stderr)
     if args.dry_run:
-        print(_format_ladder(ladder, family, target, first, places))
+        print(_format_ladder(ladder, family, target, list(_first_stage(ladder, family)), places))
         return 0
 
     for note in (*family.size_notes(), *family.batch_notes(), *target.notes(family)):
         print(f"note: {note}", file=sys.stderr)
+    with lock_output(ladder_lock_prefix(ladder.directory)):
+        return _train_and_predict(ladder, family, target, places, args)
 
+
+def _train_and_predict(
+    ladder: Ladder, family: Family, target: Target, places: Sequence[Place], args: argparse.Namespace
+) -> int:
+    """Train the small runs, predict the target, and train it if that is asked for; return the exit status."""
+    first = list(_first_stage(ladder, family))
     # The smallest sizes, with every learning rate.
     following = len(list(_second_stage(ladder, family, RULE)))
     status = _train(ladder, first, places, _redone(first, args.redo), following=following)

@@ -57,12 +57,18 @@ class SweepRecord:
     @property
     def is_running(self) -> bool:
         """Whether a process trains the runs at this moment."""
-        return is_output_locked(lock_prefix(self.sweep))
+        directory = self.sweep.directory
+        return is_output_locked(lock_prefix(self.sweep)) or is_output_locked(ladder_lock_prefix(directory))
 
 
 def lock_prefix(sweep: Sweep) -> str:
     """Return the path of the lock, without its suffix, that the process holds which trains the runs."""
     return str(sweep.directory / "sweep")
+
+
+def ladder_lock_prefix(directory: Path) -> str:
+    """Return the same of the process that works on a ladder, also between its stages."""
+    return str(directory / "ladder")
 
 
 def is_sweep(directory: Path) -> bool:

@@ -17,8 +17,8 @@ class HfExportKeys(Section):
         Requires("save_best", when=("best",), advice="name the metric"),
     ] = None
     """Export committed checkpoints to Hugging Face's format while training goes on, in a process of their own next to
-    rank 0: `every save`, or only those that become the `best` (save_best). Each is verified as
-    `tools/convert_to_hf.py` does, and appears complete or not at all."""
+    rank 0: `every save`, or only those that become the `best` (save_best), without those that another one has passed
+    before their turn. Each is verified as `tools/convert_to_hf.py` does, and appears complete or not at all."""
 
     hf_export_dir: Annotated[str | None, OnlyWith("hf_export")] = None
     """Directory of the exports, `global_stepN` or `best` in it; by default that of `save` with `-hf` at its end."""

@@ -120,6 +120,9 @@ class HfExport(Feature):
 
     def on_failure(self, state: TrainState) -> None:
         """Drop what waits; the process that runs ends with this one."""
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
         for export in self._waiting:
             export.kept.close()
         self._waiting.clear()
@@ -130,6 +133,8 @@ class HfExport(Feature):
         if best is None or best.iteration == self._last_best:
             return
         self._last_best = best.iteration
+        if self._hub is None:  # a repository gets a revision of each
+            self._drop_waiting()
         if is_new or not (self._directory / BEST).exists():
             self._put(self._save / best.checkpoint, self._directory / BEST)
 

@@ -517,3 +517,22 @@ def test_the_best_one_is_exported_under_its_name(tmp_path: Path, exported: Path)
     exporting.on_exit()
     assert [path.name for path in exported.iterdir()] == [BEST]
     assert (exported / BEST / "from").read_text().split() == ["global_step3"]
+
+
+@pytest.mark.parametrize("keys", [{}, {"hf_export_hub": "me/model"}], ids=["directory", "hub"])
+def test_the_next_export_is_that_of_the_best_one_by_then(tmp_path: Path, exported: Path, keys: dict[str, str]) -> None:
+    """Others in between are not exported, unless a repository gets a revision of each."""
+    run = tmp_path / "run"
+    plan = small_plan(save=str(run), save_best="validation/lm_loss", hf_export="best", **keys)
+    naming = NameBest(plan)
+    exporting = hf_export.HfExport(plan)
+    for step in (1, 2, 3):
+        scalars = {"validation/lm_loss": 4.0 - step}
+        report = SaveReport(checkpoint(run, step), step, 0.0, 0.0)
+        for feature in (naming, exporting):
+            feature.on_evaluation(TrainState(iteration=step), "validation", scalars)
+            feature.on_save(TrainState(iteration=step), report)
+    kept = [is_kept_from_deletion(run / f"global_step{step}") for step in (1, 2, 3)]
+    assert kept == [True, bool(keys), True]
+    exporting.on_exit()
+    assert (exported / BEST / "from").read_text().split()[0] == "global_step3"

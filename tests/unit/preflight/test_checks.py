@@ -614,9 +614,11 @@ def test_after_a_training_the_best_checkpoint_is_exported_apart_from_the_last(
     name_best(save, BestCheckpoint("global_step2", 2, 1.25, BestRule("validation/lm_loss")))
     best, then = exports()
     assert then == last
+    texts = [step for step in next_steps(arguments, resolve(config(**keys), 1, 100)) if "generate" in step]
+    assert [f"--set load={save}/best" in step for step in texts] == [False, True]
     assert "(validation/lm_loss 1.25 at step 2)" in best
     assert f"--input_dir {save}/best --output_dir {save}-best-hf" in best
-    assert exports(hf_export="best") == [f"exported models (best): {save}-hf"]
+    assert exports(hf_export="best") == [f"exported models (best): {save}-hf/best"]
 
 
 def test_after_a_training_on_conversations_the_first_command_keeps_one(tmp_path: Path) -> None:

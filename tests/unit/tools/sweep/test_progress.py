@@ -17,7 +17,7 @@ from neox.run_events import append_event
 from tests.errors import raises_naming
 from tests.unit.tools.conftest import Run
 from tools.sweep.progress import SweepProgress, format_progress, progress_json, sweep_progress
-from tools.sweep.record import RECORD_FILE, Launches, lock_prefix, read_record, write_record
+from tools.sweep.record import RECORD_FILE, Launches, ladder_lock_prefix, lock_prefix, read_record, write_record
 from tools.sweep.run_files import RunFiles
 from tools.sweep.sweep_file import Sweep, SweepRun
 
@@ -146,6 +146,8 @@ def test_a_sweep_is_running_while_a_process_has_its_lock(tmp_path: Path) -> None
     progress = sweep_progress(sweep_in(tmp_path, "a"))
     assert progress.state == "stopped"
     with lock_output(lock_prefix(progress.record.sweep)):
+        assert sweep_progress(tmp_path).state == "running"
+    with lock_output(ladder_lock_prefix(tmp_path)):  # between the stages of a ladder
         assert sweep_progress(tmp_path).state == "running"
     trained(tmp_path / "a", STEPS, 3.0, **END, kind=EndKind.FINISHED.value, status=0)
     assert sweep_progress(tmp_path).state == "finished"
