@@ -21,7 +21,8 @@ class HfExportKeys(Section):
     before their turn. Each is verified as `tools/convert_to_hf.py` does, and appears complete or not at all."""
 
     hf_export_dir: Annotated[str | None, OnlyWith("hf_export")] = None
-    """Directory of the exports, `global_stepN` or `best` in it; by default that of `save` with `-hf` at its end."""
+    """Directory of the exports, `global_stepN` or `best` in it (`best.json` says of which checkpoint). By default it is
+    that of `save` with `-hf` at its end."""
 
     hf_export_hub: Annotated[str | None, OnlyWith("hf_export")] = None
     """Repository of the Hugging Face hub (`USER/NAME`) to which exports are uploaded, too: each as the revision

@@ -10,12 +10,13 @@ later.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from neox.checkpoint.save_directory.finding import keep_last
 from neox.checkpoint.save_directory.staging import kept_from_deletion
 from neox.engine import Feature, SaveReport, StepReport, TrainState
 from neox.errors import ConfigError
+from neox.files import read_json_object, write_text
 from neox.launch import busy_saving, report_progress
 from neox.launch.environment import child_environment
 from neox.launch.hosts.vendors import VISIBLE_VARIABLES
@@ -38,6 +40,8 @@ from neox.shipped_files import scripts_root
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.2
 _NO_GPU = {**dict.fromkeys(VISIBLE_VARIABLES, ""), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+_RECORD = "best.json"
+"""File beside `best` with the name of the checkpoint that it was exported from."""
 _LAST_CHARACTERS = 400
 """Length of a failed export's output in the warning."""
 
@@ -135,8 +139,14 @@ class HfExport(Feature):
         self._last_best = best.iteration
         if self._hub is None:  # a repository gets a revision of each
             self._drop_waiting()
-        if is_new or not (self._directory / BEST).exists():
+        if is_new or self._exported_best() != best.checkpoint:
             self._put(self._save / best.checkpoint, self._directory / BEST)
+
+    def _exported_best(self) -> str | None:
+        """Return the name of the checkpoint whose export is `best`; None if there is none, or it is not known."""
+        if not (self._directory / BEST).exists():
+            return None
+        return read_json_object(self._directory / _RECORD).get("checkpoint")
 
     def _put(self, checkpoint: Path, output: Path) -> None:
         export = _Export(checkpoint, output)
@@ -191,6 +201,9 @@ class HfExport(Feature):
         text = file.read_text(encoding="utf-8", errors="replace").strip()
         if status == 0:
             file.unlink(missing_ok=True)
+            if export.output.name == BEST:
+                with suppress(OSError):  # without it a restart exports the checkpoint again
+                    write_text(self._directory / _RECORD, json.dumps({"checkpoint": export.checkpoint.name}) + "\n")
             check = [line for line in text.splitlines() if "verified" in line]
             seconds = time.monotonic() - self._started
             _log.info(

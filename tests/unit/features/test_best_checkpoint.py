@@ -515,7 +515,7 @@ def test_the_best_one_is_exported_under_its_name(tmp_path: Path, exported: Path)
             feature.on_save(state, report)
         time.sleep(0.01)
     exporting.on_exit()
-    assert [path.name for path in exported.iterdir()] == [BEST]
+    assert {path.name for path in exported.iterdir()} == {BEST, "best.json"}
     assert (exported / BEST / "from").read_text().split() == ["global_step3"]
 
 
@@ -536,3 +536,24 @@ def test_the_next_export_is_that_of_the_best_one_by_then(tmp_path: Path, exporte
     assert kept == [True, bool(keys), True]
     exporting.on_exit()
     assert (exported / BEST / "from").read_text().split()[0] == "global_step3"
+
+
+def test_a_best_that_was_named_right_before_a_kill_is_exported_afterwards(tmp_path: Path, exported: Path) -> None:
+    run = tmp_path / "run"
+    plan = small_plan(save=str(run), save_best="validation/lm_loss", hf_export="best")
+    naming = NameBest(plan)
+    exporting = hf_export.HfExport(plan)
+    for step in (1, 2):
+        evaluate(naming, step, 4.0 - step)
+        save(naming, run, step)
+        if step == 1:
+            exporting.on_start(TrainState(iteration=1))
+            exporting.on_exit()
+    assert (exported / BEST / "from").read_text().split()[0] == "global_step1"
+    for _ in range(2):
+        resumed = hf_export.HfExport(plan)
+        resumed.on_start(TrainState(iteration=2))
+        resumed.on_exit()
+        assert (exported / BEST / "from").read_text().split()[0] == "global_step2"
+        (exported / BEST / "from").write_text("global_step2 untouched")
+    assert (exported / BEST / "from").read_text() == "global_step2 untouched"
