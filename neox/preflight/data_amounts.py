@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from neox.data.token_files.indexed_dataset import IndexedDataset
 
 _LIMIT = "max_lost_labels"
-_TrainingSet = tuple[str, str | None]
-"""Prefix of a training dataset, with that of its labels, if it has any."""
+_TokenSet = tuple[str, str | None]
+"""Prefix of a dataset, with that of its labels, if it has any."""
 
 
 def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
@@ -37,7 +37,8 @@ def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
     read = _read_documents(plan.config)
     plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=_tokens_of_passes(plan.config, read))
     cuts, problems = _truncation(plan.config, read)
-    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config, read), *cuts))
+    evaluated, _ = _truncation(plan.config, _read_conversations(plan.config), use="evaluated")
+    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config, read), *cuts, *evaluated))
     try:
         return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), tuple(problems)
     except ConfigError as error:
@@ -83,29 +84,61 @@ def _tokens_for_training(data: DataConfig) -> int:
     return tokens_of_part(prefix, data, 0)
 
 
-def _read_documents(config: NeoXConfig) -> dict[_TrainingSet, ReadDocuments]:
+def _read_documents(config: NeoXConfig) -> dict[_TokenSet, ReadDocuments]:
     """Return what padded samples read of the training documents, by their dataset.
 
     Datasets that cannot be read are left out; all of them if samples have no padding. This reads all labels, once.
     """
-    data = config.data
-    length = config.model.seq_length
-    found: dict[_TrainingSet, ReadDocuments] = {}
-    if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
-        return found
+    found: dict[_TokenSet, ReadDocuments] = {}
     for prefix, labels in _training_sets(config):
-        try:
-            from neox.data.pass_amounts import read_documents  # numpy, which a dry run without data does not need
-
-            indexed, opened = _opened(prefix, labels)
-            documents = _training_documents(config, len(indexed))
-            found[prefix, labels] = read_documents(indexed, documents, opened, data, length)
-        except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
-            continue
+        documents = _documents_of_samples(config, prefix, labels, is_whole=config.data.train_data_paths is not None)
+        if documents is not None:
+            found[prefix, labels] = documents
     return found
 
 
-def _tokens_of_passes(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocuments]) -> tuple[int, ...]:
+def _read_conversations(config: NeoXConfig) -> dict[_TokenSet, ReadDocuments]:
+    """Return the same of the validation sets that have labels, which are whole files."""
+    found: dict[_TokenSet, ReadDocuments] = {}
+    if config.training.eval_iters == 0:
+        return found
+    for item in config.data.evaluated_sets:
+        for prefix, labels in item.files:
+            if labels is None:
+                continue
+            documents = _documents_of_samples(config, prefix, labels, is_whole=True)
+            if documents is not None:
+                found[prefix, labels] = documents
+    return found
+
+
+def _documents_of_samples(
+    config: NeoXConfig, prefix: str, labels: str | None, *, is_whole: bool
+) -> ReadDocuments | None:
+    """Return what padded samples read of a dataset; None if it cannot be read, or samples have no padding.
+
+    Args:
+        config: The configuration.
+        prefix: Prefix of the dataset.
+        labels: That of its labels, if it has any.
+        is_whole: Whether all documents are read, not only those of `split` for training.
+    """
+    data = config.data
+    length = config.model.seq_length
+    if data.pack_impl == "packed" or length is None or config.preferences.on_preferences:
+        return None
+    try:
+        from neox.data.pass_amounts import read_documents  # numpy, which a dry run without data does not need
+        from neox.data.samples.gpt_dataset import split_documents
+
+        indexed, opened = _opened(prefix, labels)
+        documents = range(len(indexed)) if is_whole else split_documents(data.split, len(indexed))[0]
+        return read_documents(indexed, documents, opened, data, length)
+    except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
+        return None
+
+
+def _tokens_of_passes(config: NeoXConfig, read: Mapping[_TokenSet, ReadDocuments]) -> tuple[int, ...]:
     """Return the tokens of one pass over each training dataset, including padding; none if one of them is unknown.
 
     Args:
@@ -150,20 +183,11 @@ def validation_tokens(config: NeoXConfig) -> tuple[tuple[str | None, int], ...]:
     return tuple(found)
 
 
-def _training_sets(config: NeoXConfig) -> Iterator[_TrainingSet]:
+def _training_sets(config: NeoXConfig) -> Iterator[_TokenSet]:
     """Yield the prefix of each training dataset with that of its labels, if it has any."""
     data = config.data
     prefixes = data.train_data_paths or (str(data.data_path),)
     yield from zip(prefixes, data.train_label_data_paths or [None] * len(prefixes), strict=False)
-
-
-def _training_documents(config: NeoXConfig, count: int) -> range:
-    """Return the numbers of the documents that are trained on, of `count` ones of a dataset."""
-    from neox.data.samples.gpt_dataset import split_documents  # numpy, which a dry run without data does not need
-
-    if config.data.train_data_paths is not None:
-        return range(count)
-    return split_documents(config.data.split, count)[0]
 
 
 def _opened(prefix: str, labels: str | None) -> tuple[IndexedDataset, IndexedDataset | None]:
@@ -179,14 +203,17 @@ def _opened(prefix: str, labels: str | None) -> tuple[IndexedDataset, IndexedDat
     return texts, opened
 
 
-def _truncation(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocuments]) -> tuple[list[str], list[Problem]]:
+def _truncation(
+    config: NeoXConfig, read: Mapping[_TokenSet, ReadDocuments], use: str = "trained"
+) -> tuple[list[str], list[Problem]]:
     """Return notes on documents that samples cut or leave out, and the problem that labels lose too many tokens.
 
     Texts that lose their end are still texts, so only labels, whose answers end at their last token, have a limit.
 
     Args:
         config: The configuration.
-        read: Result of `_read_documents`.
+        read: Result of `_read_documents` or `_read_conversations`.
+        use: What is done with the tokens, as a participle.
     """
     data = config.data
     length = config.model.seq_length
@@ -201,7 +228,7 @@ def _truncation(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocuments]) 
             continue
         counted = (
             f"{prefix}: with seq_length {length:,} {found.cut:,} of {found.documents:,} documents are cut and "
-            f"{found.dropped:,} left out, which loses {found.lost_share:.1%} of the trained tokens"
+            f"{found.dropped:,} left out, which loses {found.lost_share:.1%} of the {use} tokens"
         )
         notes.append(counted)
         if labels is not None and found.lost_share > data.max_lost_labels:
@@ -213,7 +240,7 @@ def _truncation(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocuments]) 
     return notes, problems
 
 
-def _packing_notes(config: NeoXConfig, read: Mapping[_TrainingSet, ReadDocuments]) -> Iterator[str]:
+def _packing_notes(config: NeoXConfig, read: Mapping[_TokenSet, ReadDocuments]) -> Iterator[str]:
     """Yield the share of padding in the samples of each training dataset; with `best_fit` that of cut documents, too.
 
     `_truncation` counts what the others cut.

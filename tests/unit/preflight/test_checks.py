@@ -516,8 +516,10 @@ def test_conversations_that_lose_their_answers(tmp_path: Path) -> None:
     plan, (problem,) = with_amounts(resolve(config(**keys, seq_length=6), 1, 100))
     assert problem.keys == ("max_lost_labels", "seq_length")
     assert any("27 of 30 documents are cut and 0 left out, which loses 30.0%" in note for note in plan.notes)
-    _, problems = with_amounts(resolve(config(**keys, seq_length=6, max_lost_labels=0.3), 1, 100))
+    evaluated = {"valid_data_paths": keys["train_data_paths"], "valid_label_data_paths": keys["train_label_data_paths"]}
+    plan, problems = with_amounts(resolve(config(**keys, **evaluated, seq_length=6, max_lost_labels=0.3), 1, 100))
     assert problems == ()
+    assert sum("which loses 30.0% of the evaluated tokens" in note for note in plan.notes) == 1
 
     plan, _ = with_amounts(resolve(config(**keys, seq_length=4, max_lost_labels=1), 1, 100))
     assert plan.pass_tokens == (3 * 4,)  # one token of the three shorter ones is left
