@@ -16,8 +16,7 @@ from typing import Any
 
 from neox.config import NeoXConfig
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts.hostfile import read_hostfile, select_hosts
-from neox.launch.hosts.placement import Placement, named_hostfile
+from neox.launch.hosts.placement import Placement, hosts_of_file, named_hostfile
 from neox.launch.status.run_status import duration
 from neox.plan.batches.batch import STEPS, TOTAL
 from neox.plan.time import GPUS
@@ -171,14 +170,7 @@ def places_of_small_runs(ladder: Ladder, hostfile: str | None) -> tuple[Place, .
         named = named_hostfile(runner, config.source("hostfile"))
         if named is not None:
             path = named[0]
-            hosts = select_hosts(
-                read_hostfile(path),
-                include=runner.include,
-                exclude=runner.exclude,
-                num_nodes=runner.num_nodes,
-                num_gpus=runner.num_gpus,
-            )
-            return places_on(hosts, path, ladder.slots_per_run)
+            return places_on(hosts_of_file(runner, path), path, ladder.slots_per_run)
     return find_places(hostfile, ladder.slots_per_run)
 
 

@@ -190,14 +190,19 @@ def named_hostfile(runner: RunnerConfig, source: Source = DEFAULT) -> tuple[str,
     return runner.hostfile, "-H" if source.is_command_line else str(source)
 
 
-def _place_by_hostfile(runner: RunnerConfig, path: str, named_by: str) -> Placement:
-    hosts = select_hosts(
+def hosts_of_file(runner: RunnerConfig, path: str) -> tuple[Host, ...]:
+    """Return the hosts of a hostfile that a configuration selects. Raises ConfigError."""
+    return select_hosts(
         read_hostfile(path),
         include=runner.include,
         exclude=runner.exclude,
         num_nodes=runner.num_nodes,
         num_gpus=runner.num_gpus,
     )
+
+
+def _place_by_hostfile(runner: RunnerConfig, path: str, named_by: str) -> Placement:
+    hosts = hosts_of_file(runner, path)
     spares = tuple(host for host in hosts if host.spare)
     hosts = tuple(host for host in hosts if not host.spare)
     if len(hosts) == 1 and not is_this_machine(hosts[0].name) and resolves_to_this_machine(hosts[0].name):
