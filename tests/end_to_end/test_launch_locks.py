@@ -16,6 +16,7 @@ DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
 def test_two_trainings_with_one_save(tmp_path: Path, runs: list[LaunchedRun]) -> None:
     save = tmp_path / "checkpoints"
     arguments = ["--set", f"save={save}", "--set", f"data_path={DATA}"]
+    arguments += ["--set", "train_iters=100000"]  # the first one goes on while the second one starts
     first = LaunchedRun(tmp_path, arguments, script=None)
     runs.append(first)
     deadline = time.monotonic() + 60
