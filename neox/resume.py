@@ -96,7 +96,7 @@ def lock_output(output_prefix: str) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"{output_prefix} cannot be written: {error.strerror}") from error
     with file:
-        if not _is_free(file):
+        if not _lock_soon(file):
             raise DataError(f"another run is writing {output_prefix}: wait for it, or choose another prefix")
         try:
             yield
@@ -104,8 +104,8 @@ def lock_output(output_prefix: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _is_free(file: IO[Any]) -> bool:
-    """Take the lock of an open file, unless it stays taken: `is_output_locked` has it for a moment."""
+def _lock_soon(file: IO[Any]) -> bool:
+    """Take the lock of an open file; return False if it stays taken. `is_output_locked` has it for a moment."""
     for seconds in (0.0, 0.05, 0.1, 0.2):
         time.sleep(seconds)
         try:

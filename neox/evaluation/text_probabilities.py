@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from neox.corpus import BadRecord
 from neox.evaluation.results import bits_per_byte, perplexity_of
 from neox.evaluation.scoring import ScoringModel, Span, SpanScore, joined_score, rolling_windows, score_spans
-from neox.evaluation.text_scores import read_lines
+from neox.evaluation.text_scores import grouped, read_lines
 from neox.tokenizer import Tokenizer, positions
 
 _LINES_AT_ONCE = 256
@@ -94,13 +94,8 @@ def lines_with_probabilities(
     def convert(record: Any) -> _Line:
         return _line(record, tokenizer, model.max_length)
 
-    waiting: list[_Line] = []
-    for line in read_lines(paths, convert, skip_bad):
-        waiting.append(line)
-        if len(waiting) == _LINES_AT_ONCE:
-            yield from _scored(model, waiting, summary, batch)
-            waiting = []
-    yield from _scored(model, waiting, summary, batch)
+    for lines in grouped(read_lines(paths, convert, skip_bad), _LINES_AT_ONCE):
+        yield from _scored(model, lines, summary, batch)
 
 
 def _line(record: Any, tokenizer: Tokenizer, max_length: int) -> _Line:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -103,14 +104,8 @@ def scored_lines(
     def convert(record: Any) -> _LineToScore:
         return _line(encoder, record, runner.max_length)
 
-    waiting: list[_LineToScore] = []
-    for line in read_lines(paths, convert, skip_bad):
-        waiting.append(line)
-        if len(waiting) == batch:
-            yield from _scored(runner, waiting, summary)
-            waiting = []
-    if waiting:
-        yield from _scored(runner, waiting, summary)
+    for lines in grouped(read_lines(paths, convert, skip_bad), batch):
+        yield from _scored(runner, lines, summary)
 
 
 def _line(encoder: PreferenceEncoder, record: Any, max_length: int) -> _LineToScore:
@@ -123,6 +118,12 @@ def _line(encoder: PreferenceEncoder, record: Any, max_length: int) -> _LineToSc
     if longest > max_length:
         raise BadRecord(f"prompt and answer have {longest:,} tokens, but the model reads at most {max_length:,}")
     return _LineToScore(record, answers)
+
+
+def grouped(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
+    """Yield lines in lists of a number of them; the last one has those that are left."""
+    while group := list(islice(lines, size)):
+        yield group
 
 
 def read_lines(paths: Sequence[str], convert: Callable[[Any], Line], skip_bad: int) -> Iterator[Line]:

@@ -305,13 +305,19 @@ def _search(config: NeoXConfig, of_batch: Mapping[str, Any], vocab_size: int, gp
     plan = resolve(divided, count, vocab_size)
     device = device_of_kind(plan, gpu)
     found = suggest_layouts(plan, device, gpu, 1, {**of_batch, **changed})
+    notes: tuple[str, ...] = ()
+    if flash_is_faster(plan, device):
+        notes = (FLASH_IS_FASTER,)
+    main_memory = None
+    if device.main_memory is not None:
+        main_memory = device.main_memory.size
     return _Search(
-        fastest=found.best[0] if found.best else None,
+        fastest=next(iter(found.best), None),
         batch=plan.batch.train_batch_size,
         parameters=plan.layers.active_numel,
-        notes=(FLASH_IS_FASTER,) if flash_is_faster(plan, device) else (),
+        notes=notes,
         least_offloaded=found.least_offloaded,
-        main_memory=None if device.main_memory is None else device.main_memory.size,
+        main_memory=main_memory,
         expected_mfu=config.logging.expected_mfu if config.given("expected_mfu") else None,
     )
 

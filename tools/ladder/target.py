@@ -19,6 +19,7 @@ from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.placement import Placement, hosts_of_file, named_hostfile
 from neox.launch.status.run_status import duration
 from neox.plan.batches.batch import STEPS, TOTAL
+from neox.plan.devices.device import GPUS_OF_HOST
 from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import batch_to_plan, gpus_to_plan
 from tools.ladder.family import Family, largest_divisor, short
@@ -30,7 +31,6 @@ from tools.sweep.sweep_file import Sweep, SweepRun
 
 TARGET = "target"
 """Name of the target's run."""
-_GPUS_OF_HOST = 8  # of which no kind is named
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _placement(ladder: Ladder, place: Place) -> Placement | None:
 def _imagined_hosts(config: NeoXConfig, number: int) -> tuple[int, int]:
     """Return numbers of hosts, and of GPUs of each, that a number of GPUs has."""
     kind = config.runner.gpu_type
-    most = _GPUS_OF_HOST
+    most = GPUS_OF_HOST
     if kind is not None:
         most = GPUS[kind].per_host
     of_host = largest_divisor(number, most)

@@ -23,7 +23,8 @@ JOINED_BY = "joined_text_weighed_by"
 SCORED_OF_DOCUMENTS = "scored_of_documents"
 """What a score of `perplexity=FILE` is measured on besides keys. Versions before 0.3 also scored ends of documents."""
 _DEFINITIONS = (JOINED_BY, SCORED_OF_DOCUMENTS)
-_RECORD = "best.json"
+BEST_RECORD = "best.json"
+"""Name of the record beside `best`, whose `checkpoint` is the name of a directory of checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def read_best(save: Path) -> BestCheckpoint | None:
     The goal of a record from a version that did not write it is that of the checkpoint's configuration; it is empty if
     that cannot be read.
     """
-    fields = read_json_object(save / _RECORD)
+    fields = read_json_object(save / BEST_RECORD)
     try:
         goal = fields.get("goal")
         if goal is None:
@@ -98,7 +99,7 @@ def name_best(save: Path, best: BestCheckpoint) -> None:
     record = {"checkpoint": best.checkpoint, "iteration": best.iteration, "value": best.value, **asdict(best.rule)}
     with os_errors(CheckpointError, f"{save / BEST}: cannot be written"):
         replace_link(save / BEST, best.checkpoint)
-        write_text(save / _RECORD, json.dumps(record, indent=2) + "\n")
+        write_text(save / BEST_RECORD, json.dumps(record, indent=2) + "\n")
 
 
 def change_of_rule(found: BestCheckpoint, rule: BestRule) -> str | None:
@@ -119,6 +120,6 @@ def change_of_rule(found: BestCheckpoint, rule: BestRule) -> str | None:
 
 def forget_best(save: Path) -> None:
     """Remove the name, if there is one, from a directory in which a run begins anew."""
-    for name in (BEST, _RECORD):
+    for name in (BEST, BEST_RECORD):
         with suppress(OSError):
             (save / name).unlink(missing_ok=True)

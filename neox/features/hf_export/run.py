@@ -22,7 +22,7 @@ from pathlib import Path
 
 from neox.checkpoint import checkpoint_directories
 from neox.checkpoint.names import parse_step_directory
-from neox.checkpoint.save_directory.best import BEST, read_best
+from neox.checkpoint.save_directory.best import BEST, BEST_RECORD, read_best
 from neox.checkpoint.save_directory.finding import keep_last
 from neox.checkpoint.save_directory.staging import kept_from_deletion
 from neox.engine import Feature, SaveReport, StepReport, TrainState
@@ -40,8 +40,6 @@ from neox.shipped_files import scripts_root
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.2
 _NO_GPU = {**dict.fromkeys(VISIBLE_VARIABLES, ""), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-_RECORD = "best.json"
-"""File beside `best` with the name of the checkpoint that it was exported from."""
 _LAST_CHARACTERS = 400
 """Length of a failed export's output in the warning."""
 
@@ -146,7 +144,7 @@ class HfExport(Feature):
         """Return the name of the checkpoint whose export is `best`; None if there is none, or it is not known."""
         if not (self._directory / BEST).exists():
             return None
-        return read_json_object(self._directory / _RECORD).get("checkpoint")
+        return read_json_object(self._directory / BEST_RECORD).get("checkpoint")
 
     def _put(self, checkpoint: Path, output: Path) -> None:
         export = _Export(checkpoint, output)
@@ -203,7 +201,7 @@ class HfExport(Feature):
             file.unlink(missing_ok=True)
             if export.output.name == BEST:
                 with suppress(OSError):  # without it a restart exports the checkpoint again
-                    write_text(self._directory / _RECORD, json.dumps({"checkpoint": export.checkpoint.name}) + "\n")
+                    write_text(self._directory / BEST_RECORD, json.dumps({"checkpoint": export.checkpoint.name}) + "\n")
             check = [line for line in text.splitlines() if "verified" in line]
             seconds = time.monotonic() - self._started
             _log.info(

@@ -25,7 +25,7 @@ ASSUMED_PEAK_TFLOPS = 989.0
 # Size of main memory that is not known, which counts as enough.
 _UNKNOWN_SIZE = 2**63
 # GPUs of a host of which no kind is named.
-_GPUS_OF_HOST = 8
+GPUS_OF_HOST = 8
 
 
 class MainMemory(NamedTuple):
@@ -148,7 +148,7 @@ def _main_memory(plan: RunPlan, kind: Gpu | None, ranks: int | None, available: 
     Of the usual host of a kind it is the share of one GPU, however many are used: hosts are rented by the GPU.
     """
     if ranks is None:
-        ranks = min(plan.grid.world_size, kind.per_host if kind is not None else _GPUS_OF_HOST)
+        ranks = min(plan.grid.world_size, kind.per_host if kind is not None else GPUS_OF_HOST)
     if plan.config.runner.host_memory_gib is not None:
         size = int(plan.config.runner.host_memory_gib * GIB)
         source = f"host_memory_gib: {plan.config.source('host_memory_gib')}"
