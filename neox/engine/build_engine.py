@@ -28,7 +28,7 @@ from neox.engine.deepspeed_patches import (
     runtime_json,
     shard_over_same_experts,
 )
-from neox.engine.deepspeed_patches.startup import import_muon_uncompiled
+from neox.engine.deepspeed_patches.startup import import_muon_uncompiled, restore_linear
 from neox.engine.device import other_paths
 from neox.engine.distributed import grid_mpu
 from neox.engine.engine import Engine
@@ -111,6 +111,8 @@ def build_engine(
     """
     for line in other_paths(plan, device):
         _log.warning(line)
+    if plan.config.deepspeed.zero_optimization.stage < 3:
+        restore_linear()
 
     # With ZeRO 0 our optimizer computes the norm of the gradient: over which ranks, and of which parameters.
     norm_scope = None

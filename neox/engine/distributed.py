@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from neox.engine.compile_cache import keep_compiled_layers
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
-from neox.engine.deepspeed_patches.startup import check_deepspeed, prepare_cpu
+from neox.engine.deepspeed_patches.startup import accept_architectures, check_deepspeed, prepare_cpu
 from neox.engine.determinism import use_deterministic_algorithms
 from neox.engine.device import choose_backend, choose_device
 from neox.errors import CheckpointError, LaunchError, NeoXError
@@ -50,6 +50,7 @@ def initialize_distributed(plan: RunPlan) -> tuple[ParallelGrid, torch.device]:
     given = set(os.environ)
     use_deterministic_algorithms(plan, os.environ)
     keep_compiled_layers(plan, os.environ)
+    accept_architectures(os.environ)
     world = _complete_environment()
     invented = {"MASTER_ADDR", "MASTER_PORT"} - given
     if world != plan.grid.world_size:

@@ -160,7 +160,8 @@ class _DecaysBetween(torch.autograd.Function):
         length = log_decay.shape[-1]
         later = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).tril(-1)
         terms = log_decay.unsqueeze(-1) * later  # term i of the sum that begins after j
-        decays = terms.cumsum(-2).exp_().mul_(visible)
+        # Not in place: compiled by torch 2.11, a function's result that was changed in place has no gradient.
+        decays = terms.cumsum(-2).exp_() * visible
         ctx.save_for_backward(decays)
         return decays
 

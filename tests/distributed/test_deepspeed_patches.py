@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 import pytest
+import torch.nn.functional as F
 
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
@@ -105,13 +106,16 @@ def _run(plan):
 
 
 def weights_on_their_way(plan):
-    """On this rank: how many weights are on their way after an evaluation, with our `forward` and with DeepSpeed's."""
+    """On this rank: how many weights are on their way after an evaluation, with our `forward` and with DeepSpeed's.
+
+    And whether `F.linear` is torch's, with ZeRO 3 and with the engine that follows.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     from neox.engine.deepspeed_patches import PlainEngine
 
-    counts = []
+    counts, linear = [], F.linear
     for forward in (PlainEngine.forward, DeepSpeedEngine.forward):
         PlainEngine.forward = forward
         engine, grid = _start(plan)
@@ -121,16 +125,20 @@ def weights_on_their_way(plan):
             engine.eval_batch(data)
         states = [parameter.ds_status for parameter in engine.deepspeed_engine.module.parameters()]
         counts.append(states.count(ZeroParamStatus.INFLIGHT))
-    return counts
+    with_zero_3 = F.linear is linear
+    _start(tiny_plan(2, num_layers=2))
+    return counts, (with_zero_3, F.linear is linear)
 
 
-def test_an_evaluation_leaves_weights_on_their_way():
-    """A save after it, or an evaluated average of weights, would read them while they are empty."""
+def test_zero_3_leaves_weights_on_their_way_and_its_own_product():
+    """A save after an evaluation, or an evaluated average of weights, would read weights while they are empty."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     plan = tiny_plan(2, num_layers=2, mtp_num_layers=1, zero_optimization=zero)
-    (ours, deepspeeds), _ = run_ranks(2, weights_on_their_way, plan)
+    ((ours, deepspeeds), (with_zero_3, afterwards)), _ = run_ranks(2, weights_on_their_way, plan)
     assert ours == 0
     assert deepspeeds > 0
+    assert not with_zero_3
+    assert afterwards
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def recomputation_repeats_dropout() -> None:
     keys = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     kept, again = (curve(build(tiny_plan(1, checkpoint_activations=on, **keys))) for on in (False, True))
     close(again, kept, "fp32")
-    assert abs(kept[-1] - plain_curve()[-1]) > 1e-3
+    assert max(abs(with_dropout - without) for with_dropout, without in zip(kept, plain_curve(), strict=True)) > 1e-2
 
 
 def a_resumed_run_goes_on(directory: Path, precision: str = "bf16", zero: int = 1) -> None:

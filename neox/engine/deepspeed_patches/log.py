@@ -19,6 +19,8 @@ def _is_needed(record: logging.LogRecord) -> bool:
 _DEEPSPEED.addFilter(_is_needed)
 # Newer names of collective operations that DeepSpeed does not use yet: thousands of lines that no user can act on.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+# DeepSpeed's barriers name no device; each rank has chosen its own before.
+warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context", category=UserWarning)
 
 
 def show_deepspeed_log(shown: bool) -> None:

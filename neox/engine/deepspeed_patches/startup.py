@@ -1,13 +1,16 @@
-"""What happens once in a process before DeepSpeed is used: versions are checked, and nothing is compiled."""
+"""What happens before DeepSpeed is used: versions are checked, nothing is compiled, and what it left is put back."""
 
 from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import MutableMapping
 
 import deepspeed.ops
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 
 from neox.errors import LaunchError, install_command
 
@@ -41,6 +44,27 @@ def prepare_cpu() -> None:
     """
     deepspeed.ops.__compatible_ops__ = {}
     get_accelerator().is_fp16_supported = lambda: True
+
+
+def accept_architectures(environment: MutableMapping[str, str]) -> None:
+    """Let DeepSpeed build its kernels where TORCH_CUDA_ARCH_LIST names an architecture with a letter (`9.0a`, `10.0f`).
+
+    torch's own extensions take the letter, and images for H100 set it. DeepSpeed reads it as a number and fails. Its
+    kernels use none of the instructions that the letter stands for.
+    """
+    listed = environment.get("TORCH_CUDA_ARCH_LIST")
+    if listed is not None:
+        environment["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d\.\d+)[af]", r"\1", listed)
+
+
+def restore_linear() -> None:
+    """Put back torch's `F.linear`, which ZeRO 3 of an earlier engine of this process has replaced.
+
+    DeepSpeed leaves its own product in place, of which torch 2.11 computes wrong gradients in compiled layers.
+    """
+    replaced = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if replaced is not None:
+        torch.nn.functional.linear = replaced
 
 
 def import_muon_uncompiled() -> None:

@@ -1,6 +1,7 @@
 """What the engine decides without DeepSpeed running: its JSON, device and backend, the environment of a rank."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from neox.engine import device, distributed
 from neox.engine.checkpoints.saving import layout_of, neox_client_state
 from neox.engine.deepspeed_patches import clips_itself, counts_in_norm, runtime_json
 from neox.engine.deepspeed_patches.log import show_deepspeed_log
-from neox.engine.deepspeed_patches.startup import check_deepspeed
+from neox.engine.deepspeed_patches.startup import accept_architectures, check_deepspeed
 from neox.engine.pipeline.instructions import (
     PassOrder,
     PassSchedule,
@@ -154,3 +155,16 @@ def test_versions_of_deepspeed_with_wrong_gradients_are_refused(version, monkeyp
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.8+abc", "1.0.0", "0.20.0.dev1"])
 def test_later_versions_of_deepspeed_are_taken(version):
     check_deepspeed(version)
+
+
+def test_deepspeed_builds_for_architectures_with_a_letter(monkeypatch):
+    from deepspeed.ops.op_builder.quantizer import QuantizerBuilder
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a;12.0f")
+    builder = QuantizerBuilder()
+    builder.jit_mode = True
+    with pytest.raises(ValueError, match="invalid literal"):  # what DeepSpeed makes of it
+        builder.compute_capability_args()
+    accept_architectures(os.environ)
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0 9.0;12.0"
+    builder.compute_capability_args()
