@@ -33,7 +33,10 @@ def runs(directories: Iterable[Path]) -> Iterator[tuple[dict[str, Any], dict[str
 
 
 def _measured(about: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    for row in about.get("rows", ()):
+    rows = about.get("rows", ())
+    if len(rows) > 1:  # a peak is that of all sides together
+        return
+    for row in rows:
         if row.get("peak_memory_bytes") and row.get("predicted_memory_bytes"):
             yield about, row
 

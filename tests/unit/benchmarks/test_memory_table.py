@@ -18,10 +18,15 @@ def table(directory, monkeypatch):
 
 
 def test_runs_that_know_both_figures(tmp_path, monkeypatch, capsys):
-    rows = [row("neox bf16", 30 * 2**30, 40 * 2**30), row("model bf16", None, 2**30), row("neox fp32", 2**30, None)]
-    about = {"date": "2026-11-21", "device": "NVIDIA H100", "name": "1.3B", "rows": rows}
+    measured, model, planned = (
+        row("neox bf16", 30 * 2**30, 40 * 2**30),
+        row("model bf16", None, 2**30),
+        row("neox fp32", 2**30, None),
+    )
     (tmp_path / "some-gpu").mkdir()
-    (tmp_path / "some-gpu" / "train-1.3B-engine.json").write_text(json.dumps(about))
+    for number, rows in enumerate(([measured], [model], [planned], [measured, model])):  # two sides have one peak
+        about = {"date": "2026-11-21", "device": "NVIDIA H100", "name": "1.3B", "rows": rows}
+        (tmp_path / "some-gpu" / f"train-{number}.json").write_text(json.dumps(about))
     assert table(tmp_path, monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
