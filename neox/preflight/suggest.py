@@ -55,7 +55,8 @@ class SuggestLayouts(JobCommand):
         if device.shared and not self.arguments.measure:
             device = gpu_device(plan)
         count = max(SHOWN, _FOUND_FOR_EACH * (self.arguments.measure or 0))
-        found, title = find_layouts(plan, device, self.arguments.suggest, changed, count)
+        measured = bool(self.arguments.measure)
+        found, title = find_layouts(plan, device, self.arguments.suggest, changed, count, measured=measured)
         print(format_estimates(found, title, plan, is_changed=bool(changed)), flush=True)
         if self.arguments.measure:
             layouts = layouts_to_measure(found, self.arguments.measure, is_changed=bool(changed))
@@ -87,7 +88,7 @@ class SuggestLayouts(JobCommand):
 
 
 def find_layouts(
-    plan: RunPlan, device: Device, gpu_name: str, changed: Mapping[str, Any], count: int
+    plan: RunPlan, device: Device, gpu_name: str, changed: Mapping[str, Any], count: int, *, measured: bool = False
 ) -> tuple[Suggestions, str]:
     """Search the fastest layouts of a run.
 
@@ -98,6 +99,7 @@ def find_layouts(
         gpu_name: Key of `GPUS`; empty for the one that fits `gpu_memory_gib` best.
         changed: Keys in which the plan differs from the configuration, if these GPUs cannot run the configuration.
         count: Number of layouts to return.
+        measured: Whether the layouts will be run, so that their order counts and not their time.
 
     Returns:
         The layouts, and a line about the search; another each if main memory excludes some, and if flash attention,
@@ -124,7 +126,7 @@ def find_layouts(
         kind = f"{gpu.name} ({gpu_name})"
         if is_assumed:
             kind = f"{gpu.name} ({gpu_name}, which is assumed: --gpu-type names yours)"
-    found = suggest_layouts(plan, device, gpu, count, changed)
+    found = suggest_layouts(plan, device, gpu, count, changed, measured=measured)
     if not found.best:
         message = f"none of {found.tried} layouts fits on {plan.grid.world_size} {gpu.name}"
         if found.other_numerics:
@@ -138,6 +140,8 @@ def find_layouts(
     basis = "estimated"
     if gpu is not CPU_CORE:
         basis = estimate_basis(gpu_name, fp8=bool(plan.config.training.fp8))
+        if plan.precision == "fp32":
+            basis = "for their order alone: they are of 16 bits, and fp32 is slower"
         if plan.grid.world_size > gpu.per_host:
             basis += f"; {network_basis([gpu_name])}"
     batch = f"{plan.batch.train_batch_size:,} samples a step"

@@ -31,7 +31,7 @@ from neox.plan.search.fit import LayoutMemory, nested_keys
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.simulation import PipelineLength, quick_length, simulated_length
 from neox.plan.time.step import StepTime, estimate_step
-from neox.plan.time.system import expert_parameters, held_parameters, why_no_estimate
+from neox.plan.time.system import expert_parameters, held_parameters, why_no_estimate, why_no_order
 
 _MARGIN = 3
 """Layouts that are simulated for each one that is asked for, because the quick estimate may order them wrongly."""
@@ -77,7 +77,13 @@ class Suggestions:
 
 
 def suggest_layouts(
-    plan: RunPlan, device: Device, gpu: Gpu, count: int = 10, changed: Mapping[str, Any] | None = None
+    plan: RunPlan,
+    device: Device,
+    gpu: Gpu,
+    count: int = 10,
+    changed: Mapping[str, Any] | None = None,
+    *,
+    measured: bool = False,
 ) -> Suggestions:
     """Search the fastest layouts of a run that fit.
 
@@ -87,11 +93,12 @@ def suggest_layouts(
         gpu: The kind of GPU, for the time.
         count: Number of layouts to return.
         changed: Keys in which the plan differs from the user's configuration (see `divisible.py`), with values.
+        measured: Whether the layouts will be run, so that their order counts and not their time: also in fp32.
 
     Raises:
         ConfigError: The time of this kind of run is not estimated.
     """
-    reason = why_no_estimate(plan.laid_out_on(cpu=device.shared))
+    reason = why_no_order(plan.architecture) if measured else why_no_estimate(plan.laid_out_on(cpu=device.shared))
     if reason:
         raise ConfigError(f"there is no estimate: {reason}")
     memory = LayoutMemory(plan, device)

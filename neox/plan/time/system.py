@@ -73,13 +73,23 @@ class TrainingSystem:
 OURS = TrainingSystem()
 
 
-def why_no_estimate(run: LaidOutRun) -> str:
-    """Return why the time of a run is not estimated, as a clause; empty if it is."""
-    network = run.network
+def why_no_order(network: Architecture) -> str:
+    """Return why not even the order of layouts is estimated for a network, as a clause; empty if it is."""
     if network.bidirectional or network.score_head or any(kind.attention is None for kind in block_kinds(network)):
         return "times are of decoders with attention in each block only, and this network is another kind"
+    return ""
+
+
+def why_no_estimate(run: LaidOutRun) -> str:
+    """Return why the time of a run is not estimated, as a clause; empty if it is."""
+    reason = why_no_order(run.network)
+    if reason:
+        return reason
     if run.precision == "fp32" and not run.on_cpu:
-        return "times are of bf16 and fp16 only, and precision fp32 takes no tensor cores, whose peak is assumed"
+        return (
+            "times are of bf16 and fp16 only, and precision fp32 takes no tensor cores, whose peak is assumed; "
+            "plan with precision: bf16"
+        )
     return ""
 
 

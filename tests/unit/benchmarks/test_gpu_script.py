@@ -152,7 +152,8 @@ def test_every_step_runs_on_a_cpu_from_a_checkout_that_is_not_installed(tmp_path
     environment |= {"PYTHON": str(tmp_path / "venv" / "bin" / "python"), "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([SCRIPT, "--rehearse"], env=environment, capture_output=True, text=True, timeout=1500)
     found = results(tmp_path)
-    assert {name for name, step in found.items() if step["status"] != "passed"} == {"memory"}, done.stdout
+    skipped = {"memory", "recurrent-kernels"}  # which are of GPUs alone
+    assert {name for name, step in found.items() if step["status"] != "passed"} == skipped, done.stdout
     assert found["train-1.3B-engine"]["figures"]["rows"]
     assert found["generate-1.3B"]["figures"]
     assert found["longest-8B"]["figures"]["figures"][-1]["tokens"] == 512

@@ -110,5 +110,6 @@ def test_products_of_fp32_are_not_timed_by_the_peak_of_16_bits() -> None:
     assert "h100" not in gpu_device(given).peak_source
     with pytest.raises(ConfigError, match="fp32"):
         suggest_layouts(in_fp32, gpu_device(in_fp32), GPUS["h100"])
+    assert suggest_layouts(in_fp32, gpu_device(in_fp32), GPUS["h100"], measured=True).best
     on_cpu = host_device(in_fp32, [0], "here", None, training=True)  # where layouts are measured
     assert suggest_layouts(in_fp32, on_cpu, GPUS["h100"]).best
