@@ -130,8 +130,8 @@ def weights_on_their_way(plan):
     return counts, (with_zero_3, F.linear is linear)
 
 
-def test_zero_3_leaves_weights_on_their_way_and_its_own_product():
-    """A save after an evaluation, or an evaluated average of weights, would read weights while they are empty."""
+def test_an_evaluation_leaves_weights_on_their_way():
+    """A save after it, or an evaluated average of weights, would read them while they are empty."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     plan = tiny_plan(2, num_layers=2, mtp_num_layers=1, zero_optimization=zero)
     ((ours, deepspeeds), (with_zero_3, afterwards)), _ = run_ranks(2, weights_on_their_way, plan)

@@ -26,7 +26,7 @@ def test_two_trainings_with_one_save(tmp_path: Path, runs: list[LaunchedRun]) ->
         time.sleep(0.05)
     second = LaunchedRun(tmp_path, arguments, script=None)  # with a run directory of its own
     runs.append(second)
-    output = second.output()
+    output = second.output(120)  # the first one takes the processors
     assert second.process.returncode == 1
     assert f"save: {save} " in output
     assert f"train.py (process {first.process.pid} on " in output
