@@ -55,8 +55,9 @@ class SuggestLayouts(JobCommand):
         if device.shared and not self.arguments.measure:
             device = gpu_device(plan)
         count = max(SHOWN, _FOUND_FOR_EACH * (self.arguments.measure or 0))
-        measured = bool(self.arguments.measure)
-        found, title = find_layouts(plan, device, self.arguments.suggest, changed, count, measured=measured)
+        found, title = find_layouts(
+            plan, device, self.arguments.suggest, changed, count, measured=bool(self.arguments.measure)
+        )
         print(format_estimates(found, title, plan, is_changed=bool(changed)), flush=True)
         if self.arguments.measure:
             layouts = layouts_to_measure(found, self.arguments.measure, is_changed=bool(changed))
@@ -141,7 +142,7 @@ def find_layouts(
     if gpu is not CPU_CORE:
         basis = estimate_basis(gpu_name, fp8=bool(plan.config.training.fp8))
         if plan.precision == "fp32":
-            basis = "for their order alone: they are of 16 bits, and fp32 is slower"
+            basis = "estimated in 16 bits, to choose what is measured: fp32 is slower"
         if plan.grid.world_size > gpu.per_host:
             basis += f"; {network_basis([gpu_name])}"
     batch = f"{plan.batch.train_batch_size:,} samples a step"

@@ -18,6 +18,9 @@ Where DeepSpeed's code is left during a run, and for what; `neox.engine.engine` 
     point                        DeepSpeed                                here
     ---------------------------  ---------------------------------------  ---------------------------------------------
     import, first start          logs thousands of lines, compiles        hidden (`log`); compiles nothing (`startup`)
+    a kernel of its own          reads `9.0a` of TORCH_CUDA_ARCH_LIST     `9.0` (`startup`)
+                                 as a number
+    an engine after ZeRO 3       leaves ZeRO 3's `F.linear` in place      torch's is put back (`startup`)
     its configuration            clips with ZeRO 0 by a wrong norm        our optimizer clips (`runtime_json`)
     zero.Init                    groups global ranks for hpZ              `copy_group` groups data ranks
     zero.Init: experts           knows layers of its own only             `shard_over_same_experts`
