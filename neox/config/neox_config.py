@@ -124,14 +124,18 @@ class NeoXConfig(Section):
         return dict(self._given)
 
     def updated(
-        self, changes: Mapping[str, Any], *, without: Collection[str] = (), source: Source = CODE
+        self,
+        changes: Mapping[str, Any],
+        *,
+        without: Collection[str] = (),
+        source: Source | Mapping[str, Source] = CODE,
     ) -> NeoXConfig:
         """Return this configuration with other flat keys.
 
         Args:
             changes: Key -> new value.
             without: Keys that are left at their defaults. Aliases of both go too.
-            source: Source of the new values.
+            source: Source of the new values, or of each of them by key.
         """
         replaced = {*changes, *without}
         given: dict[str, Any] = {}
@@ -140,7 +144,7 @@ class NeoXConfig(Section):
             if not replaced & {key, target}:
                 given[key] = value
         sources = {path: place for path, place in self._sources.items() if path.partition(".")[0] in given}
-        sources |= dict.fromkeys(changes, source)
+        sources |= dict.fromkeys(changes, source) if isinstance(source, Source) else source
         return NeoXConfig.from_flat(given | dict(changes), sources)
 
     def given(self, key: str) -> bool:

@@ -35,7 +35,7 @@ _SOON_SECONDS = 60.0  # a rank that fails this soon after a start has probably n
 
 
 @dataclass(frozen=True)
-class Decision:
+class RestartDecision:
     """Decision about a run that has ended.
 
     Attributes:
@@ -85,7 +85,7 @@ class RestartPolicy:
         self._started_at = self._clock()
         self._waits = 0
 
-    def decide(self, end: RunEnd, *, can_move: bool = False) -> Decision:
+    def decide(self, end: RunEnd, *, can_move: bool = False) -> RestartDecision:
         """Decide whether to restart the run, and remember its end.
 
         Args:
@@ -93,47 +93,47 @@ class RestartPolicy:
             can_move: Whether the run can continue without a host that is about to be preempted.
         """
         if end.kind is EndKind.ASKED or (end.kind is EndKind.FINISHED and end.status == 0):
-            return Decision(restart=False)
+            return RestartDecision(restart=False)
         if end.asked:
-            return Decision(restart=False, reason="it was asked to end")
+            return RestartDecision(restart=False, reason="it was asked to end")
         if end.kind is EndKind.NOT_STARTED:
             return self._wait_for_host(end)
         if end.kind is EndKind.PREEMPTED and not can_move:
             reason = "the host is about to be preempted, and no other host can replace it; start the run elsewhere"
-            return Decision(restart=False, reason=reason)
+            return RestartDecision(restart=False, reason=reason)
         previous = self._last
         self._last = end
         why_useless = self._why_useless(end, previous)
         if why_useless:
-            return Decision(restart=False, reason=why_useless)
+            return RestartDecision(restart=False, reason=why_useless)
         if self.restarts >= self.allowed:
             reason = f"max_restarts is {self.allowed}"
             if self.allowed:
                 reason += ", and all restarts are used up; the same command resumes the run"
-            return Decision(restart=False, reason=reason)
+            return RestartDecision(restart=False, reason=reason)
         self.restarts += 1
         reason = f"restart {self.restarts} of {self.allowed}"
         repetition = self._repetition(end, previous)
         if not repetition:
             self._repeats = 0
-            return Decision(restart=True, reason=reason)
+            return RestartDecision(restart=True, reason=reason)
         pause = _pause_after(self._repeats, _LONGEST_PAUSE)
         self._repeats += 1
-        return Decision(restart=True, reason=f"{reason}, after a pause because {repetition}", pause=pause)
+        return RestartDecision(restart=True, reason=f"{reason}, after a pause because {repetition}", pause=pause)
 
-    def _wait_for_host(self, end: RunEnd) -> Decision:
+    def _wait_for_host(self, end: RunEnd) -> RestartDecision:
         """Decide whether to try once more to start with a host that does not answer. No restart is used up."""
         now = self._clock()
         if self._waits == 0:
             self._waits_since = now
         if now - self._waits_since >= _WAIT_FOR_HOSTS_SECONDS:
             minutes = _WAIT_FOR_HOSTS_SECONDS / 60
-            return Decision(
+            return RestartDecision(
                 restart=False, reason=f"{end.cause} for {minutes:.0f} minutes; the same command resumes the run"
             )
         pause = _pause_after(self._waits, _LONGEST_PAUSE_FOR_HOSTS)
         self._waits += 1
-        return Decision(restart=True, reason=f"{end.cause}, and nothing can replace it", pause=pause)
+        return RestartDecision(restart=True, reason=f"{end.cause}, and nothing can replace it", pause=pause)
 
     def _repetition(self, end: RunEnd, previous: RunEnd | None) -> str:
         """Return how a failure repeats the previous one; empty if it does not."""

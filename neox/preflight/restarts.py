@@ -17,7 +17,7 @@ from neox.launch.spec import LaunchSpec
 from neox.launch.status.event_log import record_event
 from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.plan.run_identity import FIRST_LOAD_KEYS, find_run, resumes_own_directory, step_directories
-from neox.preflight.restart_policy import Decision, RestartPolicy
+from neox.preflight.restart_policy import RestartDecision, RestartPolicy
 from neox.run_events import LEFT_OUT
 
 _ADVICE = (
@@ -91,7 +91,7 @@ class Restarts:
             step=self._step_to_resume(),
         )
 
-    def decide(self, end: RunEnd, directory: Path) -> Decision:
+    def decide(self, end: RunEnd, directory: Path) -> RestartDecision:
         """Decide about a restart, and record the end and the decision.
 
         Args:
@@ -99,7 +99,7 @@ class Restarts:
             directory: The run directory.
         """
         if not self._trains:
-            return Decision(restart=False)
+            return RestartDecision(restart=False)
         decision = self._policy.decide(end, can_move=self.can_move)
         self.hosts.judge(end)
         record_event(

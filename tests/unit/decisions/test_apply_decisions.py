@@ -1,0 +1,41 @@
+"""Decisions of a start are applied once, with their sources, and travel as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from neox.config import Decision, NeoXConfig, apply_decisions
+from neox.problems import COMMAND_LINE, Source
+
+_GIVEN = {
+    "train_micro_batch_size_per_gpu": 2,
+    "num_train_epochs": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}},
+}
+_FILE = Source.in_file("run.yml", 3)
+
+
+def test_decisions_set_unset_and_reach_into_blocks() -> None:
+    config = NeoXConfig.from_flat(_GIVEN, {"num_train_epochs": _FILE})
+    decided = apply_decisions(
+        config,
+        [
+            Decision("train_iters", 120, "two epochs", _FILE.derived("num_train_epochs")),
+            Decision("num_train_epochs", None, "two epochs", _FILE),
+            Decision("optimizer.params.lr", 0.002, "as in the checkpoint", COMMAND_LINE),
+            Decision("train_iters", 100, "a later decision", COMMAND_LINE),
+        ],
+    )
+    assert decided.training.train_iters == 100
+    assert decided.source("train_iters") == COMMAND_LINE
+    assert not decided.given("num_train_epochs")
+    assert decided.value("optimizer.params.lr") == 0.002
+    assert decided.value("optimizer.params.betas") == (0.9, 0.95)
+    assert decided.source("optimizer.params.lr") == COMMAND_LINE
+    assert config.value("optimizer.params.lr") == 0.001  # what the user asked for has not changed
+    assert apply_decisions(config, []) is config
+
+
+def test_a_decision_travels_as_json() -> None:
+    decision = Decision("train_iters", 120, "two epochs", _FILE.derived("num_train_epochs"))
+    assert Decision.from_json(json.loads(json.dumps(decision.to_json()))) == decision
