@@ -25,6 +25,8 @@ LOCK := $(if $(ACCELERATOR),$(VENV)/lock-$(ACCELERATOR).txt,requirements/constra
 # how many tests run at once, and which; one more than the cores, because many wait for processes that they started
 TEST_JOBS ?= 3
 TESTS ?= tests
+# which part of `make test-all`: K/N is the K-th of N
+SHARD ?= 1/1
 # a file is one unit of work; in alphabetical order the long ones come first, and unit tests fill what is left
 TEST_FLAGS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -q --durations=20 -o cache_dir="$(HERE)/cache/pytest"
 
@@ -121,8 +123,10 @@ lint: install-dev  ## ruff, mypy, the import contracts and shellcheck
 test: lint  ## lint, unit, distributed and end-to-end tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) -m "not slow" $(TEST_FLAGS)
 
-test-all: lint transformers-4  ## the same with the full matrices
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) --hypothesis-profile random $(TEST_FLAGS)
+# an interrupted run continues; the reports of several machines become one table with `tests/whole_suite.py --merge`
+test-all: lint transformers-4  ## the same with the full matrices (SHARD=2/4: one of four shards)
+	OMP_NUM_THREADS=1 $(PY) tests/whole_suite.py $(TESTS) --shard $(SHARD) --jobs $(TEST_JOBS) \
+	  --report "$(VENV)/whole-suite/$(subst /,of,$(SHARD)).jsonl"
 
 # exports are also read by this version: a folder that a test puts in front of the environment's packages
 transformers-4: $(VENV)/transformers-4/.installed  ## install transformers 4.57 for the tests beside the environment
