@@ -76,6 +76,8 @@ class MultiTokenLayer(TokenShares):
             x, aux = self.recomputation.run(lambda inputs: self.block(inputs, of_block), x)
         else:
             x, aux = self.block(x, context)
+        if self.block.watch is not None:
+            self.block.watch(x)
         if divided:
             x = gather_tokens(x, self.grid)  # [B, S/T, H] -> [B, S, H]
         return self.shared_head(x), aux

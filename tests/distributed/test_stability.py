@@ -43,7 +43,10 @@ def observed_plainly(plan):
     engine.train_batch(data)
     seen = {}
     hooks = []
-    for index, block in enumerate(model.blocks, 2):
+    for index, layer in model.stage.layers.items():
+        block = {"block": layer, "multi_token": getattr(layer, "block", None)}.get(plan.layers[index].kind)
+        if block is None:
+            continue
 
         def note(_module, _args, output, index=index):
             seen.setdefault(f"stability/activation_rms/{index}", output[0].detach().square().mean().sqrt().item())
@@ -73,8 +76,14 @@ def observed_plainly(plan):
     return dict(result.numbers), seen, result.grad_norm
 
 
-def test_numbers_equal_those_of_a_plain_computation():
-    found, expected, norm = run_ranks(1, observed_plainly, tiny_plan(1, **KEYS))[0]
+@pytest.mark.parametrize("keys", [{}, {"mtp_num_layers": 2}])
+def test_numbers_equal_those_of_a_plain_computation(keys):
+    """Blocks of multi-token prediction, too, under the numbers of their layers, which are behind the head's."""
+    plan = tiny_plan(1, **KEYS, **keys)
+    found, expected, norm = run_ranks(1, observed_plainly, plan)[0]
+    last = len(plan.layers) - 1
+    assert f"stability/weight_norm/{last}" in found
+    assert (f"stability/attention_logit/{last}" in found) == bool(keys)
     assert {key for key in found if "gradient" not in key} == set(expected)
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-4), key

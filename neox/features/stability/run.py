@@ -161,6 +161,13 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _blocks(plan: RunPlan, stage: Stage) -> dict[int, Block]:
-    """Return the blocks on this rank by their index in the layer plan."""
+    """Return the blocks on this rank by their index in the layer plan; a module of multi-token prediction has one."""
     layers: Mapping[int, Any] = stage.layers
-    return {index: layers[index] for index in layers if plan.layers[index].kind == "block"}
+    blocks = {}
+    for index, layer in layers.items():
+        kind = plan.layers[index].kind
+        if kind == "block":
+            blocks[index] = layer
+        elif kind == "multi_token":
+            blocks[index] = layer.block
+    return blocks
