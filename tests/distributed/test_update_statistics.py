@@ -41,6 +41,14 @@ def zero_share(optimizer):
     return 100.0 * sum((each == 0).sum().item() for each in gradients) / sum(each.numel() for each in gradients)
 
 
+def test_states_of_parameters_of_one_element_count():
+    """The norms of this network have one scale each."""
+    plan = tiny_plan(1, **KEYS, norm="scalenorm")
+    steps, expected = run_ranks(1, observed, plan)[0]
+    for name in ("optimizer/exp_avg_norm", "optimizer/exp_avg_sq_norm"):
+        assert steps[-1][name] == pytest.approx(expected[name], rel=1e-6)
+
+
 def test_numbers_equal_those_of_a_plain_computation_in_every_layout():
     steps, expected = run_ranks(1, observed, tiny_plan(1, **KEYS))[0]
     assert set(steps[-1]) == set(expected)

@@ -106,7 +106,7 @@ class UpdateStatistics(Feature):
 
 
 def _is_elementwise_state(value: Any, tensor: Tensor) -> bool:
-    """Return whether an optimizer state has one number for each element of its tensor."""
+    """Return whether an optimizer state has one number for each element of its tensor; a count of steps is a scalar."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return False
-    return value.numel() == tensor.numel() > 1
+    return value.dim() > 0 and value.numel() == tensor.numel()
