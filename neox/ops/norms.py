@@ -45,7 +45,7 @@ class RMSNormOuterEpsilon(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise: [..., H] -> [..., H]."""
         x32 = x.float()
-        root = x32.square().mean(-1, keepdim=True).sqrt()
+        root = x32.norm(dim=-1, keepdim=True) / x.shape[-1] ** 0.5  # its gradient at 0 is 0; that of sqrt is infinite
         return (self.scale * (x32 / (root + self.eps))).to(x.dtype)
 
 

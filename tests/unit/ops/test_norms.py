@@ -35,3 +35,16 @@ def test_formula(name, eps):
     assert small.dtype == torch.bfloat16
     if name != "layernorm":  # bf16 rounds its shift
         torch.testing.assert_close(small.double(), expected.double(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_gradient_at_a_vector_of_zeros_is_the_slope_there(name):
+    """Tokens that no expert takes, and gated MLPs of ReLU, leave vectors that are exactly zero."""
+    norm = NORMS[name](24, eps=0.5).double()
+    weights, direction = torch.randn(2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.zeros(24, dtype=torch.float64, requires_grad=True)
+    (norm(x) * weights).sum().backward()
+    step = 1e-6 * direction
+    change = (norm(step) - norm(-step)).detach()
+    slope = (change * weights).sum() / 2e-6
+    torch.testing.assert_close((x.grad * direction).sum(), slope, rtol=1e-4, atol=1e-4)
