@@ -201,6 +201,8 @@ class Family:
         fixed_fields: Fields of `Architecture` that are the same in all of its models. Fields that neither this nor
             `config` gives have the defaults of `Architecture`.
         config: Entries of `config.json`, in its order. They overwrite `fixed_fields`.
+        unstored_fields: Fields that `config.json` has no entry for because its models do not depend on them. An import
+            gives them the values of `fixed_fields`.
         tensors: Kind of layer -> our module's name -> its source.
         block_tensors: Residual -> our modules of a block that have other sources in networks with that residual.
         base_prefix: Prefix of keys that is missing in files of the model without its head.
@@ -222,6 +224,7 @@ class Family:
     config: tuple[ConfigEntries, ...]
     tensors: Mapping[LayerKind, Mapping[str, TensorSource]]
     base_prefix: str
+    unstored_fields: tuple[str, ...] = ()
     block_tensors: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
@@ -318,6 +321,8 @@ class Family:
                 continue
             if entry.name == "mtp_num_layers" and not self.keeps_multi_token:
                 continue  # without its modules the network computes the same
+            if entry.name in self.unstored_fields:
+                continue
             value = getattr(expressed, entry.name)
             if value == getattr(architecture, entry.name):
                 continue

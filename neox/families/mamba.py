@@ -24,7 +24,7 @@ from neox.families.config_entries import (
     is_whole_number,
 )
 from neox.families.family import Family
-from neox.families.mamba2 import MIXER_WITHOUT_ADAPTERS, RECURRENT_NETWORK, backbone_tensors
+from neox.families.mamba2 import MIXER_WITHOUT_ADAPTERS, RECURRENT_NETWORK, RECURRENT_UNSTORED, backbone_tensors
 from neox.families.shared_entries import ending_entries
 
 
@@ -66,6 +66,7 @@ MAMBA = Family(
     title="Mamba",
     without_adapters={**MIXER_WITHOUT_ADAPTERS, "dt_proj": "transformers multiplies with its weight alone"},
     fixed_fields=RECURRENT_NETWORK,
+    unstored_fields=RECURRENT_UNSTORED,
     config=(
         Size("num_hidden_layers", "num_layers", 32),
         Size("hidden_size", "hidden_size", 768),

@@ -36,7 +36,9 @@ RECURRENT_NETWORK: Fields = MappingProxyType(
         "max_positions": 2048,
     }
 )
-"""Fields of networks of Mamba's blocks. Their `config.json` has no longest sequence, on which nothing depends."""
+"""Fields of networks of Mamba's blocks."""
+RECURRENT_UNSTORED = ("max_positions",)
+"""Fields of these networks without an entry in `config.json`: nothing in them depends on the longest sequence."""
 
 
 def backbone_tensors(*modules: str) -> dict[LayerKind, Mapping[str, TensorSource]]:
@@ -113,6 +115,7 @@ MAMBA2 = Family(
     title="Mamba-2",
     without_adapters=MIXER_WITHOUT_ADAPTERS,
     fixed_fields=RECURRENT_NETWORK,
+    unstored_fields=RECURRENT_UNSTORED,
     config=(
         Size("num_hidden_layers", "num_layers", 64),
         Size("hidden_size", "hidden_size", 4096),

@@ -85,6 +85,12 @@ def test_every_parameter_has_names_of_its_own(family):
     assert bool(family.head_keys() & set(keys)) != family.is_encoder  # whose head is always tied
 
 
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_network_of_any_longest_sequence_has_its_form(family):
+    """Also in families whose `config.json` does not say how long one may be."""
+    assert family.inexpressible_fields(replace(network_of(family), max_positions=1536)) == {}
+
+
 def test_fields_that_a_family_cannot_express_are_named():
     other = replace(ARCHITECTURE, positions="none", norm="other", activation="other", attention=(*BLOCKS, "other"))
     assert list(NEOX.inexpressible_fields(other)) == ["activation", "norm", "positions", "attention"]
