@@ -54,6 +54,7 @@ WITHOUT_ATTENTION: Mapping[str, Any] = MappingProxyType(
         "rotary_ndims": 0,
         "rotary_base": 0.0,
         "rope_scaling": (),
+        "value_head_dim": 0,
     }
 )
 """Fields that only blocks with attention use -> their values in a network without any."""

@@ -24,7 +24,7 @@ from neox.plan.rules.notes import notes_without_effect
 from neox.plan.rules.optimizer import optimizer_problems
 from neox.plan.rules.parallelism import parallelism_problems
 from neox.plan.rules.preferences import preference_problems
-from neox.plan.rules.recurrent import recurrent_problems
+from neox.plan.rules.recurrent import indivisible_blocks, recurrent_problems
 from neox.plan.rules.schedule import schedule_problems
 from neox.plan.rules.training import training_problems
 from neox.problems import Problem
@@ -56,6 +56,8 @@ def static_problems(config: NeoXConfig) -> list[Problem]:
     problems = list(_unsupported_problems(config))
     for rule in (*_RULES, *(paper.problems for paper in PAPERS)):
         problems += rule(config)
+    if not problems:  # only such a configuration has an architecture
+        problems += indivisible_blocks(config)
     return problems
 
 

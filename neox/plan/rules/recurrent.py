@@ -22,16 +22,31 @@ def recurrent_problems(config: NeoXConfig) -> Iterator[Problem]:
     names = [name for name, kind in kinds.items() if kind.keeps == "state"]
     if not names or any(config.value(key) is None for key in _SIZES):
         return
-    problems = [
-        *_mamba2_heads(config, names),
-        *_states(config, names),
-        *_delta_heads(config, names),
-        *_rwkv_sizes(config, names),
-    ]
-    yield from problems
-    if not problems:
-        yield from _divided(config, names)
+    yield from _mamba2_heads(config, names)
+    yield from _states(config, names)
+    yield from _delta_heads(config, names)
+    yield from _rwkv_sizes(config, names)
     yield from _without_meaning(config, names)
+
+
+def indivisible_blocks(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield the recurrent blocks that tensor ranks cannot divide, of a configuration that breaks no other rule."""
+    degree = config.parallelism.model_parallel_size
+    network = architecture_of(config)
+    for name, kind in asked_kinds(config).items():
+        if kind.keeps != "state":
+            continue
+        ranks = config.describe_setting(_TENSOR_RANKS)
+        if obstacle := kind.obstacle(network, degree):
+            message = f"blocks {name} cannot be divided over {ranks}: {obstacle}"
+            yield config.problem_about(message, _TENSOR_RANKS, _ATTENTION)
+            continue
+        for spec in kind.parameters(network, "dense"):
+            if spec.name.startswith("mixer.") and not spec.is_divisible(degree):
+                sizes = " + ".join(map(str, spec.sections or (spec.shape[spec.partition_dim or 0],)))
+                message = f"blocks {name} cannot be divided over {ranks}: {spec.name} has {sizes} rows or columns"
+                yield config.problem_about(message, _TENSOR_RANKS, _ATTENTION)
+                break
 
 
 def _mamba2_heads(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
@@ -91,25 +106,6 @@ def _rwkv_sizes(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
     if not rwkv_mlp_width(hidden, keys.ffn_dim, model.intermediate_size, model.expansion_factor):
         rule = "is missing: what gpt-neox's rule derives from the other keys, a multiple of 32, is 0"
         yield config.problem_about(f"`ffn_dim` {rule}", "ffn_dim", "hidden_size", "intermediate_size", _ATTENTION)
-
-
-def _divided(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:
-    """Yield what tensor ranks cannot divide."""
-    degree = config.parallelism.model_parallel_size
-    network = architecture_of(config)
-    for name in names:
-        kind = asked_kinds(config)[name]
-        ranks = config.describe_setting(_TENSOR_RANKS)
-        if obstacle := kind.obstacle(network, degree):
-            message = f"blocks {name} cannot be divided over {ranks}: {obstacle}"
-            yield config.problem_about(message, _TENSOR_RANKS, _ATTENTION)
-            continue
-        for spec in kind.parameters(network, "dense"):
-            if spec.name.startswith("mixer.") and not spec.is_divisible(degree):
-                sizes = " + ".join(map(str, spec.sections or (spec.shape[spec.partition_dim or 0],)))
-                message = f"blocks {name} cannot be divided over {ranks}: {spec.name} has {sizes} rows or columns"
-                yield config.problem_about(message, _TENSOR_RANKS, _ATTENTION)
-                break
 
 
 def _without_meaning(config: NeoXConfig, names: list[str]) -> Iterator[Problem]:

@@ -34,6 +34,15 @@ def test_what_does_not_work_is_refused_by_name(key: str, world: int, change: dic
     assert any(key in keys for keys in problem_keys(world, **{**NETWORK, **change}))
 
 
+@pytest.mark.parametrize("kind", [name for name, kind in BLOCKS.items() if kind.keeps == "state"])
+def test_recurrent_networks_are_checked_without_heads(kind: str) -> None:
+    """A network without attention needs no `num_attention_heads`: its keys are refused, or change nothing."""
+    keys = {**SMALL, "num_attention_heads": None, "rotary_pct": 1.0, "pos_emb": "none", "norm": "rmsnorm"}
+    keys |= {"attention_config": [[[kind], "all"]], "mamba_head_dim": 8, "head_size": 8}
+    assert problem_keys(1, 100, **keys, kv_lora_rank=8) == []
+    assert ("use_mup", "attention_config") in problem_keys(1, 100, **keys, use_mup=True, mup_base_hidden_size=16)
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("linear_num_key_heads", 2), ("linear_allow_neg_eigval", True), ("linear_norm_epsilon", 1e-5)]
 )
