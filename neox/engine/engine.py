@@ -338,7 +338,10 @@ class Engine:
 def _cut(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
     """Yield micro batches, cut to the first tokens of each row."""
     for batch in batches:
-        yield {name: value[:, :length] for name, value in batch.items()}
+        cut = {name: value[:, :length] for name, value in batch.items() if name != "lengths"}
+        if "lengths" in batch:  # [B], not [B, S, ...]: the tokens of each row before its padding
+            cut["lengths"] = batch["lengths"].clamp(max=length)
+        yield cut
 
 
 @contextmanager

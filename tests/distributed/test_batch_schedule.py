@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 from neox.data.batches import BatchIterator
 from tests.distributed.spawn import run_ranks
-from tests.distributed.training_runs import SEQ, VOCAB, tiny_plan
+from tests.distributed.training_runs import SEQ, VOCAB, batches, tiny_plan
 
 CURRICULUM = {
     "enabled": True,
@@ -93,3 +94,39 @@ def test_changing_batches_train_alike_and_resume_exactly(tmp_path, layouts):
         expected = [step.loss for step in reference["whole"]][: 1 if steps == 3 else STEPS]
         found = [step.loss for step in answer["whole"]][: len(expected)]
         assert found == pytest.approx(expected, rel=2e-2 if low else 1e-5), layout
+
+
+SHORT = 8
+EXPERTS = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.1}
+
+
+def padded_curves(plans):
+    """Scores and gradient norm of each step on rows that end in padding, which experts do not count."""
+    from neox.engine import initialize_distributed, initialize_engine
+
+    def rows(plan, data_rank):
+        for number, batch in enumerate(batches(plan, data_rank)):
+            length = plan.config.model.seq_length
+            lengths = torch.full((len(batch["tokens"]),), 3 + number % 2 * SHORT)
+            mask = torch.arange(SEQ) < lengths.unsqueeze(1)
+            cut = {name: value[:, :length] for name, value in (batch | {"loss_mask": mask.float()}).items()}
+            yield cut | {"lengths": lengths.clamp(max=length)}
+
+    answers = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        data = rows(plan, grid.data_rank)
+        answers.append([engine.train_batch(data) for _ in range(3)])
+    return answers
+
+
+def test_padded_rows_of_experts_are_cut_with_their_lengths():
+    """`unpacked`, `best_fit` and `pack_until_overflow` tell experts the lengths of rows, one number a row."""
+    curriculum = {**CURRICULUM, "schedule_type": "fixed_discrete"}
+    curriculum["schedule_config"] = {"difficulty": [SHORT, SEQ], "max_step": [5]}
+    short = {"seq_length": SHORT, "max_position_embeddings": SEQ}
+    plans = [tiny_plan(2, **EXPERTS, **keys) for keys in ({"curriculum_learning": curriculum}, short)]
+    cut, whole = run_ranks(2, padded_curves, plans)[0]
+    assert [step.scores for step in cut] == [step.scores for step in whole]
+    assert [step.grad_norm for step in cut] == [step.grad_norm for step in whole]
