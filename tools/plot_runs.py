@@ -15,7 +15,7 @@ import _checkout  # noqa: F401
 from neox.arguments import ScriptParser
 from neox.errors import ConfigError, DataError, run_script
 from neox.launch.status.run_paths import find_run_directory
-from neox.metrics import AGAINST, METRICS_FILE, draw
+from neox.metrics import AGAINST, METRICS_FILE, draw, read_metrics
 
 
 def metrics_file(run: str) -> Path:
@@ -57,6 +57,9 @@ def main() -> int:
             run, _, label = argument.partition("=")
         runs[label or run] = metrics_file(run)
     try:
+        names = {name for path in runs.values() for row in read_metrics(path) for name in row}
+        if unknown := [name for name in args.metric if name not in names]:
+            raise DataError(f"no run has the metric {', '.join(unknown)}; they have {', '.join(sorted(names))}")
         drawn = draw(runs, args.output, args.metric, args.against)
     except OSError as error:
         raise ConfigError(f"--output {args.output}: cannot be written ({error.strerror})") from error

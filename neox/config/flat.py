@@ -8,7 +8,7 @@ from typing import Any
 
 import neox
 from neox.config.keys import ACTIVATION_KEYS, ALIASES, NEOX_KEYS, UNSUPPORTED_IN_BLOCKS
-from neox.problems import CODE, Problem, Source
+from neox.problems import CODE, COMMAND_LINE, Problem, Source
 
 # Later gpt-neox hands this block to DeepSpeed as it is; here its keys are checked like all others.
 EXTRA_ARGS = "deepspeed_extra_args"
@@ -189,7 +189,10 @@ class FlatKeys:
                 _put(self.values, alias.target, agreeing[0])
                 continue
             other = f"`{alias.target}: {value}` ({self.sources.get(alias.target, 'given')})"
-            message = f"`{name}: {given}` contradicts {other}; they are one setting, so remove one"
+            advice = "so remove one"
+            if self.sources.get(name) == COMMAND_LINE:
+                advice = f"which `--set {alias.target}={given}` changes"
+            message = f"`{name}: {given}` contradicts {other}; they are one setting, {advice}"
             self.report(message, name, alias.target)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
@@ -63,13 +63,16 @@ class _WrongValue:
     rules: list[str]
 
 
-def report_unknown_key(flat: FlatKeys, key: str, known_keys: Sequence[str]) -> None:
+def report_unknown_key(
+    flat: FlatKeys, key: str, known_keys: Sequence[str], sections: Iterable[type[BaseModel]]
+) -> None:
     """Report a flat key that nothing knows, with the key that may have been meant.
 
     Args:
         flat: The keys; takes the problem.
         key: The unknown key.
         known_keys: All keys that mean something.
+        sections: All sections, in whose blocks the key may stand.
     """
     if key in OTHER_SYSTEMS:
         flat.report(f"unknown key `{key}`, another system's; here it is {OTHER_SYSTEMS[key]}", key)
@@ -79,10 +82,32 @@ def report_unknown_key(flat: FlatKeys, key: str, known_keys: Sequence[str]) -> N
     if not near and len(longer) == 1 and len(key) >= _LEAST_BEGINNING:
         near = longer
     if not near:
-        flat.report(f"unknown key `{key}`; configs/neox_arguments.md lists all keys", key)
+        in_blocks = [path for path in _paths_in_blocks(sections, flat) if path.endswith(f".{key}")]
+        hint = (
+            f"did you mean `{'` or `'.join(in_blocks)}`?" if in_blocks else "configs/neox_arguments.md lists all keys"
+        )
+        flat.report(f"unknown key `{key}`; {hint}", key)
         return
     meant = [alias_target(name) for name in near if name not in flat.values]
     flat.report(f"unknown key `{key}`; did you mean `{near[0]}`?", key, *meant)
+
+
+def _paths_in_blocks(sections: Iterable[type[BaseModel]], flat: FlatKeys) -> Iterator[str]:
+    """Yield the paths of all settings inside of blocks, such as `optimizer.params.lr`."""
+    for section in sections:
+        for name in section.model_fields:
+            yield from _paths_below(section, (name,), flat)
+
+
+def _paths_below(section: type[BaseModel], path: tuple[str, ...], flat: FlatKeys) -> Iterator[str]:
+    """Yield the paths of the settings inside of a block; none for a setting and for lists and mappings of blocks."""
+    block = _block_class(section, path, flat)
+    field = _field(section, path, flat)
+    if block is None or field is None or get_origin(field.annotation) in (dict, tuple):
+        return
+    for name in block.model_fields:
+        yield ".".join((*path, name))
+        yield from _paths_below(section, (*path, name), flat)
 
 
 def report_type_errors(flat: FlatKeys, section: type[BaseModel], error: ValidationError) -> None:

@@ -97,7 +97,7 @@ class NeoXConfig(Section):
             if key in owners or key in ALIASES:
                 continue
             if key not in UNSUPPORTED:
-                report_unknown_key(keys, key, known_keys())
+                report_unknown_key(keys, key, known_keys(), section_classes().values())
             del keys.values[key]
         in_blocks = [path for path in UNSUPPORTED_IN_BLOCKS if look_up(keys.values, path)[0]]
         keys.values = without(keys.values, in_blocks)

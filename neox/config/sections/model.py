@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from neox.architecture import ACTIVATIONS, NORMS, SPARSITY
 from neox.architecture.attention import QueryKeyNormName
@@ -44,6 +44,13 @@ _GELU = Requires("activation", tuple(name for name in ACTIVATIONS if name.starts
 _GATED = tuple(name for name, activation in ACTIVATIONS.items() if activation.width_factor != 1)
 _NORMS_BY_NAME = {**NORMS, **{name: NORMS[norm] for name, norm in TRANSFORMER_ENGINE_NORMS.items()}}
 _NORMS_OF_HEADS = tuple(name for name, norm in _NORMS_BY_NAME.items() if norm.of_heads)
+
+
+def _as_pattern(attention_config: Any) -> Any:
+    """Return the pattern of one kind of attention in all layers if only its name is there."""
+    if isinstance(attention_config, str):
+        return (((attention_config,), "all"),)
+    return attention_config
 
 
 def _not_masked(reason: str, *, when: tuple[Any, ...] = (), advice: str = "remove it") -> Excludes:
@@ -376,8 +383,10 @@ class ModelConfig(Section):
     """Divide attention scores by the number of the layer and multiply them by it again in the softmax, to avoid
     overflows in fp16."""
 
-    attention_config: tuple[Any, ...] | None = None
-    """Attention kinds by layer: `[[["global"], 12]]`, `[[["flash"], "all"]]`, `[[["local", "global"], "all"]]`. Sparse
+    attention_config: Annotated[
+        tuple[Any, ...] | None, BeforeValidator(_as_pattern, json_schema_input_type=str | tuple[Any, ...] | None)
+    ] = None
+    """Attention kinds by layer: `flash` for all, or `[[["global"], 12]]`, `[[["local", "global"], "all"]]`. Sparse
     kinds: `local`, `sparse_fixed`, `sparse_variable`, `bigbird`, `bslongformer`. `sliding_window` is `flash` with
     sliding_window_width, `latent` is DeepSeek's with kv_lora_rank. `gmlp` and `amlp` gate over positions instead of
     attending (gMLP); they generate without a cache."""

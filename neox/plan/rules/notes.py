@@ -40,6 +40,7 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *idle_notes(config),
         *_optimizer_notes(config),
         *_schedule_notes(config),
+        *_decay_notes(config),
         *_save_notes(config),
         *_recovery_notes(config),
         *_attention_notes(config),
@@ -105,6 +106,21 @@ def _optimizer_notes(config: NeoXConfig) -> Iterator[Note]:
             f"{momentum} changes nothing with {kind}, which has no betas to cycle; only its learning rate is cycled"
         )
         yield Note((key, "optimizer.type"), message)
+
+
+def _decay_notes(config: NeoXConfig) -> Iterator[Note]:
+    """Yield a decay of the learning rate that ends before the run does."""
+    schedule = config.schedule
+    train_iters = config.training.train_iters
+    if schedule.scheduler is not None or schedule.lr_decay_style == "constant":
+        return
+    if train_iters is None or schedule.lr_decay_iters is None or schedule.lr_decay_iters >= train_iters:
+        return
+    message = (
+        f"{config.describe_setting('lr_decay_iters')} is shorter than {config.describe_setting('train_iters')}: the "
+        f"last {train_iters - schedule.lr_decay_iters:,} steps have the lowest learning rate, {schedule.min_lr:g}"
+    )
+    yield Note(("lr_decay_iters", "train_iters"), message)
 
 
 def _schedule_notes(config: NeoXConfig) -> Iterator[Note]:

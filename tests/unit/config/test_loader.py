@@ -15,6 +15,7 @@ from neox.config.neox_config import known_keys
 from neox.config.yaml_file import parse_text
 from neox.errors import ConfigError
 from neox.plan import config_from_files
+from neox.plan.network.attention_config import attention_kinds
 from neox.plan.rules import notes_without_effect, static_problems
 from neox.problems import COMMAND_LINE, DEFAULT, Problem, Source
 
@@ -261,6 +262,43 @@ def test_unknown_keys_with_the_nearest(tmp_path):
         (("save_itnerval", "checkpoint_factor"), 5),
     ]
     assert "`save_interval`" in problems([path])[3].message
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("stage", "zero_optimization.stage"),
+        ("overlap_comm", "zero_optimization.overlap_comm"),
+        ("initial_scale_power", "fp16.initial_scale_power"),
+    ],
+)
+def test_a_key_of_a_block_outside_of_it_is_answered_with_its_path(tmp_path, key, path):
+    (found,) = problems([write(tmp_path / "a.yml", TINY)], overrides=[f"{key}=1"])
+    assert f"`{path}`" in found.message
+
+
+def test_an_alias_on_the_command_line_names_the_override_of_its_setting(tmp_path):
+    text = TINY + "optimizer: {type: Adam, params: {lr: 0.001}}\n"
+    (found,) = problems([write(tmp_path / "a.yml", text)], overrides=["lr=0.1"])
+    assert "--set optimizer.params.lr=0.1" in found.message
+
+
+def test_one_kind_of_attention_is_that_of_all_layers(tmp_path):
+    config = config_from_files([write(tmp_path / "a.yml", TINY + "attention_config: flash\n")])
+    assert attention_kinds(config.model.attention_config, 4) == ("flash",) * 4
+
+
+def test_a_decay_that_ends_before_the_run_is_noted(tmp_path):
+    """A published `lr_decay_iters` stays when a run is made longer; then the last steps have the lowest rate."""
+    path = write(tmp_path / "a.yml", TINY + "lr_decay_iters: 4\nmin_lr: 1.0e-5\n")
+
+    def noted(*overrides: str) -> bool:
+        notes = notes_without_effect(config_from_files([path], overrides=overrides))
+        return any(note.keys == ("lr_decay_iters", "train_iters") for note in notes)
+
+    assert noted()
+    assert not noted("lr_decay_iters=10")
+    assert not noted("lr_decay_style=constant")
 
 
 def test_wrong_types_are_listed_together(tmp_path):

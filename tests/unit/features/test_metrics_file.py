@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,9 @@ def test_several_runs_in_one_picture(tmp_path, monkeypatch):
     assert draw(files, tmp_path / "both.png", ["train/grad_norm", "train/lm_loss"])
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     assert not draw(files, tmp_path / "none.png", ["no/such"])
+    monkeypatch.setattr(sys, "argv", ["plot_runs", str(tmp_path / "a"), "--metric", "no/such", "--output", "no.png"])
+    with pytest.raises(DataError, match="train/grad_norm"):
+        script["main"]()
     (tmp_path / "a" / "more").mkdir()
     (tmp_path / "a" / "more" / "metrics.jsonl").touch()
     for several_or_none in (tmp_path / "a", tmp_path / "none"):
