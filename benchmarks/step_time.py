@@ -20,7 +20,7 @@ from typing import Any
 
 from neox.config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.layout import Layout, Workload
 from neox.plan.network.architecture import layer_plan
 from neox.plan.time import GPUS, StepTime, TrainingSystem, estimate_step
 
@@ -97,7 +97,7 @@ def system_of(row: Row) -> TrainingSystem:
     )
 
 
-def runs_of(row: Row) -> Iterator[tuple[LaidOutRun, TrainingSystem]]:
+def runs_of(row: Row) -> Iterator[tuple[Workload, TrainingSystem]]:
     """Yield how a run was trained, once for each combination of what its row leaves out."""
     llama = "Llama" in row["network"]
     pp = int(row["pp"])
@@ -145,11 +145,11 @@ def runs_of(row: Row) -> Iterator[tuple[LaidOutRun, TrainingSystem]]:
             offloads_weights=False,
             seq_length=int(row["seq_length"]),
         )
-        run = LaidOutRun(config=config, layers=layers, precision="bf16", layout=layout)
+        run = Workload(config=config, layers=layers, precision="bf16", layout=layout)
         yield run, replace(system_of(row), balanced_context=balanced)
 
 
-def published_seconds(row: Row, run: LaidOutRun, time: StepTime) -> float:
+def published_seconds(row: Row, run: Workload, time: StepTime) -> float:
     """Return the published time of a step, from whichever figure the row has."""
     if row["step_seconds"]:
         return float(row["step_seconds"])

@@ -87,7 +87,7 @@ TURNED_ON: Mapping[str, Callable[[RunPlan], bool]] = MappingProxyType(
         "bf16": lambda plan: plan.precision == "bf16",
         "fp8": _is("fp8", "tensorwise"),
         "fp8, by rows": _is("fp8", "rowwise"),
-        "bf16 states": lambda plan: plan.laid_out.bf16_states,
+        "bf16 states": lambda plan: plan.workload.bf16_states,
         "Muon": lambda plan: plan.config.optimizer.optimizer.name == "muon",
         "8-bit Adam": lambda plan: plan.config.optimizer.optimizer.name == "adam8bit",
         "offloaded states": lambda plan: plan.config.deepspeed.zero_optimization.offloads_optimizer,

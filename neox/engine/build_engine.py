@@ -46,7 +46,7 @@ from neox.ops import DTYPES, FP8_RECIPES, device_family, has_fast_path
 from neox.optim import ClippedOptimizer, ExpertGroups, Muon, NormScope, build_optimizer
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 from neox.plan import RunPlan
-from neox.plan.devices.compiled import compiles_layers
+from neox.plan.devices.compiled import compiles
 from neox.plan.run_identity import run_identity
 
 _log = get_logger(__name__)
@@ -326,7 +326,7 @@ def _check_capability(device: torch.device, *, experts: bool) -> None:
 def compile_blocks(model: nn.Module, plan: RunPlan, device: torch.device) -> None:
     """Compile the blocks of a model in place if the plan asks for it. Names stay, and equal blocks share a graph."""
     keys = plan.config.training
-    if not compiles_layers(plan.config, on_gpu=has_fast_path("compiled_layers", device)):
+    if not compiles(plan.config, device_family(device.type)):
         return
     if keys.compile_layers == "auto" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         _log.warning("compile_layers: auto finds no C compiler on this host: layers are not compiled, and slower")

@@ -14,6 +14,7 @@ from neox.errors import LaunchError
 from neox.launch.hosts.vendors import VENDORS, refused_backend, unused_devices
 from neox.ops import device_family, has_fast_path
 from neox.plan import RunPlan
+from neox.plan.devices.compiled import compiles
 from neox.plan.devices.fast_paths import path_choices
 
 
@@ -105,7 +106,7 @@ def other_paths(plan: RunPlan, device: torch.device) -> list[str]:
         path = FAST_PATHS[choice.name]
         planned = plan.device_family in path.families
         found = has_fast_path(choice.name, device)
-        if choice.is_ruled_out:
+        if choice.is_ruled_out or (choice.name == "compiled_layers" and compiles(plan.config, None)):
             continue
         if planned and not found:
             why = f"this rank computes on {device_family(device.type) or device.type}"

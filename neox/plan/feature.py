@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from neox.config.neox_config import NeoXConfig
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.problems import Note, Problem
 
 NO_SAVES = "no checkpoint is saved before the last step; give checkpoint_factor"
@@ -79,7 +79,7 @@ def _no_notes(config: NeoXConfig) -> Iterator[Note]:
     yield from ()
 
 
-def _no_memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
+def _no_memory(run: Workload, rank: RankTensors) -> FeatureMemory:
     return NO_MEMORY
 
 
@@ -99,7 +99,7 @@ class FeaturePaper:
     """
 
     problems: Callable[[NeoXConfig], Iterator[Problem]] = _no_problems
-    memory: Callable[[LaidOutRun, RankTensors], FeatureMemory] = _no_memory
+    memory: Callable[[Workload, RankTensors], FeatureMemory] = _no_memory
     notes: Callable[[NeoXConfig], Iterator[Note]] = _no_notes
     notes_without_saves: Callable[[NeoXConfig], Iterator[Note]] = _no_notes
     plan_lines: Callable[[NeoXConfig], Iterator[str]] = _nothing

@@ -1,8 +1,8 @@
-"""A layout, which is what a search varies of a run, and a run in a layout, from which memory and time follow.
+"""Parallel layout of a run, and its workload: the inputs of the memory and time models.
 
-Estimates are functions of the configuration, the layers and a `Layout`, together a `LaidOutRun`. A fact that a search
-varies is read from the layout, every other one from the configuration, where it is used. Each field of a layout is the
-value of one key, so the keys of a layout are a table and not code.
+A search varies the fields of a `Layout`. A `Workload` adds what it leaves alone: configuration, layers, precision and
+device. Models read a field of the layout where there is one, and the configuration's key otherwise. Each field of a
+layout is the value of one key (`KEYS_OF_LAYOUT`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture import Architecture, AttentionImpl, LayerPlan
+from neox.architecture import Architecture, AttentionImpl, DeviceFamily, LayerPlan
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
 from neox.plan.batches.batch import BatchPlan
+from neox.plan.devices.compiled import compiles
 from neox.plan.devices.precision import BYTES, Precision
 from neox.plan.ranks.topology import Topology
 
@@ -157,31 +158,41 @@ def configured_layout(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaidOutRun:
-    """A run in a layout: all that memory and time follow from, and the words that their formulas share.
+class Workload:
+    """Inputs of the memory and time models, and the quantities that their formulas share.
 
     Attributes:
         config: The configuration. Whatever `layout` says counts instead of its keys.
         layers: The layers, with a vocabulary that the layout's tensor ranks divide.
         precision: Number format of weights and activations.
         layout: The layout.
-        on_cpu: Whether ranks run on CPUs, which take memory when it is written to.
+        family: Kind of device of the ranks.
     """
 
     config: NeoXConfig
     layers: LayerPlan
     precision: Precision
     layout: Layout
-    on_cpu: bool = False
+    family: DeviceFamily = "cuda"
 
-    def with_layout(self, **changes: Any) -> LaidOutRun:
-        """Return the run with other fields of its layout and the same layers."""
+    def with_layout(self, **changes: Any) -> Workload:
+        """Return the workload with other fields of its layout and the same layers."""
         return replace(self, layout=replace(self.layout, **changes))
 
     @property
     def network(self) -> Architecture:
         """The network."""
         return self.layers.architecture
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks run on CPUs, which take memory when it is written to."""
+        return self.family == "cpu"
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether transformer layers are compiled."""
+        return compiles(self.config, self.family, self.layout)
 
     # Tokens of one forward pass: rows of samples, divided over context ranks.
 
@@ -240,14 +251,7 @@ class LaidOutRun:
     @property
     def keeps_gathered_keys(self) -> bool:
         """Whether gathered keys and values are kept for the backward pass: compiled layers do not gather them again."""
-        if not self.gathers_keys or self.on_cpu:
-            return False
-        if self.layout.zero_stage == 3 or self.layout.tile_tokens or self.recomputes_attention:
-            return False
-        asked = self.config.training.compile_layers
-        if isinstance(asked, bool):
-            return asked
-        return not self.config.training.deterministic and not self.config.model.apply_query_key_layer_scaling
+        return self.gathers_keys and self.compiles_layers
 
     @property
     def separates_documents(self) -> bool:

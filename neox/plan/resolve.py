@@ -27,7 +27,7 @@ from neox.plan.batches.batch_schedule import ramp_problems
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.devices.fp8 import fp8_problems
 from neox.plan.devices.precision import UNKNOWN_HOSTS, Capabilities, Precision, choose_precision, settle_precision
-from neox.plan.layout import LaidOutRun, configured_layout
+from neox.plan.layout import Workload, configured_layout
 from neox.plan.memory import fullest_stage
 from neox.plan.network.architecture import architecture_of, padded_vocabulary, trained_layers, used_vocabulary
 from neox.plan.network.attention_config import attention_impls
@@ -145,7 +145,7 @@ def derive_plan(
     # The layout: from here on memory and time are functions of (config, layers, layout).
     attention = attention_impls(config)
     layout = configured_layout(config, grid, batch, attention)
-    laid_out = LaidOutRun(config=config, layers=layers, precision=precision, layout=layout)
+    workload = Workload(config=config, layers=layers, precision=precision, layout=layout)
 
     deepspeed, translated = deepspeed_json(config, grid, batch, precision)
     all_notes += translated
@@ -161,7 +161,7 @@ def derive_plan(
         layers=layers,
         stages=stages,
         layout=layout,
-        memory=fullest_stage(laid_out, stages),
+        memory=fullest_stage(workload, stages),
         save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
         deepspeed=deepspeed,
         notes=tuple(all_notes),

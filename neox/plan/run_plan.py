@@ -13,7 +13,7 @@ from neox.config.sections.training import RecomputedPart
 from neox.plan.batches.batch import BatchPlan
 from neox.plan.batches.batch_schedule import BatchSchedule
 from neox.plan.devices.precision import Precision
-from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.layout import Layout, Workload
 from neox.plan.memory import MemoryPlan
 from neox.plan.ranks.stages import StagePlan
 from neox.plan.ranks.topology import Topology
@@ -73,14 +73,14 @@ class RunPlan:
         return BatchSchedule.of(self.config, self.batch)
 
     @property
-    def laid_out(self) -> LaidOutRun:
-        """The run in its layout, on GPUs: what memory and time are estimated from."""
-        return self.laid_out_on(cpu=False)
+    def workload(self) -> Workload:
+        """Inputs of the memory and time models, on GPUs."""
+        return self.workload_on("cuda")
 
-    def laid_out_on(self, *, cpu: bool) -> LaidOutRun:
-        """Return the run in its layout, on CPUs or on GPUs."""
-        return LaidOutRun(
-            config=self.config, layers=self.layers, precision=self.precision, layout=self.layout, on_cpu=cpu
+    def workload_on(self, family: DeviceFamily) -> Workload:
+        """Return the inputs of the memory and time models on a kind of device."""
+        return Workload(
+            config=self.config, layers=self.layers, precision=self.precision, layout=self.layout, family=family
         )
 
     @property

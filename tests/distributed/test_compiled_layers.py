@@ -17,7 +17,7 @@ from neox.errors import ConfigError
 from neox.model import GPT
 from neox.ops import DTYPES, FP8_RECIPES
 from neox.parallel import ParallelGrid, Topology
-from neox.plan.devices.compiled import compiles_layers
+from neox.plan.devices.compiled import compiles
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import tiny_plan, train_curves
 from tests.losses import causal_lm_loss
@@ -80,13 +80,13 @@ def test_what_cannot_be_compiled_is_refused_by_name(keys, named):
         tiny_plan(1, compile_layers=True, **keys)
     assert [problem.keys for problem in refused.value.problems] == [("compile_layers", named)]
     automatic = tiny_plan(1, **keys).config
-    assert not compiles_layers(automatic, on_gpu=True)
+    assert not compiles(automatic, "cuda")
 
 
 def test_layers_are_compiled_on_gpus_and_where_a_budget_needs_it():
-    assert [compiles_layers(tiny_plan(1).config, on_gpu=gpu) for gpu in (True, False)] == [True, False]
-    assert not compiles_layers(tiny_plan(1, compile_layers=False).config, on_gpu=True)
-    assert compiles_layers(tiny_plan(1, activation_memory_budget=0.5).config, on_gpu=False)
+    assert [compiles(tiny_plan(1).config, family) for family in ("cuda", "cpu")] == [True, False]
+    assert not compiles(tiny_plan(1, compile_layers=False).config, "cuda")
+    assert compiles(tiny_plan(1, activation_memory_budget=0.5).config, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_fp32_decays_are_counted_on_the_stage_that_has_them() -> None:
     weights = []
     for stays_fp32 in (True, False):
         plan = plan_of(2, "bf16", {"stage": 0}, mamba_selective_fp32_params=stays_fp32, pipe_parallel_size=2, **keys)
-        weights.append([stage_memory(plan.laid_out, stage).weights for stage in plan.stages])
+        weights.append([stage_memory(plan.workload, stage).weights for stage in plan.stages])
     fp32, rounded = weights
     bytes_of_decays = 4 * 2 * (640 * 24 + 640)  # A_log and D of two blocks
     assert [one - other for one, other in zip(fp32, rounded, strict=True)] == [bytes_of_decays, 0]

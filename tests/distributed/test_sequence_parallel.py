@@ -157,7 +157,7 @@ def drops_and_keeps() -> float:
         x = torch.randn(2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
         layer(x, BlockContext(positions, layer.attention.position_tables(positions, 256, x.dtype)))
     measured = sum(size for pointer, size in kept.items() if pointer not in weights)
-    return measured / block_bytes(plan.laid_out_on(cpu=True))
+    return measured / block_bytes(plan.workload_on("cpu"))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
 from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.problems import Problem
 
 _FP32 = 4
@@ -24,7 +24,7 @@ def problems(config: NeoXConfig) -> Iterator[Problem]:
             yield config.problem("ema_decay", rule, key)
 
 
-def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
+def memory(run: Workload, rank: RankTensors) -> FeatureMemory:
     """The average has an fp32 element for each one that the optimizer updates on this rank, and is next to it."""
     if run.config.optimizer.ema_decay is None:
         return NO_MEMORY

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from neox.config.neox_config import NeoXConfig
 from neox.plan.devices.precision import PRECISION_KEYS, choose_precision
 from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.problems import Problem
 
 _FP32 = 4
@@ -31,7 +31,7 @@ def problems(config: NeoXConfig) -> Iterator[Problem]:
         yield config.problem("log_gradient_noise_scale", rule, "pipe_parallel_size", *PRECISION_KEYS)
 
 
-def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
+def memory(run: Workload, rank: RankTensors) -> FeatureMemory:
     """The sum of several steps' gradients is fp32. In main memory it is not counted."""
     logging = run.config.logging
     if not logging.log_gradient_noise_scale or logging.gradient_noise_scale_cpu_offload:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
 from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.network.fp32_parameters import keeps_fp32
 from neox.problems import Problem
 
@@ -22,7 +22,7 @@ def problems(config: NeoXConfig) -> Iterator[Problem]:
         yield config.problem("reference_model", rule, key, "attention_config")
 
 
-def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
+def memory(run: Workload, rank: RankTensors) -> FeatureMemory:
     """`reference_model: copy` holds the weights a second time, divided as the trained ones are."""
     if not run.config.preferences.copies_reference:
         return NO_MEMORY

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
 from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.network.fp32_parameters import asks_for_fp32, has_fp32_parameters_in_16_bits, obstacles_to_fp32
 from neox.problems import Note, Problem
 
@@ -34,7 +34,7 @@ def notes(config: NeoXConfig) -> Iterator[Note]:
         yield Note((_KEY, key), f"{message}, so A_log, D and dt_bias are rounded to 16 bits")
 
 
-def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
+def memory(run: Workload, rank: RankTensors) -> FeatureMemory:
     """Each rank has an fp32 copy of such parameters in its layers."""
     if run.precision == "fp32" or not asks_for_fp32(run.config):
         return NO_MEMORY

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from neox.plan.feature import NO_MEMORY, FeatureMemory, FeaturePaper, RankTensors
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 
 _FP32 = 4
 
 
-def memory(run: LaidOutRun, rank: RankTensors) -> FeatureMemory:
+def memory(run: Workload, rank: RankTensors) -> FeatureMemory:
     """The fp32 weights are copied before each part of an update, and compared after it: on the host if offloaded."""
     if run.config.logging.log_stability_every is None or run.layout.offloads_states:
         return NO_MEMORY

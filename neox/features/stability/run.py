@@ -19,9 +19,9 @@ from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel, cou
 from neox.engine.deepspeed_patches import clips_itself
 from neox.metrics import STABILITY
 from neox.model import Block, ForwardWatch, Stage
-from neox.ops import has_fast_path
+from neox.ops import device_family
 from neox.plan import RunPlan
-from neox.plan.devices.compiled import compiles_layers
+from neox.plan.devices.compiled import compiles
 
 _SUMS = ("gradient", "weight", "update", "activation", "elements")
 """Sums by layer: squares of gradients, weights, updates and activations, and the number of activations."""
@@ -42,7 +42,7 @@ class Stability(Feature):
         self._grid = model.grid
         self._device = model.device
         self._optimizer = model.optimizer
-        compiled = compiles_layers(model.plan.config, on_gpu=has_fast_path("compiled_layers", model.device))
+        compiled = compiles(model.plan.config, device_family(model.device.type))
         stage: Any = model.deepspeed_engine.module.stage
         self._watch = ForwardWatch(_blocks(model.plan, stage), stage.ranges, compiled=compiled)
         self._ranges = model.counted_ranges()

@@ -254,12 +254,12 @@ def rank_bytes(plan: RunPlan, rank: int, *, training: bool) -> int:
 def rank_memory(plan: RunPlan, rank: int, *, on_cpu: bool) -> MemoryPlan:
     """Return the estimate of one rank in training."""
     stage, data_rank, _ = plan.grid.coordinates(rank)
-    return stage_memory(plan.laid_out_on(cpu=on_cpu), plan.stages[stage], data_rank)
+    return stage_memory(plan.workload_on("cpu" if on_cpu else "cuda"), plan.stages[stage], data_rank)
 
 
 def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:
     """Return the estimate of the fullest rank in training on its device."""
-    return fullest_stage(plan.laid_out_on(cpu=device.shared), plan.stages)
+    return fullest_stage(plan.workload_on(device.family), plan.stages)
 
 
 def hosts_hold(plan: RunPlan, share: MainMemory) -> bool:
@@ -267,7 +267,7 @@ def hosts_hold(plan: RunPlan, share: MainMemory) -> bool:
 
     The first and the last pipeline stage offload more than an equal share, and those between them less.
     """
-    of_stage = [stage_memory(plan.laid_out, stage).host for stage in plan.stages]
+    of_stage = [stage_memory(plan.workload, stage).host for stage in plan.stages]
     world = plan.grid.world_size
     for first in range(0, world, share.ranks):
         ranks = range(first, min(first + share.ranks, world))

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from neox.architecture import BLOCKS, FAST_PATHS, FLEX_HEAD_DIM, POSITIONS, DeviceFamily, FastPathName
-from neox.plan.devices.compiled import compile_obstacle
+from neox.plan.devices.compiled import compile_obstacle, compiles
 from neox.plan.network.recurrent_keys import DELTA_KINDS, MAMBA2_KINDS, RWKV_KINDS, SELECTIVE_FP32_KINDS
 from neox.plan.run_plan import RunPlan
 
@@ -35,11 +35,13 @@ class _Use(NamedTuple):
         name: The fast path.
         of: What the run would compute by it.
         obstacle: What of the run does not go together with it; empty if nothing.
+        on_any_device: Whether the run asks for it by name, so that no kind of device rules it out.
     """
 
     name: FastPathName
     of: str
     obstacle: str = ""
+    on_any_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,10 @@ def path_choices(plan: RunPlan, family: DeviceFamily, *, training: bool = True) 
     """
     uses = _uses_in_training(plan) if training else _uses_in_generation(plan)
     choices = []
-    for name, use, obstacle in uses:
+    for name, use, obstacle, on_any_device in uses:
         path = FAST_PATHS[name]
         reason = obstacle
-        if family not in path.families:
+        if family not in path.families and not on_any_device:
             reason = f"not on {_FAMILY_NAMES[family]}"
         if not reason and path.package:
             use = f"{use}, with {path.package}"
@@ -116,8 +118,9 @@ def _uses_in_training(plan: RunPlan) -> Iterator[_Use]:
     if plan.precision != "fp32":
         yield _Use("product_added_to_fp32", "gradient of the head")
     if training.compile_layers is not False:
-        obstacle = compile_obstacle(plan.config) if training.compile_layers == "auto" else None
-        yield _Use("compiled_layers", "blocks", f"{obstacle[0]} is set" if obstacle else "")
+        obstacle = compile_obstacle(plan.config)
+        reason = f"{obstacle[0]} is set" if obstacle else ""
+        yield _Use("compiled_layers", "blocks", reason, on_any_device=compiles(plan.config, None))
     on_device = not plan.config.deepspeed.zero_optimization.offloads_optimizer
     if on_device and plan.config.optimizer.optimizer.name in ("adam", "muon"):
         yield _Use("fused_update", "optimizer")

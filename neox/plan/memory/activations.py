@@ -67,7 +67,7 @@ from neox.architecture import (
     MicroBatch,
     block_kinds,
 )
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.memory.head import head_bytes
 from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.ranks.stages import StagePlan
@@ -118,7 +118,7 @@ class ActivationMemory(NamedTuple):
         return self.kept + max(self.head_pass, self.block_pass)
 
 
-def activation_bytes(run: LaidOutRun, stage: StagePlan) -> ActivationMemory:
+def activation_bytes(run: Workload, stage: StagePlan) -> ActivationMemory:
     """Return bytes of activations in a training step on one rank of a stage.
 
     They are what all micro batches in flight keep, and on top the head's pass, then one block's backward pass:
@@ -158,7 +158,7 @@ def activation_bytes(run: LaidOutRun, stage: StagePlan) -> ActivationMemory:
     return ActivationMemory(kept, head_pass, block_pass)
 
 
-def _blocks_memory(run: LaidOutRun, stage: StagePlan) -> BlocksMemory:
+def _blocks_memory(run: Workload, stage: StagePlan) -> BlocksMemory:
     """Return what the blocks of a stage keep and recompute.
 
     recomputation      kept                                          recomputed at once
@@ -204,7 +204,7 @@ def _blocks_memory(run: LaidOutRun, stage: StagePlan) -> BlocksMemory:
     return BlocksMemory(kept - recomputing * released, min(recomputing, 1) * released)
 
 
-def _multi_token_bytes(run: LaidOutRun) -> int:
+def _multi_token_bytes(run: Workload) -> int:
     """Return the bytes that a module of multi-token prediction keeps for one micro batch, without its head.
 
     The vectors of later tokens, both halves of the projection's input, the output of the block, and what its norm makes
@@ -236,14 +236,14 @@ def _multi_token_bytes(run: LaidOutRun) -> int:
     return kept
 
 
-def _one_chunk_input(run: LaidOutRun) -> int:
+def _one_chunk_input(run: Workload) -> int:
     """Return the bytes on the device of the input of one recomputed chunk: tokens x H x number; 0 if on the host."""
     if run.layout.kept_inputs_on_cpu and not run.on_cpu:
         return 0
     return _chunk_input_bytes(run)
 
 
-def _chunk_input_bytes(run: LaidOutRun) -> int:
+def _chunk_input_bytes(run: Workload) -> int:
     """Return the bytes of the input of one recomputed chunk for one micro batch: tokens x H x number."""
     chunk_input = run.tokens * run.network.hidden_size * run.bytes_per_number // run.token_shares
     if run.config.training.partition_activations:
@@ -251,7 +251,7 @@ def _chunk_input_bytes(run: LaidOutRun) -> int:
     return chunk_input
 
 
-def _chunk_inputs(run: LaidOutRun, stage: StagePlan) -> int:
+def _chunk_inputs(run: Workload, stage: StagePlan) -> int:
     """Return the bytes of the inputs of recomputed chunks for one micro batch: chunks x tokens x H x number."""
     training = run.config.training
     chunks = 0
@@ -260,7 +260,7 @@ def _chunk_inputs(run: LaidOutRun, stage: StagePlan) -> int:
     return chunks * _chunk_input_bytes(run)
 
 
-def kept_inputs_on_host(run: LaidOutRun, stage: StagePlan) -> int:
+def kept_inputs_on_host(run: Workload, stage: StagePlan) -> int:
     """Return the bytes of the inputs of recomputed blocks in main memory: micro batches in flight x chunks x input."""
     if not run.recomputes_blocks or not run.layout.kept_inputs_on_cpu or run.on_cpu:
         return 0
@@ -273,13 +273,13 @@ def kept_inputs_on_host(run: LaidOutRun, stage: StagePlan) -> int:
     return total
 
 
-def _in_flight(run: LaidOutRun, stage: StagePlan) -> Sequence[int]:
+def _in_flight(run: Workload, stage: StagePlan) -> Sequence[int]:
     """Return the largest number of micro batches that each range of a stage holds between forward and backward pass."""
     schedule = PIPELINE_SCHEDULES[run.layout.pipeline_schedule]
     return schedule.most_kept(stage.index, run.layout.pp_size, len(stage.ranges), run.layout.accumulation_steps)
 
 
-def _runs_of_recomputed_blocks(run: LaidOutRun, stage: StagePlan) -> list[int]:
+def _runs_of_recomputed_blocks(run: Workload, stage: StagePlan) -> list[int]:
     """Return the lengths of runs of neighbouring blocks that are recomputed: 2 and 3 if block 2 of six is not."""
     lengths = []
     for layer_range in stage.ranges:
@@ -290,12 +290,12 @@ def _runs_of_recomputed_blocks(run: LaidOutRun, stage: StagePlan) -> list[int]:
     return lengths
 
 
-def block_bytes(run: LaidOutRun) -> int:
+def block_bytes(run: Workload) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
     return max(_kind_bytes(run, kind) for kind in block_kinds(run.network))
 
 
-def _block_gradient_bytes(run: LaidOutRun) -> int:
+def _block_gradient_bytes(run: Workload) -> int:
     """Return the bytes of gradients in the backward pass of one block, on top of what the block keeps.
 
     Of an MLP: of its output, (1 + 1) x H x number with the residual stream's, and of the activation's input, whose
@@ -324,7 +324,7 @@ def _block_gradient_bytes(run: LaidOutRun) -> int:
     return hidden_states + max(of_mlp, of_attention) + largest * run.bytes_per_number
 
 
-def _unkept_bytes(run: LaidOutRun) -> int:
+def _unkept_bytes(run: Workload) -> int:
     """Return the bytes for one token that a block of frozen weights and adapters does not keep, unlike a trained one.
 
     They are the inputs of linear layers without an adapter, and of norms by steps the normalised input in fp32, which
@@ -362,7 +362,7 @@ def _unkept_bytes(run: LaidOutRun) -> int:
     return unkept
 
 
-def _kind_bytes(run: LaidOutRun, kind: BlockKind) -> int:
+def _kind_bytes(run: Workload, kind: BlockKind) -> int:
     """Return bytes that a block of one kind keeps for its backward pass, for one micro batch."""
     network = run.network
     if kind.activations is None:
@@ -378,7 +378,7 @@ def _kind_bytes(run: LaidOutRun, kind: BlockKind) -> int:
     return of_mixer
 
 
-def _micro_batch(run: LaidOutRun) -> MicroBatch:
+def _micro_batch(run: Workload) -> MicroBatch:
     """Return a micro batch on one rank as the rows of kinds take it."""
     return MicroBatch(
         run.tokens,
@@ -390,7 +390,7 @@ def _micro_batch(run: LaidOutRun) -> MicroBatch:
     )
 
 
-def _recurrence_pass_bytes(run: LaidOutRun, stage: StagePlan) -> int:
+def _recurrence_pass_bytes(run: Workload, stage: StagePlan) -> int:
     """Return the bytes of the backward pass of a recurrence, the most of all blocks of a stage; 0 without any.
 
     On top of what is kept come all tensors that it computes again, and the gradients of two hidden states; the gradient
@@ -412,7 +412,7 @@ def _recurrence_pass_bytes(run: LaidOutRun, stage: StagePlan) -> int:
     return most
 
 
-def _token_bytes(run: LaidOutRun) -> int:
+def _token_bytes(run: Workload) -> int:
     """Return bytes that a block of two sublayers keeps for one token, without its attention or mixer.
 
     Tensors of width H are on every tensor rank, for all tokens or its share.
@@ -435,7 +435,7 @@ def _token_bytes(run: LaidOutRun) -> int:
     return whole // run.token_shares + _second_sublayer_bytes(run)
 
 
-def _fp32_of_norm(run: LaidOutRun) -> int:
+def _fp32_of_norm(run: Workload) -> int:
     """Return the bytes for one element by which two fp32 tensors, if a norm keeps these, exceed its input; else 0."""
     norm = NORMS[run.network.norm]
     if norm.by_steps or (norm.by_steps_on_cpu and run.on_cpu):
@@ -443,7 +443,7 @@ def _fp32_of_norm(run: LaidOutRun) -> int:
     return 0
 
 
-def _second_sublayer_bytes(run: LaidOutRun) -> int:
+def _second_sublayer_bytes(run: Workload) -> int:
     """Return bytes that an MLP or a mixture of experts keeps for one token, the larger of both if blocks differ."""
     network = run.network
     mlp = 0
@@ -462,7 +462,7 @@ def _norms_in_tiles(network: Architecture) -> int:
     return (norms.before_mlp is not None) + (norms.after_mlp is not None)
 
 
-def _tile_bytes(run: LaidOutRun) -> int:
+def _tile_bytes(run: Workload) -> int:
     """Return the bytes of the backward pass of one tile of an MLP with its norms; 0 without tiles."""
     network = run.network
     if not run.in_tiles:
@@ -474,7 +474,7 @@ def _tile_bytes(run: LaidOutRun) -> int:
     return run.layout.micro_batch_size * run.layout.tile_tokens * of_token
 
 
-def _gathered_pass_bytes(run: LaidOutRun) -> int:
+def _gathered_pass_bytes(run: Workload) -> int:
     """Return the additional bytes of the backward pass of attention if it gathers keys and values again.
 
     Keys and values of all tokens and their gradients, 4 x keys x cp x number / split; gradients of queries, of the
@@ -498,7 +498,7 @@ def _gathered_pass_bytes(run: LaidOutRun) -> int:
     return run.tokens * of_token + scores
 
 
-def _block_scores(run: LaidOutRun) -> int:
+def _block_scores(run: Workload) -> int:
     """Return the scores that a CPU has at once, of some heads of one block of queries with all keys."""
     network = run.network
     key_heads = network.attended_heads // run.layout.tp_size
@@ -509,7 +509,7 @@ def _block_scores(run: LaidOutRun) -> int:
     return of_head * min(key_heads, max(1, MASKED_SCORES // of_head))
 
 
-def _mlp_bytes(run: LaidOutRun, width: int) -> int:
+def _mlp_bytes(run: Workload, width: int) -> int:
     """Return bytes that an MLP of a width keeps for one token: its first product, and what the activation makes of it.
 
     (width factor + 1) x width x number / split.
@@ -519,7 +519,7 @@ def _mlp_bytes(run: LaidOutRun, width: int) -> int:
     return tensors * width * run.bytes_per_number // run.layout.tp_size
 
 
-def _expert_bytes(run: LaidOutRun) -> int:
+def _expert_bytes(run: Workload) -> int:
     """Return bytes that a mixture of experts keeps for one token on one tensor rank, all tokens kept.
 
     For each of the token's experts its input and output, 2 x H x number, what an MLP keeps, and its number, row and
@@ -536,7 +536,7 @@ def _expert_bytes(run: LaidOutRun) -> int:
     return network.experts_per_token * of_expert + router + shared
 
 
-def _expert_gradient_bytes(run: LaidOutRun, stage: StagePlan) -> int:
+def _expert_gradient_bytes(run: Workload, stage: StagePlan) -> int:
     """Return the bytes of the newest gradient of an expert weight, before it is added to the accumulated gradient.
 
     Elements of the largest expert tensor on this rank x number, and a copy for the reduction with ZeRO 2 if the tensor
@@ -553,7 +553,7 @@ def _expert_gradient_bytes(run: LaidOutRun, stage: StagePlan) -> int:
     return copies * largest * run.bytes_per_number
 
 
-def _expert_fp8_bytes(run: LaidOutRun, stage: StagePlan) -> int:
+def _expert_fp8_bytes(run: Workload, stage: StagePlan) -> int:
     """Return the bytes of rounded operands of a product of experts in fp8, one product at a time; 0 without fp8.
 
     Of the gradient of rows: all weights of a matrix on this rank and the rows, 1 byte each. Of the gradient of weights:
@@ -579,7 +579,7 @@ def _expert_fp8_bytes(run: LaidOutRun, stage: StagePlan) -> int:
     return max(of_rows, of_weights) + _FP32 * min(FP8_QUOTIENTS, max(matrix, filled * width))
 
 
-def _attention_memory(run: LaidOutRun) -> AttentionMemory:
+def _attention_memory(run: Workload) -> AttentionMemory:
     """Return what attention keeps for one micro batch in a block."""
     network = run.network
     number = run.bytes_per_number
@@ -597,7 +597,7 @@ def _attention_memory(run: LaidOutRun) -> AttentionMemory:
     return AttentionMemory(operands, scores + bias)
 
 
-def _operand_bytes(run: LaidOutRun) -> int:
+def _operand_bytes(run: Workload) -> int:
     """Return bytes of queries, keys and values for one token, in all forms that the backward pass needs.
 
     (heads + 2 x stored keys) x number / split, and as much again as is rotated, normalised or repeated. If a CPU goes
@@ -638,14 +638,14 @@ def _operand_bytes(run: LaidOutRun) -> int:
     return total
 
 
-def _block_weight_bytes(run: LaidOutRun) -> int:
+def _block_weight_bytes(run: Workload) -> int:
     """Return bytes of the weights of all blocks of queries for one token: heads x visible pairs x number / split."""
     blocks = -(-run.sequence_length // QUERY_BLOCK)
     pairs = run.sequence_length * (blocks + 1) // (2 * blocks)
     return run.network.num_attention_heads * pairs * run.bytes_per_number // run.layout.tp_size
 
 
-def _latent_operand_bytes(run: LaidOutRun) -> int:
+def _latent_operand_bytes(run: Workload) -> int:
     """Return bytes of the operands of latent attention for one token.
 
     Queries and keys with positions, and the product of the latent vector whose second half the values are: heads x
@@ -668,7 +668,7 @@ def _latent_operand_bytes(run: LaidOutRun) -> int:
     return total
 
 
-def _keeps_latent_weights(run: LaidOutRun) -> bool:
+def _keeps_latent_weights(run: Workload) -> bool:
     """Return whether a CPU keeps all weights in fp32, as values are not as wide as keys."""
     network = run.network
     is_plain = not run.separates_documents and _sees_all_earlier(network) and run.layout.attention == "flash"
@@ -677,7 +677,7 @@ def _keeps_latent_weights(run: LaidOutRun) -> bool:
     return run.on_cpu and is_latent and is_plain and chooses and network.value_head_dim != network.head_dim
 
 
-def _latent_vector_bytes(run: LaidOutRun) -> int:
+def _latent_vector_bytes(run: Workload) -> int:
     """Return bytes of the latent vectors of one token, which every tensor rank has, or a share of the tokens'.
 
     What their norms make of them, and their inputs; on a CPU two fp32 tensors of each in place of the input, among them
@@ -694,7 +694,7 @@ def _latent_vector_bytes(run: LaidOutRun) -> int:
     return total // run.token_shares
 
 
-def _score_bytes(run: LaidOutRun) -> int:
+def _score_bytes(run: Workload) -> int:
     """Return bytes that a kernel other than flash keeps for one token.
 
     Scaled queries and copies of keys and values: (heads + 2 x keys) x number / split. For each head and key the
@@ -716,7 +716,7 @@ def _score_bytes(run: LaidOutRun) -> int:
     return copies + per_score * network.num_attention_heads * run.sequence_length // split
 
 
-def _needs_dense_mask(run: LaidOutRun) -> bool:
+def _needs_dense_mask(run: Workload) -> bool:
     """Return whether which pairs see each other is a tensor of all pairs, instead of blocks of visible ones."""
     network = run.network
     if not run.separates_documents and _sees_all_earlier(network):
@@ -728,7 +728,7 @@ def _needs_dense_mask(run: LaidOutRun) -> bool:
     return run.config.training.attention_dropout > 0 and not run.on_cpu  # the GPU's kernel for blocks has no dropout
 
 
-def _dense_mask_bytes(run: LaidOutRun) -> int:
+def _dense_mask_bytes(run: Workload) -> int:
     """Return bytes of a mask of all pairs: one for each pair, and for each row and each head if theirs differ.
 
     Flash attention takes a bias of scores and the mask as one tensor, a number for each pair and head.
@@ -755,7 +755,7 @@ def _seen(network: Architecture) -> set[str]:
     return {kind.attention.sees for kind in block_kinds(network) if kind.attention is not None}
 
 
-def _goes_by_blocks(run: LaidOutRun) -> bool:
+def _goes_by_blocks(run: Workload) -> bool:
     """Return whether attention to all earlier keys goes by blocks of queries, which keep their weights."""
     network = run.network
     if not run.on_cpu or run.layout.attention != "flash" or run.precision == "fp16":
@@ -777,7 +777,7 @@ def _trains_bias(network: Architecture) -> bool:
     return positions.biases_scores and bool(positions.shared(network))
 
 
-def _fixed_bias_bytes(run: LaidOutRun) -> int:
+def _fixed_bias_bytes(run: Workload) -> int:
     """Return bytes of a bias of scores that is not trained, one for all blocks: query heads x sequence^2 x number."""
     network = run.network
     if not POSITIONS[network.positions].biases_scores or _trains_bias(network):

@@ -14,7 +14,7 @@ def checkpoint_bytes(plan: RunPlan) -> int:
     Weights are written once for each tensor rank of a stage. The others are too, or by each data rank if data ranks
     divide them.
     """
-    run = plan.laid_out
+    run = plan.workload
     total = 0
     for stage in plan.stages:
         count = count_parameters(run, stage)

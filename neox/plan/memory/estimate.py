@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from neox.features.on_paper import PAPERS
 from neox.plan.feature import NO_MEMORY, FeatureMemory, RankTensors
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.memory.activations import activation_bytes, kept_inputs_on_host
 from neox.plan.memory.parameters import count_parameters
 from neox.plan.memory.zero import Sharding, copied_bytes, file_bytes, host_bytes, sharding_of
@@ -56,7 +56,7 @@ class MemoryPlan:
         return self.total
 
 
-def stage_memory(run: LaidOutRun, stage: StagePlan, data_rank: int = 0) -> MemoryPlan:
+def stage_memory(run: Workload, stage: StagePlan, data_rank: int = 0) -> MemoryPlan:
     """Return the memory of one rank of a pipeline stage. Background saves take the most on the first data rank."""
     count = count_parameters(run, stage)
     sharding = sharding_of(run)(run, count)
@@ -99,7 +99,7 @@ def memory_of_features(sharding: Sharding) -> FeatureMemory:
     return sum(kept, NO_MEMORY)
 
 
-def fullest_stage(run: LaidOutRun, stages: Sequence[StagePlan]) -> MemoryPlan:
+def fullest_stage(run: Workload, stages: Sequence[StagePlan]) -> MemoryPlan:
     """Return the memory of a rank of the stage that needs the most on its device."""
     memories = [stage_memory(run, stage) for stage in stages]
     return max(memories, key=lambda memory: memory.needed(on_cpu=run.on_cpu))

@@ -8,7 +8,7 @@ The formulas use the terms of `activations.py`, and
 from __future__ import annotations
 
 from neox.architecture import LOSS_CHUNK
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 
 _FP32 = 4
 _INT64 = 8
@@ -16,7 +16,7 @@ _INT64 = 8
 _TEACHER_TEMPORARIES = 3 * _INT64 + 7 * _FP32
 
 
-def head_bytes(run: LaidOutRun) -> int:
+def head_bytes(run: Workload) -> int:
     """Return the bytes of head and loss, which hold the logits of one chunk of tokens at a time.
 
     Kept until the backward pass: the gradients of the hidden states, predicted tokens x H x number, and of the head's
@@ -43,7 +43,7 @@ def head_bytes(run: LaidOutRun) -> int:
     return kept + teacher + max(_chunk_bytes(run, tokens), weight_gradient)
 
 
-def _chunk_bytes(run: LaidOutRun, tokens: int) -> int:
+def _chunk_bytes(run: Workload, tokens: int) -> int:
     """Return the bytes of the temporaries of one chunk of tokens."""
     vocabulary = run.layers.padded_vocab_size // run.layout.tp_size
     largest_chunk = LOSS_CHUNK["cpu" if run.on_cpu else "accelerator"]
@@ -56,7 +56,7 @@ def _chunk_bytes(run: LaidOutRun, tokens: int) -> int:
     return rows * (vocabulary * bytes_per_logit + run.config.distillation.logits_of_token * _TEACHER_TEMPORARIES)
 
 
-def _fp32_bytes(run: LaidOutRun) -> int:
+def _fp32_bytes(run: Workload) -> int:
     """Return the additional bytes per logit of distillation, and of any loss on a CPU, which compute in fp32.
 
     4 for a copy in fp32 unless the logits are fp32, and 4 for the logits divided by a temperature. On a GPU, 4 for the

@@ -10,7 +10,7 @@ from neox.architecture import BLOCK_OFFSET, BLOCKS, LayerEntry, ParameterSpec
 from neox.architecture.recurrence import selective_fp32
 from neox.config.sections.optimizer_kind import State
 from neox.plan.devices.precision import BYTES
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.ranks.stages import StagePlan
 
 
@@ -40,7 +40,7 @@ class ParameterCount:
     of_decays: int = 0
 
 
-def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
+def count_parameters(run: Workload, stage: StagePlan) -> ParameterCount:
     """Count the elements that one tensor rank of a stage holds and trains."""
     held = 0
     trained = 0
@@ -68,7 +68,7 @@ def count_parameters(run: LaidOutRun, stage: StagePlan) -> ParameterCount:
     )
 
 
-def _used_up(run: LaidOutRun, stage: StagePlan) -> int:
+def _used_up(run: Workload, stage: StagePlan) -> int:
     """Return the elements of `ParameterCount.used_up`."""
     specs: list[ParameterSpec] = []
     last = BLOCK_OFFSET + run.network.num_layers - 1

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from neox.architecture import REDUCED_RANGE
 from neox.config.sections.optimizer_kind import PIECE
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.memory.activations import ActivationMemory
 from neox.plan.memory.parameters import ParameterCount
 
@@ -43,7 +43,7 @@ class Sharding(ABC):
 
     shards_states: ClassVar[bool] = True
 
-    def __init__(self, run: LaidOutRun, count: ParameterCount) -> None:
+    def __init__(self, run: Workload, count: ParameterCount) -> None:
         self.run = run
         self.count = count
 
@@ -422,7 +422,7 @@ class Zero3(_ReducedByZero):
         return self.run.gradient_bytes
 
 
-def _engine_bucket_bytes(run: LaidOutRun, count: ParameterCount, largest: int = _ENGINE_BUCKET) -> int:
+def _engine_bucket_bytes(run: Workload, count: ParameterCount, largest: int = _ENGINE_BUCKET) -> int:
     """Return bytes of a bucket in which DeepSpeed's engine reduces accumulated gradients.
 
     Elements of a bucket x (gradient + bytes of the communicated type, if that is another one); none for one data rank.
@@ -436,7 +436,7 @@ def _engine_bucket_bytes(run: LaidOutRun, count: ParameterCount, largest: int = 
     return per_element * min(count.trained - count.own_experts, largest)
 
 
-def _gathered_at_once(run: LaidOutRun) -> int:
+def _gathered_at_once(run: Workload) -> int:
     """Return the elements that ZeRO 3 gathers in advance, or keeps between two uses if they are more.
 
     A weight is kept until the backward pass if the layers that come before that, each once in the forward and once in
@@ -455,7 +455,7 @@ def _gathered_at_once(run: LaidOutRun) -> int:
 _STAGES: Mapping[int, type[Sharding]] = MappingProxyType({0: Unsharded, 1: Zero1, 2: Zero2, 3: Zero3})
 
 
-def sharding_of(run: LaidOutRun) -> type[Sharding]:
+def sharding_of(run: Workload) -> type[Sharding]:
     """Return how the data ranks of a run divide weights, gradients and states."""
     if run.precision == "bf16" and not run.layout.offloads_states:
         accumulates_in_fp32 = run.layout.zero_stage == 1 and run.fp32_gradients

@@ -74,7 +74,7 @@ def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
         "contents": stage_contents(plan, stage),
         "parameters": stage.parameters,
         "ranks": list(stage_ranks(plan, stage.index)),
-        "memory": _memory(stage_memory(plan.laid_out, stage)),
+        "memory": _memory(stage_memory(plan.workload, stage)),
     }
 
 

@@ -109,8 +109,7 @@ def _flops_per_token(plan: RunPlan, seq_length: int) -> int:
 
 def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None) -> MemoryPlan:
     """Return the fullest rank's memory with or without recomputation of activations, all else equal."""
-    on_cpu = device is not None and device.shared
-    run = plan.laid_out_on(cpu=on_cpu).with_layout(recomputes=recompute)
+    run = (plan.workload if device is None else plan.workload_on(device.family)).with_layout(recomputes=recompute)
     return fullest_stage(run, plan.stages)
 
 

@@ -97,7 +97,7 @@ def _context_degrees(plan: RunPlan, tp_size: int) -> Iterator[int]:
     """Yield the context degrees that leave each rank enough tokens of a sample, and the configured degree."""
     yield 1
     for cp_size in _CONTEXT_DEGREES:
-        is_long = plan.laid_out.sequence_length >= cp_size * _LEAST_TOKENS
+        is_long = plan.workload.sequence_length >= cp_size * _LEAST_TOKENS
         if (is_long or cp_size == plan.layout.cp_size) and _allows_context(plan, cp_size, tp_size):
             yield cp_size
 
@@ -158,7 +158,7 @@ def _memory_choices(layout: Layout, plan: RunPlan, *, on_cpu: bool) -> Iterator[
         stages = (0, 1)
     nothing_to_shard = layout.dp_size == 1 and layout.zero_stage in stages
     sequence_parallel = [False]
-    if layout.tp_size > 1 and plan.laid_out.sequence_length % layout.tp_size == 0:
+    if layout.tp_size > 1 and plan.workload.sequence_length % layout.tp_size == 0:
         sequence_parallel.append(True)
     for stage, recomputes, divides in product(stages, (False, True), sequence_parallel):
         chosen = replace(layout, zero_stage=stage, recomputes=recomputes, sequence_parallel=divides)

@@ -22,7 +22,7 @@ from typing import Any
 from neox.config.neox_config import yaml_text
 from neox.errors import ConfigError
 from neox.plan.devices.device import Device, memory_on
-from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.layout import Layout, Workload
 from neox.plan.memory import MemoryPlan
 from neox.plan.resolve import resolve
 from neox.plan.run_plan import RunPlan
@@ -48,7 +48,7 @@ class Suggestion:
         memory: Memory of the fullest rank.
     """
 
-    run: LaidOutRun
+    run: Workload
     changes: tuple[tuple[str, str], ...]
     time: StepTime
     memory: MemoryPlan
@@ -98,18 +98,18 @@ def suggest_layouts(
     Raises:
         ConfigError: The time of this kind of run is not estimated.
     """
-    reason = why_no_order(plan.architecture) if measured else why_no_estimate(plan.laid_out_on(cpu=device.shared))
+    reason = why_no_order(plan.architecture) if measured else why_no_estimate(plan.workload_on(device.family))
     if reason:
         raise ConfigError(f"there is no estimate: {reason}")
     memory = LayoutMemory(plan, device)
     offloaded: list[int] = []  # bytes of main memory of layouts that lack some
 
     def seconds(layout: Layout, pipeline_length: PipelineLength) -> float:
-        return estimate_step(memory.lay_out(layout), gpu, pipeline_length=pipeline_length).seconds
+        return estimate_step(memory.workload(layout), gpu, pipeline_length=pipeline_length).seconds
 
     def suggestion(of: RunPlan) -> Suggestion:
         """Return what is to be told of a plan: the keys in which it differs from the configuration, time and memory."""
-        run = of.laid_out_on(cpu=device.shared)
+        run = of.workload_on(device.family)
         changes = {key: yaml_text(value) for key, value in (changed or {}).items()}
         changes |= dict(of.layout.keys_changed_from(plan.layout))
         time = estimate_step(run, gpu)
@@ -142,13 +142,13 @@ def suggest_layouts(
 
     candidates = []
     for layout in layouts(plan, on_cpu=device.shared):
-        if _may_fit(memory.lay_out(layout), device):
+        if _may_fit(memory.workload(layout), device):
             candidates.append(layout)
     candidates.sort(key=lambda layout: seconds(layout, quick_length))
     alike: list[Layout] = []
     others: list[Layout] = []
     for layout in candidates:
-        if memory.lay_out(layout).sums_in_bf16 == plan.laid_out.sums_in_bf16:
+        if memory.workload(layout).sums_in_bf16 == plan.workload.sums_in_bf16:
             alike.append(layout)
         else:
             others.append(layout)
@@ -164,7 +164,7 @@ def suggest_layouts(
     )
 
 
-def _may_fit(run: LaidOutRun, device: Device) -> bool:
+def _may_fit(run: Workload, device: Device) -> bool:
     """Return whether weights, gradients and states fit without activations: a cheap test before the whole estimate."""
     layout = run.layout
     tables = 1 if run.network.tie_word_embeddings else 2

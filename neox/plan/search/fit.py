@@ -13,7 +13,7 @@ import yaml
 from neox.architecture import POSITIONS, LayerPlan
 from neox.config.neox_config import NeoXConfig
 from neox.plan.devices.device import Device, gib, hosts_hold, memory_on
-from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.layout import Layout, Workload
 from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.memory.inference import inference_bytes
 from neox.plan.network.architecture import layer_plan
@@ -93,24 +93,24 @@ class LayoutMemory:
         self._stages: dict[tuple[int, int, str, int | None], tuple[StagePlan, ...]] = {}
         self._memories: dict[Layout, MemoryPlan] = {}
 
-    def lay_out(self, layout: Layout) -> LaidOutRun:
+    def workload(self, layout: Layout) -> Workload:
         """Return the run in a layout. The padding of its vocabulary depends on the tensor ranks."""
         layers = self._layers.get(layout.tp_size)
         if layers is None:
             layers = layer_plan(self._plan.config, self._plan.vocab_size, layout.tp_size)
             self._layers[layout.tp_size] = layers
-        return LaidOutRun(
+        return Workload(
             config=self._plan.config,
             layers=layers,
             precision=self._plan.precision,
             layout=layout,
-            on_cpu=self._device.shared,
+            family=self._device.family,
         )
 
     def of(self, layout: Layout) -> MemoryPlan:
         """Return the memory of the fullest rank in a layout."""
         if layout not in self._memories:
-            run = self.lay_out(layout)
+            run = self.workload(layout)
             divided_by = (layout.pp_size, layout.tp_size, layout.pipeline_schedule, layout.virtual_stages)
             if divided_by not in self._stages:
                 method = self._plan.config.parallelism.pipe_partition_method
@@ -128,7 +128,7 @@ class LayoutMemory:
         return self._device.lacks_main_memory(self.of(layout))
 
 
-Proposals = Callable[[LaidOutRun], Iterator[Layout]]
+Proposals = Callable[[Workload], Iterator[Layout]]
 """Function that yields the layouts one step away from that of a run."""
 
 
@@ -154,7 +154,7 @@ def nearest_layout(start: Layout, memory: LayoutMemory, propose: Proposals) -> L
     for _ in range(_MOST_CHANGES):
         following: list[Layout] = []
         for layout in frontier:
-            for candidate in propose(memory.lay_out(layout)):
+            for candidate in propose(memory.workload(layout)):
                 if candidate in tried or len(tried) >= _MOST_TRIED:
                     continue
                 if memory.fits(candidate):
@@ -165,7 +165,7 @@ def nearest_layout(start: Layout, memory: LayoutMemory, propose: Proposals) -> L
     return None
 
 
-def smaller_layouts(run: LaidOutRun) -> Iterator[Layout]:
+def smaller_layouts(run: Workload) -> Iterator[Layout]:
     """Yield layouts one step away that need less memory, cheapest in speed first; the batch stays the same."""
     layout = run.layout
     if layout.zero_stage == 0:
@@ -191,7 +191,7 @@ def smaller_layouts(run: LaidOutRun) -> Iterator[Layout]:
         yield replace(layout, sequence_parallel=True)
 
 
-def smaller_or_offloading_layouts(run: LaidOutRun) -> Iterator[Layout]:
+def smaller_or_offloading_layouts(run: Workload) -> Iterator[Layout]:
     """Yield `smaller_layouts`, and then those that offload more: slow, because states cross the bus at each step."""
     yield from smaller_layouts(run)
     layout = run.layout
@@ -207,7 +207,7 @@ def smaller_or_offloading_layouts(run: LaidOutRun) -> Iterator[Layout]:
         yield replace(layout, offloads_weights=True)
 
 
-def _more_model_parallel(run: LaidOutRun) -> Iterator[Layout]:
+def _more_model_parallel(run: Workload) -> Iterator[Layout]:
     """Yield layouts with twice the tensor ranks or pipeline stages, and half of the data ranks.
 
     Tensor ranks also come with divided tokens, which cost more communication and less memory.
@@ -226,7 +226,7 @@ def _more_model_parallel(run: LaidOutRun) -> Iterator[Layout]:
         yield replace(fewer, pp_size=layout.pp_size * 2)
 
 
-def _can_divide_tokens(run: LaidOutRun, tensor_ranks: int) -> bool:
+def _can_divide_tokens(run: Workload, tensor_ranks: int) -> bool:
     """Return whether this many tensor ranks can start to divide the tokens of a sample: no other key forbids it."""
     curriculum = run.config.schedule.curriculum_learning
     if curriculum is not None and curriculum.enabled:  # lengths change
@@ -263,9 +263,9 @@ def flash_advice(plan: RunPlan, device: Device) -> Iterator[str]:
     """
     if not flash_is_faster(plan, device):
         return
-    flash = plan.laid_out.with_layout(attention="flash")
+    flash = plan.workload.with_layout(attention="flash")
     with_flash = gib(fullest_stage(flash, plan.stages).total)
-    with_fused = gib(fullest_stage(plan.laid_out, plan.stages).total)
+    with_fused = gib(fullest_stage(plan.workload, plan.stages).total)
     sizes = []
     if with_flash != with_fused:
         sizes.append(f"{with_flash} instead of {with_fused}")

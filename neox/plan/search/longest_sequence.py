@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from neox.architecture import block_kinds
 from neox.config.neox_config import NeoXConfig
 from neox.plan.devices.device import Device
-from neox.plan.layout import LaidOutRun, Layout
+from neox.plan.layout import Layout, Workload
 from neox.plan.rules.context import networks_without_context_ranks
 from neox.plan.run_plan import RunPlan
 from neox.plan.search.fit import (
@@ -116,7 +116,7 @@ def divides_over_context_ranks(config: NeoXConfig) -> bool:
     return next(networks_without_context_ranks(config), None) is None
 
 
-def _layouts_for_long_samples(run: LaidOutRun) -> Iterator[Layout]:
+def _layouts_for_long_samples(run: Workload) -> Iterator[Layout]:
     """Yield layouts one step away that need less memory, with those that need less per sample.
 
     A larger context parallel degree comes last.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from neox.architecture import Attention
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.system import (
     Recompute,
@@ -134,7 +134,7 @@ def latency_seconds(gpu: Gpu, ranks: int) -> float:
     return gpu.collective_seconds + (ranks - 1) * _HOP
 
 
-def forward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Seconds:
+def forward_seconds(run: Workload, gpu: Gpu, system: TrainingSystem) -> Seconds:
     """Return the time of a block's forward pass for one micro batch."""
     network = run.network
     layout = run.layout
@@ -166,7 +166,7 @@ def forward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Second
     )
 
 
-def attention_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float, heads: float) -> float:
+def attention_seconds(run: Workload, gpu: Gpu, system: TrainingSystem, tokens: float, heads: float) -> float:
     """Return the forward time of scores and weighted values, as the mean over blocks.
 
     Fused attention skips the keys that a causal mask and a window hide.
@@ -178,7 +178,7 @@ def attention_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens:
 
 
 def _scores(
-    run: LaidOutRun, gpu: Gpu, system: TrainingSystem, attention: Attention, tokens: float, heads: float
+    run: Workload, gpu: Gpu, system: TrainingSystem, attention: Attention, tokens: float, heads: float
 ) -> float:
     """Return the forward time of scores and weighted values of one kind of attention."""
     network = run.network
@@ -202,7 +202,7 @@ def _scores(
     return compute + passes * scores / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + 4 * gpu.kernel_seconds
 
 
-def _elementwise(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float) -> float:
+def _elementwise(run: Workload, gpu: Gpu, system: TrainingSystem, tokens: float) -> float:
     """Return the forward time of norms, residuals, positions and the activation, by the tensors they move."""
     network = run.network
     layout = run.layout
@@ -223,7 +223,7 @@ def _elementwise(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: floa
     return 2 * elements / (gpu.bandwidth * 1e12 * gpu.memory_efficiency) + kernels * gpu.kernel_seconds / 2
 
 
-def _tensor(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float, sums: int) -> float:
+def _tensor(run: Workload, gpu: Gpu, system: TrainingSystem, tokens: float, sums: int) -> float:
     """Return the time of a block's all-reduces over tensor ranks in one pass, or of gathers and scatters instead."""
     layout = run.layout
     if layout.tp_size == 1:
@@ -235,7 +235,7 @@ def _tensor(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float, su
     return whole
 
 
-def _context(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float, kv_heads: float) -> float:
+def _context(run: Workload, gpu: Gpu, system: TrainingSystem, tokens: float, kv_heads: float) -> float:
     """Return the exposed communication time of context parallelism in a forward pass.
 
     A ring hides the exchange of keys and values behind attention. Each of its steps computes a partial output, which is
@@ -280,7 +280,7 @@ def all_to_all_seconds(gpu: Gpu, system: TrainingSystem, size: float, ranks: int
     return max(near, far) + gpu.collective_seconds
 
 
-def _experts(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float) -> float:
+def _experts(run: Workload, gpu: Gpu, system: TrainingSystem, tokens: float) -> float:
     """Return the time of a block's two all-to-alls (dispatch and combine), which are not overlapped."""
     network = run.network
     layout = run.layout
@@ -288,7 +288,7 @@ def _experts(run: LaidOutRun, gpu: Gpu, system: TrainingSystem, tokens: float) -
     return 2 * all_to_all_seconds(gpu, system, size, layout.ep_size, layout.tp_size)
 
 
-def backward_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> Seconds:
+def backward_seconds(run: Workload, gpu: Gpu, system: TrainingSystem) -> Seconds:
     """Return the time of a block's backward pass for one micro batch, with what it recomputes.
 
     Each product has two gradients, with frozen weights only that of its inputs. Fused attention computes five products

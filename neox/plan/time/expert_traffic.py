@@ -26,7 +26,7 @@ class ExpertTraffic(NamedTuple):
 
 def expert_traffic(plan: RunPlan) -> ExpertTraffic | None:
     """Return the communication of the stage with the most expert blocks; None without expert parallelism."""
-    run = plan.laid_out
+    run = plan.workload
     network = plan.architecture
     if run.layout.ep_size == 1:
         return None

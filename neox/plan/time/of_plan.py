@@ -20,9 +20,9 @@ def estimate_of_plan(plan: RunPlan, gpu: Gpu) -> StepTime | None:
     """Return the estimated time of a step; None if it is not estimated: other networks, fp32, offload to files."""
     zero = plan.config.deepspeed.zero_optimization
     in_files = zero.states_directory is not None or zero.weights_directory is not None
-    if in_files or why_no_estimate(plan.laid_out):
+    if in_files or why_no_estimate(plan.workload):
         return None
-    return estimate_step(plan.laid_out, gpu)
+    return estimate_step(plan.workload, gpu)
 
 
 class StepPicture(NamedTuple):
@@ -47,7 +47,7 @@ def step_picture(plan: RunPlan) -> StepPicture:
     Times are estimated if `gpu_type` and the network allow it. Otherwise a forward pass through a stage takes 1, and a
     backward pass 2.
     """
-    run = plan.laid_out
+    run = plan.workload
     layout = run.layout
     shown = min(layout.accumulation_steps, _SHOWN_FOR_EACH_STAGE * layout.pp_size)
     kind = plan.config.runner.gpu_type

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from neox.architecture import Architecture, training_flops_per_token
 from neox.config.sections.optimizer_table import MuonParams
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.time.block import backward_seconds, forward_seconds, latency_seconds, product_seconds, ring_seconds
 from neox.plan.time.gpus import Gpu
 from neox.plan.time.simulation import PipelineLength, simulated_length
@@ -86,7 +86,7 @@ class StepTime:
         return self.tflops / self.peak_tflops
 
 
-def model_flops(run: LaidOutRun) -> float:
+def model_flops(run: Workload) -> float:
     """Return the operations of one step, forward and backward, as a run reports them without recomputation."""
     per_token = training_flops_per_token(run.layers, run.sequence_length, predicted=run.config.model.predicted_tokens)
     return float(per_token) * tokens_of_step(run)
@@ -111,7 +111,7 @@ class PassSeconds(NamedTuple):
     handoff: float
 
 
-def pass_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> PassSeconds:
+def pass_seconds(run: Workload, gpu: Gpu, system: TrainingSystem) -> PassSeconds:
     """Estimate the times of the passes of one micro batch; the last range has the head, too."""
     layout = run.layout
     ranges = ranges_of_stage(run)
@@ -135,7 +135,7 @@ def pass_seconds(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> PassSecon
 
 
 def estimate_step(
-    run: LaidOutRun, gpu: Gpu, system: TrainingSystem = OURS, pipeline_length: PipelineLength = simulated_length
+    run: Workload, gpu: Gpu, system: TrainingSystem = OURS, pipeline_length: PipelineLength = simulated_length
 ) -> StepTime:
     """Estimate the time of one optimizer step.
 
@@ -186,7 +186,7 @@ def estimate_step(
     )
 
 
-def _reference(run: LaidOutRun, passes: PassSeconds) -> float:
+def _reference(run: Workload, passes: PassSeconds) -> float:
     """Return the time in which a copy of the first weights computes all micro batches; 0 without one."""
     if not run.config.preferences.copies_reference:
         return 0.0
@@ -194,7 +194,7 @@ def _reference(run: LaidOutRun, passes: PassSeconds) -> float:
     return slowest * (run.layout.accumulation_steps + run.layout.pp_size - 1)
 
 
-def _head(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> tuple[float, float]:
+def _head(run: Workload, gpu: Gpu, system: TrainingSystem) -> tuple[float, float]:
     """Return the time of head and loss for one micro batch, forward and backward: products, and elementwise work.
 
     Modules of multi-token prediction use the head once more each.
@@ -207,7 +207,7 @@ def _head(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> tuple[float, flo
     return products, passes * tokens * rows / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
 
 
-def _handoff(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> float:
+def _handoff(run: Workload, gpu: Gpu, system: TrainingSystem) -> float:
     """Return the time to send a micro batch's hidden states to the next stage."""
     layout = run.layout
     if layout.pp_size == 1:
@@ -223,7 +223,7 @@ def _handoff(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> float:
 
 
 def _gradients(
-    run: LaidOutRun,
+    run: Workload,
     gpu: Gpu,
     system: TrainingSystem,
     sizes: tuple[float, float],
@@ -283,7 +283,7 @@ def _gradients(
     return of_micro_batch(gather) + (layout.accumulation_steps - 1) * of_micro_batch(again)
 
 
-def _update(run: LaidOutRun, gpu: Gpu, held: float, experts: float) -> float:
+def _update(run: Workload, gpu: Gpu, held: float, experts: float) -> float:
     """Return the time of Adam: it reads and writes weight and two moments in fp32, reads a gradient, writes 2 bytes.
 
     If the host updates, gradients are copied to it and new weights are copied back.
@@ -300,7 +300,7 @@ def _update(run: LaidOutRun, gpu: Gpu, held: float, experts: float) -> float:
     return moved * updated / (gpu.bandwidth * 1e12 * gpu.memory_efficiency)
 
 
-def _muon(run: LaidOutRun, gpu: Gpu, system: TrainingSystem) -> float:
+def _muon(run: Workload, gpu: Gpu, system: TrainingSystem) -> float:
     """Return the time in which Muon turns momentum into steps, beyond that of an Adam; 0 for other optimizers.
 
     Tensor ranks gather their matrices, and each computes the whole step. Data ranks divide the matrices between them

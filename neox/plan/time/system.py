@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from neox.architecture import ACTIVATIONS, BLOCK_OFFSET, BLOCKS, Architecture, Attention, ParameterSpec, block_kinds
 from neox.config.sections.optimizer_table import MuonParams
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.ranks.pipeline_schedules import ranges_per_stage
 
 Recompute = Literal["none", "core_attn", "half_of_products", "full"]
@@ -48,20 +48,17 @@ class TrainingSystem:
     overlaps_gradients: bool | None = None
     recomputes_half: bool = False
 
-    def fuses(self, run: LaidOutRun) -> bool:
+    def fuses(self, run: Workload) -> bool:
         """Return whether elementwise work runs in fused kernels."""
-        if self.fused is not None:
-            return self.fused
-        may_compile = run.layout.zero_stage < 3 and not run.recomputes_attention
-        return may_compile and run.config.training.compile_layers is not False
+        return run.compiles_layers if self.fused is None else self.fused
 
-    def overlaps(self, run: LaidOutRun) -> bool:
+    def overlaps(self, run: Workload) -> bool:
         """Return whether gradients are reduced during the backward pass."""
         if self.overlaps_gradients is not None:
             return self.overlaps_gradients
         return run.layout.pp_size == 1 and (run.overlaps_reduction or run.reduces_layers)
 
-    def recompute(self, run: LaidOutRun) -> Recompute:
+    def recompute(self, run: Workload) -> Recompute:
         """Return what the backward pass repeats."""
         if not run.layout.recomputes:
             return "none"
@@ -80,7 +77,7 @@ def why_no_order(network: Architecture) -> str:
     return ""
 
 
-def why_no_estimate(run: LaidOutRun) -> str:
+def why_no_estimate(run: Workload) -> str:
     """Return why the time of a run is not estimated, as a clause; empty if it is."""
     reason = why_no_order(run.network)
     if reason:
@@ -145,7 +142,7 @@ class MuonWork(NamedTuple):
     elements: float
 
 
-def muon_work(run: LaidOutRun, params: MuonParams) -> MuonWork:
+def muon_work(run: Workload, params: MuonParams) -> MuonWork:
     """Return what Muon computes for the whole network.
 
     A Newton-Schulz iteration of a matrix with sides s <= l has three products: s l s, s s s and s s l.
@@ -171,7 +168,7 @@ def muon_work(run: LaidOutRun, params: MuonParams) -> MuonWork:
     return MuonWork(operations, largest, elements)
 
 
-def expert_parameters(run: LaidOutRun) -> int:
+def expert_parameters(run: Workload) -> int:
     """Return the elements of all experts, over all blocks, which have equally many."""
     blocks = run.network.expert_blocks
     if not blocks:
@@ -180,18 +177,18 @@ def expert_parameters(run: LaidOutRun) -> int:
     return len(blocks) * sum(spec.numel for spec in layer.parameters if spec.experts)
 
 
-def held_parameters(run: LaidOutRun) -> int:
+def held_parameters(run: Workload) -> int:
     """Return the elements of the matrices of all blocks, with experts that a token is not computed with."""
     return run.layers.block_matrix_numel
 
 
-def ranges_of_stage(run: LaidOutRun) -> int:
+def ranges_of_stage(run: Workload) -> int:
     """Return the number of ranges of layers that a stage holds."""
     layout = run.layout
     return ranges_per_stage(layout.pipeline_schedule, layout.pp_size, layout.virtual_stages)
 
 
-def tokens_of_step(run: LaidOutRun) -> int:
+def tokens_of_step(run: Workload) -> int:
     """Return the tokens of one step over all ranks."""
     layout = run.layout
     samples = layout.micro_batch_size * layout.accumulation_steps * (layout.dp_size // layout.cp_size)

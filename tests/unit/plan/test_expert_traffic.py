@@ -115,7 +115,7 @@ MIXTURE: dict[str, Any] = {
 
 def test_the_time_of_exchanges_follows_from_links():
     gpu = GPUS["h100"]
-    mixture = plan_of(16, 32000, **MIXTURE).laid_out
+    mixture = plan_of(16, 32000, **MIXTURE).workload
     within = estimate_step(mixture.with_layout(ep_size=8), gpu)
     size = 2 * 4096 * 2 * 4096  # bytes of a block's rows
     transfer = size * 7 / 8 / (gpu.link * gpu.link_efficiency * 1e9)
@@ -129,7 +129,7 @@ def test_the_time_of_exchanges_follows_from_links():
 
 def test_divided_experts_have_less_to_reduce_and_without_zero_less_to_update():
     gpu = GPUS["h100"]
-    mixture = plan_of(16, 32000, **MIXTURE).laid_out
+    mixture = plan_of(16, 32000, **MIXTURE).workload
     whole = estimate_step(mixture, gpu)
     divided = estimate_step(mixture.with_layout(ep_size=16), gpu)
     assert divided.gradients < whole.gradients

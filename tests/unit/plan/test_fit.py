@@ -106,7 +106,7 @@ def test_flash_that_saves_nothing_is_not_proposed():
 
 
 def memory_with_flash(plan):
-    return fullest_stage(plan.laid_out.with_layout(attention="flash"), plan.stages).total
+    return fullest_stage(plan.workload.with_layout(attention="flash"), plan.stages).total
 
 
 def test_tensor_ranks_may_divide_tokens_where_memory_is_short():

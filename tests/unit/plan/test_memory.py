@@ -120,7 +120,7 @@ def test_activations_are_what_autograd_keeps():
             starts = torch.zeros(2, 256, dtype=torch.long) if plan.config.data.reset_attention_mask else None
             layer(x, BlockContext(positions, tables, starts))
         measured = sum(size for pointer, size in kept.items() if pointer not in weights)
-        run = replace(plan.laid_out, precision="bf16", on_cpu=True)
+        run = replace(plan.workload, precision="bf16", family="cpu")
         assert block_bytes(run) == pytest.approx(measured, rel=0.1), keys
 
 
@@ -139,5 +139,5 @@ def test_parameter_counts_are_the_built_models(mp, keys):
     names = {(layer.index, p.name): p for layer in plan.layers for p in layer.parameters}
     split = sum(p.numel for p in names.values() if p.partition_dim is not None)
     whole = plan.layers.numel - split
-    held = stage_memory(shards.laid_out, shards.stages[0]).weights // 4
+    held = stage_memory(shards.workload, shards.stages[0]).weights // 4
     assert held == split // mp + whole

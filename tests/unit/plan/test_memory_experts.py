@@ -28,7 +28,7 @@ def divided_plan(degree: int, stage: int, **keys: Any) -> RunPlan:
 
 
 def sharding(plan: RunPlan) -> Sharding:
-    run = plan.laid_out
+    run = plan.workload
     return sharding_of(run)(run, count_parameters(run, plan.stages[0]))
 
 
@@ -77,6 +77,6 @@ def test_a_new_gradient_of_all_experts_is_held_next_to_their_sum() -> None:
     for bucket in (largest, largest - 1):
         plan = divided_plan(2, 2, zero={"reduce_bucket_size": bucket}, gradient_accumulation_steps=2)
         # so many tokens that passes hold more than the update
-        run = plan.laid_out.with_layout(micro_batch_size=64)
+        run = plan.workload.with_layout(micro_batch_size=64)
         activations[bucket] = stage_memory(run, plan.stages[0]).activations
     assert activations[largest - 1] - activations[largest] == 4 * largest

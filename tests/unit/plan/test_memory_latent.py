@@ -69,5 +69,5 @@ def test_what_autograd_keeps_is_planned(shape: str, precision: str) -> None:
     found = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in there)
     number = x.element_size()
     output = keys["seq_length"] * keys["num_attention_heads"] * keys["v_head_dim"] * number
-    planned = sum(_attention_memory(replace(plan.laid_out, on_cpu=True)))
+    planned = sum(_attention_memory(replace(plan.workload, family="cpu")))
     assert planned == pytest.approx(found - output, rel=0.02)

@@ -80,9 +80,9 @@ def test_divided_tokens_count_less():
 def test_each_stage_counts_its_own_blocks():
     plan = plan_of(2, **{**SIZES, "pipe_parallel_size": 2, "checkpoint_activations": True, "no_recompute_layers": [0]})
     plain = plan_of(2, **{**SIZES, "pipe_parallel_size": 2, "checkpoint_activations": True})
-    first, last = (stage_memory(plan.laid_out, stage) for stage in plan.stages)
-    assert first.activations > stage_memory(plain.laid_out, plain.stages[0]).activations
-    assert last == stage_memory(plain.laid_out, plain.stages[1])
+    first, last = (stage_memory(plan.workload, stage) for stage in plan.stages)
+    assert first.activations > stage_memory(plain.workload, plain.stages[0]).activations
+    assert last == stage_memory(plain.workload, plain.stages[1])
 
 
 def test_a_run_that_does_not_fit_is_told_to_recompute_whole_blocks():

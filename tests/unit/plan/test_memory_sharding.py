@@ -28,11 +28,11 @@ WIDE = {**SIZES, "hidden_size": 512, "train_micro_batch_size_per_gpu": 1}
 
 
 def memory_of(plan, **changes):
-    return stage_memory(plan.laid_out.with_layout(**changes), plan.stages[0])
+    return stage_memory(plan.workload.with_layout(**changes), plan.stages[0])
 
 
 def sharding(plan, **changes):
-    run = plan.laid_out.with_layout(**changes)
+    run = plan.workload.with_layout(**changes)
     return sharding_of(run)(run, count_parameters(run, plan.stages[0]))
 
 
@@ -52,7 +52,7 @@ def sharding(plan, **changes):
     ],
 )
 def test_the_kind_of_sharding_is_the_optimizer_that_deepspeed_chooses(keys, kind):
-    assert sharding_of(small_plan(2, **keys).laid_out) is kind
+    assert sharding_of(small_plan(2, **keys).workload) is kind
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ class TestReduction:
 
     def test_a_cpu_touches_only_what_it_uses_of_a_bucket(self):
         plan = small_plan(2, zero_optimization={"stage": 1})
-        run = plan.laid_out_on(cpu=True)
+        run = plan.workload_on("cpu")
         held = sharding_of(run)(run, count_parameters(run, plan.stages[0]))
         assert held.reduction_buckets() == 4 * plan.layers.numel
         assert sharding(plan).reduction_buckets() > 4 * plan.layers.numel

@@ -50,8 +50,8 @@ def test_the_best_is_that_of_trying_everything(world: int, gpu: str, keys: dict[
     memory = LayoutMemory(plan, device)
     times = []
     for layout in layouts(plan):
-        run = memory.lay_out(layout)
-        if run.sums_in_bf16 == plan.laid_out.sums_in_bf16 and memory.fits(layout):
+        run = memory.workload(layout)
+        if run.sums_in_bf16 == plan.workload.sums_in_bf16 and memory.fits(layout):
             times.append(estimate_step(run, GPUS[gpu]))
     assert found.best[0].time.seconds <= 1.02 * min(time.seconds for time in times)
     seconds = [layout.time.seconds for layout in found.best]
@@ -121,10 +121,10 @@ def test_stages_that_are_proposed_are_those_of_the_plan_with_them(zero: dict[str
     for stage in (1, 2, 3):
         keys = nested_keys(plan.config, [("zero_optimization.stage", str(stage))])
         again = resolve(plan.config.updated(keys), 8, plan.vocab_size)
-        proposed = plan.laid_out.with_layout(zero_stage=stage)
+        proposed = plan.workload.with_layout(zero_stage=stage)
         assert proposed.layout == again.layout
-        assert proposed.fp32_gradients == again.laid_out.fp32_gradients
-        assert proposed.overlaps_reduction == again.laid_out.overlaps_reduction
+        assert proposed.fp32_gradients == again.workload.fp32_gradients
+        assert proposed.overlaps_reduction == again.workload.overlaps_reduction
         assert fullest_stage(proposed, plan.stages) == again.memory
 
 
@@ -133,7 +133,7 @@ def test_layouts_that_add_gradients_in_another_precision_are_apart(stage: int) -
     """ZeRO 0 in bf16 adds micro batches in bf16, the others in fp32: that trains something else, faster or not."""
     plan = make_plan(8, zero_optimization={"stage": stage}, train_micro_batch_size_per_gpu=1)
     found = suggest_layouts(plan, gpu_device(plan, 79.1 * GIB), GPUS["h100"])
-    assert plan.laid_out.sums_in_bf16 == (stage == 0)
+    assert plan.workload.sums_in_bf16 == (stage == 0)
     assert {layout.run.sums_in_bf16 for layout in found.best} == {stage == 0}
     assert {layout.run.sums_in_bf16 for layout in found.other_numerics} == {stage != 0}
 
@@ -166,8 +166,8 @@ def assert_best_of_all(plan: RunPlan, gpu: str, memory_gib: float) -> Suggestion
     memory = LayoutMemory(plan, device)
     times = []
     for layout in layouts(plan):
-        run = memory.lay_out(layout)
-        if run.sums_in_bf16 == plan.laid_out.sums_in_bf16 and memory.fits(layout):
+        run = memory.workload(layout)
+        if run.sums_in_bf16 == plan.workload.sums_in_bf16 and memory.fits(layout):
             times.append((estimate_step(run, GPUS[gpu]).seconds, layout))
     for best, layout in sorted(times, key=itemgetter(0)):
         try:

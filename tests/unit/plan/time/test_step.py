@@ -14,7 +14,7 @@ from neox.architecture import training_flops_per_token
 from neox.config import load_config
 from neox.config.sections.optimizer_table import MuonParams
 from neox.plan import resolve
-from neox.plan.layout import LaidOutRun
+from neox.plan.layout import Workload
 from neox.plan.time import GPUS, TrainingSystem, estimate_step
 from neox.plan.time.system import held_parameters, muon_work
 from tests.plans import plan_of
@@ -46,9 +46,9 @@ IN_RING = TrainingSystem(in_ring=True)
 SLOW_NETWORK = TrainingSystem(network=2.0)
 
 
-def llama(**keys: Any) -> LaidOutRun:
+def llama(**keys: Any) -> Workload:
     """Return a network of Llama 3's 8B in a layout on eight GPUs."""
-    return plan_of(8, 128256, **{**LLAMA_8B, **keys}).laid_out
+    return plan_of(8, 128256, **{**LLAMA_8B, **keys}).workload
 
 
 def test_parameters_and_operations_are_those_of_llama() -> None:
@@ -91,10 +91,10 @@ def test_operations_and_time_of_latent_attention() -> None:
     """
     config = load_config([CONFIGS / "deepseek" / "v3.yml"]).config.updated({"seq_length": 4096})
     plan = resolve(config.updated({"mtp_num_layers": 0}), 1024, 129280)
-    time = estimate_step(plan.laid_out, GPUS["h100"])
+    time = estimate_step(plan.workload, GPUS["h100"])
     scores = 3 * 61 * 128 * 2 * (192 + 128) * 4096
     assert time.model_flops / time.tokens - scores / 2 == pytest.approx(250e9, rel=0.01)
-    assert held_parameters(plan.laid_out) == pytest.approx(671e9 - 2 * 129280 * 7168, rel=2e-3)
+    assert held_parameters(plan.workload) == pytest.approx(671e9 - 2 * 129280 * 7168, rel=2e-3)
     # The products of a block need no more time than those that the operations say, and no less than at the peak.
     peak = (time.model_flops - scores * time.tokens) / (1024 * GPUS["h100"].peak_tflops * 1e12)
     assert peak < time.products < 4 * peak
@@ -213,7 +213,7 @@ def test_copies_in_hosts_replace_gathers_between_hosts() -> None:
     shared = llama().with_layout(zero_stage=3, dp_size=64)
     copied = shared.with_layout(hpz_size=8)
 
-    def seconds(run: LaidOutRun) -> float:
+    def seconds(run: Workload) -> float:
         return estimate_step(run, GPUS["h100"], SLOW_NETWORK).gradients
 
     assert seconds(copied) < 0.7 * seconds(shared)
