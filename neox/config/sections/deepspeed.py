@@ -71,8 +71,8 @@ class ZeroSettings(Section):
     """Number of elements that are reduced at once."""
     allgather_partitions: Annotated[bool | None, _SHARDED] = None
     """Use all-gather instead of broadcasts."""
-    allgather_bucket_size: Annotated[NonNegativeInt | None, _SHARDED] = None
-    """Number of elements that are gathered at once."""
+    allgather_bucket_size: Annotated[int | None, Field(ge=0, multiple_of=2), _SHARDED] = None
+    """Number of elements that are gathered at once; even, because buffers begin at multiples of 4 bytes."""
     overlap_comm: Annotated[bool | None, _SHARDED] = None
     """Overlap the reduction with the backward pass. With bf16 and ZeRO 1 it is on unless it is `false`. It is left out,
     with a note, if there are pipeline stages."""
@@ -127,6 +127,7 @@ class ZeroSettings(Section):
         bool | None,
         _NEEDS_QUANTIZER,
         Excludes("model_parallel_size", above=1, reason="DeepSpeed would add up gradients of different tensor ranks"),
+        Excludes("zero_optimization.reduce_scatter", (False,), reason="they are reduced where they are divided"),
     ] = None
     """qgZ of ZeRO++: gradients are reduced as 4-bit integers, first within hosts and then between them (stage 3, on
     GPUs). It needs a CUDA toolkit, as zero_quantized_weights does."""
@@ -199,8 +200,8 @@ class Fp16Settings(Section):
     """gpt-neox v2.0's way to ask for bf16."""
     loss_scale: NonNegativeFloat | None = None
     """Fixed loss scale; 0 makes it dynamic."""
-    initial_scale_power: int | None = None
-    """The first dynamic loss scale is 2 to this power."""
+    initial_scale_power: Annotated[int, Field(ge=-126, le=127)] | None = None
+    """The first dynamic loss scale is 2 to this power, an fp32 number."""
     loss_scale_window: PositiveInt | None = None
     """Number of steps without overflow after which the scale doubles."""
     hysteresis: NonNegativeInt | None = None
@@ -277,7 +278,10 @@ class DataTypesSettings(Section):
 class FlopsProfilerSettings(Section):
     """DeepSpeed's `flops_profiler` block."""
 
-    enabled: bool = False
+    enabled: Annotated[
+        bool,
+        Excludes("pipe_parallel_size", above=1, reason="DeepSpeed's profiler times whole networks only"),
+    ] = False
     """Profile one step."""
     profile_step: Annotated[int | None, OnlyWith("flops_profiler.enabled")] = None
     """Number of the step that is profiled."""
@@ -338,7 +342,7 @@ class DeepSpeedConfig(Section):
     """Reduce gradients in fp32."""
 
     prescale_gradients: bool = False
-    """Divide gradients before the reduction."""
+    """Divide gradients before the reduction. With ZeRO 2 and 3 it needs `reduce_scatter: false`."""
 
     gradient_predivide_factor: Annotated[PositiveFloat, OnlyWith("prescale_gradients")] = 1.0
     """Divisor of prescale_gradients."""

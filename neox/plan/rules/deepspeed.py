@@ -19,6 +19,7 @@ def deepspeed_problems(config: NeoXConfig) -> Iterator[Problem]:
     yield from _offload(config)
     yield from _precision(config)
     yield from _accumulation(config)
+    yield from _prescaled(config)
     yield from _bf16_states(config)
 
 
@@ -65,10 +66,19 @@ def _accumulation(config: NeoXConfig) -> Iterator[Problem]:
     if wanted == "fp32" and precision == "fp16" and config.parallelism.pipe_parallel_size > 1:
         rule = "with fp16 and pipeline stages lets tied weights drift apart in DeepSpeed; leave it out, or use bf16"
         yield config.problem(key, rule, "pipe_parallel_size", *PRECISION_KEYS)
-    if wanted == "fp32" and precision == "bf16" and config.deepspeed.zero_optimization.stage == 0:
-        yield config.problem(key, f"with bf16 needs {_STAGE} 1 or more in DeepSpeed", _STAGE, *PRECISION_KEYS)
+    elif wanted == "fp32" and precision in ("fp16", "bf16") and config.deepspeed.zero_optimization.stage == 0:
+        yield config.problem(key, f"with {precision} needs {_STAGE} 1 or more in DeepSpeed", _STAGE, *PRECISION_KEYS)
     if wanted not in (None, "fp32", precision):
         yield config.problem(key, f"does not fit {precision} training; leave it out", *PRECISION_KEYS)
+
+
+def _prescaled(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield that DeepSpeed's reduce-scatter, its default where gradients are divided, divides them afterwards."""
+    zero = config.deepspeed.zero_optimization
+    if config.deepspeed.prescale_gradients and zero.stage >= 2 and zero.reduce_scatter is not False:
+        stage = config.describe_setting(_STAGE)
+        rule = f"does not work with DeepSpeed's reduce-scatter and {stage}; set reduce_scatter: false, or remove it"
+        yield config.problem("prescale_gradients", rule, _STAGE, "zero_optimization.reduce_scatter")
 
 
 def _bf16_states(config: NeoXConfig) -> Iterator[Problem]:

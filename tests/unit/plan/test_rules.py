@@ -287,6 +287,31 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {ZERO: {"stage": 3, "offload_optimizer": CPU, "offload_param": {**CPU, "nvme_path": "/nvme"}}},
     ),
     (
+        "prescale_gradients",
+        ("zero_optimization.stage", "zero_optimization.reduce_scatter"),
+        {"prescale_gradients": True, ZERO: {"stage": 2}},
+    ),
+    (
+        "prescale_gradients",
+        ("zero_optimization.stage", "zero_optimization.reduce_scatter"),
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0, ZERO: {"stage": 3, "reduce_scatter": True}},
+    ),
+    (
+        "zero_optimization.zero_quantized_gradients",
+        ("zero_optimization.reduce_scatter",),
+        {ZERO: {"stage": 3, "zero_quantized_gradients": True, "reduce_scatter": False}},
+    ),
+    (
+        "flops_profiler.enabled",
+        ("pipe_parallel_size",),
+        {"flops_profiler": {"enabled": True}, "pipe_parallel_size": 2},
+    ),
+    (
+        "data_types.grad_accum_dtype",
+        ("zero_optimization.stage", "fp16"),
+        {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    (
         "data_types.grad_accum_dtype",
         ("pipe_parallel_size", "fp16"),
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "pipe_parallel_size": 2},
