@@ -43,6 +43,9 @@ DELTA_CHUNK: Final = 64
 LOSS_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"cpu": 2**21, "accelerator": 2**27})
 """Logits that head and cross entropy hold at once: what stays in a CPU's cache, what keeps an accelerator busy."""
 
+FUSED_SOFTMAX_LENGTH: Final = 2**16
+"""Longest row of the fused softmax: each is one block of a GPU's registers, and longer ones would spill."""
+
 FLEX_HEAD_DIM: Final = 16
 """Least width of a head for FlexAttention's kernel of GPUs."""
 

@@ -13,7 +13,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
-from neox.architecture import BACKEND_FAMILIES, FLEX_HEAD_DIM
 from neox.architecture.recurrence import selective_fp32
 from neox.engine.checkpoints.run_files import RunFiles
 from neox.engine.checkpoints.run_start import RunStart
@@ -42,11 +41,12 @@ from neox.launch.hosts.device_facts import FP8_EXPERTS, LEAST_CAPABILITY
 from neox.log import get_logger
 from neox.model import GPT, Block, GroupedLinear, biased_routers, build_layer, share_parameters
 from neox.objectives import Objective, build_objective
-from neox.ops import DTYPES, FP8_RECIPES, device_family, has_fast_path
+from neox.ops import DTYPES, FP8_RECIPES, device_family
 from neox.optim import ClippedOptimizer, ExpertGroups, Muon, NormScope, build_optimizer
 from neox.parallel import ColumnParallelLinear, ParallelGrid, RowParallelLinear
 from neox.plan import RunPlan
 from neox.plan.devices.compiled import compiles
+from neox.plan.devices.unsupported import unsupported_by_device
 from neox.plan.run_identity import run_identity
 
 _log = get_logger(__name__)
@@ -60,13 +60,7 @@ def initialize_engine(
     """Build the network with its initial weights and give it to DeepSpeed; all ranks call it together.
 
     Nothing is loaded: a run begins with `neox.engine.open_engine`.
-
-    Raises:
-        LaunchError: If the plan asks for something that this rank's device cannot do.
     """
-    quantizing = plan.config.deepspeed.zero_optimization.quantizing_keys
-    if quantizing and device.type == "cpu":  # DeepSpeed has no kernel for it
-        raise LaunchError(f"{quantizing[0]}: its kernel runs on GPUs only, and this rank has none; remove it")
     objective = build_objective(plan)
     model = build_model(plan, grid, objective, device)
     run = run_identity(plan.config)
@@ -200,7 +194,14 @@ def build_model(
         device: Device of the parameters.
         loaded: Layers whose weights are read from a checkpoint next: drawing them would cost a rank seconds for each
             billion of parameters.
+
+    Raises:
+        ConfigError: The plan asks for something that devices of this kind do not have. The launcher has refused it,
+            unless nobody asked the hosts.
+        LaunchError: The plan asks for something that this rank's GPU is too old for.
     """
+    if problems := list(unsupported_by_device(plan, device_family(device.type))):
+        raise ConfigError(problems)
     dtype = DTYPES[plan.precision]
     model: nn.Module
     if plan.config.deepspeed.zero_optimization.stage == 3:
@@ -212,7 +213,7 @@ def build_model(
         model = GPT(plan, grid, build=build)
         share_parameters(enumerate(model.sequential), plan.layers)
     multiply_in_fp8(model, plan, device)
-    choose_attention_backend(model, plan, device)
+    choose_attention_backend(model, plan)
     compile_blocks(model, plan, device)
     return model
 
@@ -282,37 +283,14 @@ def multiply_in_fp8(model: nn.Module, plan: RunPlan, device: torch.device) -> No
                 layer.fp8 = recipe
 
 
-def choose_attention_backend(model: nn.Module, plan: RunPlan, device: torch.device) -> None:
-    """Let attention use the kernel that `attention_backend` names.
-
-    Raises:
-        ConfigError: The device does not have it, or not for this precision.
-    """
-    key = "attention_backend"
-    backend = plan.config.training.attention_backend
-    if backend == "auto":
-        return
-    family = device_family(device.type)
-    if family not in BACKEND_FAMILIES[backend]:
-        others = [name for name, families in BACKEND_FAMILIES.items() if family in families]
-        rule = f"has no kernel for devices of kind {family or device.type}; use {' or '.join(['auto', *others])}"
-        raise ConfigError(plan.config.problem(key, rule))
-    if family != "cpu" and backend in ("flash", "cudnn") and plan.precision == "fp32":
-        rule = "takes no fp32; use memory_efficient, or precision: bf16"
-        raise ConfigError(plan.config.problem(key, rule, "precision"))
+def choose_attention_backend(model: nn.Module, plan: RunPlan) -> None:
+    """Let attention use the kernel that `attention_backend` names."""
     for module in model.modules():
-        if not isinstance(module, Block) or module.attention is None or module.attention.impl != "flash":
-            continue
-        width = min(module.attention.head_dim, module.attention.value_width)
-        if backend == "flex" and width < FLEX_HEAD_DIM:
-            rule = f"takes heads of at least {FLEX_HEAD_DIM}, and these are {width} wide; use auto or memory_efficient"
-            raise ConfigError(plan.config.problem(key, rule))
-        module.attention.backend = backend
+        if isinstance(module, Block) and module.attention is not None and module.attention.impl == "flash":
+            module.attention.backend = plan.config.training.attention_backend
 
 
 def _check_capability(device: torch.device, *, experts: bool) -> None:
-    if not has_fast_path("scaled_product", device):
-        raise LaunchError(f"fp8 has no kernel here for devices of kind {device_family(device.type)}; remove it")
     major, minor = torch.cuda.get_device_capability(device)
     if experts and major + minor / 10 != FP8_EXPERTS:
         name = torch.cuda.get_device_name(device)

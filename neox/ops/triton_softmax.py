@@ -15,11 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from neox.architecture import FUSED_SOFTMAX_LENGTH
 from neox.errors import NeoXError
 from neox.ops.fast_paths import has_fast_path
-
-MAX_LENGTH = 2**16
-"""Longest row: each is one block of registers, and longer ones would spill."""
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _GROUP = 16
@@ -142,8 +140,9 @@ def _check(scores: Tensor, scale: float) -> None:
         raise ValueError(f"scale must be positive, got {scale}")
     if scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"scores must be square in the last two dimensions, got {tuple(scores.shape)}")
-    if scores.shape[-1] > MAX_LENGTH:
-        raise NeoXError(f"the fused softmax serves up to {MAX_LENGTH} positions, got {scores.shape[-1]}: use flash")
+    if scores.shape[-1] > FUSED_SOFTMAX_LENGTH:
+        limit = f"up to {FUSED_SOFTMAX_LENGTH} positions"
+        raise NeoXError(f"the fused softmax serves {limit}, got {scores.shape[-1]}: use flash")
     if not has_fast_path("triton", scores.device) and not _INTERPRETED:
         raise NeoXError(f"the fused softmax needs a GPU, the scores are on {scores.device}: use impl='torch'")
 

@@ -198,14 +198,6 @@ def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Pr
     return [Problem((problem.key,), f"{problem.text} (compared with {problem.source}; {correction})")]
 
 
-def quantizer_problems(config: NeoXConfig) -> list[Problem]:
-    """Return a problem for each key that needs DeepSpeed's quantization kernel, for ranks on CPUs."""
-    problems = []
-    for key in config.deepspeed.zero_optimization.quantizing_keys:
-        problems.append(config.problem(key, "needs GPUs, because DeepSpeed's kernel runs only there; remove it"))
-    return problems
-
-
 def is_complete(checkpoint: Path) -> bool:
     """Return whether a checkpoint has all files of its manifest in full; False if that cannot be checked here."""
     try:

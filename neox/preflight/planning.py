@@ -24,6 +24,7 @@ from neox.plan import (
     static_problems,
     with_trained_model,
 )
+from neox.plan.devices.unsupported import unsupported_by_device
 from neox.plan.network.export_form import export_note
 from neox.plan.run_identity import FoundRun
 from neox.preflight.chat_checks import (
@@ -42,7 +43,6 @@ from neox.preflight.checks import (
     missing_packages,
     nvme_paths,
     nvme_problems,
-    quantizer_problems,
     task_problems,
 )
 from neox.preflight.command_line import INFERENCE, overrides
@@ -53,7 +53,12 @@ from neox.preflight.remote_checkpoints import planned_load, with_local_load
 from neox.preflight.remote_data import planned_data, with_local_data
 from neox.preflight.resume_from_save import ResumedConfig, batch_note, resume_from_save, with_warmup_of_counted
 from neox.preflight.score_checks import save_best_notes, save_best_problems
-from neox.preflight.tokenizer_checks import Vocabulary, other_tokenizer_problems, read_vocabulary
+from neox.preflight.tokenizer_checks import (
+    Vocabulary,
+    other_tokenizer_problems,
+    prompt_problems,
+    read_vocabulary,
+)
 from neox.problems import Missing, Problem, in_file_order
 
 
@@ -225,8 +230,9 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
     refusal = backend_refusal(plan.config.runner.distributed_backend, device.family)
     if refusal is not None:
         raise ConfigError([plan.config.problem("distributed_backend", refusal)])
-    if job.trains and device.shared:
-        problems += Missing.of(quantizer_problems(plan.config))  # a launch on a machine with GPUs has what they need
+    is_known = job.dry_run or job.placement.is_local or capabilities.family is not None
+    if job.trains and is_known:  # hosts that are asked later are checked then
+        problems += unsupported_by_device(plan, device.family)
     too_large: list[Problem] = []
     if job.runs_model:
         too_large = memory_problems(plan, device, training=job.trains)
@@ -290,6 +296,7 @@ def _needs_of_script(config: NeoXConfig, job: Job, vocabulary: Vocabulary) -> li
     if job.trains:
         problems += data_problems(config, vocabulary.tokenizer, dry_run=job.dry_run)
         problems += chat_template_problems(config, vocabulary.tokenizer)
+        problems += prompt_problems(config, vocabulary.tokenizer)
     if job.runs_model:
         problems += checkpoint_problems(config, training=job.trains)
         problems += other_tokenizer_problems(config, vocabulary.tokenizer, training=job.trains)

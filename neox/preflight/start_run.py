@@ -32,6 +32,7 @@ from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.plan import Capabilities, RunPlan
 from neox.plan.devices.fp8 import fp8_problems
 from neox.plan.devices.precision import settle_precision
+from neox.plan.devices.unsupported import unsupported_by_device
 from neox.preflight.checks import nvme_paths
 from neox.preflight.command_line import find_script
 from neox.preflight.data_checks import data_prefixes
@@ -216,6 +217,8 @@ class StartRun(JobCommand):
             reports = self._check_hosts(spec, restarts)
             capabilities = capabilities_of(reports)  # they were not known when the plan was made
             problems = list(fp8_problems(plan, capabilities))
+            if start.job.trains and capabilities.family is not None:
+                problems += unsupported_by_device(plan, capabilities.family)
             if problems:
                 raise ConfigError(problems)
             _, precision_notes = settle_precision(plan.config, capabilities)

@@ -76,6 +76,17 @@ def other_tokenizer_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *,
     return [] if difference is None else [config.problem_about(difference, key, "vocab_file")]
 
 
+def prompt_problems(config: NeoXConfig, tokenizer: Tokenizer | None) -> list[Problem]:
+    """Return the problem that the text of a soft prompt has no tokens."""
+    settings = config.model.soft_prompt_tuning
+    if tokenizer is None or settings is None or not settings.enabled or not settings.init_string:
+        return []
+    if tokenizer.encode(settings.init_string):
+        return []
+    rule = "has no tokens; give another text, or remove it"
+    return [config.problem("soft_prompt_tuning.init_string", rule, "vocab_file")]
+
+
 def _assumed_size(config: NeoXConfig) -> int:
     settings = config.tokenizer
     if settings.padded_vocab_size is not None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from neox.architecture import BACKEND_FAMILIES, AttentionBackend
-from neox.engine.build_engine import choose_attention_backend
+from neox.engine.build_engine import build_model, choose_attention_backend
 from neox.errors import ConfigError
 from neox.model import GPT
+from neox.objectives import build_objective
 from neox.ops import core_attention
 from neox.parallel import ParallelGrid
 from tests.losses import causal_lm_loss
@@ -51,7 +52,7 @@ def test_a_network_trains_with_the_chosen_kernel():
     for backend in ("auto", "math"):
         plan = small_plan(**keys, **{KEY: backend})
         model = GPT(plan, ParallelGrid.single())
-        choose_attention_backend(model, plan, torch.device("cpu"))
+        choose_attention_backend(model, plan)
         tokens = torch.arange(32).view(2, 16) * 7 % 90
         loss = causal_lm_loss(model, tokens, tokens.roll(-1, 1), torch.ones(2, 16))
         loss.backward()
@@ -63,7 +64,7 @@ def test_a_network_trains_with_the_chosen_kernel():
 def test_a_device_without_the_kernel_is_refused(backend: str):
     plan = small_plan(**FLASH, **{KEY: backend})
     with pytest.raises(ConfigError) as raised:
-        choose_attention_backend(GPT(plan, ParallelGrid.single()), plan, torch.device("cpu"))
+        build_model(plan, ParallelGrid.single(), build_objective(plan), torch.device("cpu"))
     assert raised.value.problems[0].keys == (KEY,)
 
 

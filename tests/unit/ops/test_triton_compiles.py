@@ -11,6 +11,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from neox.architecture import FUSED_SOFTMAX_LENGTH  # noqa: E402
 from neox.ops import triton_cross_entropy, triton_softmax  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -58,4 +59,4 @@ def test_all_sizes_and_types_compile(name: str, dtype: str, block: int):
 
 @pytest.mark.slow
 def test_the_largest_row_fits():
-    assert compile_kernel("_forward_kernel", "bf16", triton_softmax.MAX_LENGTH, {})
+    assert compile_kernel("_forward_kernel", "bf16", FUSED_SOFTMAX_LENGTH, {})

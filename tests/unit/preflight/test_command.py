@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from neox.plan.schedule import schedule_of
 from neox.plan.time.of_plan import step_picture
 from neox.preflight.command_line import find_script, parse_arguments
 from neox.preflight.data_decisions import DecidedConfig, epoch_samples, with_train_iters
-from neox.preflight.planning import Job, plan_job, read_config
+from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import _curves, draw_schedules
 from neox.preflight.run_directory import run_directory, write_run_directory
 from neox.problems import Source
@@ -77,19 +78,30 @@ def test_deepy_plans_generation_beside_training(tmp_path: Path) -> None:
         assert plan_job(config, job, Capabilities()).plan.grid.world_size == world
 
 
-def test_a_plan_leaves_to_the_start_what_depends_on_its_machine(tmp_path: Path) -> None:
-    """A port that another run has now, and a GPU for quantized weights: neither is a fault of the configuration."""
-    zero = {"stage": 3, "zero_quantized_weights": True}
+def test_a_plan_leaves_to_the_start_what_depends_on_its_moment(tmp_path: Path) -> None:
+    """A port that another run has now is no fault of the configuration."""
     with socket.create_server(("", 0)) as other_run:
         port = other_run.getsockname()[1]
-        file = tmp_path / "model.yml"
-        file.write_text(json.dumps({**SIZES, "zero_optimization": zero, "master_port": port}))
-        arguments = parse_arguments(["train.py", str(file), "--dry-run"])
-        placement = Placement((Host("localhost", (0,)),), ChosenBy.NOTHING, accelerators=0)
-        planned = plan_job(read_config(arguments), Job(find_script("train.py"), placement, True), Capabilities())
-    of_machine = {("master_port",), ("zero_optimization.zero_quantized_weights",)}
-    assert of_machine <= {problem.keys for problem in planned.problems}
-    assert of_machine.isdisjoint(problem.keys for problem in planned.refused)
+        planned = planned_here(tmp_path, master_port=port)
+    assert ("master_port",) in {problem.keys for problem in planned.problems}
+    assert planned.refused == ()
+
+
+def test_a_plan_judges_the_devices_that_it_is_for(tmp_path: Path) -> None:
+    """Quantized weights need GPUs: CPU ranks refuse them, and a plan for GPUs does not."""
+    zero = {"stage": 3, "zero_quantized_weights": True}
+    (found,) = planned_here(tmp_path, zero_optimization=zero).refused
+    assert found.keys == ("zero_optimization.zero_quantized_weights",)
+    assert planned_here(tmp_path, zero_optimization=zero, gpu_type="h100").refused == ()
+
+
+def planned_here(directory: Path, **keys: Any) -> PlannedJob:
+    """Plan a training as a dry run on a machine without GPUs."""
+    file = directory / "model.yml"
+    file.write_text(json.dumps({**SIZES, **keys}))
+    arguments = parse_arguments(["train.py", str(file), "--dry-run"])
+    placement = Placement((Host("localhost", (0,)),), ChosenBy.NOTHING, accelerators=0)
+    return plan_job(read_config(arguments), Job(find_script("train.py"), placement, True), Capabilities())
 
 
 def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
