@@ -22,7 +22,7 @@ def dataset_problems(
     tokenizer: Tokenizer,
     vocab_size: int,
     *,
-    open_files: bool,
+    largest_index: int | None,
 ) -> list[tuple[str, str]]:
     """Find the datasets that a run cannot use. Missing files are not reported here.
 
@@ -33,7 +33,8 @@ def dataset_problems(
         seq_length: Number of tokens of a sample's input.
         tokenizer: Tokenizer of the run.
         vocab_size: Number of ids that text of the run may have.
-        open_files: Whether each `.idx` is read too. This takes some time for very many documents.
+        largest_index: Size of the largest `.idx` that is read, in bytes; None for any. For very many documents it takes
+            seconds.
 
     Returns:
         Configuration key and problem of each dataset that does not fit.
@@ -43,7 +44,7 @@ def dataset_problems(
         if not ids_file(prefix).is_file() or not idx_path(prefix).is_file():
             continue
         try:
-            if not open_files:
+            if largest_index is not None and idx_path(prefix).stat().st_size > largest_index:
                 described = read_sidecar(prefix)
                 if described is not None:
                     check_tokenizer(described, prefix, vocab_size=vocab_size, tokenizer_hashes=tokenizer.known_hashes)

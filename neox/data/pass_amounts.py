@@ -17,7 +17,8 @@ import numpy as np
 
 from neox.config import NeoXConfig
 from neox.config.sections.data import DataConfig, PackImpl
-from neox.data.answer_pairs.answers import open_pairs
+from neox.config.sections.preferences import SplitAnswers
+from neox.data.answer_pairs.answers import AnswerPairs, open_pairs
 from neox.data.answer_pairs.pair_rows import rows_of_passes, usable_pairs
 from neox.data.samples.gpt_dataset import split_documents
 from neox.data.samples.packing import DocumentPieces, packed, predicted_tokens, read_tokens, usable_documents
@@ -80,6 +81,17 @@ def samples_of_set(
     return _samples(indexed, documents, labels, data, seq_length, 1) if documents else 0
 
 
+def usable_answers(config: NeoXConfig, answers: SplitAnswers, seq_length: int) -> tuple[AnswerPairs, np.ndarray]:
+    """Return the pairs of answers of a split, and the numbers of those that can be trained on.
+
+    Raises:
+        DataError: If token files are missing, damaged, or hold answers that cannot be trained on.
+    """
+    open_ids = partial(IndexedDataset, data_impl=config.data.data_impl)
+    pairs = open_pairs(answers, seq_length, open_ids, partial(open_ids, floats=True))
+    return pairs, usable_pairs(pairs, seq_length, skip_bad=config.preferences.skip_bad_pairs)
+
+
 def rows_of_epochs(config: NeoXConfig, seq_length: int, epochs: float) -> int:
     """Return the number of rows that hold the answers for training in a number of passes over them.
 
@@ -91,10 +103,7 @@ def rows_of_epochs(config: NeoXConfig, seq_length: int, epochs: float) -> int:
     Raises:
         DataError: If token files are missing, damaged, or hold answers that cannot be trained on.
     """
-    keys = config.preferences
-    open_ids = partial(IndexedDataset, data_impl=config.data.data_impl)
-    pairs = open_pairs(keys.answers(config.data)[0], seq_length, open_ids, partial(open_ids, floats=True))
-    usable = usable_pairs(pairs, seq_length, skip_bad=keys.skip_bad_pairs)
+    pairs, usable = usable_answers(config, config.preferences.answers(config.data)[0], seq_length)
     whole, part = divmod(Fraction(str(epochs)), 1)
     rows = 0
     in_passes = rows_of_passes(pairs, usable, seq_length, config.training.seed, config.data.pack_impl)

@@ -11,12 +11,15 @@ from neox.config import NeoXConfig
 from neox.config.sections.preferences import PATH_KEYS, REWARD_KEYS
 from neox.errors import DataError
 from neox.plan import missing_for_training, used_vocabulary
+from neox.preflight.read_sets import read_set_problems
 from neox.problems import Missing, Problem
 from neox.storage import ids_file, is_remote
 
 if TYPE_CHECKING:
     from neox.tokenizer import Tokenizer
 
+# Bytes of an index that a dry run reads in a tenth of a second.
+_LARGEST_INDEX = 1 << 26
 # Last parts of the prefixes that `make quickstart` makes, and the command.
 _QUICKSTART_DATA: Mapping[tuple[str, ...], str] = {
     ("data", "quickstart", "quickstart_text_document"): "make quickstart",
@@ -57,9 +60,9 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
     Args:
         config: The configuration.
         tokenizer: Tokenizer of the run; None if it is not known.
-        dry_run: Whether to leave out the check of whole index files.
+        dry_run: Whether to leave out the check of large index files.
     """
-    problems = Missing.of([*missing_for_training(config), *missing_data(config)])
+    problems = [*missing_for_training(config), *Missing.of(missing_data(config))]
     prefixes = {prefix: key for prefix, key in data_prefixes(config).items() if not is_remote(prefix)}
     if tokenizer is None or not any(Path(f"{prefix}.idx").exists() for prefix in prefixes):
         return problems
@@ -72,7 +75,7 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
         config.model.seq_length,
         tokenizer,
         used_vocabulary(config, tokenizer.vocab_size),
-        open_files=not dry_run,
+        largest_index=_LARGEST_INDEX if dry_run else None,
     )
     for key, problem in found:
         problems.append(config.problem_about(f"{key}: {problem}", key))
@@ -80,6 +83,8 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
         problems += _masking_problems(config, tokenizer, prefixes)
     if any(config.data.fim_rates):
         problems += _fim_problems(config, tokenizer)
+    if not found:
+        problems += read_set_problems(config, tokenizer)
     return problems
 
 

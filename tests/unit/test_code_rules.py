@@ -32,6 +32,7 @@ INNER_IMPORTS = {
     "neox/preflight/data_checks.py",
     "neox/preflight/data_decisions.py",
     "neox/preflight/mirrored_save.py",
+    "neox/preflight/read_sets.py",
     "neox/preflight/remote_checkpoints.py",
     "neox/preflight/score_checks.py",
     "neox/preflight/tokenizer_checks.py",

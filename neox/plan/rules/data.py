@@ -28,9 +28,12 @@ def data_problems(config: NeoXConfig) -> Iterator[Problem]:
 def _split(config: NeoXConfig) -> Iterator[Problem]:
     split = config.data.split
     try:
-        split_shares(split)
+        training = split_shares(split)[0]
     except ConfigError as error:
         yield config.problem_about(str(error), "split", "train_data_paths")
+    else:
+        if config.data.data_path is not None and not training:
+            yield config.problem("split", "leaves no documents to train on; its first part is training", "data_path")
     if len(re.split("[,/]", split.rstrip(",/ "))) > 3:
         yield config.problem("split", "has more than three parts; they are training, validation and test")
 
