@@ -15,7 +15,7 @@ from pathlib import Path
 import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser
-from neox.checkpoint.save_directory.finding import names_of_checkpoints
+from neox.checkpoint_files.finding import names_of_checkpoints
 from neox.convert import find_source, from_hf
 from neox.errors import ConfigError, run_script
 from neox.log import setup_logging

@@ -30,32 +30,11 @@ from neox.checkpoint.identity import (
     padding_note,
 )
 from neox.checkpoint.inspection import compare_checkpoints, open_checkpoint, summarize, tensor_stats
-from neox.checkpoint.manifest import FileRecord, Manifest, check_manifest, hash_of_weights, read_manifest, record_share
-from neox.checkpoint.names import (
-    AVERAGED_STEPS,
-    CONFIG,
-    LAST_LOSSES,
-    LEDGER,
-    REFERENCE,
-    REFERENCE_FROM,
-    ROWS,
-    SKIPPED,
-    averaged_file,
-    layer_file,
-    mp_rank_file,
-)
 from neox.checkpoint.optimizer.file_formats import ORDER
 from neox.checkpoint.optimizer.state_reader import OptimizerReader, saved_layout
-from neox.checkpoint.save_directory.finding import (
-    checkpoint_at,
-    damaged_weights,
-    find_checkpoint,
-    keep_last,
-    why_incomplete,
-    with_steps,
-)
+from neox.checkpoint.remote.fetching import checkpoint_at
+from neox.checkpoint.save_directory.retention import keep_last
 from neox.checkpoint.save_directory.staging import (
-    checkpoint_directories,
     commit,
     delete_checkpoint,
     discard,
@@ -78,6 +57,29 @@ from neox.checkpoint.weights.tensor_files import (
     write_full_layer,
     write_layer,
     write_run,
+)
+from neox.checkpoint_files.contents import damaged_weights, why_incomplete
+from neox.checkpoint_files.finding import checkpoint_directories, find_checkpoint, with_steps
+from neox.checkpoint_files.manifest import (
+    FileRecord,
+    Manifest,
+    check_manifest,
+    hash_of_weights,
+    read_manifest,
+    record_share,
+)
+from neox.checkpoint_files.names import (
+    AVERAGED_STEPS,
+    CONFIG,
+    LAST_LOSSES,
+    LEDGER,
+    REFERENCE,
+    REFERENCE_FROM,
+    ROWS,
+    SKIPPED,
+    averaged_file,
+    layer_file,
+    mp_rank_file,
 )
 
 __all__ = [

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from neox.architecture import BLOCK_OFFSET, WORD_EMBEDDINGS, Architecture, LayerPlan, build_layer_plan
-from neox.checkpoint.manifest import read_manifest
-from neox.checkpoint.names import AVERAGED_FROM, AVERAGED_STEPS, parse_optimizer_file
-from neox.checkpoint.save_directory.finding import why_incomplete
 from neox.checkpoint.weights.reader import UNUSED_IN_NEOX, CheckpointReader
+from neox.checkpoint_files.contents import why_incomplete
+from neox.checkpoint_files.manifest import read_manifest
+from neox.checkpoint_files.names import AVERAGED_FROM, AVERAGED_STEPS, parse_optimizer_file
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError
 from neox.plan import architecture_of, saved_architecture

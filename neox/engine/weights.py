@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from neox.architecture import ADAPTER, LayerPlan
 from neox.checkpoint import CheckpointReader, LoadedWeights, OptimizerReader, neox_state
-from neox.checkpoint.names import parse_layer_file
 from neox.checkpoint.optimizer.file_formats import FP32
 from neox.checkpoint.remote.partial_copies import fetch_files
+from neox.checkpoint_files.names import parse_layer_file
 from neox.errors import CheckpointError
 from neox.model import fp32_values
 from neox.parallel import ParallelGrid, gather_experts, holds_divided_experts, own_experts

@@ -15,12 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from neox.checkpoint_files.finding import newest_checkpoint, search_checkpoint, step_of
+from neox.checkpoint_files.manifest import read_manifest
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.optimizer_table import MuonParams
 from neox.config.yaml_file import read_file
-from neox.errors import ConfigError
+from neox.errors import CheckpointError, ConfigError
 from neox.files import read_json_object
-from neox.plan.devices.precision import newest_checkpoint
 from neox.plan.network.architecture import architecture_of
 from neox.storage import cache_folder, cached_address, is_remote, named_checkpoint
 
@@ -29,9 +30,6 @@ RUN_FILE = "run.json"
 
 FIRST_LOAD_KEYS = ("finetune", "iteration", "no_load_optim")
 """Keys about the checkpoint that a run starts from. They have no effect once the run resumes from its own ones."""
-
-REPLACED = ".replaced-"
-"""Start of the name of a checkpoint while another one of the same step takes its place."""
 
 _STEP = "global_step"
 # What may change when a run resumes, and is worth a note: sections whose keys change what is learned.
@@ -156,7 +154,7 @@ def starting_weights(config: NeoXConfig) -> str:
         chosen = keys.load if step is None else f"{keys.load}, {step}"
     else:
         load = Path(keys.load)
-        chosen = str(newest_checkpoint(load) if step is None else load / step)
+        chosen = str(newest_checkpoint(load, keys.iteration) or load / (step or ""))
     if resumes_own_directory(config):
         return f"goes on from {chosen}, or initial weights if it holds no checkpoint"
     if keys.finetune:
@@ -172,17 +170,28 @@ def resumes_own_directory(config: NeoXConfig) -> bool:
     return Path(keys.load).resolve() == Path(keys.save).resolve()
 
 
-def find_run(save: Path) -> FoundRun | None:
-    """Return the run whose checkpoints a directory holds; None if it holds no checkpoint."""
-    steps = step_directories(save)
-    if not steps:
+def find_run(directory: Path, iteration: int | None = None) -> FoundRun | None:
+    """Return the run whose checkpoints a directory contains; None if it contains none.
+
+    It is that of the checkpoint that a start loads; if none is complete, that of the one that is tried first.
+    """
+    search = search_checkpoint(directory, iteration)
+    if not search.candidates:
         return None
-    named = newest_checkpoint(save)
-    for step, path in steps.items():
-        if path == named:
-            return found_run(path, step)
-    newest = max(steps)
-    return found_run(steps[newest], newest)
+    checkpoint = search.found or search.candidates[0]
+    return found_run(checkpoint, _steps(checkpoint))
+
+
+def _steps(checkpoint: Path) -> int:
+    """Return the number of steps of a checkpoint, which may have any name; 0 if nothing tells it."""
+    step = step_of(checkpoint.resolve())
+    if step is not None:
+        return step
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError:
+        return 0
+    return 0 if manifest is None else manifest.iteration
 
 
 def found_run(checkpoint: Path, iteration: int) -> FoundRun:
@@ -190,21 +199,6 @@ def found_run(checkpoint: Path, iteration: int) -> FoundRun:
     fields = _run_file(checkpoint)
     samples = fields.get(_SAMPLES)
     return FoundRun(checkpoint, iteration, _identity(fields), samples if isinstance(samples, int) else None)
-
-
-def step_directories(save: Path) -> dict[int, Path]:
-    """Return the `global_stepN` directories of a directory by N; none if there is no such directory.
-
-    One that was being replaced when its run was killed counts, as long as nothing has its place: the next start puts it
-    back.
-    """
-    steps = {}
-    for prefix in (REPLACED, ""):
-        for path in save.glob(f"{prefix}{_STEP}*"):
-            number = path.name.removeprefix(f"{prefix}{_STEP}")
-            if path.is_dir() and number.isdecimal():
-                steps[int(number)] = path
-    return steps
 
 
 def read_identity(checkpoint: Path) -> RunIdentity | None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neox.checkpoint_files.finding import newest_checkpoint
 from neox.config import NeoXConfig
 from neox.errors import DataError, TokenizerError
-from neox.plan.devices.precision import newest_checkpoint
 from neox.problems import Missing, Problem
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def carries_chat_template(save: str) -> bool:
         from neox.tokenizer.chat import CHAT_TEMPLATE  # numpy, which a launcher of other hosts can do without
     except ModuleNotFoundError:
         return False
-    return (newest_checkpoint(Path(save)) / CHAT_TEMPLATE).is_file()
+    newest = newest_checkpoint(save)
+    return newest is not None and (newest / CHAT_TEMPLATE).is_file()
 
 
 def label_notes(config: NeoXConfig) -> list[str]:

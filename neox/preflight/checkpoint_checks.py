@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import zipfile
-from itertools import chain
 from pathlib import Path
 
 from neox.architecture import NetworkFields
+from neox.checkpoint_files.contents import pickle_mentions
+from neox.checkpoint_files.finding import (
+    contains_checkpoints,
+    names_of_checkpoints,
+    newest_checkpoint,
+    search_checkpoint,
+)
 from neox.config import NeoXConfig
 from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_on, other_optimizer
-from neox.config.yaml_file import read_file
 from neox.errors import ConfigError
 from neox.plan import RunPlan, architecture_settings, setting_differences
-from neox.plan.devices.precision import newest_checkpoint
+from neox.plan.run_identity import saved_config
 from neox.problems import Missing, Problem
 from neox.storage import is_remote
 
-_CONFIG_FILE = "configs/config.yml"  # written by `neox.checkpoint.write_config`
 _UNIVERSAL = "_universal"
-_SIGNS_OF_A_CHECKPOINT = ("*global_step*", "*.pt", _CONFIG_FILE)
 
 
 def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
@@ -45,13 +47,18 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
             return []
         problem = config.problem(key, "is no directory: nothing to load")
         return [problem] if load.exists() else [*Missing.of([problem])]
-    if not may_be_first_start and not holds_checkpoint(load):
+    search = search_checkpoint(load, keys.iteration)
+    chosen = search.found
+    if chosen is None:
+        if keys.iteration is not None and not search.candidates and contains_checkpoints(load):
+            names = names_of_checkpoints(load) or "no checkpoint"
+            return [config.problem("iteration", f"is not in {load}, which has {names}", key)]
+        if search.candidates:
+            reasons = [f"{path.name}: {'; '.join(why)}" for path, why in search.incomplete.items()]
+            return [config.problem(key, f"has no complete checkpoint: {'; '.join(reasons)}", "iteration")]
+        if may_be_first_start:
+            return []
         return [config.problem(key, f"holds no checkpoint: {_kind_of_files(load)}")]
-    chosen = chosen_checkpoint(load, keys.iteration)
-    if not chosen.is_dir() and keys.iteration is not None and load.name != chosen.name:
-        names = sorted(path.name for path in load.glob("global_step*"))
-        found = ", ".join(names) or "no checkpoint"
-        return [config.problem("iteration", f"is not in {load}, which has {found}", key)]
     return [
         *_averages_problems(config, chosen, training=training),
         *_contents_problems(config, key, chosen, training=training),
@@ -73,7 +80,9 @@ def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
     if load is None or not load.is_dir():
         return []
     keys = config.checkpoint
-    checkpoint = chosen_checkpoint(load, keys.iteration)
+    checkpoint = newest_checkpoint(load, keys.iteration)
+    if checkpoint is None:
+        return []
     if not any(checkpoint.glob("layer_*.pt")) and not any(checkpoint.glob("mp_rank_*.pt")):
         return []
     from neox.checkpoint import why_unfit  # torch, which a plan without a checkpoint does not need
@@ -116,22 +125,16 @@ def finetune_notes(config: NeoXConfig) -> list[str]:
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
         return []
-    chosen = chosen_checkpoint(Path(keys.load), keys.iteration)
-    differing = _differences(_saved_config(chosen), config, NetworkFields.ADJUSTABLE)
+    chosen = newest_checkpoint(keys.load, keys.iteration)
+    if chosen is None:
+        return []
+    differing = _differences(saved_config(chosen), config, NetworkFields.ADJUSTABLE)
     return [f"finetune: {difference} ({chosen})" for difference in differing.values()]
 
 
 def _saves_to(config: NeoXConfig, load: Path) -> bool:
     save = config.checkpoint.save
     return save is not None and load.absolute() == Path(save).absolute()
-
-
-def holds_checkpoint(load: Path) -> bool:
-    """Return whether a directory is a checkpoint or holds one; `latest` may name one of any name."""
-    signs = chain.from_iterable(map(load.glob, _SIGNS_OF_A_CHECKPOINT))
-    if any(not sign.name.endswith(_UNIVERSAL) for sign in signs):
-        return True
-    return any(newest_checkpoint(load).glob("*.pt"))
 
 
 def _kind_of_files(directory: Path) -> str:
@@ -153,7 +156,7 @@ def _kind_of_files(directory: Path) -> str:
 
 def _contents_problems(config: NeoXConfig, key: str, checkpoint: Path, *, training: bool) -> list[Problem]:
     """Return the problem that a checkpoint is of another optimizer or another model."""
-    saved = _saved_config(checkpoint)
+    saved = saved_config(checkpoint)
     if training:
         problem = _optimizer_problem(checkpoint, saved, config)
         if problem is not None:
@@ -165,13 +168,6 @@ def _contents_problems(config: NeoXConfig, key: str, checkpoint: Path, *, traini
     advice = "give the checkpoint's values, or another directory"
     message = f"{checkpoint} is of another model: {'; '.join(differing.values())}; {advice}"
     return [config.problem_about(message, key, *differing)]
-
-
-def chosen_checkpoint(load: Path, iteration: int | None) -> Path:
-    """Return the path of the checkpoint in a directory that a run loads, whether or not it exists."""
-    if iteration is None:
-        return newest_checkpoint(load)
-    return load / f"global_step{iteration}"
 
 
 def _differences(saved: NeoXConfig | None, config: NeoXConfig, among: NetworkFields) -> dict[str, str]:
@@ -208,13 +204,13 @@ def _optimizer_problem(checkpoint: Path, saved: NeoXConfig | None, config: NeoXC
         return None
     zero_files = sorted(checkpoint.glob("*zero_pp_rank_*_optim_states.pt"))
     if zero_files:
-        has_places = (checkpoint / "manifest.json").is_file() or _mentions(zero_files[0], b"param_slice_mappings")
+        has_places = (checkpoint / "manifest.json").is_file() or pickle_mentions(zero_files[0], b"param_slice_mappings")
         if not has_places:
             return (
                 f"{checkpoint} holds an optimizer state that does not say where parameters lie, as DeepSpeed before "
                 f"0.7 wrote it (GPT-NeoX-20B's full weights are of that kind); {WITHOUT_SAVED_OPTIMIZER}"
             )
-    elif not any(_mentions(file, b"param_groups") for file in checkpoint.glob("mp_rank_*.pt")):
+    elif not any(pickle_mentions(file, b"param_groups") for file in checkpoint.glob("mp_rank_*.pt")):
         return f"{checkpoint} holds no optimizer state to resume from; {WITHOUT_SAVED_OPTIMIZER}"
     if saved is None:
         return None
@@ -223,21 +219,3 @@ def _optimizer_problem(checkpoint: Path, saved: NeoXConfig | None, config: NeoXC
     if goes_on(there, here):
         return None
     return other_optimizer(checkpoint, there, here)
-
-
-def _saved_config(checkpoint: Path) -> NeoXConfig | None:
-    """Return the configuration that a checkpoint of this program holds; None for another program's checkpoint."""
-    try:
-        return NeoXConfig.from_flat(read_file(checkpoint / _CONFIG_FILE).values)
-    except (ConfigError, TypeError):
-        return None
-
-
-def _mentions(file: Path, key: bytes) -> bool:
-    """Return whether the pickle inside a file of torch contains a key; True if it cannot be read."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            return not pickles or key in archive.read(pickles[0])
-    except (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError):
-        return True

@@ -198,17 +198,6 @@ def memory_problems(plan: RunPlan, device: Device, *, training: bool) -> list[Pr
     return [Problem((problem.key,), f"{problem.text} (compared with {problem.source}; {correction})")]
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has all files of its manifest in full; False if that cannot be checked here."""
-    try:
-        from neox.checkpoint.save_directory.finding import (
-            why_incomplete,  # torch, which a launcher of other hosts can do without
-        )
-    except ModuleNotFoundError:
-        return False
-    return why_incomplete(checkpoint, hashes=False) == []
-
-
 def nvme_paths(config: NeoXConfig) -> tuple[str, ...]:
     """Return the directories in which each host keeps files of offloaded states and weights."""
     zero = config.deepspeed.zero_optimization

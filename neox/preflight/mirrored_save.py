@@ -73,9 +73,9 @@ def _newer_in_mirror(config: NeoXConfig) -> RemoteCheckpoint | None:
     if keys.save is None or keys.checkpoint_mirror is None or keys.overwrite:
         return None
     from neox.checkpoint import checkpoint_directories  # torch
-    from neox.checkpoint.names import parse_step_directory
     from neox.checkpoint.remote.fetching import RemoteCheckpoint
     from neox.checkpoint.remote.mirror import Mirror
+    from neox.checkpoint_files.names import parse_step_directory
 
     local = [0]
     save = Path(keys.save)

@@ -8,9 +8,9 @@ from pathlib import Path
 from shlex import join
 
 from neox.checkpoint.save_directory.best import BEST, BestCheckpoint, read_best
+from neox.checkpoint_files.finding import newest_checkpoint
 from neox.config.sections.training import CheckpointConfig
 from neox.plan import RunPlan
-from neox.plan.devices.precision import newest_checkpoint
 from neox.plan.network.export_form import export_note
 from neox.preflight.chat_checks import carries_chat_template
 from neox.preflight.command_line import overrides
@@ -59,7 +59,7 @@ def next_steps(arguments: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
 def _earlier_best(save: str) -> BestCheckpoint | None:
     """Return the best checkpoint of `save_best`; None without one, or if it is the newest one."""
     best = read_best(Path(save))
-    if best is None or Path(save, best.checkpoint) == newest_checkpoint(Path(save)):
+    if best is None or Path(save, best.checkpoint) == newest_checkpoint(save):
         return None
     return best
 

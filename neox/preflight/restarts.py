@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from neox.checkpoint_files.finding import checkpoint_directories, step_of
 from neox.config import NeoXConfig
 from neox.errors import NeoXError
 from neox.launch.agent.agent_files import Cause
 from neox.launch.spec import LaunchSpec
 from neox.launch.status.event_log import record_event
 from neox.launch.supervisor.outcome import EndKind, RunEnd
-from neox.plan.run_identity import FIRST_LOAD_KEYS, find_run, resumes_own_directory, step_directories
+from neox.plan.run_identity import FIRST_LOAD_KEYS, find_run, resumes_own_directory
 from neox.preflight.restart_policy import RestartDecision, RestartPolicy
 from neox.run_events import LEFT_OUT
 
@@ -156,10 +157,8 @@ class Restarts:
                 return own.iteration
         if keys.load is None or keys.finetune:
             return None
-        loaded = find_run(Path(keys.load))
-        if loaded is None:
-            return None
-        return keys.iteration or loaded.iteration
+        loaded = find_run(Path(keys.load), keys.iteration)
+        return None if loaded is None else loaded.iteration
 
     def _has_saved(self) -> bool:
         """Return whether the run has saved a checkpoint since its first start."""
@@ -174,9 +173,9 @@ class Restarts:
         if save is None:
             return set()
         found = set()
-        for step, path in step_directories(Path(save)).items():
+        for path in checkpoint_directories(Path(save)):
             with suppress(OSError):
-                found.add((step, path.stat().st_ino))
+                found.add((step_of(path) or 0, path.stat().st_ino))
         return found
 
 

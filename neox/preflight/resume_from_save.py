@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from neox.checkpoint_files.contents import why_incomplete
 from neox.config import NeoXConfig
 from neox.launch.supervisor.outcome import EndKind
 from neox.metrics import METRICS_FILE, last_evaluation_is_missing
@@ -16,13 +17,10 @@ from neox.plan.run_identity import (
     all_changes,
     changed_keys,
     find_run,
-    found_run,
     other_run_message,
     resumes_own_directory,
 )
 from neox.plan.schedule import schedule_of
-from neox.preflight.checkpoint_checks import chosen_checkpoint
-from neox.preflight.checks import is_complete
 from neox.preflight.data_decisions import DecidedConfig
 from neox.preflight.saved_schedule import with_saved_schedule, with_saved_warmup
 from neox.run_events import read_events
@@ -90,11 +88,9 @@ def _loaded(config: NeoXConfig, own: FoundRun | None) -> FoundRun | None:
     keys = config.checkpoint
     if keys.load is None or keys.finetune or is_remote(keys.load):
         return None
-    found = own or find_run(Path(keys.load))
-    if found is None or keys.iteration in (None, found.iteration):
-        return found
-    chosen = found_run(chosen_checkpoint(Path(keys.load), keys.iteration), keys.iteration)
-    return replace(chosen, identity=found.identity)
+    if own is not None and keys.iteration is None:
+        return own
+    return find_run(Path(keys.load), keys.iteration)
 
 
 def _with_schedule_of_checkpoint(config: NeoXConfig) -> DecidedConfig:
@@ -186,7 +182,7 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
         return None
     if not _ended_by_itself(directory) or lacks_last_evaluation(directory, is_evaluated=evaluates(config)):
         return None
-    if not is_complete(found.checkpoint):
+    if why_incomplete(found.checkpoint, hashes=False):
         return None
     key = _EPOCHS if config.source("train_iters").rule == _EPOCHS else "train_iters"
     note = f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started"

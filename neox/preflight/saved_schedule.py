@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from neox.checkpoint_files.finding import newest_checkpoint
 from neox.config import NeoXConfig
 from neox.plan import static_problems
 from neox.plan.run_identity import saved_config
-from neox.preflight.checkpoint_checks import chosen_checkpoint, holds_checkpoint
 from neox.preflight.data_decisions import DecidedConfig
 from neox.storage import is_remote
 
@@ -47,8 +46,8 @@ def with_saved_schedule(config: NeoXConfig) -> DecidedConfig:
     if load is None or is_remote(load):
         place = "there is no checkpoint to load" if load is None else f"{load} has not been fetched yet"
         return DecidedConfig(config, (f"{_KEY}: {place}, so the configuration's schedule is used",))
-    checkpoint = chosen_checkpoint(Path(load), config.checkpoint.iteration)
-    if not holds_checkpoint(Path(load)) or not checkpoint.is_dir():  # other checks report a missing checkpoint
+    checkpoint = newest_checkpoint(load, config.checkpoint.iteration)
+    if checkpoint is None:  # other checks report a missing checkpoint
         return DecidedConfig(config, (f"{_KEY}: {load} has no checkpoint, so the configuration's schedule is used",))
     saved = saved_config(checkpoint)
     if saved is None or (saved.training.train_iters is None and saved.schedule.lr_decay_iters is None):
@@ -78,7 +77,8 @@ def with_saved_warmup(config: NeoXConfig) -> DecidedConfig:
     has_length = config.training.train_iters is not None or config.schedule.lr_decay_iters is not None
     if keys.load is None or keys.finetune or is_remote(keys.load) or follows_keys or not has_length:
         return DecidedConfig(config)
-    saved = saved_config(chosen_checkpoint(Path(keys.load), keys.iteration))
+    checkpoint = newest_checkpoint(keys.load, keys.iteration)
+    saved = None if checkpoint is None else saved_config(checkpoint)
     if saved is None or config.schedule.scheduler is not None or saved.schedule.scheduler is not None:
         return DecidedConfig(config)
     before = saved.schedule.warmup_iterations(saved.training.train_iters)

@@ -7,9 +7,10 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from neox.checkpoint_files.finding import newest_checkpoint
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError, TokenizerError
-from neox.preflight.checkpoint_checks import chosen_checkpoint, key_of_checkpoint
+from neox.preflight.checkpoint_checks import key_of_checkpoint
 from neox.problems import Missing, Problem
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def other_tokenizer_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *,
         return []
     from neox.tokenizer import other_tokenizer
 
-    chosen = chosen_checkpoint(Path(directory), config.checkpoint.iteration)
+    chosen = newest_checkpoint(directory, config.checkpoint.iteration)
+    if chosen is None:
+        return []
     try:
         difference = other_tokenizer(config, tokenizer, chosen)
     except CheckpointError as error:

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from neox.checkpoint import compare_checkpoints, find_checkpoint, open_checkpoint, read_manifest
-from neox.checkpoint.manifest import is_unfetched
 from neox.checkpoint.remote.mirror import Mirror
+from neox.checkpoint_files.manifest import is_unfetched
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import batches, tiny_plan
 from tests.unit.corpus.s3_server import KEYS, FailingApp, error, s3_server

@@ -187,6 +187,7 @@ def resumed(folder: Path, saved: dict, now: dict, steps: tuple[int, ...] = (15,)
         configs.mkdir(parents=True)
         (configs / "config.yml").write_text(json.dumps(before.to_flat()))
         (configs.parent / RUN_FILE).write_text(identity_text(run_identity(before)))
+        (configs.parent / "mp_rank_00_model_states.pt").touch()
     (folder / "latest").write_text(f"global_step{steps[-1]}")
     flat = {**BASE, **saved, **now, "load": str(folder), "save": str(folder), **keys}
     return resume_from_save(NeoXConfig.from_flat(flat))

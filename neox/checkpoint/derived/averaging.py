@@ -13,10 +13,10 @@ from torch import Tensor
 
 from neox.architecture import ParameterSpec
 from neox.checkpoint.derived.rewriting import check_degree, identity_of, rewrite
-from neox.checkpoint.names import AVERAGED_FROM, CONFIG
-from neox.checkpoint.save_directory.finding import damaged_weights, names_of_checkpoints, why_incomplete
-from neox.checkpoint.save_directory.staging import checkpoint_directories
 from neox.checkpoint.weights.reader import CheckpointReader
+from neox.checkpoint_files.contents import damaged_weights, why_incomplete
+from neox.checkpoint_files.finding import checkpoint_directories, names_of_checkpoints
+from neox.checkpoint_files.names import AVERAGED_FROM, CONFIG
 from neox.config.yaml_file import read_file
 from neox.errors import CheckpointError, ConfigError
 from neox.plan import saved_architecture

@@ -12,11 +12,11 @@ from neox.architecture import LayerPlan, ParameterSpec
 from neox.checkpoint.chat_template import saved_chat_template, write_chat_template
 from neox.checkpoint.generation_settings import saved_generation_settings, write_generation_settings
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.checkpoint.names import LEDGER, REFERENCE, REFERENCE_FROM
-from neox.checkpoint.save_directory.finding import damaged_weights
 from neox.checkpoint.save_directory.staging import commit, discard, refuse_running, stage_directory
 from neox.checkpoint.weights.reader import CheckpointReader
 from neox.checkpoint.weights.tensor_files import write_client_state, write_config, write_full_layer
+from neox.checkpoint_files.contents import damaged_weights
+from neox.checkpoint_files.names import LEDGER, REFERENCE, REFERENCE_FROM
 from neox.errors import CheckpointError
 from neox.log import progress
 from neox.tokenizer import TokenizerIdentity, saved_tokenizer_identity, write_tokenizer_identity

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neox.checkpoint.names import canonical_parameter, is_buffer
+from neox.checkpoint_files.names import canonical_parameter, is_buffer
 
 _GATE = "mlp.w1."
 _VALUE = "mlp.w3."

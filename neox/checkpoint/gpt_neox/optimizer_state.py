@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 from neox.architecture import WORD_EMBEDDINGS
-from neox.checkpoint.names import OptimizerFile, mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer.file_formats import Key
 from neox.checkpoint.weights.reader import CheckpointReader
 from neox.checkpoint.weights.tensor_files import load_file
+from neox.checkpoint_files.names import OptimizerFile, mp_rank_file, parse_optimizer_file
 from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, optimizer_of_states
 from neox.errors import CheckpointError
 

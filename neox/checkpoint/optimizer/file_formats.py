@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from neox.checkpoint.names import canonical_parameter
 from neox.checkpoint.weights.shards import overlaps
 from neox.checkpoint.weights.tensor_files import load_file
+from neox.checkpoint_files.names import canonical_parameter
 from neox.config.sections.optimizer_kind import BLOCK, SCALES, VALUES, OptimizerKind
 from neox.config.sections.optimizer_table import OPTIMIZERS, optimizer_of_states
 from neox.errors import CheckpointError

@@ -14,12 +14,12 @@ from torch import Tensor
 from neox.architecture import VOCABULARY, LayerPlan, ParameterSpec
 from neox.checkpoint.gpt_neox.optimizer_state import WRITER, divided_keys, gpt_neox_layout, group_counts, stage_order
 from neox.checkpoint.gpt_neox.row_order import FUSED
-from neox.checkpoint.manifest import is_unfetched
-from neox.checkpoint.names import parse_mp_rank_file, parse_optimizer_file
 from neox.checkpoint.optimizer.file_formats import FP32, Key, RankFiles, StageState, open_stage, parse_name, read_order
 from neox.checkpoint.weights.reader import CheckpointReader
 from neox.checkpoint.weights.shards import fit_vocabulary, joined_shape, mean_of_copies, merge
 from neox.checkpoint.weights.tensor_files import load_file
+from neox.checkpoint_files.manifest import is_unfetched
+from neox.checkpoint_files.names import parse_mp_rank_file, parse_optimizer_file
 from neox.config.sections.optimizer_table import OPTIMIZERS
 from neox.errors import CheckpointError
 from neox.parallel import shard

@@ -15,13 +15,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from neox.checkpoint.manifest import Manifest, check_manifest, hash_file, is_unfetched, parse_manifest, read_manifest
-from neox.checkpoint.names import LATEST, MANIFEST, parse_optimizer_file, parse_step_directory, step_directory
 from neox.checkpoint.remote.mirror import Mirror
 from neox.checkpoint.remote.partial_copies import holds_tensors, in_threads, origin_of, promise_files, write_origin
-from neox.checkpoint.save_directory.staging import checkpoint_directories
+from neox.checkpoint_files.contents import is_checkpoint
+from neox.checkpoint_files.finding import (
+    checkpoint_directories,
+    contains_checkpoints,
+    find_checkpoint,
+    names_of_checkpoints,
+)
+from neox.checkpoint_files.manifest import (
+    Manifest,
+    check_manifest,
+    hash_file,
+    is_unfetched,
+    parse_manifest,
+    read_manifest,
+)
+from neox.checkpoint_files.names import LATEST, MANIFEST, parse_optimizer_file, parse_step_directory, step_directory
 from neox.config import NeoXConfig
-from neox.errors import CheckpointError, os_errors
+from neox.errors import CheckpointError, ConfigError, os_errors
 from neox.files import fsync_path, lock_file, write_text
 from neox.log import get_logger
 from neox.storage import CHECKPOINT_CACHE, cache_folder, is_remote, named_checkpoint, shown
@@ -196,6 +209,47 @@ def _fetch(remote: RemoteCheckpoint, directory: Path, needed: Choice) -> Path:
     write_text(directory / LATEST, final.name)
     _log.info("fetched %s in %.0f s", final, time.monotonic() - started)
     return final
+
+
+def checkpoint_at(given: str | Path, cache: str | Path | None = None, needed: Choice = without_optimizer) -> Path:
+    """Return the checkpoint that a tool is given: the directory itself, or the newest complete one in it.
+
+    Args:
+        given: The directory, or its address in object storage, which is then copied to this machine.
+        cache: Directory of such copies, by default CHECKPOINT_CACHE.
+        needed: Choice of the files to copy.
+
+    Raises:
+        ConfigError: If the directory is not a checkpoint and holds none.
+        CheckpointError: If none in it is complete, or it cannot be fetched.
+    """
+    if is_remote(given):
+        return cached_checkpoint(str(given), cache or CHECKPOINT_CACHE, needed=needed)
+    path = Path(given)
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory{_beside(path)}; give the global_stepN directory of a checkpoint")
+    if is_checkpoint(path):
+        return path
+    if contains_checkpoints(path):  # gpt-neox's converter of Llama names it `0`
+        return find_checkpoint(path, verify=False, way_out="give another directory")
+    inner = [child for child in sorted(path.iterdir()) if child.is_dir() and checkpoint_directories(child)]
+    if len(inner) == 1:  # the directory of a run, which also holds its logs
+        return find_checkpoint(inner[0], verify=False, way_out="give another directory")
+    if inner:
+        raise ConfigError(f"{path} has several directories of checkpoints: give one of {', '.join(map(str, inner))}")
+    raise ConfigError(
+        f"{path} has no model files and no global_stepN directories; give the global_stepN directory of a checkpoint"
+    )
+
+
+def _beside(path: Path) -> str:
+    """Return the names of the checkpoints in the parent of a missing directory, for a message."""
+    if not path.parent.is_dir():
+        return ""
+    names = names_of_checkpoints(path.parent)
+    if not names:
+        return ""
+    return f" ({path.parent} has {names})"
 
 
 def has_copy(path: Path, whole: Manifest, needed: Choice) -> bool:

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from neox.checkpoint.manifest import FileRecord, read_manifest
-from neox.checkpoint.names import LATEST, MANIFEST, parse_step_directory, step_directory
+from neox.checkpoint_files.manifest import FileRecord, read_manifest
+from neox.checkpoint_files.names import LATEST, MANIFEST, parse_step_directory, step_directory
 from neox.errors import CheckpointError
 from neox.files import fsync_file
 from neox.log import get_logger

@@ -16,15 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from neox.checkpoint.manifest import NOT_FETCHED, is_unfetched, read_manifest
-from neox.checkpoint.names import (
+from neox.checkpoint.remote.mirror import Mirror
+from neox.checkpoint_files.manifest import NOT_FETCHED, is_unfetched, read_manifest
+from neox.checkpoint_files.names import (
     parse_averaged_file,
     parse_layer_file,
     parse_mp_rank_file,
     parse_optimizer_file,
     parse_step_directory,
 )
-from neox.checkpoint.remote.mirror import Mirror
 from neox.errors import CheckpointError, os_errors
 from neox.files import lock_file, replace_file, write_text
 from neox.launch import report_progress

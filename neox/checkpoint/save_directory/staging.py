@@ -18,19 +18,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from neox.checkpoint.manifest import FileRecord, read_manifest, write_manifest
-from neox.checkpoint.names import LATEST, MANIFEST, parse_step_directory, step_directory
+from neox.checkpoint_files.finding import checkpoint_directories
+from neox.checkpoint_files.manifest import FileRecord, read_manifest, write_manifest
+from neox.checkpoint_files.names import LATEST, MANIFEST, PENDING, REPLACED, parse_step_directory, step_directory
 from neox.errors import CheckpointError, os_errors
 from neox.files import fsync_path, lock_file, lock_file_shared, write_text
 from neox.launch.run_lock import training_in
 from neox.log import get_logger
-from neox.plan.run_identity import REPLACED
 
 _log = get_logger(__name__)
 _STAGED = ".staging-"
 _DELETED = ".deleted-"
-PENDING = ".latest-pending"
-"""Marker file with the name of the checkpoint that is being committed, until `latest` names it."""
 
 
 def staging_path(save: str | Path, iteration: int) -> Path:
@@ -178,22 +176,6 @@ def is_kept_from_deletion(path: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def checkpoint_directories(save: Path) -> list[Path]:
-    """Return the `global_stepN` directories, newest iteration first.
-
-    A save of the same iteration that was killed between its two renames leaves the earlier one under another name.
-    """
-    final: dict[int, Path] = {}
-    replaced: dict[int, Path] = {}
-    for path in save.iterdir():
-        step = parse_step_directory(path.name.removeprefix(REPLACED))
-        if step is not None and path.is_dir():
-            group = replaced if path.name.startswith(REPLACED) else final
-            group[step] = path
-    found = replaced | final
-    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def recover_replaced(save: Path) -> None:

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from neox.checkpoint.names import LATEST, parse_step_directory
-from neox.checkpoint.save_directory.staging import PENDING, checkpoint_directories
+from neox.checkpoint_files.finding import checkpoint_directories
+from neox.checkpoint_files.names import LATEST, PENDING, parse_step_directory
 from neox.errors import CheckpointError, os_errors
 from neox.files import write_text
 from neox.log import get_logger

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from neox.checkpoint.names import averaged_file, canonical_parameter, parse_averaged_file
 from neox.checkpoint.weights.layer_sources import WeightSource
 from neox.checkpoint.weights.tensor_files import load_file
+from neox.checkpoint_files.names import averaged_file, canonical_parameter, parse_averaged_file
 from neox.errors import CheckpointError
 
 LoadedWeights = Literal["trained", "ema"]

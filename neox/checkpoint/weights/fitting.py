@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from neox.architecture import ADAPTER, VOCABULARY, LayerEntry, LayerPlan
-from neox.checkpoint.manifest import is_unfetched
-from neox.checkpoint.names import layer_file
-from neox.checkpoint.save_directory.finding import why_incomplete
-from neox.checkpoint.save_directory.staging import checkpoint_directories
 from neox.checkpoint.weights.reader import CheckpointReader
+from neox.checkpoint_files.contents import why_incomplete
+from neox.checkpoint_files.finding import checkpoint_directories
+from neox.checkpoint_files.manifest import is_unfetched
+from neox.checkpoint_files.names import layer_file
 from neox.errors import CheckpointError
 
 _SHOWN = 4  # misfits that are described; blocks of one network mostly have the same

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from neox.checkpoint.gpt_neox.expert_forms import convert_experts, has_experts
 from neox.checkpoint.gpt_neox.layer_forms import layer_weights
-from neox.checkpoint.names import layer_file, mp_rank_file, parse_layer_file, parse_mp_rank_file
 from neox.checkpoint.weights.tensor_files import load_file
+from neox.checkpoint_files.contents import WeightFiles, weight_files
+from neox.checkpoint_files.names import layer_file
 from neox.errors import CheckpointError
 
 _SEQUENTIAL = re.compile(r"^(?:module\.)?sequential\.(\d+)\.(.+)$")
@@ -42,20 +43,10 @@ class WeightSource(Protocol):
 class LayerFiles:
     """Layer files `layer_XX-model_YY-model_states.pt`."""
 
-    def __init__(self, directory: Path, found: Mapping[int, Mapping[int, Path]]) -> None:
-        self.indices = tuple(sorted(found))
-        self.tp_size = 1 + max(max(ranks) for ranks in found.values())
-        self._found = found
-        missing = []
-        for index in self.indices:
-            for rank in range(self.tp_size):
-                if rank not in found[index]:
-                    missing.append(layer_file(index, rank))
-        if missing:
-            raise CheckpointError(
-                f"{directory}: {self.tp_size} tensor ranks, but these layer files are missing: {', '.join(missing)}; "
-                "the checkpoint was not written or copied completely"
-            )
+    def __init__(self, found: WeightFiles) -> None:
+        self.indices = tuple(sorted(found.layers))
+        self.tp_size = found.tp_size
+        self._found = found.layers
 
     def state(self, index: int, tp_rank: int) -> Mapping[str, Tensor]:
         """Return the weights of one layer on one tensor rank."""
@@ -122,32 +113,11 @@ class OneStageFiles:
 
 
 def open_source(directory: Path) -> WeightSource:
-    """Find the weights in a checkpoint directory. Raises CheckpointError if there are none or some are missing."""
-    layers: dict[int, dict[int, Path]] = defaultdict(dict)
-    ranks: dict[int, Path] = {}
-    try:
-        entries = sorted(directory.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"{directory}: not a readable checkpoint directory ({error.strerror})") from error
-    for path in entries:
-        layer = parse_layer_file(path.name)
-        rank = parse_mp_rank_file(path.name)
-        if layer is not None:
-            index, tp_rank = layer
-            layers[index][tp_rank] = path
-        elif rank is not None:
-            ranks[rank] = path
-    if layers:
-        return ExpertFiles(directory, LayerFiles(directory, layers))
-    if not ranks:
-        raise CheckpointError(
-            f"{directory}: no layer files ({layer_file(0, 0)}, ...) and no {mp_rank_file(0)}; "
-            "give the global_stepN directory of a NeoX checkpoint"
-        )
-    missing = sorted(set(range(max(ranks))) - ranks.keys())
-    if missing:
-        raise CheckpointError(f"{directory}: missing {', '.join(map(mp_rank_file, missing))}")
-    return ExpertFiles(directory, OneStageFiles(ranks))
+    """Open the weights in a checkpoint directory. Raises CheckpointError if there are none or some are missing."""
+    found = weight_files(directory)
+    if found.layers:
+        return ExpertFiles(directory, LayerFiles(found))
+    return ExpertFiles(directory, OneStageFiles(found.ranks))
 
 
 def _by_layer(path: Path, loaded: Any) -> dict[int, dict[str, Tensor]]:

@@ -47,12 +47,12 @@ from neox.architecture import (
 )
 from neox.checkpoint.gpt_neox.row_order import FUSED, RowOrder, known_order, to_blocks
 from neox.checkpoint.identity import ARGS, MODEL
-from neox.checkpoint.manifest import read_manifest
-from neox.checkpoint.names import ROWS, layer_file, mp_rank_file, parse_mp_rank_file, parse_step_directory
 from neox.checkpoint.weights.averaged_files import AveragedFiles, LoadedWeights
 from neox.checkpoint.weights.layer_sources import open_source
 from neox.checkpoint.weights.shards import fit_vocabulary, join, joined_shape, merge, pieces_in_order, spread
 from neox.checkpoint.weights.tensor_files import load_file
+from neox.checkpoint_files.manifest import read_manifest
+from neox.checkpoint_files.names import ROWS, layer_file, mp_rank_file, parse_mp_rank_file, parse_step_directory
 from neox.errors import CheckpointError
 from neox.log import get_logger
 from neox.parallel import shard

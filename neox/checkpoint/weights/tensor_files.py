@@ -17,10 +17,10 @@ import yaml
 from torch import Tensor
 
 from neox.architecture import LayerEntry
-from neox.checkpoint.manifest import is_unfetched
-from neox.checkpoint.names import CONFIG, ROWS, layer_file, mp_rank_file
 from neox.checkpoint.remote.partial_copies import fetch_file
 from neox.checkpoint.weights.shards import neox_shard
+from neox.checkpoint_files.manifest import is_unfetched
+from neox.checkpoint_files.names import CONFIG, ROWS, layer_file, mp_rank_file
 from neox.errors import CheckpointError, os_errors
 from neox.plan.run_identity import RUN_FILE, RunIdentity, identity_text
 

@@ -40,10 +40,9 @@ from neox.checkpoint import (
     supersede_all,
     why_incomplete,
 )
-from neox.checkpoint.names import parse_step_directory
 from neox.checkpoint.remote.fetching import find_remote, partial_copy
 from neox.checkpoint.remote.partial_copies import origin_of
-from neox.checkpoint.save_directory.finding import WITHOUT_LOAD, names_checkpoint
+from neox.checkpoint_files.finding import WITHOUT_LOAD, contains_checkpoints, step_of
 from neox.config.sections.optimizer_table import goes_on, other_optimizer
 from neox.engine.checkpoints.saving import layout_of
 from neox.engine.distributed import all_succeeded, from_first_rank
@@ -206,7 +205,7 @@ def start_before(plan: RunPlan, step: int) -> RunStart | None:
     if save is None:
         return None
     for directory in checkpoint_directories(Path(save)):
-        iteration = parse_step_directory(directory.name) or 0
+        iteration = step_of(directory) or 0
         if 0 < iteration < step:
             dropped = ("overwrite", *FIRST_LOAD_KEYS)
             config = plan.config.updated({"load": save, "iteration": iteration}, without=dropped)
@@ -241,7 +240,7 @@ def _run_in_save(plan: RunPlan) -> Path | None:
 
 def _is_empty(load: Path) -> bool:
     """Return whether a directory has no checkpoint, complete or broken. A first start is meant then, and logged."""
-    if load.is_dir() and (checkpoint_directories(load) or any(load.glob("*.pt")) or names_checkpoint(load)):
+    if contains_checkpoints(load):
         return False
     _log.info("load: %s holds no checkpoint yet; starting from initial weights", load)
     return True

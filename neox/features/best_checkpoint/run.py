@@ -11,7 +11,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from neox.checkpoint.names import step_directory
 from neox.checkpoint.save_directory.best import (
     BestCheckpoint,
     change_of_rule,
@@ -20,6 +19,7 @@ from neox.checkpoint.save_directory.best import (
     read_best,
 )
 from neox.checkpoint.save_directory.staging import kept_from_deletion
+from neox.checkpoint_files.names import step_directory
 from neox.engine import Engine, Feature, SaveReport, TrainState
 from neox.errors import CheckpointError, ConfigError
 from neox.evaluation.best_rule import best_rule

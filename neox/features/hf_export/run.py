@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from neox.checkpoint import checkpoint_directories
-from neox.checkpoint.names import parse_step_directory
 from neox.checkpoint.save_directory.best import BEST, BEST_RECORD, read_best
-from neox.checkpoint.save_directory.finding import keep_last
+from neox.checkpoint.save_directory.retention import keep_last
 from neox.checkpoint.save_directory.staging import kept_from_deletion
+from neox.checkpoint_files.names import parse_step_directory
 from neox.engine import Feature, SaveReport, StepReport, TrainState
 from neox.errors import ConfigError
 from neox.files import read_json_object, write_text

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from neox.checkpoint import checkpoint_directories, keep_last, read_manifest
-from neox.checkpoint.names import parse_step_directory, step_directory
 from neox.checkpoint.remote.mirror import SUPERSEDED_MANIFEST, Mirror
 from neox.checkpoint.save_directory.staging import kept_from_deletion
+from neox.checkpoint_files.names import parse_step_directory, step_directory
 from neox.engine import Feature, SaveReport, TrainState
 from neox.errors import CheckpointError
 from neox.launch import busy_saving, report_progress

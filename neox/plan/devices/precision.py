@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from neox.architecture import DeviceFamily
+from neox.checkpoint_files.finding import newest_checkpoint
 from neox.config.neox_config import NeoXConfig
-from neox.config.yaml_file import read_file
-from neox.errors import ConfigError
+from neox.plan.run_identity import saved_config
 from neox.problems import Note, Problem
 
 Precision = Literal["fp32", "fp16", "bf16"]
 BYTES: Mapping[str, int] = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2})
 """Bytes of a number by its format."""
-
-_SAVED_CONFIG = "configs/config.yml"  # as `neox.checkpoint` writes it next to the weights
 
 
 @dataclass(frozen=True)
@@ -191,20 +188,8 @@ def saved_precision(config: NeoXConfig, *, training: bool) -> Precision | None:
         directory = keys.save
     if directory is None:
         return None
-    if keys.iteration is None:
-        checkpoint = newest_checkpoint(Path(directory))
-    else:
-        checkpoint = Path(directory, f"global_step{keys.iteration}")
-    try:
-        saved = NeoXConfig.from_flat(read_file(checkpoint / _SAVED_CONFIG).values)
-    except ConfigError:
+    checkpoint = newest_checkpoint(directory, keys.iteration)
+    if checkpoint is None:
         return None
-    return choose_precision(saved, [])
-
-
-def newest_checkpoint(directory: Path) -> Path:
-    """Return the checkpoint that `latest` names in a directory; the directory itself if it has none."""
-    try:
-        return directory / (directory / "latest").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return directory
+    saved = saved_config(checkpoint)
+    return None if saved is None else choose_precision(saved, [])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from neox.checkpoint.names import averaged_file
 from neox.checkpoint.weights.averaged_files import AveragedFiles
+from neox.checkpoint_files.names import averaged_file
 from neox.errors import CheckpointError
 
 

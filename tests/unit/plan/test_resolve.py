@@ -150,6 +150,7 @@ class TestPrecision:
             directory = tmp_path / f"global_step{step}" / "configs"
             directory.mkdir(parents=True)
             (directory / "config.yml").write_text(yaml.safe_dump({**tiny, **keys}))
+            (directory.parent / "mp_rank_00_model_states.pt").touch()
 
         def precision(*, training=True, **keys):
             return saved_precision(NeoXConfig.from_flat({**tiny, **keys}), training=training)

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from neox.checkpoint.save_directory.best import BestCheckpoint, BestRule, name_best
+from neox.checkpoint_files.manifest import write_manifest
 from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDataset, IndexedDatasetBuilder, pass_amounts
 from neox.data.run_data import build_data_iterators
@@ -88,10 +89,11 @@ def keys_of(problems: list[Problem]) -> list[tuple[str, ...]]:
 
 
 def write_checkpoint(load: Path, iteration: int, **keys: Any) -> None:
-    """The configuration of a checkpoint, which is all that is looked at."""
+    """A checkpoint's configuration, and the name of a file of weights, which are all that is looked at."""
     directory = load / f"global_step{iteration}" / "configs"
     directory.mkdir(parents=True)
     (directory / "config.yml").write_text(yaml.safe_dump({**TINY, **keys}))
+    (directory.parent / "mp_rank_00_model_states.pt").touch()
     (load / "latest").write_text(f"global_step{iteration}")
 
 
@@ -170,11 +172,11 @@ def test_an_optimizer_state_that_cannot_be_taken_up(tmp_path: Path) -> None:
             archive.writestr("archive/data.pkl", b"..." + key)
         expected = [("load", "optimizer.type")] if refused else []
         assert keys_of(checkpoint_problems(config(**load), training=True)) == expected
-    (path / "manifest.json").touch()  # of this program: another form
+    write_manifest(path, 5, 1)  # of this program: another form
     assert checkpoint_problems(config(**load), training=True) == []
     (path / "manifest.json").unlink()
     file.write_bytes(b"PK, but broken")
-    assert checkpoint_problems(config(**load), training=True) == []
+    assert keys_of(checkpoint_problems(config(**load), training=True)) == [("load", "iteration")]  # as the ranks
 
 
 @pytest.mark.parametrize("written", ["", "num_layers: [", "unknown_key: 1\n"])
@@ -602,6 +604,7 @@ def test_after_a_training_the_best_checkpoint_is_exported_apart_from_the_last(
     monkeypatch.chdir(Path(__file__).resolve().parents[3])
     for step in (2, 3):
         (save / f"global_step{step}").mkdir(parents=True)
+        (save / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
     (save / "latest").write_text("global_step3")
     last = f"to export the model: python tools/convert_to_hf.py --input_dir {save} --output_dir {save}-hf"
     name_best(save, BestCheckpoint("global_step3", 3, 1.5, BestRule("validation/lm_loss")))
@@ -620,6 +623,7 @@ def test_after_a_training_on_conversations_the_first_command_keeps_one(tmp_path:
     save = tmp_path / "run"
     checkpoint = save / "global_step3"
     checkpoint.mkdir(parents=True)
+    (checkpoint / "mp_rank_00_model_states.pt").touch()
     (save / "latest").write_text(checkpoint.name)
     arguments = parse_arguments(["train.py", "a.yml", "--set", f"save={save}"])
     keys = {"seq_length": 8, "train_micro_batch_size_per_gpu": 1, "train_iters": 3}

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from neox.checkpoint.manifest import write_manifest
+from neox.checkpoint_files.manifest import write_manifest
+from neox.checkpoint_files.names import mp_rank_file
 from neox.config import NeoXConfig
 from neox.launch.supervisor.outcome import EndKind
 from neox.metrics import METRICS_FILE
@@ -36,6 +37,7 @@ def make_config(**keys: Any) -> NeoXConfig:
 def put_checkpoint(save: Path, step: int, config: NeoXConfig) -> None:
     directory = save / f"global_step{step}"
     directory.mkdir(parents=True)
+    (directory / mp_rank_file(0)).touch()  # all files of weights that it needs, without a manifest
     (directory / RUN_FILE).write_text(identity_text(run_identity(config)))
     (save / "latest").write_text(directory.name)
 

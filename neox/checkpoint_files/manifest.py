@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from neox.checkpoint.names import MANIFEST, parse_layer_file
+from neox.checkpoint_files.names import MANIFEST, parse_layer_file
 from neox.errors import CheckpointError, os_errors
 from neox.files import fsync_path, sha256_of, write_text
 

@@ -14,6 +14,10 @@ import re
 from typing import NamedTuple
 
 LATEST = "latest"
+PENDING = ".latest-pending"
+"""Marker file with the name of the checkpoint that is being committed, until `latest` names it."""
+REPLACED = ".replaced-"
+"""Start of the name of a checkpoint while another one of the same step takes its place."""
 MANIFEST = "manifest.json"
 CONFIG = "configs/config.yml"
 AVERAGED_STEPS = "averaged_steps"
