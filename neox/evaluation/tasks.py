@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import yaml
 
 from neox.config import NeoXConfig
 from neox.corpus import read_documents
@@ -237,24 +238,58 @@ def files_of_scalar(tasks: Sequence[str], scalar: str) -> list[str]:
         scalar: Name of the scalar.
     """
     files, harness = _split(tasks)
-    titles = {}  # patterns
+    titles: dict[str, list[str]] = {}  # patterns of the names of what a task reports
     are_files = {}
     for file in files:
-        titles[f"{file.kind}={file.path}"] = glob.escape(file.name)
+        titles[f"{file.kind}={file.path}"] = [glob.escape(file.name)]
         are_files[f"{file.kind}={file.path}"] = True
     for name in harness:
         are_files[name] = name.endswith((".yaml", ".yml"))
-        title = Path(name).stem if are_files[name] else name
-        titles[name] = title if _is_pattern(name) else glob.escape(title)
-    longest: list[str] = []
-    for task, title in titles.items():
-        if not fnmatchcase(scalar, task_scalar(title, "*")):
-            continue
-        if not longest or len(title) > len(titles[longest[0]]):
-            longest = [task]
-        elif len(title) == len(titles[longest[0]]):
-            longest.append(task)
-    return [task for task in longest if are_files[task]]
+        if are_files[name]:
+            titles[name] = _names_in_task_file(Path(name))
+        else:
+            titles[name] = [name if _is_pattern(name) else glob.escape(name)]
+    found: list[str] = []
+    longest = 0
+    for task, patterns in titles.items():
+        fitting = [len(pattern) for pattern in patterns if fnmatchcase(scalar, task_scalar(pattern, "*"))]
+        if fitting and max(fitting) > longest:
+            longest = max(fitting)
+            found = []
+        if fitting and max(fitting) == longest:
+            found.append(task)
+    return [task for task in found if are_files[task]]
+
+
+def _names_in_task_file(file: Path) -> list[str]:
+    """Return patterns of the names of the tasks and groups that a YAML file of the harness defines.
+
+    The harness reports by the keys `task` and `group`, whatever the file is called; a file may take them from one that
+    it includes. A file that does not tell its names may report any.
+    """
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), _TaskFileLoader)  # noqa: S506 (a SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return ["*"]
+    if not isinstance(content, dict):
+        return ["*"]
+    names: list[str] = []
+    tasks = content.get("task")
+    for item in [content.get("group"), *(tasks if isinstance(tasks, list) else [tasks])]:
+        name = item.get("task") if isinstance(item, dict) else item
+        if isinstance(name, str):
+            names.append(glob.escape(name))
+    included = content.get("include")
+    if not names and isinstance(included, str):
+        return _names_in_task_file(file.parent / included)
+    return names or ["*"]
+
+
+class _TaskFileLoader(yaml.SafeLoader):
+    """Loader of the harness's YAML files, whose tag `!function` names Python code, which is not loaded here."""
+
+
+_TaskFileLoader.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 
 def _is_pattern(name: str) -> bool:

@@ -212,6 +212,27 @@ def test_a_rule_changes_with_metric_goal_and_what_it_is_measured_on(
         assert text.startswith(expected)
 
 
+def test_a_task_file_is_known_by_the_names_in_it(tmp_path: Path) -> None:
+    """lm-eval reports by the keys `task` and `group` of a file, whatever the file is called."""
+    for name, text in (
+        ("first", "task: questions\ndoc_to_text: !function code.read\n"),
+        ("second", "include: first.yaml\nnum_fewshot: 2\n"),
+        ("group", "group: exam\ntask: [questions, other]\n"),
+        ("unrelated", "task: something\n"),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(text)
+
+    def measured(*tasks: str) -> list[str]:
+        listed = [task if "." not in task else str(tmp_path / task) for task in tasks]
+        plan = small_plan(save="x", save_best="eval/questions_acc", eval_tasks=listed)
+        return [Path(task).name for task in best_rule(plan).measured_on["eval_tasks"]]
+
+    assert measured("first.yaml", "unrelated.yaml") == ["first.yaml"]
+    assert measured("second.yaml", "arc_easy") == ["second.yaml"]
+    assert measured("group.yaml") == ["group.yaml"]
+    assert measured("absent.yaml", "unrelated.yaml") == ["absent.yaml"]  # it may be any
+
+
 def test_a_best_by_another_rule_stays_until_another_is_evaluated_and_is_named(tmp_path: Path, caplog) -> None:
     feature = named_best(tmp_path)
     evaluate(feature, 2, 1.0)
