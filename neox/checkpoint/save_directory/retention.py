@@ -47,7 +47,7 @@ def keep_last(save: str | Path, count: int) -> list[Path]:
         if is_kept_from_deletion(path):
             _log.debug("%s stays: it is being copied, or is the best one", path)
             continue
-        delete_checkpoint(path)
-        deleted.append(path)
-        _log.info("deleted old checkpoint %s", path)
+        if delete_checkpoint(path):
+            deleted.append(path)
+            _log.info("deleted old checkpoint %s", path)
     return deleted

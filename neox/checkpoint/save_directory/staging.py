@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from neox.checkpoint_files.finding import checkpoint_directories
 from neox.checkpoint_files.manifest import FileRecord, read_manifest, write_manifest
 from neox.checkpoint_files.names import LATEST, MANIFEST, PENDING, REPLACED, parse_step_directory, step_directory
-from neox.errors import CheckpointError, os_errors
+from neox.errors import CheckpointError
 from neox.files import fsync_path, lock_file, lock_file_shared, write_text
 from neox.launch.run_lock import training_in
 from neox.log import get_logger
@@ -51,10 +51,10 @@ def stage_directory(save: str | Path, iteration: int) -> Path:
     try:
         save.mkdir(parents=True, exist_ok=True)
         recover_replaced(save)
-        for leftover in save.iterdir():
+        for leftover in sorted(save.iterdir()):
             if leftover.name.startswith((_STAGED, _DELETED)):
                 _log.info("removing incomplete files of an interrupted save: %s", leftover)
-                shutil.rmtree(leftover)
+                _remove_leftover(leftover)
         path.mkdir()
     except OSError as error:
         raise CheckpointError(
@@ -77,10 +77,7 @@ def refuse_running(save: Path) -> None:
 
 def discard(staged: Path) -> None:
     """Remove a staging directory after a failed save. A failure of the removal is only logged."""
-    try:
-        shutil.rmtree(staged)
-    except OSError as error:
-        _log.warning("could not remove %s: %s", staged, error)
+    _remove_leftover(staged)
 
 
 def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Path:
@@ -115,6 +112,8 @@ def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Pat
     final = save / name
     pending = save / PENDING
     replaced = save / f"{REPLACED}{name}"
+    if final.exists() and replaced.exists():
+        _remove_leftover(replaced)
     try:
         write_manifest(staged, iteration, _next_sequence(save), records)
         fsync_path(staged)
@@ -136,7 +135,8 @@ def commit(staged: Path, records: Mapping[str, FileRecord] | None = None) -> Pat
             f"{final}: is saved, but {save / LATEST} does not name it: {error.strerror or error} ({error.filename}); "
             "a start of this program finds it"
         ) from error
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced.exists():
+        _remove_leftover(replaced)
     return final
 
 
@@ -150,12 +150,52 @@ def _undo(staged: Path) -> None:
         _log.warning("after a failed commit: %s", error)
 
 
-def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint. If this is interrupted, the rest has a name that loading ignores. Raises CheckpointError."""
-    renamed = path.with_name(f"{_DELETED}{path.name}")
-    with os_errors(CheckpointError, f"{path}: cannot be deleted"):
+def delete_checkpoint(path: Path) -> bool:
+    """Delete a checkpoint. If this is interrupted, the rest has a name that loading ignores.
+
+    A training does not end because an old checkpoint cannot be deleted, such as a mount point, or one with a file that
+    is open on a network file system. That is a warning.
+
+    Returns:
+        Whether the checkpoint no longer counts as one of the directory.
+    """
+    if path.is_symlink():  # somebody has moved it elsewhere
+        _log.warning("%s stays: it is a link to %s; delete both to free the space", path, path.resolve())
+        return False
+    renamed = _free_name(path.with_name(f"{_DELETED}{path.name}"))
+    try:
         os.rename(path, renamed)
-        shutil.rmtree(renamed)
+    except OSError as error:
+        _log.warning("%s cannot be deleted, and stays: %s; delete it by hand to free the space", path, error.strerror)
+        return False
+    _remove_leftover(renamed)
+    return True
+
+
+def _remove_leftover(path: Path) -> None:
+    """Remove a directory that is no checkpoint. If that fails, rename it so that no save needs its name, and warn."""
+    try:
+        if path.is_symlink():
+            path.unlink()  # not what it leads to
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        aside = path
+        if not path.name.startswith(_DELETED):
+            aside = _free_name(path.with_name(f"{_DELETED}{path.name.lstrip('.')}"))
+            with suppress(OSError):
+                os.rename(path, aside)
+        _log.warning("%s cannot be removed completely: %s; delete it by hand to free the space", aside, error)
+
+
+def _free_name(path: Path) -> Path:
+    """Return a path, with a number if it is taken."""
+    free = path
+    number = 2
+    while os.path.lexists(free):
+        free = path.with_name(f"{path.name}.{number}")
+        number += 1
+    return free
 
 
 @contextmanager
@@ -185,12 +225,12 @@ def recover_replaced(save: Path) -> None:
         save: Directory of the run's checkpoints.
 
     Raises:
-        OSError: If a rename or a removal fails.
+        OSError: If a rename fails.
     """
     for replaced in list(save.glob(f"{REPLACED}*")):
         final = save / replaced.name.removeprefix(REPLACED)
         if final.exists():
-            shutil.rmtree(replaced)
+            _remove_leftover(replaced)
         else:
             os.rename(replaced, final)
 

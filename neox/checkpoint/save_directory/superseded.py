@@ -6,11 +6,11 @@ They move to the directory `superseded`, so that they neither mix with the new h
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from neox.checkpoint_files.finding import checkpoint_directories
-from neox.checkpoint_files.names import LATEST, PENDING, parse_step_directory
+from neox.checkpoint_files.finding import checkpoint_directories, step_of
+from neox.checkpoint_files.names import LATEST, PENDING
 from neox.errors import CheckpointError, os_errors
 from neox.files import write_text
 from neox.log import get_logger
@@ -29,9 +29,8 @@ def supersede_after(save: Path, kept: Path) -> list[Path]:
     Raises:
         CheckpointError: If the disk refuses.
     """
-    step = parse_step_directory(kept.name)
-    assert step is not None, kept
-    later = [path for path in checkpoint_directories(save) if (parse_step_directory(path.name) or 0) > step]
+    step = step_of(kept)
+    later = [path for path in checkpoint_directories(save) if step is not None and (step_of(path) or 0) > step]
     if not later:
         return []
     with os_errors(CheckpointError, f"{save}: `latest` cannot be written"):
@@ -60,20 +59,25 @@ def supersede_all(save: Path, further_files: Sequence[str] = ()) -> list[Path]:
     return _move(save, [*checkpoint_directories(save), *files], "the new ones take their place")
 
 
-def _move(save: Path, paths: Iterable[Path], why: str) -> list[Path]:
-    """Move checkpoints and files; one whose name is taken gets a number. `why` is logged."""
+def _move(save: Path, paths: Sequence[Path], why: str) -> list[Path]:
+    """Move checkpoints and files; one whose name is taken gets a number. `why` and what stays are logged."""
     directory = save / SUPERSEDED
     moved = []
-    with os_errors(CheckpointError, f"{save}: checkpoints cannot be moved to {SUPERSEDED}/"):
+    with os_errors(CheckpointError, f"{save}: cannot be written"):
         (save / PENDING).unlink(missing_ok=True)
-        for path in paths:
+        if paths:
             directory.mkdir(exist_ok=True)
-            target = directory / path.name
-            number = 2
-            while target.exists():
-                target = directory / f"{path.name}.{number}"
-                number += 1
+    for path in paths:
+        target = directory / path.name
+        number = 2
+        while target.exists():
+            target = directory / f"{path.name}.{number}"
+            number += 1
+        try:
             os.rename(path, target)
-            _log.warning("moved %s to %s: %s", path, target, why)
-            moved.append(target)
+        except OSError as error:  # a mount point, for example; `latest` says which one counts
+            _log.warning("%s cannot be moved to %s, and stays: %s; move it by hand", path, target, error.strerror)
+            continue
+        _log.warning("moved %s to %s: %s", path, target, why)
+        moved.append(target)
     return moved

@@ -20,10 +20,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from neox.checkpoint import checkpoint_directories
 from neox.checkpoint.save_directory.best import BEST, BEST_RECORD, read_best
 from neox.checkpoint.save_directory.retention import keep_last
 from neox.checkpoint.save_directory.staging import kept_from_deletion
+from neox.checkpoint_files.finding import newest_checkpoint
 from neox.checkpoint_files.names import parse_step_directory
 from neox.engine import Feature, SaveReport, StepReport, TrainState
 from neox.errors import ConfigError
@@ -90,9 +90,9 @@ class HfExport(Feature):
         if self._only_best:
             self._take_best(is_new=False)
             return
-        for path in checkpoint_directories(self._save)[:1]:
-            if not (self._directory / path.name).exists():
-                self._put(path, self._directory / path.name)
+        newest = newest_checkpoint(self._save)
+        if newest is not None and not (self._directory / newest.name).exists():
+            self._put(newest, self._directory / newest.name)
 
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Queue a committed checkpoint."""

@@ -8,9 +8,10 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from neox.checkpoint import checkpoint_directories, keep_last, read_manifest
+from neox.checkpoint import keep_last, read_manifest
 from neox.checkpoint.remote.mirror import SUPERSEDED_MANIFEST, Mirror
 from neox.checkpoint.save_directory.staging import kept_from_deletion
+from neox.checkpoint_files.finding import newest_checkpoint
 from neox.checkpoint_files.names import parse_step_directory, step_directory
 from neox.engine import Feature, SaveReport, TrainState
 from neox.errors import CheckpointError
@@ -60,9 +61,9 @@ class MirrorUploads(Feature):
 
     def on_start(self, state: TrainState) -> None:
         """Start the thread, with the newest local checkpoint if a killed run has not uploaded it."""
-        if state.iteration > 0 and self._save.is_dir():
-            for path in checkpoint_directories(self._save)[:1]:
-                self._put(path)
+        newest = newest_checkpoint(self._save) if state.iteration > 0 else None
+        if newest is not None:
+            self._put(newest)
         self._thread.start()
 
     def on_save(self, state: TrainState, report: SaveReport) -> None:

@@ -24,6 +24,7 @@ from neox.checkpoint import (
     record_share,
     stage_directory,
     staging_path,
+    supersede_all,
     why_incomplete,
 )
 from neox.checkpoint.save_directory import staging as staging_module
@@ -295,3 +296,41 @@ def test_a_commit_whose_latest_cannot_be_written_is_saved_and_says_so(tmp_path, 
     assert (found / "new").exists()
     assert save(tmp_path, 30) == find_checkpoint(tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch, caplog):
+    """prime-rl PR 1763, NeMo Speech PR 12804, transformers#20988: busy on NFS, a mount, a link elsewhere."""
+    for iteration in (10, 20, 30, 40):
+        save(tmp_path, iteration)
+    elsewhere = tmp_path.with_name("slow")
+    (tmp_path / "global_step10").rename(elsewhere)
+    (tmp_path / "global_step10").symlink_to(elsewhere)
+    remove, rename = shutil.rmtree, os.rename
+
+    def busy(function, *names):
+        def refusing(path, *others, **options):
+            if any(name in str(path) for name in names):
+                raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+            return function(path, *others, **options)
+
+        return refusing
+
+    monkeypatch.setattr(shutil, "rmtree", busy(remove, "global_step20"))  # after it has got another name
+    monkeypatch.setattr(os, "rename", busy(rename, "global_step30"))  # a mount point
+    assert [path.name for path in keep_last(tmp_path, 1)] == ["global_step20"]
+    for name in ("global_step10", ".deleted-global_step20", "global_step30"):
+        assert any(name in record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert save(tmp_path, 50) == find_checkpoint(tmp_path)  # the next start's first save
+    assert layer_file(0, 0) in os.listdir(elsewhere)
+    save(tmp_path, 20)
+    save(tmp_path, 50)
+    assert [path.name for path in keep_last(tmp_path, 1)] == ["global_step40", "global_step20"]  # its name was taken
+
+    moved = supersede_all(tmp_path)
+    assert {path.name for path in moved} == {"global_step10", "global_step50"}
+    assert (tmp_path / "global_step30").is_dir()
+    monkeypatch.undo()
+    (tmp_path / ".deleted-global_step9").symlink_to(elsewhere)  # as versions before 0.3 left a link
+    assert save(tmp_path, 60) == find_checkpoint(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert layer_file(0, 0) in os.listdir(elsewhere)
