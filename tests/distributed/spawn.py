@@ -6,11 +6,13 @@ and its result picklable. A test module's own functions will do. `start_script` 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -45,7 +47,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
     Each process has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, one torch thread,
     and an initialised default group. timeout: seconds for all of it. Raises RankError with the first traceback, or
-    with the ranks that were still running when the time was up; every process is gone on return.
+    with the stacks of the ranks that were still running when the time was up; every process is gone on return.
     """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
@@ -61,7 +63,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 sender.close()
                 processes.append(process)
                 pipes.append(receiver)
-            return _collect(pipes, time.monotonic() + timeout, timeout)
+            try:
+                return _collect(pipes, time.monotonic() + timeout, timeout)
+            except TimeoutError as error:
+                raise RankError(f"{error}:\n{_stacks(processes, Path(directory))}") from None
         finally:
             for process in processes:
                 if process.is_alive():
@@ -148,13 +153,13 @@ def _script_main(
 
 
 def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
-    """Wait for one answer per rank; raise RankError at the first failure or at the deadline."""
+    """Wait for one answer per rank; raise RankError at the first failure, TimeoutError at the deadline."""
     results: dict[int, Any] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(f"ranks {sorted(waiting.values())} of {len(pipes)} still running after {timeout} s")
+            raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} still running after {timeout} s")
         for pipe in ready:
             rank = waiting.pop(pipe)
             try:
@@ -165,6 +170,15 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
                 raise RankError(f"rank {rank} of {len(pipes)} failed:\n{failure}")
             results[rank] = payload
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _stacks(processes: list[BaseProcess], directory: Path) -> str:
+    """Ask ranks that still run where they are, and return their answers."""
+    running = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in running:
+        os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+    time.sleep(1)  # they write at once, unless the machine is busy
+    return "\n".join(f"rank {rank}\n{(directory / f'stacks-{rank}').read_text()}" for rank in running)
 
 
 def _rank_main(
@@ -178,6 +192,8 @@ def _rank_main(
 ) -> None:
     """Body of one rank: join the group, call, answer (traceback, result)."""
     failure, result = None, None
+    stacks = Path(store).with_name(f"stacks-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     # DeepSpeed collects garbage with every engine of ZeRO 3: none of it is in what the fork server has imported.
     gc.freeze()
     try:
