@@ -236,7 +236,7 @@ class FakeValues:
 RUN = {"settings": with_settings, "objectives": with_objective, "optimizers": optimizer_steps, "engines": engine_steps}
 NORM = {"item at optim/clipping.py:global_norm"}
 BF16_NORM = {"tolist at engine/deepspeed_patches/bf16_optimizer.py:_norm_and_factor"}
-OFFLOADED = "engine/deepspeed_patches/offloaded_gradients.py"
+OFFLOADED = "engine/deepspeed_patches/zero_optimizer.py"
 ANSWERS = {"nonzero at objectives/preferences.py:select_tokens"}
 # What the host may wait for, besides DeepSpeed's own waits, as counted in `test_host_waits.py` with the reasons.
 ALLOWED: dict[str, set[str]] = {

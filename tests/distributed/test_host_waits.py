@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "offload": (
         "dense",
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-        {"deepspeed": 7, "neox/engine/deepspeed_patches/offloaded_gradients.py": 2, NUMBERS: 1},
+        {"deepspeed": 7, "neox/engine/deepspeed_patches/zero_optimizer.py": 2, NUMBERS: 1},
     ),
     # One in a micro batch: DeepSpeed ends the stream that reduces gradients.
     "zero 3": ("dense", {"zero": 3}, {"deepspeed": 4 + MICRO_BATCHES, NUMBERS: 1}),

@@ -5,7 +5,7 @@
 `range_reduction` gradients of a range of layers, reduced while other ranges run
 `bf16_optimizer`  the optimizer of bf16 weights with fp32 copies: fewer passes over memory, one wait for the device
 `unfused_optimizer`    the optimizer of fp16 and bf16 weights with ZeRO 0: one look at gradients, one wait
-`offloaded_gradients`  ZeRO 1 and 2: one wait for the gradients that are offloaded, not one for each parameter
+`zero_optimizer`  ZeRO 1 and 2: one norm over all parameter groups, true places of parameters, one wait with offload
 `expert_shards`        ZeRO 3 of experts that data ranks divide
 `file_states`     states that are offloaded to files (`device: nvme`)
 `weight_copies`   second copies of the weights in groups of neighbouring data ranks (hpZ)
@@ -37,6 +37,7 @@ Where DeepSpeed's code is left during a run, and for what; `neox.engine.engine` 
     reduction: tied weights      sums `grad`, which ZeRO has moved        sums what ZeRO accumulates
     reduction: experts           knows layers of its own only             averages over ranks with the same experts
     reduction: one rank          copies all gradients and back            nothing
+    update, ZeRO 1 and 2         a norm with collectives for each group   one norm of all groups (`ZeroOptimizer`)
     update, ZeRO 0               looks for overflow, two norms, waits     one norm, waits once (`UnfusedOptimizer`)
     offload of gradients         waits for each                           waits for all at once (`ZeroOptimizer`)
     update, bf16                 waits several times, clips everything    waits once, clips this rank's shard

@@ -17,9 +17,9 @@ from neox.architecture import REDUCED_RANGE
 from neox.engine.deepspeed_patches.bf16_optimizer import BF16Optimizer
 from neox.engine.deepspeed_patches.expert_shards import ExpertStage3
 from neox.engine.deepspeed_patches.file_states import SwappedStage3
-from neox.engine.deepspeed_patches.offloaded_gradients import ZeroOptimizer
 from neox.engine.deepspeed_patches.range_reduction import LayerReduction, RangeReduction, ranges_of_layers
 from neox.engine.deepspeed_patches.unfused_optimizer import UnfusedOptimizer
+from neox.engine.deepspeed_patches.zero_optimizer import ZeroOptimizer
 from neox.engine.measurements import COMMUNICATION, NoTimers, Timers
 from neox.optim import EXPERTS, ClippedOptimizer, ExpertGroups
 from neox.parallel import holds_divided_experts

@@ -1,25 +1,45 @@
-"""DeepSpeed's ZeRO 1 and 2 with the optimizer in CPU memory, without a wait for the device at each parameter."""
+"""DeepSpeed's ZeRO 1 and 2, with one norm of all groups, and one wait for offloaded gradients."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import has_inf_or_nan
+from deepspeed.runtime.utils import combine_grad_norm_groups, has_inf_or_nan
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]
-    """DeepSpeed's optimizer, whose host reads what it found in all gradients together.
+    """DeepSpeed's optimizer whose gradients, or states too, are sharded over data ranks.
 
-    With offload DeepSpeed reads from the device whether each parameter's gradient is finite, in the middle of the
-    backward pass, and then the norm of each. Numbers are the same.
+    Two things differ:
+
+    - DeepSpeed all-reduces a norm for each parameter group, over data ranks and over all ranks of a model. Pipeline
+      stages have groups of their own, so they would wait for each other for ever. Here one norm covers all groups.
+    - With offload DeepSpeed reads from the device whether each parameter's gradient is finite, in the middle of the
+      backward pass, and then the norm of each. Here the host reads all of them together.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._found: dict[torch.device, Tensor] = {}  # whether a gradient on each device was not finite
         super().__init__(*args, **kwargs)
+
+    def scaled_global_norm(self, norm_type: float = 2) -> Tensor:
+        """Return the L2 norm of the model's gradient, times the loss scale; infinity if it is not finite."""
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []  # of the parts of parameters on this rank, without padding
+        for number, in_partition in enumerate(self.params_in_partition):
+            parameters += in_partition
+            if not self.cpu_offload:
+                parts = [part for part in self.averaged_gradients[number] if not getattr(part, "_zero_padding", False)]
+                gradients += parts[: len(in_partition)]  # padding without DeepSpeed's mark is at the end
+        if self.cpu_offload:
+            norm = self.complete_grad_norm_calculation_for_cpu_offload(parameters)
+        else:
+            norm = self.get_grad_norm_direct(gradients, parameters, norm_type)
+        found: Tensor = combine_grad_norm_groups([norm], norm_type)
+        return found
 
     @property
     def local_overflow(self) -> bool:

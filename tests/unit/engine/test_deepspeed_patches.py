@@ -48,6 +48,10 @@ CODE = {
     ),
     "a wait at each offloaded norm": (STAGE2.complete_grad_norm_calculation_for_cpu_offload, "param_norm.item()**2"),
     "overflow of offloaded gradients": (STAGE2.has_overflow, "self.local_overflow if self.cpu_offload"),
+    "a norm of each parameter group": (
+        STAGE2.scaled_global_norm,
+        f"for i, group in enumerate(self.bit16_groups):\n{' ' * 12}if self.cpu_offload:\n{' ' * 16}norm = ",
+    ),
     "class of ZeRO 1 and 2": (DeepSpeedEngine._configure_zero_optimizer, "DeepSpeedZeroOptimizer if not self.zenflow"),
     "gradients copied on one rank": (DeepSpeedEngine.allreduce_bucket, "tensor = self.flatten(bucket)"),
     "a walk over modules": (DeepSpeedEngine.zero_grad, "self.module.named_parameters()"),
