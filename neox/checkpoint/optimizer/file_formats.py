@@ -2,7 +2,8 @@
 
 Without ZeRO: whole parameters, and for fp16 and bf16 whole fp32 copies of the weights. With ZeRO 1 and 2, and with
 bf16's pipeline optimizer: flat tensors of many parameters, split over data ranks. With ZeRO 3: each parameter split
-over data ranks, a rank's parts in flat tensors.
+over data ranks, a rank's parts in flat tensors. `round_robin_gradients` changes the order of parameters in the flat
+tensors of ZeRO 1 and 2.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ def open_stage(
     if "fp32_flat_groups" in files.state(files.nearest):
         return zero3_state(files, shapes, experts, ep_size)
     groups = read_groups(client)
+    if _is_round_robin(client, files):
+        return round_robin_state(files, groups or _groups_in_files(files), shapes, experts, ep_size)
     if groups and not experts:
         return OrderedState(files, groups, shapes)
     return zero12_state(files, shapes, experts, ep_size)
@@ -429,6 +432,72 @@ def zero12_state(files: RankFiles, shapes: Shapes, experts: Collection[Key] = ()
             pieces[key].sort(key=lambda piece: (piece.rank % ep_size, piece.rank))
     step = steps_taken(files.state(0)["base_optimizer_state"])
     return PartitionedState(lambda rank: _zero12_tensors(files.state(rank)), pieces, shapes, step)
+
+
+def _is_round_robin(client: Mapping[str, Any], files: RankFiles) -> bool:
+    """Return whether ZeRO 1 or 2 reordered the parameters of each group. bf16's own wrapper never does."""
+    settings = client.get("ds_config")
+    zero = settings.get("zero_optimization") if isinstance(settings, Mapping) else None
+    asked = isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
+    return asked and "zero_stage" in files.state(files.nearest)
+
+
+def _groups_in_files(files: RankFiles) -> list[list[Key]]:
+    """Return the parameters of each group of gpt-neox in the original order, from the mappings of all data ranks."""
+    groups: list[dict[Key, None]] = []
+    for rank in range(len(files)):
+        fragments = files.state(rank)["param_slice_mappings"]
+        groups = groups or [{} for _ in fragments]
+        for group, names in zip(groups, fragments, strict=True):
+            group.update(dict.fromkeys(map(parse_name, names)))
+    return list(map(list, groups))
+
+
+def round_robin_state(
+    files: RankFiles,
+    groups: Sequence[Sequence[Key]],
+    shapes: Shapes,
+    experts: Collection[Key] = (),
+    ep_size: int = 1,
+) -> PartitionedState:
+    """Return the state in files of ZeRO 1 and 2 with `round_robin_gradients`; only needed files are opened.
+
+    DeepSpeed deals the parameters of a group to its data ranks like cards, and flattens them hand by hand:
+
+        group           | a | b | c | d | e |
+        2 data ranks    | a | c | e | b | d |      then cut into two halves of equal size, wherever that is
+
+    Its own mappings in the files ignore that order. So the places follow from the groups here.
+
+    Args:
+        files: The files of the data ranks.
+        groups: Parameters of each group in the original order.
+        shapes: Shapes of the parameters.
+        experts: Parameters that hold experts.
+        ep_size: Number of neighbouring data ranks that divided them.
+    """
+    nearest = files.state(files.nearest)
+    weights = nearest["single_partition_of_fp32_groups"]
+    pieces: dict[Key, list[Piece]] = {}
+    for number, group in enumerate(groups):
+        divided = ep_size if group[0] in experts else 1
+        sharing = len(files) // divided  # data ranks that shard a parameter of the group
+        size = weights[number].numel() + nearest["group_paddings"][number]  # the files leave out padding
+        dealt = [key for hand in range(sharing) for key in group[hand::sharing]]
+        start = 0
+        for key in dealt:
+            numel = prod(shapes[key]) // divided
+            pieces[key] = []
+            for first_rank in range(divided):
+                position = start
+                while position < start + numel:
+                    rank, offset = divmod(position, size)
+                    length = min(size - offset, start + numel - position)
+                    pieces[key].append(Piece(first_rank + rank * divided, number, offset, length))
+                    position += length
+            start += numel
+    step = steps_taken(nearest["base_optimizer_state"])
+    return PartitionedState(lambda rank: _zero12_tensors(files.state(rank)), pieces, shapes, step, files.nearest)
 
 
 def zero3_state(files: RankFiles, shapes: Shapes, experts: Collection[Key] = (), ep_size: int = 1) -> PartitionedState:

@@ -38,6 +38,7 @@ Where DeepSpeed's code is left during a run, and for what; `neox.engine.engine` 
     reduction: experts           knows layers of its own only             averages over ranks with the same experts
     reduction: one rank          copies all gradients and back            nothing
     update, ZeRO 1 and 2         a norm with collectives for each group   one norm of all groups (`ZeroOptimizer`)
+    round_robin_gradients        notes places in the former order         in the real one (`ZeroOptimizer`)
     update, ZeRO 0               looks for overflow, two norms, waits     one norm, waits once (`UnfusedOptimizer`)
     offload of gradients         waits for each                           waits for all at once (`ZeroOptimizer`)
     update, bf16                 waits several times, clips everything    waits once, clips this rank's shard

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 1 and 2, with one norm of all groups, and one wait for offloaded gradients."""
+"""DeepSpeed's ZeRO 1 and 2, with one norm of all groups, true places of parameters, and one wait for offloaded ones."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups, has_inf_or_nan
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.mixed_precision_linkage import link_hp_params
 from torch import Tensor
 
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """DeepSpeed's optimizer whose gradients, or states too, are sharded over data ranks.
 
-    Two things differ:
+    Three things differ:
 
     - DeepSpeed all-reduces a norm for each parameter group, over data ranks and over all ranks of a model. Pipeline
       stages have groups of their own, so they would wait for each other for ever. Here one norm covers all groups.
+    - With `round_robin_gradients` DeepSpeed reorders the parameters of a group before it flattens them, and then notes
+      where each parameter is as if it had not. Its notes go into checkpoints. Here they follow the real order.
     - With offload DeepSpeed reads from the device whether each parameter's gradient is finite, in the middle of the
       backward pass, and then the norm of each. Here the host reads all of them together.
     """
@@ -40,6 +43,27 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]
             norm = self.get_grad_norm_direct(gradients, parameters, norm_type)
         found: Tensor = combine_grad_norm_groups([norm], norm_type)
         return found
+
+    def _link_all_hp_params(self) -> None:
+        """Note for each parameter which part of it is where in this rank's flat tensors."""
+        if self.cpu_offload:
+            self._get_offload_gradient_dict()
+        for number, weights in enumerate(self.bit16_groups):
+            group = self.real_dp_process_group[number]
+            partition_size = self.partition_size[number]
+            offsets = self.round_robin_bit16_offsets[number]
+            link_hp_params(
+                lp_param_list=weights,
+                flat_hp_partition=self.single_partition_of_fp32_groups[number],
+                gradient_dict=self.averaged_gradients,
+                offload_gradient_dict=self.offload_gradient_dict,
+                use_offload=self.cpu_offload,
+                param_group_index=number,
+                partition_start=torch.distributed.get_rank(group) * partition_size,
+                partition_size=partition_size,
+                dp_group=group,
+                param_offsets=[offsets[self.round_robin_bit16_indices[number][index]] for index in range(len(weights))],
+            )
 
     @property
     def local_overflow(self) -> bool:

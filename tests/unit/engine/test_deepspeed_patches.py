@@ -52,6 +52,10 @@ CODE = {
         STAGE2.scaled_global_norm,
         f"for i, group in enumerate(self.bit16_groups):\n{' ' * 12}if self.cpu_offload:\n{' ' * 16}norm = ",
     ),
+    "places of dealt parameters": (
+        STAGE2._link_all_hp_params,
+        f"param_offsets = None\n{' ' * 12}if any(self.round_robin_bit16_padding[i]):",
+    ),
     "class of ZeRO 1 and 2": (DeepSpeedEngine._configure_zero_optimizer, "DeepSpeedZeroOptimizer if not self.zenflow"),
     "gradients copied on one rank": (DeepSpeedEngine.allreduce_bucket, "tensor = self.flatten(bucket)"),
     "a walk over modules": (DeepSpeedEngine.zero_grad, "self.module.named_parameters()"),
