@@ -72,6 +72,9 @@ class BlockKind:
             first one; None if they follow from attention and MLP.
         recomputed: (network, micro batch) -> bytes that its backward pass computes again at once, however the run
             recomputes.
+        unkept_product: (network, key of `MLPS`) -> name of the weight whose product ends the block, if the backward
+            pass does not need its result; empty if it does.
+        recomputed_flops: (network, sequence length) -> operations for one token that this repeats.
         behind: (network, micro batch) -> bytes of `activations` that are used only behind the recomputed part, so that
             they are freed when that part's backward pass runs.
         behind_recomputed: Name of a parameter -> whether only what comes behind the recomputed part uses it, so that
@@ -95,6 +98,8 @@ class BlockKind:
     mixing_flops: Callable[[Architecture, int], int]
     activations: Callable[[Architecture, MicroBatch], int] | None = None
     recomputed: Callable[[Architecture, MicroBatch], int] = _nothing_recomputed
+    unkept_product: Callable[[Architecture, str], str]
+    recomputed_flops: Callable[[Architecture, int], int] = _nothing_kept
     behind: Callable[[Architecture, MicroBatch], int] = _nothing_recomputed
     behind_recomputed: Callable[[str], bool] = _is_not_behind
     obstacle: Callable[[Architecture, int], str] = _none

@@ -69,6 +69,7 @@ def _transformer(
         keeps="keys",
         kept=attention.cached,
         mixing_flops=attention.score_flops,
+        unkept_product=lambda architecture, mlp: RESIDUALS[architecture.residual].unkept_product(mlp),
         context_ranks=context_ranks,
         bidirectional=bidirectional,
         refused=refused,

@@ -152,7 +152,7 @@ TRANSFORMER_ENGINE_NORMS: Mapping[str, str] = MappingProxyType({"te_layernorm": 
 def _relative_positions(architecture: Architecture) -> tuple[ParameterSpec, ...]:
     shape = (architecture.rpe_buckets, architecture.num_attention_heads)
     xavier = Normal(sqrt(2.0 / sum(shape)))
-    return (ParameterSpec("attention.rpe.weight", shape, 1, init=xavier),)
+    return (ParameterSpec("attention.rpe.weight", shape, 1, init=xavier, looked_up=True),)
 
 
 POSITIONS: Mapping[str, Positions] = MappingProxyType(

@@ -69,6 +69,7 @@ def _kind(*, has_attention: bool) -> BlockKind:
         parameters=lambda architecture, _: _gated_block_parameters(architecture, has_attention=has_attention),
         keeps="nothing",
         mixing_flops=lambda architecture, sequence: _gate_flops(architecture, sequence, has_attention=has_attention),
+        unkept_product=lambda architecture, mlp: "output_linear.weight",
         activations=lambda architecture, batch: _gate_activations(architecture, batch, has_attention=has_attention),
         context_ranks="which mix all tokens of a sample",
         has_fixed_length=True,

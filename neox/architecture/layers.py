@@ -75,15 +75,20 @@ class LayerEntry:
         """Number of these parameters that one token is computed with: not those of experts that it does not choose."""
         return sum(spec.active_numel for spec in self.parameters if spec.shared_with is None)
 
+    @property
+    def multiplied(self) -> Iterator[ParameterSpec]:
+        """Its matrices that are multiplied with tokens' vectors."""
+        return (spec for spec in self.parameters if spec.is_matrix and not spec.looked_up)
+
     @cached_property
     def matrix_numel(self) -> int:
         """Number of elements of its matrices that one token is multiplied with."""
-        return sum(spec.active_numel for spec in self.parameters if spec.is_matrix)
+        return sum(spec.active_numel for spec in self.multiplied)
 
     @cached_property
     def frozen_matrix_numel(self) -> int:
         """Number of those that are not trained."""
-        return sum(spec.active_numel for spec in self.parameters if spec.is_matrix and not spec.trained)
+        return sum(spec.active_numel for spec in self.multiplied if not spec.trained)
 
     def is_hidden(self, parameter: ParameterSpec) -> bool:
         """Return whether one of its parameters is a matrix between hidden states, with drawn weights."""
@@ -175,7 +180,7 @@ class LayerPlan:
         total = 0
         for layer in self.layers:
             if layer.kind == "block":
-                total += sum(spec.numel for spec in layer.parameters if spec.is_matrix)
+                total += sum(spec.numel for spec in layer.multiplied)
         return total
 
     @cached_property
@@ -208,10 +213,8 @@ class LayerPlan:
                 yield from (spec for spec in layer.parameters if spec.of_whole_linear)
 
     def _divided_linears_of(self, layer: LayerEntry) -> Iterator[ParameterSpec]:
-        tables = {spec.name for spec in POSITIONS[self.architecture.positions].shared(self.architecture)}
-        for spec in layer.parameters:
-            is_split = spec.is_matrix and spec.partition_dim is not None
-            if is_split and spec.name not in tables and ADAPTER not in spec.name and not spec.of_recurrence:
+        for spec in layer.multiplied:
+            if spec.partition_dim is not None and ADAPTER not in spec.name and not spec.of_recurrence:
                 yield spec
 
     @property

@@ -116,6 +116,7 @@ class ParameterSpec:
         of_norm: It scales or shifts elements, whatever its shape.
         of_recurrence: It belongs to what a mixer computes between its two projections, not to a linear layer that
             tensor ranks divide.
+        looked_up: Its rows are chosen by a number, not multiplied with a vector.
         of_whole_linear: It is the weight of a linear layer that every tensor rank computes whole, and that can have an
             adapter.
         shared_with: Index of the layer that owns it, if this layer uses another one's parameter. Every pipeline stage
@@ -138,6 +139,7 @@ class ParameterSpec:
     stays_fp32: bool = False
     of_norm: bool = False
     of_recurrence: bool = False
+    looked_up: bool = False
     of_whole_linear: bool = False
     shared_with: int | None = None
     experts: int = 0

@@ -152,6 +152,15 @@ def recurrent_block(mixer: Mixer, second: Literal["nothing", "mlp"]) -> BlockKin
         inputs = 2 * architecture.hidden_size // batch.token_shares  # of the block, and the norm's output
         return of_mixer + batch.tokens * inputs * batch.bytes_per_number
 
+    def unkept_product(architecture: Architecture, mlp: str) -> str:
+        if not has_mlp:
+            return "mixer.out_proj.weight"
+        return RESIDUALS[mixer.residual(architecture)].unkept_product(mlp)
+
+    def recomputed_flops(architecture: Architecture, sequence: int) -> int:
+        matrices = sum(spec.numel for spec in mixer.parameters(architecture) if spec.is_matrix and spec.of_recurrence)
+        return 2 * matrices + mixer.mixing_flops(architecture)
+
     return BlockKind(
         parameters=parameters,
         two_sublayers=has_mlp,
@@ -160,6 +169,8 @@ def recurrent_block(mixer: Mixer, second: Literal["nothing", "mlp"]) -> BlockKin
         mixing_flops=lambda architecture, _: mixer.mixing_flops(architecture),
         activations=activations,
         recomputed=mixer.recomputed,
+        recomputed_flops=recomputed_flops,
+        unkept_product=unkept_product,
         behind_recomputed=_is_behind_mixing,
         obstacle=mixer.obstacle,
         residual=mixer.residual,

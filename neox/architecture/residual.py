@@ -32,6 +32,12 @@ class Residual(NamedTuple):
     norms: NormSlots
     rule: Literal["sequential", "parallel", "parallel_one_norm", "post_norm"]
 
+    def unkept_product(self, mlp: str) -> str:
+        """Return the name of the weight whose product ends a block with this kind of MLP (`BlockKind`)."""
+        if mlp != "dense" or self.norms.after_mlp is not None:
+            return ""  # the norm keeps its input, and a sum of experts the experts' outputs
+        return "mlp.dense_4h_to_h.weight"
+
 
 _NORMS_BEFORE = NormSlots(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
 _NORMS_AFTER = NormSlots(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")

@@ -116,8 +116,13 @@ def _kept(architecture: Architecture, tp_size: int) -> int:
 
 
 def _flops(architecture: Architecture, sequence: int) -> int:
-    """Return the operations of the recurrence for one token: 2 for each element of the states to fade, add and read."""
-    return 6 * architecture.rwkv_width * architecture.rwkv_width // architecture.rwkv_heads
+    """Return the operations of the recurrence for one token: 2 for each element of the states to add, and 2 to read."""
+    return 4 * architecture.rwkv_width * architecture.rwkv_width // architecture.rwkv_heads
+
+
+def _recomputed_flops(architecture: Architecture, sequence: int) -> int:
+    """Return the operations of the recurrence, and of the two small products that shift mixtures."""
+    return _flops(architecture, sequence) + 2 * 2 * 5 * MIX_WIDTH * architecture.hidden_size
 
 
 def _activations(architecture: Architecture, batch: MicroBatch) -> int:
@@ -176,6 +181,8 @@ RWKV = BlockKind(
     mixing_flops=_flops,
     activations=_activations,
     recomputed=_recomputed,
+    unkept_product=lambda architecture, mlp: "",  # receptances multiply it
+    recomputed_flops=_recomputed_flops,
     behind=_behind,
     behind_recomputed=lambda parameter: parameter.startswith(("att.output.", "ffn.")),
     obstacle=_obstacle,

@@ -411,4 +411,5 @@ class LabelCounter:
 def _flops_per_token(plan: RunPlan, length: int) -> int:
     """Return the operations of a training step for one token, recomputed ones included."""
     needed = training_flops_per_token(plan.layers, length, predicted=plan.config.model.predicted_tokens)
-    return needed + recomputed_flops_per_token(plan.layers, length, plan.recomputed_parts)
+    chunk = plan.config.training.checkpoint_num_layers
+    return needed + recomputed_flops_per_token(plan.layers, length, plan.recomputed_parts, chunk)

@@ -88,8 +88,9 @@ class StepTime:
 
 def model_flops(run: Workload) -> float:
     """Return the operations of one step, forward and backward, as a run reports them without recomputation."""
-    per_token = training_flops_per_token(run.layers, run.sequence_length, predicted=run.config.model.predicted_tokens)
-    return float(per_token) * tokens_of_step(run)
+    length = run.layout.seq_length
+    per_token = training_flops_per_token(run.layers, length, predicted=run.config.model.predicted_tokens)
+    return float(per_token) * tokens_of_step(run) * length / run.sequence_length
 
 
 def _projection(network: Architecture) -> int:
