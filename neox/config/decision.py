@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neox.config.neox_config import NeoXConfig
-from neox.problems import Source
+from neox.problems import Problem, Source
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,35 @@ class Decision:
     def to_json(self) -> dict[str, Any]:
         """Return the decision as JSON values."""
         return {"key": self.key, "value": self.value, "reason": self.reason, "source": self.source.to_json()}
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Decisions about one topic, or why it cannot be decided.
+
+    Attributes:
+        decisions: The decisions, in the order in which they are applied.
+        notes: Messages for people: reasons that they should know, and what else was found.
+        problems: Why something cannot be decided.
+    """
+
+    decisions: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """New values by key; None for a key that is left at its default."""
+        return {decision.key: decision.value for decision in self.decisions}
+
+    def __add__(self, later: Decided) -> Decided:
+        """Return both, this one first."""
+        return Decided(
+            (*self.decisions, *later.decisions), (*self.notes, *later.notes), (*self.problems, *later.problems)
+        )
+
+
+NOTHING = Decided()
 
 
 def apply_decisions(config: NeoXConfig, decisions: Sequence[Decision]) -> NeoXConfig:

@@ -28,6 +28,22 @@ COUNTED_DOCUMENTS = 1 << 17
 """Number of documents that are packed to estimate the samples of a pass, which takes a fraction of a second."""
 
 
+def training_samples(config: NeoXConfig, seq_length: int, epochs: float) -> int:
+    """Return the number of samples, or of rows of pairs, in a number of epochs of the training data.
+
+    Args:
+        config: The configuration.
+        seq_length: Number of tokens of a sample's input.
+        epochs: Number of epochs, which may be a fraction.
+
+    Raises:
+        DataError: If token files are missing or damaged.
+    """
+    if config.preferences.on_preferences:
+        return rows_of_epochs(config, seq_length, epochs)
+    return samples_of_epochs(config.data, seq_length, epochs)
+
+
 def samples_of_epochs(data: DataConfig, seq_length: int, epochs: float) -> int:
     """Return the number of samples that `GPTDataset` makes in a number of passes over the training documents.
 

@@ -60,7 +60,7 @@ def validation_without_bytes(plan: RunPlan, metric: str) -> list[str]:
     config = plan.config
     sets = config.data.evaluated_sets
     one_set = set_of_scalar(metric, [item.name for item in sets if item.name is not None])
-    tokens = dict(plan.validation_tokens)
+    tokens = dict(plan.amounts.validation_tokens)
     is_plain = config.model.objective != "masked_lm"
     found: dict[str, None] = {}  # each one once
     for item in sets:

@@ -40,7 +40,7 @@ from neox.plan.report.as_json import plan_as_dict
 from neox.plan.report.text import format_plan
 from neox.plan.resolve import resolve
 from neox.plan.rules import missing_for_training, static_problems
-from neox.plan.run_plan import RunPlan
+from neox.plan.run_plan import DataAmounts, RunPlan
 from neox.plan.search.fit import memory_problem
 from neox.plan.trained_model import model_directory, with_trained_model
 
@@ -49,6 +49,7 @@ __all__ = [
     "AttentionImpl",
     "BatchPlan",
     "Capabilities",
+    "DataAmounts",
     "Device",
     "LayerRange",
     "MemoryPlan",

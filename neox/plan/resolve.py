@@ -1,15 +1,12 @@
 """Derivation of a `RunPlan` from a configuration. Pure: no file, GPU or environment.
 
-    on the launcher (`resolve`)                        also on every rank (`derive_plan`)
-    ----------------------------------------------    -----------------------------------------------------------
-    capabilities of the hosts -> precision             degrees, vocabulary -> padded vocabulary
-    number of ranks -> grid (degrees)                  architecture -> layers -> which parameters are trained
+    capabilities of the hosts -> precision             ids of the tokenizer -> padded vocabulary
+    number of ranks -> grid (parallel sizes)           architecture -> layers -> which parameters are trained
     grid -> batch                                      layers, grid -> stages
-    ids of the tokenizer -> vocabulary                 grid, batch -> layout -> memory of the fullest stage
     configuration -> architecture                      configuration -> DeepSpeed's JSON, notes
     rules: whatever is wrong is refused, all at once
 
-Ranks get what is decided on the left as one argument of their command (`payload`), with a digest of the rest.
+It runs on the launcher. Ranks get the result as one argument of their command (`payload`).
 """
 
 from __future__ import annotations
@@ -18,39 +15,53 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 
-from neox.architecture import FAST_PATHS, Architecture, LayerPlan, build_layer_plan
+from neox.architecture import FAST_PATHS, DeviceFamily, LayerPlan
+from neox.config.decision import Decision, apply_decisions
 from neox.config.keys import TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig
 from neox.errors import ConfigError
-from neox.plan.batches.batch import BatchPlan, batch_notes, solve_batch
+from neox.plan.batches.batch import batch_notes, solve_batch
 from neox.plan.batches.batch_schedule import ramp_problems
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.devices.fp8 import fp8_problems
-from neox.plan.devices.precision import UNKNOWN_HOSTS, Capabilities, Precision, choose_precision, settle_precision
-from neox.plan.layout import Workload, configured_layout
-from neox.plan.memory import fullest_stage
-from neox.plan.network.architecture import architecture_of, padded_vocabulary, trained_layers, used_vocabulary
+from neox.plan.devices.precision import (
+    UNKNOWN_HOSTS,
+    Capabilities,
+    choose_precision,
+    decide_precision,
+)
+from neox.plan.network.architecture import architecture_of, padded_vocabulary, plan_layers, used_vocabulary
 from neox.plan.network.attention_config import attention_impls
 from neox.plan.ranks.stages import Division, StagePlan, plan_stages
-from neox.plan.ranks.topology import Topology, solve_grid
+from neox.plan.ranks.topology import solve_grid
 from neox.plan.rules import notes_without_effect, static_problems
 from neox.plan.rules.data_stages import order_problems
 from neox.plan.rules.pipeline import schedule_problems
-from neox.plan.run_plan import RunPlan
+from neox.plan.run_plan import UNKNOWN_AMOUNTS, DataAmounts, RunPlan
 from neox.plan.time.gpus import GPUS
 from neox.problems import Problem, in_file_order
 
 
 def resolve(
-    config: NeoXConfig, world_size: int, vocab_size: int, capabilities: Capabilities = UNKNOWN_HOSTS
+    config: NeoXConfig,
+    world_size: int,
+    vocab_size: int,
+    capabilities: Capabilities = UNKNOWN_HOSTS,
+    *,
+    decisions: Sequence[Decision] | None = None,
+    device_family: DeviceFamily | None = None,
+    amounts: DataAmounts = UNKNOWN_AMOUNTS,
 ) -> RunPlan:
     """Derive the plan of a run.
 
     Args:
-        config: What the user asked for.
+        config: What the user asked for, with what a start has decided.
         world_size: Number of ranks.
         vocab_size: Number of ids the tokenizer can produce.
         capabilities: What the hosts can do, which decides `precision: auto` and whether `fp8` works.
+        decisions: Decisions of a start, for people; None if this is no start, and `precision: auto` is not decided.
+        device_family: Kind of device that kernels are planned for, if it is known.
+        amounts: Amounts of data, if they are known.
 
     Returns:
         The plan; its configuration names the precision that was decided.
@@ -59,32 +70,61 @@ def resolve(
         ConfigError: Every rule that the configuration breaks.
     """
     capabilities = _with_gpu_type(config, capabilities)
-    config, precision_notes = settle_precision(config, capabilities)
+    notes: list[str] = []
+    if decisions is None:  # no start: nobody has looked at the hosts yet
+        precision_decided = decide_precision(config, capabilities)
+        decisions = precision_decided.decisions
+        notes += precision_decided.notes
+        config = apply_decisions(config, decisions)
+
+    # Rules: whatever is wrong is refused, all at once.
     problems = static_problems(config)
     precision = choose_precision(config, [])  # a contradiction is among the problems above
     grid = solve_grid(config, world_size, problems)
     batch = solve_batch(config, None if grid is None else grid.data_size, problems)
-
-    # What follows from a batch is checked only if there is one.
-    if batch is not None:
+    if batch is not None:  # what follows from a batch
         problems += ramp_problems(config, batch)
         problems += schedule_problems(config, grid, batch)
     if batch is not None and not problems:
         problems += order_problems(config, batch)
-
     used = used_vocabulary(config, vocab_size)
     problems += _vocabulary_problems(config, used)
     if problems or grid is None or batch is None or precision is None:
         raise ConfigError(in_file_order(problems))
-
-    notes = list(precision_notes)
     if used != vocab_size:
         which = f"id {used} has" if vocab_size == used + 1 else f"ids {used} to {vocab_size - 1} have"
         notes.append(
             f"the tokenizer has {vocab_size:,} ids, and the imported model's embedding {used:,} rows: {which} no row, "
             "and text that holds them is refused (tools/resize_vocabulary.py gives them rows)"
         )
-    plan = derive_plan(config, architecture_of(config), grid, batch, precision, used, notes)
+
+    # Layers: names, full shapes, split dimensions and initial values of all parameters.
+    padded = padded_vocabulary(config, used, grid.tp_size)
+    layers = plan_layers(config, architecture_of(config), padded, used)
+    notes += _trained_share_notes(layers, config)
+
+    # Stages: consecutive ranges of layers, as the pipeline schedule needs them.
+    stages = plan_stages(layers, grid.pp_size, Division.of(config), grid.tp_size)
+    _check_stages(config, layers, stages)
+
+    deepspeed, translated = deepspeed_json(config, grid, batch, precision)
+    notes += [*translated, *batch_notes(config, batch), *map(str, notes_without_effect(config))]
+    plan = RunPlan(
+        config=config,
+        grid=grid,
+        batch=batch,
+        precision=precision,
+        vocab_size=used,
+        padded_vocab_size=padded,
+        layers=layers,
+        stages=stages,
+        deepspeed=deepspeed,
+        attention=attention_impls(config),
+        notes=tuple(notes),
+        decisions=tuple(decisions),
+        device_family=device_family,
+        amounts=amounts,
+    )
     fp8_refusals = list(fp8_problems(plan, capabilities))  # shapes of weights on a tensor rank
     if fp8_refusals:
         raise ConfigError(fp8_refusals)
@@ -106,66 +146,6 @@ def _with_gpu_type(config: NeoXConfig, known: Capabilities) -> Capabilities:
         fp8=known.fp8 if has_fp8 else False,
         fp8_experts=known.fp8_experts if gpu.has_fp8_experts else False,
         devices=f"{gpu.name} (`gpu_type`)",
-    )
-
-
-def derive_plan(
-    config: NeoXConfig,
-    architecture: Architecture,
-    grid: Topology,
-    batch: BatchPlan,
-    precision: Precision,
-    vocab_size: int,
-    notes: Sequence[str] = (),
-) -> RunPlan:
-    """Complete a plan from what `resolve` has decided, without the rules; ranks do it, too.
-
-    Args:
-        config: The configuration, in which `precision` is decided.
-        architecture: The network.
-        grid: Degrees of parallelism.
-        batch: The batch triple.
-        precision: The number format.
-        vocab_size: Ids that text may have, before padding.
-        notes: Notes for people, to which further ones are added.
-
-    Raises:
-        ConfigError: A pipeline stage would hold no parameters, or half of the loss.
-    """
-    # Layers: names, full shapes, split dimensions and initial values of all parameters.
-    padded = padded_vocabulary(config, vocab_size, grid.tp_size)
-    layers = build_layer_plan(architecture, padded, head_parallelism=config.model.output_layer_parallelism)
-    layers = trained_layers(layers, config, vocab_size)
-    all_notes = [*notes, *_trained_share_notes(layers, config)]
-
-    # Stages: consecutive ranges of layers, as the pipeline schedule needs them.
-    stages = plan_stages(layers, grid.pp_size, Division.of(config), grid.tp_size)
-    _check_stages(config, layers, stages)
-
-    # The layout: from here on memory and time are functions of (config, layers, layout).
-    attention = attention_impls(config)
-    layout = configured_layout(config, grid, batch, attention)
-    workload = Workload(config=config, layers=layers, precision=precision, layout=layout)
-
-    deepspeed, translated = deepspeed_json(config, grid, batch, precision)
-    all_notes += translated
-    all_notes += batch_notes(config, batch)
-    all_notes += map(str, notes_without_effect(config))
-    return RunPlan(
-        config=config,
-        grid=grid,
-        batch=batch,
-        precision=precision,
-        vocab_size=vocab_size,
-        padded_vocab_size=padded,
-        layers=layers,
-        stages=stages,
-        layout=layout,
-        memory=fullest_stage(workload, stages),
-        save_iterations=config.checkpoint.save_iterations(config.training.train_iters),
-        deepspeed=deepspeed,
-        notes=tuple(all_notes),
-        attention=attention,
     )
 
 

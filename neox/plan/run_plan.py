@@ -8,15 +8,38 @@ from functools import cached_property
 from typing import Any
 
 from neox.architecture import Architecture, AttentionImpl, DeviceFamily, LayerPlan
+from neox.config.decision import Decision
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
 from neox.plan.batches.batch import BatchPlan
 from neox.plan.batches.batch_schedule import BatchSchedule
 from neox.plan.devices.precision import Precision
-from neox.plan.layout import Layout, Workload
-from neox.plan.memory import MemoryPlan
+from neox.plan.layout import Layout, Workload, configured_layout
+from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.ranks.stages import StagePlan
 from neox.plan.ranks.topology import Topology
+
+
+@dataclass(frozen=True)
+class DataAmounts:
+    """Amounts of training and validation data, as far as they could be read and anything needs them.
+
+    Attributes:
+        epoch_samples: Samples of one epoch of the training data; 0 if no log needs them, so that nobody counted.
+        dataset_tokens: Tokens of each training dataset; empty if they are not known. Ranks do not need them.
+        pass_tokens: Tokens of the samples of one epoch of each, padding included; empty if they are not known.
+        pair_rows: Rows of one epoch of pairs of answers; 0 if they are not known, or texts are learned.
+        validation_tokens: Tokens of each validation set after its name, None for one without, as far as known.
+    """
+
+    epoch_samples: int = 0
+    dataset_tokens: tuple[int, ...] = ()
+    pass_tokens: tuple[int, ...] = ()
+    pair_rows: int = 0
+    validation_tokens: tuple[tuple[str | None, int], ...] = ()
+
+
+UNKNOWN_AMOUNTS = DataAmounts()
 
 
 @dataclass(frozen=True)
@@ -24,7 +47,7 @@ class RunPlan:
     """Everything a run needs to know; nothing changes afterwards.
 
     Attributes:
-        config: What the user asked for.
+        config: What the user asked for, with what the start decided.
         grid: Degrees of parallelism.
         batch: Batch sizes, after a ramp-up.
         precision: Number format of the forward and backward pass.
@@ -32,18 +55,12 @@ class RunPlan:
         padded_vocab_size: Rows of the embedding over all tensor ranks.
         layers: Layers with the names, full shapes and split dimensions of their parameters.
         stages: Pipeline stages, first to last.
-        layout: Degrees, micro batch, ZeRO stage and all else that a search for layouts varies.
-        memory: Estimate for the fullest GPU.
-        save_iterations: Completed steps after which a checkpoint is written, ascending; with `save`, the last step too.
         deepspeed: JSON object for DeepSpeed.
-        notes: Messages on what was translated, assumed or dropped.
         attention: Attention kernel of each block.
+        notes: Messages on what was translated, assumed or dropped. Ranks have none.
+        decisions: Settings that the start decided. They are in `config`.
         device_family: Kind of device that the launcher has planned kernels for; None if it has not.
-        epoch_samples: Samples of one pass over the training data; 0 if no log needs them, so that nobody counted.
-        dataset_tokens: Tokens of each training dataset; empty if they are not known. Ranks do not need them.
-        pass_tokens: Tokens of the samples of one pass over each, padding included; empty if they are not known.
-        pair_rows: Rows of one pass over pairs of answers; 0 if they are not known, or texts are learned.
-        validation_tokens: Tokens of each validation set after its name, None for one without, as far as known.
+        amounts: Amounts of data.
     """
 
     config: NeoXConfig
@@ -54,18 +71,27 @@ class RunPlan:
     padded_vocab_size: int
     layers: LayerPlan
     stages: tuple[StagePlan, ...]
-    layout: Layout
-    memory: MemoryPlan
-    save_iterations: tuple[int, ...]
     deepspeed: Mapping[str, Any]
+    attention: tuple[AttentionImpl, ...]
     notes: tuple[str, ...] = ()
-    attention: tuple[AttentionImpl, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     device_family: DeviceFamily | None = None
-    epoch_samples: int = 0
-    dataset_tokens: tuple[int, ...] = ()
-    pass_tokens: tuple[int, ...] = ()
-    pair_rows: int = 0
-    validation_tokens: tuple[tuple[str | None, int], ...] = ()
+    amounts: DataAmounts = UNKNOWN_AMOUNTS
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Parallel sizes, micro batch, ZeRO stage and all else that a search for layouts varies."""
+        return configured_layout(self.config, self.grid, self.batch, self.attention)
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """Memory estimate for the fullest GPU."""
+        return fullest_stage(self.workload, self.stages)
+
+    @property
+    def save_iterations(self) -> tuple[int, ...]:
+        """Completed steps after which a checkpoint is written, ascending; with `save`, the last step too."""
+        return self.config.checkpoint.save_iterations(self.config.training.train_iters)
 
     @cached_property
     def batch_schedule(self) -> BatchSchedule:

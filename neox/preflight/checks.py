@@ -18,6 +18,7 @@ from neox.launch.hosts.placement import Placement, check_local_devices
 from neox.launch.hosts.vendors import VENDORS, refused_backend
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
 from neox.plan.devices.device import gib, rank_memory
+from neox.plan.time.gpus import GPUS
 from neox.preflight.command_line import INFERENCE
 from neox.problems import Problem
 
@@ -108,41 +109,67 @@ def task_problems(config: NeoXConfig, script: str, tokenizer: Tokenizer | None) 
     return []
 
 
-def device_of_ranks(
-    plan: RunPlan, placement: Placement, family: DeviceFamily | None, *, training: bool, dry_run: bool
-) -> Device:
+def family_of_ranks(
+    config: NeoXConfig, placement: Placement, asked: DeviceFamily | None, *, dry_run: bool
+) -> DeviceFamily:
+    """Return the kind of device that kernels are planned for.
+
+    Args:
+        config: The configuration.
+        placement: Hosts and slots.
+        asked: Kind of device of the hosts; None if they were not asked.
+        dry_run: Whether nothing will be started. Then keys about GPUs, if given, mean GPUs.
+    """
+    if _on_cpus_here(config, placement, dry_run=dry_run):
+        return "cpu"
+    planned_for_gpus = _planned_for_gpus(config, placement, dry_run=dry_run)
+    if _measures_gpus_here(config, placement) or (placement.is_local and not planned_for_gpus):
+        return device_family()
+    kind = config.runner.gpu_type
+    usual: DeviceFamily = "cuda" if kind is None else GPUS[kind].family
+    return usual if planned_for_gpus else asked or usual
+
+
+def device_of_ranks(plan: RunPlan, placement: Placement, *, training: bool, dry_run: bool) -> Device:
     """Return the device of each rank: CPUs or GPUs of this machine, or GPUs as the configuration describes them.
 
     Args:
         plan: The plan.
         placement: Hosts and slots.
-        family: Kind of device of the hosts; None if they were not asked.
         training: Whether the model is trained, not only run.
         dry_run: Whether nothing will be started. Then keys about GPUs, if given, mean GPUs.
     """
     config = plan.config
-    ranks_of_host = max(len(host.slots) for host in placement.hosts)
-    memory_given = config.given("gpu_memory_gib") or config.source("gpu_type").is_command_line
-    planned_for_gpus = placement.assumed
-    if dry_run and _given_about_gpus(config):
-        planned_for_gpus = True
-    if placement.is_local and not placement.accelerators and not planned_for_gpus:
+    if _on_cpus_here(config, placement, dry_run=dry_run):
         ranks = range(placement.world_size)
         return host_device(plan, ranks, placement.hosts[0].name, available_memory(), training=training)
     size = None
     available = None
-    if placement.is_local and placement.accelerators and not memory_given and not placement.assumed:
+    if _measures_gpus_here(config, placement):
         size = smallest_memory()
-        family = device_family()
         available = available_memory()
-    elif planned_for_gpus:
-        family = None
-    elif placement.is_local and placement.accelerators:
-        family = device_family()
-    device = gpu_device(plan, size, family, ranks_of_host=ranks_of_host, available=available)
+    ranks_of_host = max(len(host.slots) for host in placement.hosts)
+    device = gpu_device(plan, size, plan.device_family, ranks_of_host=ranks_of_host, available=available)
     if not dry_run and device.main_memory is not None and device.main_memory.assumed:
         return replace(device, main_memory=None)  # hosts say what they have when they are asked
     return device
+
+
+def _planned_for_gpus(config: NeoXConfig, placement: Placement, *, dry_run: bool) -> bool:
+    """Return whether a plan is for GPUs, whatever this machine has."""
+    return placement.assumed or (dry_run and bool(_given_about_gpus(config)))
+
+
+def _on_cpus_here(config: NeoXConfig, placement: Placement, *, dry_run: bool) -> bool:
+    """Return whether ranks run on the CPUs of this machine."""
+    has_none = placement.is_local and not placement.accelerators
+    return has_none and not _planned_for_gpus(config, placement, dry_run=dry_run)
+
+
+def _measures_gpus_here(config: NeoXConfig, placement: Placement) -> bool:
+    """Return whether ranks run on GPUs of this machine whose memory is measured."""
+    memory_given = config.given("gpu_memory_gib") or config.source("gpu_type").is_command_line
+    return placement.is_local and placement.accelerators > 0 and not memory_given and not placement.assumed
 
 
 def _given_about_gpus(config: NeoXConfig) -> list[str]:

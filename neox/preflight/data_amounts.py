@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neox.config import NeoXConfig
 from neox.config.sections.data import DataConfig, split_shares
 from neox.errors import ConfigError, DataError
-from neox.plan import RunPlan
-from neox.plan.report.data_lines import notes_on_evaluations, notes_on_pairs, notes_on_passes
+from neox.plan import DataAmounts
 from neox.problems import Problem
 from neox.storage import is_remote
 
@@ -24,33 +23,60 @@ _TokenSet = tuple[str, str | None]
 """Prefix of a dataset, with that of its labels, if it has any."""
 
 
-def with_amounts(plan: RunPlan) -> tuple[RunPlan, tuple[Problem, ...]]:
-    """Return a plan with the sizes of its datasets and notes on them, and why they do not suffice."""
-    data = plan.config.data
-    if plan.config.preferences.on_preferences:
-        plan = replace(plan, pair_rows=_rows_of_pairs(plan.config))
-        return replace(plan, notes=(*plan.notes, *notes_on_pairs(plan))), ()
-    plan = replace(plan, validation_tokens=validation_tokens(plan.config))
-    plan = replace(plan, notes=(*plan.notes, *notes_on_evaluations(plan)))
-    if data.weight_by_num_documents or plan.config.training.train_iters is None:
-        return plan, ()
-    read = _read_documents(plan.config)
-    plan = replace(plan, dataset_tokens=training_tokens(plan.config), pass_tokens=_tokens_of_passes(plan.config, read))
-    cuts, problems = _truncation(plan.config, read)
-    evaluated, _ = _truncation(plan.config, _read_conversations(plan.config), use="evaluated")
-    plan = replace(plan, notes=(*plan.notes, *_packing_notes(plan.config, read), *cuts, *evaluated))
+@dataclass(frozen=True)
+class ReadAmounts:
+    """Amounts of data that a run's files hold.
+
+    Attributes:
+        amounts: What the plan compares with what the run reads.
+        notes: Notes on padding, and on documents that samples cut or leave out.
+        problems: Labels that lose too many tokens.
+    """
+
+    amounts: DataAmounts
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def read_amounts(config: NeoXConfig) -> ReadAmounts:
+    """Read the amounts of training and validation data. Data that cannot be read has none; `data_problems` says why."""
+    data = config.data
+    epoch = _epoch_samples(config)
+    if config.preferences.on_preferences:
+        return ReadAmounts(DataAmounts(epoch_samples=epoch, pair_rows=_rows_of_pairs(config)))
+    validation = validation_tokens(config)
+    if data.weight_by_num_documents or config.training.train_iters is None:
+        return ReadAmounts(DataAmounts(epoch_samples=epoch, validation_tokens=validation))
+    read = _read_documents(config)
+    amounts = DataAmounts(
+        epoch_samples=epoch,
+        dataset_tokens=training_tokens(config),
+        pass_tokens=_tokens_of_passes(config, read),
+        validation_tokens=validation,
+    )
+    cuts, problems = _truncation(config, read)
+    evaluated, _ = _truncation(config, _read_conversations(config), use="evaluated")
+    return ReadAmounts(amounts, (*_packing_notes(config, read), *cuts, *evaluated), tuple(problems))
+
+
+def _epoch_samples(config: NeoXConfig) -> int:
+    """Return the number of samples of one epoch, if the log counts epochs and the data can be read; else 0."""
+    if config.logging.log_style != "fleetx":
+        return 0
     try:
-        return replace(plan, notes=(*plan.notes, *notes_on_passes(plan))), tuple(problems)
-    except ConfigError as error:
-        return replace(plan, dataset_tokens=(), pass_tokens=()), (*problems, *error.problems)
+        from neox.data.pass_amounts import training_samples  # numpy, which a dry run without data does not need
+
+        return training_samples(config, config.model.seq_length or 0, 1)
+    except (DataError, ModuleNotFoundError):
+        return 0
 
 
 def _rows_of_pairs(config: NeoXConfig) -> int:
-    """Return the rows of one pass over the pairs of answers for training; 0 if they cannot be read."""
+    """Return the rows of one epoch of the pairs of answers for training; 0 if they cannot be read."""
     try:
-        from neox.data.pass_amounts import rows_of_epochs  # numpy, which a dry run without data does not need
+        from neox.data.pass_amounts import training_samples  # numpy, as above
 
-        return rows_of_epochs(config, config.model.seq_length or 0, 1)
+        return training_samples(config, config.model.seq_length or 0, 1)
     except (ConfigError, DataError, ModuleNotFoundError):  # `data_problems` says why
         return 0
 

@@ -59,7 +59,7 @@ class DryRun(JobCommand):
         if self.arguments.json:
             about = {"hosts": _hosts(planned.plan, placement), "warnings": warnings, "errors": refused, **commands}
             about["missing_device"] = planned.elsewhere
-            print(json.dumps({**plan_as_dict(planned.plan, planned.device), **about}))
+            print(json.dumps({**plan_as_dict(planned.plan, planned.device, notes=planned.notes), **about}))
         else:
             self._print_plan(planned, placement, spec)
         is_guess = placement.chosen_by is ChosenBy.ASSUMPTION or planned.assumes_size
@@ -82,7 +82,7 @@ class DryRun(JobCommand):
         recovery = list(recovery_lines(self.config, placement))
         if training and recovery:
             print("\n".join(labelled("recovery", recovery)))
-        print(format_plan(planned.plan, planned.device, training=training, verbose=verbose))
+        print(format_plan(planned.plan, planned.device, notes=planned.notes, training=training, verbose=verbose))
         if verbose:
             print("\n".join(labelled("command", format_commands(spec, launcher))))
         else:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from neox.config import NeoXConfig
+from neox.config import Decided, Decision, NeoXConfig
 from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch.hosts.doctor import HostReport, format_reports
 from neox.launch.hosts.placement import Placement
@@ -20,17 +20,17 @@ from neox.problems import CODE, Problem
 
 @dataclass(frozen=True)
 class FitHosts:
-    """Hosts of a start, and the configuration for them.
+    """Hosts of a start, and what follows from them.
 
     Attributes:
         placement: Hosts and slots, and the spare hosts that can replace hosts later.
-        config: The configuration. With fewer ranks than planned, it keeps the batch size of all ranks.
+        decided: Settings for them: with fewer ranks than planned, the batch size of all ranks.
         reports: Report of each host that takes part.
         left_out: Names of the hosts that do not take part, with the reason and the consequence.
     """
 
     placement: Placement
-    config: NeoXConfig
+    decided: Decided
     reports: list[HostReport]
     left_out: Mapping[str, str]
 
@@ -65,11 +65,13 @@ def fit_hosts(
     else:
         reasons = reasons_with_suspects
     hosts = chosen.hosts
+    decisions: list[Decision] = []
     if chosen.missing:
         hosts = _fewer_hosts(config, placement, chosen, reports, reasons)
-        config = _with_batch_of_all(config, placement)
-    if hosts[0].name != placement.hosts[0].name:
-        config = config.updated({}, without=("master_addr",))  # it is the address of the first host
+        decisions += _keep_batch(config, placement, chosen)
+    if hosts[0].name != placement.hosts[0].name and config.given("master_addr"):
+        reason = f"master_addr is the address of {placement.hosts[0].name}, and {hosts[0].name} is the first host now"
+        decisions.append(Decision("master_addr", None, reason, config.source("master_addr")))
     left_out = {}
     for host in placement.hosts:
         if host not in hosts:
@@ -77,7 +79,7 @@ def fit_hosts(
     report_of = {report.host.name: report for report in reports}
     own_reports = [replace(report_of[host.name], host=host) for host in hosts]
     spares = tuple(spare for spare in placement.spares if _is_free(spare, hosts, reasons))
-    return FitHosts(replace(placement, hosts=hosts, spares=spares), config, own_reports, left_out)
+    return FitHosts(replace(placement, hosts=hosts, spares=spares), Decided(tuple(decisions)), own_reports, left_out)
 
 
 def _is_free(spare: Host, hosts: Sequence[Host], reasons: Mapping[str, str]) -> bool:
@@ -161,11 +163,17 @@ def too_few_hosts(message: str, reports: Sequence[HostReport]) -> LaunchError:
     return LaunchError(message)
 
 
-def _with_batch_of_all(config: NeoXConfig, placement: Placement) -> NeoXConfig:
-    """Return the configuration with the batch size of all hosts in the hostfile, for any number of ranks."""
+def _keep_batch(config: NeoXConfig, placement: Placement, chosen: ChosenHosts) -> list[Decision]:
+    """Return the batch size of all hosts in the hostfile, which a run on fewer hosts keeps."""
     batch = _batch_of_all(config, placement)
-    sizes = {TOTAL: batch.train_batch_size, MICRO: batch.train_micro_batch_size_per_gpu}
-    return config.updated(sizes, without=(STEPS, "global_num_gpus"), source=CODE)
+    reason = f"without {', '.join(host.name for host in chosen.missing)}, a step has the samples of all hosts"
+    sizes = {
+        TOTAL: batch.train_batch_size,
+        MICRO: batch.train_micro_batch_size_per_gpu,
+        STEPS: None,
+        "global_num_gpus": None,
+    }
+    return [Decision(key, value, reason, CODE) for key, value in sizes.items()]
 
 
 def _batch_of_all(config: NeoXConfig, placement: Placement) -> BatchPlan:

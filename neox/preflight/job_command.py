@@ -11,14 +11,13 @@ from typing import Any
 
 from neox import is_own_script
 from neox.config import NeoXConfig
-from neox.config.sections.runner import RunnerConfig
 from neox.launch.commands import deepspeed_command, host_commands
 from neox.launch.environment import forwarded_secrets, launch_environment
 from neox.launch.hosts.machine import native_formats
 from neox.launch.hosts.placement import Placement, choose_hosts
 from neox.launch.launcher_choice import chosen_launcher, launcher_command, launcher_problem, new_spec
 from neox.launch.spec import LaunchSpec
-from neox.plan import Capabilities, encode_payload
+from neox.plan import Capabilities, encode_payload, static_problems
 from neox.plan.devices.device import memory_on
 from neox.preflight.command_line import find_script
 from neox.preflight.planning import Job, PlannedJob, plan_job
@@ -37,6 +36,7 @@ class JobCommand:
     def __init__(self, arguments: argparse.Namespace, config: NeoXConfig) -> None:
         self.arguments = arguments
         self.config = config
+        self.is_sound = not static_problems(config)  # else its plan refuses it, with everything that is wrong
         self.runner = config.runner
         launch_variables = launch_environment(self.runner.forward_environment)
         self.environment = launch_variables.variables
@@ -51,7 +51,7 @@ class JobCommand:
         placement, warnings = choose_hosts(self.config, self.arguments)
         can_change_hosts(self.config, placement)  # refuses spare hosts that the launcher cannot use
         job = Job(find_script(self.arguments.script), placement, dry_run=True)
-        planned = plan_job(self.config, job, self._capabilities_without_run(placement))
+        planned = plan_job(self.config, job, self._capabilities_without_run(placement), is_sound=self.is_sound)
         return job, planned, [*warnings, *map(str, planned.problems)]
 
     def _capabilities_without_run(self, placement: Placement) -> Capabilities:
@@ -75,9 +75,7 @@ class JobCommand:
         """Return the directory of the run's logs."""
         return run_directory(self.config.logging.log_dir, self.arguments.conf_file[0])
 
-    def launch_spec(
-        self, job: Job, planned: PlannedJob, directory: Path, runner: RunnerConfig | None = None
-    ) -> LaunchSpec:
+    def launch_spec(self, job: Job, planned: PlannedJob, directory: Path) -> LaunchSpec:
         """Return the launch of a planned job."""
         rank_bytes = None
         save = None
@@ -89,7 +87,7 @@ class JobCommand:
             save = self.save
         return new_spec(
             job.placement,
-            runner or self.runner,
+            planned.plan.config.runner,
             job.script,
             ("--payload", encode_payload(planned.plan)),
             directory,

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from neox.config import LoadedConfig, NeoXConfig, for_inference, load_config
+from neox.config import NOTHING, Decided, LoadedConfig, NeoXConfig, apply_decisions, for_inference, load_config
+from neox.decisions.start import decide_start
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.placement import ChosenBy, Placement, choose_hosts
 from neox.launch.hosts.remote import path_state
@@ -21,12 +22,13 @@ from neox.plan import (
     decides_run,
     resolve,
     saved_precision,
-    static_problems,
     with_trained_model,
 )
 from neox.plan.devices.unsupported import unsupported_by_device
 from neox.plan.network.export_form import export_note
+from neox.plan.report.data_lines import notes_on_data
 from neox.plan.run_identity import FoundRun
+from neox.plan.run_plan import UNKNOWN_AMOUNTS
 from neox.preflight.chat_checks import (
     chat_template_notes,
     chat_template_problems,
@@ -37,6 +39,7 @@ from neox.preflight.checkpoint_checks import checkpoint_problems, finetune_notes
 from neox.preflight.checks import (
     backend_refusal,
     device_of_ranks,
+    family_of_ranks,
     login_problems,
     memory_problems,
     missing_device,
@@ -46,12 +49,11 @@ from neox.preflight.checks import (
     task_problems,
 )
 from neox.preflight.command_line import INFERENCE, overrides
-from neox.preflight.data_amounts import with_amounts
+from neox.preflight.data_amounts import ReadAmounts, read_amounts
 from neox.preflight.data_checks import data_problems
-from neox.preflight.data_decisions import DecidedConfig, decide_by_data, epoch_samples
-from neox.preflight.remote_checkpoints import planned_load, with_local_load
-from neox.preflight.remote_data import planned_data, with_local_data
-from neox.preflight.resume_from_save import ResumedConfig, batch_note, resume_from_save, with_warmup_of_counted
+from neox.preflight.remote_checkpoints import planned_load
+from neox.preflight.remote_data import planned_data
+from neox.preflight.resume_from_save import batch_note, resume_from_save, with_warmup_of_counted
 from neox.preflight.score_checks import save_best_notes, save_best_problems
 from neox.preflight.tokenizer_checks import (
     Vocabulary,
@@ -96,6 +98,7 @@ class PlannedJob:
     Attributes:
         plan: The plan.
         device: What a rank runs on.
+        notes: Messages for people: those of the plan, and on what was found on disk.
         problems: What a launch refuses. What a dry run makes of each is in `DryRun.show`.
         too_large: Those of them that the plan itself shows: the job needs more memory than the device has.
         elsewhere: Text that the plan is for a device that this machine lacks; None if it has it or is not asked.
@@ -103,6 +106,7 @@ class PlannedJob:
 
     plan: RunPlan
     device: Device
+    notes: tuple[str, ...]
     problems: tuple[Problem, ...]
     too_large: tuple[Problem, ...] = ()
     elsewhere: str | None = None
@@ -146,17 +150,10 @@ def read_config(arguments: argparse.Namespace) -> NeoXConfig:
     if Path(arguments.script).stem in INFERENCE:
         loaded = replace(loaded, config=for_inference(with_trained_model(loaded.config)))
     if not loaded.problems:
-        if not _starts_ranks(arguments) or static_problems(loaded.config):
-            return loaded.config
-        return with_local_data(with_local_load(loaded.config, trains=_trains(arguments.script)))
+        return loaded.config
     if arguments.script == "doctor":
         raise ConfigError(loaded.problems)
     raise ConfigError(_all_problems(loaded, arguments))
-
-
-def _starts_ranks(arguments: argparse.Namespace) -> bool:
-    """Return whether a command starts ranks, and so must fetch remote files."""
-    return not arguments.dry_run and arguments.suggest is None and arguments.script != "doctor"
 
 
 def _trains(script: str | Path) -> bool:
@@ -176,62 +173,89 @@ def _all_problems(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[P
     return check_run(loaded, placement.world_size, read_vocabulary(loaded.config).size)
 
 
-def plan_job(config: NeoXConfig, job: Job, capabilities: Capabilities) -> PlannedJob:
-    """Resolve a configuration and check what the job needs. For a dry run nothing that addresses name is fetched.
+def plan_job(
+    config: NeoXConfig,
+    job: Job,
+    capabilities: Capabilities,
+    *,
+    hosts: Decided = NOTHING,
+    data: Decided = NOTHING,
+    is_sound: bool,
+) -> PlannedJob:
+    """Decide what a start decides, resolve the configuration, and check what the job needs.
+
+    For a dry run nothing that addresses name is fetched.
 
     Args:
         config: The configuration.
         job: What ranks are to run, and where.
         capabilities: What the hosts multiply natively.
+        hosts: Decisions about hosts (`fit_hosts`).
+        data: Decisions about remote token files, which have been fetched. A dry run makes them itself.
+        is_sound: Whether the configuration breaks no rule (`static_problems`). Otherwise nothing is decided.
 
     Raises:
         ConfigError: The configuration cannot be resolved; for a launch with what else is missing.
     """
-    if not job.dry_run:
-        return _plan_of_local(config, job, capabilities)
-    load = planned_load(config, trains=job.trains)
-    data = planned_data(load.config)
-    planned = _plan_of_local(data.config, job, capabilities)
-    plan = replace(planned.plan, notes=(*planned.plan.notes, *load.notes, *data.notes))
-    unreached = Missing.of([*load.problems, *data.problems])
-    return replace(planned, plan=plan, problems=(*unreached, *planned.problems))
-
-
-def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> PlannedJob:
-    """Plan a job whose files are here, or, in a dry run, are left out of the checks."""
-    own = ResumedConfig(config)
-    if job.trains:
+    notes: list[str] = []
+    problems: list[Problem] = []
+    decided = NOTHING
+    loaded = None
+    if is_sound and job.dry_run:
+        load = planned_load(config, trains=job.trains)
+        config = load.config
+        data = planned_data(config)
+        data = replace(data, problems=tuple(Missing.of(data.problems)))
+        notes += load.notes
+        problems += Missing.of(load.problems)
+    if is_sound and job.trains:
         own = resume_from_save(config)
         config = own.config
+        loaded = own.loaded
+        notes += own.notes
+        problems += own.problems
+    if is_sound:
+        if config.model.precision == "auto":
+            capabilities = replace(capabilities, saved=saved_precision(config, training=job.trains))
+            problems += _precision_problems(config, job, capabilities)
+        world_size = job.placement.world_size
+        decided = decide_start(config, world_size, capabilities, hosts=hosts, data=data, trains=job.trains)
+        config = apply_decisions(config, decided.decisions)
+        if job.trains:
+            counted = with_warmup_of_counted(config)
+            config = counted.config
+            notes += counted.notes
+        problems += decided.problems
+
     vocabulary = read_vocabulary(config)
-    problems = [
-        *own.problems,
+    problems += [
         *_vocabulary_problems(vocabulary, job),
         *_rank_problems(config, job.placement),
         *_needs_of_script(config, job, vocabulary),
     ]
-    if config.model.precision == "auto":
-        capabilities = replace(capabilities, saved=saved_precision(config, training=job.trains))
-        problems += _precision_problems(config, job, capabilities)
-    decided = DecidedConfig(config)
+    found = ReadAmounts(UNKNOWN_AMOUNTS)
     if job.trains:
-        decided = decide_by_data(config, job.placement.world_size)
-        problems += Missing.of(decided.problems)
-        counted = with_warmup_of_counted(decided.config)
-        decided = replace(decided, config=counted.config, notes=(*decided.notes, *counted.notes))
+        found = read_amounts(config)
+        notes += found.notes
+    family = family_of_ranks(config, job.placement, capabilities.family, dry_run=job.dry_run)
+    if (refusal := backend_refusal(config.runner.distributed_backend, family)) is not None:
+        problems.append(config.problem("distributed_backend", refusal))
     try:
-        plan = resolve(decided.config, job.placement.world_size, vocabulary.size, capabilities)
+        plan = resolve(
+            config,
+            job.placement.world_size,
+            vocabulary.size,
+            capabilities,
+            decisions=decided.decisions,
+            device_family=family,
+            amounts=found.amounts,
+        )
     except ConfigError as error:
         if job.dry_run:
             raise
         raise ConfigError([*error.problems, *problems]) from None
-    device = device_of_ranks(plan, job.placement, capabilities.family, training=job.trains, dry_run=job.dry_run)
-    plan = replace(plan, device_family=device.family)
-    refusal = backend_refusal(plan.config.runner.distributed_backend, device.family)
-    if refusal is not None:
-        raise ConfigError([plan.config.problem("distributed_backend", refusal)])
-    is_known = job.dry_run or job.placement.is_local or capabilities.family is not None
-    if job.trains and is_known:  # hosts that are asked later are checked then
+    device = device_of_ranks(plan, job.placement, training=job.trains, dry_run=job.dry_run)
+    if job.trains and (job.dry_run or job.placement.is_local or capabilities.family is not None):
         problems += unsupported_by_device(plan, device.family)
     too_large: list[Problem] = []
     if job.runs_model:
@@ -240,14 +264,16 @@ def _plan_of_local(config: NeoXConfig, job: Job, capabilities: Capabilities) -> 
             problems += layer_problems(plan, training=job.trains)
     problems += [*too_large, *Missing.of(_disk_problems(plan, job))]
     if job.trains:
-        notes = (*plan.notes, *own.notes, *decided.notes, *_notes_of_training(plan, own.loaded))
-        plan = replace(plan, notes=notes, epoch_samples=epoch_samples(plan.config))
-        plan, missing = with_amounts(plan)
-        problems += [*missing, *save_best_problems(plan)]
+        notes += _notes_of_training(plan, loaded)
+        problems += [*found.problems, *save_best_problems(plan)]
+        try:
+            notes += notes_on_data(plan)
+        except ConfigError as error:
+            problems += error.problems
     elsewhere = None
     if job.dry_run and job.runs_model:
         elsewhere = missing_device(plan, device, job.placement, training=job.trains)
-    return PlannedJob(plan, device, tuple(problems), tuple(too_large), elsewhere)
+    return PlannedJob(plan, device, (*decided.notes, *plan.notes, *notes), tuple(problems), tuple(too_large), elsewhere)
 
 
 def _notes_of_training(plan: RunPlan, loaded: FoundRun | None) -> list[str]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from neox.config import NeoXConfig
+from neox.config import Decided, Decision, NeoXConfig
 from neox.errors import DataError, os_errors
 from neox.files import atomic_write, lock_file, write_text
 from neox.log import get_logger
-from neox.preflight.data_decisions import DecidedConfig
 from neox.problems import Problem
 from neox.storage import FileState, RemoteIds, ids_file, is_remote, open_file, shown, state_of
 
@@ -26,8 +25,8 @@ _SUFFIXES = (".bin", ".idx", ".json")
 _PIECE_BYTES = 8 << 20
 
 
-def with_local_data(config: NeoXConfig) -> NeoXConfig:
-    """Copy remote token files, and return a configuration with the prefixes of the copies in place of the addresses.
+def fetch_data(config: NeoXConfig) -> Decided:
+    """Copy remote token files, and decide that the run reads the copies.
 
     Existing copies are kept if the server still reports the same version.
 
@@ -42,11 +41,11 @@ def with_local_data(config: NeoXConfig) -> NeoXConfig:
             return str(prepare_blocks(address, directory, _block_directory(config), limits[address]))
         return str(fetch_token_files(address, directory))
 
-    return _with_paths(config, local)
+    return Decided(_decide_paths(config, local))
 
 
-def planned_data(config: NeoXConfig) -> DecidedConfig:
-    """Return the result of `with_local_data` without copying anything, for a dry run.
+def planned_data(config: NeoXConfig) -> Decided:
+    """Return the result of `fetch_data` without copying anything, for a dry run.
 
     Addresses with an up-to-date copy are replaced by it. Other addresses stay, and notes say what a start will copy,
     or read by blocks.
@@ -57,7 +56,7 @@ def planned_data(config: NeoXConfig) -> DecidedConfig:
     try:
         limits = _block_limits(config)
     except DataError as error:
-        return DecidedConfig(config, problems=(Problem((), str(error)),))
+        return Decided(problems=(Problem((), str(error)),))
 
     def planned(address: str) -> str:
         prefix = _prefix_of_copy(address, directory)
@@ -78,8 +77,7 @@ def planned_data(config: NeoXConfig) -> DecidedConfig:
         notes[address] = f"{shown(address)}, {size:,} bytes, will be copied to {directory} at the start"
         return address
 
-    changed = _with_paths(config, planned)
-    return DecidedConfig(changed, tuple(notes.values()), tuple(problems.values()))
+    return Decided(_decide_paths(config, planned), tuple(notes.values()), tuple(problems.values()))
 
 
 def _block_note(address: str, size: int, limit: int, directory: Path) -> str:
@@ -104,38 +102,42 @@ def _block_limits(config: NeoXConfig) -> dict[str, int]:
     most = config.data.data_cache_gb
     if most is None:
         return {}
-    sizes: dict[str, int] = {}
-
-    def measure(address: str) -> str:
-        if address not in sizes:
-            sizes[address] = state_of(f"{address}.bin").size
-        return address
-
-    _with_paths(config, measure)
+    sizes = {}
+    for address in {address for value in _addressed_keys(config).values() for address in _addresses(value)}:
+        sizes[address] = state_of(f"{address}.bin").size
     total = max(1, sum(sizes.values()))
-    limits = {}
-    for address, size in sizes.items():
-        limits[address] = min(size, int(most * 1e9 * size / total))
-    return limits
+    return {address: min(size, int(most * 1e9 * size / total)) for address, size in sizes.items()}
 
 
-def _with_paths(config: NeoXConfig, path_of: Callable[[str], str]) -> NeoXConfig:
-    """Return a configuration in which `path_of` replaces the addresses of token files."""
-    changes = {}
+def _decide_paths(config: NeoXConfig, path_of: Callable[[str], str]) -> tuple[Decision, ...]:
+    """Return decisions in which `path_of` replaces the addresses of token files."""
+    decisions = []
+    for key, value in _addressed_keys(config).items():
+        replaced = _replaced(value, path_of)
+        if replaced != value:
+            reason = f"{key}: token files at addresses are read from their copies in {config.data.data_cache_dir}"
+            decisions.append(Decision(key, replaced, reason, config.source(key).derived("data_cache_dir")))
+    return tuple(decisions)
+
+
+def _addressed_keys(config: NeoXConfig) -> dict[str, Any]:
+    """Return the keys of token files whose values have addresses."""
+    keys = {}
     for key, value in config.to_flat().items():
-        if key.endswith(("data_path", "data_paths")) and _has_address(value):
-            changes[key] = _replaced(value, path_of)
-    if not changes:
-        return config
-    return config.updated(changes)
+        if key.endswith(("data_path", "data_paths")) and any(_addresses(value)):
+            keys[key] = value
+    return keys
 
 
-def _has_address(value: Any) -> bool:
+def _addresses(value: Any) -> Iterator[str]:
+    """Yield the addresses in the value of a key."""
     if isinstance(value, Mapping):
-        return any(map(_has_address, value.values()))
+        value = list(value.values())
     if isinstance(value, list | tuple):
-        return any(map(_has_address, value))
-    return isinstance(value, str) and is_remote(value)
+        for each in value:
+            yield from _addresses(each)
+    elif isinstance(value, str) and is_remote(value):
+        yield value
 
 
 def _replaced(value: Any, path_of: Callable[[str], str]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -27,19 +27,22 @@ def run_directory(log_dir: str | None, first_config: str | Path) -> Path:
     return Path("runs", Path(first_config).stem).absolute()
 
 
-def write_run_directory(directory: Path, plan: RunPlan, device: Device, commands: Mapping[str, Any]) -> None:
+def write_run_directory(
+    directory: Path, plan: RunPlan, device: Device, notes: Sequence[str], commands: Mapping[str, Any]
+) -> None:
     """Write plan.json, deepspeed.json, config.yml and command.txt in place of those of the last run.
 
     Args:
         directory: The run directory.
         plan: The plan.
         device: Device of a rank.
+        notes: Messages for people.
         commands: The command of this process as `launch`, and those of the hosts as `commands`.
 
     Raises:
         LaunchError: The directory cannot be written.
     """
-    summary = plan_as_dict(plan, device)
+    summary = plan_as_dict(plan, device, notes=notes, search=False)
     lines = [join([sys.executable, *sys.argv])]
     if commands["launch"]:
         lines.append(commands["launch"])

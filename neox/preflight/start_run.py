@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from neox.config.sections.runner import RunnerConfig
+from neox.config import NOTHING, Decided
 from neox.errors import ConfigError, DataError, LaunchError, UnreachableHostError, refusals
 from neox.launch.hosts.doctor import HostChecks, HostReport, examine_hosts, format_reports
 from neox.launch.hosts.machine import native_formats
@@ -30,9 +30,6 @@ from neox.launch.supervisor.agent_processes import AgentProcesses
 from neox.launch.supervisor.launchers import launch
 from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.plan import Capabilities, RunPlan
-from neox.plan.devices.fp8 import fp8_problems
-from neox.plan.devices.precision import settle_precision
-from neox.plan.devices.unsupported import unsupported_by_device
 from neox.preflight.checks import nvme_paths
 from neox.preflight.command_line import find_script
 from neox.preflight.data_checks import data_prefixes
@@ -47,6 +44,8 @@ from neox.preflight.host_checks import (
 from neox.preflight.job_command import JobCommand, print_to_stderr
 from neox.preflight.next_steps import next_steps
 from neox.preflight.planning import Job, PlannedJob, plan_job
+from neox.preflight.remote_checkpoints import with_local_load
+from neox.preflight.remote_data import fetch_data
 from neox.preflight.restarts import Restarts
 from neox.preflight.resume_from_save import finished_note, unfinished_note
 from neox.preflight.run_directory import claim_curves, make_tensorboard_directory, write_run_directory
@@ -63,17 +62,13 @@ class PreparedStart:
     Attributes:
         job: Script of the ranks, and where they run.
         planned: Its plan.
-        runner: Keys about its hosts.
         reports: Reports of the hosts, if they have been asked.
-        must_ask: Whether the hosts must be asked before the start.
         left_out: Names of the hosts that do not take part, with what is done about each.
     """
 
     job: Job
     planned: PlannedJob
-    runner: RunnerConfig
     reports: list[HostReport]
-    must_ask: bool
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -89,9 +84,13 @@ class StartRun(JobCommand):
             The exit status of the last start.
         """
         script = find_script(self.arguments.script)
+        data = NOTHING
+        if self.is_sound:
+            self.config = with_local_load(self.config, trains=script.stem == "train")
+            data = fetch_data(self.config)
         restarts = Restarts(self.config, script)
         with ExitStack() as locks, AgentProcesses() as agents:
-            start = self._prepare(script, restarts)
+            start = self._prepare(script, restarts, data)
             directory = reserve(self.run_directory(), self.save, script.name, locks)
             if start.job.trains:
                 note = finished_note(start.planned.plan.config, directory)
@@ -115,7 +114,7 @@ class StartRun(JobCommand):
                 with restarts.recording_refusals(directory):
                     self.config = restarts.next_config()
                     try:
-                        start = self._prepare(script, restarts)
+                        start = self._prepare(script, restarts, data)
                         end = self._launch(start, directory, restarts, agents)
                     except UnreachableHostError as error:  # it may be back after a pause
                         print(f"error: {error}", file=sys.stderr)
@@ -136,7 +135,7 @@ class StartRun(JobCommand):
 
     # -- before a start: hosts and plan
 
-    def _prepare(self, script: Path, restarts: Restarts) -> PreparedStart:
+    def _prepare(self, script: Path, restarts: Restarts, data: Decided) -> PreparedStart:
         """Plan a run, and check everything that can be known before its directory is used.
 
         Raises:
@@ -147,22 +146,23 @@ class StartRun(JobCommand):
         print_to_stderr("warning", warnings)
         restarts.can_move = can_change_hosts(self.config, placement)
         if restarts.can_move:
-            return self._prepare_on_fit_hosts(placement, script, restarts)
+            return self._prepare_on_fit_hosts(placement, script, restarts, data)
         job = Job(script, placement, dry_run=False, environment=self.environment)
         over_ssh = chosen_launcher(placement.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check
-        asked_first = over_ssh and self.config.model.precision == "auto"  # the plan depends on the hosts' answers
         reports: list[HostReport] = []
         capabilities = Capabilities()
-        if asked_first:
+        if over_ssh and self.is_sound:
             reports = self._check_hosts(self.empty_spec(placement, job.script), restarts)
             capabilities = capabilities_of(reports)
         elif placement.is_local:
             capabilities = Capabilities.of_hosts([native_formats(environment=self.environment)])
-        planned = plan_job(self.config, job, capabilities)
+        planned = plan_job(self.config, job, capabilities, data=data, is_sound=self.is_sound)
         self._refuse_problems(planned, placement)
-        return PreparedStart(job, planned, self.runner, reports, must_ask=over_ssh and not asked_first)
+        return PreparedStart(job, planned, reports)
 
-    def _prepare_on_fit_hosts(self, placement: Placement, script: Path, restarts: Restarts) -> PreparedStart:
+    def _prepare_on_fit_hosts(
+        self, placement: Placement, script: Path, restarts: Restarts, data: Decided
+    ) -> PreparedStart:
         """Ask the hosts of a placement and its spare hosts, and plan a run on those that can take part.
 
         Raises:
@@ -173,27 +173,32 @@ class StartRun(JobCommand):
         if restarts.hosts.lost:
             with suppress(LaunchError):  # else they are asked once more, and waited for
                 reports = self._examine_hosts(spec, restarts, lost=restarts.hosts.lost)
-                return self._plan_on_fit_hosts(placement, script, restarts, reports)
+                return self._plan_on_fit_hosts(placement, script, restarts, data, reports)
         reports = self._examine_hosts(spec, restarts)
-        return self._plan_on_fit_hosts(placement, script, restarts, reports)
+        return self._plan_on_fit_hosts(placement, script, restarts, data, reports)
 
     def _plan_on_fit_hosts(
-        self, placement: Placement, script: Path, restarts: Restarts, reports: Sequence[HostReport]
+        self, placement: Placement, script: Path, restarts: Restarts, data: Decided, reports: Sequence[HostReport]
     ) -> PreparedStart:
         """Plan a run on the hosts that can take part. Only the plan shows which hosts have too little memory."""
         unfit = dict(restarts.hosts.unfit)
         while True:
             fit = fit_hosts(self.config, placement, reports, unfit, restarts.hosts.suspects)
             job = Job(script, fit.placement, dry_run=False, environment=self.environment)
-            planned = plan_job(fit.config, job, capabilities_of(fit.reports))
+            planned = plan_job(
+                self.config,
+                job,
+                capabilities_of(fit.reports),
+                hosts=fit.decided,
+                data=data,
+                is_sound=self.is_sound,
+            )
             self._refuse_problems(planned, fit.placement)
             without_room: Mapping[str, str] = {}
             if job.runs_model:
                 without_room = hosts_without_room(planned.plan, fit.reports, training=job.trains)
             if not without_room:
-                return PreparedStart(
-                    job, planned, fit.config.runner, fit.reports, must_ask=False, left_out=fit.left_out
-                )
+                return PreparedStart(job, planned, fit.reports, fit.left_out)
             unfit |= without_room
 
     def _refuse_problems(self, planned: PlannedJob, placement: Placement) -> None:
@@ -209,34 +214,18 @@ class StartRun(JobCommand):
     def _launch(self, start: PreparedStart, directory: Path, restarts: Restarts, agents: AgentProcesses) -> RunEnd:
         """Check what the plan needs of its hosts, start the ranks, and follow them until the last has ended."""
         plan = start.planned.plan
-        device = start.planned.device
-        spec = self.launch_spec(start.job, start.planned, directory, start.runner)
-        notes = list(plan.notes)
         reports = start.reports
-        if start.must_ask:
-            reports = self._check_hosts(spec, restarts)
-            capabilities = capabilities_of(reports)  # they were not known when the plan was made
-            problems = list(fp8_problems(plan, capabilities))
-            if start.job.trains and capabilities.family is not None:
-                problems += unsupported_by_device(plan, capabilities.family)
-            if problems:
-                raise ConfigError(problems)
-            _, precision_notes = settle_precision(plan.config, capabilities)
-            notes += precision_notes
-            if capabilities.family is not None:
-                device = replace(device, family=capabilities.family)
-                plan = replace(plan, device_family=capabilities.family)
-                spec = self.launch_spec(start.job, replace(start.planned, plan=plan), directory, start.runner)
+        spec = self.launch_spec(start.job, start.planned, directory)
         if start.job.runs_model:
             check_memory(plan, reports, training=start.job.trains)
             if reports or start.job.placement.is_local:
                 check_backend(plan, reports, self.environment)
         if start.job.trains:
             check_compilers(plan, reports, self.environment)
-        print_to_stderr("note", notes)
-        write_run_directory(directory, plan, device, self.launch_commands(spec))
+        print_to_stderr("note", start.planned.notes)
+        write_run_directory(directory, plan, start.planned.device, start.planned.notes, self.launch_commands(spec))
         restarts.record_start(spec, directory, start.left_out, plan.batch.train_batch_size)
-        return launch(spec, start.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
+        return launch(spec, plan.config.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
 
     # -- checks of the hosts
 

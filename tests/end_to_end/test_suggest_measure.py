@@ -129,7 +129,7 @@ def test_measuring_a_few_finds_what_measuring_all_finds(tmp_path: Path) -> None:
     overrides = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
     config = load_config([str(tmp_path / "tiny.yml")], overrides=overrides).config
     job = Job(ROOT / "train.py", place_ranks(config.runner, config.source("hostfile")), dry_run=True)
-    planned = plan_job(config, job, Capabilities())
+    planned = plan_job(config, job, Capabilities(), is_sound=True)
     found, _ = find_layouts(planned.plan, planned.device, "", {}, SWEPT)
     command = deepy_command(tmp_path)
     for text in overrides:

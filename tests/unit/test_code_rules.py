@@ -30,7 +30,7 @@ INNER_IMPORTS = {
     "neox/preflight/command.py",
     "neox/preflight/data_amounts.py",
     "neox/preflight/data_checks.py",
-    "neox/preflight/data_decisions.py",
+    "neox/decisions/start.py",
     "neox/preflight/mirrored_save.py",
     "neox/preflight/read_sets.py",
     "neox/preflight/remote_checkpoints.py",

@@ -180,7 +180,7 @@ def _fleetx_line(interval: Interval) -> str:
     """Return FleetX's line: epochs and batches within them count from 0, `ips` is of one data-parallel rank."""
     schedule = interval.plan.batch_schedule
     done = interval.state.iteration - 1
-    epoch, read = divmod(schedule.samples(done), interval.plan.epoch_samples or math.inf)
+    epoch, read = divmod(schedule.samples(done), interval.plan.amounts.epoch_samples or math.inf)
     tokens = interval.tokens_per_second
     return (
         f"global step {interval.state.iteration}, epoch: {epoch:.0f}, batch: {read // schedule.batch_size(done):.0f}, "

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from neox.architecture import DeviceFamily
 from neox.checkpoint_files.finding import newest_checkpoint
+from neox.config.decision import NOTHING, Decided, Decision
 from neox.config.neox_config import NeoXConfig
 from neox.plan.run_identity import saved_config
 from neox.problems import Note, Problem
@@ -80,25 +81,22 @@ PRECISION_KEYS = ("precision", "fp16", "bf16")
 """Keys that name the precision of a run."""
 
 
-def settle_precision(config: NeoXConfig, capabilities: Capabilities) -> tuple[NeoXConfig, list[str]]:
-    """Replace `precision: auto` by a number format, and say which one and why.
+def decide_precision(config: NeoXConfig, capabilities: Capabilities) -> Decided:
+    """Decide the number format of `precision: auto`. A note says if a host emulates the one that was asked for.
 
     Args:
-        config: May hold contradictions, and is then returned as it is.
+        config: The configuration. Contradictions in it are left to the rules.
         capabilities: What the hosts multiply natively, and the precision of the checkpoint that the run resumes from.
-
-    Returns:
-        The configuration, and notes for people.
     """
     precision = choose_precision(config, [])
     if precision is None:
-        return config, []
+        return NOTHING
     if config.model.precision != "auto":
-        return config, _emulation_notes(config, precision, capabilities)
+        return Decided(notes=tuple(_emulation_notes(config, precision, capabilities)))
     chosen, reason = _automatic_precision(capabilities)
     source = config.source("precision")
-    settled = config.updated({"precision": chosen}, source=source.derived("auto"))
-    return settled, [f"`precision: auto` ({source}) is {chosen}: {reason}"]
+    why = f"`precision: auto` ({source}) is {chosen}: {reason}"
+    return Decided((Decision("precision", chosen, why, source.derived("auto")),), (why,))
 
 
 def _automatic_precision(known: Capabilities) -> tuple[Precision, str]:

@@ -113,10 +113,19 @@ def layer_plan(config: NeoXConfig, vocab_size: int, tp_size: int) -> LayerPlan:
         vocab_size: Number of ids of the tokenizer.
         tp_size: Number of tensor ranks, on which the padding of the vocabulary depends.
     """
-    padded_vocab_size = padded_vocabulary(config, vocab_size, tp_size)
-    layers = build_layer_plan(
-        architecture_of(config), padded_vocab_size, head_parallelism=config.model.output_layer_parallelism
-    )
+    return plan_layers(config, architecture_of(config), padded_vocabulary(config, vocab_size, tp_size), vocab_size)
+
+
+def plan_layers(config: NeoXConfig, architecture: Architecture, padded_vocab_size: int, vocab_size: int) -> LayerPlan:
+    """Return the layers of a run, with what is trained of them.
+
+    Args:
+        config: The configuration.
+        architecture: Its network.
+        padded_vocab_size: Rows of the embedding over all tensor ranks.
+        vocab_size: Ids that text may have, before padding.
+    """
+    layers = build_layer_plan(architecture, padded_vocab_size, head_parallelism=config.model.output_layer_parallelism)
     return trained_layers(layers, config, vocab_size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,18 +19,28 @@ from neox.plan.report.value_sources import all_values, deepspeed_sources, derive
 from neox.plan.run_identity import starting_weights
 from neox.plan.run_plan import RunPlan
 from neox.plan.search.fit import check_fit, flash_advice
-from neox.plan.search.longest_sequence import length_notes, longest_sample
+from neox.plan.search.longest_sequence import LongestSample, length_notes, longest_sample
 from neox.plan.time.expert_traffic import expert_traffic
 
 
-def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
+def plan_as_dict(
+    plan: RunPlan, device: Device | None = None, *, notes: Sequence[str] | None = None, search: bool = True
+) -> dict[str, Any]:
     """Return the plan as one JSON-ready object: grid, batch, stages, memory, figures, sources, deepspeed.
 
     Args:
         plan: The plan of a run.
         device: What a rank runs on; by default a GPU of `gpu_memory_gib`.
+        notes: Messages for people; those of the plan if left out.
+        search: Whether to search the longest sample, and settings that fit where the plan's do not.
     """
     device = device or gpu_device(plan)
+    shown = list(plan.notes if notes is None else notes)
+    memory = _memory_on(plan, device)
+    if search:
+        longest = longest_sample(plan, device)
+        shown += [*flash_advice(plan, device), *length_notes(plan, device, longest)]
+        memory |= _searched(plan, device, longest)
     grid = plan.grid
     traffic = expert_traffic(plan)
     return {
@@ -52,14 +62,15 @@ def plan_as_dict(plan: RunPlan, device: Device | None = None) -> dict[str, Any]:
         "parameter_groups": list(group_lines(plan.layers, plan.config)),
         "stages": [_stage(plan, stage) for stage in plan.stages],
         "imbalance": imbalance(plan),
-        "memory": _memory_and_fit(plan, device),
+        "memory": memory,
         "kernels": [asdict(choice) for choice in path_choices(plan, device.family)],
         "figures": asdict(run_totals(plan, device)),
         "expert_traffic": None if traffic is None else traffic._asdict(),
         "save_iterations": len(plan.save_iterations),
         "checkpoint_bytes": checkpoint_bytes(plan),
         "checkpoints_kept": kept_checkpoints(plan),
-        "notes": [*plan.notes, *flash_advice(plan, device), *length_notes(plan, device)],
+        "decisions": [decision.to_json() for decision in plan.decisions],
+        "notes": shown,
         "derived": {name: {"value": found.value, "from": found.rule} for name, found in derived_values(plan).items()},
         "values": {key: {"value": plain(value), "from": str(place)} for key, value, place in all_values(plan.config)},
         "deepspeed": plain(plan.deepspeed),
@@ -78,32 +89,30 @@ def _stage(plan: RunPlan, stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _memory_and_fit(plan: RunPlan, device: Device) -> dict[str, Any]:
-    fit = check_fit(plan, device)
-    longest = longest_sample(plan, device)
-    longest_length = None
-    changes_for_twice = None
-    world_for_twice = None
-    if longest is not None:
-        longest_length = longest.tokens
-        if longest.world:  # else no settings for twice the length were found
-            changes_for_twice = dict(longest.changes)
-            world_for_twice = longest.world
+def _memory_on(plan: RunPlan, device: Device) -> dict[str, Any]:
     return {
         **_memory(memory_on(plan, device)),
-        "without_recompute": _memory(memory_with(plan, recompute=False, device=device)),
-        "with_recompute": _memory(memory_with(plan, recompute=True, device=device)),
         "device": device.name,
         "device_bytes": device.size,
         "usable_bytes": device.usable,
         "usable_main_memory_bytes": None if device.main_memory is None else device.main_memory.size,
         "assumed": device.assumed,
+    }
+
+
+def _searched(plan: RunPlan, device: Device, longest: LongestSample | None) -> dict[str, Any]:
+    """Return memory with other settings: what would fit, and how long a sample may be."""
+    fit = check_fit(plan, device)
+    twice = longest is not None and longest.world > 0  # else no settings for twice the length were found
+    return {
+        "without_recompute": _memory(memory_with(plan, recompute=False, device=device)),
+        "with_recompute": _memory(memory_with(plan, recompute=True, device=device)),
         "fits": fit.fits,
         "would_fit_with": dict(fit.changes),
         "would_fit_on": None if fit.memory_then is None else fit.world,
-        "longest_seq_length": longest_length,
-        "twice_as_long_with": changes_for_twice,
-        "twice_as_long_on": world_for_twice,
+        "longest_seq_length": None if longest is None else longest.tokens,
+        "twice_as_long_with": dict(longest.changes) if longest is not None and twice else None,
+        "twice_as_long_on": longest.world if longest is not None and twice else None,
     }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from neox.plan.batches.dataset_shares import shares_of_stages
+from neox.errors import ConfigError
+from neox.plan.batches.dataset_shares import StageShares, shares_of_stages
 from neox.plan.run_plan import RunPlan
 
 MANY_PASSES = 4
@@ -14,10 +15,13 @@ MANY_PASSES = 4
 
 def data_lines(plan: RunPlan) -> Iterator[str]:
     """Yield what is read of each training dataset, a line for each stage; nothing if their sizes are not known."""
-    if not plan.dataset_tokens:
+    if not plan.amounts.dataset_tokens:
         return
-    pass_tokens = plan.pass_tokens or plan.dataset_tokens
-    found = shares_of_stages(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens)
+    pass_tokens = plan.amounts.pass_tokens or plan.amounts.dataset_tokens
+    try:
+        found = _shares(plan)
+    except ConfigError:  # a problem of the start
+        return
     for of_stage in found:
         shares = []
         for path, share, size in zip(dataset_names(plan), of_stage.shares, pass_tokens, strict=True):
@@ -31,7 +35,7 @@ def data_lines(plan: RunPlan) -> Iterator[str]:
         length = ""
         if of_stage.mixture.seq_length != plan.batch_schedule.full_length:
             length = f" in samples of {of_stage.mixture.seq_length:,}"
-        padding = ", padding included" if plan.pass_tokens else ""
+        padding = ", padding included" if plan.amounts.pass_tokens else ""
         yield f"{stage}{of_stage.tokens:,} tokens{length}{padding}: {', '.join(shares)}"
 
 
@@ -39,7 +43,7 @@ def validation_lines(plan: RunPlan) -> Iterator[str]:
     """Yield how many tokens an evaluation reads of each validation set; nothing if there are none."""
     if plan.config.training.eval_iters == 0:
         return
-    known = dict(plan.validation_tokens)
+    known = dict(plan.amounts.validation_tokens)
     sets = [item for item in plan.config.data.evaluated_sets if known.get(item.name) != 0]
     total = sum(item.weight for item in sets)
     for item in sets:
@@ -56,11 +60,23 @@ def validation_lines(plan: RunPlan) -> Iterator[str]:
 def _tokens_of_evaluation(plan: RunPlan, name: str | None) -> str:
     """Return how many tokens of a validation set an evaluation reads."""
     samples = plan.config.training.evaluation_samples(plan.batch.train_batch_size)
-    in_set = dict(plan.validation_tokens).get(name)
+    in_set = dict(plan.amounts.validation_tokens).get(name)
     if samples is None:
         return "the whole set" if in_set is None else f"the whole set, {in_set:,} tokens, an evaluation"
     tokens = f"{samples * plan.batch_schedule.full_length:,} tokens an evaluation"
     return tokens if in_set is None else f"{tokens}, of {in_set:,} in the set"
+
+
+def _shares(plan: RunPlan) -> list[StageShares]:
+    """Return what each data stage reads of each training dataset. Raises ConfigError if the data does not suffice."""
+    amounts = plan.amounts
+    pass_tokens = amounts.pass_tokens or amounts.dataset_tokens
+    return shares_of_stages(plan.config, plan.batch_schedule, amounts.dataset_tokens, pass_tokens=pass_tokens)
+
+
+def notes_on_data(plan: RunPlan) -> list[str]:
+    """Return notes on data that is read many times. Raises ConfigError if the training data does not suffice."""
+    return [*notes_on_pairs(plan), *notes_on_evaluations(plan), *notes_on_passes(plan)]
 
 
 def notes_on_evaluations(plan: RunPlan) -> list[str]:
@@ -69,7 +85,7 @@ def notes_on_evaluations(plan: RunPlan) -> list[str]:
     if samples is None:
         return []
     notes = []
-    for name, in_set in plan.validation_tokens:
+    for name, in_set in plan.amounts.validation_tokens:
         if not in_set:
             continue
         times = samples * plan.batch_schedule.full_length / in_set
@@ -84,11 +100,11 @@ def notes_on_evaluations(plan: RunPlan) -> list[str]:
 
 def notes_on_passes(plan: RunPlan) -> list[str]:
     """Return notes on datasets that are read many times; none if their sizes are not known."""
-    if not plan.dataset_tokens:
+    if not plan.amounts.dataset_tokens:
         return []
-    pass_tokens = plan.pass_tokens or plan.dataset_tokens
+    pass_tokens = plan.amounts.pass_tokens or plan.amounts.dataset_tokens
     read = [0.0] * len(pass_tokens)
-    for of_stage in shares_of_stages(plan.config, plan.batch_schedule, plan.dataset_tokens, pass_tokens=pass_tokens):
+    for of_stage in _shares(plan):
         read = [before + share * of_stage.tokens for before, share in zip(read, of_stage.shares, strict=True)]
     notes = []
     for name, tokens, size in zip(dataset_names(plan), read, pass_tokens, strict=True):
@@ -111,9 +127,9 @@ def notes_on_pairs(plan: RunPlan) -> list[str]:
 
 def _passes_over_pairs(plan: RunPlan) -> float:
     """Return how often a run reads its pairs of answers; 0 if it is not known."""
-    if not plan.pair_rows:
+    if not plan.amounts.pair_rows:
         return 0.0
-    return plan.batch_schedule.samples(plan.config.training.train_iters or 0) / plan.pair_rows
+    return plan.batch_schedule.samples(plan.config.training.train_iters or 0) / plan.amounts.pair_rows
 
 
 def dataset_names(plan: RunPlan) -> list[str]:
@@ -131,9 +147,11 @@ def preference_lines(plan: RunPlan) -> Iterator[str]:
     loss: str = keys.train_impl
     if keys.train_impl == "dpo":
         loss += f" ({keys.dpo_loss})"
-    if plan.pair_rows:
+    if plan.amounts.pair_rows:
         rows = plan.batch_schedule.samples(plan.config.training.train_iters or 0)
-        loss += f", {rows:,} rows of pairs, {plan.pair_rows:,} in a pass ({_passes_over_pairs(plan):.3g} passes)"
+        loss += (
+            f", {rows:,} rows of pairs, {plan.amounts.pair_rows:,} in a pass ({_passes_over_pairs(plan):.3g} passes)"
+        )
     if not keys.needs_reference:
         yield f"{loss}, without a reference"
         return

@@ -25,7 +25,7 @@ from neox.plan.run_identity import resumes_own_directory, starting_weights
 from neox.plan.run_plan import RunPlan
 from neox.plan.schedule import schedule_of
 from neox.plan.search.fit import flash_advice, memory_problem
-from neox.plan.search.longest_sequence import length_notes
+from neox.plan.search.longest_sequence import length_notes, longest_sample
 from neox.plan.time.expert_traffic import expert_traffic
 from neox.plan.time.gpus import GPUS
 
@@ -45,12 +45,20 @@ PUBLISHED_MFU: Mapping[str, tuple[int, int]] = MappingProxyType({"a100": (24, 56
 _REPEATED = ("pp", "mp", "padded_vocab_size", "lr_decay_iters")
 
 
-def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool = True, verbose: bool = False) -> str:
+def format_plan(
+    plan: RunPlan,
+    device: Device | None = None,
+    *,
+    notes: Sequence[str] | None = None,
+    training: bool = True,
+    verbose: bool = False,
+) -> str:
     """Return the plan as text for a terminal.
 
     Args:
         plan: The plan of a run.
         device: What a rank runs on; by default a GPU of `gpu_memory_gib`.
+        notes: Messages for people; those of the plan if left out.
         training: False if the model only generates or is evaluated: less memory, and no DeepSpeed.
         verbose: Whether to show every stage, every given value with its source, and DeepSpeed's configuration.
     """
@@ -60,14 +68,14 @@ def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool =
         lines += [_stage_line(plan, stage) for stage in plan.stages]
     if plan.grid.pp_size > 1:
         lines.append(_balance_line(plan))
-    notes = list(plan.notes)
+    shown = list(plan.notes if notes is None else notes)
     if training:
         if plan.config.checkpoint.load is not None and not resumes_own_directory(plan.config):
             lines.append(f"start     {starting_weights(plan.config)}")
         lines += _memory_lines(plan, device, verbose=verbose)
         lines += _figure_lines(plan, device)
-        notes += flash_advice(plan, device)
-        notes += length_notes(plan, device)
+        shown += flash_advice(plan, device)
+        shown += length_notes(plan, device, longest_sample(plan, device))
     else:
         lines += _inference_lines(plan, device)
     lines += labelled("kernels", path_lines(path_choices(plan, device.family, training=training)))
@@ -75,7 +83,9 @@ def format_plan(plan: RunPlan, device: Device | None = None, *, training: bool =
     lines += _default_lines(plan, training=training)
     if verbose:
         lines += _given_lines(plan)
-    lines += labelled("note", notes)
+    if plan.decisions:
+        lines += labelled("decided", ["; ".join(f"{each.key} = {_short(each.value)}" for each in plan.decisions)])
+    lines += labelled("note", shown)
     if training and verbose:
         lines += labelled("deepspeed", json.dumps(plain(plan.deepspeed), indent=2).splitlines())
     return "\n".join(lines)

@@ -67,9 +67,14 @@ def longest_sample(plan: RunPlan, device: Device) -> LongestSample | None:
     return LongestSample(tokens)
 
 
-def length_notes(plan: RunPlan, device: Device) -> Iterator[str]:
-    """Yield a note about the longest sequence length that fits, and the settings that allow twice that length."""
-    longest = longest_sample(plan, device)
+def length_notes(plan: RunPlan, device: Device, longest: LongestSample | None) -> Iterator[str]:
+    """Yield a note about the longest sequence length that fits, and the settings that allow twice that length.
+
+    Args:
+        plan: The plan of a training.
+        device: What a rank runs on.
+        longest: `longest_sample` of both.
+    """
     if longest is None:
         return
     if longest.tokens == 0:

@@ -17,12 +17,13 @@ import fsspec
 import numpy as np
 import pytest
 
+from neox.config import NeoXConfig, apply_decisions
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.data.samples.gpt_dataset import GPTDataset
 from neox.data.token_files.crc import CrcJoiner
 from neox.data.token_files.remote_blocks import BlockFile, RemoteTokens
 from neox.errors import DataError
-from neox.preflight.remote_data import planned_data, with_local_data
+from neox.preflight.remote_data import fetch_data, planned_data
 from neox.storage import RemoteIds, ids_file
 from tests.errors import raises_naming
 from tests.plans import small_plan
@@ -220,14 +221,18 @@ def test_a_plan_says_how_much_disk_blocks_take(s3: FailingApp, tmp_path: Path) -
     local = with_local_data(config)
     assert transfers(s3) == 0
     assert RemoteIds.read(ids_file(str(local.data.data_path))).crc32 == 7
-    assert planned_data(config).config == local
+    assert apply_decisions(config, planned_data(config).decisions) == local
     s3.requests.clear()
     copied = with_local_data(small_plan(**keys).config)  # now whole
     assert transfers(s3) > 0
     assert with_local_data(config).data == replace_data(copied.data, config.data)
     assert ids_file(str(copied.data.data_path)).suffix == ".bin"
     large = small_plan(**keys, data_cache_gb=1e9, data_block_dir=str(blocks)).config
-    assert planned_data(large).config.data.data_path == copied.data.data_path
+    assert apply_decisions(large, planned_data(large).decisions).data.data_path == copied.data.data_path
+
+
+def with_local_data(config: NeoXConfig) -> NeoXConfig:
+    return apply_decisions(config, fetch_data(config).decisions)
 
 
 def replace_data(data: Any, keys: Any) -> Any:

@@ -23,7 +23,7 @@ from neox.evaluation.tasks import FileTask, TaskScalars, file_task_scalars
 from neox.features.best_checkpoint.run import NameBest
 from neox.features.eval_tasks.run import check_metric
 from neox.features.hf_export import run as hf_export
-from neox.plan import static_problems
+from neox.plan import DataAmounts, static_problems
 from neox.plan.report.data_lines import validation_lines
 from neox.preflight.data_amounts import validation_tokens
 from neox.preflight.score_checks import save_best_notes, save_best_problems
@@ -461,8 +461,8 @@ def test_a_part_of_a_small_file_without_a_document_is_no_validation_data(
         valid_data_paths={"web": str(tmp_path / "web")},
         save_best="validation/lm_loss_bits_per_byte",
     )
-    plan = replace(plan, validation_tokens=validation_tokens(plan.config))
-    assert bool(dict(plan.validation_tokens)[None]) == has_documents
+    plan = replace(plan, amounts=DataAmounts(validation_tokens=validation_tokens(plan.config)))
+    assert bool(dict(plan.amounts.validation_tokens)[None]) == has_documents
     assert [str(data) in str(problem) for problem in save_best_problems(plan)] == [True] * has_documents
     assert ["a part of data_path" in line for line in validation_lines(plan)] == [True] * has_documents + [False]
 

@@ -7,6 +7,7 @@ import pytest
 
 from neox.engine import StepReport, StepResult, TrainState
 from neox.features.terminal.run import TerminalLine
+from neox.plan import DataAmounts
 from tests.plans import small_plan
 
 
@@ -17,7 +18,7 @@ def report(loss, seconds=0.5):
 
 def lines_of(capsys, epoch_samples=0, **keys):
     plan = small_plan(**{"log_interval": 2, **keys})
-    terminal = TerminalLine(replace(plan, epoch_samples=epoch_samples))
+    terminal = TerminalLine(replace(plan, amounts=DataAmounts(epoch_samples=epoch_samples)))
     for iteration in range(1, 11):
         terminal.on_step(TrainState(iteration=iteration, skipped_updates=1), report(float(iteration)))
     return capsys.readouterr().out.splitlines()

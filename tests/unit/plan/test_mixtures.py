@@ -11,7 +11,7 @@ import pytest
 
 from neox.config import load_config
 from neox.errors import ConfigError
-from neox.plan import RunPlan, decode_payload, encode_payload, format_plan, plan_as_dict
+from neox.plan import DataAmounts, RunPlan, decode_payload, encode_payload, format_plan, plan_as_dict
 from neox.plan.batches.dataset_shares import shares_of_stages
 from neox.plan.report.data_lines import notes_on_evaluations, notes_on_passes, validation_lines
 from tests.plans import SIZES, plan_of
@@ -132,14 +132,14 @@ def test_the_plan_shows_tokens_and_passes() -> None:
     plan = staged({"weights": [1, 1, 0]}, {"start_step": 50, "weights": [0, 1, 1], "name": "last"})
     tokens = 50 * BATCH * 32
     assert notes_on_passes(plan) == []
-    sized = replace(plan, dataset_tokens=(tokens // 5, tokens // 8, tokens))
+    sized = replace(plan, amounts=DataAmounts(dataset_tokens=(tokens // 5, tokens // 8, tokens)))
     lines = [line for line in format_plan(sized).splitlines() if " passes)" in line]
     assert [line.count("passes") for line in lines] == [2, 2]
     assert "2.5 passes" in lines[0]
     assert "last from step 50" in lines[1]
     (note,) = notes_on_passes(sized)
     assert note.startswith("b is read 8.0 times")
-    assert notes_on_passes(replace(sized, dataset_tokens=(tokens, tokens, tokens))) == []
+    assert notes_on_passes(replace(sized, amounts=DataAmounts(dataset_tokens=(tokens, tokens, tokens)))) == []
 
 
 def test_the_plan_shows_each_validation_set() -> None:
@@ -164,9 +164,9 @@ def test_the_plan_says_how_many_tokens_a_point_is_of_and_whether_it_reads_them_m
         plan = plan_of(**SIZES, data_path="a", eval_iters=samples)
         tokens = 5 * plan.batch.train_batch_size * plan.batch_schedule.full_length
         assert notes_on_evaluations(plan) == []
-        (line,) = validation_lines(replace(plan, validation_tokens=((None, 2 * tokens),)))
+        (line,) = validation_lines(replace(plan, amounts=DataAmounts(validation_tokens=((None, 2 * tokens),))))
         assert f"{2 * tokens:,}" in line
         assert (f"{tokens:,} tokens an" in line) is (samples == 5)
-        notes = notes_on_evaluations(replace(plan, validation_tokens=(("wiki", tokens // 5),)))
+        notes = notes_on_evaluations(replace(plan, amounts=DataAmounts(validation_tokens=(("wiki", tokens // 5),))))
         assert len(notes) == (samples == 5)
         assert all("wiki" in note and "5 times" in note for note in notes)

@@ -19,11 +19,12 @@ from neox.checkpoint_files.manifest import write_manifest
 from neox.config import NeoXConfig, load_config
 from neox.data import IndexedDataset, IndexedDatasetBuilder, pass_amounts
 from neox.data.run_data import build_data_iterators
+from neox.errors import ConfigError
 from neox.launch.hosts.placement import ChosenBy, Placement
 from neox.launch.hosts.remote import path_state
 from neox.launch.spec import Host
-from neox.plan import resolve
-from neox.plan.report.data_lines import data_lines
+from neox.plan import RunPlan, resolve
+from neox.plan.report.data_lines import data_lines, notes_on_data
 from neox.plan.rules import notes_without_effect
 from neox.preflight import checks
 from neox.preflight.chat_checks import label_notes, packed_conversation_notes
@@ -38,7 +39,7 @@ from neox.preflight.checks import (
     task_problems,
 )
 from neox.preflight.command_line import parse_arguments
-from neox.preflight.data_amounts import training_tokens, with_amounts
+from neox.preflight.data_amounts import read_amounts, training_tokens
 from neox.preflight.data_checks import data_problems, missing_data
 from neox.preflight.next_steps import next_steps
 from neox.preflight.tokenizer_checks import read_vocabulary
@@ -57,7 +58,7 @@ def test_a_gpu_that_a_file_names_and_this_machine_lacks(monkeypatch: pytest.Monk
     def missing(placement: Placement, *overrides: str) -> str | None:
         read = load_config([file], overrides=["host_memory_gib=64", *overrides]).config
         plan = resolve(read, placement.world_size, 50_304)
-        device = device_of_ranks(plan, placement, None, training=True, dry_run=True)
+        device = device_of_ranks(plan, placement, training=True, dry_run=True)
         return missing_device(plan, device, placement, training=True)
 
     def ranks(count: int) -> tuple[Host, ...]:
@@ -345,6 +346,16 @@ def test_labels_that_are_not_those_of_their_data(tmp_path: Path) -> None:
     assert "none.bin" in problem.message
 
 
+def planned_with_data(config: NeoXConfig) -> tuple[RunPlan, list[str], list[Problem]]:
+    """Return a plan with the amounts of its data, the notes on them, and why the data does not suffice."""
+    found = read_amounts(config)
+    plan = resolve(config, 1, 200, amounts=found.amounts)
+    try:
+        return plan, [*found.notes, *notes_on_data(plan)], list(found.problems)
+    except ConfigError as error:
+        return plan, list(found.notes), [*found.problems, *error.problems]
+
+
 def test_amounts_of_training_data(tmp_path: Path) -> None:
     prefixes = [str(tmp_path / name) for name in "ab"]
     for prefix in prefixes:
@@ -354,11 +365,11 @@ def test_amounts_of_training_data(tmp_path: Path) -> None:
     assert training_tokens(config(**keys)) == (100, 100)
     assert training_tokens(config(data_path=prefixes[0], split="80,20")) == (80,)
     assert training_tokens(config(data_path=str(tmp_path / "none"))) == ()
-    plan, problems = with_amounts(resolve(config(**keys), 1, 100))
-    assert problems == ()
-    assert plan.dataset_tokens == (100, 100)
-    assert len(plan.notes) == 2
-    _, (problem,) = with_amounts(resolve(config(**keys, train_data_max_passes=1), 1, 100))
+    plan, notes, problems = planned_with_data(config(**keys))
+    assert problems == []
+    assert plan.amounts.dataset_tokens == (100, 100)
+    assert len(notes) == 2
+    _, _, (problem,) = planned_with_data(config(**keys, train_data_max_passes=1))
     assert problem.keys[0] == "train_data_max_passes"
 
 
@@ -367,13 +378,13 @@ def test_passes_over_a_part_count_its_documents(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
         builder.add_documents(np.arange(100), [60, 20, 20])
     keys = {"data_path": str(tmp_path / "x"), "split": "67,33,0", "train_iters": 8, "train_micro_batch_size_per_gpu": 1}
-    plan, _ = with_amounts(resolve(config(**keys, seq_length=20), 1, 200))
-    assert plan.dataset_tokens == (80,)
+    plan, _, _ = planned_with_data(config(**keys, seq_length=20))
+    assert plan.amounts.dataset_tokens == (80,)
     (line,) = data_lines(plan)
     assert "160 tokens" in line
     assert "(2 passes)" in line
-    plan, _ = with_amounts(resolve(config(**keys, seq_length=60, pack_impl="unpacked"), 1, 200))
-    assert plan.pass_tokens == (120,)
+    plan, _, _ = planned_with_data(config(**keys, seq_length=60, pack_impl="unpacked"))
+    assert plan.amounts.pass_tokens == (120,)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +398,7 @@ def test_training_data_without_a_usable_document_has_a_plan(tmp_path: Path, keys
     with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
         builder.add_documents(np.arange(100), [10] * 10)
     keys = {"data_path": str(tmp_path / "x"), "train_iters": 8, "train_micro_batch_size_per_gpu": 1, **keys}
-    plan, _ = with_amounts(resolve(config(**keys), 1, 200))
+    plan, _, _ = planned_with_data(config(**keys))
     (line,) = data_lines(plan)
     assert line.endswith("x 100 % (no usable document)")
 
@@ -406,15 +417,15 @@ def test_passes_over_padded_samples_count_the_padding(tmp_path: Path, packing: d
         builder.add_documents(np.arange(140), [10] * 10 + [40])
         builder.add_document([1])  # it has no token to predict
     keys = {"train_data_paths": [str(tmp_path / "x")], "seq_length": 20, "train_micro_batch_size_per_gpu": 1, **packing}
-    plan, problems = with_amounts(resolve(config(**keys, train_iters=samples, train_data_max_passes=1), 1, 200))
-    assert problems == ()
-    assert plan.pass_tokens == (samples * 20,)
+    plan, _, problems = planned_with_data(config(**keys, train_iters=samples, train_data_max_passes=1))
+    assert problems == []
+    assert plan.amounts.pass_tokens == (samples * 20,)
     (line,) = data_lines(plan)
     assert "(1 passes)" in line
     settings = resolve(config(**keys, train_iters=samples, train_data_max_passes=1), 1, 512)
     tokenizer = build_tokenizer("CharLevelTokenizer", None)
     build_data_iterators(settings, 0, 0, tokenizer=tokenizer, cache_dir=tmp_path)  # the start agrees
-    _, (problem,) = with_amounts(resolve(config(**keys, train_iters=samples + 1, train_data_max_passes=1), 1, 200))
+    _, _, (problem,) = planned_with_data(config(**keys, train_iters=samples + 1, train_data_max_passes=1))
     assert problem.keys[0] == "train_data_max_passes"
 
 
@@ -424,8 +435,8 @@ def test_the_plan_names_what_best_fit_packing_wastes(tmp_path: Path) -> None:
             builder.add_document(np.ones(size, dtype=np.uint16))
     keys = {"train_data_paths": [str(tmp_path / "x")], "seq_length": 16, "pack_impl": "best_fit"}
     keys |= {"train_iters": 1, "train_micro_batch_size_per_gpu": 1}
-    plan, _ = with_amounts(resolve(config(**keys), 1, 100))
-    (note,) = [note for note in plan.notes if "best_fit" in note]
+    _, notes, _ = planned_with_data(config(**keys))
+    (note,) = [note for note in notes if "best_fit" in note]
     assert "25.0%" in note
 
 
@@ -446,15 +457,15 @@ def test_padding_and_cuts_are_counted_by_one_look_at_the_labels_and_say_by_how_m
         return blocks(dataset, *arguments)
 
     monkeypatch.setattr(IndexedDataset, "blocks", counted)
-    plan, problems = with_amounts(resolve(config(**keys), 1, 100))
-    assert problems == ()
-    assert plan.pass_tokens == (4 * 16,)
-    assert any(f"{1 - 16 / 19:.1%}" in note for note in plan.notes if "4 of 4 documents are cut" in note)
+    plan, notes, problems = planned_with_data(config(**keys))
+    assert problems == []
+    assert plan.amounts.pass_tokens == (4 * 16,)
+    assert any(f"{1 - 16 / 19:.1%}" in note for note in notes if "4 of 4 documents are cut" in note)
     assert len(looks) == 1
-    assert not any("first" in note for note in plan.notes)
+    assert not any("first" in note for note in notes)
     monkeypatch.setattr(pass_amounts, "COUNTED_DOCUMENTS", 3)
-    plan, _ = with_amounts(resolve(config(**keys), 1, 100))
-    assert any("first 3 documents" in note for note in plan.notes if "padding" in note)
+    _, notes, _ = planned_with_data(config(**keys))
+    assert any("first 3 documents" in note for note in notes if "padding" in note)
 
 
 def test_a_tokenizer_without_tokens_for_fill_in_the_middle(tmp_path: Path) -> None:
@@ -504,21 +515,21 @@ def test_conversations_that_lose_their_answers(tmp_path: Path) -> None:
         "train_micro_batch_size_per_gpu": 1,
     }
 
-    plan, problems = with_amounts(resolve(config(**keys, seq_length=7), 1, 100))
-    assert problems == ()
-    assert not any("are cut" in note for note in plan.notes)
+    _, notes, problems = planned_with_data(config(**keys, seq_length=7))
+    assert problems == []
+    assert not any("are cut" in note for note in notes)
 
-    plan, (problem,) = with_amounts(resolve(config(**keys, seq_length=6), 1, 100))
+    _, notes, (problem,) = planned_with_data(config(**keys, seq_length=6))
     assert problem.keys == ("max_lost_labels", "seq_length")
-    assert any("27 of 30 documents are cut and 0 left out, which loses 30.0%" in note for note in plan.notes)
+    assert any("27 of 30 documents are cut and 0 left out, which loses 30.0%" in note for note in notes)
     evaluated = {"valid_data_paths": keys["train_data_paths"], "valid_label_data_paths": keys["train_label_data_paths"]}
-    plan, problems = with_amounts(resolve(config(**keys, **evaluated, seq_length=6, max_lost_labels=0.3), 1, 100))
-    assert problems == ()
-    assert sum("which loses 30.0% of the evaluated tokens" in note for note in plan.notes) == 1
+    _, notes, problems = planned_with_data(config(**keys, **evaluated, seq_length=6, max_lost_labels=0.3))
+    assert problems == []
+    assert sum("which loses 30.0% of the evaluated tokens" in note for note in notes) == 1
 
-    plan, _ = with_amounts(resolve(config(**keys, seq_length=4, max_lost_labels=1), 1, 100))
-    assert plan.pass_tokens == (3 * 4,)  # one token of the three shorter ones is left
-    assert any("3 of 30 documents are cut and 27 left out" in note for note in plan.notes)
+    plan, notes, _ = planned_with_data(config(**keys, seq_length=4, max_lost_labels=1))
+    assert plan.amounts.pass_tokens == (3 * 4,)  # one token of the three shorter ones is left
+    assert any("3 of 30 documents are cut and 27 left out" in note for note in notes)
     assert any("read 3.3 times" in line or "3.33 passes" in line for line in data_lines(plan))
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import yaml
 
-from neox.config import NeoXConfig
+from neox.config import NOTHING, NeoXConfig, apply_decisions
 from neox.data import IndexedDatasetBuilder
+from neox.decisions.start import decide_length
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.placement import ChosenBy, Placement, choose_hosts
 from neox.launch.spec import Host
@@ -22,7 +23,7 @@ from neox.plan import Capabilities, gpu_device
 from neox.plan.schedule import schedule_of
 from neox.plan.time.of_plan import step_picture
 from neox.preflight.command_line import find_script, parse_arguments
-from neox.preflight.data_decisions import DecidedConfig, epoch_samples, with_train_iters
+from neox.preflight.data_amounts import read_amounts
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import _curves, draw_schedules
 from neox.preflight.run_directory import run_directory, write_run_directory
@@ -40,7 +41,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     for steps in (1, 2):
         plan = plan_of(**{**SIZES, "train_iters": steps})
         commands = {"launch": "launch 'a b'", "commands": [{"host": "here", "command": "agent"}]}
-        write_run_directory(tmp_path / "run", plan, gpu_device(plan), commands)
+        write_run_directory(tmp_path / "run", plan, gpu_device(plan), plan.notes, commands)
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert files == {"plan.json", "deepspeed.json", "config.yml", "command.txt", "ranks"}
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["grid"]["world"] == 1
@@ -49,7 +50,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "command.txt").read_text().endswith("launch 'a b'\n# on here\nagent\n")
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError):
-        write_run_directory(tmp_path / "file", plan, gpu_device(plan), commands)
+        write_run_directory(tmp_path / "file", plan, gpu_device(plan), plan.notes, commands)
 
 
 def test_a_dry_run_without_data_starts_without_numpy() -> None:
@@ -75,7 +76,7 @@ def test_deepy_plans_generation_beside_training(tmp_path: Path) -> None:
         config = read_config(arguments)
         placement, _ = choose_hosts(config, arguments)
         job = Job(find_script(script), placement, dry_run=True)
-        assert plan_job(config, job, Capabilities()).plan.grid.world_size == world
+        assert plan_job(config, job, Capabilities(), is_sound=True).plan.grid.world_size == world
 
 
 def test_a_plan_leaves_to_the_start_what_depends_on_its_moment(tmp_path: Path) -> None:
@@ -101,7 +102,8 @@ def planned_here(directory: Path, **keys: Any) -> PlannedJob:
     file.write_text(json.dumps({**SIZES, **keys}))
     arguments = parse_arguments(["train.py", str(file), "--dry-run"])
     placement = Placement((Host("localhost", (0,)),), ChosenBy.NOTHING, accelerators=0)
-    return plan_job(read_config(arguments), Job(find_script("train.py"), placement, True), Capabilities())
+    job = Job(find_script("train.py"), placement, dry_run=True)
+    return plan_job(read_config(arguments), job, Capabilities(), is_sound=True)
 
 
 def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_precision_auto_needs_hosts_that_can_be_asked(tmp_path: Path) -> None:
 
     def plan(*asked: dict[str, object], dry_run: bool) -> tuple[str, bool]:
         job = Job(find_script("train.py"), placement, dry_run=dry_run)
-        planned = plan_job(config, job, Capabilities.of_hosts(asked))
+        planned = plan_job(config, job, Capabilities.of_hosts(asked), is_sound=True)
         return planned.plan.precision, ("precision",) in [problem.keys for problem in planned.problems]
 
     modern, old = {"devices": "GPUs", "bf16": True, "fp16": True}, {"devices": "CPU", "bf16": False, "fp16": False}
@@ -129,20 +131,20 @@ def test_a_length_in_epochs_becomes_iterations(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_documents(np.arange(1000) % 50, [10] * 100)
     config = NeoXConfig.from_flat({**keys, "data_path": prefix}, {"num_train_epochs": Source.in_file("a.yml", 7)})
-    found = with_train_iters(config, 2)
-    counted = found.config
+    found = decide_length(config, 2)
+    counted = apply_decisions(config, found.decisions)
     assert (counted.training.train_iters, found.problems) == (11, ())  # 1,499 // 32 = 46 samples, four a step
     assert "46 samples" in found.notes[0]
     assert str(counted.source("train_iters")) == "a.yml:7 (num_train_epochs)"
     assert not counted.given("num_train_epochs")
-    (problem,) = with_train_iters(NeoXConfig.from_flat({**keys, "data_path": prefix + "none"}), 2).problems
+    (problem,) = decide_length(NeoXConfig.from_flat({**keys, "data_path": prefix + "none"}), 2).problems
     assert problem.keys == ("num_train_epochs",)
     one_step = config.updated({"num_train_epochs": 0.01})
-    assert with_train_iters(one_step, 2).config.training.train_iters == 1
-    one_pass = {log_style: epoch_samples(config.updated({"log_style": log_style})) for log_style in ("neox", "fleetx")}
-    assert one_pass == {"neox": 0, "fleetx": 31}  # 999 // 32
+    assert [each.value for each in decide_length(one_step, 2).decisions] == [1, None]
+    for log_style, samples in {"neox": 0, "fleetx": 31}.items():  # 999 // 32
+        assert read_amounts(config.updated({"log_style": log_style})).amounts.epoch_samples == samples
     as_it_is = NeoXConfig.from_flat({**SIZES, "data_path": prefix})
-    assert with_train_iters(as_it_is, 2) == DecidedConfig(as_it_is)
+    assert decide_length(as_it_is, 2) == NOTHING
 
 
 def test_a_plot_draws_a_step_of_stages(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from neox.config import NeoXConfig
+from neox.config import NeoXConfig, apply_decisions
 from neox.errors import ConfigError, LaunchError, UnreachableHostError
 from neox.launch import Host
 from neox.launch.hosts.doctor import HostReport
@@ -56,8 +56,8 @@ def test_a_spare_host_steps_in_with_its_report() -> None:
     assert names(found) == "sbc"
     assert [report.host.name for report in found.reports] == ["s", "b", "c"]
     assert list(found.left_out) == ["a"]
-    assert found.config.runner.master_addr is None  # it was the first host's
-    assert fit(config(), placed(SPARE)).config.runner.master_addr == "a"
+    assert [(each.key, each.value) for each in found.decided.decisions] == [("master_addr", None)]
+    assert fit(config(), placed(SPARE)).decided.decisions == ()
 
 
 def test_a_smaller_run_keeps_the_batch_if_it_is_elastic() -> None:
@@ -65,8 +65,9 @@ def test_a_smaller_run_keeps_the_batch_if_it_is_elastic() -> None:
         fit(config(), placed(), broken="b")
     found = fit(config(elastic=True), placed(), broken="b")
     assert names(found) == "ac"
-    assert found.config.deepspeed.train_batch_size == 24  # 6 ranks x 1 x 4
-    assert found.config.deepspeed.gradient_accumulation_steps is None
+    decided = apply_decisions(config(elastic=True), found.decided.decisions)
+    assert decided.deepspeed.train_batch_size == 24  # 6 ranks x 1 x 4
+    assert decided.deepspeed.gradient_accumulation_steps is None
     assert names(fit(config(elastic=True), placed(), unfit="bc")) == "a"
 
 
@@ -93,9 +94,10 @@ def test_a_smaller_run_divides_the_sizes_of_a_ramp_up() -> None:
     assert names(fit(config(**keys), placement, broken="d")) == "abc"
     found = fit(config(**keys, rampup_batch_size=[4, 4, 96]), placement, broken="d")
     assert names(found) == "ab"  # three ranks could share the batch of 12, but not one of 4
-    batch = solve_batch(found.config, 2, [])
+    decided = apply_decisions(config(**keys, rampup_batch_size=[4, 4, 96]), found.decided.decisions)
+    batch = solve_batch(decided, 2, [])
     assert batch is not None
-    assert list(ramp_problems(found.config, batch)) == []
+    assert list(ramp_problems(decided, batch)) == []
 
 
 def test_a_batch_that_cannot_be_kept_ends_the_run() -> None:

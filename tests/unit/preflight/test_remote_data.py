@@ -15,7 +15,7 @@ import pytest
 
 from neox.checkpoint import commit, stage_directory
 from neox.checkpoint.remote.mirror import Mirror
-from neox.config import NeoXConfig
+from neox.config import NeoXConfig, apply_decisions
 from neox.data import IndexedDataset, IndexedDatasetBuilder
 from neox.errors import DataError
 from neox.launch.hosts.placement import choose_hosts
@@ -24,7 +24,7 @@ from neox.plan.run_identity import run_identity
 from neox.preflight.command_line import find_script, parse_arguments
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.remote_checkpoints import with_local_load
-from neox.preflight.remote_data import with_local_data
+from neox.preflight.remote_data import fetch_data
 from tests.errors import raises_naming
 from tests.plans import SIZES, small_plan
 from tests.unit.corpus.s3_server import FailingApp, s3_server
@@ -67,6 +67,10 @@ def test_token_files_are_copied_once_and_again_if_they_change(s3: FailingApp, tm
         with_local_data(config)
 
 
+def with_local_data(config: NeoXConfig) -> NeoXConfig:
+    return apply_decisions(config, fetch_data(config).decisions)
+
+
 def planned(tmp_path: Path, **keys: Any) -> PlannedJob:
     """The plan of a dry run."""
     file = tmp_path / "run.yml"
@@ -74,7 +78,7 @@ def planned(tmp_path: Path, **keys: Any) -> PlannedJob:
     arguments = parse_arguments(["train.py", str(file), "--dry-run", "--hosts", "1", "--gpus", "1"])
     config = read_config(arguments)
     placement, _ = choose_hosts(config, arguments)
-    return plan_job(config, Job(find_script("train.py"), placement, dry_run=True), Capabilities())
+    return plan_job(config, Job(find_script("train.py"), placement, dry_run=True), Capabilities(), is_sound=True)
 
 
 def keys_of(job: PlannedJob) -> set[str]:
@@ -85,14 +89,14 @@ def test_a_dry_run_says_what_a_start_would_copy_and_copies_nothing(s3: FailingAp
     upload(tmp_path, [1, 2, 3])
     size = sum(fsspec.filesystem("s3").size(f"bucket/t{suffix}") for suffix in (".bin", ".idx"))
     job = planned(tmp_path, data_path="s3://bucket/t")
-    assert any("s3://bucket/t" in note and f" {size} " in note for note in job.plan.notes)
+    assert any("s3://bucket/t" in note and f" {size} " in note for note in job.notes)
     assert not keys_of(job) & {"data_path"}
     assert not (tmp_path / "data").exists()
     assert not any(method == "GET" and path.endswith((".bin", ".idx")) for method, path in s3.requests)
     copied = with_local_data(small_plan(data_path="s3://bucket/t", data_cache_dir=str(tmp_path / "data")).config)
     again = planned(tmp_path, data_path="s3://bucket/t")
     assert again.plan.config.data.data_path == copied.data.data_path
-    assert not any("s3://bucket/t" in note for note in again.plan.notes)
+    assert not any("s3://bucket/t" in note for note in again.notes)
     missing = planned(tmp_path, data_path="s3://bucket/none")
     assert any("s3://bucket/none.bin" in str(problem) for problem in missing.problems)
 
@@ -107,7 +111,7 @@ def test_a_dry_run_fetches_no_checkpoint(s3: FailingApp, tmp_path: Path) -> None
     for size, more in ((170_000, {}), (70_000, {"finetune": True})):
         job = planned(tmp_path, **keys, **more)
         assert "load" not in keys_of(job)
-        assert any("s3://bucket/run/global_step3" in note and f" {size:,} bytes" in note for note in job.plan.notes)
+        assert any("s3://bucket/run/global_step3" in note and f" {size:,} bytes" in note for note in job.notes)
     assert not (tmp_path / "cache").exists()
     assert not any(method == "GET" and path.endswith(".pt") for method, path in s3.requests)
     real = with_local_load(NeoXConfig.from_flat({**SIZES, **keys}), trains=True)
