@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.experts import ExpertsConfig
+from neox.plan.devices.precision import choose_precision
 from neox.plan.network.expert_keys import expert_blocks
 from neox.plan.rules.network import nearest_multiples
 from neox.problems import Problem
@@ -107,8 +108,13 @@ def _divided_experts(config: NeoXConfig) -> Iterator[Problem]:
     if zero.reduce_scatter is False:
         rule = "needs gradients that are reduced to the ranks that update them; remove reduce_scatter: false"
         yield config.problem(key, rule, "zero_optimization.reduce_scatter")
-    if zero.contiguous_gradients is False and zero.stage == 2:
-        rule = "needs contiguous gradients with ZeRO 2; remove contiguous_gradients: false"
+    # DeepSpeed's wrapper of bf16 with ZeRO 1 has buffers of its own.
+    keeps_buffers = zero.stage == 1 and choose_precision(config, []) == "bf16"
+    if zero.contiguous_gradients is False and zero.stage in (1, 2) and not keeps_buffers:
+        rule = (
+            "needs contiguous gradients: without them DeepSpeed averages those of different experts; remove "
+            "contiguous_gradients: false"
+        )
         yield config.problem(key, rule, "zero_optimization.contiguous_gradients", "zero_optimization.stage")
     if zero.stage == 3 and (zero.zero_hpz_partition_size or 1) > 1:
         rule = "does not work with second copies of weights, which neighbouring data ranks divide; remove one of them"

@@ -56,6 +56,10 @@ CODE = {
         STAGE2._link_all_hp_params,
         f"param_offsets = None\n{' ' * 12}if any(self.round_robin_bit16_padding[i]):",
     ),
+    "experts without contiguous gradients": (  # refused: `neox.plan.rules.experts`
+        STAGE2.reduce_ipg_grads,
+        "self.buffered_reduce_fallback(None, bucket.grads, comm_dtype, elements_per_buffer=bucket.elements)",
+    ),
     "class of ZeRO 1 and 2": (DeepSpeedEngine._configure_zero_optimizer, "DeepSpeedZeroOptimizer if not self.zenflow"),
     "gradients copied on one rank": (DeepSpeedEngine.allreduce_bucket, "tensor = self.flatten(bucket)"),
     "a walk over modules": (DeepSpeedEngine.zero_grad, "self.module.named_parameters()"),

@@ -17,6 +17,7 @@ DIVIDED: dict[str, Any] = {"moe_num_experts": 8, "moe_router_type": "topk", "exp
         ("optimizer.type", {"optimizer": {"type": "SM3"}}),
         ("zero_optimization.reduce_scatter", {"zero_optimization": {"stage": 1, "reduce_scatter": False}}),
         ("zero_optimization.contiguous_gradients", {"zero_optimization": {"stage": 2, "contiguous_gradients": False}}),
+        ("zero_optimization.contiguous_gradients", {"zero_optimization": {"stage": 1, "contiguous_gradients": False}}),
         (
             "zero_optimization.zero_hpz_partition_size",
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
@@ -27,3 +28,8 @@ def test_what_deepspeed_or_checkpoints_lack_is_refused(other: str, keys: dict[st
     (named,) = problem_keys(8, **{**SIZES, **DIVIDED, **keys})
     assert named[0] == "expert_model_parallel_size"
     assert other in named
+
+
+def test_the_wrapper_of_bf16_needs_no_contiguous_gradients() -> None:
+    zero = {"stage": 1, "contiguous_gradients": False}
+    assert not problem_keys(8, **{**SIZES, **DIVIDED, "precision": "bf16", "zero_optimization": zero})
