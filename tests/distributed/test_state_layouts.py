@@ -9,6 +9,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.spawn import run_ranks
+from tests.distributed.test_reshard import STEPS as BETWEEN_RESUMES
+from tests.distributed.test_reshard import relay_and_still
 from tests.distributed.training_runs import batches, tiny_plan
 
 SAVED_AT = 2
@@ -126,3 +128,64 @@ def test_dealt_parameters_in_bf16(tmp_path):
     """ZeRO 1 has a wrapper of its own for bf16, which ignores the key."""
     loading = [{"zero": 1}, dealt(2), dealt(1)]
     assert_resumes(tmp_path, [dealt(1), dealt(2)], loading, rounding=3e-3, **BF16)
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+LAYOUTS = [
+    {"stage": 3, "sub_group_size": 2000},
+    {"stage": 1, "round_robin_gradients": True},
+    {"stage": 3, "sub_group_size": 300, "stage3_param_persistence_threshold": 0},
+    {"stage": 0},
+    {"stage": 2, **OFFLOAD},
+    {"stage": 3, "stage3_param_persistence_threshold": 10**6, "stage3_model_persistence_threshold": 10**4},
+    {"stage": 2, "contiguous_gradients": False, "round_robin_gradients": True},
+    {"stage": 1, "reduce_bucket_size": 500, "allgather_bucket_size": 200},
+    {"stage": 3, "sub_group_size": 500, **OFFLOAD},
+    {"stage": 1, **OFFLOAD},
+    {"stage": 2, "reduce_scatter": False, "overlap_comm": True},
+]
+"""Values of every key of ZeRO that changes where a parameter's states are in DeepSpeed's files, or that might."""
+
+
+def assert_relay(path, layouts, *, world, tolerance, **keys):
+    """A run that resumes in one layout after the other has the losses and loss scales of one in a single layout."""
+    keys = {**SMALL, **keys}
+    save = str(path / "relay")
+    relayed = [tiny_plan(world, **{**keys, **layout}, save=save, load=save) for layout in layouts]
+    still = tiny_plan(world, **keys, zero=1, save=str(path / "still"))
+    got, expected = run_ranks(world, relay_and_still, relayed, still, timeout=300)[0]
+    assert len(got) == len(layouts) * BETWEEN_RESUMES
+    for step, ((loss, scale), (loss_1, scale_1)) in enumerate(zip(got, expected, strict=True)):
+        assert loss == pytest.approx(loss_1, rel=tolerance), layouts[step // BETWEEN_RESUMES]
+        assert scale == scale_1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_key_of_zero_in_one_run(tmp_path, world):
+    """Groups of three decays and rates; with three ranks no group's size divides evenly."""
+    groups = [{"match": "attention.*bias", "lr_factor": 0.1, "weight_decay": 0.3}, {"match": "norm.*", "frozen": True}]
+    keys = {"hidden_size": 36, "train_batch_size": 6, "parameter_groups": groups}
+    assert_relay(tmp_path, [{"zero_optimization": zero} for zero in LAYOUTS], world=world, tolerance=1e-5, **keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-3), ("fp16", 3e-3)])
+def test_every_key_of_zero_in_16_bits(tmp_path, precision, tolerance):
+    """bf16 has a wrapper of its own with ZeRO 1, and with offload or `grad_accum_dtype` DeepSpeed's."""
+    keys = {"bf16": {"precision": "bf16"}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}[precision]
+    layouts = [{"zero_optimization": zero} for zero in LAYOUTS]
+    if precision == "bf16":
+        layouts.insert(5, {"zero": 1, "data_types": {"grad_accum_dtype": "bf16"}})
+    assert_relay(tmp_path, layouts, world=2, tolerance=tolerance, **keys)
+
+
+@pytest.mark.slow
+def test_every_key_of_zero_with_experts(tmp_path):
+    """Ranks divide experts in every second layout."""
+    layouts = []
+    for zero in LAYOUTS:
+        divides = zero.get("reduce_scatter", True) and zero.get("contiguous_gradients", True)
+        for keys in (DIVIDED, {}) if divides else ({},):
+            layouts.append({"zero_optimization": zero, **keys})
+    assert_relay(tmp_path, layouts, world=4, tolerance=1e-5, train_batch_size=8, **EXPERTS)
