@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from neox.checkpoint.optimizer.file_formats import RankFiles, groups_in_files, read_groups
+from neox.checkpoint.weights.tensor_files import load_file
+from neox.checkpoint_files.names import mp_rank_file
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_reshard import STEPS as BETWEEN_RESUMES
 from tests.distributed.test_reshard import relay_and_still
@@ -85,6 +88,47 @@ def curves_as_deepspeed(plans):
     return curves(plans, deepspeeds_places=True)
 
 
+def misplaced(plans):
+    """On this rank, for each plan: parameters whose fp32 weights are not where `optimizer_tensors` says."""
+    import torch
+
+    from neox.engine import initialize_distributed, initialize_engine
+    from neox.engine.optimizer_tensors import optimizer_tensors, parameter_names
+    from neox.parallel import first_own_element
+
+    answers = []
+    for plan in plans:
+        grid, device = initialize_distributed(plan)
+        engine = initialize_engine(plan, grid, device)
+        model = engine.deepspeed_engine.module
+        names = parameter_names(model, plan.layers)
+        weights = {names[id(parameter)]: parameter for parameter in model.parameters()}
+        found = []
+        wrapper = engine.deepspeed_engine.optimizer
+        for item in optimizer_tensors(plan, grid, model, wrapper, engine.optimizer):
+            for part in item.fragments:
+                weight = weights[part.key].detach().reshape(-1)
+                first = part.first - first_own_element(weights[part.key])
+                held = item.tensor.view(-1)[part.start : part.start + part.length]
+                if not torch.equal(held.to(weight.dtype), weight[first : first + part.length]):
+                    found.append(part.key)
+        answers.append(found)
+    return answers
+
+
+def test_places_of_parameters():
+    """What is loaded, averaged, counted by layer or cut into matrices follows these places."""
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    keys = [
+        *({"zero": 1}, dealt(1), dealt(2), dealt(1, **offload), {**dealt(2), **BF16}, {**dealt(1), **BF16}),
+        {**dealt(1), **DIVIDED, **EXPERTS},
+    ]
+    plans = [tiny_plan(2, **{**SMALL, **own}) for own in keys]
+    for own, first, second in zip(keys, *run_ranks(2, misplaced, plans, timeout=100), strict=True):
+        assert not first, own
+        assert not second, own
+
+
 def test_dealt_parameters(tmp_path):
     assert_resumes(
         tmp_path,
@@ -104,6 +148,10 @@ def test_dealt_parameters_of_three_ranks_and_offloaded_ones(tmp_path):
 def test_dealt_parameters_in_files_of_former_versions(tmp_path):
     """The files of DeepSpeed itself, and so gpt-neox's, say that parameters are where they are not."""
     assert_resumes(tmp_path, [dealt(1)], [{"zero": 1}, dealt(1)], alone=[{}], deepspeeds_places=True)
+    (saved,) = (tmp_path / "saved_0").glob("global_step*")
+    client = load_file(saved / mp_rank_file(0))
+    files = RankFiles(sorted(saved.glob("*optim_states.pt")))
+    assert groups_in_files(files) == read_groups(client), "gpt-neox does not write them"
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def open_stage(
         return zero3_state(files, shapes, experts, ep_size)
     groups = read_groups(client)
     if _is_round_robin(client, files):
-        return round_robin_state(files, groups or _groups_in_files(files), shapes, experts, ep_size)
+        return round_robin_state(files, groups or groups_in_files(files), shapes, experts, ep_size)
     if groups and not experts:
         return OrderedState(files, groups, shapes)
     return zero12_state(files, shapes, experts, ep_size)
@@ -442,7 +442,7 @@ def _is_round_robin(client: Mapping[str, Any], files: RankFiles) -> bool:
     return asked and "zero_stage" in files.state(files.nearest)
 
 
-def _groups_in_files(files: RankFiles) -> list[list[Key]]:
+def groups_in_files(files: RankFiles) -> list[list[Key]]:
     """Return the parameters of each group of gpt-neox in the original order, from the mappings of all data ranks."""
     groups: list[dict[Key, None]] = []
     for rank in range(len(files)):
