@@ -61,6 +61,24 @@ class NoCheckpointError(CheckpointError):
     """A directory of checkpoints of which none is complete."""
 
 
+class StaleStartError(CheckpointError):
+    """A start that the launcher has decided, and that the disk does not allow: nothing has been changed yet.
+
+    Args:
+        message: The message.
+        damaged: Path of the checkpoint that is damaged; None if another one counts by now.
+    """
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed
+
+    def __init__(self, message: str, damaged: str | None = None) -> None:
+        super().__init__(message)
+        self.damaged = damaged
+
+    def __reduce__(self) -> tuple[type[StaleStartError], tuple[str, str | None]]:
+        return StaleStartError, (str(self), self.damaged)
+
+
 class ConversionError(NeoXError, ValueError):
     """A model that the target format cannot express; lists every reason."""
 

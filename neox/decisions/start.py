@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from neox.config import NOTHING, Decided, Decision, NeoXConfig, apply_decisions
+from neox.decisions.checkpoint import DecidedStart
+from neox.decisions.schedule import decide_schedule, decide_warmup
 from neox.errors import DataError
 from neox.plan import Capabilities
 from neox.plan.batches.batch import MICRO, TOTAL, BatchPlan, solve_batch
@@ -16,7 +18,13 @@ _NORMALIZATION = "loss_normalization"
 
 
 def decide_start(
-    config: NeoXConfig, world_size: int, capabilities: Capabilities, *, hosts: Decided, data: Decided, trains: bool
+    config: NeoXConfig,
+    world_size: int,
+    capabilities: Capabilities,
+    *,
+    hosts: Decided = NOTHING,
+    data: Decided = NOTHING,
+    own: DecidedStart | None = None,
 ) -> Decided:
     """Decide everything that a start takes from what is on disks and hosts. It reads the configuration as it was given.
 
@@ -26,12 +34,21 @@ def decide_start(
         capabilities: What the hosts multiply natively, and the precision of the checkpoint that the run resumes from.
         hosts: Decisions about fewer hosts than planned (`neox.preflight.fit_hosts`).
         data: Copies of remote token files (`neox.preflight.remote_data`).
-        trains: Whether the model is trained, not only run.
+        own: The checkpoint from which a training starts (`checkpoint.choose_checkpoint`); None for other scripts.
     """
-    decided = hosts + data + decide_precision(config, capabilities)
-    if not trains:
-        return decided
-    decided += decide_length(config, world_size, hosts=hosts, data=data)
+    decided = hosts + data
+    if own is None:
+        return decided + decide_precision(config, capabilities)
+    decided += own
+    decided += decide_precision(config, capabilities)
+    length = decide_length(config, world_size, hosts=hosts, data=data)
+    steps = config.training.train_iters
+    for decision in length.decisions:
+        if decision.key == "train_iters":
+            steps = decision.value
+    decided += decide_schedule(config, own.loaded)
+    decided += length
+    decided += decide_warmup(config, own.loaded, steps)
     return decided + decide_loss_normalization(config, data)
 
 

@@ -4,7 +4,7 @@ from neox.engine import deepspeed_patches  # isort: skip  (its log filters must 
 from neox.engine.build_engine import initialize_engine
 from neox.engine.checkpoints.background_saves import BackgroundSaves
 from neox.engine.checkpoints.loading import build_loaded_model, open_engine, roll_back
-from neox.engine.checkpoints.run_start import RunStart, StartMode
+from neox.engine.checkpoints.run_start import RunStart, agree_on_start, check_copies
 from neox.engine.checkpoints.saving import save_checkpoint
 from neox.engine.device import choose_device
 from neox.engine.distributed import all_succeeded, from_first_rank, initialize_distributed, shutdown
@@ -22,13 +22,14 @@ __all__ = [
     "MakeFeatures",
     "SaveReport",
     "RunStart",
-    "StartMode",
     "StepReport",
     "StepResult",
     "TrainState",
     "TrainedModel",
+    "agree_on_start",
     "all_succeeded",
     "build_loaded_model",
+    "check_copies",
     "choose_device",
     "deepspeed_patches",
     "from_first_rank",

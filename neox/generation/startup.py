@@ -99,7 +99,7 @@ def _plan_and_tokenizer(args: argparse.Namespace) -> tuple[RunPlan, Tokenizer]:
     training = config_from_files(args.files, conf_dir=args.conf_dir, overrides=overrides)
     config = with_local_load(one_process(with_trained_model(training)), trains=False)
     capabilities = Capabilities.of_hosts([native_formats()])
-    saved = saved_precision(config, training=False)
+    saved = saved_precision(config)
     tokenizer = tokenizer_of(config)
     return resolve(config, 1, tokenizer.vocab_size, replace(capabilities, saved=saved)), tokenizer
 

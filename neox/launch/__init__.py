@@ -36,6 +36,8 @@ When something goes wrong:
     the launcher or the network is    the agent: standard input,           the agent kills its ranks and exits
       gone                            unanswered packets (`lifeline`)
     a host will be preempted          the agent: `preemption`              Supervisor asks all ranks to save and end
+    the chosen checkpoint is damaged  ranks: `agree_on_start`, before      `RestartPolicy`: start again from another one
+      or no longer the newest           anything is changed
     Ctrl-C, SIGTERM                   Supervisor, or scheduler -> agent    ranks save; the agent kills late ones
 
     which failure came first          Supervisor -> `run_facts.conclude` -> RunEnd
@@ -51,6 +53,7 @@ from neox.launch.agent.agent_files import (
     FailureReport,
     acknowledge_stop,
     busy_saving,
+    has_launcher,
     host_name,
     report_failure,
     report_progress,
@@ -65,6 +68,7 @@ __all__ = [
     "LaunchSpec",
     "acknowledge_stop",
     "busy_saving",
+    "has_launcher",
     "host_name",
     "record_run_event",
     "report_failure",

@@ -20,7 +20,7 @@ from neox.plan.batches.batch import BatchPlan
 from neox.plan.check import check_config, check_run, config_from_files, decides_run
 from neox.plan.deepspeed_json import deepspeed_json
 from neox.plan.devices.device import Device, gpu_device, host_device
-from neox.plan.devices.precision import Capabilities, Precision, saved_precision
+from neox.plan.devices.precision import Capabilities, Precision
 from neox.plan.memory import MemoryPlan
 from neox.plan.network.architecture import (
     architecture_keys,
@@ -42,7 +42,7 @@ from neox.plan.resolve import resolve
 from neox.plan.rules import missing_for_training, static_problems
 from neox.plan.run_plan import DataAmounts, RunPlan
 from neox.plan.search.fit import memory_problem
-from neox.plan.trained_model import model_directory, with_trained_model
+from neox.plan.trained_model import model_directory, saved_precision, with_trained_model
 
 __all__ = [
     "EXPERT_FIELDS",

@@ -20,6 +20,7 @@ from neox.plan.network.architecture import plan_layers
 from neox.plan.ranks.stages import LayerRange, StagePlan
 from neox.plan.ranks.topology import Topology
 from neox.plan.run_plan import DataAmounts, RunPlan
+from neox.plan.run_start import ChosenStart
 from neox.problems import Source
 
 
@@ -46,6 +47,7 @@ def encode_payload(plan: RunPlan) -> str:
         "deepspeed": plan.deepspeed,
         "device_family": plan.device_family,
         "epoch_samples": plan.amounts.epoch_samples,
+        "start": None if plan.start is None else plan.start.to_json(),
         "digest": plan_digest(plan),
     }
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(data).encode())).decode()
@@ -86,6 +88,7 @@ def decode_payload(text: str) -> RunPlan:
             decisions=tuple(map(Decision.from_json, data["decisions"])),
             device_family=data["device_family"],
             amounts=DataAmounts(epoch_samples=data["epoch_samples"]),
+            start=None if data["start"] is None else ChosenStart.from_json(data["start"]),
         )
         digest = data["digest"]
     except (binascii.Error, zlib.error, UnicodeError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -38,6 +38,7 @@ from neox.plan.rules import notes_without_effect, static_problems
 from neox.plan.rules.data_stages import order_problems
 from neox.plan.rules.pipeline import schedule_problems
 from neox.plan.run_plan import UNKNOWN_AMOUNTS, DataAmounts, RunPlan
+from neox.plan.run_start import ChosenStart
 from neox.plan.time.gpus import GPUS
 from neox.problems import Problem, in_file_order
 
@@ -51,6 +52,7 @@ def resolve(
     decisions: Sequence[Decision] | None = None,
     device_family: DeviceFamily | None = None,
     amounts: DataAmounts = UNKNOWN_AMOUNTS,
+    start: ChosenStart | None = None,
 ) -> RunPlan:
     """Derive the plan of a run.
 
@@ -62,6 +64,7 @@ def resolve(
         decisions: Decisions of a start, for people; None if this is no start, and `precision: auto` is not decided.
         device_family: Kind of device that kernels are planned for, if it is known.
         amounts: Amounts of data, if they are known.
+        start: How a training starts.
 
     Returns:
         The plan; its configuration names the precision that was decided.
@@ -124,6 +127,7 @@ def resolve(
         decisions=tuple(decisions),
         device_family=device_family,
         amounts=amounts,
+        start=start,
     )
     fp8_refusals = list(fp8_problems(plan, capabilities))  # shapes of weights on a tensor rank
     if fp8_refusals:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -22,14 +22,13 @@ from neox.config.sections.optimizer_table import MuonParams
 from neox.config.yaml_file import read_file
 from neox.errors import CheckpointError, ConfigError
 from neox.files import read_json_object
+from neox.plan.devices.precision import Precision, choose_precision
 from neox.plan.network.architecture import architecture_of
+from neox.plan.run_start import FIRST_LOAD_KEYS, StartMode, requested_start
 from neox.storage import cache_folder, cached_address, is_remote, named_checkpoint
 
 RUN_FILE = "run.json"
 """Name of the file in a checkpoint that holds the identity of its run."""
-
-FIRST_LOAD_KEYS = ("finetune", "iteration", "no_load_optim")
-"""Keys about the checkpoint that a run starts from. They have no effect once the run resumes from its own ones."""
 
 _STEP = "global_step"
 # What may change when a run resumes, and is worth a note: sections whose keys change what is learned.
@@ -63,17 +62,24 @@ class FoundRun:
         iteration: Number of steps that it has seen.
         identity: Its run; None if another program or an older version wrote it.
         samples_per_step: Samples of its steps; None if they are not recorded.
+        incomplete: Why no checkpoint of the directory can be loaded, for each that was tried; empty if this one can.
     """
 
     checkpoint: Path
     iteration: int
     identity: RunIdentity | None
     samples_per_step: int | None = None
+    incomplete: tuple[str, ...] = ()
 
     @cached_property
     def saved_config(self) -> NeoXConfig | None:
         """The configuration that the checkpoint holds; None if it cannot be read."""
         return saved_config(self.checkpoint)
+
+    @property
+    def precision(self) -> Precision | None:
+        """The precision of the checkpoint; None if another program wrote it."""
+        return None if self.saved_config is None else choose_precision(self.saved_config, [])
 
     def is_run_of(self, config: NeoXConfig) -> bool:
         """Return whether it is the run that a configuration starts; False if its run is not recorded.
@@ -122,64 +128,64 @@ def _start_of(config: NeoXConfig, *, by_copy: bool = False) -> str:
         config: The configuration.
         by_copy: Whether a checkpoint in object storage is named by the path of its copy, as older versions did.
     """
-    keys = config.checkpoint
-    if keys.load is None or resumes_own_directory(config):
+    asked = requested_start(config)
+    if asked.load is None or asked.own_directory:
         return f"initial weights of seed {config.training.seed}"
-    load = Path(keys.load)
-    iteration = keys.iteration
-    if is_remote(keys.load):  # not fetched yet; afterwards `load` is the copy's directory
-        root, named = named_checkpoint(keys.load)
-        load = cache_folder(root, keys.checkpoint_cache_dir)
+    load = Path(asked.load)
+    iteration = asked.iteration
+    cache = config.checkpoint.checkpoint_cache_dir
+    if is_remote(asked.load):  # not fetched yet; afterwards `load` is the copy's directory
+        root, named = named_checkpoint(asked.load)
+        load = cache_folder(root, cache)
         if named is not None:
             iteration = named
     source = None
     if not by_copy:
-        source = cached_address(load, keys.checkpoint_cache_dir)  # the same on all machines
+        source = cached_address(load, cache)  # the same on all machines
     if source is None:
         source = str(load.resolve())
     if iteration is not None:
         source += f", iteration {iteration}"
-    if keys.finetune:
+    if asked.mode is StartMode.FINETUNE:
         return f"the weights of {source} (finetune)"
     return f"a continuation of {source}"
 
 
 def starting_weights(config: NeoXConfig) -> str:
     """Return the weights that a training starts from, in words: the checkpoint itself if it is on this machine."""
-    keys = config.checkpoint
-    if keys.load is None:
+    asked = requested_start(config)
+    if asked.load is None:
         return f"initial weights of seed {config.training.seed}"
-    step = None if keys.iteration is None else f"{_STEP}{keys.iteration}"
-    if is_remote(keys.load):
-        chosen = keys.load if step is None else f"{keys.load}, {step}"
+    step = None if asked.iteration is None else f"{_STEP}{asked.iteration}"
+    if is_remote(asked.load):
+        chosen = asked.load if step is None else f"{asked.load}, {step}"
     else:
-        load = Path(keys.load)
-        chosen = str(newest_checkpoint(load, keys.iteration) or load / (step or ""))
-    if resumes_own_directory(config):
+        chosen = str(newest_checkpoint(asked.load, asked.iteration) or Path(asked.load, step or ""))
+    if asked.own_directory:
         return f"goes on from {chosen}, or initial weights if it holds no checkpoint"
-    if keys.finetune:
+    if asked.mode is StartMode.FINETUNE:
         return f"weights of {chosen}; steps are counted from 0 (finetune)"
     return f"goes on from {chosen}"
 
 
-def resumes_own_directory(config: NeoXConfig) -> bool:
-    """Return whether a run asks to resume from its `save` directory: `load` is the same, and it is no fine-tuning."""
-    keys = config.checkpoint
-    if keys.load is None or keys.save is None or keys.finetune:
-        return False
-    return Path(keys.load).resolve() == Path(keys.save).resolve()
-
-
-def find_run(directory: Path, iteration: int | None = None) -> FoundRun | None:
+def find_run(directory: Path, iteration: int | None = None, without: Collection[Path] = ()) -> FoundRun | None:
     """Return the run whose checkpoints a directory contains; None if it contains none.
 
     It is that of the checkpoint that a start loads; if none is complete, that of the one that is tried first.
+
+    Args:
+        directory: The directory. It may be missing.
+        iteration: The only step that counts; None for any.
+        without: Checkpoints that are known to be damaged.
     """
-    search = search_checkpoint(directory, iteration)
+    search = search_checkpoint(directory, iteration, without=without)
+    if search.found is not None:
+        return found_run(search.found, _steps(search.found))
     if not search.candidates:
         return None
-    checkpoint = search.found or search.candidates[0]
-    return found_run(checkpoint, _steps(checkpoint))
+    first = search.candidates[0]
+    reasons = [f"{path.name}: {'; '.join(why)}" for path, why in search.incomplete.items()]
+    return replace(found_run(first, _steps(first)), incomplete=tuple(reasons))
 
 
 def _steps(checkpoint: Path) -> int:

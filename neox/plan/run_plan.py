@@ -18,6 +18,7 @@ from neox.plan.layout import Layout, Workload, configured_layout
 from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.ranks.stages import StagePlan
 from neox.plan.ranks.topology import Topology
+from neox.plan.run_start import ChosenStart
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class RunPlan:
         decisions: Settings that the start decided. They are in `config`.
         device_family: Kind of device that the launcher has planned kernels for; None if it has not.
         amounts: Amounts of data.
+        start: How the run starts, as the launcher has decided; None for a script that does not train.
     """
 
     config: NeoXConfig
@@ -77,6 +79,7 @@ class RunPlan:
     decisions: tuple[Decision, ...] = ()
     device_family: DeviceFamily | None = None
     amounts: DataAmounts = UNKNOWN_AMOUNTS
+    start: ChosenStart | None = None
 
     @cached_property
     def layout(self) -> Layout:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from neox.config.neox_config import NeoXConfig
+from neox.plan.devices.precision import Precision
 from neox.plan.rules import static_problems
-from neox.plan.run_identity import FoundRun, find_run, resumes_own_directory
+from neox.plan.run_identity import FoundRun, find_run
+from neox.plan.run_start import StartMode, requested_start
 
 
 def with_trained_model(config: NeoXConfig) -> NeoXConfig:
@@ -28,7 +30,7 @@ def with_trained_model(config: NeoXConfig) -> NeoXConfig:
             return config
         trained = keys.checkpoint_mirror
         key = "checkpoint_mirror"
-    if not keys.finetune and not _continues(config, own):
+    if requested_start(config).mode is not StartMode.FINETUNE and not _continues(config, own):
         if keys.load is None and key == "checkpoint_mirror":
             return config.updated({"load": trained}, source=config.source(key).derived(key))
         return config
@@ -44,7 +46,8 @@ def with_trained_model(config: NeoXConfig) -> NeoXConfig:
 
 def _continues(config: NeoXConfig, own: FoundRun | None) -> bool:
     """Return whether the run in `save` began with the checkpoint of another one, which `load` names."""
-    if config.checkpoint.load is None or own is None or resumes_own_directory(config):
+    asked = requested_start(config)
+    if asked.load is None or own is None or asked.own_directory:
         return False
     if static_problems(config):  # they are reported where the model is planned
         return False
@@ -61,3 +64,14 @@ def model_directory(config: NeoXConfig) -> str | None:
     if directory is None or keys.iteration is None:
         return directory
     return f"{directory.rstrip('/')}/global_step{keys.iteration}"
+
+
+def saved_precision(config: NeoXConfig) -> Precision | None:
+    """Return the precision of the checkpoint that a run reads which does not train: of `load`, else of `save`.
+
+    None if there is no checkpoint, or another program wrote it.
+    """
+    keys = config.checkpoint
+    directory = keys.load or keys.save
+    found = None if directory is None else find_run(Path(directory), keys.iteration)
+    return None if found is None else found.precision

@@ -17,6 +17,7 @@ from neox.config.sections.optimizer_table import WITHOUT_SAVED_OPTIMIZER, goes_o
 from neox.errors import ConfigError
 from neox.plan import RunPlan, architecture_settings, setting_differences
 from neox.plan.run_identity import saved_config
+from neox.plan.run_start import StartMode, requested_start
 from neox.problems import Missing, Problem
 from neox.storage import is_remote
 
@@ -53,6 +54,8 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
         if keys.iteration is not None and not search.candidates and contains_checkpoints(load):
             names = names_of_checkpoints(load) or "no checkpoint"
             return [config.problem("iteration", f"is not in {load}, which has {names}", key)]
+        if search.candidates and training:  # `choose_checkpoint` says it
+            return []
         if search.candidates:
             reasons = [f"{path.name}: {'; '.join(why)}" for path, why in search.incomplete.items()]
             return [config.problem(key, f"has no complete checkpoint: {'; '.join(reasons)}", "iteration")]
@@ -87,7 +90,7 @@ def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
         return []
     from neox.checkpoint import why_unfit  # torch, which a plan without a checkpoint does not need
 
-    finetune = training and keys.finetune
+    finetune = training and requested_start(config).mode is StartMode.FINETUNE
     unfit = why_unfit(checkpoint, plan.layers, finetune=finetune, gpt_neox_date=keys.gpt_neox_date)
     return [config.problem_about(reason, key) for reason in unfit]
 
@@ -111,7 +114,7 @@ def _averages_problems(config: NeoXConfig, checkpoint: Path, *, training: bool) 
     """Return why the average of a checkpoint's weights cannot be loaded."""
     if config.checkpoint.load_weights != "ema":
         return []
-    if training and not config.checkpoint.finetune:
+    if training and requested_start(config).mode is not StartMode.FINETUNE:
         rule = "does not resume a training, whose optimizer has the trained weights; set finetune, or remove it"
         return [config.problem("load_weights", rule, "finetune")]
     if not any(checkpoint.glob("averaged_dp_*")):
@@ -122,10 +125,10 @@ def _averages_problems(config: NeoXConfig, checkpoint: Path, *, training: bool) 
 
 def finetune_notes(config: NeoXConfig) -> list[str]:
     """Return the settings of the network in which fine-tuning differs from its checkpoint, of those that may differ."""
-    keys = config.checkpoint
-    if not keys.finetune or keys.load is None:
+    asked = requested_start(config)
+    if asked.mode is not StartMode.FINETUNE or asked.load is None:
         return []
-    chosen = newest_checkpoint(keys.load, keys.iteration)
+    chosen = newest_checkpoint(asked.load, asked.iteration)
     if chosen is None:
         return []
     differing = _differences(saved_config(chosen), config, NetworkFields.ADJUSTABLE)
@@ -161,7 +164,8 @@ def _contents_problems(config: NeoXConfig, key: str, checkpoint: Path, *, traini
         problem = _optimizer_problem(checkpoint, saved, config)
         if problem is not None:
             return [config.problem_about(problem, key, "optimizer.type")]
-    among = NetworkFields.FIXED if training and config.checkpoint.finetune else NetworkFields.ALL
+    finetunes = training and requested_start(config).mode is StartMode.FINETUNE
+    among = NetworkFields.FIXED if finetunes else NetworkFields.ALL
     differing = _differences(saved, config, among)
     if not differing:
         return []
@@ -197,8 +201,7 @@ def _optimizer_problem(checkpoint: Path, saved: NeoXConfig | None, config: NeoXC
     The names of files and the words in their pickles decide. Without files of its own (ZeRO), the state is in the
     client files in torch's form, which has `param_groups`.
     """
-    keys = config.checkpoint
-    if keys.finetune or keys.no_load_optim or not checkpoint.is_dir():
+    if requested_start(config).mode is not StartMode.RESUME:
         return None
     if not any(checkpoint.glob("layer_*.pt")):  # an unknown layout: the ranks look closer
         return None

@@ -159,7 +159,7 @@ def _add_inference_flags(parser: argparse.ArgumentParser) -> None:
     short = "generate.py: --sample_output_file; other scripts: --set"
     parser.add_argument("-o", dest="set", action="append", type=_ShortFlagValue, metavar="VALUE", help=short)
     parser.add_argument("--eval_tasks", nargs="+", metavar="TASK", help="evaluation tasks")
-    parser.add_argument("--iteration", type=int, help="checkpoint to load; the newest if left out")
+    parser.add_argument("--iteration", type=int, help="step of the checkpoint to load; the newest if left out")
     parser.add_argument("--eval_results_prefix", help="prefix of the evaluation's result files")
 
 

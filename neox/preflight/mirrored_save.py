@@ -6,10 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neox.checkpoint_files.finding import checkpoint_directories, step_of
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError, ConfigError
 from neox.log import get_logger
-from neox.plan.run_identity import RUN_FILE, find_run, found_run, other_run_message, resumes_own_directory
+from neox.plan.run_identity import RUN_FILE, find_run, found_run, other_run_message
+from neox.plan.run_start import requested_start
 from neox.preflight.data_decisions import DecidedConfig
 from neox.storage import shown
 
@@ -57,7 +59,10 @@ def planned_restore(config: NeoXConfig) -> DecidedConfig:
     what = f"{shown(newest.mirror.address)}/{newest.name}, {size:,} bytes,"
     note = f"save: {what} is of this run: it is fetched to {keys.save} at the start and resumed"
     source = config.source("save").derived("load")
-    resumed = config.updated({"load": keys.save}, without=("finetune", "iteration"), source=source)
+    dropped = ["finetune"]
+    if not requested_start(config).iteration_of_save:
+        dropped.append("iteration")
+    resumed = config.updated({"load": keys.save}, without=dropped, source=source)
     return DecidedConfig(resumed, (note,))
 
 
@@ -70,17 +75,14 @@ def _newer_in_mirror(config: NeoXConfig) -> RemoteCheckpoint | None:
         CheckpointError: If the mirror cannot be read, and `save` holds no checkpoint.
     """
     keys = config.checkpoint
-    if keys.save is None or keys.checkpoint_mirror is None or keys.overwrite:
+    asked = requested_start(config)
+    if keys.save is None or keys.checkpoint_mirror is None or asked.replaces_save:
         return None
-    from neox.checkpoint import checkpoint_directories  # torch
     from neox.checkpoint.remote.fetching import RemoteCheckpoint
     from neox.checkpoint.remote.mirror import Mirror
-    from neox.checkpoint_files.names import parse_step_directory
 
-    local = [0]
     save = Path(keys.save)
-    if save.is_dir():
-        local += [parse_step_directory(path.name) or 0 for path in checkpoint_directories(save)]
+    local = [0, *(step_of(path) or 0 for path in checkpoint_directories(save))]
     mirror = Mirror(keys.checkpoint_mirror)
     try:
         complete = mirror.iterations()
@@ -90,6 +92,10 @@ def _newer_in_mirror(config: NeoXConfig) -> RemoteCheckpoint | None:
             raise CheckpointError(f"{error}. Nothing was started, because it may hold this run") from error
         _log.warning("checkpoint_mirror: %s; this start resumes from %s", error, found.checkpoint)
         return None
+    if asked.iteration is not None and asked.iteration_of_save:
+        if asked.iteration in local or asked.iteration not in complete:
+            return None
+        return RemoteCheckpoint(mirror, asked.iteration)
     newest = max(complete, default=-1)
     if newest < max(local) or (newest == max(local) and find_run(save) is not None):
         return None
@@ -102,7 +108,7 @@ def _other_run(config: NeoXConfig, newest: RemoteCheckpoint) -> str | None:
     Raises:
         CheckpointError: If the mirror cannot be read.
     """
-    if resumes_own_directory(config):
+    if requested_start(config).own_directory:
         return None
     records = newest.manifest().files
     address = shown(newest.mirror.address)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from neox.config import NOTHING, Decided, LoadedConfig, NeoXConfig, apply_decisions, for_inference, load_config
+from neox.decisions.checkpoint import DecidedStart, choose_checkpoint
 from neox.decisions.start import decide_start
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.placement import ChosenBy, Placement, choose_hosts
@@ -29,6 +30,7 @@ from neox.plan.network.export_form import export_note
 from neox.plan.report.data_lines import notes_on_data
 from neox.plan.run_identity import FoundRun
 from neox.plan.run_plan import UNKNOWN_AMOUNTS
+from neox.plan.run_start import ChosenStart
 from neox.preflight.chat_checks import (
     chat_template_notes,
     chat_template_problems,
@@ -53,7 +55,7 @@ from neox.preflight.data_amounts import ReadAmounts, read_amounts
 from neox.preflight.data_checks import data_problems
 from neox.preflight.remote_checkpoints import planned_load
 from neox.preflight.remote_data import planned_data
-from neox.preflight.resume_from_save import batch_note, resume_from_save, with_warmup_of_counted
+from neox.preflight.resume_notes import batch_note, changes_since
 from neox.preflight.score_checks import save_best_notes, save_best_problems
 from neox.preflight.tokenizer_checks import (
     Vocabulary,
@@ -73,12 +75,16 @@ class Job:
         placement: Hosts and slots.
         dry_run: Whether nothing will be started.
         environment: Variables of the ranks, in which logins are looked for; None not to look.
+        damaged: Checkpoints that earlier starts have found damaged.
+        start_left_to_ranks: Whether rank 0 decides about the checkpoint, because the launcher's decision did not hold.
     """
 
     script: Path
     placement: Placement
     dry_run: bool
     environment: Mapping[str, str] | None = None
+    damaged: tuple[Path, ...] = ()
+    start_left_to_ranks: bool = False
 
     @property
     def trains(self) -> bool:
@@ -200,7 +206,8 @@ def plan_job(
     notes: list[str] = []
     problems: list[Problem] = []
     decided = NOTHING
-    loaded = None
+    own: DecidedStart | None = None
+    start: ChosenStart | None = None
     if is_sound and job.dry_run:
         load = planned_load(config, trains=job.trains)
         config = load.config
@@ -208,24 +215,20 @@ def plan_job(
         data = replace(data, problems=tuple(Missing.of(data.problems)))
         notes += load.notes
         problems += Missing.of(load.problems)
-    if is_sound and job.trains:
-        own = resume_from_save(config)
-        config = own.config
-        loaded = own.loaded
-        notes += own.notes
-        problems += own.problems
     if is_sound:
-        if config.model.precision == "auto":
-            capabilities = replace(capabilities, saved=saved_precision(config, training=job.trains))
-            problems += _precision_problems(config, job, capabilities)
-        world_size = job.placement.world_size
-        decided = decide_start(config, world_size, capabilities, hosts=hosts, data=data, trains=job.trains)
-        config = apply_decisions(config, decided.decisions)
         if job.trains:
-            counted = with_warmup_of_counted(config)
-            config = counted.config
-            notes += counted.notes
+            own = choose_checkpoint(config, job.damaged)
+            left_to_ranks = job.start_left_to_ranks or (not job.placement.is_local and not own.sees_directories)
+            start = replace(own.start, left_to_ranks=left_to_ranks)
+        if config.model.precision == "auto":
+            saved = saved_precision(config) if own is None else own.precision
+            capabilities = replace(capabilities, saved=saved)
+            problems += _precision_problems(config, job, capabilities)
+        decided = decide_start(config, job.placement.world_size, capabilities, hosts=hosts, data=data, own=own)
+        config = apply_decisions(config, decided.decisions)
         problems += decided.problems
+        if own is not None and own.loaded is not None and own.start.own_directory:
+            notes += changes_since(own.loaded, config)
 
     vocabulary = read_vocabulary(config)
     problems += [
@@ -249,6 +252,7 @@ def plan_job(
             decisions=decided.decisions,
             device_family=family,
             amounts=found.amounts,
+            start=start,
         )
     except ConfigError as error:
         if job.dry_run:
@@ -264,7 +268,7 @@ def plan_job(
             problems += layer_problems(plan, training=job.trains)
     problems += [*too_large, *Missing.of(_disk_problems(plan, job))]
     if job.trains:
-        notes += _notes_of_training(plan, loaded)
+        notes += _notes_of_training(plan, None if own is None else own.loaded)
         problems += [*found.problems, *save_best_problems(plan)]
         try:
             notes += notes_on_data(plan)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from neox.config import NeoXConfig
+from neox.decisions.checkpoint import choose_checkpoint
 from neox.errors import CheckpointError
 from neox.preflight.data_decisions import DecidedConfig
 from neox.preflight.mirrored_save import planned_restore, restore_save
-from neox.preflight.resume_from_save import resume_from_save
 from neox.storage import cache_folder, is_remote, shown
 
 
@@ -27,7 +27,7 @@ def with_local_load(config: NeoXConfig, *, trains: bool) -> NeoXConfig:
         restore_save(config)
     if not _is_remote(config):
         return config
-    if trains and not _is_remote(resume_from_save(config).config):
+    if trains and choose_checkpoint(config).start.own_directory:
         return config  # `save` holds this run, and is resumed
     from neox.checkpoint.remote.fetching import with_local_load  # torch
 
@@ -47,7 +47,7 @@ def planned_load(config: NeoXConfig, *, trains: bool) -> DecidedConfig:
         restored = planned_restore(config)
         if restored.notes or restored.problems:
             return restored
-    if not _is_remote(config) or (trains and not _is_remote(resume_from_save(config).config)):
+    if not _is_remote(config) or (trains and choose_checkpoint(config).start.own_directory):
         return DecidedConfig(config)
     from neox.checkpoint.remote import fetching  # torch
 

@@ -4,6 +4,7 @@
     ------------------------------------------------------------   --------------------------------------------------
     finished, or ended by a signal to the launcher                 stop
     a host that nothing can replace does not answer (no start)     try again for an hour; this uses up no restart
+    the chosen checkpoint is damaged, or another one counts        restart from another; this uses up no restart
     preempted, and no other host can be used                       stop
     the configuration was rejected; no agent has ever started;     stop
       a disk is full; all checkpoints were damaged twice;
@@ -31,6 +32,7 @@ _LONGEST_PAUSE = 300.0
 _MOST_DOUBLINGS = 16  # of the pause, which is the longest one by then
 _LONGEST_PAUSE_FOR_HOSTS = 60.0
 _WAIT_FOR_HOSTS_SECONDS = 3600.0  # longer than a reboot and most repairs of a network
+_MOST_STALE_STARTS = 20  # checkpoints that are damaged one after the other
 _SOON_SECONDS = 60.0  # a rank that fails this soon after a start has probably not failed by chance
 
 
@@ -79,6 +81,7 @@ class RestartPolicy:
         self._not_finite: set[int | None] = set()  # steps at which a loss or gradient norm was not finite
         self._waits = 0  # consecutive tries to start without an answer of a host
         self._waits_since = 0.0
+        self._stale = 0  # consecutive starts from a checkpoint that could not be used
 
     def started(self) -> None:
         """Record the time of a start or restart."""
@@ -98,11 +101,14 @@ class RestartPolicy:
             return RestartDecision(restart=False, reason="it was asked to end")
         if end.kind is EndKind.NOT_STARTED:
             return self._wait_for_host(end)
+        if end.reported_cause == Cause.STALE_START:
+            return self._decide_about_checkpoint(end)
         if end.kind is EndKind.PREEMPTED and not can_move:
             reason = "the host is about to be preempted, and no other host can replace it; start the run elsewhere"
             return RestartDecision(restart=False, reason=reason)
         previous = self._last
         self._last = end
+        self._stale = 0
         why_useless = self._why_useless(end, previous)
         if why_useless:
             return RestartDecision(restart=False, reason=why_useless)
@@ -120,6 +126,17 @@ class RestartPolicy:
         pause = _pause_after(self._repeats, _LONGEST_PAUSE)
         self._repeats += 1
         return RestartDecision(restart=True, reason=f"{reason}, after a pause because {repetition}", pause=pause)
+
+    def _decide_about_checkpoint(self, end: RunEnd) -> RestartDecision:
+        """Decide whether to start again from another checkpoint. No restart is used up."""
+        self._stale += 1
+        if self._stale > _MOST_STALE_STARTS:
+            reason = f"{_MOST_STALE_STARTS} decisions about the checkpoint did not hold"
+            return RestartDecision(restart=False, reason=reason)
+        reason = "the checkpoints have changed since the launcher looked"
+        if end.damaged_checkpoint is not None:
+            reason = f"{end.damaged_checkpoint} is damaged"
+        return RestartDecision(restart=True, reason=f"{reason}; this uses up no restart")
 
     def _wait_for_host(self, end: RunEnd) -> RestartDecision:
         """Decide whether to try once more to start with a host that does not answer. No restart is used up."""

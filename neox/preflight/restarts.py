@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from neox.checkpoint_files.finding import checkpoint_directories, step_of
 from neox.config import NeoXConfig
+from neox.decisions.checkpoint import choose_checkpoint
 from neox.errors import NeoXError
 from neox.launch.agent.agent_files import Cause
 from neox.launch.spec import LaunchSpec
 from neox.launch.status.event_log import record_event
 from neox.launch.supervisor.outcome import EndKind, RunEnd
-from neox.plan.run_identity import FIRST_LOAD_KEYS, find_run, resumes_own_directory
+from neox.plan.run_start import FIRST_LOAD_KEYS, ChosenStart, requested_start
 from neox.preflight.restart_policy import RestartDecision, RestartPolicy
 from neox.run_events import LEFT_OUT
 
@@ -39,6 +40,7 @@ class Restarts:
 
     Attributes:
         hosts: What the ends of starts say about hosts.
+        start_left_to_ranks: Whether rank 0 decides about the checkpoint, because it has twice seen another one.
         can_move: Whether other hosts may be used at the next start.
     """
 
@@ -51,6 +53,9 @@ class Restarts:
         self._last_samples = 0  # of a step of the last start
         self.hosts = HostJudgement()
         self.can_move = False
+        self.start_left_to_ranks = False
+        self._was_stale = False
+        self._damaged: dict[Path, int | None] = {}
 
     @property
     def advice(self) -> str:
@@ -59,7 +64,14 @@ class Restarts:
             return _ADVICE
         return ""
 
-    def record_start(self, spec: LaunchSpec, directory: Path, left_out: Mapping[str, str], samples: int) -> None:
+    def record_start(
+        self,
+        spec: LaunchSpec,
+        directory: Path,
+        left_out: Mapping[str, str],
+        samples: int,
+        start: ChosenStart | None = None,
+    ) -> None:
         """Record that the ranks are about to be started.
 
         Args:
@@ -67,6 +79,7 @@ class Restarts:
             directory: The run directory.
             left_out: Names of the hosts that do not take part, with the reason and the consequence.
             samples: Number of samples of a step on all ranks.
+            start: How the run starts.
         """
         self._policy.started()
         if not self._trains:
@@ -89,7 +102,7 @@ class Restarts:
             restart=self._policy.restarts,
             hosts=spec.host_names,
             ranks=spec.world_size,
-            step=self._step_to_resume(),
+            step=start.step if start is not None and start.continues else None,
         )
 
     def decide(self, end: RunEnd, directory: Path) -> RestartDecision:
@@ -102,6 +115,7 @@ class Restarts:
         if not self._trains:
             return RestartDecision(restart=False)
         decision = self._policy.decide(end, can_move=self.can_move)
+        self._judge_start(end)
         self.hosts.judge(end)
         record_event(
             directory,
@@ -116,13 +130,13 @@ class Restarts:
             decision=decision.text,
             reason=decision.reason or None,
         )
-        if self._policy.allowed and decision.reason:
+        if (self._policy.allowed or decision.restart) and decision.reason:
             action = "no restart"
             if decision.restart:
-                step = self._step_to_resume()
+                start = choose_checkpoint(self.next_config(), self.damaged).start
                 origin = "the beginning, because there is no checkpoint"
-                if step is not None:
-                    origin = f"the checkpoint of step {step}"
+                if start.continues:
+                    origin = f"the checkpoint of step {start.step}"
                 action = f"{decision.text} from {origin}"
             _print(f"{action}: {decision.reason}")
         return decision
@@ -144,21 +158,25 @@ class Restarts:
         dropped: list[str] = []
         if self._has_saved():
             dropped.append("overwrite")  # it would move away the checkpoints of this run
-            if resumes_own_directory(self._config):
+            asked = requested_start(self._config)
+            if asked.own_directory or asked.iteration_of_save:
                 dropped += FIRST_LOAD_KEYS
         return self._config.updated({}, without=dropped)
 
-    def _step_to_resume(self) -> int | None:
-        """Return the iteration of the checkpoint that a start resumes from; None if it starts from the beginning."""
-        keys = self._config.checkpoint
-        if keys.save is not None and (self._has_saved() or not keys.overwrite):
-            own = find_run(Path(keys.save))
-            if own is not None and (self._has_saved() or not resumes_own_directory(self._config)):
-                return own.iteration
-        if keys.load is None or keys.finetune:
-            return None
-        loaded = find_run(Path(keys.load), keys.iteration)
-        return None if loaded is None else loaded.iteration
+    @property
+    def damaged(self) -> tuple[Path, ...]:
+        """Checkpoints that starts have found damaged, and that have not been replaced since."""
+        return tuple(path for path, inode in self._damaged.items() if _inode(path) == inode)
+
+    def _judge_start(self, end: RunEnd) -> None:
+        """Take into account that the ranks could not start as it was decided."""
+        is_stale = end.reported_cause == Cause.STALE_START
+        if is_stale and end.damaged_checkpoint is not None:
+            damaged = Path(end.damaged_checkpoint)
+            self._damaged[damaged] = _inode(damaged)
+            is_stale = False
+        self.start_left_to_ranks = is_stale and self._was_stale
+        self._was_stale = is_stale
 
     def _has_saved(self) -> bool:
         """Return whether the run has saved a checkpoint since its first start."""
@@ -174,8 +192,9 @@ class Restarts:
             return set()
         found = set()
         for path in checkpoint_directories(Path(save)):
-            with suppress(OSError):
-                found.add((step_of(path) or 0, path.stat().st_ino))
+            inode = _inode(path)
+            if inode is not None:
+                found.add((step_of(path) or 0, inode))
         return found
 
 
@@ -225,6 +244,14 @@ class HostJudgement:
         self._failures_in_a_row.append(host)
         if len(self._failures_in_a_row) == _FAILURES_OF_SUSPECT:
             self.suspects[host] = f"the last {_FAILURES_OF_SUSPECT} failures happened on it"
+
+
+def _inode(path: Path) -> int | None:
+    """Return what distinguishes a directory from another one of its name; None if it is gone."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def _print(text: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from neox.config import NeoXConfig
+from neox.decisions.checkpoint import choose_checkpoint
 from neox.errors import LaunchError, os_errors
 from neox.files import write_text
 from neox.metrics import METRICS_FILE
@@ -75,10 +76,7 @@ def claim_curves(directory: Path, config: NeoXConfig) -> str | None:
     ours = {"run_id": run_identity(config).run_id, "save": save}
     note = None
     if (directory / METRICS_FILE).exists() and (other := _other_run(directory, ours)) is not None:
-        begins = keys.load is None or keys.finetune
-        if keys.save is not None and not keys.overwrite and find_run(Path(keys.save)) is not None:
-            begins = False
-        if not begins:
+        if choose_checkpoint(config).start.continues:
             raise LaunchError(
                 f"log_dir: {directory} has the curves of {other}, and this run, which resumes from a checkpoint, would "
                 f"continue them; set another log_dir, or remove {directory / RUN_FILE} if they are of the same run"

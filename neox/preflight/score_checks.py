@@ -7,7 +7,7 @@ from pathlib import Path
 from neox.errors import DataError, EvaluationError
 from neox.metrics import goal_of
 from neox.plan import RunPlan
-from neox.plan.run_identity import resumes_own_directory
+from neox.plan.run_start import requested_start
 from neox.problems import Problem
 
 
@@ -59,7 +59,7 @@ def save_best_problems(plan: RunPlan) -> list[Problem]:
 def save_best_notes(plan: RunPlan) -> list[str]:
     """Return the note that a run which resumes compares checkpoints by another metric, goal or data than before."""
     keys = plan.config.checkpoint
-    if keys.save_best is None or keys.save is None or keys.overwrite or not resumes_own_directory(plan.config):
+    if keys.save_best is None or keys.save is None or not requested_start(plan.config).own_directory:
         return []
     if keys.save_best_goal is None and goal_of(keys.save_best) is None:  # a problem
         return []

@@ -47,7 +47,7 @@ from neox.preflight.planning import Job, PlannedJob, plan_job
 from neox.preflight.remote_checkpoints import with_local_load
 from neox.preflight.remote_data import fetch_data
 from neox.preflight.restarts import Restarts
-from neox.preflight.resume_from_save import finished_note, unfinished_note
+from neox.preflight.resume_notes import finished_note, unfinished_note
 from neox.preflight.run_directory import claim_curves, make_tensorboard_directory, write_run_directory
 from neox.preflight.spare_hosts import can_change_hosts, with_spares
 from neox.storage import ids_file
@@ -147,7 +147,7 @@ class StartRun(JobCommand):
         restarts.can_move = can_change_hosts(self.config, placement)
         if restarts.can_move:
             return self._prepare_on_fit_hosts(placement, script, restarts, data)
-        job = Job(script, placement, dry_run=False, environment=self.environment)
+        job = self._job(script, placement, restarts)
         over_ssh = chosen_launcher(placement.hosts, self.runner) == "pdsh" and not self.runner.no_ssh_check
         reports: list[HostReport] = []
         capabilities = Capabilities()
@@ -159,6 +159,10 @@ class StartRun(JobCommand):
         planned = plan_job(self.config, job, capabilities, data=data, is_sound=self.is_sound)
         self._refuse_problems(planned, placement)
         return PreparedStart(job, planned, reports)
+
+    def _job(self, script: Path, placement: Placement, restarts: Restarts) -> Job:
+        """Return what the next start is to run."""
+        return Job(script, placement, False, self.environment, restarts.damaged, restarts.start_left_to_ranks)
 
     def _prepare_on_fit_hosts(
         self, placement: Placement, script: Path, restarts: Restarts, data: Decided
@@ -184,7 +188,7 @@ class StartRun(JobCommand):
         unfit = dict(restarts.hosts.unfit)
         while True:
             fit = fit_hosts(self.config, placement, reports, unfit, restarts.hosts.suspects)
-            job = Job(script, fit.placement, dry_run=False, environment=self.environment)
+            job = self._job(script, fit.placement, restarts)
             planned = plan_job(
                 self.config,
                 job,
@@ -224,7 +228,7 @@ class StartRun(JobCommand):
             check_compilers(plan, reports, self.environment)
         print_to_stderr("note", start.planned.notes)
         write_run_directory(directory, plan, start.planned.device, start.planned.notes, self.launch_commands(spec))
-        restarts.record_start(spec, directory, start.left_out, plan.batch.train_batch_size)
+        restarts.record_start(spec, directory, start.left_out, plan.batch.train_batch_size, plan.start)
         return launch(spec, plan.config.runner, self.environment, self.forwarded, advice=restarts.advice, agents=agents)
 
     # -- checks of the hosts

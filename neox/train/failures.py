@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from neox.errors import ConfigError, NoCheckpointError, NotFiniteError, ReplicaError
+from neox.errors import ConfigError, NoCheckpointError, NotFiniteError, ReplicaError, StaleStartError
 from neox.launch import Cause, FailureReport, report_failure
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -30,6 +30,8 @@ def failure_report(error: BaseException) -> FailureReport | None:
         return FailureReport(Cause.NOT_FINITE, error.step)
     if isinstance(error, ReplicaError):
         return FailureReport(Cause.REPLICAS, error.step, error.ranks)
+    if isinstance(error, StaleStartError):
+        return FailureReport(Cause.STALE_START, checkpoint=error.damaged)
     if isinstance(error, NoCheckpointError):
         return FailureReport(Cause.NO_CHECKPOINT)
     if isinstance(error, ConfigError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neox.data.run_data import DataIterators, build_data_iterators
-from neox.engine import initialize_distributed, open_engine, shutdown
+from neox.engine import agree_on_start, initialize_distributed, open_engine, shutdown
 from neox.features.table import build_reporters, features_with
 from neox.log import setup_logging
 from neox.plan import RunPlan
@@ -29,8 +29,9 @@ def _pretrain(plan: RunPlan) -> int:
     """Train on this rank, and return the exit code."""
     grid, device = initialize_distributed(plan)
     setup_logging(grid.rank)
+    plan, start = agree_on_start(plan)
     reporters = build_reporters(plan, grid.rank)
-    engine = open_engine(plan, grid, device, features_with(reporters))
+    engine = open_engine(plan, grid, device, features_with(reporters), start)
 
     def open_data() -> DataIterators:
         return build_data_iterators(plan, grid.data_rank, engine.iteration, **engine.data_arguments())

@@ -28,7 +28,7 @@ def check(directories):
         os.chdir(pair[rank])
         read.clear()
         try:
-            run_start.check_local_copy(Path("checkpoint"), hashes=True)
+            run_start.check_copies(Path("checkpoint"), hashes=True)
             answers.append(len(read))
         except CheckpointError as error:
             answers.append(str(error))
@@ -53,10 +53,10 @@ def test_every_machine_checks_its_own_copy(tmp_path):
 
     pairs = [("one", "one"), ("one", "two"), ("one", "damaged"), ("one", "empty")]
     first, second = run_ranks(2, check, [[tmp_path / name for name in pair] for pair in pairs])[0]
-    assert (first[0], second[0]) == (0, 0)
-    assert (first[1], second[1]) == (0, 1)
+    assert (first[0], second[0]) == (1, 0)
+    assert (first[1], second[1]) == (1, 1)
     assert first[2] == second[2]
-    for part in ("rank 1", "machine1", "layer_00-model_00-model_states.pt"):
+    for part in ("machine1", "layer_00-model_00-model_states.pt"):
         assert part in first[2]
     assert first[3] == second[3]
     assert "machine1" in first[3]

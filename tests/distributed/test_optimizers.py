@@ -7,7 +7,7 @@ import pytest
 from neox.config.sections.optimizer_table import OPTIMIZERS, goes_on
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
-from tests.distributed.training_runs import batches, tiny_plan, train_curves
+from tests.distributed.training_runs import batches, begun_start, tiny_plan, train_curves
 
 NUMBERS = {
     "sgd": {"lr": 0.5, "momentum": 0.9},
@@ -116,7 +116,7 @@ FAST = ("lion", "sm3")
 )
 def test_states_load_at_other_degrees(name, tmp_path):
     """Saved by two ranks in several layouts, resumed by one without ZeRO."""
-    from neox.engine.checkpoints.run_start import StartMode, choose_start
+    from neox.plan.run_start import StartMode
 
     layouts = [{"pp": 2}, *([{"zero": 1}, {"zero": 3}] if name in DIVIDED else [])]
     layouts += [{"mp": 2}] if OPTIMIZERS[name].elementwise else []
@@ -129,8 +129,8 @@ def test_states_load_at_other_degrees(name, tmp_path):
         assert further == pytest.approx(losses[2:], rel=rounding_of(name)), layout
     other = next(key for key in OPTIMIZERS if not goes_on(name, key))
     with pytest.raises(CheckpointError) as refused:
-        choose_start(plan_with(1, other, load=directories[0]))
+        begun_start(plan_with(1, other, load=directories[0]))
     for word in (OPTIMIZERS[name].names[0], OPTIMIZERS[other].names[0], "no_load_optim", "finetune"):
         assert word in str(refused.value)
-    without = choose_start(plan_with(1, other, load=directories[0], no_load_optim=True))
+    without = begun_start(plan_with(1, other, load=directories[0], no_load_optim=True))
     assert without.mode is StartMode.WEIGHTS

@@ -367,7 +367,7 @@ def test_a_run_goes_on_with_the_copy_of_its_first_weights(tmp_path: Path) -> Non
     save = str(tmp_path / "run")
     whole = tiny_plan(2, **keys, save=str(tmp_path / "whole"))
     stopped = tiny_plan(2, **keys, save=save, exit_interval=4)
-    of_launcher = {**keys, "load": save, "finetune": False}  # a run loads its own checkpoints (`resume_from_save`)
+    of_launcher = {**keys, "load": save, "finetune": False}  # a run loads its own checkpoints
     going_on = tiny_plan(2, **of_launcher, save=save, zero=3)
     _, expected, before, found = run_ranks(2, resumed, [tiny_plan(2, **simpo), whole, stopped, going_on])[0]
     assert before[0] != expected[0]

@@ -10,7 +10,7 @@ from neox.checkpoint import ORDER, WRITER, CheckpointReader, OptimizerReader, fi
 from neox.engine.checkpoints.background_saves import HostCopies, snapshot
 from neox.errors import CheckpointError
 from tests.distributed.spawn import run_ranks
-from tests.distributed.training_runs import batches, tiny_plan
+from tests.distributed.training_runs import batches, begun_start, tiny_plan
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 34, "hysteresis": 1}}
@@ -153,18 +153,14 @@ def assert_elements_are_those_of_shards(reader, index, name, kind):
 
 
 def assert_refused_with_ways_out(checkpoint):
-    from neox.engine.checkpoints.run_start import choose_start
-
     with pytest.raises(CheckpointError) as refused:
-        choose_start(tiny_plan(2, load=str(checkpoint.parent)))
+        begun_start(tiny_plan(2, load=str(checkpoint.parent)))
     for way_out in ("`no_load_optim: true`", "`finetune: true`"):
         assert way_out in str(refused.value)
 
 
 def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
     """The forms in which gpt-neox's DeepSpeed writes them: without ZeRO, and cut over data ranks."""
-    from neox.engine.checkpoints.run_start import choose_start
-
     layouts = [{"pp": 2, "zero": 0}, {"zero": 1, **BF16}, {"mp": 2, "zero": 1, **FP16}, {"pp": 2, "zero": 1}]
     layouts += [{"zero": 1, "no_save_optim": True}]
     plans = [tiny_plan(2, save=str(tmp_path / str(n)), **layout) for n, layout in enumerate(layouts)]
@@ -182,7 +178,7 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
                     assert torch.equal(one.full(layer.index, spec.name, kind), two.full(layer.index, spec.name, kind))
                     for reader in (one, two):
                         assert_elements_are_those_of_shards(reader, layer.index, spec.name, kind)
-        start = choose_start(tiny_plan(2, load=str(theirs.parent)))
+        start = begun_start(tiny_plan(2, load=str(theirs.parent)))
         assert start.changed[WRITER] == ("gpt-neox", "neox")
 
     theirs = find_checkpoint(shutil.copytree(tmp_path / "0", tmp_path / "0-refused"))
@@ -196,7 +192,7 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
         save_file(file, {"optimizer_state_dict": {key: state[key] for key in state if key != "param_slice_mappings"}})
     assert_refused_with_ways_out(theirs)
     for way_out in ({"no_load_optim": True}, {"finetune": True}):
-        assert choose_start(tiny_plan(2, load=str(theirs.parent), **way_out)).checkpoint == theirs
+        assert begun_start(tiny_plan(2, load=str(theirs.parent), **way_out)).checkpoint == theirs
     bare = find_checkpoint(tmp_path / "4")
     assert not list(bare.glob("*optim_states.pt"))
     with pytest.raises(CheckpointError) as refused:
@@ -206,36 +202,32 @@ def test_the_optimizer_state_of_gpt_neox_files(tmp_path):
 
 
 def test_where_nothing_is_to_load(tmp_path):
-    from neox.engine.checkpoints.run_start import choose_start
-
     new = str(tmp_path / "new")
-    assert choose_start(tiny_plan(1, save=new, load=new)).checkpoint is None
+    assert begun_start(tiny_plan(1, save=new, load=new)).checkpoint is None
     emptied = tmp_path / "emptied"  # its checkpoints were moved away, but not `latest`
     emptied.mkdir()
     (emptied / "latest").write_text("global_step10")
-    assert choose_start(tiny_plan(1, save=str(emptied), load=str(emptied))).checkpoint is None
+    assert begun_start(tiny_plan(1, save=str(emptied), load=str(emptied))).checkpoint is None
     with pytest.raises(CheckpointError) as nothing:
-        choose_start(tiny_plan(1, load=new))
+        begun_start(tiny_plan(1, load=new))
     assert new in str(nothing.value)
     broken = tmp_path / "broken" / "global_step1"
     broken.mkdir(parents=True)
     (broken / "layer_00-model_00-model_states.pt").write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(CheckpointError) as incomplete:
-        choose_start(tiny_plan(1, save=str(broken.parent), load=str(broken.parent)))
+        begun_start(tiny_plan(1, save=str(broken.parent), load=str(broken.parent)))
     assert broken.name in str(incomplete.value)
 
 
 def test_a_checkpoint_whose_replacement_was_killed_is_resumed(tmp_path):
     """Killed between the two renames, the only checkpoint has another name: it is put back, not forgotten."""
-    from neox.engine.checkpoints.run_start import choose_start
-
     save = str(tmp_path)
     keys = {"num_layers": 1, "train_micro_batch_size_per_gpu": 2}
     run_ranks(1, save_trained, [tiny_plan(1, save=save, **keys)])
     checkpoint = find_checkpoint(tmp_path)
     for load in ({"load": save}, {}):
         checkpoint.rename(tmp_path / f".replaced-{checkpoint.name}")
-        assert choose_start(tiny_plan(1, save=save, **keys, **load)).checkpoint == checkpoint
+        assert begun_start(tiny_plan(1, save=save, **keys, **load)).checkpoint == checkpoint
 
 
 def save_onto_a_full_disk(plan):

@@ -16,7 +16,7 @@ import torch
 from neox.convert import from_hf
 from neox.plan import RunPlan, config_from_files, resolve
 from tests.distributed.spawn import run_ranks
-from tests.distributed.training_runs import batches, tiny_plan
+from tests.distributed.training_runs import batches, begun_start, tiny_plan
 from tests.field.hf_models import write_llama
 
 LORA = {"lora": {"r": 4, "alpha": 8, "target": ["query_key_value", "dense"]}}
@@ -76,7 +76,6 @@ def starts(saving: RunPlan | None, loading: RunPlan) -> tuple[list[str], list[st
     from neox.engine import build_loaded_model, initialize_distributed, open_engine, save_checkpoint
     from neox.engine.build_engine import build_model
     from neox.engine.checkpoints import loading as module
-    from neox.engine.checkpoints.run_start import choose_start
     from neox.engine.distributed import from_first_rank
     from neox.engine.weights import gathered, weight_layers
     from neox.features.table import build_features
@@ -89,7 +88,7 @@ def starts(saving: RunPlan | None, loading: RunPlan) -> tuple[list[str], list[st
         engine.train_batch(batches(saving, grid.dp_rank))
         save_checkpoint(engine, saving.config.checkpoint.save)
 
-    start = from_first_rank(lambda: choose_start(loading))
+    start = from_first_rank(lambda: begun_start(loading))
     assert start.checkpoint is not None
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is not written to is NaN
     assert not torch.empty(3).isfinite().any()

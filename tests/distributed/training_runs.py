@@ -106,3 +106,10 @@ def legal_layouts(world: int) -> list[dict[str, int]]:
         if world % (pp * mp) == 0
         for zero in (range(4) if pp == 1 else range(2))
     ]
+
+
+def begun_start(plan: RunPlan) -> Any:
+    """Return how a run starts, as rank 0 without a launcher decides and begins it."""
+    from neox.engine.checkpoints.run_start import begin_start, verified_choice
+
+    return begin_start(plan, verified_choice(plan)[0])

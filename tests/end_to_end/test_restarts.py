@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from neox.checkpoint_files.manifest import write_manifest
 from neox.run_events import read_events
 from tests.end_to_end.launched_runs import ROOT, LaunchedRun
 
 DATA = ROOT / "tests" / "golden" / "data" / "small_text_document"
-# It counts its starts, and fails at those that `NEOX_FAILURES` lists: `kill`, `refuse` or `full`.
+# It counts its starts, and fails at those that `NEOX_FAILURES` lists: `kill`, `refuse`, `full` or `stale`.
 TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -46,6 +47,11 @@ if rank == 1:
     if failures[start] == "full":
         report_failure(FailureReport(Cause.DISK_FULL, 4))
         sys.exit(1)
+    if failures[start] == "stale":
+        from neox.plan import decode_payload
+        plan = decode_payload(sys.argv[sys.argv.index("--payload") + 1])
+        report_failure(FailureReport(Cause.STALE_START, checkpoint=plan.start.checkpoint))
+        sys.exit(75)
     if failures[start] == "refuse":
         print("error: refused", file=sys.stderr)
         sys.exit(2)
@@ -80,6 +86,23 @@ def test_a_run_is_started_again_or_its_failure_says_how(tmp_path: Path, runs: li
     assert [end["decision"] for end in ends(off)] == ["stop"]
     for run in runs:
         assert not run.pids()
+
+
+def test_a_damaged_checkpoint_is_left_out_without_a_restart(tmp_path: Path, runs: list[LaunchedRun]) -> None:
+    """The ranks have found the newest one damaged; `max_restarts` is 0."""
+    save = tmp_path / "damaged" / "save"
+    for step in (10, 20):
+        (save / f"global_step{step}").mkdir(parents=True)
+        write_manifest(save / f"global_step{step}", step, step)
+    (save / "latest").write_text("global_step20")
+    run = start(tmp_path / "damaged", "stale", "--set", f"load={save}", "--set", "train_iters=100")
+    runs.append(run)
+    output = run.output(60)
+    assert run.process.returncode == 0, output
+    events = read_events(run.directory / "run")
+    starts = [(event["step"], event["restart"]) for event in events if event["event"] == "start"]
+    assert starts == [(20, 0), (10, 0)]
+    assert ends(run)[0]["decision"] == "restart"
 
 
 @pytest.mark.slow

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from neox.config import NeoXConfig
+from neox.config import NeoXConfig, apply_decisions
 from neox.data import GPTDataset, IndexedDataset, IndexedDatasetBuilder
 from neox.data.answer_pairs.answers import JudgedAnswers, PromptAnswer
 from neox.data.batches import BatchIterator
 from neox.data.run_data import build_data_iterators
 from neox.data.samples.packing import Packing
+from neox.decisions.schedule import decide_warmup
 from neox.errors import DataError
 from neox.model import BlockContext, ExpertMLP
 from neox.ops import balance_loss, route, sinkhorn
@@ -24,9 +25,8 @@ from neox.parallel import ParallelGrid
 from neox.plan import config_from_files, resolve, static_problems
 from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
 from neox.plan.schedule import schedule_of
-from neox.preflight.data_decisions import DecidedConfig
-from neox.preflight.resume_from_save import resume_from_save, with_warmup_of_counted
 from tests.plans import SMALL, small_plan
+from tests.resumed_runs import DecidedRun, decided_run
 
 
 def equal_shares(logits: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ WSD = {
 }
 
 
-def resumed(folder: Path, saved: dict, now: dict, steps: tuple[int, ...] = (15,), **keys) -> DecidedConfig:
+def resumed(folder: Path, saved: dict, now: dict, steps: tuple[int, ...] = (15,), **keys) -> DecidedRun:
     """Return the configuration of a run that goes on after checkpoints of `saved` at some steps."""
     before = NeoXConfig.from_flat({**BASE, **saved})
     for step in steps:
@@ -190,7 +190,7 @@ def resumed(folder: Path, saved: dict, now: dict, steps: tuple[int, ...] = (15,)
         (configs.parent / "mp_rank_00_model_states.pt").touch()
     (folder / "latest").write_text(f"global_step{steps[-1]}")
     flat = {**BASE, **saved, **now, "load": str(folder), "save": str(folder), **keys}
-    return resume_from_save(NeoXConfig.from_flat(flat))
+    return decided_run(NeoXConfig.from_flat(flat))
 
 
 @pytest.mark.parametrize("style", ["WSD", "constant"])
@@ -224,10 +224,8 @@ def test_the_warmup_of_a_length_that_is_counted(length, noted, tmp_path):
     saved = {"train_iters": 100, "warmup": 0.2, "optimizer": WSD["optimizer"]}
     own = resumed(tmp_path, saved, {"train_iters": None, "num_train_epochs": 2})
     assert not any("warm-up" in note for note in own.notes)
-    source = own.config.source("num_train_epochs").derived("num_train_epochs")
-    counted = own.config.updated({"train_iters": length}, without=("num_train_epochs",), source=source)
-    kept = with_warmup_of_counted(counted)
-    assert kept.config.schedule.warmup_iterations(length) == 20
+    kept = decide_warmup(own.config, own.loaded, length)
+    assert apply_decisions(own.config, kept.decisions).schedule.warmup_iterations(length) == 20
     assert any("warm-up" in note for note in kept.notes) == noted
 
 

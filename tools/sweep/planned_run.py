@@ -17,10 +17,11 @@ from neox.launch.hosts.placement import Placement, choose_hosts
 from neox.plan import Device, RunPlan
 from neox.plan.report.run_totals import RunTotals, run_totals
 from neox.plan.run_identity import learning_changes
+from neox.plan.run_start import requested_start
 from neox.preflight.command_line import parse_arguments
 from neox.preflight.job_command import JobCommand
 from neox.preflight.planning import read_config
-from neox.preflight.resume_from_save import evaluates
+from neox.preflight.resume_notes import evaluates
 from neox.shipped_files import scripts_root
 from tools.sweep.places import OTHER_HOST_KEYS, Place
 from tools.sweep.run_files import RunFiles
@@ -213,10 +214,8 @@ def _own_settings(
     A run that would go on from its own `save` goes on from that of the sweep; other starting points stay.
     """
     save = str(directory / CHECKPOINTS)
-    keys = config.checkpoint
-    is_own = keys.load is not None and keys.save is not None and Path(keys.load).resolve() == Path(keys.save).resolve()
     yield override("save", save)
-    if is_own and not keys.finetune:
+    if requested_start(config).own_directory:
         yield override("load", save)
     yield override("log_dir", str(directory))
     if not config.given("keep_last_n_checkpoints"):

@@ -13,7 +13,7 @@ from neox.launch.agent.agent_files import Cause
 from neox.launch.status.run_status import run_status
 from neox.launch.supervisor.outcome import EndKind
 from neox.metrics import METRICS_FILE
-from neox.preflight.resume_from_save import lacks_last_evaluation
+from neox.preflight.resume_notes import lacks_last_evaluation
 from neox.run_events import of_newest_run, read_events
 from tools.sweep.sweep_file import SweepRun
 

@@ -23,6 +23,7 @@ from neox.checkpoint_files.finding import (
     contains_checkpoints,
     find_checkpoint,
     names_of_checkpoints,
+    step_of,
 )
 from neox.checkpoint_files.manifest import (
     Manifest,
@@ -32,11 +33,12 @@ from neox.checkpoint_files.manifest import (
     parse_manifest,
     read_manifest,
 )
-from neox.checkpoint_files.names import LATEST, MANIFEST, parse_optimizer_file, parse_step_directory, step_directory
+from neox.checkpoint_files.names import LATEST, MANIFEST, parse_optimizer_file, step_directory
 from neox.config import NeoXConfig
 from neox.errors import CheckpointError, ConfigError, os_errors
 from neox.files import fsync_path, lock_file, write_text
 from neox.log import get_logger
+from neox.plan.run_start import StartMode, requested_start
 from neox.storage import CHECKPOINT_CACHE, cache_folder, is_remote, named_checkpoint, shown
 
 _log = get_logger(__name__)
@@ -335,8 +337,7 @@ def needed_files(config: NeoXConfig, *, trains: bool) -> Choice:
         config: The configuration.
         trains: Whether optimizer states may be needed.
     """
-    keys = config.checkpoint
-    if trains and not keys.finetune and not keys.no_load_optim:
+    if trains and requested_start(config).mode is StartMode.RESUME:
         return all_files
     return without_optimizer
 
@@ -344,7 +345,9 @@ def needed_files(config: NeoXConfig, *, trains: bool) -> Choice:
 def returns_to_save(config: NeoXConfig) -> bool:
     """Return whether `load` is the mirror of the run's own `save`, so that new hosts resume where others ended."""
     keys = config.checkpoint
-    if keys.load is None or keys.save is None or keys.checkpoint_mirror is None or keys.finetune:
+    if keys.load is None or keys.save is None or keys.checkpoint_mirror is None:
+        return False
+    if requested_start(config).mode is StartMode.FINETUNE:
         return False
     return keys.load.rstrip("/") == keys.checkpoint_mirror.rstrip("/")
 
@@ -358,9 +361,7 @@ def _with_restored_save(config: NeoXConfig) -> NeoXConfig:
     assert keys.load is not None
     assert keys.save is not None
     save = Path(keys.save)
-    local = []
-    if save.is_dir():
-        local = [parse_step_directory(path.name) for path in checkpoint_directories(save)]
+    local = [step_of(path) for path in checkpoint_directories(save)]
     complete = Mirror(keys.load).iterations()
     wanted = keys.iteration
     if wanted is None:

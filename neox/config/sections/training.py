@@ -258,7 +258,8 @@ class CheckpointConfig(MirrorKeys, BestCheckpointKeys, HfExportKeys, ForwardChec
     """Directory to resume from, or its address in object storage."""
 
     iteration: Annotated[NonNegativeInt | None, OnlyWithAny(("load", "save"))] = None
-    """Iteration of the checkpoint to load, by default the newest complete one."""
+    """Iteration of the checkpoint to load, by default the newest complete one. Without load, it is one of save. Beside
+    another load it counts for the first start only."""
 
     load_weights: Annotated[Literal["trained", "ema"], OnlyWithAny(("load", "save"))] = "trained"
     """Weights that are read from a checkpoint for text, evaluation, and fine-tuning: the trained ones, or their average

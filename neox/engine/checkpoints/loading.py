@@ -1,8 +1,7 @@
 """Loading: from the choice of a checkpoint to an engine with its weights, optimizer state and position, in any layout.
 
-    rank 0      choose_start           which checkpoint, and what of it (`run_start`); every rank gets the answer
-      machine   share_partial_copy     fetches the files that its ranks read, if they are in object storage
-      machine   check_local_copy       compares them with the manifest, unless rank 0 has checked the same directory
+    all ranks   agree_on_start         which checkpoint, and what of it; every machine verifies its files (`run_start`)
+    rank 0      begin_start            opens it, and moves later ones away; every rank gets the answer
     all ranks   build_model            initial weights of what the checkpoint lacks
       rank      read_weights           its layers, tensor rows and experts, before DeepSpeed wraps the model: the fp32
                                        weights of the optimizer are copies of these
@@ -33,10 +32,8 @@ from neox.engine.build_engine import build_engine, build_model
 from neox.engine.checkpoints.run_files import files_of_run
 from neox.engine.checkpoints.run_start import (
     RunStart,
-    StartMode,
-    check_local_copy,
-    choose_start,
-    share_partial_copy,
+    agree_on_start,
+    begin_start,
     start_before,
 )
 from neox.engine.deepspeed_patches import SwappedStage3
@@ -51,13 +48,18 @@ from neox.model import Embedding
 from neox.objectives import Objective, build_objective
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
+from neox.plan.run_start import ChosenStart, StartMode
 from neox.tokenizer import tokenizer_of
 
 _log = get_logger(__name__)
 
 
 def open_engine(
-    plan: RunPlan, grid: ParallelGrid, device: torch.device, make_features: MakeFeatures = no_features
+    plan: RunPlan,
+    grid: ParallelGrid,
+    device: torch.device,
+    make_features: MakeFeatures = no_features,
+    chosen: ChosenStart | None = None,
 ) -> Engine:
     """Build the engine with what the configuration says: initial weights, or the content of `load`.
 
@@ -66,12 +68,16 @@ def open_engine(
         grid: This rank's grid.
         device: Device of the model.
         make_features: Builds what takes part in the training besides.
+        chosen: The start on which all ranks have agreed (`agree_on_start`); None to agree here.
 
     Raises:
         CheckpointError: On all ranks, if the checkpoint is missing or broken, belongs to another model, or has an
             optimizer state that does not fit.
     """
-    start = from_first_rank(lambda: choose_start(plan))
+    if chosen is None:
+        plan, chosen = agree_on_start(plan)
+    agreed = chosen
+    start = from_first_rank(lambda: begin_start(plan, agreed))
     objective = build_objective(plan)
     model = build_loaded_model(plan, grid, device, objective, start)
     run_files = from_first_rank(lambda: files_of_run(plan, start.run, start.checkpoint))
@@ -91,8 +97,6 @@ def build_loaded_model(
     loaded: frozenset[int] = frozenset()
     if start.checkpoint is not None:
         loaded = frozenset(range(len(plan.layers))) - start.new_layers
-        share_partial_copy(start.checkpoint)
-        check_local_copy(start.checkpoint, hashes=plan.config.checkpoint.checkpoint_verify)
     model = build_model(plan, grid, objective, device, loaded)
     if start.checkpoint is not None:
         _load_weights(model, plan, grid, start, start.checkpoint)

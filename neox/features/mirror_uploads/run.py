@@ -18,6 +18,7 @@ from neox.errors import CheckpointError
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
 from neox.plan import RunPlan
+from neox.plan.run_start import requested_start
 
 _log = get_logger(__name__)
 _POLL_SECONDS = 0.2
@@ -55,7 +56,7 @@ class MirrorUploads(Feature):
         self._waiting: deque[Path] = deque(maxlen=1)
         self._wakes = threading.Event()
         self._ends = threading.Event()
-        self._supersedes_all = keys.overwrite
+        self._supersedes_all = requested_start(plan.config).replaces_save
         self._moved = time.monotonic()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="checkpoint-mirror")
 

@@ -20,13 +20,14 @@ from neox.checkpoint import (
     find_checkpoint,
     hash_of_weights,
 )
-from neox.engine import Engine, Feature, RunStart, StartMode, TrainedModel, build_loaded_model, from_first_rank
+from neox.engine import Engine, Feature, RunStart, TrainedModel, build_loaded_model, check_copies, from_first_rank
 from neox.engine.feature import DataArguments
 from neox.errors import CheckpointError
 from neox.features.reference.copy import WeightsCopy, with_reference
 from neox.features.reference.stored import reference_log_probs
 from neox.objectives import Batch
 from neox.plan import RunPlan
+from neox.plan.run_start import StartMode, requested_start
 
 
 def build(model: TrainedModel, start: RunStart) -> Reference | None:
@@ -85,6 +86,8 @@ def _copy_of(model: TrainedModel, start: RunStart, first: RunStart) -> WeightsCo
     """
     if first is start or not start.iteration:
         return WeightsCopy(model.module)
+    if first.checkpoint is not None:
+        check_copies(first.checkpoint, hashes=model.plan.config.checkpoint.checkpoint_verify)
     # The model holds later weights. So a second one is built as the run began, and only its tensors stay.
     began = build_loaded_model(model.plan, model.grid, model.device, model.objective, first)
     return WeightsCopy(model.module, of=began)
@@ -122,11 +125,12 @@ def first_start(plan: RunPlan, start: RunStart) -> RunStart:
     if not start.iteration:
         return start
     keys = plan.config.checkpoint
+    asked = requested_start(plan.config)
     first = RunStart(start.run)
     identity = start.saved.get(REFERENCE)
     saved_in = start.saved.get(REFERENCE_FROM)
-    if keys.finetune and keys.load is not None:
-        path = find_checkpoint(Path(keys.load), keys.iteration, verify=keys.checkpoint_verify)
+    if asked.mode is StartMode.FINETUNE and asked.load is not None:
+        path = find_checkpoint(asked.load, asked.iteration, verify=keys.checkpoint_verify)
         first = _finetuned(plan, start, path, keys.load_weights)
     elif saved_in is not None:
         directory, weights = saved_in

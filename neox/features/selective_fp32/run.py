@@ -25,11 +25,12 @@ from neox.architecture import ParameterSpec
 from neox.architecture.recurrence import selective_fp32
 from neox.checkpoint import CheckpointReader
 from neox.checkpoint.optimizer.file_formats import Key
-from neox.engine import Engine, Feature, RunStart, StartMode, StepResult, TrainedModel, all_succeeded
+from neox.engine import Engine, Feature, RunStart, StepResult, TrainedModel, all_succeeded
 from neox.engine.weights import weight_layers
 from neox.model import Mixer, drawn_weights
 from neox.parallel import shard
 from neox.plan.network.fp32_parameters import asks_for_fp32
+from neox.plan.run_start import StartMode
 
 
 class _Place(NamedTuple):

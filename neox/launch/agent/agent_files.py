@@ -18,12 +18,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from neox.errors import LaunchError
 from neox.files import read_json_object, write_text
 from neox.launch.processes import is_alive, process_start
 
 PROGRESS_VARIABLE = "NEOX_PROGRESS_FILE"
+LAUNCHER_VARIABLE = "NEOX_LAUNCHER"
+"""Environment variable of ranks whose start a launcher follows; it is not set with `launcher: none` or torchrun."""
 HOST_VARIABLE = "NEOX_HOST"
 """Environment variable of ranks with the name of their host in the hostfile."""
 INTERRUPT_RANKS = signal.SIGUSR2
@@ -44,6 +47,7 @@ class Cause:
 
     REFUSED = "refused"  # a configuration that no rank can run
     DISK_FULL = "disk full"
+    STALE_START = "stale start"  # the checkpoint that the launcher chose is damaged, or another one counts by now
     NO_CHECKPOINT = "no checkpoint"  # all checkpoints to resume from are damaged
     NOT_FINITE = "not finite"  # a loss or a gradient norm
     REPLICAS = "replicas differ"  # data ranks hold different weights
@@ -57,11 +61,18 @@ class FailureReport:
         cause: A value in `Cause`.
         step: Number of completed steps; None if unknown.
         ranks: Ranks at fault, if known.
+        checkpoint: Path of a damaged checkpoint, if that is the cause.
     """
 
     cause: str
     step: int | None = None
     ranks: tuple[int, ...] = ()
+    checkpoint: str | None = None
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> FailureReport:
+        """Return the report with fields from JSON. Raises KeyError or TypeError if it is none."""
+        return cls(fields["cause"], fields["step"], tuple(fields["ranks"]), fields.get("checkpoint"))
 
 
 # -- the directory
@@ -170,6 +181,11 @@ def report_progress(step: int | None = None) -> None:
             os.write(descriptor, b"%0*d" % (_STEP_DIGITS, step))  # in place, so that no reader finds an empty file
         finally:
             os.close(descriptor)
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher follows this rank's start, which may decide to start again."""
+    return bool(os.environ.get(LAUNCHER_VARIABLE))
 
 
 def host_name() -> str:
@@ -281,8 +297,7 @@ class RankActivity:
     def failure(self, rank: int) -> FailureReport | None:
         """Return the failure report of a rank; None if there is none."""
         try:
-            fields = json.loads(_failure_path(self.file, rank).read_text())
-            return FailureReport(fields["cause"], fields["step"], tuple(fields["ranks"]))
+            return FailureReport.from_json(json.loads(_failure_path(self.file, rank).read_text()))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

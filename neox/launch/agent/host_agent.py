@@ -43,6 +43,7 @@ from typing import NoReturn
 from neox.errors import LaunchError, run_script
 from neox.launch.agent.agent_files import (
     INTERRUPT_RANKS,
+    LAUNCHER_VARIABLE,
     STOP_RANKS,
     RankActivity,
     Silence,
@@ -328,6 +329,7 @@ class StartOnHost:
                 self._print_line(f"{self.host.name}: removed {lock}, left by a build whose process has ended")
             self.tell({"kind": "node", "host": self.host.name, "pid": os.getpid()})
             environment = host_variables(self.spec, self.node_rank, self.host, secrets, self.activity.file)
+            environment[LAUNCHER_VARIABLE] = "1" if self.has_launcher else ""
             problem = torch_problem(environment)
             if problem is not None:  # under slurm and mpirun nobody else has asked this host
                 raise LaunchError(f"{self.host.name} has {problem}")

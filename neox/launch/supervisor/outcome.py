@@ -70,6 +70,13 @@ class RunEnd:
             return None
         return self.report.cause
 
+    @property
+    def damaged_checkpoint(self) -> str | None:
+        """Path of the checkpoint that a rank reported as damaged; None without such a report."""
+        if self.report is None:
+            return None
+        return self.report.checkpoint
+
 
 @dataclass
 class Failure:
@@ -103,7 +110,7 @@ class Failure:
         """
         report = event.get("report")
         if report is not None:
-            report = FailureReport(report["cause"], report["step"], tuple(report["ranks"]))
+            report = FailureReport.from_json(report)
         return Failure(
             event["rank"],
             event["code"],

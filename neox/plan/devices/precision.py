@@ -8,10 +8,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from neox.architecture import DeviceFamily
-from neox.checkpoint_files.finding import newest_checkpoint
 from neox.config.decision import NOTHING, Decided, Decision
 from neox.config.neox_config import NeoXConfig
-from neox.plan.run_identity import saved_config
 from neox.problems import Note, Problem
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -166,28 +164,3 @@ def _claims(config: NeoXConfig) -> dict[str, str]:
     if config.deepspeed.bf16 is not None and config.deepspeed.bf16.enabled:
         claims["bf16"] = "bf16"
     return claims
-
-
-def saved_precision(config: NeoXConfig, *, training: bool) -> Precision | None:
-    """Return the precision of the checkpoint that a run resumes from, as the configuration next to it says.
-
-    Args:
-        config: Names the checkpoint by `load` and `iteration`; a run that does not train reads `save` without `load`.
-        training: Whether the run trains; with `finetune` it takes only the weights, in any precision.
-
-    Returns:
-        None if there is no checkpoint yet, or another program wrote it.
-    """
-    keys = config.checkpoint
-    if training and keys.finetune:
-        return None
-    directory = keys.load
-    if directory is None and not training:
-        directory = keys.save
-    if directory is None:
-        return None
-    checkpoint = newest_checkpoint(directory, keys.iteration)
-    if checkpoint is None:
-        return None
-    saved = saved_config(checkpoint)
-    return None if saved is None else choose_precision(saved, [])

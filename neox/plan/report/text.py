@@ -21,8 +21,9 @@ from neox.plan.report.data_lines import data_lines, fim_lines, preference_lines,
 from neox.plan.report.defaults import all_defaults, notable_defaults
 from neox.plan.report.run_totals import RunTotals, imbalance, memory_with, run_totals, stage_ranks
 from neox.plan.report.value_sources import all_values, derived_values
-from neox.plan.run_identity import resumes_own_directory, starting_weights
+from neox.plan.run_identity import starting_weights
 from neox.plan.run_plan import RunPlan
+from neox.plan.run_start import requested_start
 from neox.plan.schedule import schedule_of
 from neox.plan.search.fit import flash_advice, memory_problem
 from neox.plan.search.longest_sequence import length_notes, longest_sample
@@ -70,7 +71,10 @@ def format_plan(
         lines.append(_balance_line(plan))
     shown = list(plan.notes if notes is None else notes)
     if training:
-        if plan.config.checkpoint.load is not None and not resumes_own_directory(plan.config):
+        asked = requested_start(plan.config)
+        if plan.start is not None and plan.start.checkpoint is not None:
+            lines.append(f"start     {plan.start}")
+        elif asked.load is not None and not asked.own_directory:
             lines.append(f"start     {starting_weights(plan.config)}")
         lines += _memory_lines(plan, device, verbose=verbose)
         lines += _figure_lines(plan, device)

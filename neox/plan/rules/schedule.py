@@ -7,7 +7,13 @@ from itertools import pairwise
 
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.conditions import any_of, effect_conditions
-from neox.config.sections.schedule import CurriculumSchedule, CurriculumSettings, SchedulerParams, SchedulerSettings
+from neox.config.sections.schedule import (
+    CurriculumSchedule,
+    CurriculumSettings,
+    ScheduleConfig,
+    SchedulerParams,
+    SchedulerSettings,
+)
 from neox.plan.schedule import schedule_of
 from neox.problems import Problem
 
@@ -57,6 +63,16 @@ def _warmup_steps(config: NeoXConfig, steps: float) -> Iterator[Problem]:
         limit = f"at most {total / 2:g}" if is_older else f"below {total}"
         rule = f"leaves no iterations to decay: it must be {limit}, of the {total} steps of the schedule"
         yield config.problem("lr_warmup_iters", rule, "lr_schedule_version", "lr_decay_style", *_LENGTHS)
+
+
+def leaves_a_decay(schedule: ScheduleConfig, warmup: float, train_iters: int | None) -> bool:
+    """Return whether a number of warm-up steps leaves a schedule of some length its decay."""
+    if schedule.lr_decay_style == "constant":
+        return True
+    total = schedule.decay_iterations(train_iters)
+    if schedule.lr_decay_style == "WSD" and (schedule.lr_wsd_decay_iters or 0) > total - round(warmup):
+        return False
+    return warmup <= total / 2 if schedule.lr_schedule_version == "v2.0" else warmup < total
 
 
 def _wsd(config: NeoXConfig) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from neox.config.sections.deepspeed import (
     Fp16Settings,
     ZeroSettings,
 )
+from neox.decisions.checkpoint import choose_checkpoint
 from neox.errors import ConfigError, LaunchError
 from neox.plan import (
     Capabilities,
@@ -160,7 +161,8 @@ class TestPrecision:
             (directory.parent / "mp_rank_00_model_states.pt").touch()
 
         def precision(*, training=True, **keys):
-            return saved_precision(NeoXConfig.from_flat({**tiny, **keys}), training=training)
+            config = NeoXConfig.from_flat({**tiny, **keys})
+            return choose_checkpoint(config).precision if training else saved_precision(config)
 
         expected = plan_of({**tiny, **saved}).precision
         assert precision(load=str(tmp_path)) == expected

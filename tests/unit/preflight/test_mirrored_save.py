@@ -19,8 +19,8 @@ from neox.features.mirror_uploads.run import MirrorUploads
 from neox.plan import with_trained_model
 from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
 from neox.preflight.remote_checkpoints import planned_load, with_local_load
-from neox.preflight.resume_from_save import resume_from_save
 from tests.plans import SMALL, small_plan
+from tests.resumed_runs import decided_run
 from tests.unit.corpus.s3_server import FailingApp, error, s3_server
 
 RUN = "s3://bucket/run"
@@ -50,7 +50,7 @@ def put_checkpoint(save: Path, step: int, config: NeoXConfig) -> Path:
 
 def resumed_step(config: NeoXConfig) -> str | None:
     """The checkpoint with which a start goes on."""
-    started = resume_from_save(with_local_load(config, trains=True)).config
+    started = decided_run(with_local_load(config, trains=True)).config
     if started.checkpoint.load is None:
         return None
     return (Path(started.checkpoint.load) / "latest").read_text()

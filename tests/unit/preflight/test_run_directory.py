@@ -9,7 +9,7 @@ import pytest
 
 from neox.config import NeoXConfig
 from neox.errors import LaunchError
-from neox.plan.run_identity import RUN_FILE
+from neox.plan.run_identity import RUN_FILE, identity_text, run_identity
 from neox.preflight.run_directory import claim_curves
 from tests.plans import SMALL
 
@@ -19,7 +19,10 @@ def make_config(save: Path, **keys: Any) -> NeoXConfig:
 
 
 def put_checkpoint(save: Path) -> None:
-    (save / "global_step4").mkdir(parents=True)
+    checkpoint = save / "global_step4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "mp_rank_00_model_states.pt").touch()
+    (checkpoint / RUN_FILE).write_text(identity_text(run_identity(make_config(save))))
 
 
 def test_a_run_does_not_continue_the_curves_of_another_one(tmp_path: Path) -> None:

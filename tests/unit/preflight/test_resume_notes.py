@@ -25,9 +25,10 @@ from neox.plan.run_identity import (
     run_identity,
     starting_weights,
 )
-from neox.preflight.resume_from_save import batch_note, finished_note, resume_from_save, unfinished_note
+from neox.preflight.resume_notes import batch_note, finished_note, unfinished_note
 from neox.run_events import append_event
 from tests.plans import SMALL, small_plan
+from tests.resumed_runs import decided_run
 
 
 def make_config(**keys: Any) -> NeoXConfig:
@@ -84,9 +85,9 @@ def test_the_plan_names_the_weights_that_a_run_starts_from(tmp_path: Path) -> No
 
 def test_a_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
     config = make_config(save=str(tmp_path), load="base", finetune=True)
-    assert resume_from_save(config).config == config
+    assert decided_run(config).config == config
     put_checkpoint(tmp_path, 4, config)
-    decided = resume_from_save(config)
+    decided = decided_run(config)
     resumed = decided.config
     assert decided.problems == ()
     assert resumed.checkpoint.load == str(tmp_path)
@@ -97,8 +98,8 @@ def test_a_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
 def test_another_runs_checkpoints_are_refused(tmp_path: Path) -> None:
     put_checkpoint(tmp_path, 4, make_config(seed=2))
     config = make_config(save=str(tmp_path))
-    assert [problem.keys for problem in resume_from_save(config).problems] == [("save",)]
-    assert resume_from_save(make_config(save=str(tmp_path), overwrite=True)).problems == ()
+    assert [problem.keys for problem in decided_run(config).problems] == [("save",)]
+    assert decided_run(make_config(save=str(tmp_path), overwrite=True)).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -117,17 +118,18 @@ def test_hash_of_an_older_version_is_no_other_run(tmp_path: Path, keys: dict[str
     put_config(tmp_path, 4, config)
     run_file = tmp_path / "global_step4" / RUN_FILE
     run_file.write_text(identity_text(replace(run_identity(config), run_id="of 0.1")))
-    decided = resume_from_save(make_config(save=str(tmp_path), **keys))
+    decided = decided_run(make_config(save=str(tmp_path), **keys))
     assert (decided.problems == ()) is same
 
 
 def test_checkpoints_without_an_identity_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / mp_rank_file(0)).touch()
     found = find_run(tmp_path)
     assert found is not None
     assert (found.iteration, found.identity) == (3, None)
-    assert resume_from_save(make_config(save=str(tmp_path))).problems != ()
-    assert resume_from_save(make_config(save=str(tmp_path), load=str(tmp_path))).problems == ()
+    assert decided_run(make_config(save=str(tmp_path))).problems != ()
+    assert decided_run(make_config(save=str(tmp_path), load=str(tmp_path))).problems == ()
 
 
 def test_a_checkpoint_whose_replacement_was_killed_is_one_of_the_run(tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_latest_decides_which_checkpoint_is_resumed(tmp_path: Path) -> None:
 def finished(directory: Path, **keys: Any) -> str | None:
     """What is said at a start with two steps in all; the run directory is `directory`/run."""
     config = make_config(save=str(directory / "save"), **{"train_iters": 2, **keys})
-    return finished_note(resume_from_save(config).config, directory / "run")
+    return finished_note(decided_run(config).config, directory / "run")
 
 
 def put_complete_checkpoint(directory: Path, step: int) -> Path:
@@ -216,14 +218,14 @@ def test_steps_of_a_warm_up_that_a_longer_run_keeps_are_no_change_and_no_line_of
     before = make_config(**keys, train_iters=6)
     put_checkpoint(tmp_path, 6, before)
     put_config(tmp_path, 6, before)
-    resumed = resume_from_save(make_config(**keys, train_iters=60))
+    resumed = decided_run(make_config(**keys, train_iters=60))
     assert resumed.config.schedule.lr_warmup_iters == pytest.approx(0.6)
     said = [*resumed.notes, *(note.message for note in notes_without_effect(resumed.config))]
     assert not any("lr_warmup_iters" in line for line in said)
     assert any("train_iters 6 -> 60" in line for line in said)
     assert sum("warmup" in line for line in said) == 1
     given = make_config(**keys, train_iters=60, lr_warmup_iters=3)
-    assert any("lr_warmup_iters unset -> 3" in line for line in resume_from_save(given).notes)
+    assert any("lr_warmup_iters unset -> 3" in line for line in decided_run(given).notes)
 
 
 def test_a_run_that_was_asked_to_end_says_how_to_go_on(tmp_path: Path) -> None:
@@ -359,7 +361,7 @@ def test_a_jump_of_the_learning_rate_is_told(tmp_path: Path, iterations: int, ju
     put_checkpoint(tmp_path, 8, config)
     put_config(tmp_path, 8, config)
     again = make_config(save=str(tmp_path), lr_decay_iters=iterations, lr_decay_style="cosine")
-    notes = resume_from_save(again).notes
+    notes = decided_run(again).notes
     assert any("learning rate" in note for note in notes) is jumps
 
 
@@ -369,7 +371,7 @@ def test_a_resume_with_other_degrees_names_the_samples_of_its_steps(tmp_path: Pa
 
     def note_of(ranks: int, **others: object) -> str | None:
         plan = small_plan(ranks, **keys, **others)
-        return batch_note(plan, resume_from_save(plan.config).loaded)
+        return batch_note(plan, decided_run(plan.config).loaded)
 
     assert note_of(1) is None, "an older checkpoint does not say it"
     now = small_plan(1, **keys).batch.train_batch_size

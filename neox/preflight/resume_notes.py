@@ -1,116 +1,25 @@
-"""Checks of `save` before a training: whether it has checkpoints, whether of this run, and whether it has finished."""
+"""Notes on a training that continues: what has changed, whether it has finished, and how to continue it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from neox.checkpoint_files.contents import why_incomplete
 from neox.config import NeoXConfig
 from neox.launch.supervisor.outcome import EndKind
 from neox.metrics import METRICS_FILE, last_evaluation_is_missing
 from neox.plan import RunPlan, static_problems
-from neox.plan.run_identity import (
-    FIRST_LOAD_KEYS,
-    FoundRun,
-    all_changes,
-    changed_keys,
-    find_run,
-    other_run_message,
-    resumes_own_directory,
-)
+from neox.plan.run_identity import FoundRun, all_changes, changed_keys, find_run
+from neox.plan.run_start import requested_start
 from neox.plan.schedule import schedule_of
-from neox.preflight.data_decisions import DecidedConfig
-from neox.preflight.saved_schedule import with_saved_schedule, with_saved_warmup
 from neox.run_events import read_events
-from neox.storage import is_remote
 
 _MOST_CHANGES = 8
 _JUMP = 0.05  # share of the learning rate
 _EPOCHS = "num_train_epochs"
 
 
-@dataclass(frozen=True)
-class ResumedConfig(DecidedConfig):
-    """The configuration of a training, with settings that the checkpoint that it resumes decides.
-
-    Attributes:
-        loaded: The run of that checkpoint; None if the training begins anew, or the checkpoint is not on this machine.
-    """
-
-    loaded: FoundRun | None = None
-
-
-def resume_from_save(config: NeoXConfig) -> ResumedConfig:
-    """Let a run resume from its own checkpoints in `save`; those of another run are a problem.
-
-    The schedule of the checkpoint that is loaded replaces the configuration's if `use_checkpoint_lr_scheduler` is set.
-    """
-    if static_problems(config):
-        return ResumedConfig(config)
-    keys = config.checkpoint
-    found = None
-    if keys.save is not None and not keys.overwrite:
-        found = find_run(Path(keys.save))
-    if found is None:
-        scheduled = _with_schedule_of_checkpoint(config)
-        return ResumedConfig(scheduled.config, scheduled.notes, scheduled.problems, _loaded(config, None))
-
-    resumed = config
-    notes: tuple[str, ...] = ()
-    if not resumes_own_directory(config):
-        if not found.is_run_of(config):
-            return ResumedConfig(config, problems=(config.problem_about(other_run_message(config, found), "save"),))
-        note = f"{keys.save} holds this run at iteration {found.iteration}: it is resumed"
-        dropped = [key for key in ("load", *FIRST_LOAD_KEYS) if config.given(key)]
-        if dropped:
-            note += f", so {', '.join(f'`{key}`' for key in dropped)} have no effect"
-        notes = (note,)
-        source = config.source("save").derived("load")
-        resumed = config.updated({"load": keys.save}, without=FIRST_LOAD_KEYS, source=source)
-
-    loaded = _loaded(resumed, found)
-    scheduled = _with_schedule_of_checkpoint(resumed)
-    notes += scheduled.notes
-    if loaded is not None:
-        notes += _changes_since(loaded, scheduled.config)
-    return ResumedConfig(scheduled.config, notes, scheduled.problems, loaded)
-
-
-def _loaded(config: NeoXConfig, own: FoundRun | None) -> FoundRun | None:
-    """Return the run of the checkpoint that a training resumes; None if there is none on this machine.
-
-    Args:
-        config: The configuration of the training.
-        own: The run in `save`, if `load` is the same directory.
-    """
-    keys = config.checkpoint
-    if keys.load is None or keys.finetune or is_remote(keys.load):
-        return None
-    if own is not None and keys.iteration is None:
-        return own
-    return find_run(Path(keys.load), keys.iteration)
-
-
-def _with_schedule_of_checkpoint(config: NeoXConfig) -> DecidedConfig:
-    """Let a run continue the schedule of the checkpoint that it loads, or at least its warm-up."""
-    scheduled = with_saved_schedule(config)
-    if scheduled.problems or config.schedule.use_checkpoint_lr_scheduler or static_problems(scheduled.config):
-        return scheduled
-    kept = with_saved_warmup(scheduled.config)
-    return DecidedConfig(kept.config, (*scheduled.notes, *kept.notes))
-
-
-def with_warmup_of_counted(config: NeoXConfig) -> DecidedConfig:
-    """Let a run whose length was counted in its data continue its warm-up (`resume_from_save` knew no length)."""
-    is_counted = config.source("train_iters").rule == _EPOCHS
-    if not is_counted or config.schedule.use_checkpoint_lr_scheduler or static_problems(config):
-        return DecidedConfig(config)
-    return with_saved_warmup(config)
-
-
-def _changes_since(loaded: FoundRun, config: NeoXConfig) -> tuple[str, ...]:
+def changes_since(loaded: FoundRun, config: NeoXConfig) -> tuple[str, ...]:
     """Return notes on a run that has nothing left to do, and on what differs from its checkpoint's configuration."""
     notes = []
     steps = config.training.train_iters
@@ -148,7 +57,7 @@ def batch_note(plan: RunPlan, loaded: FoundRun | None) -> str | None:
 
     Args:
         plan: The plan of the run.
-        loaded: The run of the checkpoint that it resumes (`ResumedConfig.loaded`).
+        loaded: The run of the checkpoint from which it continues.
     """
     now = plan.batch.train_batch_size
     if loaded is None or loaded.samples_per_step in (None, now):
@@ -167,22 +76,20 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
     be unsent.
 
     Args:
-        config: The configuration, which loads the run's own checkpoints (`resume_from_save`).
+        config: The configuration, which loads the run's own checkpoints.
         directory: The run directory.
     """
     keys = config.checkpoint
     steps = config.training.train_iters
-    if keys.save is None or keys.overwrite or not steps or not resumes_own_directory(config):
+    if keys.save is None or not steps or not requested_start(config).own_directory:
         return None
-    found = find_run(Path(keys.save))
-    if found is None or found.iteration < steps or keys.iteration not in (None, found.iteration):
+    found = find_run(Path(keys.save), keys.iteration)
+    if found is None or found.iteration < steps or found.incomplete:
         return None
     logging = config.logging
     if keys.checkpoint_mirror is not None or logging.use_mlflow or logging.use_comet or logging.use_trackio:
         return None
     if not _ended_by_itself(directory) or lacks_last_evaluation(directory, is_evaluated=evaluates(config)):
-        return None
-    if why_incomplete(found.checkpoint, hashes=False):
         return None
     key = _EPOCHS if config.source("train_iters").rule == _EPOCHS else "train_iters"
     note = f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started"
@@ -212,7 +119,7 @@ def unfinished_note(config: NeoXConfig, directory: Path) -> str | None:
     if is_trained and not lacks_last_evaluation(directory, is_evaluated=evaluates(config)):
         return None
     command = "run the same command again"
-    if keys.overwrite:
+    if requested_start(config).replaces_save:
         command += " without --overwrite"
     if is_trained:
         return f"{found.checkpoint} has all {steps:,} steps, but no evaluation after the last; for it, {command}"

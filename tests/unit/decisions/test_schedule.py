@@ -11,8 +11,8 @@ import pytest
 from neox.config import NeoXConfig
 from neox.plan import static_problems
 from neox.plan.schedule import schedule_of
-from neox.preflight.resume_from_save import resume_from_save
-from tests.unit.preflight.test_resume_from_save import make_config, put_checkpoint, put_config
+from tests.resumed_runs import decided_run
+from tests.unit.preflight.test_resume_notes import make_config, put_checkpoint, put_config
 
 USE = {"use_checkpoint_lr_scheduler": True}
 OLD: dict[str, Any] = {
@@ -42,7 +42,7 @@ def old_run(folder: Path, **keys: Any) -> NeoXConfig:
 def test_the_schedule_of_the_checkpoint_goes_on(tmp_path: Path, keys: dict[str, Any]) -> None:
     before = schedule_of(old_run(tmp_path, **{key: value for key, value in keys.items() if value is not None}))
     config = make_config(load=str(tmp_path), train_iters=50, lr_decay_iters=50, warmup=0.1, **USE)
-    own = resume_from_save(config)
+    own = decided_run(config)
     assert not own.problems
     assert [schedule_of(own.config).lr(step) for step in range(40)] == [before.lr(step) for step in range(40)]
     assert schedule_of(config).lr(4) != before.lr(4)
@@ -58,18 +58,18 @@ def test_the_schedule_of_the_checkpoint_goes_on(tmp_path: Path, keys: dict[str, 
 def test_a_resumed_run_keeps_its_schedule_and_notes_no_jump(tmp_path: Path) -> None:
     before = schedule_of(old_run(tmp_path))
     config = make_config(save=str(tmp_path), lr=0.5, optimizer={"type": "Adam"}, **USE)
-    own = resume_from_save(config)
+    own = decided_run(config)
     assert own.config.checkpoint.load == str(tmp_path)
     assert schedule_of(own.config).lr(4) == before.lr(4)
     assert not any("learning rate of the next step" in note for note in own.notes)
-    plain = resume_from_save(make_config(save=str(tmp_path), lr=0.5, optimizer={"type": "Adam"}))
+    plain = decided_run(make_config(save=str(tmp_path), lr=0.5, optimizer={"type": "Adam"}))
     assert schedule_of(plain.config).lr(4) != before.lr(4)
-    assert resume_from_save(own.config).config == own.config
+    assert decided_run(own.config).config == own.config
 
 
 def test_without_a_checkpoint_the_configuration_counts(tmp_path: Path) -> None:
     for keys in ({}, {"load": str(tmp_path), "save": str(tmp_path)}, {"load": "s3://bucket/run"}):
-        own = resume_from_save(make_config(**keys, **USE))
+        own = decided_run(make_config(**keys, **USE))
         assert not own.problems
         assert len(own.notes) == 1
         assert schedule_of(own.config).lr(3) == schedule_of(make_config()).lr(3)
@@ -79,7 +79,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     (problem,) = static_problems(make_config(load=str(tmp_path), finetune=True, **USE))
     assert set(problem.keys) == {"use_checkpoint_lr_scheduler", "finetune"}
     old_run(tmp_path)
-    (problem,) = resume_from_save(make_config(load=str(tmp_path), override_lr_scheduler=True, **USE)).problems
+    (problem,) = decided_run(make_config(load=str(tmp_path), override_lr_scheduler=True, **USE)).problems
     assert set(problem.keys) == {"use_checkpoint_lr_scheduler", "override_lr_scheduler"}
     file = tmp_path / "global_step4" / "configs" / "config.yml"
     keys = json.loads(file.read_text())
@@ -87,5 +87,5 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     del keys["lr_decay_iters"]
     for text in (json.dumps(keys), "a: [", ""):
         file.write_text(text)
-        (problem,) = resume_from_save(make_config(load=str(tmp_path), **USE)).problems
+        (problem,) = decided_run(make_config(load=str(tmp_path), **USE)).problems
         assert problem.keys == ("use_checkpoint_lr_scheduler",)
