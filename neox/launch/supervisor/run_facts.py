@@ -115,7 +115,10 @@ def _end_and_explanation(facts: RunFacts, connection_statuses: Sequence[int]) ->
 
 
 def _first_failure(facts: RunFacts) -> Failure | None:
-    """Return the failure that came first; None if there is none, or if the stop signal has caused all of them."""
+    """Return the failure that came first; None if there is none, or if something else has caused all of them.
+
+    That is the stop signal, or a lost host, whose end broke the connections of the other ranks.
+    """
     failures = []
     for failure in facts.failures:
         # Ranks that do not end by the signal in time are killed.
@@ -124,7 +127,7 @@ def _first_failure(facts: RunFacts) -> Failure | None:
             failures.append(failure)
     cause = find_cause(failures)
     nobody_was_asked = len(failures) == len(facts.failures)
-    if cause is None and failures and nobody_was_asked:
+    if cause is None and failures and nobody_was_asked and not facts.hosts_lost:
         return next((failure for failure in failures if not failure.killed), failures[0])
     return cause
 

@@ -17,7 +17,9 @@ It shows what rank 0 prints, and ends all ranks at the first failure:
       OVER  <-------------------------------------------------------------+       connections are closed: other agents
                                                                                   end with them, and ranks with agents
 
-In each state, a start is also over as soon as every agent has ended or waits for the next start.
+In each state, a start is also over as soon as every agent has ended or waits for the next start, and at a second stop
+signal. A stop signal after the first failure changes no state: ranks cannot save without the one that has failed. Only
+if the same signal has ended that rank (Ctrl-C reaches the processes of a terminal in any order) does STOPPING follow.
 
 The run's exit status is that of the rank that failed first (a signal is 128 + its number). The last output is that
 rank's host, number and traceback. No process of the run is left.
@@ -126,6 +128,7 @@ class Supervisor:
         self.hosts_with_stacks: set[int] = set()
         self.disconnected: set[int] = set()  # lost hosts whose connections have ended
         self.interrupted_at = -math.inf  # time of the last Ctrl-C that was passed to the script
+        self.ends_at_once = False  # after a second stop signal
 
     def run(self, environment: Mapping[str, str] | None = None) -> RunEnd:
         """Start every command, follow them to the end, print why the start has failed, and return how it has ended.
@@ -172,7 +175,9 @@ class Supervisor:
     # -- states
 
     def _pass_on_stop(self, signum: int) -> None:
-        """Ask all ranks to save and end."""
+        """Ask all ranks to save and end, unless the start is being ended already."""
+        if self.state is not SupervisionState.WATCHING and not self._only_the_signal_has_ended_ranks():
+            return
         limit = self.spec.stop_timeout
         reason = "preemption"
         hint = ""
@@ -185,8 +190,15 @@ class Supervisor:
         )
         self.signal_agents(signum)
         self.state_ends_at = time.monotonic() + limit + _END_SECONDS
-        if self.state is not SupervisionState.ENDING_RANKS:
-            self.state = SupervisionState.STOPPING
+        self.state = SupervisionState.STOPPING
+
+    def _only_the_signal_has_ended_ranks(self) -> bool:
+        """Return whether reports are collected only because ranks have ended by the stop signal before it came here."""
+        facts = self.facts
+        has_other_cause = facts.hung or bool(facts.hosts_lost)
+        if self.state is not SupervisionState.COLLECTING or has_other_cause:
+            return False
+        return all(map(facts.is_by_stop_signal, facts.failures))
 
     def _collect_reports(self, seconds: float) -> None:
         """After a failure, wait some seconds for what other agents report, unless the start is being ended already."""
@@ -196,7 +208,9 @@ class Supervisor:
 
     def _end_state_when_due(self) -> None:
         now = time.monotonic()
-        if self.state_ends_at is None or now < self.state_ends_at:
+        if self.ends_at_once:
+            self.state = SupervisionState.OVER
+        if self.state is SupervisionState.OVER or self.state_ends_at is None or now < self.state_ends_at:
             return
         if self.state is SupervisionState.COLLECTING and self._agents_stay():
             self.state = SupervisionState.ENDING_RANKS
@@ -235,8 +249,8 @@ class Supervisor:
             if self.interrupted_at - previous > _TWICE_SECONDS:
                 self.signal_agents(INTERRUPT_RANKS)
                 return
-        if facts.asked_by_signal:  # the second signal: the user does not want to wait
-            self.state_ends_at = time.monotonic()
+        # A second signal: the user does not want to wait. It may come before the first one is passed on.
+        self.ends_at_once = facts.asked_by_signal
         facts.asked_by_signal = True
         if facts.stop_signal is None:
             # Ranks save at SIGTERM; a closed terminal asks for the same.
@@ -366,7 +380,7 @@ class Supervisor:
             is_cause_itself = self.over_ssh and failure.code == -signal.SIGKILL
             self._collect_reports(_KNOWN_CAUSE_SECONDS if is_cause_itself else _WINDOW_SECONDS)
         elif not self.facts.is_by_stop_signal(failure):  # the other ranks cannot save without this one
-            if self.state is SupervisionState.STOPPING:
+            if self.state in (SupervisionState.WATCHING, SupervisionState.STOPPING):
                 self.state = SupervisionState.COLLECTING
             self.state_ends_at = min(self.state_ends_at or math.inf, time.monotonic() + _WINDOW_SECONDS)
 
