@@ -160,7 +160,12 @@ class BatchIterator:
             batch = self.read(position)
         else:
             self._read_ahead(position)
-            batch = self._ahead.popleft().result()
+            try:
+                batch = self._ahead[0].result()
+            except BaseException:
+                self._ahead.clear()  # the next call reads this micro batch again
+                raise
+            self._ahead.popleft()
         self.position = position + 1
         return batch
 

@@ -118,6 +118,12 @@ class SentencePairDataset:
                 f"{indexed.prefix}: documents {documents.start} to {documents.stop} hold no sample: {why}; make the "
                 "data with tools/preprocess_data.py --split-sentences"
             )
+        if settings.pairs == "nsp" and self.runs[0, 2] == self.runs[-1, 2]:
+            raise DataError(
+                f"{indexed.prefix}: documents {documents.start} to {documents.stop} hold samples of one document only, "
+                "and next sentence prediction takes the second part of half of the samples from another one; give more "
+                "documents, or predict the order of sentences (sentence_pairs: sop)"
+            )
         passes = max(1, -(-num_samples // len(self.runs)))
         self.num_samples = passes * len(self.runs)
         self._orders: dict[int, np.ndarray] = {}
@@ -274,10 +280,14 @@ class SentencePairDataset:
 
     def _other_document(self, document: int, wanted: int, random: np.random.Generator) -> np.ndarray:
         """Return sentences of another document, from a random sentence on, up to about `wanted` tokens."""
-        for _ in range(10):  # as in BERT; a corpus of one document has no other document
+        for _ in range(10):  # as in BERT
             run = self.runs[int(random.integers(len(self.runs)))]
             if run[2] != document:
                 break
+        else:  # most runs are of this document: choose among the others, which are before and after its runs
+            first_own, stop_own = np.searchsorted(self.runs[:, 2], [document, document + 1])
+            number = int(random.integers(len(self.runs) - (stop_own - first_own)))
+            run = self.runs[number if number < first_own else number + stop_own - first_own]
         first, stop, _ = run.tolist()
         begin = first + int(random.integers(stop - first))
         ends = np.cumsum(self.indexed.sizes[begin:stop])

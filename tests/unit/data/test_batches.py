@@ -105,3 +105,25 @@ def test_a_pass_over_all_samples_counts_each_once_on_any_number_of_ranks():
                     if mask[0]:
                         counted.append(int(row[0]))
         assert sorted(counted) == list(range(11)), (ranks, size)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_read_that_fails_moves_no_later_batch(num_workers):
+    """A micro batch is a function of its number: whoever catches an error gets the same one when it asks again."""
+
+    class Unreliable(Counting):
+        fails = True
+
+        def read(self, indices):
+            if self.fails and 4 in np.asarray(indices):
+                raise OSError("the disk is away")
+            return super().read(indices)
+
+    source = Unreliable(20)
+    iterator = BatchIterator(source, 2, num_workers=num_workers)
+    found = [next(iterator)["tokens"][:, 0].tolist() for _ in range(2)]
+    with pytest.raises(OSError, match="away"):
+        next(iterator)
+    source.fails = False
+    found += firsts(iterator, 3)
+    assert found == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]

@@ -187,3 +187,32 @@ def test_validation_sets_with_names(tmp_path: Path) -> None:
     for found in sets.validation_sets.values():
         assert isinstance(found, SentencePairDataset)
         assert MaskedBatchIterator(found.split_rows, found, 2, num_workers=0).read(0)["tokens"].shape == (2, 64)
+
+
+def test_another_document_is_never_the_same_one(tmp_path: Path) -> None:
+    """One document holds nearly all runs, so ten draws often find no other one; then one of the others is taken."""
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16, sentences=True) as builder:
+        for document, sentences in enumerate((2, 300, 2)):
+            ids = np.full(10 * sentences, FIRST + document)
+            builder.add_documents(ids, np.full(sentences, 10), [sentences])
+    made = dataset(IndexedDataset(tmp_path / "data"), samples=400)
+    fields = made.split_rows(made.read(np.arange(made.num_samples)))
+    tokens = restored(fields)
+    labels = fields["next_sentence"]
+    for row, types, length, label in zip(tokens, fields["token_types"], fields["lengths"], labels, strict=True):
+        second = types[:length] == 1
+        ids_of_first = {*row[:length][~second].tolist()} - {CLS, SEP}
+        ids_of_second = {*row[:length][second].tolist()} - {SEP}
+        assert (ids_of_first != ids_of_second) == bool(label)
+    assert 0.35 < labels.mean() < 0.65
+
+
+def test_next_sentence_prediction_needs_two_documents(tmp_path: Path) -> None:
+    """With one document, half of the pairs would have the label of another document, whatever they hold."""
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16, sentences=True) as builder:
+        builder.add_documents(np.full(400, FIRST), np.full(40, 10), [40])
+    indexed = IndexedDataset(tmp_path / "data")
+    with raises_naming(DataError, "sentence_pairs", "one document"):
+        dataset(indexed)
+    assert len(dataset(indexed, pairs="sop")) > 0
+    assert len(dataset(indexed, pairs=None)) > 0
