@@ -29,6 +29,9 @@ _MARKERS = "osD^vP*X"
 _TRAINED_GROUPS = ("train", "validation", "test", "validation_ema", "test_ema")
 """Groups of scalars that have the trained loss."""
 
+AMOUNTS = ("tokens", "pairs")
+"""Ends of the names of what an evaluation has counted: labels of losses per token, or pairs of answers."""
+
 Goal = Literal["min", "max"]
 """Which values of a scalar are the better ones: the smaller or the larger ones."""
 _SMALLER_IS_BETTER = ("loss", "ppl", "perplexity", "bits_per_byte", "brier_score", "likelihood_diff", "ter", "wer")
@@ -66,7 +69,8 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     Each row has `iteration`, `kind` and the scalars of that kind: `step`, `validation`, `test`, `tasks` or `save`, and
     for the average of the weights `validation_ema` and `test_ema`. Files of version 0.1 have no kinds. Each iteration
     has one row of kind `step`. The trained loss is the first scalar of a step (`train/NAME`) and of an evaluation
-    (`validation/NAME`, `test/NAME`). That of a validation set with a name is `validation/SET/NAME`.
+    (`validation/NAME`, `test/NAME`). That of a validation set with a name is `validation/SET/NAME`. A score of which
+    nothing was counted, such as the loss of a step without labels, is None (null in the file).
     """
     with open(path, encoding="utf-8") as stream:
         for line in stream:
@@ -92,7 +96,7 @@ def _rows_of(metrics: Path | Rows) -> Iterable[Mapping[str, Any]]:
 
 
 def curves(metrics: Path | Rows, names: Collection[str] = ()) -> Curves:
-    """Return values of a metrics file. Those that are not finite are left out.
+    """Return values of a metrics file. Those that are not finite, or null (nothing was counted), are left out.
 
     A training step of an iteration that is there already is a resume from an earlier checkpoint. Everything that the
     file holds from that iteration on was trained again, and does not count.
@@ -120,7 +124,9 @@ def ends_finite(metrics: Path | Rows, name: str) -> bool:
     """Return whether the last value of a scalar in a metrics file is finite, or whether there is none."""
     last: Any = 0.0
     for row in _rows_of(metrics):
-        last = row.get(name, last)
+        value = row.get(name)
+        if value is not None:
+            last = value
     return isinstance(last, float | int)
 
 
@@ -191,7 +197,7 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of imports
     from matplotlib.figure import Figure
 
-    tokens = {label: evaluated_tokens(runs[label]) for label in found}
+    amounts = {label: evaluated_amounts(runs[label]) for label in found}
     tasks: dict[str, TaskCurves] = {}
     for label in found:
         if not names and (scores := task_curves(runs[label])):
@@ -204,8 +210,8 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
         for name, points in lines.items():
             style = _style(name, kinds.index(_of_weights(name)))
             group = name.rpartition("/")[0]
-            if f"{group}/tokens" in tokens[run]:
-                style["label"] += f" ({tokens[run][f'{group}/tokens']:,.0f} tokens a point)"
+            if group in amounts[run]:
+                style["label"] += f" ({amounts[run][group]} a point)"
             if len(found) > 1:
                 style["label"] = f"{run}: {style['label']}"
                 style["color"] = f"C{number % 10}"
@@ -229,13 +235,14 @@ def draw(runs: Mapping[str, Path], picture: Path, names: Collection[str] = (), a
     return True
 
 
-def evaluated_tokens(path: Path) -> dict[str, float]:
-    """Return how many tokens the last evaluations read, by the name of the scalar: `validation/tokens`, and of sets."""
-    found: dict[str, float] = {}
+def evaluated_amounts(path: Path) -> dict[str, str]:
+    """Return what the last evaluations counted, such as `1,024 tokens`, by group: `validation`, and those of sets."""
+    found: dict[str, str] = {}
     for row in read_metrics(path):
         for name, value in row.items():
-            if name.endswith("/tokens") and name.partition("/")[0] in _TRAINED_GROUPS:
-                found[name] = value
+            group, _, unit = name.rpartition("/")
+            if unit in AMOUNTS and group.partition("/")[0] in _TRAINED_GROUPS:
+                found[group] = f"{value:,.0f} {unit}"
     return found
 
 

@@ -9,9 +9,14 @@ from torch import Tensor
 
 from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.model import GPT, Context
-from neox.objectives import LOSS_NORMALIZATIONS, CausalLM, MaskedLM
+from neox.objectives import LOSS_NORMALIZATIONS, CausalLM, MaskedLM, Objective, ScoreTable, unpack_rows
 
 MICRO_BATCH = LOSS_NORMALIZATIONS["micro_batch"]
+
+
+def score_rows(objective: Objective, packed: Tensor) -> dict[str, float | None]:
+    """Return the scores of one micro batch by name, from what an objective computes of it."""
+    return ScoreTable(objective).finish(unpack_rows(packed).tolist())
 
 
 def causal_lm_loss(model: GPT, tokens: Tensor, labels: Tensor, mask: Tensor, **inputs: Tensor) -> Tensor:

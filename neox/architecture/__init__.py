@@ -25,7 +25,7 @@ from neox.architecture.choices import (
     block_losses,
     block_statistics,
 )
-from neox.architecture.experts import BALANCE_LOSS, DROPPED, LARGEST_SHARE, ROUTERS, Z_LOSS, RouterName
+from neox.architecture.experts import BALANCE_LOSS, CHOICES, DROPPED, LARGEST_SHARE, ROUTERS, Z_LOSS, RouterName
 from neox.architecture.fast_paths import FAST_PATHS, DeviceFamily, FastPath, FastPathName
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import (
@@ -80,6 +80,7 @@ __all__ = [
     "ADAPTER",
     "BACKEND_FAMILIES",
     "BALANCE_LOSS",
+    "CHOICES",
     "BLOCKS",
     "BLOCK_OFFSET",
     "DELTA_CHUNK",

@@ -27,6 +27,8 @@ BALANCE_LOSS: Final = "moe_balance_loss"
 Z_LOSS: Final = "moe_z_loss"
 LARGEST_SHARE: Final = "moe_largest_share"
 DROPPED: Final = "moe_dropped"
+CHOICES: Final = "moe_choices"
+"""Number of the choices of experts, of which the statistics are shares. It is not reported."""
 
 
 def expert_parameters(architecture: Architecture) -> tuple[ParameterSpec, ...]:

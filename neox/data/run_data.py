@@ -56,7 +56,6 @@ class EvaluationSet(NamedTuple):
         weight: Weight of the set's scores in the mean over all sets.
         start: Number of the micro batch that each evaluation begins with; None to continue after the one before.
         micro_batches: Number of micro batches of an evaluation on this rank; None for those of `eval_iters` steps.
-        tokens: Tokens of the samples of an evaluation, over all ranks; None if they are not known.
         bytes_per_token: Bytes of text for each token of its data; None if they are not known.
     """
 
@@ -66,7 +65,6 @@ class EvaluationSet(NamedTuple):
     start: int | None = None
     bytes_per_token: float | None = None
     micro_batches: int | None = None
-    tokens: int | None = None
 
 
 class DataIterators(NamedTuple):
@@ -175,7 +173,6 @@ def build_data_iterators(
             each_start,
             mean_bytes(dataset),
             batches.micro_batches if reads_all else None,
-            samples * plan.batch_schedule.full_length,
         )
 
     valid_sets = []

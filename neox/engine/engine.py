@@ -83,7 +83,7 @@ from neox.engine.micro_batches import EvaluationResult, MicroBatchRunner
 from neox.engine.reports import StepResult
 from neox.errors import TrainingError
 from neox.model import NetworkOutput, move_selection_biases
-from neox.objectives import Batch, evaluated_objective
+from neox.objectives import Batch, ScoreTable, evaluated_objective
 from neox.optim import LRSchedule
 from neox.parallel import derive_seed
 
@@ -128,7 +128,8 @@ class Engine:
         self.iteration = 0
         self._runner = runner
         self._timers = timers
-        self._values = StepValues(self.device, len(self.objective.names))
+        self._table = ScoreTable(self.objective)
+        self._values = StepValues(self.device, len(self._table.rows))
         self._before_overwrite: Callable[[], None] | None = None
         self.optimizer.register_step_pre_hook(self._before_update)
         self.optimizer.register_step_post_hook(self._after_update)
@@ -208,31 +209,31 @@ class Engine:
             feature.before_update(self)
         self.announce_overwrite()
         norm = getattr(self.deepspeed_engine.optimizer, "_global_grad_norm", None)
-        self._values.put(self.deepspeed_engine.step_scores, 0.0 if norm is None else norm)
+        self._values.put(self.deepspeed_engine.step_rows, 0.0 if norm is None else norm)
 
     def _after_update(self, *_: object) -> None:
         """Handle the moment after each part of an update."""
         for feature in self.features:
             feature.after_update(self)
 
-    def _scores_and_norm(self, update_skipped: bool) -> tuple[dict[str, float], float]:
+    def _scores_and_norm(self, update_skipped: bool) -> tuple[dict[str, float | None], float]:
         """Return the scores of the step by name, and its gradient norm, which is inf if the update was skipped."""
         values = self._values.take()
         if values is None:
             # Nothing was queued: DeepSpeed's wrapper skipped the update before it called the optimizer.
-            scores = self.deepspeed_engine.step_scores.tolist()
+            rows = self.deepspeed_engine.step_rows.tolist()
             norm = math.inf
         else:
-            scores, norm = values
+            rows, norm = values
         if update_skipped:
             norm = math.inf
         elif values is not None and self.optimizer.scope is not None:
             norm = self.optimizer.last_norm  # computed inside the update, after the copies were queued
-        return dict(zip(self.objective.names, scores, strict=True)), norm
+        return self._table.finish(rows), norm
 
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Batch], count: int | None = None) -> EvaluationResult:
-        """Return the objective's mean scores of the next micro batches.
+        """Return the objective's scores of the next micro batches.
 
         Args:
             batches: Micro batches of this data rank.
@@ -241,9 +242,8 @@ class Engine:
         if count is None:
             count = self.plan.batch.gradient_accumulation_steps
         batches = self._completed(batches, count)
-        scores, amount = self._runner.evaluate(batches, count, self.plan.batch_schedule.full_length)
-        names = evaluated_objective(self.objective).names
-        return EvaluationResult(dict(zip(names, scores.tolist(), strict=True)), amount)
+        rows = self._runner.evaluate(batches, count, self.plan.batch_schedule.full_length)
+        return EvaluationResult(ScoreTable(evaluated_objective(self.objective)), rows.cpu().double())
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor | None:

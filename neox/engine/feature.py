@@ -221,8 +221,11 @@ class Feature:
         """Return further numbers of a completed evaluation, by their names in metrics."""
         return {}
 
-    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
-        """Handle an evaluation; `name` is `validation`, `test`, `tasks`, `validation_ema` or `test_ema`."""
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float | None]) -> None:
+        """Handle an evaluation; `name` is `validation`, `test`, `tasks`, `validation_ema` or `test_ema`.
+
+        A scalar is None if nothing was counted for it.
+        """
 
     # A save
 

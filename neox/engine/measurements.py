@@ -21,18 +21,18 @@ PARTS = (FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER)
 
 
 class StepValues:
-    """Scores and the gradient norm of a step, copied to the host before the update is queued.
+    """Rows of scores and the gradient norm of a step, copied to the host before the update is queued.
 
     A host that reads a tensor waits for all that was queued before. So the copies are queued before the update, and
     `take` waits only for them: the device updates weights while the host prepares the next step.
 
     Args:
         device: Device of the tensors.
-        count: Number of scores.
+        count: Number of scores that have a row.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._host = torch.zeros(count + 1, dtype=torch.float32)
+        self._host = torch.zeros(2 * count + 1, dtype=torch.float32)
         self._copied = None
         if device.type != "cpu":
             self._host = get_accelerator().pin_memory(self._host)
@@ -40,12 +40,17 @@ class StepValues:
         self._numbers = self._host.numpy()
         self._waiting = False
 
-    def put(self, scores: Tensor, norm: Tensor | float) -> None:
-        """Queue the copies of a step's numbers, unless they already are: an optimizer may update in several calls."""
+    def put(self, rows: Tensor, norm: Tensor | float) -> None:
+        """Queue the copies of a step's numbers, unless they already are: an optimizer may update in several calls.
+
+        Args:
+            rows: Totals and counts of the scores [K, 2].
+            norm: Norm of the gradient.
+        """
         if self._waiting:
             return
         self._waiting = True
-        self._host[:-1].copy_(scores, non_blocking=True)
+        self._host[:-1].copy_(rows.flatten(), non_blocking=True)
         if isinstance(norm, Tensor):
             self._host[-1:].copy_(norm.detach().reshape(1), non_blocking=True)
         else:
@@ -53,15 +58,14 @@ class StepValues:
         if self._copied is not None:
             self._copied.record()
 
-    def take(self) -> tuple[list[float], float] | None:
-        """Return scores and norm when they are there; None if none were queued since the last call."""
+    def take(self) -> tuple[list[list[float]], float] | None:
+        """Return rows and norm when they are there; None if none were queued since the last call."""
         if not self._waiting:
             return None
         self._waiting = False
         if self._copied is not None:
             self._copied.synchronize()
-        *scores, norm = self._numbers.tolist()
-        return scores, norm
+        return self._numbers[:-1].reshape(-1, 2).tolist(), float(self._numbers[-1])
 
 
 class StepTimers:

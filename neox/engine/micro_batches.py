@@ -1,7 +1,8 @@
 """The micro batches of a step on their way through DeepSpeed's engine: one by one, or as a pipeline's schedule says.
 
 micro batch of a data rank -> weights of labels, and tokens further ahead -> the tokens of this context rank -> the
-objective's inputs and targets -> DeepSpeed's engine -> the objective's scores, the trained loss first
+objective's inputs and targets -> DeepSpeed's engine -> the trained loss, and a row (total, count) of each score -> rows
+of all micro batches -> rows of all data ranks
 
 Evaluations report the scores of `evaluated_objective`.
 """
@@ -26,7 +27,9 @@ from neox.objectives import (
     Batch,
     LossNormalization,
     Objective,
+    ScoreTable,
     evaluated_objective,
+    unpack_rows,
     with_tokens_ahead,
 )
 from neox.parallel import ParallelGrid, context_indices
@@ -34,15 +37,24 @@ from neox.plan import RunPlan
 
 
 class EvaluationResult(NamedTuple):
-    """Scores of some micro batches.
+    """Scores of some micro batches of all data ranks.
 
     Attributes:
-        scores: The objective's mean scores over all data ranks, by name; the trained loss comes first.
-        amount: What their losses were divided by, which is their weight in a mean over several results.
+        table: Names and reductions of the scores.
+        rows: Totals and counts of the scores on the host [K, 2], in fp64: an evaluation may have many results.
     """
 
-    scores: Mapping[str, float]
-    amount: float
+    table: ScoreTable
+    rows: Tensor
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """Each score by name, the trained loss first; None where nothing was counted."""
+        return self.table.finish(self.rows.tolist())
+
+    def combine(self, other: EvaluationResult) -> EvaluationResult:
+        """Return the result of the micro batches of both."""
+        return EvaluationResult(self.table, self.table.combine(self.rows, other.rows))
 
 
 class MicroBatchRunner(Protocol):
@@ -54,7 +66,7 @@ class MicroBatchRunner(Protocol):
         ...
 
     def train(self, batches: Iterator[Batch], length: int) -> None:
-        """Do one optimizer step on the next micro batches. It sets the engine's `step_scores` before the update.
+        """Do one optimizer step on the next micro batches. It sets the engine's `step_rows` before the update.
 
         Args:
             batches: Micro batches of this data rank.
@@ -62,8 +74,8 @@ class MicroBatchRunner(Protocol):
         """
         ...
 
-    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
-        """Return the mean scores [K] of the next `count` micro batches over all data ranks, and their total weight.
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
+        """Return the rows of scores [K, 2] of the next `count` micro batches of all data ranks.
 
         Args:
             batches: Micro batches of this data rank.
@@ -92,7 +104,7 @@ class WholeNetworkRunner:
     Args:
         engine: DeepSpeed's engine.
         objective: Objective of the training.
-        weights: Weights of the labels of a step, and of an evaluation.
+        weights: Weights of labels.
         grid: This rank's grid.
         device: Device of the model.
         timers: Timers of the parts of a step.
@@ -102,14 +114,14 @@ class WholeNetworkRunner:
         self,
         engine: PlainEngine,
         objective: Objective,
-        weights: tuple[LabelWeights, LabelWeights],
+        weights: LabelWeights,
         grid: ParallelGrid,
         device: torch.device,
         timers: Timers,
     ) -> None:
         self.engine = engine
         self._objective = objective
-        self._weights, self._evaluation_weights = weights
+        self._weights = weights
         self._grid = grid
         self._device = device
         self._timers = timers
@@ -119,28 +131,28 @@ class WholeNetworkRunner:
         if not self.engine.module.training:  # `train` walks over all modules, which takes time
             self.engine.train()
         count = self.engine.gradient_accumulation_steps()
-        total = self._no_scores(self._objective)
-        weighted = self._weights.of_step(batches, count)
-        for number, batch in enumerate(weighted.batches, start=1):
+        table = ScoreTable(self._objective)
+        rows = table.empty(self._device)
+        for number, batch in enumerate(self._weights.of_step(batches, count), start=1):
             with self._timers.part(FORWARD):
                 scores = self._scores(batch, self._objective)
-            total += scores.detach()
+            rows = table.combine(rows, unpack_rows(scores))
             with self._timers.part(BACKWARD):
                 self.engine.backward(scores)
             if number == count:
-                self.engine.step_scores = self._mean(total / count)
+                self.engine.step_rows = table.all_reduce(rows, self._grid)
             with self._timers.part(OPTIMIZER):
                 self.engine.step()  # updates after the last micro batch
 
-    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
-        """Return mean scores, and the divisor of the losses."""
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
+        """Return the rows of scores."""
         self.engine.eval()
         objective = evaluated_objective(self._objective)
-        total = self._no_scores(objective)
-        weighted = self._evaluation_weights.of_step(batches, count)
-        for batch in weighted.batches:
-            total += self._scores(batch, objective)
-        return self._mean(total / count), weighted.amount
+        table = ScoreTable(objective)
+        rows = table.empty(self._device)
+        for batch in self._weights.of_evaluation(batches, count):
+            rows = table.combine(rows, unpack_rows(self._scores(batch, objective)))
+        return table.all_reduce(rows, self._grid)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits of tokens."""
@@ -158,11 +170,8 @@ class WholeNetworkRunner:
         )
         return result
 
-    def _no_scores(self, objective: Objective) -> Tensor:
-        return torch.zeros(len(objective.names), device=self._device)
-
     def _scores(self, batch: Batch, objective: Objective) -> Tensor:
-        """Return an objective's scores [K] of a micro batch."""
+        """Return an objective's packed scores of a micro batch."""
         batch = own_tokens(batch, self._grid)
         inputs = {name: to_device(value, self._device) for name, value in objective.inputs(batch).items()}
         targets = tuple(to_device(value, self._device) for value in objective.targets(batch))
@@ -171,13 +180,6 @@ class WholeNetworkRunner:
         scores: Tensor = self.engine(tokens, Context(cache=None, divided=self._grid.cp_size > 1, **inputs), loss=loss)
         return scores
 
-    def _mean(self, value: Tensor) -> Tensor:
-        """Average over data ranks, in place."""
-        if self._grid.dp_size > 1:
-            dist.all_reduce(value, group=self._grid.dp_group)
-            value /= self._grid.dp_size
-        return value
-
 
 class PipelineRunner:
     """Runs one pipeline stage, in the order of the pipeline schedule (`neox.engine.pipeline.instructions`).
@@ -185,7 +187,7 @@ class PipelineRunner:
     Args:
         engine: DeepSpeed's engine.
         objective: Objective of the training.
-        weights: Weights of the labels of a step, and of an evaluation.
+        weights: Weights of labels.
         grid: This rank's grid.
         device: Device of the model.
     """
@@ -194,13 +196,13 @@ class PipelineRunner:
         self,
         engine: PipelineEngine,
         objective: Objective,
-        weights: tuple[LabelWeights, LabelWeights],
+        weights: LabelWeights,
         grid: ParallelGrid,
         device: torch.device,
     ) -> None:
         self.engine = engine
         self._objective = objective
-        self._weights, self._evaluation_weights = weights
+        self._weights = weights
         self._grid = grid
         stage = engine.module.stage
         self._is_first = stage.ranges[0].is_first
@@ -212,29 +214,19 @@ class PipelineRunner:
     def train(self, batches: Iterator[Batch], length: int) -> None:
         """Do one optimizer step. With sequence parallelism each tensor rank passes on its share of the tokens."""
         self._reset_buffers_if_changed(length // self._grid.cp_size // self._token_shares)
-        weighted = self._weighted(self._weights, batches, self.engine.gradient_accumulation_steps())
-        self.engine.train_batch(self._pairs(weighted.batches, self._objective))
+        if self._is_last:  # only there are labels weighted; middle stages read no batches
+            batches = self._weights.of_step(batches, self.engine.gradient_accumulation_steps())
+        self.engine.train_batch(self._pairs(batches, self._objective))
 
-    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> tuple[Tensor, float]:
-        """Return mean scores, and the divisor of the losses. Each tensor rank passes on all tokens."""
+    def evaluate(self, batches: Iterator[Batch], count: int, length: int) -> Tensor:
+        """Return the rows of scores. Each tensor rank passes on all tokens."""
         self._reset_buffers_if_changed(length // self._grid.cp_size)
-        weighted = self._weighted(self._evaluation_weights, batches, count)
-        pairs = self._pairs(weighted.batches, evaluated_objective(self._objective))
-        scores: Tensor = self.engine.eval_batch(pairs, num_micro_batches=count)
-        return scores, self._sent_by_last(weighted.amount)
-
-    def _weighted(self, weights: LabelWeights, batches: Iterator[Batch], count: int) -> WeightedBatches:
-        """Return the next micro batches. Only the last stage weights labels; middle stages read no batches."""
         if self._is_last:
-            return weights.of_step(batches, count)
-        return WeightedBatches(batches, 0.0)
-
-    def _sent_by_last(self, amount: float) -> float:
-        """Return the last stage's number on all stages."""
-        sent = torch.tensor([amount], dtype=torch.float64, device=self._device)
-        module = self.engine.module
-        dist.broadcast(sent, src=module.pp_ranks[module.loss_stage], group=self._grid.pp_group)
-        return float(sent)
+            batches = self._weights.of_evaluation(batches, count)
+        rows: Tensor = self.engine.eval_batch(
+            self._pairs(batches, evaluated_objective(self._objective)), num_micro_batches=count
+        )
+        return rows
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits of tokens on the last stage; None on others."""
@@ -276,23 +268,14 @@ class PipelineRunner:
             yield (inputs if len(inputs) > 1 else inputs[0]), targets
 
 
-class WeightedBatches(NamedTuple):
-    """Micro batches whose labels have weights.
-
-    Attributes:
-        batches: The micro batches.
-        amount: What their losses are divided by over all data ranks; their number if each has its own divisor.
-    """
-
-    batches: Iterator[Batch]
-    amount: float
-
-
 class LabelWeights:
     """Replaces the mask of labels in micro batches by weights, as `loss_normalization` says.
 
+    The labels of an evaluation have weights that do not depend on how it is cut into micro batches: 1, or with
+    `samples` one divided by the labels of the sample.
+
     Args:
-        normalization: What losses are divided by.
+        normalization: What losses of training are divided by.
         field: Name of the mask in a batch.
         grid: This rank's grid.
         hosts: Group of this rank's data-parallel group over gloo: hosts add up their numbers of labels without waiting
@@ -316,34 +299,28 @@ class LabelWeights:
         self._depths = depths
 
     @classmethod
-    def of(cls, plan: RunPlan, objective: Objective, grid: ParallelGrid) -> tuple[LabelWeights, LabelWeights]:
-        """Return the weights of a run's steps, and of its evaluations; all ranks call it together.
-
-        The mean over a whole set must not depend on how it is cut into micro batches, the last of which has copies that
-        do not count. So each label of the set has the same weight, also where a step has means of micro batches.
-        """
-        depths = plan.architecture.mtp_num_layers
+    def of(cls, plan: RunPlan, objective: Objective, grid: ParallelGrid) -> LabelWeights:
+        """Return the weights of a run; all ranks call it together."""
         normalization = LOSS_NORMALIZATIONS[plan.loss_normalization]
-        of_sets = normalization
-        if plan.config.training.eval_iters == "all" and plan.loss_normalization == "micro_batch":
-            of_sets = LOSS_NORMALIZATIONS["tokens"]
         hosts = None
-        if grid.dp_size > 1 and not of_sets.divides_micro_batches:
+        if grid.dp_size > 1 and not normalization.divides_micro_batches:
             hosts = _data_group_of_hosts(grid)
-        training = cls(normalization, objective.label_mask, grid, hosts, depths=depths)
-        if of_sets is normalization:
-            return training, training
-        return training, cls(of_sets, objective.label_mask, grid, hosts, depths=depths)
+        return cls(normalization, objective.label_mask, grid, hosts, depths=plan.architecture.mtp_num_layers)
 
-    def of_step(self, batches: Iterator[Batch], count: int) -> WeightedBatches:
+    def of_step(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         """Return the next `count` micro batches of this data rank; all ranks of the data group call it together."""
         if self._normalization.divides_micro_batches:
-            weighted = (self._weighted(next(batches), 1.0) for _ in range(count))
-            return WeightedBatches(weighted, float(count * self._grid.data_size))
+            return (self._weighted(next(batches), self._normalization, 1.0) for _ in range(count))
         read = [next(batches) for _ in range(count)]
-        amount = self._total(read)
-        share = count * self._grid.data_size / max(1.0, amount)
-        return WeightedBatches((self._weighted(batch, share) for batch in read), amount)
+        share = count * self._grid.data_size / max(1.0, self._total(read))
+        return (self._weighted(batch, self._normalization, share) for batch in read)
+
+    def of_evaluation(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """Return the next `count` micro batches of this data rank for an evaluation."""
+        normalization = self._normalization
+        if normalization.divides_micro_batches:
+            normalization = LOSS_NORMALIZATIONS["tokens"]
+        return (self._weighted(next(batches), normalization, 1.0) for _ in range(count))
 
     def _total(self, read: list[Batch]) -> float:
         """Return the amount of micro batches over all data ranks."""
@@ -357,8 +334,8 @@ class LabelWeights:
             total /= self._grid.cp_size  # context ranks read the same samples
         return float(total)
 
-    def _weighted(self, batch: Batch, share: float) -> Batch:
-        weights = self._normalization.weights(batch[self._field].float(), share)
+    def _weighted(self, batch: Batch, normalization: LossNormalization, share: float) -> Batch:
+        weights = normalization.weights(batch[self._field].float(), share)
         if self._field not in _OF_WHOLE_SAMPLES:
             # Engines average over context ranks, too, but each computes only the losses of its own tokens.
             weights = weights * self._grid.cp_size

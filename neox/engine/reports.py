@@ -32,7 +32,8 @@ class StepResult:
     """Result of one optimizer step.
 
     Attributes:
-        scores: Means over micro batches and data ranks of the objective's scores, by name; the trained loss first.
+        scores: The objective's scores over all micro batches and data ranks, by name, the trained loss first; None
+            where nothing was counted.
         grad_norm: L2 norm of the whole model's gradient before clipping; inf if it is not finite.
         loss_scale: Loss scale of fp16; 1 in other precisions.
         lr: Learning rate of this step.
@@ -43,7 +44,7 @@ class StepResult:
         numbers: Numbers of features (`Feature.after_step`), by their names in metrics.
     """
 
-    scores: Mapping[str, float]
+    scores: Mapping[str, float | None]
     grad_norm: float
     loss_scale: float
     lr: float
@@ -53,8 +54,8 @@ class StepResult:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def loss(self) -> float:
-        """The trained loss."""
+    def loss(self) -> float | None:
+        """The trained loss; None if no micro batch had a label."""
         return next(iter(self.scores.values()))
 
 
@@ -104,12 +105,12 @@ class StepReport:
         """Floating-point operations per second and rank."""
         return self.flops / self.seconds / self.ranks
 
-    def scalars(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float | None]:
         """Return the step's numbers under their names in metrics, most of which are gpt-neox's.
 
         A new log field is a line here, or a number of a feature. The scores come first, and of these the trained loss.
         """
-        values = {f"train/{name}": score for name, score in self.result.scores.items()}
+        values: dict[str, float | None] = {f"train/{name}": score for name, score in self.result.scores.items()}
         values |= {
             "train/learning_rate": self.result.lr,
             "train/loss_scale": self.result.loss_scale,
@@ -146,6 +147,6 @@ class SaveReport:
     stall: float
     seconds: float
 
-    def scalars(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float | None]:
         """Return the durations under their names in metrics."""
         return {"runtime/save_stall": self.stall, "runtime/save_seconds": self.seconds}

@@ -92,8 +92,9 @@ class BlockContext(NamedTuple):
 
 Aux = Mapping[str, Tensor]
 """Losses that blocks add to the objective's, by name: fp32 scalars, already multiplied by their coefficients. Numbers
-that are only reported stand next to them, without a gradient. All names are known from the architecture
-(`neox.architecture.block_losses` and `block_statistics`)."""
+that are only reported stand next to them, without a gradient: numbers of choices of experts, and `CHOICES`, by which
+they are divided in the end. All names are known from the architecture (`neox.architecture.block_losses` and
+`block_statistics`)."""
 
 
 def add_aux(first: Aux, second: Aux) -> Aux:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from neox.architecture import ACTIVATIONS as ACTIVATION_SPECS
-from neox.architecture import BALANCE_LOSS, DROPPED, LARGEST_SHARE, Z_LOSS, Architecture
+from neox.architecture import BALANCE_LOSS, CHOICES, DROPPED, LARGEST_SHARE, Z_LOSS, Architecture
 from neox.model.context import Aux, BlockContext
 from neox.model.mlp import MLP
 from neox.ops import (
@@ -411,8 +411,8 @@ class ExpertMLP(TokenShares):
     ) -> Aux:
         """Return the losses, multiplied by their coefficients, and statistics.
 
-        The numbers of all blocks are added up. That is meant for losses. Statistics are divided by the number of blocks
-        with experts, so that their sum is a mean.
+        The numbers of all blocks are added up. Statistics are numbers of choices, which are divided by `CHOICES` when
+        those of a step are added up.
         """
         network = self.network
         aux = {}
@@ -429,11 +429,11 @@ class ExpertMLP(TokenShares):
             aux[Z_LOSS] = network.z_coefficient * z_loss(logits, is_text, samples)
         choices_per_expert = samples.total(text_tokens_per_expert(routes, network.num_experts, is_text))  # [E]
         choices = choices_per_expert.sum()
-        divisor = choices.clamp(min=1) * len(network.expert_blocks)
-        aux[LARGEST_SHARE] = choices_per_expert.max() / divisor
+        aux[CHOICES] = choices.float()
+        aux[LARGEST_SHARE] = choices_per_expert.max().float()
         if network.expert_capacity:
             rows = samples.total(order.rows_per_expert.sum())
-            aux[DROPPED] = (choices - rows) / divisor
+            aux[DROPPED] = (choices - rows).float()
         return aux
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from neox.architecture import Architecture, block_losses, block_statistics
+from neox.architecture import CHOICES, Architecture, block_losses, block_statistics
 from neox.model.context import Aux, Context
 from neox.model.stage import Stage
 from neox.parallel import ParallelGrid
@@ -38,7 +38,8 @@ class Handoff:
     @classmethod
     def of(cls, architecture: Architecture, *, lengths: bool = False, documents: bool = False) -> Handoff:
         """Return the form for a network whose padding may be marked, and whose documents may be kept apart."""
-        losses = block_losses(architecture) + block_statistics(architecture)
+        statistics = block_statistics(architecture)
+        losses = block_losses(architecture) + statistics + ((CHOICES,) if statistics else ())
         is_bidirectional = architecture.bidirectional
         return cls(losses, is_bidirectional, lengths or is_bidirectional, documents)
 

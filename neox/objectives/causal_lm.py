@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from neox.model import NetworkOutput
+from neox.objectives.scores import Reduction, pack_scores
 
 
 def network_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -34,6 +36,7 @@ class CausalLM:
 
     label_mask = "loss_mask"
     per_token = ("lm_loss",)
+    reductions: ClassVar[Mapping[str, Reduction]] = MappingProxyType({})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,9 +54,11 @@ class CausalLM:
         return batch["labels"], batch["loss_mask"]
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the weighted sum of the labels' cross entropies in fp32, [1]; with a z-loss all its parts, [3]."""
+        """Return the weighted sum of the labels' cross entropies, with a z-loss also both parts, as packed scores."""
         labels, weights = targets
+        count = weights.sum()
         if not self.z_coefficient:
-            return output.head.cross_entropy(output.hidden, labels, weights).unsqueeze(0)
+            loss = output.head.cross_entropy(output.hidden, labels, weights)
+            return pack_scores(loss, [(loss, count)])
         parts = output.head.loss_parts(output.hidden, labels, weights, z_coefficient=self.z_coefficient)
-        return torch.stack(parts)
+        return pack_scores(parts.trained, [(part, count) for part in parts])

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from neox.model import Direction, NetworkOutput, TeacherLogits
 from neox.objectives.causal_lm import CausalLM
+from neox.objectives.scores import pack_scores
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Distilled(CausalLM):
         return (*super().targets(batch), batch["teacher_ids"], batch["teacher_logits"])
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss, t^2 times the divergence, and the cross entropy in fp32, [3]."""
+        """Return the loss, t^2 times the divergence, and the cross entropy as packed scores."""
         labels, weights, ids, logits = targets
         trained, parts = output.head.distillation(
             output.hidden,
@@ -54,4 +54,6 @@ class Distilled(CausalLM):
             temperature=self.temperature,
             share=self.weight,
         )
-        return torch.cat((trained.unsqueeze(0), parts))
+        count = weights.sum()
+        divergence, cross_entropy = parts
+        return pack_scores(trained, [(trained, count), (divergence, count), (cross_entropy, count)])

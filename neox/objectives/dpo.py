@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, scores_of_pairs
+from neox.objectives.scores import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ class DPO(LogRatioObjective):
 
     label_smoothing: float = 0.0
 
-    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
-        """Return the scores of pairs."""
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Row]:
+        """Return the rows of pairs."""
         ratios = log_ratios(log_probs)
         chosen, rejected = ratios.unbind(-1)
         margins = self.beta * (chosen - rejected)
@@ -63,8 +64,8 @@ class Hinge(LogRatioObjective):
 
     leaves_tokens_out = True  # of pairs with a margin above 1
 
-    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
-        """Return the scores of pairs."""
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Row]:
+        """Return the rows of pairs."""
         ratios = log_ratios(log_probs)
         chosen, rejected = ratios.unbind(-1)
         losses = torch.relu(1 - self.beta * (chosen - rejected))

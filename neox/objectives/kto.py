@@ -13,14 +13,19 @@ schedule in each step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from neox.objectives.data_ranks import mean_over_data_ranks
 from neox.objectives.dpo import log_ratios
-from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective
+from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, sums_over_pairs
+from neox.objectives.scores import LinearCombination, Reduction, Row
+from neox.parallel import ParallelGrid
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class KTO(PreferenceObjective):
     """
 
     names = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+    reductions: ClassVar[Mapping[str, Reduction]] = MappingProxyType(
+        {"rewards/margins": LinearCombination({"rewards/chosen": 1.0, "rewards/rejected": -1.0})}
+    )
 
     beta: float
     desirable_weight: float = 1.0
@@ -46,33 +54,48 @@ class KTO(PreferenceObjective):
         """The reference's log-probabilities, and which answers are good."""
         return ("reference", "desirable")
 
-    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
-        """Return the scores of judged answers.
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Row]:
+        """Return the rows of judged answers: sums over the good ones, and over the bad ones.
 
-        Rewards and log-probabilities are means over the good or the bad answers of the micro batch of all data ranks;
-        0 if it has none.
+        z is one number of a micro batch of all data ranks, and is reported as the mean of these numbers.
         """
         targets = log_probs.targets
         assert targets.desirable is not None
-        exists = (targets.weights > 0).float()  # [B, P]
+        weights = targets.weights  # [B, P]
         good = targets.desirable.float()
         own, mismatched = log_ratios(log_probs).unbind(-1)
 
-        kl = mean_over_data_ranks(mismatched.detach(), exists, log_probs.grid).clamp(min=0)
+        kl, has_kl = _kl_of_micro_batch(mismatched.detach(), weights > 0, log_probs.grid)
         losses_of_good = self.desirable_weight * (1 - torch.sigmoid(self.beta * (own - kl)))
         losses_of_bad = self.undesirable_weight * (1 - torch.sigmoid(self.beta * (kl - own)))
         losses = torch.where(good > 0, losses_of_good, losses_of_bad)
 
-        rewards = self.beta * own.detach()
-        sums = log_probs.sums[..., 0].detach()
-        chosen = mean_over_data_ranks(rewards, exists * good, log_probs.grid)
-        rejected = mean_over_data_ranks(rewards, exists * (1 - good), log_probs.grid)
+        reported = {"rewards": self.beta * own, "logps": log_probs.sums[..., 0]}
+        of_good = sums_over_pairs(reported, weights * good)
+        of_bad = sums_over_pairs(reported, weights * (1 - good))
         return {
-            "loss": (targets.weights * losses).sum(),
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margins": chosen - rejected,
-            "logps/chosen": mean_over_data_ranks(sums, exists * good, log_probs.grid),
-            "logps/rejected": mean_over_data_ranks(sums, exists * (1 - good), log_probs.grid),
-            "kl": kl,
+            "loss": ((weights * losses).sum(), weights.sum()),
+            "rewards/chosen": of_good["rewards"],
+            "rewards/rejected": of_bad["rewards"],
+            "logps/chosen": of_good["logps"],
+            "logps/rejected": of_bad["logps"],
+            "kl": (kl, has_kl),
         }
+
+
+def _kl_of_micro_batch(ratios: Tensor, exists: Tensor, grid: ParallelGrid) -> tuple[Tensor, Tensor]:
+    """Return z, the mean of mismatched answers over the micro batches of all data ranks, at least 0.
+
+    Args:
+        ratios: Log-ratios of mismatched answers [B, P].
+        exists: Which of them there are [B, P].
+        grid: Process groups.
+
+    Returns:
+        z, 0 if no rank has an answer; and 1, or 0 in that case.
+    """
+    totals = torch.stack((ratios.masked_fill(~exists, 0.0).sum(), exists.sum()))
+    if grid.dp_size > 1:
+        dist.all_reduce(totals, group=grid.dp_group)
+    total, count = totals
+    return (total / count.clamp(min=1)).clamp(min=0), count.clamp(max=1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from neox.data.masked.masked_batch import MaskedLMBatch
 from neox.model import NetworkOutput
+from neox.objectives.scores import LinearCombination, Reduction, pack_scores
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class MaskedLM:
             return ("lm_loss",)
         return ("loss", "lm_loss", "sentence_loss", "sentence_accuracy")
 
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:
+        """The sum of both losses, each of which has a divisor of its own."""
+        if not self.sentences:
+            return {}
+        return {"loss": LinearCombination({"lm_loss": 1.0, "sentence_loss": 1.0})}
+
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tokens and token types [B, S], and the lengths of samples without padding [B]."""
         return {name: batch[name] for name in ("tokens", "token_types", "lengths")}
@@ -48,18 +56,17 @@ class MaskedLM:
         return given.masked_positions, given.masked_ids, given.masked_weights, given.next_sentence
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the scores of a micro batch, [1], or [4] with a sentence head.
-
-        The loss of masked tokens is 0 if a batch has none.
-        """
+        """Return the packed scores of a micro batch. The trained loss of masked tokens is 0 if a batch has none."""
         hidden = output.hidden
         head = output.head
         positions, ids, weights, follows = targets
         picked = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, P, H]
         masked = head.cross_entropy(picked, ids, weights)
         if head.sentences is None:
-            return masked.unsqueeze(0)
+            return pack_scores(masked, [(masked, weights.sum())])
         logits = head.sentences(hidden).float()  # [B, 2]
-        loss = F.cross_entropy(logits, follows)
-        accuracy = (logits.argmax(-1) == follows).float().mean()
-        return torch.stack((masked + loss, masked, loss, accuracy))
+        losses = F.cross_entropy(logits, follows, reduction="sum")
+        correct = (logits.argmax(-1) == follows).sum()
+        pairs = torch.full_like(losses, len(follows))
+        rows = [(masked, weights.sum()), (losses, pairs), (correct, pairs)]
+        return pack_scores(masked + losses / len(follows), rows)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from neox.architecture import MULTI_TOKEN_LOSS, block_losses, block_statistics
+from neox.architecture import CHOICES, MULTI_TOKEN_LOSS, block_losses, block_statistics
 from neox.config.sections.preferences import PreferenceConfig
 from neox.model import NetworkOutput, add_aux
 from neox.objectives.causal_lm import CausalLM
@@ -21,6 +21,7 @@ from neox.objectives.masked_lm import MaskedLM
 from neox.objectives.multi_token import LABELS, TOKENS, WEIGHTS
 from neox.objectives.orpo import ORPO
 from neox.objectives.reward import RewardModel
+from neox.objectives.scores import LinearCombination, Reduction, add_rows, unpack_rows
 from neox.objectives.simpo import SimPO
 from neox.plan import RunPlan
 
@@ -34,8 +35,10 @@ class Objective(Protocol):
     """What a network is trained to do.
 
     The first pipeline stage reads `inputs`, the last one computes `scores` from the network's output and `targets`;
-    without stages one rank does both. Engines average scores over micro batches and data ranks. Before a micro batch
-    comes here, the mask of its labels has been replaced by weights, as `loss_normalization` says.
+    without stages one rank does both. Engines add up the rows of scores over micro batches and data ranks
+    (`neox.objectives.scores`). Before a micro batch comes here, the mask of its labels has been replaced by weights, as
+    `loss_normalization` says: those of a step sum to its number of micro batches on all data ranks. So the mean of the
+    trained losses is the loss of the step, and the count of a loss is the sum of its weights.
     """
 
     @property
@@ -46,6 +49,11 @@ class Objective(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """Name of each score, as steps and evaluations report it; the trained loss comes first."""
+        ...
+
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:
+        """Reductions of the scores that are not means over what is counted."""
         ...
 
     @property
@@ -62,14 +70,14 @@ class Objective(Protocol):
         ...
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the scores of a micro batch, equal on all tensor ranks.
+        """Return the trained loss and the rows of scores of a micro batch, equal on all tensor ranks.
 
         Args:
             output: Hidden states, head, and losses of blocks.
             targets: Result of `targets`, on the device.
 
         Returns:
-            One number for each of `names`, in fp32.
+            Packed scores in fp32 [1 + 2 K] (`pack_scores`); the loss, which has a gradient, is the first number.
         """
         ...
 
@@ -122,14 +130,25 @@ class WithBlockLosses(_WithMoreScores):
         total = (TOTAL_LOSS,) if self.losses else ()
         return (*total, *self.objective.names, *self.losses, *self.statistics)
 
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:
+        """The objective's, and the sum of the losses: their divisors differ."""
+        reductions = dict(self.objective.reductions)
+        if self.losses:
+            reductions[TOTAL_LOSS] = LinearCombination(dict.fromkeys((self.objective.names[0], *self.losses), 1.0))
+        return reductions
+
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the sum of all losses, the objective's scores, and what the blocks report."""
-        scores = self.objective.scores(output, targets)
-        reported = torch.stack([output.aux[name] for name in (*self.losses, *self.statistics)])
-        if not self.losses:
-            return torch.cat((scores, reported))
-        total = scores[0] + reported[: len(self.losses)].sum()
-        return torch.cat((total.unsqueeze(0), scores, reported))
+        """Return the sum of all losses, the objective's rows, and those of what the blocks report.
+
+        Losses of blocks are numbers of a micro batch: each counts once. Statistics are shares of the choices of
+        experts.
+        """
+        packed = self.objective.scores(output, targets)
+        losses = [output.aux[name] for name in self.losses]
+        rows = [(loss, torch.ones_like(loss)) for loss in losses]
+        rows += [(output.aux[name], output.aux[CHOICES]) for name in self.statistics]
+        return add_rows(packed, torch.stack([packed[0], *losses]).sum(), rows)
 
 
 @dataclass(frozen=True)
@@ -155,21 +174,29 @@ class WithTokensAhead(_WithMoreScores):
         """Return the objective's targets, then the tokens further ahead, their labels and weights [B, S, D]."""
         return (*self.objective.targets(batch), batch[TOKENS], batch[LABELS], batch[WEIGHTS])
 
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:
+        """The objective's, and the sum of the losses."""
+        parts = {self.objective.names[0]: 1.0}
+        found = self.objective.reductions.get(TOTAL_LOSS)
+        if isinstance(found, LinearCombination):
+            parts = dict(found.factors)
+        total = LinearCombination({**parts, MULTI_TOKEN_LOSS: self.weight})
+        return {**self.objective.reductions, TOTAL_LOSS: total}
+
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the sum of all losses, the objective's scores, and the loss of multi-token prediction."""
+        """Return the sum of all losses, the objective's rows, and that of multi-token prediction."""
         *own, tokens, labels, weights = targets
         assert output.look_ahead is not None
         ahead = output.look_ahead(tokens)
         output = output._replace(head=ahead.head, aux=add_aux(output.aux, ahead.aux))
-        scores = self.objective.scores(output, tuple(own))
+        packed = self.objective.scores(output, tuple(own))
         losses = []
         for depth, hidden in enumerate(ahead.hidden):
             losses.append(output.head.cross_entropy(hidden, labels[..., depth], weights[..., depth]))
         loss = torch.stack(losses).mean()
-        total = scores[0] + self.weight * loss
-        if TOTAL_LOSS in self.objective.names:
-            scores = scores[1:]
-        return torch.cat((total.unsqueeze(0), scores, loss.unsqueeze(0)))
+        count = unpack_rows(packed)[0, 1]  # as of the main loss: see the head of `neox.objectives.multi_token`
+        return add_rows(packed, packed[0] + self.weight * loss, [(loss, count)])
 
 
 def evaluated_objective(objective: Objective) -> Objective:

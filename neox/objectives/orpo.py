@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neox.objectives.preferences import PAIR_SCORES, AnswerLogProbs, PreferenceObjective, scores_of_pairs
+from neox.objectives.preferences import (
+    PAIR_SCORES,
+    AnswerLogProbs,
+    PreferenceObjective,
+    scores_of_pairs,
+    sums_over_pairs,
+)
+from neox.objectives.scores import Row
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,8 @@ class ORPO(PreferenceObjective):
 
     beta: float
 
-    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
-        """Return the scores of pairs. As in TRL, the reported log-probabilities are means over tokens."""
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Row]:
+        """Return the rows of pairs. As in TRL, the reported log-probabilities are means over tokens."""
         weights = log_probs.targets.weights
         # Where a row has no pair, any number below 0 keeps the logarithm finite.
         means = torch.where(weights.unsqueeze(-1) > 0, log_probs.means, -1.0)
@@ -45,9 +52,7 @@ class ORPO(PreferenceObjective):
         losses = nll - self.beta * ratio
         return {
             **scores_of_pairs(losses, self.beta * log_probs.means, log_probs.means, weights),
-            "nll_loss": (weights * nll.detach()).sum(),
-            "log_odds_ratio": (weights * ratio.detach()).sum(),
-            "log_odds_chosen": (weights * log_odds.detach()).sum(),
+            **sums_over_pairs({"nll_loss": nll, "log_odds_ratio": ratio, "log_odds_chosen": log_odds}, weights),
         }
 
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from torch import Tensor
 from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.model import LMHead, NetworkOutput
 from neox.objectives.causal_lm import network_inputs
+from neox.objectives.scores import Reduction, Row, pack_scores
 from neox.parallel import ParallelGrid, total_of_context_ranks
 
 PAIR_SCORES = (
@@ -105,6 +107,7 @@ class PreferenceObjective(ABC):
     label_mask = "pair_mask"
     names: tuple[str, ...] = PAIR_SCORES
     per_token: tuple[str, ...] = ()
+    reductions: ClassVar[Mapping[str, Reduction]] = MappingProxyType({})
     counts_prompts = False
     """Whether the loss also needs the log-probabilities of prompts."""
     leaves_tokens_out = False
@@ -117,8 +120,8 @@ class PreferenceObjective(ABC):
         return ()
 
     @abstractmethod
-    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
-        """Return a scalar for each of `names`. Only the loss may pass a gradient."""
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Row]:
+        """Return the rows of the scores. The loss, whose total is trained, comes first, and only it has a gradient."""
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the network's inputs."""
@@ -131,7 +134,7 @@ class PreferenceObjective(ABC):
         return (targets.labels, targets.document_index, targets.in_answer, targets.weights, *optional)
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the scores of a micro batch in fp32, one for each of `names`; the loss has a gradient in training."""
+        """Return the packed scores of a micro batch; the loss has a gradient in training."""
         labels, document_index, in_answer, weights, *optional = targets
         by_name = dict(zip(self.optional_targets, optional, strict=True))
         answers = AnswerTargets(labels, document_index, in_answer, weights, **by_name)
@@ -143,8 +146,8 @@ class PreferenceObjective(ABC):
     def _scores_from_log_probs(self, token_log_probs: Tensor, tokens: CountedTokens, answers: AnswerTargets) -> Tensor:
         """Return the scores as a function of the tokens' log-probabilities [R]."""
         log_probs = sum_by_document(token_log_probs, tokens.positions, answers, tokens.head.grid)
-        scores = self.pair_scores(log_probs)
-        return torch.stack([scores[name] for name in self.names])
+        rows = self.pair_scores(log_probs)
+        return pack_scores(rows["loss"][0], rows.values())
 
     def _scores_for_training(self, tokens: CountedTokens, answers: AnswerTargets) -> Tensor:
         """Return the scores, where the loss L has the gradient of S (formula at the top)."""
@@ -236,8 +239,8 @@ def answer_sums(output: NetworkOutput, targets: AnswerTargets) -> Tensor:
     return sum_by_document(tokens.log_probs(), tokens.positions, targets, output.head.grid).sums
 
 
-def scores_of_pairs(losses: Tensor, rewards: Tensor, log_probs: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Return the scores `PAIR_SCORES`, each a weighted sum over pairs.
+def scores_of_pairs(losses: Tensor, rewards: Tensor, log_probs: Tensor, weights: Tensor) -> dict[str, Row]:
+    """Return the rows of `PAIR_SCORES`: a weighted sum of losses, and sums of what is reported, over pairs.
 
     Args:
         losses: Loss of each pair [B, P].
@@ -248,7 +251,6 @@ def scores_of_pairs(losses: Tensor, rewards: Tensor, log_probs: Tensor, weights:
     chosen, rejected = rewards.detach().unbind(-1)
     chosen_log_probs, rejected_log_probs = log_probs.detach().unbind(-1)
     of_pairs = {
-        "loss": losses,
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
@@ -256,4 +258,11 @@ def scores_of_pairs(losses: Tensor, rewards: Tensor, log_probs: Tensor, weights:
         "logps/chosen": chosen_log_probs,
         "logps/rejected": rejected_log_probs,
     }
-    return {name: (weights * value).sum() for name, value in of_pairs.items()}
+    return {"loss": ((weights * losses).sum(), weights.sum()), **sums_over_pairs(of_pairs, weights)}
+
+
+def sums_over_pairs(values: Mapping[str, Tensor], weights: Tensor) -> dict[str, Row]:
+    """Return the rows of numbers of pairs [B, P], each of which counts once if its weight [B, P] is not 0."""
+    exists = weights > 0
+    count = exists.sum()
+    return {name: (value.detach().masked_fill(~exists, 0.0).sum(), count) for name, value in values.items()}

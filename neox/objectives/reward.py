@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +25,9 @@ from torch import Tensor
 from neox.data.answer_pairs.answers import ANSWERS_PER_PAIR
 from neox.model import NetworkOutput
 from neox.objectives.causal_lm import network_inputs
-from neox.objectives.data_ranks import largest_over_data_ranks, mean_over_data_ranks
-from neox.parallel import ParallelGrid, context_indices, total_of_context_ranks
+from neox.objectives.preferences import sums_over_pairs
+from neox.objectives.scores import Reduction, pack_scores
+from neox.parallel import context_indices, total_of_context_ranks
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class RewardModel:
     """Weighted sum of the losses of pairs.
 
     A batch has the fields of `neox.data.answer_pairs.pair_rows.PreferenceDataset` for pairs that are scored. Metrics
-    have TRL's names; mean, smallest and largest reward are taken over the micro batch on all data ranks.
+    have TRL's names; mean, smallest and largest reward are those of all answers of a step. (TRL takes the smallest and
+    the largest one of each micro batch, and averages them.)
 
     Attributes:
         center_coefficient: Factor c of the squared sum of both scores.
@@ -45,6 +49,7 @@ class RewardModel:
     label_mask = "pair_mask"
     per_token: tuple[str, ...] = ()
     names = ("loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward")
+    reductions: ClassVar[Mapping[str, Reduction]] = MappingProxyType({"min_reward": "min", "max_reward": "max"})
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the network's inputs."""
@@ -55,7 +60,7 @@ class RewardModel:
         return batch["ends"], batch["pair_mask"]
 
     def scores(self, output: NetworkOutput, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the scores of a micro batch in fp32, one for each of `names`."""
+        """Return the packed scores of a micro batch."""
         ends, weights = targets
         scores = scores_of_documents(output, ends).view(*weights.shape, ANSWERS_PER_PAIR)
         chosen, rejected = scores.unbind(-1)
@@ -64,27 +69,18 @@ class RewardModel:
             losses = losses + self.center_coefficient * (chosen + rejected).square()
         if self.square_coefficient:
             losses = losses + self.square_coefficient * (chosen.square() + rejected.square())
-        reported = self._reported(scores.detach(), weights, output.head.grid)
-        return torch.stack([(weights * losses).sum(), *reported])
-
-    def _reported(self, scores: Tensor, weights: Tensor, grid: ParallelGrid) -> list[Tensor]:
-        """Return the metrics, which have no gradient.
-
-        Args:
-            scores: Scores of both answers [B, P, 2].
-            weights: Weights of pairs [B, P].
-            grid: Process groups.
-        """
-        chosen, rejected = scores.unbind(-1)
-        is_pair = weights > 0
-        is_none = ~is_pair.unsqueeze(-1)
-        return [
-            (weights * (chosen > rejected)).sum(),
-            (weights * (chosen - rejected)).sum(),
-            mean_over_data_ranks(scores.mean(-1), is_pair.float(), grid),
-            -largest_over_data_ranks((-scores).masked_fill(is_none, float("-inf")), grid),
-            largest_over_data_ranks(scores.masked_fill(is_none, float("-inf")), grid),
-        ]
+        loss = (weights * losses).sum()
+        of_pairs = {
+            "accuracy": (chosen > rejected).float(),
+            "margin": chosen - rejected,
+            "mean_reward": scores.mean(-1),
+        }
+        rows = sums_over_pairs(of_pairs, weights)
+        is_none = (weights == 0).unsqueeze(-1)
+        _, pairs = rows["margin"]
+        smallest = scores.masked_fill(is_none, float("inf")).min()
+        largest = scores.masked_fill(is_none, float("-inf")).max()
+        return pack_scores(loss, [(loss, weights.sum()), *rows.values(), (smallest, pairs), (largest, pairs)])
 
 
 def scores_of_documents(output: NetworkOutput, ends: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from neox.objectives.preferences import AnswerLogProbs, PreferenceObjective, scores_of_pairs
+from neox.objectives.scores import Row
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class SimPO(PreferenceObjective):
     beta: float
     gamma: float
 
-    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Tensor]:
-        """Return the scores of pairs. As in TRL, the reported log-probabilities are means over tokens."""
+    def pair_scores(self, log_probs: AnswerLogProbs) -> dict[str, Row]:
+        """Return the rows of pairs. As in TRL, the reported log-probabilities are means over tokens."""
         rewards = self.beta * log_probs.means
         chosen, rejected = rewards.unbind(-1)
         losses = -F.logsigmoid(chosen - rejected - self.gamma)

@@ -25,6 +25,9 @@ _SINKHORN_ROUNDS = 300
 _SINKHORN_LOOK = 4
 """Rounds after which the host looks whether they have ended, for which it waits for an accelerator. Rounds after the
 end change nothing."""
+_SMALLEST_SUM = 1e-20
+"""Added to sums of scores before a division by them, as in transformers and Megatron-LM. Sigmoids of all experts may
+underflow to 0; sums above 1e-12 stay what they are in fp32."""
 
 
 class Routes(NamedTuple):
@@ -159,13 +162,13 @@ def route(
 
     weights = scores.gather(-1, experts)  # [B, S, K]
     if network.router_normalizes:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
     if network.router_scale != 1.0:
         weights = weights * network.router_scale
 
     probabilities = scores
     if router.normalizes_probabilities:
-        probabilities = scores / scores.sum(-1, keepdim=True)
+        probabilities = scores / (scores.sum(-1, keepdim=True) + _SMALLEST_SUM)
     return Routes(experts, weights, probabilities)
 
 

@@ -77,7 +77,7 @@ class NonFiniteRule:
 
     Args:
         allowed: Number of successive steps after which training continues (`max_nonfinite_steps`).
-        dynamic_loss_scale: Whether the loss scale may shrink (fp16).
+        dynamic_loss_scale: Whether the loss scale may shrink: in fp16, unless `fp16.loss_scale` fixes it.
     """
 
     def __init__(self, allowed: int, dynamic_loss_scale: bool) -> None:
@@ -89,7 +89,8 @@ class NonFiniteRule:
         """Return whether the step counts as not finite; call once a step."""
         is_scale_shrinking = self.dynamic_loss_scale and result.update_skipped and result.loss_scale > 1.0
         finite_norm = math.isfinite(result.grad_norm) or is_scale_shrinking
-        bad = not (math.isfinite(result.loss) and finite_norm)
+        finite_loss = result.loss is None or math.isfinite(result.loss)  # None: a step without labels
+        bad = not (finite_loss and finite_norm)
         self.in_a_row = self.in_a_row + 1 if bad else 0
         return bad
 
@@ -107,9 +108,12 @@ class NonFiniteRule:
                 f"{found}: not finite, and the step was applied; go back to the last checkpoint", iteration
             )
         if self.in_a_row > self.allowed:
+            scale = ""
+            if result.loss_scale > 1.0 and not self.dynamic_loss_scale:
+                scale = f"lower fp16.loss_scale ({result.loss_scale:g}), or make it dynamic (0); otherwise "
             raise NotFiniteError(
                 f"{found}: not finite, {self.in_a_row} such steps in a row, max_nonfinite_steps is {self.allowed}; the "
-                "weights are as before these steps. Look at the data of this step, lower the learning rate, clip "
-                "gradients, or allow more such steps",
+                f"weights are as before these steps. To go on, {scale}look at the data of this step, lower the "
+                "learning rate, clip gradients, or allow more such steps",
                 iteration,
             )

@@ -16,6 +16,7 @@ from neox.data.run_data import DataIterators, EvaluationSet
 from neox.engine import (
     BackgroundSaves,
     Engine,
+    EvaluationResult,
     Feature,
     SaveReport,
     StepReport,
@@ -26,7 +27,6 @@ from neox.engine import (
 from neox.evaluation.evaluation_scalars import evaluation_scalars
 from neox.launch import busy_saving, report_progress
 from neox.log import get_logger
-from neox.objectives import evaluated_objective
 from neox.plan import RunPlan
 from neox.train.stopping import NonFiniteRule, StopSignals
 
@@ -59,7 +59,11 @@ class Trainer:
         self.state = TrainState(iteration=engine.iteration)
         self.start = engine.iteration
         self.train_iters = plan.config.training.train_iters or 0
-        self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, plan.precision == "fp16")
+        fp16 = plan.config.deepspeed.fp16
+        has_fixed_scale = fp16 is not None and bool(fp16.loss_scale)
+        is_scale_dynamic = plan.precision == "fp16" and not has_fixed_scale
+        self.rule = NonFiniteRule(plan.config.training.max_nonfinite_steps, is_scale_dynamic)
+        self._has_labels = True  # whether the last step had a label
         self._saved: int | None = None  # last iteration that was saved
         self._evaluated: int | None = None  # last iteration that was evaluated on validation data
         self._evaluated_further: int | None = None  # last iteration with further evaluations
@@ -152,6 +156,13 @@ class Trainer:
             ranks=self.plan.grid.world_size,
             reading=self._train_batches.take_seconds(),
         )
+        if result.loss is None and self._has_labels:
+            _log.warning(
+                "iteration %d: no sample of this step has a label, so there is no loss and no gradient; weight decay "
+                "and the optimizer's momentum still move the weights",
+                self.state.iteration,
+            )
+        self._has_labels = result.loss is not None
         for feature in self.features:
             feature.on_step(self.state, report)
         report_progress(self.state.iteration)
@@ -197,7 +208,7 @@ class Trainer:
         return True
 
     def evaluate(self, name: str, sets: Sequence[EvaluationSet]) -> None:
-        """Report the objective's mean scores over each set, as far as an evaluation reads it.
+        """Report the objective's scores over each set, as far as an evaluation reads it.
 
         Validation is reported at most once per iteration.
 
@@ -230,7 +241,7 @@ class Trainer:
                 self._evaluate_weights(f"{name}_{suffix}", sets)
 
     def _evaluate_weights(self, name: str, sets: Sequence[EvaluationSet]) -> bool:
-        """Report the mean scores of the weights in the model. Return False if a signal interrupted it."""
+        """Report the scores of the weights in the model. Return False if a signal interrupted it."""
         started = time.perf_counter()
         scores = []
         labels = []
@@ -240,14 +251,14 @@ class Trainer:
             for feature in self.features:
                 batches = feature.evaluation_batches(batches)
             counter = LabelCounter(batches, self.engine.objective.label_mask)
-            if len(sets) > 1:
-                batches = counter
-            means = self._mean_scores(name, batches, self._micro_batches(item))
-            if means is None:
+            found = self._scores(name, counter, self._micro_batches(item))
+            if found is None:
                 return False
-            scores.append(means)
-            # Ranks that read the same samples count them again, the same number of times in every set.
-            labels.append(sum(self.engine.gather(counter.labels)) if len(sets) > 1 else 1.0)
+            scores.append(found)
+            labels.append(self._labels_of_data_ranks(counter.labels))
+            if not labels[-1]:
+                which = "" if item.name is None else f" of the set {item.name}"
+                _log.warning("%s: the batches%s have no label, so there is no loss", name, which)
             for feature in self.features:
                 density = feature.tokens_per_character(self.engine)
                 if density is not None:
@@ -265,24 +276,28 @@ class Trainer:
         assert steps != "all"
         return steps * self.plan.batch.gradient_accumulation_steps
 
-    def _mean_scores(
+    def _labels_of_data_ranks(self, labels: int) -> int:
+        """Return the labels that the data ranks have read. Ranks of one model read the same; middle stages nothing."""
+        read: dict[int, int] = {}
+        for data_rank, counted in self.engine.gather((self.engine.grid.data_rank, labels)):
+            read[data_rank] = max(counted, read.get(data_rank, 0))
+        return sum(read.values())
+
+    def _scores(
         self, name: str, batches: Iterator[Mapping[str, Tensor]], micro_batches: int
-    ) -> dict[str, float] | None:
-        """Return the objective's mean scores over micro batches by name; None after a signal."""
-        totals = dict.fromkeys(evaluated_objective(self.engine.objective).names, 0.0)
-        total_weight = 0.0
+    ) -> dict[str, float | None] | None:
+        """Return the objective's scores over micro batches by name; None after a signal."""
+        total: EvaluationResult | None = None
         at_once = self.plan.batch.gradient_accumulation_steps
         for done in range(0, micro_batches, at_once):
             if self._asked_to_stop():
                 _log.warning("%s: interrupted after %d of %d micro batches, not reported", name, done, micro_batches)
                 return None
             result = self.engine.eval_batch(batches, min(at_once, micro_batches - done))
-            for score, value in result.scores.items():
-                totals[score] += value * result.amount
-            total_weight += result.amount
+            total = result if total is None else total.combine(result)
             report_progress()
-        divisor = max(1.0, total_weight)  # batches without any label have the mean 0 rather than NaN
-        return {score: total / divisor for score, total in totals.items()}
+        assert total is not None
+        return total.scores
 
     def evaluate_further(self) -> None:
         """Report the further evaluations of features, such as scores of tasks, once per iteration."""
@@ -294,7 +309,7 @@ class Trainer:
                 self._report_evaluation(name, scalars)
                 report_progress()
 
-    def _report_evaluation(self, name: str, scalars: Mapping[str, float]) -> None:
+    def _report_evaluation(self, name: str, scalars: Mapping[str, float | None]) -> None:
         scalars = dict(scalars)
         for feature in self.features:
             scalars |= feature.evaluation_numbers(self.state, name)

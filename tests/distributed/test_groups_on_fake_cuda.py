@@ -23,7 +23,7 @@ from torch import Tensor
 
 from neox.engine.build_engine import multiply_in_fp8
 from neox.model import GPT, Context
-from neox.objectives import CausalLM, Objective, build_objective
+from neox.objectives import CausalLM, Objective, ScoreTable, build_objective
 from neox.objectives.distillation import Distilled
 from neox.objectives.dpo import DPO
 from neox.objectives.ipo import IPO
@@ -109,7 +109,7 @@ def train_once(plan: RunPlan, objective: Objective, batch: dict[str, Tensor], wa
     loss = partial(objective.scores, targets=objective.targets(batch))
     scores = model(inputs.pop("tokens"), Context(**inputs), loss)
     assert scores.device == CUDA
-    assert scores.shape == (len(objective.names),)
+    assert scores.shape == (1 + 2 * len(ScoreTable(objective).rows),)
     scores[0].backward()
     expect_on_gpu(model)
 
@@ -226,11 +226,11 @@ class FakeValues:
     def __init__(self, device: torch.device, count: int) -> None:
         self.count = count
 
-    def put(self, scores: Tensor, norm: Tensor | float) -> None:
-        assert scores.device == CUDA
+    def put(self, rows: Tensor, norm: Tensor | float) -> None:
+        assert rows.device == CUDA
 
-    def take(self) -> tuple[list[float], float]:
-        return [1.0] * self.count, 1.0
+    def take(self) -> tuple[list[list[float]], float]:
+        return [[1.0, 1.0]] * self.count, 1.0
 
 
 RUN = {"settings": with_settings, "objectives": with_objective, "optimizers": optimizer_steps, "engines": engine_steps}

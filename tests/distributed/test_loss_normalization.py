@@ -51,7 +51,7 @@ def curves(plans):
         steps = [engine.train_batch(data) for _ in range(STEPS)]
         evaluated = engine.eval_batch(masked_batches(plan, grid.dp_rank))
         numbers = [number for step in steps for number in (step.loss, step.grad_norm)]
-        answers.append([*numbers, evaluated.scores["lm_loss"], evaluated.amount])
+        answers.append([*numbers, evaluated.scores["lm_loss"], evaluated.rows[0, 1].item()])
     return answers
 
 

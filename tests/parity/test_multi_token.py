@@ -20,8 +20,9 @@ from neox.convert import from_hf, to_hf, write_peft_adapter
 from neox.convert.verification import load_reference_model, single_rank_plan
 from neox.errors import ConversionError
 from neox.model import Context
-from neox.objectives import build_objective, with_tokens_ahead
+from neox.objectives import build_objective, evaluated_objective, with_tokens_ahead
 from tests.errors import raises_naming
+from tests.losses import score_rows
 from tests.transformers_versions import needs_mtp_model
 
 pytestmark = needs_mtp_model
@@ -143,13 +144,14 @@ def test_imported_modules_are_those_of_transformers_and_go_out_bit_for_bit(tmp_p
     batch = with_tokens_ahead({"tokens": TOKENS, "labels": LABELS, "loss_mask": weights}, depths, "loss_mask")
     ours.requires_grad_(True)
     scores = ours(TOKENS, Context(), lambda output: objective.scores(output, objective.targets(batch)))
-    found = dict(zip(objective.names, scores, strict=True))
     expected = torch.stack(theirs(model, modules, depths)).mean()
-    assert found["mtp_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert score_rows(objective, scores)["mtp_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    network_alone = evaluated_objective(objective)
+    of_network = ours(TOKENS, Context(), lambda output: network_alone.scores(output, network_alone.targets(batch)))
 
     # Gradients: the embedding's, which is used by the network and each module, and of the first projection.
     (ours_words, ours_projection) = torch.autograd.grad(
-        found["total_loss"] - found["lm_loss"],
+        scores[0] - of_network[0],
         [ours.stage.layers[0].word_embeddings.weight, ours.stage.layers[7].eh_proj.weight],
     )
     factor = plan.config.training.mtp_loss_scaling_factor
@@ -169,7 +171,7 @@ def test_imported_modules_are_those_of_transformers_and_go_out_bit_for_bit(tmp_p
     assert json.loads((exported / "config.json").read_text())["num_nextn_predict_layers"] == depths
 
 
-def our_scores(checkpoint: Path, config: NeoXConfig) -> dict[str, float]:
+def our_scores(checkpoint: Path, config: NeoXConfig) -> dict[str, float | None]:
     """Return the scores of a checkpoint of ours on the tokens."""
     plan = single_rank_plan(config, 90)
     ours = load_reference_model(CheckpointReader(checkpoint, plan.layers), config)
@@ -179,7 +181,7 @@ def our_scores(checkpoint: Path, config: NeoXConfig) -> dict[str, float]:
         batch = with_tokens_ahead(batch, config.model.mtp_num_layers, "loss_mask")
     with torch.no_grad():
         scores = ours(TOKENS, Context(), lambda output: objective.scores(output, objective.targets(batch)))
-    return dict(zip(objective.names, scores.tolist(), strict=True))
+    return score_rows(objective, scores)
 
 
 ADAPTED = {

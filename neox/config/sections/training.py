@@ -103,10 +103,11 @@ class TrainingConfig(CharPerplexityKeys):
             advice="give a number of batches",
         ),
     ] = 100
-    """Number of batches in one evaluation. `all`: one pass over the whole set, each sample once. Its losses of tokens
-    are means over the set's labels (with `loss_normalization: samples` over its samples), so they depend neither on the
-    batch nor on the layout; balancing losses of experts and scores of preferences are means over micro batches. Joined
-    documents are cut into whole samples; what is left at their end is not read."""
+    """Number of batches in one evaluation. `all`: one pass over the whole set, each sample once. Losses of tokens are
+    means over all labels that an evaluation reads (with `loss_normalization: samples` over its samples), and scores of
+    preferences over all pairs, so they depend neither on the batch nor on the layout; balancing losses of experts and
+    KTO's estimate of the KL divergence are means over micro batches. Joined documents are cut into whole samples; what
+    is left at their end is not read."""
 
     eval_order: Annotated[
         Literal["fixed", "gpt-neox"],

@@ -29,12 +29,12 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
     """DeepSpeed's engine for the whole network on each rank (or its tensor-parallel part); ZeRO 0 to 3.
 
     Attributes:
-        step_scores: Mean scores [K] of the step over micro batches and data ranks. They are on the device before the
-            update is queued.
+        step_rows: Totals and counts of the step's scores [K, 2] over micro batches and data ranks
+            (`neox.objectives.scores`). They are on the device before the update is queued.
         step_timers: Timers of the parts of a step.
     """
 
-    step_scores: Tensor
+    step_rows: Tensor
     step_timers: Timers = NoTimers()
 
     @property
@@ -153,7 +153,7 @@ class PlainEngine(DeepSpeedEngine):  # type: ignore[misc]
         return output
 
     def backward(self, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Scale the loss, which is the first of the scores, and run the backward pass.
+        """Scale the loss, which is the first number of packed scores, and run the backward pass.
 
         DeepSpeed's fp16 wrapper for ZeRO 0 divides gradients by the loss scale, but its engine multiplies the loss for
         ZeRO's own optimizers only. So gradients are too small by the scale. (Adam hides it; clipping never acts.)

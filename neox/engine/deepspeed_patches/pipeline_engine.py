@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MappingProxyType
@@ -33,6 +33,7 @@ from neox.engine.pipeline.instructions import (
     SendGradient,
 )
 from neox.engine.pipeline.messages import Form, Mailbox
+from neox.objectives import unpack_rows
 from neox.plan.ranks.pipeline_schedules import Pass
 
 
@@ -274,33 +275,33 @@ class PipelineEngine(DeepSpeedPipelineEngine, PlainEngine):  # type: ignore[misc
         self.total_loss = None
         return super().eval_batch(*args, **kwargs)
 
+    def _reduce_outputs(self, outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the rows of scores [K, 2] of micro batches on all data ranks. DeepSpeed would average the scores."""
+        table = self.module.score_table
+        rows = table.empty(self.device)
+        for packed in outputs:
+            rows = table.combine(rows, unpack_rows(packed))
+        return table.all_reduce(rows, self.module.grid)
+
     def _bcast_pipe_scalar(self, data: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Send an evaluation's scores [K] from the last stage to all. DeepSpeed expects a single number."""
-        last = self._loss_stage_global_rank()
-        scores = torch.zeros(self.module.score_count, device=self.device)
-        if data is not None:
-            scores += data.detach()
-        dist.broadcast(scores, src=last, group=self.mpu.get_pipe_parallel_group())
-        return scores
+        """Send the rows of scores from the last stage to all. DeepSpeed expects a single number."""
+        rows = self.module.score_table.empty(self.device) if data is None else data
+        dist.broadcast(rows, src=self._loss_stage_global_rank(), group=self.mpu.get_pipe_parallel_group())
+        return rows
 
     def _optimizer_step(self) -> None:
         """Agree on the step's scores, and update.
 
         DeepSpeed updates first, and the host waits for both. Here a host can read the scores while the device updates.
         """
-        scores = torch.zeros(self.module.score_count, device=self.device)
-        if self.is_last_stage():
-            scores += self.total_loss / self.gradient_accumulation_steps()
-            if self.dp_world_size > 1:
-                dist.all_reduce(scores, group=self.mpu.get_data_parallel_group())
-                scores /= self.dp_world_size
-        dist.broadcast(scores, self._loss_stage_global_rank(), group=self.mpu.get_pipe_parallel_group())
-        self.step_scores = scores
+        rows = self._reduce_outputs(self.fwd_outputs) if self.is_last_stage() else None
+        self.step_rows = self._bcast_pipe_scalar(rows)
         self._exec_optimizer_step()
 
     def _aggregate_total_loss(self) -> Tensor:
-        """Return the loss that `_optimizer_step` has computed."""
-        return self.step_scores[0]
+        """Return the mean of the first row that `_optimizer_step` has computed, for DeepSpeed's own log."""
+        total, count = self.step_rows[0]
+        return total / count
 
     _INSTRUCTION_MAP = MappingProxyType(
         {

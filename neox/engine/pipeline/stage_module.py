@@ -29,7 +29,7 @@ from neox.model import (
     forward_over_stages,
     share_parameters,
 )
-from neox.objectives import Objective, evaluated_objective
+from neox.objectives import Objective, ScoreTable, evaluated_objective
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 
@@ -94,6 +94,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         pp_ranks: Rank of each stage, with this rank's data and tensor coordinates.
         sharers: Group of the tensor ranks if hidden states are replicated in it; otherwise None.
         overlaps_reduction: Whether a range's gradients are reduced while other ranges run.
+        grid: This rank's grid.
         targets: What the objective compares the network's output of the next micro batch with; on the loss stage.
         loss_factor: DeepSpeed multiplies the objective's loss by this before its backward pass.
     """
@@ -126,6 +127,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
                 topology=PipeModelDataParallelTopology(num_pp=grid.pp_size, num_mp=grid.tp_size, num_dp=grid.dp_size),
                 partition_method="uniform",  # unused: see _partition_layers
             )
+        self.grid = grid
         self.loss_stage = self.stage_owner(len(plan.layers) - 1)
         self.pp_ranks = [grid.topology.rank_of(stage, grid.dp_rank, grid.tp_rank) for stage in range(grid.pp_size)]
         self.sharers = None if grid.tp_size == 1 or grid.topology.sequence_parallel else grid.tp_group
@@ -149,7 +151,7 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
             given: What the range takes: an objective's inputs if it is the first one, else a packed `Handoff`.
 
         Returns:
-            A packed `Handoff`; after the last range the objective's scores. DeepSpeed clears gradients when the
+            A packed `Handoff`; after the last range the objective's packed scores. DeepSpeed clears gradients when the
             gradient of this module's output arrives. If the loss were computed outside, the head's gradients would
             exist by then and be lost.
         """
@@ -175,9 +177,9 @@ class PipelineGPT(PipelineModule):  # type: ignore[misc]
         return evaluated_objective(self._objective)
 
     @property
-    def score_count(self) -> int:
-        """Number of the objective's scores."""
-        return len(self.objective.names)
+    def score_table(self) -> ScoreTable:
+        """Arithmetic on the rows of the objective's scores."""
+        return ScoreTable(self.objective)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the logits [B, S, V/tp] of tokens [B, S] on the loss stage, None on others; all stages together."""

@@ -51,7 +51,7 @@ class NameBest(Feature):
         self._best: BestCheckpoint | None = None
         self._is_comparable = True  # whether the best one was compared by the same rule
         self._kept = ExitStack()
-        self._values: dict[int, float] = {}  # by iteration, of evaluations whose checkpoint is not saved yet
+        self._values: dict[int, float | None] = {}  # by iteration, of evaluations whose checkpoint is not saved yet
         self._saved: dict[int, Path] = {}  # the last checkpoint by its iteration
 
     def on_data(self, engine: Engine, data: Any) -> None:
@@ -90,7 +90,7 @@ class NameBest(Feature):
             self._is_comparable = False
         self._keep(found)
 
-    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float | None]) -> None:
         """Take the value of the metric.
 
         Raises:

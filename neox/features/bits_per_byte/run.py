@@ -32,7 +32,7 @@ class BitsPerByte(Feature):
             return {}
         numbers = {}
         for name in engine.objective.per_token:
-            if name in result.scores:
-                value = bits_per_byte(result.scores[name], self._bytes_per_token)
-                numbers[f"train/{name}_bits_per_byte"] = value
+            loss = result.scores.get(name)
+            if loss is not None:
+                numbers[f"train/{name}_bits_per_byte"] = bits_per_byte(loss, self._bytes_per_token)
         return numbers

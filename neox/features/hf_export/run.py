@@ -101,7 +101,7 @@ class HfExport(Feature):
         else:
             self._put(report.path, self._directory / report.path.name)
 
-    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float | None]) -> None:
         """Queue a checkpoint that has become the best after its save."""
         if self._only_best:
             self._take_best(is_new=True)

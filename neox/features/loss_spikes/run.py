@@ -78,11 +78,14 @@ class LossBand:
         """The losses in the window, in the order of steps."""
         return tuple(self._losses)
 
-    def judge(self, loss: float, step: int) -> Spike | None:
+    def judge(self, loss: float | None, step: int) -> Spike | None:
         """Add the loss of a step to the window, if it is finite. Return a spike if the loss is one, otherwise None.
 
-        A spike enters the window too, so a loss that stays high soon becomes the new normal.
+        A step without labels has no loss. A spike enters the window too, so a loss that stays high soon becomes the new
+        normal.
         """
+        if loss is None:
+            return None
         spike = None
         if len(self._losses) == self._losses.maxlen and not math.isnan(loss):
             middle = median(self._losses)

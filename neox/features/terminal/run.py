@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from neox.engine import Feature, SaveReport, StepReport, TrainState
+from neox.metrics import AMOUNTS
 from neox.plan import RunPlan
 
 _LINES_OF_SHORT_RUN = 20
@@ -48,18 +49,20 @@ class Interval:
         return self._mean(lambda report: report.reading)
 
     @property
-    def scores(self) -> dict[str, float]:
-        """Means of each score over the steps in which it is finite; nan if it never is."""
-        means = {}
+    def scores(self) -> dict[str, float | None]:
+        """Means of each score over the steps in which it is finite; nan if it never is, None if no step has it."""
+        means: dict[str, float | None] = {}
         for name in self.last.result.scores:
-            values = [report.result.scores[name] for report in self.reports]
+            values = [value for report in self.reports if (value := report.result.scores[name]) is not None]
             finite = [value for value in values if math.isfinite(value)]
             means[name] = sum(finite) / len(finite) if finite else math.nan
+            if not values:
+                means[name] = None
         return means
 
     @property
-    def loss(self) -> float:
-        """Mean of the trained losses that are finite; nan if none is."""
+    def loss(self) -> float | None:
+        """Mean of the trained losses that are finite; nan if none is, None if no step has a label."""
         return next(iter(self.scores.values()))
 
     @property
@@ -133,21 +136,26 @@ class TerminalLine(Feature):
         self._reports.clear()
         self._first = False
 
-    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float | None]) -> None:
         """Print the scores."""
         parts = [f"{name} at iteration {state.iteration}"]
         for key, value in scalars.items():
             group, _, shown = key.partition("/")
-            if shown == "tokens" or shown.endswith("/tokens"):
-                parts.append(f"{shown}: {value:.0f}")
+            if shown.rpartition("/")[2] in AMOUNTS:
+                parts.append(f"{shown}: {_number(value, '.0f')}")
             elif group != "timers":
-                parts.append(f"{shown}: {value:.6E}")
+                parts.append(f"{shown}: {_number(value, '.6E')}")
         print(" " + " | ".join(parts), flush=True)
 
     def on_save(self, state: TrainState, report: SaveReport) -> None:
         """Print the path and the time that the save took."""
         waited = f"training waited {report.stall:.2f} s"
         print(f" saved {report.path} | {waited}, committed after {report.seconds:.2f} s", flush=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    """Return a number in a form of Python's `format`; `none` if nothing was counted."""
+    return "none" if value is None else format(value, form)
 
 
 def _neox_line(interval: Interval) -> str:
@@ -162,7 +170,7 @@ def _neox_line(interval: Interval) -> str:
         f"learning rate: {last.result.lr:.3E}",
         f"approx flops per GPU: {interval.flops_per_second_per_gpu / 1e12:.3f}TFLOPS",
     ]
-    parts += [f"{name}: {score:.6E}" for name, score in interval.scores.items()]
+    parts += [f"{name}: {_number(score, '.6E')}" for name, score in interval.scores.items()]
     if interval.plan.config.logging.log_grad_norm:
         parts.append(f"grad norm: {last.result.grad_norm:.3f}")
     parts += [
@@ -184,7 +192,7 @@ def _fleetx_line(interval: Interval) -> str:
     tokens = interval.tokens_per_second
     return (
         f"global step {interval.state.iteration}, epoch: {epoch:.0f}, batch: {read // schedule.batch_size(done):.0f}, "
-        f"loss: {interval.loss:.9f}, "
+        f"loss: {_number(interval.loss, '.9f')}, "
         f"avg_reader_cost: {interval.reading:.5f} sec, "
         f"avg_batch_cost: {interval.seconds:.5f} sec, speed: {1 / interval.seconds:.2f} step/s, "
         f"ips_total: {tokens:.0f} tokens/s, ips: {tokens / interval.plan.grid.dp_size:.0f} tokens/s, "
@@ -202,7 +210,7 @@ def _oneflow_line(interval: Interval) -> str:
             "samples": f"{samples}",
             "throughput": f"{interval.samples_per_second:.5f}",
             "latency": f"{interval.seconds:.5f}",
-            "loss": f"{interval.loss:.5f}",
+            "loss": _number(interval.loss, ".5f"),
         }
     )
 

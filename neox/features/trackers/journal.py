@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from neox.engine import TrainState
 from neox.errors import TrainingError
-from neox.features.trackers.tracker import Tracker, cut_partial_line, kept_run_id, tracker_directory
+from neox.features.trackers.tracker import Tracker, counted, cut_partial_line, kept_run_id, tracker_directory
 from neox.files import write_text
 from neox.log import get_logger
 from neox.plan import RunPlan
@@ -127,22 +127,15 @@ class QueuedTracker(Tracker):
             _log.warning("%s: an earlier run left rows that were not sent; they are now in %s", self.name, kept)
         self.sent_file.unlink(missing_ok=True)
 
-    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float | None]) -> None:
         """Append a row to the journal."""
-        finite = {name: value if math.isfinite(value) else str(value) for name, value in scalars.items()}
+        finite = {name: value if math.isfinite(value) else str(value) for name, value in counted(scalars).items()}
         self._stream.write(json.dumps([iteration, time.time(), finite]) + "\n")
         self._stream.flush()
         self._written += 1
 
-    def on_end(self, state: TrainState) -> None:
-        """Wait a limited time until the last rows are sent."""
-        self._end(failed=False)
-
-    def on_failure(self, state: TrainState) -> None:
-        """Mark the run as failed, if it was started."""
-        self._end(failed=True)
-
-    def _end(self, *, failed: bool) -> None:
+    def end(self, *, failed: bool) -> None:
+        """Wait a limited time until the last rows are sent, if the run was started."""
         if self._thread is None:
             return
         self._exit_failed = failed

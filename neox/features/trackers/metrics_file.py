@@ -14,8 +14,11 @@ from typing import Any
 from neox.engine import SaveReport, StepReport, TrainState
 from neox.errors import TrainingError
 from neox.features.trackers.tracker import Tracker, cut_partial_line
+from neox.log import get_logger
 from neox.metrics import METRICS_FILE, PICTURE, STABILITY, STABILITY_PICTURE, draw, draw_stability
 from neox.plan import RunPlan
+
+_log = get_logger(__name__)
 
 
 def build(plan: RunPlan, rank: int) -> MetricsFile | None:
@@ -34,7 +37,7 @@ class MetricsFile(Tracker):
     The picture is drawn at checkpoints and at the end, and with `log_stability_every` also `log_dir/stability.png`. A
     run that starts at iteration 0 begins new files. Those of an earlier run are kept next to them as `metrics-1.jsonl`
     and `loss-1.png`, and so on. Values are unrounded. One that is not finite is written as the text "nan", "inf" or
-    "-inf", so that lines stay JSON.
+    "-inf", so that lines stay JSON, and one for which nothing was counted as null.
 
     Args:
         log_dir: Directory of the files, which is created if it does not exist.
@@ -77,23 +80,25 @@ class MetricsFile(Tracker):
         super().on_save(state, report)
         self._draw()
 
-    def on_end(self, state: TrainState) -> None:
+    def end(self, *, failed: bool) -> None:
         """Close the file, and draw."""
         self._stream.close()
         self._draw()
 
-    on_failure = on_end
-
     def _draw(self) -> None:
-        draw({"": self.path}, self.picture)
-        if self._observes_stability:
-            draw_stability(self.path, self.stability_picture)
+        """Draw the pictures. A full disk or a damaged file of the user's ends no training."""
+        try:
+            draw({"": self.path}, self.picture)
+            if self._observes_stability:
+                draw_stability(self.path, self.stability_picture)
+        except Exception as error:  # matplotlib may raise anything
+            _log.warning("%s cannot be drawn (%s: %s)", self.picture, type(error).__name__, error)
 
-    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float | None]) -> None:
         """Append one line."""
         row: dict[str, Any] = {"iteration": iteration, "kind": kind}
         for name, value in scalars.items():
-            row[name] = value if math.isfinite(value) else str(value)
+            row[name] = value if value is None or math.isfinite(value) else str(value)
         self._stream.write(json.dumps(row) + "\n")
         self._stream.flush()
 

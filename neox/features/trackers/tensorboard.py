@@ -9,7 +9,7 @@ from typing import Any
 
 from neox.engine import TrainState
 from neox.errors import ConfigError, TrainingError, install_command
-from neox.features.trackers.tracker import Tracker, run_settings
+from neox.features.trackers.tracker import Tracker, counted, run_settings
 from neox.objectives import build_objective, evaluated_objective
 from neox.plan import RunPlan
 
@@ -80,16 +80,12 @@ class TensorBoard(Tracker):
         for summary in hparams(flat, dict.fromkeys(names, 0.0)):
             self._writer.file_writer.add_summary(summary)
 
-    def on_end(self, state: TrainState) -> None:
-        """Close the event file."""
-        self._writer.close()
-
-    def on_failure(self, state: TrainState) -> None:
+    def end(self, *, failed: bool) -> None:
         """Close the event file if there is one."""
         if self._writer is not None:
             self._writer.close()
 
-    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float | None]) -> None:
         """Add one point to each curve."""
-        for name, value in scalars.items():
+        for name, value in counted(scalars).items():
             self._writer.add_scalar(name, value, iteration)

@@ -34,20 +34,34 @@ _SHOWN = (
 class Tracker(Feature):
     """Feature of rank 0 that writes the scalars of steps, evaluations and checkpoints; subclasses implement `write`.
 
-    A row that cannot be written is lost, with one warning; this never ends the training.
+    A row that cannot be written is lost, with one warning; neither this nor a failed `end` ever ends the training.
     """
 
     _lost_rows = 0
 
-    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
-        """Write scalars by name, at an iteration; `kind` is `step`, `save` or the name of an evaluation."""
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float | None]) -> None:
+        """Write scalars by name, at an iteration; `kind` is `step`, `save` or the name of an evaluation.
+
+        A scalar is None if nothing was counted for it, such as the loss of a step without labels.
+        """
         raise NotImplementedError
+
+    def end(self, *, failed: bool) -> None:
+        """Close what `on_start` has opened; after a failure perhaps before it has opened anything."""
+
+    def on_end(self, state: TrainState) -> None:
+        """End the tracker."""
+        self._end_or_warn(failed=False)
+
+    def on_failure(self, state: TrainState) -> None:
+        """End the tracker; its run counts as failed."""
+        self._end_or_warn(failed=True)
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """Write the step's scalars."""
         self._write_or_lose(state.iteration, "step", report.scalars())
 
-    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float]) -> None:
+    def on_evaluation(self, state: TrainState, name: str, scalars: Mapping[str, float | None]) -> None:
         """Write the evaluation's scalars."""
         self._write_or_lose(state.iteration, name, scalars)
 
@@ -55,7 +69,13 @@ class Tracker(Feature):
         """Write the save's durations."""
         self._write_or_lose(state.iteration, "save", report.scalars())
 
-    def _write_or_lose(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
+    def _end_or_warn(self, *, failed: bool) -> None:
+        try:
+            self.end(failed=failed)
+        except Exception as error:  # the tracker's package may raise anything
+            _log.warning("%s cannot end its run (%s: %s)", type(self).__name__, type(error).__name__, error)
+
+    def _write_or_lose(self, iteration: int, kind: str, scalars: Mapping[str, float | None]) -> None:
         name = type(self).__name__
         try:
             self.write(iteration, kind, scalars)
@@ -67,6 +87,11 @@ class Tracker(Feature):
         if self._lost_rows:
             _log.warning("%s can write again; %d rows were lost", name, self._lost_rows)
             self._lost_rows = 0
+
+
+def counted(scalars: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the scalars that have a number."""
+    return {name: value for name, value in scalars.items() if value is not None}
 
 
 def run_settings(plan: RunPlan) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from neox.engine import TrainState
 from neox.errors import ConfigError, TrainingError, install_command
-from neox.features.trackers.tracker import Tracker, run_settings, tracker_directory
+from neox.features.trackers.tracker import Tracker, counted, run_settings, tracker_directory
 from neox.log import get_logger
 from neox.plan import RunPlan
 
@@ -94,29 +94,39 @@ class WandB(Tracker):
         """
         keys = self._plan.config.logging
         group = keys.wandb_group or keys.tracker_group
-        last = file.read_text().split() if resumed and file.is_file() else []
-        if len(last) == 1 and not offline:
-            return last[0], group
+        last_id, last_group = None, None
+        if resumed and file.is_file():
+            last_id, last_group = _id_and_group_of(file.read_text())
+        if last_id is not None and last_group is None and not offline:
+            return last_id, group
         run_id = secrets.token_hex(4)
-        together = group or (last or [run_id])[-1]
-        if last:
+        if last_id is None and not offline:
+            file.write_text(f"{run_id}\n")
+            return run_id, group
+        # Starts before and after this one cannot continue one run, so a group contains them: that of the first one.
+        together = group or last_group or last_id or run_id
+        if last_id is not None:
             _log.info("wandb: this start is the run %s, in the group %s with those before it", run_id, together)
         file.write_text(f"{run_id} offline {together}\n" if offline else f"{run_id}\n")
-        if offline or last:
-            return run_id, together
-        return run_id, group
+        return run_id, together
 
-    def write(self, iteration: int, kind: str, scalars: Mapping[str, float]) -> None:
+    def write(self, iteration: int, kind: str, scalars: Mapping[str, float | None]) -> None:
         """Log one row."""
-        self._run.log({"iteration": iteration, **scalars})
+        self._run.log({"iteration": iteration, **counted(scalars)})
 
-    def on_end(self, state: TrainState) -> None:
-        """Finish the run, and wandb's own process."""
-        self._run.finish()
-        self._wandb.teardown()
-
-    def on_failure(self, state: TrainState) -> None:
-        """Finish the run as failed, if it has begun."""
-        if self._run is not None:
-            self._run.finish(exit_code=1)
+    def end(self, *, failed: bool) -> None:
+        """Finish the run, if it has begun, and wandb's own process."""
+        if self._run is None:
+            return
+        try:
+            self._run.finish(exit_code=int(failed))
+        finally:
             self._wandb.teardown()
+
+
+def _id_and_group_of(text: str) -> tuple[str | None, str | None]:
+    """Return the id and the group that a start has written: `ID`, or `ID offline GROUP`; None for what is not there."""
+    words = text.split()
+    if not words:
+        return None, None
+    return words[0], words[2] if len(words) > 2 else None

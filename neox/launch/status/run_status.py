@@ -205,7 +205,11 @@ def _progress(rows: Sequence[Mapping[str, Any]], planned: int | None, starts: Se
         first_steps.add((start.get("step") or 0) + 1)
     timed = [row for row in rows if row["iteration"] not in first_steps] or rows
     seconds = _median(timed, "runtime/iteration_time")
-    loss = next((value for name, value in last.items() if name.startswith("train/")), None)
+    loss = None
+    for row in reversed(rows):  # a step without labels has none
+        loss = next((value for name, value in row.items() if name.startswith("train/")), None)
+        if loss is not None:
+            break
     progress: Status = {
         "step": last["iteration"],
         "steps": planned,

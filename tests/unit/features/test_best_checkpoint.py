@@ -578,3 +578,10 @@ def test_a_best_that_was_named_right_before_a_kill_is_exported_afterwards(tmp_pa
         assert (exported / BEST / "from").read_text().split()[0] == "global_step2"
         (exported / BEST / "from").write_text("global_step2 untouched")
     assert (exported / BEST / "from").read_text() == "global_step2 untouched"
+
+
+def test_an_evaluation_without_labels_names_no_checkpoint(tmp_path: Path) -> None:
+    feature = named_best(tmp_path)
+    save(feature, tmp_path, 2)
+    feature.on_evaluation(TrainState(iteration=2), "validation", {"validation/lm_loss": None})
+    assert read_best(tmp_path) is None

@@ -11,7 +11,18 @@ import pytest
 from neox.engine import SaveReport, StepReport, StepResult, TrainState
 from neox.errors import DataError, TrainingError
 from neox.features.trackers.metrics_file import MetricsFile
-from neox.metrics import METRICS_FILE, curves, draw, goal_of, places_of, read_metrics, smoothed, task_curves, trained
+from neox.metrics import (
+    METRICS_FILE,
+    curves,
+    draw,
+    ends_finite,
+    goal_of,
+    places_of,
+    read_metrics,
+    smoothed,
+    task_curves,
+    trained,
+)
 
 
 def report(loss=2.5, norm=1.25):
@@ -270,3 +281,25 @@ def test_smoothing_keeps_ends_and_mean():
     assert len(found) == 100
     assert max(found[10:-10]) - min(found[10:-10]) < 0.5
     assert smoothed([3.0] * 60) == [3.0] * 60
+
+
+def test_a_step_without_labels_has_no_number(tmp_path):
+    """Reported as trl issue 6668: such a step was logged with loss 0.0. Right: no number, which readers leave out."""
+    run(tmp_path, {1: 4.0, 2: None, 3: 2.0})
+    path = tmp_path / "metrics.jsonl"
+    rows = [row for row in read_metrics(path) if row["kind"] == "step"]
+    assert [row["train/lm_loss"] for row in rows] == [4.0, None, 2.0]
+    assert curves(path)["train/lm_loss"] == {1: 4.0, 3: 2.0}
+    assert "train/learning_rate" not in curves(path), "the trained loss is still the first scalar"
+    assert ends_finite(path, "train/lm_loss")
+    run(tmp_path, {1: 4.0, 2: math.nan, 3: None})
+    assert not ends_finite(path, "train/lm_loss")
+
+
+def test_a_disk_that_is_full_at_the_end_ends_no_training(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("neox.features.trackers.metrics_file.draw", full)
+    run(tmp_path, {1: 4.0})
+    assert "No space left" in caplog.text

@@ -110,3 +110,16 @@ def test_timers_are_means_in_milliseconds(capsys, style):
         result = replace(report(1.0).result, timers={"forward": seconds, "backward": 2 * seconds})
         terminal.on_step(TrainState(iteration=iteration), replace(report(1.0), result=result))
     assert capsys.readouterr().out.splitlines()[-1] == " time (ms) | forward: 200.00 | backward: 400.00"
+
+
+@pytest.mark.parametrize(
+    ("style", "word"), [("neox", "lm_loss: none"), ("fleetx", "loss: none"), ("oneflow", "| none ")]
+)
+def test_steps_without_labels_have_no_loss(capsys, style, word):
+    terminal = TerminalLine(small_plan(log_style=style, log_interval=2))
+    for iteration, loss in enumerate((None, None, 3.0, None), start=1):
+        terminal.on_step(TrainState(iteration=iteration), report(loss))
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert word in first
+    assert word in second
+    assert re.search(r"loss: 3\.0|\| 3\.00000", third), "the mean of the steps that have a loss"

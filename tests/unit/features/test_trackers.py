@@ -203,3 +203,52 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):
     assert "tensorboard_dir" in str(refused.value)
     with pytest.raises(TrainingError):
         WandB(small_plan(use_wandb=True, log_dir=str(tmp_path / "file" / "logs"))).on_start(TrainState())
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_tracker_that_cannot_end_its_run_ends_no_training(caplog, failed):
+    """wandb's `finish` waits for its server and may raise; an error of the training must not be replaced by it."""
+    ended = []
+
+    class Away:
+        def finish(self, exit_code):
+            ended.append(exit_code)
+            raise ConnectionError("the server is away")
+
+    board = WandB(small_plan(use_wandb=True))
+    board._run = Away()
+    board._wandb = SimpleNamespace(teardown=lambda: ended.append("teardown"))
+    with caplog.at_level("WARNING"):
+        (board.on_failure if failed else board.on_end)(TrainState())
+    assert ended == [int(failed), "teardown"]
+    assert "the server is away" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("written", "offline", "expected"),
+    [
+        (None, False, (None, None)),  # a new id, which no group joins with others
+        (None, True, (None, "new")),
+        ("first", False, ("first", None)),
+        ("first", True, (None, "first")),
+        ("second offline first", True, (None, "first")),
+        ("second offline first", False, (None, "first")),
+    ],
+)
+def test_starts_of_wandb_that_cannot_be_one_run_are_one_group(tmp_path, written, offline, expected):
+    file = tmp_path / WANDB_RUN_ID_FILE
+    if written is not None:
+        file.write_text(written + "\n")
+    run_id, group = WandB(small_plan(use_wandb=True))._id_and_group(file, resumed=written is not None, offline=offline)
+    wanted_id, wanted_group = expected
+    assert (run_id if wanted_group == "new" else wanted_group) == group
+    assert (run_id == wanted_id) == (wanted_id is not None)
+    assert file.read_text().split() == ([run_id, "offline", group] if offline else [run_id])
+
+
+def test_a_score_that_nothing_was_counted_for_is_left_out(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(TensorBoard(str(tmp_path)), [4.0, None, 2.0])
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/lm_loss")] == [(1, 4.0), (3, 2.0)]

@@ -14,9 +14,10 @@ from neox.architecture import training_flops_per_token
 from neox.engine.build_engine import multiply_in_fp8
 from neox.model import GPT, Context
 from neox.model.context import BlockContext
-from neox.objectives import Objective, build_objective, evaluated_objective, with_tokens_ahead
+from neox.objectives import Objective, build_objective, evaluated_objective, unpack_rows, with_tokens_ahead
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
+from tests.losses import score_rows
 from tests.plans import small_plan
 
 TOKENS = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -35,7 +36,7 @@ EXPERTS = {
 
 
 def trained_loss(plan: RunPlan, model: GPT, objective: Objective, **fields: Any) -> Tensor:
-    """Return the objective's scores of the batch."""
+    """Return the objective's packed scores of the batch, the trained loss first."""
     batch: dict[str, Tensor] = {"tokens": TOKENS, "labels": LABELS, "loss_mask": WEIGHTS, **fields}
     if plan.architecture.mtp_num_layers:
         batch = with_tokens_ahead(batch, plan.architecture.mtp_num_layers, "loss_mask")
@@ -93,7 +94,10 @@ def test_loss_and_gradients_are_those_of_the_published_formula(keys: dict[str, A
     main = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
     ahead = paper_loss(model, TOKENS, LABELS, depths)
     (main + 0.3 * ahead).backward()
-    torch.testing.assert_close(scores, torch.stack((main + 0.3 * ahead, main, ahead)).detach(), rtol=1e-5, atol=0)
+    expected = {"total_loss": main + 0.3 * ahead, "lm_loss": main, "mtp_loss": ahead}
+    assert score_rows(objective, scores) == pytest.approx(
+        {name: loss.item() for name, loss in expected.items()}, rel=1e-5
+    )
     for name, parameter in model.named_parameters():
         largest = parameter.grad.abs().max().item()
         assert largest > 0, name
@@ -123,8 +127,8 @@ def test_distillation_adds_the_published_loss_to_the_teachers():
     ahead = paper_loss(model, TOKENS, LABELS, 2)
     distilled = 0.7 * kl + 0.3 * entropy
     (distilled + 0.3 * ahead).backward()
-    expected = torch.stack((distilled + 0.3 * ahead, distilled, kl, entropy, ahead))
-    torch.testing.assert_close(scores, expected.detach(), rtol=1e-5, atol=0)
+    expected = (distilled + 0.3 * ahead, distilled, kl, entropy, ahead)
+    assert list(score_rows(objective, scores).values()) == pytest.approx([loss.item() for loss in expected], rel=1e-5)
     for name, parameter in model.named_parameters():
         largest = parameter.grad.abs().max().item()
         assert (found[name] - parameter.grad).abs().max().item() < 1e-5 * largest, name
@@ -139,7 +143,7 @@ def test_blocks_of_modules_multiply_in_fp8():
         model = GPT(plan, ParallelGrid.single()).to(torch.bfloat16)
         if multiplies:
             multiply_in_fp8(model, plan, torch.device("cpu"))
-        losses.append(trained_loss(plan, model, objective)[2].item())
+        losses.append(score_rows(objective, trained_loss(plan, model, objective))["mtp_loss"])
         expected = paper_loss(model, TOKENS, LABELS, 2).item()
         assert losses[-1] == pytest.approx(expected, rel=5e-3)
     in_bf16, in_fp8 = losses
@@ -164,10 +168,11 @@ def test_labels_stay_in_their_document():
         part = slice(first, stop)
         batch = {"tokens": TOKENS[:, part], "labels": LABELS[:, part], "loss_mask": mask[:, part]}
         batch = with_tokens_ahead(batch, 2, "loss_mask")
-        expected += model(
+        packed = model(
             batch["tokens"], Context(), lambda output, given=batch: objective.scores(output, objective.targets(given))
-        )[2]
-    torch.testing.assert_close(scores[2], expected)
+        )
+        expected += unpack_rows(packed)[1, 0].item()  # the weighted sum
+    assert unpack_rows(scores)[1, 0].item() == pytest.approx(expected, rel=1e-5)
 
     batch = with_tokens_ahead(
         {"tokens": TOKENS, "labels": LABELS, "loss_mask": mask, "label_documents": starts}, 2, "loss_mask"
@@ -183,17 +188,19 @@ def test_block_losses_of_the_modules_are_trained_and_statistics_are_those_of_the
     plan = small_plan(**EXPERTS, mtp_num_layers=1)
     model = GPT(plan, ParallelGrid.single())
     objective = build_objective(plan)
-    scores = dict(zip(objective.names, trained_loss(plan, model, objective), strict=True))
+    packed = trained_loss(plan, model, objective)
+    scores = score_rows(objective, packed)
     alone = GPT(plain, ParallelGrid.single())
     objective_alone = build_objective(plain)
-    scores_alone = dict(zip(objective_alone.names, trained_loss(plain, alone, objective_alone), strict=True))
+    scores_alone = score_rows(objective_alone, trained_loss(plain, alone, objective_alone))
     for name in ("lm_loss", "moe_largest_share"):
-        torch.testing.assert_close(scores[name], scores_alone[name])
+        assert scores[name] == pytest.approx(scores_alone[name], rel=1e-6)
     # A module's block adds a loss about as large as each of the two blocks'.
     assert 1.3 < scores["moe_balance_loss"] / scores_alone["moe_balance_loss"] < 1.7
     parts = scores["lm_loss"] + scores["moe_balance_loss"] + 0.3 * scores["mtp_loss"]
-    torch.testing.assert_close(scores["total_loss"], parts)
-    scores["total_loss"].backward()
+    assert scores["total_loss"] == pytest.approx(parts, rel=1e-6)
+    assert packed[0].item() == pytest.approx(parts, rel=1e-6)
+    packed[0].backward()
     assert model.stage.layers[7].block.mlp.router.weight.grad.abs().max() > 0
 
 

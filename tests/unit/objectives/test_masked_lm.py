@@ -8,6 +8,7 @@ import torch
 from neox.model import GPT, Context, LMHead, NetworkOutput
 from neox.objectives import MaskedLM, build_objective
 from neox.parallel import ParallelGrid
+from tests.losses import score_rows
 from tests.masked_batches import masked_samples
 from tests.plans import ENCODERS, small_plan
 
@@ -48,20 +49,25 @@ def test_the_loss_is_the_weighted_sum_of_masked_tokens_and_that_of_sentences():
     sentences = -(pairs.log_softmax(-1)[0, 0] + pairs.log_softmax(-1)[1, 1]) / 2
     objective = MaskedLM(sentences=True)
     scores = objective.scores(NetworkOutput(hidden, head, {}), targets)
-    torch.testing.assert_close(scores, torch.stack([masked + sentences, masked, sentences, torch.tensor(0.5)]))
-    assert objective.names == ("loss", "lm_loss", "sentence_loss", "sentence_accuracy")
+    expected = {"loss": masked + sentences, "lm_loss": masked, "sentence_loss": sentences, "sentence_accuracy": 0.5}
+    assert score_rows(objective, scores) == pytest.approx({name: float(value) for name, value in expected.items()})
+    assert objective.names == tuple(expected)
+    torch.testing.assert_close(scores[0], masked + sentences)
     alone = MaskedLM(sentences=False)
     output = NetworkOutput(hidden, head._replace(sentences=None), {})
-    torch.testing.assert_close(alone.scores(output, targets), masked.unsqueeze(0))
+    torch.testing.assert_close(alone.scores(output, targets)[0], masked)
     assert alone.names == ("lm_loss",)
 
 
-def test_a_batch_without_masked_tokens_has_a_finite_loss():
+def test_a_batch_without_masked_tokens_trains_sentences_alone():
     hidden, _, _, head, (positions, ids, weights, follows) = hand_made()
     output = NetworkOutput(hidden, head, {})
-    scores = MaskedLM(sentences=True).scores(output, (positions, ids, weights * 0, follows))
-    assert scores[1] == 0.0
-    assert scores.isfinite().all()
+    objective = MaskedLM(sentences=True)
+    packed = objective.scores(output, (positions, ids, weights * 0, follows))
+    found = score_rows(objective, packed)
+    assert found["lm_loss"] is None
+    assert found["loss"] is None
+    assert found["sentence_loss"] == pytest.approx(packed[0].item())
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -19,8 +19,10 @@ from neox.objectives.ipo import IPO
 from neox.objectives.kto import KTO
 from neox.objectives.orpo import ORPO
 from neox.objectives.preferences import AnswerLogProbs, AnswerTargets, PreferenceObjective
+from neox.objectives.scores import ScoreTable, pack_scores
 from neox.objectives.simpo import SimPO
 from neox.parallel import ParallelGrid
+from tests.losses import score_rows
 
 ONE_RANK = cast(ParallelGrid, SimpleNamespace(dp_size=1, cp_size=1, tp_size=1, tp_rank=0, tp_group=None))
 seeds = settings(max_examples=30)
@@ -60,10 +62,13 @@ def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 
 
-def check(objective: PreferenceObjective, found: AnswerLogProbs, expected: list[float]) -> dict[str, float]:
-    scores = {name: value.item() for name, value in objective.pair_scores(found).items()}
+def check(objective: PreferenceObjective, found: AnswerLogProbs, expected: list[float]) -> dict[str, float | None]:
+    rows = objective.pair_scores(found)
+    assert tuple(rows) == ScoreTable(objective).rows
+    scores = score_rows(objective, pack_scores(rows["loss"][0], rows.values()))
     assert tuple(scores) == objective.names
     assert scores["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-6, abs=1e-6)
+    assert rows["loss"][0].item() == pytest.approx(scores["loss"], rel=1e-6), "which is trained"
     return scores
 
 
@@ -130,7 +135,11 @@ def test_kto(seed: int, beta: float, good: float, bad: float) -> None:
     scores = check(KTO(beta, good, bad), found, expected)
     assert scores["kl"] == pytest.approx(kl, rel=1e-5, abs=1e-5)
     for name, values in (("rewards/chosen", rewards[True]), ("rewards/rejected", rewards[False])):
-        assert scores[name] == pytest.approx(sum(values) / max(1, len(values)), rel=1e-5, abs=1e-5)
+        if not values:
+            assert scores[name] is None
+            assert scores["rewards/margins"] is None
+            continue
+        assert scores[name] == pytest.approx(sum(values) / len(values), rel=1e-5, abs=1e-5)
 
 
 def test_without_a_reference_log_probabilities_count_themselves() -> None:
@@ -174,7 +183,7 @@ def test_gradients_are_those_of_plain_torch(objective: PreferenceObjective) -> N
     counts = of_answers.sum(1).clamp(min=1).view(2, 2, 2)
     means = ((log_probs.unsqueeze(-1) * one_hot).sum(1) / one_hot.sum(1).clamp(min=1)).view(2, 2, 2)
     named = objective.pair_scores(AnswerLogProbs(targets, sums, counts, means, ONE_RANK))
-    expected = torch.stack([named[name] for name in objective.names])
+    expected = pack_scores(named["loss"][0], named.values())
     expected[0].backward()
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(hidden.grad, other_hidden.grad, rtol=1e-5, atol=1e-6)

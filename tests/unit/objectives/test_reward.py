@@ -17,6 +17,7 @@ from neox.errors import CheckpointError
 from neox.model import LMHead, NetworkOutput
 from neox.objectives.reward import RewardModel
 from neox.parallel import ParallelGrid
+from tests.losses import score_rows
 from tests.plans import small_plan
 from tests.unit.checkpoint.synthetic import write_checkpoint
 
@@ -34,7 +35,7 @@ def test_scores_are_those_of_the_formulas(seed: int, center: float, square: floa
     ends = torch.tensor([[1, 3, 5, 8], [4, 8, 0, 0]])
     weights = torch.tensor([[1 / 3, 1 / 3], [1 / 3, 0.0]])
     head = LMHead(ONE_RANK, weight, lambda states: states @ weight.T)
-    found = RewardModel(center, square).scores(NetworkOutput(hidden, head, {}), (ends, weights)).tolist()
+    found = RewardModel(center, square).scores(NetworkOutput(hidden, head, {}), (ends, weights))
     losses = []
     scores = []
     margins = []
@@ -53,7 +54,8 @@ def test_scores_are_those_of_the_formulas(seed: int, center: float, square: floa
         "min_reward": min(scores),
         "max_reward": max(scores),
     }
-    assert dict(zip(RewardModel.names, found, strict=True)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert score_rows(RewardModel(), found) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert found[0].item() == pytest.approx(expected["loss"], rel=1e-5), "the trained loss comes first"
 
 
 def test_the_head_is_one_row_that_tensor_ranks_split() -> None:

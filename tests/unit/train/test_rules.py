@@ -3,12 +3,17 @@
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from neox.data.run_data import DataIterators
 from neox.engine import StepResult
 from neox.errors import TrainingError
+from neox.train import Trainer
 from neox.train.stopping import NonFiniteRule, StopSignals, ignore_signals
+from tests.errors import raises_naming
+from tests.plans import small_plan
 
 GOOD = StepResult({"lm_loss": 2.0}, grad_norm=1.0, loss_scale=1.0, lr=1e-3, update_skipped=False)
 
@@ -74,3 +79,23 @@ def test_a_process_that_is_about_to_end_ignores_signals():
     finally:
         for signum, handler in former.items():
             signal.signal(signum, handler)
+
+
+def test_a_fixed_loss_scale_does_not_shrink_and_says_so() -> None:
+    """It would skip every step for ever: DeepSpeed lowers dynamic scales only."""
+    rule = NonFiniteRule(1, dynamic_loss_scale=False)
+    assert check(rule, bad(loss=2.0, scale=65536.0), 1)
+    with raises_naming(TrainingError, "fp16.loss_scale", "65536"):
+        check(rule, bad(loss=2.0, scale=65536.0), 2)
+
+
+@pytest.mark.parametrize(("scale", "is_dynamic"), [(None, True), (0, True), (65536, False)])
+def test_the_trainer_knows_whether_the_scale_is_fixed(scale: int | None, is_dynamic: bool) -> None:
+    plan = small_plan(fp16={"enabled": True, "loss_scale": scale})
+    engine = SimpleNamespace(features=(), iteration=0)
+    assert Trainer(plan, engine, DataIterators(iter(()), (), ())).rule.dynamic_loss_scale is is_dynamic
+
+
+def test_a_step_without_labels_is_not_one_that_is_not_finite() -> None:
+    rule = NonFiniteRule(0, dynamic_loss_scale=False)
+    assert not check(rule, bad(loss=None, norm=0.0, skipped=False), 1)

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,9 +16,22 @@ from neox.evaluation.evaluation_scalars import evaluation_scalars
 from neox.features.bits_per_byte.run import BitsPerByte
 from neox.features.ledger.run import Ledger
 from neox.launch.agent.agent_files import PROGRESS_VARIABLE, RankActivity
-from neox.objectives import CausalLM
+from neox.objectives import CausalLM, ScoreTable
+from neox.parallel import ParallelGrid
 from neox.train import Trainer
 from tests.plans import small_plan
+
+
+def evaluated(objective, *means, count=1.0):
+    """The result of micro batches with these means."""
+    rows = torch.tensor([[mean * count, count] for mean in means], dtype=torch.float64)
+    return EvaluationResult(ScoreTable(objective), rows)
+
+
+def labels(number=1):
+    """Endless batches of some labels."""
+    while True:
+        yield {"loss_mask": torch.ones(1, number)}
 
 
 class IdleEngine:
@@ -27,6 +41,7 @@ class IdleEngine:
         self.iteration, self.evaluated, self.score = iteration, 0, score
         self.features = ()
         self.objective = CausalLM()
+        self.grid = ParallelGrid.single()
         self.at_step, self.at_evaluation = at_step or {}, at_evaluation or {}
 
     def train_batch(self, batches):
@@ -39,7 +54,7 @@ class IdleEngine:
         next(batches)
         self.evaluated += 1
         self.at_evaluation.get(self.evaluated, lambda: None)()
-        return EvaluationResult({"lm_loss": self.score}, 1.0)
+        return evaluated(self.objective, self.score)
 
     def any_rank(self, flag):
         return flag
@@ -49,9 +64,8 @@ class IdleEngine:
 
 
 def losses_of_batches(batches, count):
-    """An evaluation whose loss each batch carries; those of the test set are plain numbers."""
-    batch = next(batches)
-    return EvaluationResult({"lm_loss": batch["loss"] if isinstance(batch, dict) else float(batch)}, 2.0)
+    """An evaluation whose loss each batch carries; that of the test set has none."""
+    return evaluated(CausalLM(), next(batches).get("loss", 0.0), count=2.0)
 
 
 class Diary(Feature):
@@ -98,8 +112,8 @@ def fit(monkeypatch, tmp_path):
             **keys,
         }
         diary = Diary()
-        valid = sets or (EvaluationSet(iter(range(1000))),)
-        data = DataIterators(iter(range(1000)), valid, (EvaluationSet(iter(range(1000))),))
+        valid = sets or (EvaluationSet(labels()),)
+        data = DataIterators(iter(range(1000)), valid, (EvaluationSet(labels()),))
         return Trainer(small_plan(**flat), engine, data, more=[*callbacks, diary]).fit(), diary
 
     return run
@@ -115,7 +129,7 @@ def test_a_whole_run_evaluates_and_saves_each_once(fit):
     assert diary.lines == [
         *("start", "validation 2", "validation 4", "save 4", "validation 6", "save 6", "test 6", "end"),
     ]
-    assert {"test/lm_loss", "test/lm_loss_ppl", "timers/test"} == set(diary.scalars)
+    assert {"test/lm_loss", "test/lm_loss_ppl", "test/tokens", "timers/test"} == set(diary.scalars)
     assert diary.scalars["test/lm_loss_ppl"] == pytest.approx(math.exp(3.0))
     assert 0.0 <= diary.report.reading <= diary.report.seconds
 
@@ -136,6 +150,7 @@ def test_each_set_has_its_scores_and_the_first_are_the_weighted_means(fit):
         "validation/a/lm_loss_ppl": pytest.approx(math.exp(1.0)),
         "validation/b/lm_loss": 5.0,
         "validation/b/lm_loss_ppl": pytest.approx(math.exp(5.0)),
+        **{"validation/tokens": 16.0, "validation/a/tokens": 8.0, "validation/b/tokens": 8.0},
     }
     assert next(iter(diary.validation)) == "validation/lm_loss", "readers take the first for the trained loss"
 
@@ -153,15 +168,16 @@ class Ranking:
     label_mask = "loss_mask"
     names = ("ranking_loss", "accuracy", "token_loss")
     per_token = ("token_loss",)
+    reductions: ClassVar[dict[str, str]] = {}
 
 
 def test_no_score_has_a_special_name(fit):
     engine = IdleEngine()
     engine.objective = Ranking()
-    scores = {"ranking_loss": 1.0, "accuracy": 0.5, "token_loss": 2.0}
-    engine.eval_batch = lambda batches, count: EvaluationResult(scores, 1.0)
+    engine.eval_batch = lambda batches, count: evaluated(Ranking(), 1.0, 0.5, 2.0)
     _, diary = fit(engine)
-    assert set(diary.scalars) == {*(f"test/{name}" for name in Ranking.names), "test/token_loss_ppl", "timers/test"}
+    names = (*Ranking.names, "token_loss_ppl", "tokens")
+    assert set(diary.scalars) == {*(f"test/{name}" for name in names), "timers/test"}
     assert next(iter(diary.scalars)) == "test/ranking_loss", "readers take the first for the trained loss"
 
 
@@ -295,15 +311,16 @@ def test_bits_of_joined_sets_are_those_of_their_labels_and_not_of_padding(fit, w
         return iter([{"loss_mask": mask, "loss": bits * math.log(2)}] * 100)
 
     sets = [
-        EvaluationSet(batches(2, 8.0), "short", bytes_per_token=8.0, tokens=128),
-        EvaluationSet(batches(16, 1.0), "long", bytes_per_token=2.0, tokens=128),
+        EvaluationSet(batches(2, 8.0), "short", bytes_per_token=8.0),
+        EvaluationSet(batches(16, 1.0), "long", bytes_per_token=2.0),
     ]
     engine = IdleEngine()
     engine.eval_batch = losses_of_batches
     _, diary = fit(engine, sets=sets)
     expected = (2 * 8 + 16 * 1) / (2 * 8 + 16 * 2)
     assert diary.validation["validation/lm_loss_bits_per_byte"] == pytest.approx(expected)
-    assert diary.validation["validation/tokens"] == 256
+    assert diary.validation["validation/tokens"] == 2 * 4 * (2 + 16), "two steps of four rows of each set"
+    assert diary.validation["validation/short/tokens"] == 2 * 4 * 2
 
 
 def test_losses_have_their_bits_per_byte_if_the_data_know_their_bytes():
