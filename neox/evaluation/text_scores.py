@@ -53,8 +53,9 @@ class ScoreSummary:
     margins: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
-        mean = sum(self.scores) / max(1, len(self.scores))
-        text = f"{len(self.scores):,} answers, mean score {mean:.4g}"
+        text = f"{len(self.scores):,} answers"
+        if self.scores:
+            text += f", mean score {sum(self.scores) / len(self.scores):.4g}"
         if self.margins:
             accuracy = sum(margin > 0 for margin in self.margins) / len(self.margins)
             margin = sum(self.margins) / len(self.margins)
