@@ -156,7 +156,7 @@ test-matrix: install-dev  ## other versions of torch, transformers and DeepSpeed
 
 reference: install  ## write the generated pages of configs/ and docs/ again
 	$(PY) -m neox.config.reference
-	$(PY) -m neox.plan.combinations
+	$(PY) -m tests.combinations
 	$(PY) benchmarks/which_gpu.py
 
 docs: install-dev  ## the pages of docs/ as HTML in build/site; `.venv/bin/mkdocs serve` shows them with their search

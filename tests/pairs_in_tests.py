@@ -22,8 +22,8 @@ import pytest
 
 from neox.config.neox_config import NeoXConfig
 from neox.plan import RunPlan
-from neox.plan.combinations import FEATURES, TESTED, all_pairs, read_tested
 from neox.plan.network.attention_config import asked_kinds
+from tests.combinations import FEATURES, TESTED, all_pairs, read_tested
 from tests.distributed import spawn
 
 ROOT = Path(__file__).parents[1]

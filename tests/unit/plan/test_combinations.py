@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from neox.plan.combinations import (
+from neox.plan.rules import notes_without_effect
+from tests.combinations import (
     FEATURES,
     IMPOSSIBLE,
     PAGE,
@@ -22,7 +23,6 @@ from neox.plan.combinations import (
     plan_of,
     read_tested,
 )
-from neox.plan.rules import notes_without_effect
 from tests.pairs_in_tests import TURNED_ON
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +39,7 @@ def test_each_feature_works_alone_and_has_an_effect(feature):
 
 
 def test_the_page_is_current_and_its_verdicts_hold():
-    """`python -m neox.plan.combinations` writes the page again."""
+    """`python -m tests.combinations` writes the page again."""
     pairs = found_pairs()
     assert (ROOT / PAGE).read_text() == page(pairs, read_tested(ROOT / TESTED))
     verdicts = {frozenset(feature.name for feature in pair.features): pair.verdict for pair in pairs}
