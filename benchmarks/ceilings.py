@@ -1,6 +1,7 @@
 """Ceilings of one device for the benchmark's shapes: matrix products, attention by kernel, and copies in memory.
 
     python benchmarks/ceilings.py --shape 1.3B --shape 6.9B --json ceilings.json
+    python benchmarks/ceilings.py --gpu h100      writes the figures of this GPU, with which times are estimated
 
 Each line is sustained for `--seconds` (5) after a warm-up, on random data, in bf16. The products are those of a block
 and of the head, forward and both gradients; their time over one token, summed, is the ceiling that a training step of
@@ -23,6 +24,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_sides import SHAPES, Shape
 
+from benchmarks.gpu_figures import write_figures
 from benchmarks.machine import describe
 from neox.files import write_text
 
@@ -170,6 +172,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: 27M on a CPU, else 1.3B and 6.9B")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long each line is sustained")
     parser.add_argument("--json", type=Path, help="write everything to this file too, after each shape")
+    parser.add_argument("--gpu", help="key of GPUS, whose file in neox/devices/gpus takes the figures")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = {**describe(device), "seconds": args.seconds, "shapes": {}}
@@ -188,6 +191,8 @@ def main() -> None:
             figures = row.get("refused") or f"{row['model_flops_per_second'] / 1e12:8.2f} TFLOP/s  {row['kernels'][0]}"
             print(f"{name} attention {row['backend']:10s} {figures}")
         print(f"{name} ceiling of a training step: {most / 1e12:.2f} model TFLOP/s")
+    if args.gpu:
+        print(f"wrote {write_figures(args.gpu, result)}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.machine import describe
-from neox.architecture import FAST_PATHS
+from neox.devices import FAST_PATHS
 from neox.model.mamba import selective_scan
 from neox.model.mamba2 import chunked_scan
 from neox.ops import causal_convolution, gated_delta_scan, has_fast_path, recurrent_kernels, wkv_scan

@@ -2,9 +2,9 @@
 
 `published_runs.tsv` has one run a line: network, GPUs, layout, batch, and the figure that was published. If a line
 leaves out the size of the micro batch, the number of virtual stages or how context ranks share the work, a range over
-sensible values is printed. Each GPU has one set of constants (`neox/plan/time/gpus.py`), and no network has any of its
-own; those of the A100 and the H100 were adjusted once against these rows, within what published measurements of kernels
-allow.
+sensible values is printed. Each GPU has one file of figures (`neox/devices/gpus`), and no network has any of its own;
+those of the A100 and of the H100 at 500 W were adjusted once against these rows, within what published measurements of
+kernels allow. `PublishedStep` replaces the parts of a step that other systems do otherwise.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from statistics import median
 from typing import Any
 
 from neox.config import NeoXConfig
+from neox.devices import GPUS, Gpu
 from neox.errors import ConfigError
 from neox.plan.layout import Layout, Workload
 from neox.plan.network.architecture import layer_plan
-from neox.plan.time import GPUS, StepTime, TrainingSystem, estimate_step
+from neox.plan.time import StepModel, StepTime
+from neox.plan.time.roofline import memory_seconds
+from neox.plan.time.step import PassTime, StagePasses
 
 ROWS = Path(__file__).with_name("published_runs.tsv")
 GPU_TYPES = {
@@ -34,6 +37,12 @@ GPU_TYPES = {
 }
 MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL_STAGES = (2, 3, 4, 8)
+EXPOSED_BY_ASYNC_TP = 0.35
+"""Share of the tensor ranks' collectives that async TP cannot hide behind matmuls."""
+MERGE_BYTES = 48
+"""Bytes that move for each element of attention's output when a ring merges one more part into it."""
+HANDOFF_LATENCY = 2e-5
+"""Seconds of a hand-off between stages, whatever its size."""
 
 Row = dict[str, str]
 
@@ -79,26 +88,96 @@ def network_keys(row: Row) -> dict[str, Any]:
     }
 
 
-def system_of(row: Row) -> TrainingSystem:
-    """Return how the system of a run trains."""
-    llama = "Llama" in row["network"]
-    torchtitan = row["id"].startswith("titan")
-    gpt_neox = row["network"].startswith("GPT-NeoX")
-    return TrainingSystem(
-        keeps_gathered=int(row["pp"]) > 1,
-        fused="compiled" in row["precision"] or not (torchtitan or gpt_neox),
-        in_ring=True,
-        overlaps_tensor="async TP" in row["precision"],
-        overlaps_gradients=llama,
-        recomputes_half=torchtitan and row["recompute"].startswith("selective"),
-        blocking_handoff=gpt_neox,
-        divided_handoff=not gpt_neox,
-        network=12.5 if row["id"] == "neox-20b" else 0.0,  # four cards a host, as its remark says
-    )
+class PublishedStep(StepModel):
+    """Time of a step of the system that trained a published run: its parts that this library does otherwise.
+
+    Args:
+        run: The run in its layout.
+        gpu: The GPUs.
+        row: The published run.
+        balanced: Whether each context rank holds an early and a late part of a sample, so that all attend to as many
+            tokens. Otherwise the last rank attends to the most, and the others wait for it.
+    """
+
+    def __init__(self, run: Workload, gpu: Gpu, row: Row, *, balanced: bool) -> None:
+        super().__init__(run, gpu)
+        self.row = row
+        self.balanced = balanced
+        self.is_torchtitan = row["id"].startswith("titan")
+        self.is_gpt_neox = row["network"].startswith("GPT-NeoX")
+        self.is_llama = "Llama" in row["network"]
+
+    @property
+    def fuses_blocks(self) -> bool:
+        return "compiled" in self.row["precision"] or not (self.is_torchtitan or self.is_gpt_neox)
+
+    @property
+    def fuses_loss(self) -> bool:
+        return self.fuses_blocks
+
+    @property
+    def overlaps_gradients(self) -> bool:
+        return self.is_llama
+
+    def recomputed(self) -> PassTime:
+        """torchtitan's `selective` repeats every second matmul and all elementwise work."""
+        if not (self.is_torchtitan and self.row["recompute"].startswith("selective")):
+            return super().recomputed()
+        forward = self.forward
+        return PassTime(products=forward.products / 2, elementwise=forward.elementwise, tensor=forward.tensor / 2)
+
+    def attention(self) -> float:
+        ranks = self.run.layout.cp_size
+        return super().attention() * (1 if self.balanced else (2 * ranks - 1) / ranks)
+
+    def tensor_collectives(self, all_reduces: int) -> float:
+        exposed = EXPOSED_BY_ASYNC_TP if "async TP" in self.row["precision"] else 1.0
+        return exposed * super().tensor_collectives(all_reduces)
+
+    def context_collectives(self) -> float:
+        """A ring hides the exchange of keys and values behind attention.
+
+        Each of its steps computes a partial output, which is merged into the accumulated output in fp32.
+        """
+        ranks = self.run.layout.cp_size
+        if ranks == 1:
+            return 0.0
+        outputs = self.run.tokens * self.heads * self.run.network.head_dim
+        merging = memory_seconds(self.gpu, MERGE_BYTES * outputs * (ranks - 1))
+        exposed = max(0.0, self.gathered_keys_seconds() - self.attention())
+        return exposed + merging + ranks * self.gpu.collective_seconds
+
+    def context_collectives_backward(self) -> float:
+        return 2 * self.forward.context
+
+    def handoff(self) -> float:
+        """In gpt-neox each tensor rank sends all hidden states to the next stage."""
+        if self.run.layout.pp_size == 1 or not self.is_gpt_neox:
+            return super().handoff()
+        return (super().handoff() - HANDOFF_LATENCY) * self.run.layout.tp_size + HANDOFF_LATENCY
+
+    def stage_passes(self) -> StagePasses:
+        """In gpt-neox a rank waits while it sends."""
+        passes = super().stage_passes()
+        if not self.is_gpt_neox:
+            return passes
+        forward, backward = (
+            [[seconds + passes.handoff for seconds in stage] for stage in stages]
+            for stages in (passes.forward, passes.backward)
+        )
+        return StagePasses(forward, backward, passes.handoff)
+
+    def zero3_collectives(
+        self, gather: float, again: float, reduce: float, hides_forward: float, hides_backward: float
+    ) -> float:
+        """With stages, weights are gathered once a step and kept."""
+        if self.run.layout.pp_size == 1:
+            return super().zero3_collectives(gather, again, reduce, hides_forward, hides_backward)
+        return max(0.0, gather - hides_forward) + max(0.0, reduce - hides_backward)
 
 
-def runs_of(row: Row) -> Iterator[tuple[Workload, TrainingSystem]]:
-    """Yield how a run was trained, once for each combination of what its row leaves out."""
+def models_of(row: Row) -> Iterator[PublishedStep]:
+    """Yield the model of a run's step, once for each combination of what its row leaves out."""
     llama = "Llama" in row["network"]
     pp = int(row["pp"])
     cp = int(row["cp"])
@@ -117,6 +196,9 @@ def runs_of(row: Row) -> Iterator[tuple[Workload, TrainingSystem]]:
         keys["fp8"] = "tensorwise"
     config = NeoXConfig.from_flat(keys)
     layers = layer_plan(config, int(row["vocab"]), 1)
+    gpu = GPUS[GPU_TYPES[row["gpu"]]]
+    if row["id"] == "neox-20b":  # four cards a host, as its remark says
+        gpu = replace(gpu, network_gbs=gpu.network_gbs / 2)
     for micro_batch, ranges, balanced in product(micro_batches, virtual_stages, balances):
         samples = int(row["global_batch"] or dp * micro_batch) // dp
         is_sensible = bool(row["micro_batch"]) or samples // micro_batch >= pp  # else stages wait most of the time
@@ -146,7 +228,7 @@ def runs_of(row: Row) -> Iterator[tuple[Workload, TrainingSystem]]:
             seq_length=int(row["seq_length"]),
         )
         run = Workload(config=config, layers=layers, precision="bf16", layout=layout)
-        yield run, replace(system_of(row), balanced_context=balanced)
+        yield PublishedStep(run, gpu, row, balanced=balanced)
 
 
 def published_seconds(row: Row, run: Workload, time: StepTime) -> float:
@@ -168,12 +250,12 @@ def published_seconds(row: Row, run: Workload, time: StepTime) -> float:
 def predict(row: Row) -> Prediction:
     """Compare one published run with its prediction."""
     ratios = []
-    for run, system in runs_of(row):
+    for model in models_of(row):
         try:
-            time = estimate_step(run, GPUS[GPU_TYPES[row["gpu"]]], system)
+            time = model.estimate()
         except ConfigError:  # a schedule that does not take this number of micro batches was not the one
             continue
-        ratios.append(time.seconds / published_seconds(row, run, time))
+        ratios.append(time.seconds / published_seconds(row, model.run, time))
     return Prediction(row["id"], min(ratios), max(ratios), len(ratios) == 1)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from neox.config import load_config
+from neox.devices import GPUS
 from neox.plan.report.text import PUBLISHED_MFU
-from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import GpuChoice, choose_gpus
 from neox.preflight.tokenizer_checks import read_vocabulary
 

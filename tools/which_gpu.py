@@ -24,9 +24,9 @@ import _checkout  # noqa: F401
 
 from neox.arguments import ScriptParser, add_overrides
 from neox.config import load_config
+from neox.devices import GPUS
 from neox.errors import ConfigError, run_script
 from neox.plan.report.text import main_memory_basis, network_basis, times_basis
-from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import COUNTS, choose_gpus, describe_batch, format_choices
 from neox.preflight.tokenizer_checks import read_vocabulary
 

@@ -26,10 +26,8 @@ from neox.architecture.choices import (
     block_statistics,
 )
 from neox.architecture.experts import BALANCE_LOSS, CHOICES, DROPPED, LARGEST_SHARE, ROUTERS, Z_LOSS, RouterName
-from neox.architecture.fast_paths import FAST_PATHS, DeviceFamily, FastPath, FastPathName
 from neox.architecture.flops import forward_flops_per_token, recomputed_flops_per_token, training_flops_per_token
 from neox.architecture.kernels import (
-    BACKEND_FAMILIES,
     DELTA_CHUNK,
     FLEX_HEAD_DIM,
     FP8_MULTIPLE,
@@ -42,7 +40,6 @@ from neox.architecture.kernels import (
     MOST_BLOCKED,
     QUERY_BLOCK,
     REDUCED_RANGE,
-    AttentionBackend,
     AttentionImpl,
 )
 from neox.architecture.layers import (
@@ -78,14 +75,12 @@ __all__ = [
     "ACTIVATIONS",
     "ADAPTED_LAYERS",
     "ADAPTER",
-    "BACKEND_FAMILIES",
     "BALANCE_LOSS",
     "CHOICES",
     "BLOCKS",
     "BLOCK_OFFSET",
     "DELTA_CHUNK",
     "DROPPED",
-    "FAST_PATHS",
     "FP8_MULTIPLE",
     "FP8_QUOTIENTS",
     "FUSED_SOFTMAX_LENGTH",
@@ -117,15 +112,11 @@ __all__ = [
     "Activation",
     "Architecture",
     "Attention",
-    "AttentionBackend",
     "AttentionImpl",
     "Constant",
     "BlockKind",
     "ByChannel",
-    "DeviceFamily",
     "Difference",
-    "FastPath",
-    "FastPathName",
     "FromKey",
     "InitialValues",
     "LayerEntry",

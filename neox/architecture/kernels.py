@@ -10,20 +10,6 @@ AttentionImpl = Literal["eager", "fused", "flash"]
 """How attention is computed: by torch operations, with the Triton softmax, or by torch's
 `scaled_dot_product_attention`."""
 
-AttentionBackend = Literal["auto", "flash", "cudnn", "flex", "memory_efficient", "math"]
-"""Which of torch's kernels computes attention that is `flash` here."""
-
-BACKEND_FAMILIES: Final[Mapping[AttentionBackend, tuple[str, ...]]] = MappingProxyType(
-    {
-        "flash": ("cpu", "cuda", "rocm"),
-        "cudnn": ("cuda",),
-        "flex": ("cuda", "rocm"),
-        "memory_efficient": ("cuda", "rocm"),
-        "math": ("cpu", "cuda", "rocm", "npu", "xpu", "hpu"),
-    }
-)
-"""Kernel -> kinds of devices (`DeviceFamily`) that have it."""
-
 QUERY_BLOCK: Final = 128
 """Queries of a block when a CPU computes causal flash attention block by block."""
 

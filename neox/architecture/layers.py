@@ -175,6 +175,22 @@ class LayerPlan:
         return sum(spec.numel for spec in self.parameters if spec.trained)
 
     @cached_property
+    def block_types(self) -> tuple[tuple[LayerEntry, int], ...]:
+        """The first block of each type, and the number of blocks of its type."""
+        kinds = [*zip(self.architecture.attention, self.architecture.mlp, strict=True)]
+        return tuple(
+            (self.layers[BLOCK_OFFSET + kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)
+        )
+
+    @cached_property
+    def expert_numel(self) -> int:
+        """Number of elements of the experts of all blocks."""
+        total = 0
+        for layer, blocks in self.block_types:
+            total += blocks * sum(spec.numel for spec in layer.parameters if spec.experts)
+        return total
+
+    @cached_property
     def block_matrix_numel(self) -> int:
         """Number of elements of the matrices of all blocks, with those of every expert."""
         total = 0

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
 from neox.architecture.recurrence import selective_fp32
+from neox.devices import FP8_EXPERTS, LEAST_CAPABILITY
 from neox.engine.checkpoints.run_files import RunFiles
 from neox.engine.checkpoints.run_start import RunStart
 from neox.engine.deepspeed_patches import (
@@ -37,7 +38,6 @@ from neox.engine.micro_batches import LabelWeights, MicroBatchRunner, PipelineRu
 from neox.engine.optimizer_tensors import matrix_parts, optimizer_tensors, parameter_names
 from neox.engine.pipeline.stage_module import PipelineGPT
 from neox.errors import ConfigError, LaunchError
-from neox.launch.hosts.device_facts import FP8_EXPERTS, LEAST_CAPABILITY
 from neox.log import get_logger
 from neox.model import GPT, Block, GroupedLinear, biased_routers, build_layer, share_parameters
 from neox.objectives import Objective, build_objective

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from neox.architecture import FAST_PATHS
+from neox.devices import FAST_PATHS, family_has
 from neox.errors import LaunchError
 from neox.launch.hosts.vendors import VENDORS, refused_backend, unused_devices
 from neox.ops import device_family, has_fast_path
@@ -104,7 +104,7 @@ def other_paths(plan: RunPlan, device: torch.device) -> list[str]:
     lines = []
     for choice in path_choices(plan, plan.device_family):
         path = FAST_PATHS[choice.name]
-        planned = plan.device_family in path.families
+        planned = family_has(plan.device_family, choice.name)
         found = has_fast_path(choice.name, device)
         if choice.is_ruled_out or (choice.name == "compiled_layers" and compiles(plan.config, None)):
             continue

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.architecture import BLOCKS, FLEX_HEAD_DIM, Architecture, AttentionBackend, settings_of
+from neox.architecture import BLOCKS, FLEX_HEAD_DIM, Architecture, settings_of
 from neox.architecture import POSITIONS as POSITION_TRAITS
 from neox.config.sections.training import RecomputedPart
+from neox.devices import AttentionBackend
 from neox.model.cache import CacheForm
 from neox.model.context import BlockContext
 from neox.model.head_norms import query_key_norms

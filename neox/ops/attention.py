@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
-from neox.architecture import MASKED_QUERY_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionBackend, AttentionImpl
+from neox.architecture import MASKED_QUERY_CHUNK, MOST_BLOCKED, QUERY_BLOCK, AttentionImpl
+from neox.devices import AttentionBackend
 from neox.ops.blocked_attention import blocked_attention
 from neox.ops.flex import attention_by_block_mask
 from neox.ops.softcap import softly_capped

@@ -1,7 +1,7 @@
-"""Which fast paths a device has: the one place where the library asks.
+"""Which fast paths a device of this process has: the table of devices (`neox.devices`), asked with torch.
 
-`neox.architecture.FAST_PATHS` says which kinds of devices have them. What only this process knows is added here: whose
-GPUs torch's `cuda` are, and whether Triton and packages of kernels are installed.
+What only this process knows is added: whose GPUs torch's `cuda` are, and whether Triton and packages of kernels are
+installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, get_args
 
 import torch
 
-from neox.architecture import FAST_PATHS, DeviceFamily, FastPathName
+from neox.devices import DEVICES, FAST_PATHS, DeviceFamily, FastPathName
 
 HAS_TRITON: Final = find_spec("triton") is not None
 """Whether Triton's kernels can be compiled."""
@@ -31,18 +31,17 @@ def device_family(device_type: str) -> DeviceFamily | None:
 
 def _paths_of(device_type: str) -> frozenset[FastPathName]:
     family = device_family(device_type)
-    found: set[FastPathName] = {name for name, path in FAST_PATHS.items() if family in path.families}
+    if family is None:
+        return frozenset()
+    missing = {name for name, path in FAST_PATHS.items() if path.module and find_spec(path.module) is None}
     if not HAS_TRITON:
-        found.discard("triton")
-    for name, path in FAST_PATHS.items():
-        if path.module and find_spec(path.module) is None:
-            found.discard(name)
-    return frozenset(found)
+        missing.add("triton")
+    return DEVICES[family].fast_paths - missing
 
 
 # A constant, so that torch.compile reads it while it traces.
 _PATHS: Mapping[str, frozenset[FastPathName]] = MappingProxyType(
-    {device_type: _paths_of(device_type) for device_type in ("cpu", "cuda", "npu", "xpu", "hpu")}
+    {kind.torch_type: _paths_of(kind.torch_type) for kind in DEVICES.values()}
 )
 
 

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from neox.architecture import FAST_PATHS, FastPathName
+from neox.devices import FAST_PATHS, FastPathName
 from neox.errors import LaunchError
 from neox.ops.fast_paths import has_fast_path, machine_has_fast_path
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from neox.architecture import Architecture, AttentionImpl, DeviceFamily, LayerPlan
+from neox.architecture import Architecture, AttentionImpl, LayerPlan
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
+from neox.devices import DeviceFamily
 from neox.plan.batches.batch import BatchPlan
 from neox.plan.devices.compiled import compiles
 from neox.plan.devices.precision import BYTES, Precision

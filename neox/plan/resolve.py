@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 
-from neox.architecture import FAST_PATHS, DeviceFamily, LayerPlan
+from neox.architecture import LayerPlan
 from neox.config.decision import Decision, apply_decisions
 from neox.config.keys import TOKENIZER_KEYS
 from neox.config.neox_config import NeoXConfig
+from neox.devices import GPUS, DeviceFamily
 from neox.errors import ConfigError
 from neox.plan.batches.batch import batch_notes, solve_batch
 from neox.plan.batches.batch_schedule import ramp_problems
@@ -39,7 +40,6 @@ from neox.plan.rules.data_stages import order_problems
 from neox.plan.rules.pipeline import schedule_problems
 from neox.plan.run_plan import UNKNOWN_AMOUNTS, DataAmounts, RunPlan
 from neox.plan.run_start import ChosenStart
-from neox.plan.time.gpus import GPUS
 from neox.problems import Problem, in_file_order
 
 
@@ -141,14 +141,13 @@ def _with_gpu_type(config: NeoXConfig, known: Capabilities) -> Capabilities:
     if gpu_type is None or known.family is not None or known.bf16 is not None:
         return known
     gpu = GPUS[gpu_type]
-    has_fp8 = gpu.peak_fp8_tflops > 0 and gpu.family in FAST_PATHS["scaled_product"].families
-    if gpu.has_bf16 and has_fp8 and gpu.has_fp8_experts:
+    if {"bf16", "fp8", "fp8_experts"} <= set(gpu.formats):
         return known
     return replace(
         known,
-        bf16=known.bf16 if gpu.has_bf16 else False,
-        fp8=known.fp8 if has_fp8 else False,
-        fp8_experts=known.fp8_experts if gpu.has_fp8_experts else False,
+        bf16=known.bf16 if "bf16" in gpu.formats else False,
+        fp8=known.fp8 if "fp8" in gpu.formats else False,
+        fp8_experts=known.fp8_experts if "fp8_experts" in gpu.formats else False,
         devices=f"{gpu.name} (`gpu_type`)",
     )
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from neox.architecture import Architecture, AttentionImpl, DeviceFamily, LayerPlan
+from neox.architecture import Architecture, AttentionImpl, LayerPlan
 from neox.config.decision import Decision
 from neox.config.neox_config import NeoXConfig
 from neox.config.sections.training import RecomputedPart
+from neox.devices import DeviceFamily
 from neox.plan.batches.batch import BatchPlan
 from neox.plan.batches.batch_schedule import BatchSchedule
 from neox.plan.devices.precision import Precision

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from neox.architecture import DeviceFamily
 from neox.config import NeoXConfig
+from neox.devices import GPUS, DeviceFamily
 from neox.errors import ConfigError, LaunchError, install_command
 from neox.launch.hosts.machine import available_memory, device_family, smallest_memory
 from neox.launch.hosts.placement import Placement, check_local_devices
 from neox.launch.hosts.vendors import VENDORS, refused_backend
 from neox.plan import Device, RunPlan, gpu_device, host_device, memory_problem
 from neox.plan.devices.device import gib, rank_memory
-from neox.plan.time.gpus import GPUS
 from neox.preflight.command_line import INFERENCE
 from neox.problems import Problem
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from neox.config.neox_config import NeoXConfig
+from neox.devices import GPUS, Gpu
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.placement import place_ranks
 from neox.plan import resolve
@@ -16,8 +17,6 @@ from neox.plan.devices.precision import choose_precision
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, suggest_layouts
 from neox.plan.search.fit import FLASH_IS_FASTER, flash_is_faster
-from neox.plan.time import GPUS
-from neox.plan.time.gpus import Gpu
 from neox.plan.time.step import COMPUTE_OPTIMAL_RATIO
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -147,7 +146,7 @@ def choose_gpus(
     for kind in kinds:
         gpu = GPUS[kind]
         of_kind = config.updated({"gpu_type": kind}, without=("gpu_memory_gib", "peak_theoretical_tflops"))
-        if not gpu.has_bf16 and choose_precision(config, []) == "bf16":
+        if "bf16" not in gpu.formats and choose_precision(config, []) == "bf16":
             yield GpuChoice(kind, gpu.name, None, reason="it has no bf16: --set precision=fp16")
             continue
         refused: list[ConfigError] = []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from neox.devices import GPUS
 from neox.plan import RunPlan
-from neox.plan.time.of_plan import StepPicture, step_picture
+from neox.plan.time.simulation import Timeline, simulate
+from neox.plan.time.step import StepModel, ranges_of_stage, unsupported_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_SHOWN_FOR_EACH_STAGE = 4
+"""Micro batches for each stage that a picture has at most."""
 _FORWARD = "tab:blue"
 _BACKWARD = "tab:orange"
 _GRADIENTS = "tab:red"
@@ -19,6 +23,44 @@ _LATER_RANGE = 0.55
 """Opacity of passes through the second and later ranges of a stage."""
 _MOST_NUMBERED = 40
 """Passes of a stage up to which each has the number of its micro batch."""
+
+
+class StepPicture(NamedTuple):
+    """What each pipeline stage does in a step.
+
+    Attributes:
+        timeline: Passes of each stage.
+        micro_batches: Number of micro batches that the timeline has; the step may have more.
+        gradients: Time of reducing gradients after the last pass.
+        unit: Unit of all times.
+    """
+
+    timeline: Timeline
+    micro_batches: int
+    gradients: float
+    unit: str
+
+
+def step_picture(plan: RunPlan) -> StepPicture:
+    """Return what each pipeline stage does in a step, by simulation.
+
+    Times are estimated if `gpu_type` and the network allow it. Otherwise a forward pass through a stage takes 1, and a
+    backward pass 2.
+    """
+    run = plan.workload
+    layout = run.layout
+    shown = min(layout.accumulation_steps, _SHOWN_FOR_EACH_STAGE * layout.pp_size)
+    kind = plan.config.runner.gpu_type
+    if kind is None or unsupported_time(run):
+        ranges = ranges_of_stage(run)
+        forward = [[1 / ranges] * ranges] * layout.pp_size
+        backward = [[2 / ranges] * ranges] * layout.pp_size
+        timeline = simulate(layout.pipeline_schedule, forward, backward, shown)
+        return StepPicture(timeline, shown, 0.0, "forward passes of a stage")
+    model = StepModel(plan.workload_on(GPUS[kind].family), GPUS[kind])
+    passes = model.stage_passes()
+    timeline = simulate(layout.pipeline_schedule, passes.forward, passes.backward, shown, passes.handoff)
+    return StepPicture(timeline, shown, model.estimate().gradients, f"seconds, estimated for {kind}")
 
 
 def draw_step(plan: RunPlan, axes: Axes) -> None:

@@ -12,26 +12,23 @@ import yaml
 
 from neox.config import NeoXConfig
 from neox.config.loader import OVERRIDES
+from neox.devices import GPUS
 from neox.errors import ConfigError, LaunchError
 from neox.files import write_text
 from neox.launch.hosts.placement import choose_hosts
 from neox.plan import RunPlan, gpu_device
 from neox.plan.batches.batch import batch_notes
-from neox.plan.devices.device import Device, device_of_kind, gib
+from neox.plan.devices.device import Device, device_of_kind, gib, likely_gpu
 from neox.plan.report.text import estimate_basis, network_basis
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import Suggestion, Suggestions, suggest_layouts
 from neox.plan.search.fit import FLASH_IS_FASTER, flash_is_faster, nested_keys
-from neox.plan.time import GPUS
-from neox.plan.time.gpus import CPU_CORE
-from neox.plan.time.of_plan import likely_gpu
-from neox.plan.time.step import StepTime
+from neox.plan.time.step import STEP_PARTS, StepTime
 from neox.preflight.command_line import plain_command
 from neox.preflight.job_command import JobCommand, print_to_stderr
 from neox.preflight.measure import STEPS, Measurement, measure_layouts
 
 _GPU_KEYS = ("gpu_type", "gpu_memory_gib", "peak_theoretical_tflops")
-_PARTS = ("products", "attention", "elementwise", "tensor", "context", "experts", "bubble", "gradients", "update")
 _LEAST_SHARE = 0.02
 _NOTICEABLE = 1.01  # times as long
 SHOWN = 10
@@ -95,8 +92,8 @@ def find_layouts(
 
     Args:
         plan: The run.
-        device: Device of the ranks. CPU cores are only used if no GPU is named. Of a GPU's, main memory counts if it
-            was given, or measured on the hosts.
+        device: Device of the ranks. CPUs are only used if no GPU is named; what is measured there is chosen in the
+            order that layouts have on a GPU. Of a GPU's, main memory counts if it was given, or measured on the hosts.
         gpu_name: Key of `GPUS`; empty for the one that fits `gpu_memory_gib` best.
         changed: Keys in which the plan differs from the configuration, if these GPUs cannot run the configuration.
         count: Number of layouts to return.
@@ -113,23 +110,30 @@ def find_layouts(
     if gpu_name and gpu_name not in GPUS:
         raise ConfigError(f"--suggest {gpu_name}: there is no such GPU; known: {', '.join(GPUS)}")
     if device.shared and not gpu_name:
-        gpu = CPU_CORE
-        kind = gpu.name
+        gpu = GPUS[likely_gpu(plan.config)]
+        kind = "CPU ranks"
+        basis = f"those of {gpu.name}, to choose what is measured"
     else:
         is_assumed = not gpu_name and not any(map(plan.config.given, _GPU_KEYS))
         of_hosts = device.main_memory
         if gpu_name and plan.config.runner.host_memory_gib is None:
             of_hosts = None  # other GPUs than those of the hosts, in other hosts
-        gpu_name, gpu = (gpu_name, GPUS[gpu_name]) if gpu_name else likely_gpu(plan)
+        gpu_name = gpu_name or likely_gpu(plan.config)
+        gpu = GPUS[gpu_name]
         device = device_of_kind(plan, gpu)
         if of_hosts is not None and not of_hosts.assumed:
             device = replace(device, main_memory=of_hosts)
         kind = f"{gpu.name} ({gpu_name})"
         if is_assumed:
             kind = f"{gpu.name} ({gpu_name}, which is assumed: --gpu-type names yours)"
+        basis = estimate_basis(gpu_name, fp8=bool(plan.config.training.fp8))
+        if plan.precision == "fp32":
+            basis = "estimated in 16 bits, to choose what is measured: fp32 is slower"
+        if plan.grid.world_size > gpu.per_host:
+            basis += f"; {network_basis([gpu_name])}"
     found = suggest_layouts(plan, device, gpu, count, changed, measured=measured)
     if not found.best:
-        message = f"none of {found.tried} layouts fits on {plan.grid.world_size} {gpu.name}"
+        message = f"none of {found.tried} layouts fits on {plan.grid.world_size} {kind}"
         if found.other_numerics:
             message += f" as configured; this one fits, but {_numerics(found)}: {_flags(found.other_numerics[0])}"
         if found.least_offloaded is not None and device.main_memory is not None:
@@ -138,13 +142,6 @@ def find_layouts(
                 f"{gib(device.main_memory.size)} ({device.main_memory.source})"
             )
         raise ConfigError(f"{message}; the plan (--dry-run) says what offloading or more GPUs would need")
-    basis = "estimated"
-    if gpu is not CPU_CORE:
-        basis = estimate_basis(gpu_name, fp8=bool(plan.config.training.fp8))
-        if plan.precision == "fp32":
-            basis = "estimated in 16 bits, to choose what is measured: fp32 is slower"
-        if plan.grid.world_size > gpu.per_host:
-            basis += f"; {network_basis([gpu_name])}"
     batch = f"{plan.batch.train_batch_size:,} samples a step"
     title = f"{found.tried} layouts of {plan.grid.world_size} {kind}, {batch}; times are {basis}"
     if found.least_offloaded is not None and device.main_memory is not None:
@@ -219,14 +216,16 @@ def format_measurement(measurement: Measurement, ranks: int) -> str:
         ranks: Number of ranks.
     """
     lines = [f"median time of {STEPS} steps on {ranks} ranks, without the first ones"]
-    lines.append("    step s  tokens/s/rank  estimated s")
+    on_cpu = any(measured.layout.run.on_cpu for measured in measurement.layouts)  # whose times are not estimated
+    lines.append("    step s  tokens/s/rank" + ("" if on_cpu else "  estimated s"))
     for number, measured in enumerate(measurement.layouts, start=1):
         estimate = measured.layout.time
         if measured.seconds is None:
             lines.append(f" -  failed: {measured.failure}")
         else:
             speed = estimate.tokens / measured.seconds / estimate.ranks
-            lines.append(f"{number:>2}  {measured.seconds:6.3f}  {speed:13,.0f}  {estimate.seconds:11.3f}")
+            estimated = "" if on_cpu else f"  {estimate.seconds:11.3f}"
+            lines.append(f"{number:>2}  {measured.seconds:6.3f}  {speed:13,.0f}{estimated}")
         lines.append(f"      {_flags(measured.layout)}")
     return "\n".join(lines)
 
@@ -265,11 +264,10 @@ def _given_row(found: Suggestions) -> str:
 
 def _row(layout: Suggestion) -> str:
     time = layout.time
-    communication = time.tensor + time.context + time.experts + time.gradients
     needed = gib(layout.memory.needed(on_cpu=False))
     return (
         f"{_digits(time.seconds):>6}  {time.tokens_per_gpu:12,.0f}  {time.mfu:4.0%}  {needed:>9}  "
-        f"{time.bubble / time.seconds:6.1%}  {communication / time.seconds:13.1%}"
+        f"{time.bubble / time.seconds:6.1%}  {time.communication / time.seconds:13.1%}"
     )
 
 
@@ -289,7 +287,7 @@ def _flags(layout: Suggestion) -> str:
 def _explanation(found: Suggestions) -> Iterator[str]:
     """Yield where the time of the best layout goes, and what the given one spends more on."""
     best = found.best[0].time
-    shares = [f"{part} {getattr(best, part) / best.seconds:.0%}" for part in _PARTS if _counts(best, part)]
+    shares = [f"{part} {getattr(best, part) / best.seconds:.0%}" for part in STEP_PARTS if _counts(best, part)]
     yield f"the best spends its time on {', '.join(shares)}"
     given = found.given.time
     if not found.given_fits or given.seconds <= best.seconds:
@@ -297,8 +295,8 @@ def _explanation(found: Suggestions) -> Iterator[str]:
     if given.seconds < _NOTICEABLE * best.seconds:
         yield "the configured layout takes about as long"
         return
-    losses = {part: getattr(given, part) - getattr(best, part) for part in _PARTS}
-    worse = sorted((part for part in _PARTS if losses[part] > _LEAST_SHARE * given.seconds), key=losses.__getitem__)
+    losses = {part: getattr(given, part) - getattr(best, part) for part in STEP_PARTS}
+    worse = sorted((part for part in STEP_PARTS if losses[part] > _LEAST_SHARE * given.seconds), key=losses.__getitem__)
     text = f"the configured layout takes {given.seconds / best.seconds:.2f} times as long"
     if worse:
         text += ": " + ", ".join(f"{part} +{_digits(losses[part])} s" for part in reversed(worse))

@@ -8,22 +8,14 @@ NAMED = re.compile(r"""torch\.cuda|["']cuda["']|is_cuda|\.cuda\(""")
 GRAPHS = "CUDA graphs are recorded by torch.cuda alone; has_fast_path('recorded_steps') is asked before"
 MEMORY = "the recorder of allocations is that of CUDA's allocator"
 PLACES = {
-    ("neox/architecture/fast_paths.py", "DeviceFamily = Literal"): "the kinds of devices",
-    ("neox/architecture/fast_paths.py", "_GPUS"): "the kinds that have torch's kernels for GPUs",
-    ("neox/architecture/fast_paths.py", '"grouped_product"'): "a kernel of CUDA",
-    ("neox/architecture/fast_paths.py", '"scaled_product"'): "a kernel of CUDA, with NVIDIA's formats of fp8",
-    ("neox/architecture/fast_paths.py", '("cpu", "cuda", "rocm", "xpu")'): "the kinds that have the fused AdamW",
-    ("neox/architecture/fast_paths.py", '"scaled_grouped_product"'): "fp8 of Hopper",
-    ("neox/architecture/kernels.py", '"flash": ('): "the kinds that have this kernel of attention",
-    ("neox/architecture/kernels.py", '"cudnn": ('): "a kernel of CUDA",
-    ("neox/architecture/kernels.py", '"flex": ('): "the kinds that have this kernel of attention",
-    ("neox/architecture/kernels.py", '"memory_efficient": ('): "the same",
-    ("neox/architecture/kernels.py", '"math": ('): "the same",
-    ("neox/plan/devices/fast_paths.py", "NVIDIA's GPUs"): "names of the kinds for people",
+    ("neox/devices/table.py", "DeviceFamily = Literal"): "the kinds of devices",
+    ("neox/devices/table.py", "torch_type"): "torch's name of NVIDIA's and AMD's GPUs",
+    ("neox/devices/table.py", '"cuda": DeviceKind('): "the row of NVIDIA's GPUs",
+    ("neox/plan/layout.py", "family: DeviceFamily"): "the kind of a GPU that nobody describes",
+    ("neox/plan/run_plan.py", "workload_on"): "the same",
+    ("neox/preflight/checks.py", "usual: DeviceFamily"): "the same",
     ("neox/plan/devices/device.py", "family=family"): "the kind of a GPU that nobody describes",
-    ("neox/plan/time/gpus.py", "family: DeviceFamily"): "the kind of most GPUs of the table",
     ("neox/ops/fast_paths.py", "torch.version.hip"): "torch calls AMD's GPUs cuda as well",
-    ("neox/ops/fast_paths.py", "_paths_of(device_type)"): "the names of torch's devices",
     ("neox/engine/build_engine.py", "get_device_capability"): "fp8 needs NVIDIA's tensor cores of some generation",
     ("neox/engine/build_engine.py", "get_device_name"): "the same, for its message",
     ("neox/features/profiler/run.py", "_ACTIVITIES"): "torch's profiler has an activity for each kind of device",
@@ -32,7 +24,7 @@ PLACES = {
     ("neox/generation/recorded_step.py", "torch.cuda."): GRAPHS,
     ("neox/launch/hosts/vendors.py", 'torch_field="cuda"'): "the field of torch/version.py in builds for NVIDIA",
     ("neox/launch/hosts/vendors.py", "_BUILD_NAMES"): "names of builds of torch",
-    ("neox/launch/hosts/vendors.py", 'accelerator="cuda"'): "DeepSpeed's name for NVIDIA's and AMD's GPUs",
+    ("neox/launch/hosts/vendors.py", 'family="cuda"'): "the kind of NVIDIA's GPUs",
     ("neox/parallel/rng.py", "get_device_module"): "a comment",
 }
 

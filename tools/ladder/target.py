@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from neox.config import NeoXConfig
+from neox.devices import GPUS
 from neox.errors import ConfigError, LaunchError
 from neox.launch.hosts.placement import Placement, hosts_of_file, named_hostfile
 from neox.launch.status.run_status import duration
 from neox.plan.batches.batch import STEPS, TOTAL
 from neox.plan.devices.device import GPUS_OF_HOST
-from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import batch_to_plan, gpus_to_plan
 from tools.ladder.family import Family, largest_divisor, short
 from tools.ladder.ladder_file import Ladder

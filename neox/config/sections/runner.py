@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shlex import split
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -11,22 +11,12 @@ from pydantic_core import PydanticCustomError
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, Refused
 from neox.config.sections.numbers import NonNegativeInt, Port, PositiveFloat, PositiveInt
+from neox.devices import GPUS
 
-GpuType = Literal[
-    "v100",
-    "a100-40",
-    "a100-80",
-    "h100",
-    "h100-96",
-    "h200",
-    "b200",
-    "mi250x",
-    "mi300x",
-    "max1550",
-    "ascend910",
-    "ascend910b",
-]
-"""Kinds of GPUs whose figures are known; keys of `GPUS`."""
+if TYPE_CHECKING:
+    GpuType: TypeAlias = str
+else:
+    GpuType = Literal[tuple(GPUS)]
 
 PipelineScheduleName = Literal["1f1b", "interleaved", "dualpipev"]
 """Names of pipeline schedules; keys of `PIPELINE_SCHEDULES`."""

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from neox.architecture import AttentionBackend
 from neox.config.sections.base import Section
 from neox.config.sections.conditions import Excludes, OnlyWith, OnlyWithAny, Requires
 from neox.config.sections.numbers import (
@@ -21,6 +20,7 @@ from neox.config.sections.numbers import (
     PositiveInt,
 )
 from neox.config.sections.preferences import OF_PREFERENCES
+from neox.devices import AttentionBackend
 from neox.features.best_checkpoint.keys import BestCheckpointKeys
 from neox.features.char_perplexity.keys import CharPerplexityKeys
 from neox.features.forward_check.keys import ForwardCheckKeys

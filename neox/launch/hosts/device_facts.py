@@ -13,11 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-LEAST_CAPABILITY = MappingProxyType({"bf16": 8.0, "fp16": 5.3, "fp8": 8.9})
-"""Lowest compute capability of NVIDIA's GPUs that multiply a number format natively."""
-FP8_EXPERTS = 9.0
-"""Compute capability of NVIDIA's GPUs with products of groups in fp8 and scales of rows (`torch._scaled_grouped_mm`):
-only Hopper has them in torch 2.13. Blackwell has them for scales of blocks of 32 numbers."""
+from neox.devices import FP8_EXPERTS, LEAST_CAPABILITY
+
 UNKNOWN_FORMATS: Mapping[str, bool | None] = MappingProxyType(dict.fromkeys(("bf16", "fp16", "fp8", "fp8_experts")))
 _MIB = 2**20
 _PATIENCE = 10

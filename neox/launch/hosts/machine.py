@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from neox.architecture import DeviceFamily
+from neox.devices import DeviceFamily
 from neox.launch.hosts.vendors import NVIDIA, Vendor, present_devices
 from neox.launch.spec import SlotId
 
@@ -148,7 +148,7 @@ def _used_vendor(environment: Mapping[str, str] | None = None) -> Vendor | None:
 
 
 def device_family() -> DeviceFamily:
-    """Return the kind of device that ranks of this machine use, in `neox.architecture.FAST_PATHS`."""
+    """Return the kind of device that ranks of this machine use, a key of `neox.devices.DEVICES`."""
     vendor = _used_vendor()
     return "cpu" if vendor is None else vendor.family
 
@@ -165,7 +165,7 @@ def native_formats(
     Returns:
         `devices`: "CPU", "GPUs" (NVIDIA's) or a text such as "Ascend devices"; `bf16`, `fp16`, `fp8`: True or False,
         None if it is not known (`fp8` of CPUs).
-        `family`: kind of device in `neox.architecture.FAST_PATHS`.
+        `family`: kind of device a key of `neox.devices.DEVICES`.
         `bf16_is_slow`: True for CPUs that multiply bf16 natively, but train slower in it than in fp32.
     """
     vendor = _used_vendor(environment)

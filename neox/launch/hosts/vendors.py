@@ -1,8 +1,8 @@
-"""The vendors of accelerators, in one table: what is known of each without torch, and which torch can use which.
+"""How a machine shows the accelerators of each vendor, without torch, and which torch can use which.
 
-Device files, variables that choose devices, those that other hosts get, names that DeepSpeed and torch.distributed
-have for them, and functions that ask for memory, formats and versions (`neox.launch.hosts.device_facts`). Whoever asks
-about accelerators before torch is imported reads this table.
+Device files, variables that choose devices, those that other hosts get, and functions that ask for memory, formats and
+versions (`neox.launch.hosts.device_facts`). What the devices can do is in the row of `neox.devices.DEVICES` that each
+vendor refers to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neox.architecture import DeviceFamily
+from neox.devices import DEVICES, DeviceFamily
 from neox.launch.hosts import device_facts
 from neox.launch.hosts.device_facts import (
     UNKNOWN_FORMATS,
@@ -59,10 +59,7 @@ class Vendor:
     The functions get the root directory of the machine. What they do not find is unknown: no sizes, None.
 
     Attributes:
-        name: Name for messages.
-        accelerator: DeepSpeed's name for them (`DS_ACCELERATOR`), which is the type of their devices in torch.
-        backends: Backends of torch.distributed that serve them, the usual one first. gloo copies no tensors of others
-            than NVIDIA's and AMD's.
+        family: Kind of device, a key of `DEVICES`.
         visible: Variables that choose the devices of a process; the first one that is set decides.
         narrowed_by: Variable with which the driver itself hides devices, so that those of `visible` count what it
             leaves, from 0; None if the driver has none.
@@ -83,9 +80,7 @@ class Vendor:
         library: Returns name and version of the vendor's libraries.
     """
 
-    name: str
-    accelerator: DeviceFamily
-    backends: tuple[str, ...]
+    family: DeviceFamily
     visible: tuple[str, ...]
     for_ranks: tuple[str, ...]
     forwarded: tuple[str, ...]
@@ -159,9 +154,14 @@ class Vendor:
         return None if why is None else f"{name}={environment[name]}: {why}"
 
     @property
-    def family(self) -> DeviceFamily:
-        """Kind of device in the table of fast paths."""
-        return "rocm" if self.torch_field == "hip" else self.accelerator
+    def name(self) -> str:
+        """Name for messages."""
+        return DEVICES[self.family].vendor
+
+    @property
+    def accelerator(self) -> str:
+        """DeepSpeed's name for the devices (`DS_ACCELERATOR`), which is their type in torch."""
+        return DEVICES[self.family].torch_type
 
     def hides_all(self, environment: Mapping[str, str]) -> bool:
         """Return whether the environment hides all devices, which asks for CPU ranks."""
@@ -244,9 +244,7 @@ def _count_gaudi(root: Path) -> int:
 
 
 NVIDIA = Vendor(
-    name="NVIDIA",
-    accelerator="cuda",
-    backends=("nccl", "gloo"),
+    family="cuda",
     visible=("CUDA_VISIBLE_DEVICES",),
     for_ranks=("CUDA_VISIBLE_DEVICES",),
     entry=r"\d+|GPU-.+|MIG-.+",
@@ -263,9 +261,7 @@ NVIDIA = Vendor(
     library=device_facts.nvidia_library,
 )
 AMD = Vendor(
-    name="AMD",
-    accelerator="cuda",
-    backends=("nccl", "gloo"),  # RCCL by the first name
+    family="rocm",
     visible=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     narrowed_by="ROCR_VISIBLE_DEVICES",
     # Both alike: HIP reads the first if it is set, and programs that know only CUDA's read the second.
@@ -284,9 +280,7 @@ AMD = Vendor(
     library=device_facts.amd_library,
 )
 ASCEND = Vendor(
-    name="Ascend",
-    accelerator="npu",
-    backends=("hccl",),
+    family="npu",
     visible=("ASCEND_RT_VISIBLE_DEVICES",),
     for_ranks=("ASCEND_RT_VISIBLE_DEVICES",),
     ascending=True,  # else torch_npu counts no device
@@ -310,9 +304,7 @@ ASCEND = Vendor(
     library=device_facts.ascend_library,
 )
 GAUDI = Vendor(
-    name="Gaudi",
-    accelerator="hpu",
-    backends=("hccl",),
+    family="hpu",
     visible=("HABANA_VISIBLE_MODULES",),
     for_ranks=("HABANA_VISIBLE_MODULES",),
     forwarded=("HABANA_*", "HCL_*", "HCCL_*", "PT_HPU_*"),
@@ -325,9 +317,7 @@ GAUDI = Vendor(
     driver=device_facts.gaudi_driver,
 )
 INTEL = Vendor(
-    name="Intel",
-    accelerator="xpu",
-    backends=("xccl", "ccl"),
+    family="xpu",
     visible=("ZE_AFFINITY_MASK",),
     for_ranks=("ZE_AFFINITY_MASK",),
     entry=r"\d+(\.\d+)?",  # a card, or a tile of it
@@ -575,9 +565,10 @@ def refused_backend(backend: str, vendor: Vendor) -> str | None:
         backend: Value of `distributed_backend`.
         vendor: The vendor.
     """
-    if backend in ("auto", *vendor.backends):
+    collectives = DEVICES[vendor.family].collectives
+    if backend in ("auto", *collectives):
         return None
-    return f"{backend} does not serve {vendor.name} devices: set {vendor.backends[0]}, or auto"
+    return f"{backend} does not serve {vendor.name} devices: set {collectives[0]}, or auto"
 
 
 def can_build_kernels(environment: Mapping[str, str], root: Path = Path("/")) -> bool:

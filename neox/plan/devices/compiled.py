@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neox.architecture import FAST_PATHS, DeviceFamily
 from neox.config.neox_config import NeoXConfig
+from neox.devices import DeviceFamily, family_has
 
 if TYPE_CHECKING:
     from neox.plan.layout import Layout
@@ -54,6 +54,5 @@ def compiles(config: NeoXConfig, family: DeviceFamily | None, layout: Layout | N
     asked = config.training.compile_layers
     if isinstance(asked, bool):
         return asked
-    is_useful = family in FAST_PATHS["compiled_layers"].families
-    is_useful = is_useful or config.training.activation_memory_budget is not None
+    is_useful = family_has(family, "compiled_layers") or config.training.activation_memory_budget is not None
     return is_useful and compile_obstacle(config, layout) is None

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from neox.architecture import DeviceFamily
 from neox.config.neox_config import NeoXConfig
+from neox.devices import GPUS, DeviceFamily, Gpu
 from neox.plan.memory import MemoryPlan, fullest_stage, stage_memory
 from neox.plan.memory.inference import inference_bytes
 from neox.plan.run_plan import RunPlan
-from neox.plan.time.gpus import GPUS, Gpu
 
 MIB = 2**20
 GIB = 2**30
@@ -24,6 +23,8 @@ PROCESS_BYTES = GIB // 4
 ASSUMED_PEAK_TFLOPS = 989.0
 # Size of main memory that is not known, which counts as enough.
 _UNKNOWN_SIZE = 2**63
+# Largest relative difference of two GPUs' memory that counts as the same.
+_SAME_MEMORY = 0.05
 # GPUs of a host of which no kind is named.
 GPUS_OF_HOST = 8
 
@@ -164,6 +165,23 @@ def _main_memory(plan: RunPlan, kind: Gpu | None, ranks: int | None, available: 
     return MainMemory(max(0, size // ranks - PROCESS_BYTES), source, ranks)
 
 
+def likely_gpu(config: NeoXConfig) -> str:
+    """Return `gpu_type`, or the key of the GPU that fits `gpu_memory_gib` and `peak_theoretical_tflops` best."""
+    if config.runner.gpu_type is not None:
+        return config.runner.gpu_type
+    memory = config.runner.gpu_memory_gib
+    peak = config.logging.peak_theoretical_tflops or ASSUMED_PEAK_TFLOPS
+
+    def distance(name: str) -> tuple[float, float]:
+        gpu = GPUS[name]
+        of_memory = abs(gpu.memory_gib - memory) / memory
+        if of_memory <= _SAME_MEMORY:
+            of_memory = 0.0
+        return of_memory, abs(gpu.peak_tflops - peak)
+
+    return min(GPUS, key=distance)
+
+
 def _gpu_of_type(config: NeoXConfig) -> Gpu | None:
     kind = config.runner.gpu_type
     return None if kind is None else GPUS[kind]
@@ -254,7 +272,10 @@ def rank_bytes(plan: RunPlan, rank: int, *, training: bool) -> int:
 def rank_memory(plan: RunPlan, rank: int, *, on_cpu: bool) -> MemoryPlan:
     """Return the estimate of one rank in training."""
     stage, data_rank, _ = plan.grid.coordinates(rank)
-    return stage_memory(plan.workload_on("cpu" if on_cpu else "cuda"), plan.stages[stage], data_rank)
+    run = plan.workload
+    if on_cpu:
+        run = plan.workload_on("cpu")
+    return stage_memory(run, plan.stages[stage], data_rank)
 
 
 def memory_on(plan: RunPlan, device: Device) -> MemoryPlan:

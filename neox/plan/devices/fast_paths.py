@@ -6,26 +6,15 @@ rank that finds otherwise says so at its start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
-from neox.architecture import BLOCKS, FAST_PATHS, FLEX_HEAD_DIM, POSITIONS, DeviceFamily, FastPathName
+from neox.architecture import BLOCKS, FLEX_HEAD_DIM, POSITIONS
+from neox.devices import DEVICES, FAST_PATHS, DeviceFamily, FastPathName, family_has
 from neox.plan.devices.compiled import compile_obstacle, compiles
 from neox.plan.network.recurrent_keys import DELTA_KINDS, MAMBA2_KINDS, RWKV_KINDS, SELECTIVE_FP32_KINDS
 from neox.plan.run_plan import RunPlan
-
-_FAMILY_NAMES: Mapping[DeviceFamily, str] = MappingProxyType(
-    {
-        "cpu": "CPUs",
-        "cuda": "NVIDIA's GPUs",
-        "rocm": "AMD's GPUs",
-        "npu": "Ascend",
-        "xpu": "Intel's GPUs",
-        "hpu": "Gaudi",
-    }
-)
 
 
 class _Use(NamedTuple):
@@ -78,8 +67,8 @@ def path_choices(plan: RunPlan, family: DeviceFamily, *, training: bool = True) 
     for name, use, obstacle, on_any_device in uses:
         path = FAST_PATHS[name]
         reason = obstacle
-        if family not in path.families and not on_any_device:
-            reason = f"not on {_FAMILY_NAMES[family]}"
+        if not family_has(family, name) and not on_any_device:
+            reason = f"not on {DEVICES[family].devices}"
         if not reason and path.package:
             use = f"{use}, with {path.package}"
             if training and name != "convolution_kernel":

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from neox.architecture import DeviceFamily
 from neox.config.decision import NOTHING, Decided, Decision
 from neox.config.neox_config import NeoXConfig
+from neox.devices import DeviceFamily
 from neox.problems import Note, Problem
 
 Precision = Literal["fp32", "fp16", "bf16"]

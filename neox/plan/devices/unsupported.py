@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neox.architecture import BACKEND_FAMILIES, BLOCKS, FAST_PATHS, FLEX_HEAD_DIM, FUSED_SOFTMAX_LENGTH, DeviceFamily
+from neox.architecture import BLOCKS, FLEX_HEAD_DIM, FUSED_SOFTMAX_LENGTH
+from neox.devices import DEVICES, AttentionBackend, DeviceFamily, family_has
 from neox.plan.network.attention_config import fused_softmax_key
 from neox.plan.run_plan import RunPlan
 from neox.problems import Problem
@@ -21,7 +22,7 @@ def unsupported_by_device(plan: RunPlan, family: DeviceFamily | None) -> Iterato
     """
     yield from _attention_backend(plan, family)
     yield from _fused_softmax(plan, family)
-    if plan.config.training.fp8 is not None and family not in ("cpu", *FAST_PATHS["scaled_product"].families):
+    if plan.config.training.fp8 is not None and family != "cpu" and not family_has(family, "scaled_product"):
         # A CPU imitates the kernel.
         yield plan.config.problem("fp8", f"has no kernel here for devices of kind {family}; remove it")
     if family == "cpu":
@@ -34,8 +35,10 @@ def _attention_backend(plan: RunPlan, family: DeviceFamily | None) -> Iterator[P
     backend = plan.config.training.attention_backend
     if backend == "auto":
         return
-    if family not in BACKEND_FAMILIES[backend]:
-        others = [name for name, families in BACKEND_FAMILIES.items() if family in families]
+    others: tuple[AttentionBackend, ...] = ()
+    if family is not None:
+        others = DEVICES[family].attention
+    if backend not in others:
         rule = f"has no kernel for devices of kind {family}; use {' or '.join(['auto', *others])}"
         yield plan.config.problem(_BACKEND, rule)
         return
@@ -52,7 +55,7 @@ def _attention_backend(plan: RunPlan, family: DeviceFamily | None) -> Iterator[P
 def _fused_softmax(plan: RunPlan, family: DeviceFamily | None) -> Iterator[Problem]:
     key = fused_softmax_key(plan.config)
     length = plan.config.model.seq_length or 0
-    if key is not None and family in FAST_PATHS["triton"].families and length > FUSED_SOFTMAX_LENGTH:
+    if key is not None and family_has(family, "triton") and length > FUSED_SOFTMAX_LENGTH:
         rule = f"serves up to {FUSED_SOFTMAX_LENGTH:,} positions"
         rule += ', fewer than seq_length; use attention_config: [[["flash"], "all"]]'
         yield plan.config.problem(key, rule, "seq_length")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neox.architecture import training_flops_per_token
+from neox.devices import GPUS
 from neox.plan.devices.device import Device, gpu_device
 from neox.plan.memory import MemoryPlan, fullest_stage
 from neox.plan.run_plan import RunPlan
-from neox.plan.time.gpus import GPUS
-from neox.plan.time.of_plan import estimate_of_plan
 from neox.plan.time.simulation import simulated_length
-from neox.plan.time.step import StepTime
+from neox.plan.time.step import StepTime, estimate_step, unsupported_time
 
 _SECONDS_PER_DAY = 86_400
 
@@ -70,12 +69,21 @@ def run_totals(plan: RunPlan, device: Device | None = None) -> RunTotals:
 
 
 def _estimate(plan: RunPlan, device: Device) -> StepTime | None:
-    """Return the estimated time of a step if the kind of GPU is known and no other speed is given."""
+    """Return the estimated time of a step.
+
+    None if the kind of GPU is not known, another speed is given, or times are not modelled: other networks, fp32,
+    offload to files.
+    """
     config = plan.config
     kind = config.runner.gpu_type
     if kind is None or device.shared or config.given("expected_mfu") or config.given("peak_theoretical_tflops"):
         return None
-    return estimate_of_plan(plan, GPUS[kind])
+    zero = config.deepspeed.zero_optimization
+    in_files = zero.states_directory is not None or zero.weights_directory is not None
+    run = plan.workload_on(device.family)
+    if in_files or unsupported_time(run):
+        return None
+    return estimate_step(run, GPUS[kind])
 
 
 def _bubble(plan: RunPlan) -> float:
@@ -109,8 +117,10 @@ def _flops_per_token(plan: RunPlan, seq_length: int) -> int:
 
 def memory_with(plan: RunPlan, *, recompute: bool, device: Device | None = None) -> MemoryPlan:
     """Return the fullest rank's memory with or without recomputation of activations, all else equal."""
-    run = (plan.workload if device is None else plan.workload_on(device.family)).with_layout(recomputes=recompute)
-    return fullest_stage(run, plan.stages)
+    run = plan.workload
+    if device is not None:
+        run = plan.workload_on(device.family)
+    return fullest_stage(run.with_layout(recomputes=recompute), plan.stages)
 
 
 def imbalance(plan: RunPlan) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from neox.architecture import BLOCKS, Architecture, block_kinds
 from neox.config.neox_config import NeoXConfig
+from neox.devices import GPUS
 from neox.features.on_paper import PAPERS
 from neox.plan.devices.device import GIB, Device, gib, gpu_device, memory_on
 from neox.plan.devices.fast_paths import path_choices, path_lines
@@ -28,7 +29,6 @@ from neox.plan.schedule import schedule_of
 from neox.plan.search.fit import flash_advice, memory_problem
 from neox.plan.search.longest_sequence import length_notes, longest_sample
 from neox.plan.time.expert_traffic import expert_traffic
-from neox.plan.time.gpus import GPUS
 
 _LABEL_WIDTH = 10
 _LONGEST_VALUE = 70
@@ -304,9 +304,8 @@ def _time_of_run(plan: RunPlan, found: RunTotals, device: Device) -> str:
     speed = f"{100 * found.mfu:.0f} % MFU of {found.peak_tflops:,.0f} TFLOP/s"
     estimate = found.estimate
     if estimate is not None:
-        exchanged = estimate.tensor + estimate.context + estimate.experts + estimate.gradients
         parts = f"waiting for stages {estimate.bubble / estimate.seconds:.0%}, communication"
-        parts += f" {exchanged / estimate.seconds:.0%}"
+        parts += f" {estimate.communication / estimate.seconds:.0%}"
         duration = _duration(found.days * 86_400)
         kind = plan.config.runner.gpu_type or ""
         basis = f"{estimate_basis(kind, fp8=bool(plan.config.training.fp8))}, {device.peak_source}"
@@ -335,7 +334,7 @@ def times_basis(gpu_types: Sequence[str], *, fp8: bool) -> str:
 
 def network_basis(gpu_types: Sequence[str]) -> str:
     """Return the bandwidth between hosts that estimated times on several kinds of GPU assume."""
-    kinds = [f"{GPUS[gpu_type].network:g} GB/s ({gpu_type})" for gpu_type in gpu_types]
+    kinds = [f"{GPUS[gpu_type].network_sheet_gbs:g} GB/s ({gpu_type})" for gpu_type in gpu_types]
     return (
         f"hosts are linked by {', '.join(kinds)} for each GPU, in one direction; slower networks favour other layouts"
     )

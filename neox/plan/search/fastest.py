@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neox.config.neox_config import yaml_text
+from neox.devices import Gpu
 from neox.errors import ConfigError
 from neox.plan.devices.device import Device, memory_on
 from neox.plan.layout import Layout, Workload
@@ -28,10 +29,8 @@ from neox.plan.resolve import resolve
 from neox.plan.run_plan import RunPlan
 from neox.plan.search.candidates import layouts
 from neox.plan.search.fit import LayoutMemory, nested_keys
-from neox.plan.time.gpus import Gpu
 from neox.plan.time.simulation import PipelineLength, quick_length, simulated_length
-from neox.plan.time.step import StepTime, estimate_step
-from neox.plan.time.system import expert_parameters, held_parameters, why_no_estimate, why_no_order
+from neox.plan.time.step import StepTime, estimate_step, unsupported_network, unsupported_time
 
 _MARGIN = 3
 """Layouts that are simulated for each one that is asked for, because the quick estimate may order them wrongly."""
@@ -98,14 +97,14 @@ def suggest_layouts(
     Raises:
         ConfigError: The time of this kind of run is not estimated.
     """
-    reason = why_no_order(plan.architecture) if measured else why_no_estimate(plan.workload_on(device.family))
+    reason = unsupported_network(plan.architecture) if measured else unsupported_time(plan.workload_on(device.family))
     if reason:
         raise ConfigError(f"there is no estimate: {reason}")
     memory = LayoutMemory(plan, device)
     offloaded: list[int] = []  # bytes of main memory of layouts that lack some
 
     def seconds(layout: Layout, pipeline_length: PipelineLength) -> float:
-        return estimate_step(memory.workload(layout), gpu, pipeline_length=pipeline_length).seconds
+        return estimate_step(memory.workload(layout), gpu, pipeline_length).seconds
 
     def suggestion(of: RunPlan) -> Suggestion:
         """Return what is to be told of a plan: the keys in which it differs from the configuration, time and memory."""
@@ -168,8 +167,8 @@ def _may_fit(run: Workload, device: Device) -> bool:
     """Return whether weights, gradients and states fit without activations: a cheap test before the whole estimate."""
     layout = run.layout
     tables = 1 if run.network.tie_word_embeddings else 2
-    parameters = held_parameters(run) + tables * run.layers.padded_vocab_size * run.network.hidden_size
-    divided = expert_parameters(run) * (1 - 1 / layout.ep_size)
+    parameters = run.layers.block_matrix_numel + tables * run.layers.padded_vocab_size * run.network.hidden_size
+    divided = run.layers.expert_numel * (1 - 1 / layout.ep_size)
     held = (parameters - divided) / layout.tp_size / layout.pp_size
     weights = held * run.bytes_per_number
     trained = held * run.layers.trained_share

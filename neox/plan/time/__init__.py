@@ -1,7 +1,5 @@
-"""Time of a training step, estimated from configuration, layers, layout and the GPU. Pure and without torch."""
+"""Time of a training step, estimated from a workload and the figures of a GPU. Pure and without torch."""
 
-from neox.plan.time.gpus import GPUS, Gpu
-from neox.plan.time.step import StepTime, estimate_step
-from neox.plan.time.system import TrainingSystem
+from neox.plan.time.step import StepModel, StepTime, estimate_step
 
-__all__ = ["GPUS", "Gpu", "StepTime", "TrainingSystem", "estimate_step"]
+__all__ = ["StepModel", "StepTime", "estimate_step"]

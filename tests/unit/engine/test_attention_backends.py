@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from neox.architecture import BACKEND_FAMILIES, AttentionBackend
+from neox.devices import DEVICES, AttentionBackend
 from neox.engine.build_engine import build_model, choose_attention_backend
 from neox.errors import ConfigError
 from neox.model import GPT
@@ -27,7 +27,8 @@ OPERATIONS = {
 
 
 def test_every_backend_says_which_devices_have_it():
-    assert {*BACKEND_FAMILIES, "auto"} == set(get_args(AttentionBackend))
+    kernels = {kernel for kind in DEVICES.values() for kernel in kind.attention}
+    assert {*kernels, "auto"} == set(get_args(AttentionBackend))
 
 
 @pytest.mark.parametrize("backend", OPERATIONS)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from neox.architecture import DeviceFamily
+from neox.devices import GPUS, DeviceFamily
 from neox.engine.build_engine import compile_blocks
 from neox.engine.device import other_paths
 from neox.model import GPT, Block
 from neox.parallel import ParallelGrid
 from neox.plan import RunPlan
 from neox.plan.devices.fast_paths import path_choices
-from neox.plan.time import GPUS, estimate_step
+from neox.plan.time import estimate_step
 from tests.plans import SMALL, plan_of
 
 WIDE: dict[str, Any] = {**SMALL, "hidden_size": 64, "num_attention_heads": 4, "precision": "bf16"}

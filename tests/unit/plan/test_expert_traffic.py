@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from neox.devices import GPUS
 from neox.plan import RunPlan, config_from_files, format_plan, plan_as_dict, resolve
 from neox.plan.report.run_totals import run_totals
-from neox.plan.time import GPUS, estimate_step
+from neox.plan.time import estimate_step
 from neox.plan.time.expert_traffic import expert_traffic
 from tests.plans import plan_of
 from tests.unit.plan.shipped import CONFIGS
@@ -118,10 +119,10 @@ def test_the_time_of_exchanges_follows_from_links():
     mixture = plan_of(16, 32000, **MIXTURE).workload
     within = estimate_step(mixture.with_layout(ep_size=8), gpu)
     size = 2 * 4096 * 2 * 4096  # bytes of a block's rows
-    transfer = size * 7 / 8 / (gpu.link * gpu.link_efficiency * 1e9)
+    transfer = size * 7 / 8 / (gpu.link_gbs * 1e9)
     assert within.experts == pytest.approx(4 * 32 * (transfer + gpu.collective_seconds), rel=1e-6)
     between = estimate_step(mixture.with_layout(ep_size=16), gpu)
-    slow = size * 8 / 16 / (gpu.network * gpu.network_efficiency * 1e9)
+    slow = size * 8 / 16 / (gpu.network_gbs * 1e9)
     assert between.experts == pytest.approx(4 * 32 * (slow + gpu.collective_seconds), rel=1e-6)
     recomputed = estimate_step(mixture.with_layout(ep_size=8, recomputes=True), gpu)
     assert recomputed.experts == pytest.approx(1.5 * within.experts)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from neox.architecture import FAST_PATHS, DeviceFamily
+from neox.devices import DEVICES, FAST_PATHS, DeviceFamily
 from neox.engine.device import other_paths
 from neox.errors import ConfigError
 from neox.model import Block, build_layer
@@ -34,7 +34,7 @@ def choices(family: DeviceFamily, training: bool = True, **keys: Any) -> dict[st
 def test_a_path_is_taken_where_the_table_has_it(family: DeviceFamily) -> None:
     keys = {**WIDE, **WINDOWS, **EXPERTS, "precision": "bf16"}
     for name, reason in choices(family, **keys).items():
-        assert (reason == "") == (family in FAST_PATHS[name].families), (name, reason)
+        assert (reason == "") == (name in DEVICES[family].fast_paths), (name, reason)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from neox.config.sections.runner import GpuType
+from neox.devices import GPUS
 from neox.errors import ConfigError
 from neox.plan import config_from_files, format_plan, gpu_device, plan_as_dict, resolve
 from neox.plan.devices.device import GIB, host_device
@@ -15,7 +16,6 @@ from neox.plan.memory.checkpoint_size import checkpoint_bytes, kept_checkpoints
 from neox.plan.report.run_totals import run_totals
 from neox.plan.search.fastest import suggest_layouts
 from neox.plan.search.fit import memory_problem
-from neox.plan.time.gpus import GPUS
 from tests.plans import SIZES, plan_of
 from tests.unit.plan.shipped import shipped
 

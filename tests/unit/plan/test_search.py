@@ -11,15 +11,16 @@ import pytest
 
 from neox.config import NeoXConfig
 from neox.config.neox_config import known_keys
+from neox.devices import GPUS
 from neox.errors import ConfigError
 from neox.plan import RunPlan, gpu_device, resolve
+from neox.plan.devices.device import likely_gpu
 from neox.plan.layout import KEYS_OF_LAYOUT, Layout
 from neox.plan.memory import fullest_stage
 from neox.plan.search.candidates import layouts
 from neox.plan.search.fastest import Suggestions, suggest_layouts
 from neox.plan.search.fit import LayoutMemory, nested_keys
-from neox.plan.time import GPUS, estimate_step
-from neox.plan.time.of_plan import likely_gpu
+from neox.plan.time import estimate_step
 
 GIB = 2**30
 MEDIUM: dict[str, Any] = {
@@ -147,11 +148,11 @@ def test_networks_without_an_estimate_are_refused() -> None:
 @pytest.mark.parametrize(("memory", "expected"), [(40, "a100-40"), (80, "h100"), (32, "v100")])
 def test_gpus_by_memory(memory: float, expected: str) -> None:
     peak = {} if expected != "v100" else {"peak_theoretical_tflops": 125.0}
-    assert likely_gpu(make_plan(1, gpu_memory_gib=memory, **peak))[0] == expected
+    assert likely_gpu(make_plan(1, gpu_memory_gib=memory, **peak).config) == expected
 
 
 def test_the_gpu_that_the_configuration_names() -> None:
-    assert likely_gpu(make_plan(1, gpu_type="a100-40", gpu_memory_gib=80))[0] == "a100-40"
+    assert likely_gpu(make_plan(1, gpu_type="a100-40", gpu_memory_gib=80).config) == "a100-40"
 
 
 def again(plan: RunPlan, changes: tuple[tuple[str, str], ...]) -> RunPlan:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from neox.architecture import DeviceFamily
+from neox.devices import DeviceFamily
 from neox.plan.devices.unsupported import unsupported_by_device
 from tests.plans import small_plan
 

@@ -21,11 +21,11 @@ from neox.launch.hosts.placement import ChosenBy, Placement, choose_hosts
 from neox.launch.spec import Host
 from neox.plan import Capabilities, gpu_device
 from neox.plan.schedule import schedule_of
-from neox.plan.time.of_plan import step_picture
 from neox.preflight.command_line import find_script, parse_arguments
 from neox.preflight.data_amounts import read_amounts
 from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import _curves, draw_schedules
+from neox.preflight.plot_step import step_picture
 from neox.preflight.run_directory import run_directory, write_run_directory
 from neox.problems import Source
 from tests.plans import SIZES, plan_of

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from neox.config import load_config
+from neox.devices import GPUS
 from neox.errors import ConfigError
 from neox.plan import gpu_device, resolve
 from neox.plan.devices.device import memory_on
 from neox.plan.search.divisible import divisible_config
 from neox.plan.search.fastest import suggest_layouts
 from neox.plan.search.fit import FLASH_IS_FASTER, nested_keys
-from neox.plan.time import GPUS
 from neox.preflight.gpu_choice import GpuChoice, batch_to_plan, choose_gpus, describe_batch, format_choices
 from neox.preflight.suggest import find_layouts
 
@@ -114,8 +114,8 @@ def test_a_newer_gpu_updates_offloaded_states_no_slower() -> None:
     h200, b200 = choose_gpus(config, 50_257, 1e9, ["h200", "b200"], [1], every=True)
     assert h200.main_memory_gib > 0
     assert b200.tokens_per_second > h200.tokens_per_second
-    assert GPUS["b200"].host_bandwidth >= GPUS["h200"].host_bandwidth
-    assert GPUS["b200"].host_link >= GPUS["h200"].host_link
+    assert GPUS["b200"].host_memory_gbs >= GPUS["h200"].host_memory_gbs
+    assert GPUS["b200"].host_link_gbs >= GPUS["h200"].host_link_gbs
 
 
 def test_gpus_whose_share_of_main_memory_does_not_hold_what_they_offload_are_named() -> None:

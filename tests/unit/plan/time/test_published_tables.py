@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from benchmarks import published_memory
-from benchmarks.step_time import Prediction, predict, read_rows
+from benchmarks.step_time import Prediction, PublishedStep, models_of, predict, read_rows
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()
 
@@ -33,6 +33,13 @@ def test_times_in_the_documentation(predictions: list[Prediction]) -> None:
     for found in predictions:
         ratio = f"{found.lowest:.2f}" if found.complete else f"{found.lowest:.2f} to {found.highest:.2f}"
         assert f"| {found.name} | {ratio} |" in PAGE
+
+
+def test_unbalanced_context_ranks_wait_for_the_last() -> None:
+    (row,) = (row for row in read_rows() if row["id"] == "titan-8b-cp8")
+    model = next(models_of(row))
+    fast, slow = (PublishedStep(model.run, model.gpu, row, balanced=balanced).estimate() for balanced in (True, False))
+    assert slow.attention == pytest.approx(fast.attention * 15 / 8, rel=0.01)
 
 
 def test_memory_in_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

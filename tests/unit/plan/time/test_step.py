@@ -13,10 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from neox.architecture import training_flops_per_token
 from neox.config import load_config
 from neox.config.sections.optimizer_table import MuonParams
+from neox.devices import GPUS
 from neox.plan import resolve
 from neox.plan.layout import Workload
-from neox.plan.time import GPUS, TrainingSystem, estimate_step
-from neox.plan.time.system import held_parameters, muon_work
+from neox.plan.time import estimate_step
+from neox.plan.time.muon import newton_schulz_work
 from tests.plans import plan_of
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
@@ -42,8 +43,7 @@ LLAMA_8B: dict[str, Any] = {
     "precision": "bf16",
     "zero_optimization": {"stage": 1, "overlap_comm": True},
 }
-IN_RING = TrainingSystem(in_ring=True)
-SLOW_NETWORK = TrainingSystem(network=2.0)
+SLOW_NETWORK = replace(GPUS["h100"], network_gbs=1.6)
 
 
 def llama(**keys: Any) -> Workload:
@@ -54,9 +54,9 @@ def llama(**keys: Any) -> Workload:
 def test_parameters_and_operations_are_those_of_llama() -> None:
     run = llama()
     head = 128256 * 4096
-    assert held_parameters(run) + 2 * head == pytest.approx(8.03e9, rel=0.01)
+    assert run.layers.block_matrix_numel + 2 * head == pytest.approx(8.03e9, rel=0.01)
     time = estimate_step(run, GPUS["h100"])
-    per_token = 6 * (held_parameters(run) + head) + 12 * 32 * 4096 * 8192
+    per_token = 6 * (run.layers.block_matrix_numel + head) + 12 * 32 * 4096 * 8192
     assert time.model_flops == pytest.approx(per_token * time.tokens, rel=1e-6)
     assert time.tokens == 8192 * 8 * 8
 
@@ -94,10 +94,11 @@ def test_operations_and_time_of_latent_attention() -> None:
     time = estimate_step(plan.workload, GPUS["h100"])
     scores = 3 * 61 * 128 * 2 * (192 + 128) * 4096
     assert time.model_flops / time.tokens - scores / 2 == pytest.approx(250e9, rel=0.01)
-    assert held_parameters(plan.workload) == pytest.approx(671e9 - 2 * 129280 * 7168, rel=2e-3)
-    # The products of a block need no more time than those that the operations say, and no less than at the peak.
+    assert plan.layers.block_matrix_numel == pytest.approx(671e9 - 2 * 129280 * 7168, rel=2e-3)
+    # The products of a block take longer than at the peak: blocks are recomputed, and every rank reads 256 experts'
+    # weights for 128 rows each.
     peak = (time.model_flops - scores * time.tokens) / (1024 * GPUS["h100"].peak_tflops * 1e12)
-    assert peak < time.products < 4 * peak
+    assert peak < time.products < 5 * peak
 
 
 def test_queries_of_a_window_meet_its_keys_only() -> None:
@@ -123,7 +124,7 @@ def test_time_in_which_muon_makes_steps_of_momentum() -> None:
         torch.optim.Muon(parameters).step()
     params = run.config.optimizer.optimizer.params
     assert isinstance(params, MuonParams)
-    assert muon_work(run, params).operations == counter.get_total_flops()
+    assert newton_schulz_work(run.layers, params).flops == counter.get_total_flops()
 
     def update(stage: int, **layout: int) -> float:
         run = llama(**muon, zero_optimization={"stage": stage}).with_layout(**layout)
@@ -147,9 +148,11 @@ def test_a_copied_reference_computes_each_micro_batch_forward() -> None:
     }
     stored = estimate_step(llama(**pairs, reference_model="start"), GPUS["h100"])
     copied = estimate_step(llama(**pairs, reference_model="copy"), GPUS["h100"])
-    computing = stored.products + stored.attention + stored.elementwise
+    gpu = GPUS["h100"]
+    of_attention = stored.attention / (1 + 2.5 * gpu.attention_tflops / gpu.attention_backward_tflops)
+    forward = (stored.products + stored.elementwise) / 3 + of_attention  # attention's backward pass takes over twice
     assert stored.reference == 0
-    assert copied.seconds - stored.seconds == pytest.approx(computing / 3, rel=0.05)
+    assert copied.seconds - stored.seconds == pytest.approx(forward, rel=0.05)
     run = llama(**pairs, reference_model="copy").with_layout(pp_size=2, dp_size=4)
     assert estimate_step(run, GPUS["h100"]).reference == pytest.approx(copied.reference * 9 / 8 / 2, rel=0.15)
 
@@ -183,17 +186,19 @@ def test_layouts_that_take_longer(slower: dict[str, object]) -> None:
     assert slow.tokens_per_gpu < fast.tokens_per_gpu
 
 
-@pytest.mark.parametrize("slower", [{"fused": False}, {"overlaps_gradients": False}])
-def test_systems_that_take_longer(slower: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "slower", [{"compile_layers": False}, {"zero_optimization": {"stage": 1, "overlap_comm": False}}]
+)
+def test_keys_that_take_longer(slower: dict[str, Any]) -> None:
     fast = estimate_step(llama(), GPUS["h100"])
-    slow = estimate_step(llama(), GPUS["h100"], TrainingSystem(**slower))
+    slow = estimate_step(llama(**slower), GPUS["h100"])
     assert slow.tokens_per_gpu < fast.tokens_per_gpu
 
 
 def test_a_slow_network_takes_longer() -> None:
     fast = estimate_step(llama(), GPUS["h100"])
     wider = llama().with_layout(dp_size=16, accumulation_steps=4)
-    slow = estimate_step(wider, GPUS["h100"], TrainingSystem(network=1.0))
+    slow = estimate_step(wider, replace(GPUS["h100"], network_gbs=0.8))
     assert slow.tokens_per_gpu < fast.tokens_per_gpu
 
 
@@ -214,7 +219,7 @@ def test_copies_in_hosts_replace_gathers_between_hosts() -> None:
     copied = shared.with_layout(hpz_size=8)
 
     def seconds(run: Workload) -> float:
-        return estimate_step(run, GPUS["h100"], SLOW_NETWORK).gradients
+        return estimate_step(run, SLOW_NETWORK).gradients
 
     assert seconds(copied) < 0.7 * seconds(shared)
     assert seconds(copied.with_layout(accumulation_steps=1)) < seconds(shared.with_layout(accumulation_steps=1))
@@ -224,7 +229,7 @@ def test_quantised_weights_are_gathered_in_half_the_time() -> None:
     whole = llama().with_layout(zero_stage=3, dp_size=64)
     zero = {"stage": 3, "overlap_comm": True, "zero_quantized_weights": True}
     quantised = llama(zero_optimization=zero).with_layout(dp_size=64)
-    seconds = [estimate_step(run, GPUS["h100"], SLOW_NETWORK).gradients for run in (whole, quantised)]
+    seconds = [estimate_step(run, SLOW_NETWORK).gradients for run in (whole, quantised)]
     assert seconds[1] < 0.8 * seconds[0]
 
 
@@ -232,7 +237,7 @@ def test_quantised_weights_are_gathered_in_half_the_time() -> None:
 def test_context_ranks_exchange_more_over_slower_links(kind: str) -> None:
     divided = llama(context_parallel_kind=kind).with_layout(seq_length=32768, cp_size=4)
     fast = estimate_step(divided, GPUS["h100"])
-    slow = estimate_step(divided, replace(GPUS["h100"], link=45.0))
+    slow = estimate_step(divided, replace(GPUS["h100"], link_gbs=33.75))
     assert fast.context > 0
     assert slow.context > 5 * fast.context
     assert slow.attention == fast.attention
@@ -251,7 +256,7 @@ def test_divided_experts_exchange_tokens_and_hold_fewer_parameters() -> None:
     experts = {"moe_num_experts": 8, "moe_top_k": 2, "moe_ffn_hidden_size": 14336, "moe_router_type": "topk"}
     mixture = llama(**experts).with_layout(zero_stage=0)
     active = mixture.layers.active_numel - 2 * 128256 * 4096
-    assert held_parameters(mixture) == pytest.approx(
+    assert mixture.layers.block_matrix_numel == pytest.approx(
         active + mixture.layers.numel - mixture.layers.active_numel, rel=1e-3
     )
     whole = estimate_step(mixture, GPUS["h100"])
@@ -269,13 +274,6 @@ def test_states_and_weights_in_main_memory_take_time() -> None:
     assert states.update > 10 * on_gpu.update
     assert states.gradients == on_gpu.gradients
     assert weights.gradients > states.gradients
-
-
-def test_unbalanced_context_ranks_wait_for_the_last() -> None:
-    run = llama().with_layout(seq_length=131072, cp_size=4)
-    fast = estimate_step(run, GPUS["h100"], IN_RING)
-    slow = estimate_step(run, GPUS["h100"], replace(IN_RING, balanced_context=False))
-    assert slow.attention == pytest.approx(fast.attention * 7 / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(
