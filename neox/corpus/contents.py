@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -43,8 +44,18 @@ _OTHER_FORMATS: Mapping[bytes, str] = {
     b"Rar!": "a RAR archive: unpack it",
     b"\x04\x22\x4d\x18": "compressed with LZ4: unpack it with lz4 -d",
     b"%PDF": "a PDF file: extract its text",
+    b"WARC/": "a WARC file of a crawl: extract its text with tools/web_text.py extract",
+    b"\x00\x05\x16\x07": "a resource fork of macOS (AppleDouble), not the data: leave it out",
+    b"\x89PNG": "an image",
+    b"\xff\xd8\xff": "an image",
+    b"SQLite format 3\0": "an SQLite database",
+    b"\x89HDF\r\n": "an HDF5 file",
+    b"Obj\x01": "an Avro file",
+    b"\xd0\xcf\x11\xe0": "an older Office document: extract its text",
+    b"MMIDIDX\0\0": "the index of a tokenized dataset: it needs no preprocessing, give its prefix as data_path",
 }
 _PAGES = (b"<!doctype html", b"<html", b"<head")
+_JSON_OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')
 
 
 def packing_of(head: bytes) -> str | None:
@@ -70,12 +81,30 @@ def looks_like_text(head: bytes) -> bool:
     return not any(character < "\t" or "\x0e" <= character < " " for character in text)
 
 
-def check_is_data(head: bytes, *, is_text: bool = True) -> None:
+def is_tar(head: bytes) -> bool:
+    """Return whether these are the first bytes of a tar archive."""
+    return head[257:262] == b"ustar"
+
+
+def begins_as_json(head: bytes) -> bool:
+    """Return whether a text begins as JSON lines of objects, one object over several lines, or an array of objects."""
+    start = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+    first_line, newline, _ = start.partition(b"\n")
+    if first_line.strip() in (b"{", b"[") or not newline:
+        return _JSON_OBJECT.match(start.removeprefix(b"[").lstrip()) is not None
+    try:
+        return isinstance(orjson.loads(first_line), dict | list) and start[:2] != b"[]"
+    except orjson.JSONDecodeError:
+        return first_line.startswith(b"[") and _JSON_OBJECT.match(first_line[1:].lstrip()) is not None
+
+
+def check_is_data(head: bytes, *, is_text: bool = True, pages_are_text: bool = False) -> None:
     """Check that a file holds data, and not what a server or another tool puts in its place.
 
     Args:
         head: First bytes of the file.
         is_text: Whether the file should be text.
+        pages_are_text: Whether HTML and XML are what is wanted, as in a file with the name of a text.
 
     Raises:
         CorruptInput: Naming what it is, and what to do.
@@ -84,16 +113,19 @@ def check_is_data(head: bytes, *, is_text: bool = True) -> None:
         if head.startswith(mark):
             raise CorruptInput(f"it is {what}")
     start = head.removeprefix(BYTE_ORDER_MARK).lstrip()[:20].lower()
-    if start.startswith(_PAGES):
-        raise CorruptInput("it is an HTML page, perhaps a server's answer instead of the data: fetch it again")
-    if start.startswith(b"<?xml"):
+    if start.startswith(_PAGES) and not pages_are_text:
+        raise CorruptInput(
+            "it is an HTML page, perhaps a server's answer instead of the data: fetch it again; pages of a crawl become "
+            "text with tools/web_text.py extract"
+        )
+    if start.startswith(b"<?xml") and not pages_are_text:
         raise CorruptInput("it is XML, perhaps a server's answer instead of the data: fetch it again")
     if not is_text:
         return
     for mark, what in _OTHER_FORMATS.items():
         if head.startswith(mark):
             raise CorruptInput(f"it is {what}")
-    if head[257:262] == b"ustar":
+    if is_tar(head):
         raise CorruptInput("it is a tar archive: unpack it, or give it a name that ends with .tar")
 
     # UTF-16 without its mark: every other byte of English or JSON is 0, here in more than three quarters of the places
@@ -107,8 +139,12 @@ def check_is_data(head: bytes, *, is_text: bool = True) -> None:
             raise CorruptInput(f"it is UTF-16 without a byte order mark: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
 
 
-def as_utf_8(chunks: Iterable[bytes]) -> Iterator[bytes]:
+def as_utf_8(chunks: Iterable[bytes], *, pages_are_text: bool = False) -> Iterator[bytes]:
     """Yield text as UTF-8. A byte order mark tells UTF-16 and UTF-32; that of UTF-8 is not taken off.
+
+    Args:
+        chunks: Bytes of the text.
+        pages_are_text: As of `check_is_data`.
 
     Raises:
         CorruptInput: If it is not text, or not in the encoding of its mark.
@@ -119,7 +155,7 @@ def as_utf_8(chunks: Iterable[bytes]) -> Iterator[bytes]:
         head += chunk
         if len(head) >= HEAD_BYTES:
             break
-    check_is_data(head)
+    check_is_data(head, pages_are_text=pages_are_text)
     marked = [encoding for mark, encoding in _ENCODINGS.items() if head.startswith(mark)]
     if not marked:
         yield head

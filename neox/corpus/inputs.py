@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from neox.corpus.streams import is_readable, suffixes
+from neox.corpus.left_out import LeftOut, is_desktop_file
+from neox.corpus.streams import is_output, is_readable, suffixes
 from neox.errors import DataError, needs_package, refusals
 from neox.log import get_logger
 from neox.storage import attempt, files_at, has_wildcards, is_remote, matches, name_of
@@ -56,6 +57,8 @@ def expand_inputs(
                 files += _files_in(path)
             elif not path.exists():
                 raise DataError(f"{path} does not exist; give a file, a directory, or several with commas between them")
+            elif is_desktop_file(path.name):
+                raise DataError(f"{path}: this file is of the operating system or an editor, and no document")
             elif not is_readable(path.name):
                 raise DataError(f"{path}: this file format is not supported; supported are {', '.join(suffixes())}")
             else:
@@ -66,23 +69,28 @@ def expand_inputs(
 
 
 def _files_in(directory: Path) -> list[str]:
-    """Return the inputs in a directory, sorted; warn about subdirectories. Raises DataError if there is no input."""
+    """Return the inputs in a directory, sorted; count what else is there. Raises DataError if there is no input."""
     files = []
     subdirectories = []
-    for entry in os.scandir(directory):
+    left_out = LeftOut(str(directory))
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        if not left_out.takes(entry.name):
+            continue
         if entry.is_dir():
             subdirectories.append(entry.name)
         elif is_readable(entry.name):
             files.append(str(directory / entry.name))
-    listed = ", ".join(sorted(subdirectories)[:5])
+        elif not is_output(entry.name):
+            left_out.add("files of other formats", entry.name)
     if not files:
         hint = ""
         if subdirectories:
-            hint = f" itself; its subdirectories ({listed}) can be given"
+            hint = f" itself; its subdirectories ({', '.join(subdirectories[:5])}) can be given"
         raise DataError(f"{directory}: the directory has no inputs{hint}; supported are {', '.join(suffixes())}")
-    if subdirectories:
-        _log.warning("%s: its subdirectories (%s) are not read; give them too if you need them", directory, listed)
-    return sorted(files)
+    for name in subdirectories:
+        left_out.add("subdirectories, which can be given too", name)
+    left_out.report()
+    return files
 
 
 def _saved_files(directory: Path, split: str | None) -> list[str]:

@@ -7,7 +7,9 @@ lm-dataformat (text, zip, tar, ...): each document becomes a line that is one JS
     .jsonl .ndjson .json     as on disk, or `_content` ->  JSON lines          an array becomes lines (`json_lines`)
     .jsonl.zst .json.gz ...  `_content`, by first bytes    JSON lines          UTF-16 becomes UTF-8 (`as_utf_8`)
     .parquet .arrow .csv     `neox.corpus.tables`          rows: JSON lines, or texts if one column is wanted
-    .txt .zip .tar .gz ...   `neox.corpus.archives`        one JSON string for each text
+    .txt .txt.gz ...         `_one_text`                   one JSON string for the text
+    .zip .tar .tar.gz ...    `neox.corpus.archives`        of each member: JSON lines, or one JSON string for its text
+    .gz .zst .bz2 .xz        `_by_content`                 by first bytes: JSON lines, a tar archive, or a text a line
 """
 
 from __future__ import annotations
@@ -29,23 +31,27 @@ from neox.corpus.archives import (
     each_line,
     json_string_piece,
     length_prefixed,
+    tar_lines,
     tar_members,
     tar_of_tars,
-    tar_texts,
-    zip_texts,
+    text_line,
+    zip_lines,
 )
 from neox.corpus.contents import (
     BYTE_ORDER_MARK,
     HEAD_BYTES,
     OTHER_ENCODING,
     as_utf_8,
+    begins_as_json,
     check_is_data,
     holds_whole_values,
+    is_tar,
     json_lines,
     looks_like_text,
     packing_of,
 )
 from neox.corpus.document import CorruptInput
+from neox.corpus.left_out import is_desktop_file
 from neox.corpus.tables import Chunk, TableReader, arrow_rows, csv_lines, parquet_rows
 from neox.errors import DataError, os_errors
 from neox.storage import name_of, open_file, shown
@@ -58,8 +64,13 @@ _OUTPUTS = ("_document.json", ".columns.jsonl", ".progress.json", ".step.json")
 
 
 def is_readable(name: str) -> bool:
-    """Return whether a file name has the suffix of an input and does not belong to a dataset of ours."""
-    return name.endswith(suffixes()) and not name.endswith(_OUTPUTS)
+    """Return whether a file name has the suffix of an input, and is none of a dataset of ours or of macOS."""
+    return name.endswith(suffixes()) and not is_output(name) and not is_desktop_file(name)
+
+
+def is_output(name: str) -> bool:
+    """Return whether a file name is one that this project writes next to data sets."""
+    return name.endswith(_OUTPUTS)
 
 
 def read_chunks(
@@ -107,7 +118,7 @@ def read_chunks(
             reader = _json()
         else:
             reader = next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))
-        for chunk in reader(file):
+        for chunk in reader(file, shown(path)):
             if skip < len(chunk):
                 yield chunk[skip:]
             skip = max(0, skip - len(chunk))
@@ -243,10 +254,6 @@ class _SealedFile:
         return data
 
 
-def _unzipped(file: Any) -> IO[bytes]:
-    return cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="rb"))
-
-
 def _unpacked(what: str, opened: Any) -> Iterator[bytes]:
     """Yield the content of a file of gzip, bz2 or xz, opened by its module. Raises CorruptInput if it is damaged."""
     try:
@@ -257,14 +264,9 @@ def _unpacked(what: str, opened: Any) -> Iterator[bytes]:
         raise CorruptInput(f"{what} data is damaged or truncated ({error})") from error
 
 
-def _tar_of_zstd(file: Any) -> Iterator[bytes]:
-    """Yield the lines of the `.jsonl.zst` files in a tar archive."""
-    for member in tar_members(file):
-        chunk = _NEWLINE
-        for chunk in decompress_zstd(member):
-            yield chunk
-        if not chunk.endswith(_NEWLINE):
-            yield _NEWLINE
+def _packing_named(name: str) -> str | None:
+    """Return the suffix of a compression at the end of a name; None if there is none."""
+    return next((packed for packed in _PACKED if name.endswith(packed)), None)
 
 
 def _content(file: _CountingFile, named: str | None = None) -> Iterator[bytes]:
@@ -276,46 +278,115 @@ def _content(file: _CountingFile, named: str | None = None) -> Iterator[bytes]:
             text nor of another compression.
     """
     packing = packing_of(file.head)
-    if packing is None and not looks_like_text(file.head):
+    if packing is None and not looks_like_text(file.head) and not is_tar(file.head):
         packing = named
     if packing is None:
         return _pieces(file)
     return _PACKED[packing](file)
 
 
-def _json(named: str | None = None) -> Callable[[Any], Iterator[bytes]]:
+def _json(named: str | None = None) -> Reader:
     """Return the reader of JSON lines or an array, for the compression that a name says."""
-    return lambda file: json_lines(as_utf_8(_content(file, named)))
+    return lambda file, path: json_lines(as_utf_8(_content(file, named)))
 
 
-def _text_file(file: _CountingFile) -> Iterator[bytes]:
-    """Yield a text file as one line, in pieces. All kinds of line ends become newlines, as in lm-dataformat."""
-    is_page = packing_of(file.head) is None and file.head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"<")
-    if is_page:  # HTML is text too
-        content = _pieces(file)
-    else:
-        content = as_utf_8(_content(file))
-    text = io.TextIOWrapper(io.BufferedReader(_FileOfChunks(content), _CHUNK_BYTES), encoding="utf-8-sig")
-    try:
+def _tar(named: str | None = None) -> Reader:
+    """Return the reader of a tar archive, for the compression that a name says."""
+    return lambda file, path: tar_lines(_stream(_content(file, named)), path, _member)
+
+
+def _tar_of_zstd(file: _CountingFile, path: str) -> Iterator[bytes]:
+    """Yield the lines of the `.jsonl.zst` files in a tar archive."""
+    for _, member in tar_members(file, path):
+        chunk = _NEWLINE
+        for chunk in decompress_zstd(member):
+            yield chunk
+        if not chunk.endswith(_NEWLINE):
+            yield _NEWLINE
+
+
+def _member(name: str, stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a member of an archive: those of JSON, or one line for a text.
+
+    The same checks are made as for files of these contents.
+    """
+    file = _CountingFile(stream, None)
+    content = _peekable(as_utf_8(_content(file, _packing_named(name)), pages_are_text=_is_text_name(name)))
+    head = content.peek(_CHUNK_BYTES)
+    if begins_as_json(head) or name.removesuffix(_packing_named(name) or "").endswith(PLAIN_SUFFIXES):
+        last = _NEWLINE
+        for last in json_lines(_pieces(content)):
+            yield last
+        if not last.endswith(_NEWLINE):
+            yield _NEWLINE
+        return
+    _check_is_no_table(head)
+    yield from text_line(_pieces(content))
+
+
+def _by_content(named: str) -> Reader:
+    """Return the reader of a compressed file whose name says nothing of its content.
+
+    JSON lines and tar archives are read as such. Of any other text each line is a document, as in lm-dataformat.
+    """
+
+    def read(file: _CountingFile, path: str) -> Iterator[bytes]:
+        unpacked = _peekable(_content(file, named))
+        if is_tar(unpacked.peek(HEAD_BYTES)):
+            yield from tar_lines(unpacked, path, _member)
+            return
+        content = _peekable(as_utf_8(_pieces(unpacked)))
+        head = content.peek(_CHUNK_BYTES)
+        if begins_as_json(head):
+            yield from json_lines(_pieces(content))
+            return
+        _check_is_no_table(head)
+        yield from each_line(_pieces(content))
+
+    return read
+
+
+def _is_text_name(name: str) -> bool:
+    """Return whether a name ends as that of a text, compressed or not."""
+    return name.removesuffix(_packing_named(name) or "").endswith(".txt")
+
+
+def _stream(chunks: Iterator[bytes]) -> io.RawIOBase:
+    return _FileOfChunks(chunks)
+
+
+def _peekable(chunks: Iterator[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_FileOfChunks(chunks), _CHUNK_BYTES)
+
+
+def _one_text(named: str | None = None) -> Reader:
+    """Return the reader of a text file, for the compression that a name says.
+
+    The text becomes one line, in pieces. All kinds of line ends become newlines, as in lm-dataformat.
+    """
+
+    def read(file: _CountingFile, path: str) -> Iterator[bytes]:
+        content = as_utf_8(_content(file, named), pages_are_text=True)
+        text = io.TextIOWrapper(_peekable(content), encoding="utf-8-sig")
         started = False
-        while piece := text.read(_CHUNK_BYTES):
-            if not started:
-                _check_is_one_text(piece)
-            if "\0" in piece:
-                raise CorruptInput("the text has NUL bytes: the file is binary, or was not written to its end")
-            yield json_string_piece(piece, is_first=not started)
-            started = True
-        if started:
-            yield b'"\n'
-    except UnicodeDecodeError as error:
-        raise CorruptInput(f"the text is not UTF-8 ({error.reason}); {OTHER_ENCODING}") from error
+        try:
+            while piece := text.read(_CHUNK_BYTES):
+                if not started:
+                    _check_is_one_text(piece)
+                if "\0" in piece:
+                    raise CorruptInput("the text has NUL bytes: the file is binary, or was not written to its end")
+                yield json_string_piece(piece, is_first=not started)
+                started = True
+            if started:
+                yield b'"\n'
+        except UnicodeDecodeError as error:
+            raise CorruptInput(f"the text is not UTF-8 ({error.reason}); {OTHER_ENCODING}") from error
+
+    return read
 
 
 def _check_is_one_text(piece: str) -> None:
-    """Raise CorruptInput if a text begins as JSON lines or a table do, which are other kinds of inputs.
-
-    A file is a table if its first line holds only names of columns, and one of them is usual for texts.
-    """
+    """Raise CorruptInput if a text begins as JSON lines or a table do, which are other kinds of inputs."""
     first = piece.partition("\n")[0].strip()
     if first.startswith("{") and len(first) > 2:
         try:
@@ -323,37 +394,42 @@ def _check_is_one_text(piece: str) -> None:
         except orjson.JSONDecodeError:
             return
         raise CorruptInput("it holds JSON lines, not one text: give it a name that ends with .jsonl")
+    _check_is_no_table(piece.encode())
+
+
+def _check_is_no_table(head: bytes) -> None:
+    """Raise CorruptInput if a text begins with the names of columns, one of which is usual for texts."""
+    first = head.removeprefix(BYTE_ORDER_MARK).partition(b"\n")[0].decode("utf-8", "replace").strip()
     for delimiter, suffix in ((",", ".csv"), ("\t", ".tsv")):
         names = first.split(delimiter)
         if len(names) > 1 and all(map(str.isidentifier, names)) and not _TEXT_COLUMNS.isdisjoint(names):
             raise CorruptInput(f"it holds a table, not one text: give it a name that ends with {suffix}")
 
 
-# If several suffixes match, the first one decides.
-_READERS: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
-    ".jsonl.zst": _json(".zst"),
-    ".jsonl.gz": _json(".gz"),
-    ".jsonl.bz2": _json(".bz2"),
-    ".jsonl.xz": _json(".xz"),
-    ".jsonl.zst.tar": _tar_of_zstd,
-    ".txt": _text_file,
-    ".zip": zip_texts,
-    ".tar.gz": lambda file: tar_texts(_unzipped(file)),
-    ".tar": tar_texts,
-    ".json.gz": _json(".gz"),
-    ".json.zst": _json(".zst"),
-    ".dat.zst": lambda file: length_prefixed(decompress_zstd(file)),
-    ".gz": lambda file: each_line(_unzipped(file)),
-    "_data.xz": lambda file: tar_texts(lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_chunks`)
-    "openwebtext.tar.xz": lambda file: tar_of_tars(lzma.LZMAFile(file)),  # noqa: SIM115
-}
-_BINARY_TABLES: Mapping[str, TableReader] = {".parquet": parquet_rows, ".arrow": arrow_rows}
+Reader = Callable[[_CountingFile, str], Iterator[bytes]]
+"""Yields the lines of an opened file, whose path is for messages."""
 _PACKED: Mapping[str, Callable[[Any], Iterator[bytes]]] = {
-    ".gz": lambda file: _unpacked("gzip", _unzipped(file)),
+    ".gz": lambda file: _unpacked("gzip", gzip.GzipFile(fileobj=file, mode="rb")),
     ".bz2": lambda file: _unpacked("bz2", bz2.BZ2File(file)),
-    ".xz": lambda file: _unpacked("xz", lzma.LZMAFile(file)),  # noqa: SIM115
+    ".xz": lambda file: _unpacked("xz", lzma.LZMAFile(file)),  # noqa: SIM115 (`file` is closed by `read_chunks`)
     ".zst": decompress_zstd,
 }
+# If several suffixes match, the first one decides.
+_READERS: Mapping[str, Reader] = {
+    ".jsonl.zst.tar": _tar_of_zstd,
+    "openwebtext.tar.xz": lambda file, path: tar_of_tars(_stream(_content(file, ".xz")), path, _member),
+    "_data.xz": _tar(".xz"),
+    ".zip": lambda file, path: zip_lines(file, path, _member),
+    ".tar": _tar(),
+    ".tgz": _tar(".gz"),
+    ".txt": _one_text(),
+    ".dat.zst": lambda file, path: length_prefixed(decompress_zstd(file)),
+    **{f"{plain}{packed}": _json(packed) for plain in PLAIN_SUFFIXES for packed in _PACKED},
+    **{f".tar{packed}": _tar(packed) for packed in _PACKED},
+    **{f".txt{packed}": _one_text(packed) for packed in _PACKED},
+    **{packed: _by_content(packed) for packed in _PACKED},
+}
+_BINARY_TABLES: Mapping[str, TableReader] = {".parquet": parquet_rows, ".arrow": arrow_rows}
 _PACKED_TABLES = tuple(f"{table}{packed}" for table in (".csv", ".tsv") for packed in _PACKED)
 _CSV_SUFFIXES = (".csv", ".tsv", *_PACKED_TABLES)
 

@@ -231,3 +231,123 @@ def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
     first, second = convert_lines(block, lambda record, strict: record)
     assert first == {"calls": [{"name": "f", "arguments": {"town": "Paris"}}]}
     assert isinstance(second, BadInput)
+
+
+APPLE = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        \x00\x02\x00\x00\x00\x09"
+
+
+def zipped(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def tarred(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        link = tarfile.TarInfo("link.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "d/a.txt"
+        archive.addfile(link)
+    return buffer.getvalue()
+
+
+ARCHIVES: dict[str, Callable[[dict[str, bytes]], bytes]] = {
+    "x.zip": zipped,
+    "x.tar": tarred,
+    "x.tar.gz": lambda members: gzip.compress(tarred(members)),
+    "x.tgz": lambda members: gzip.compress(tarred(members)),
+    "x.gz": lambda members: gzip.compress(tarred(members)),
+    "x.tar.zst": lambda members: zstd(tarred(members)),
+    "x.tar.xz": lambda members: lzma.compress(tarred(members)),
+    "y.tar.gz": tarred,  # the name says gzip, the bytes do not
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_what_is_no_document_of_an_archive(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """SynthTabNet#15, CSI#31, OpenNeuro#2520: macOS puts files of its own into archives."""
+    members = {
+        "d/._a.txt": APPLE,
+        "d/a.txt": b"one",
+        "__MACOSX/d/._b.txt": APPLE,
+        "d/.DS_Store": b"\0\0\0\1Bud1\0",
+        "d/.b.txt.swp": b"b0VIM 9.0",
+        "d/empty.txt": b"",
+        "d/b.txt": b"two",
+    }
+    caplog.set_level("WARNING")
+    assert texts(tmp_path / name, ARCHIVES[name](members)) == ["one", "two"]
+    assert "4 files of the operating system or an editor" in caplog.text
+    assert "1 empty file" in caplog.text
+    assert ("1 links or devices" in caplog.text) == (name != "x.zip")
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_members_are_told_by_their_bytes(tmp_path: Path, name: str) -> None:
+    """common-pile's and datasets' archives of JSON lines: each line is a document, whatever the member's name."""
+    for member in ("a.jsonl", "part-0", "a.json"):
+        assert texts(tmp_path / name, ARCHIVES[name]({member: LINES})) == TEXTS
+    packed = {"a.jsonl.gz": gzip.compress(LINES), "b.txt.zst": zstd(b"[1] a text\n"), "c.json": JSON["array"]}
+    assert texts(tmp_path / name, ARCHIVES[name](packed)) == [*TEXTS, "[1] a text\n", *TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("member", "data", "way"),
+    [
+        ("a.html", HTML, "HTML"),
+        ("a.pdf", b"%PDF-1.7\n", "PDF"),
+        ("a.xlsx", zipped({"xl/workbook.xml": b"<x/>"}), "zip"),
+        ("a.csv", CSV.encode(), "table"),
+        ("a.txt", LFS, "git lfs"),
+        ("a.bin", b"ab\0\0", "NUL"),
+        ("a.warc", b"WARC/1.0\r\n", "web_text"),
+        ("a.txt", b"caf\xe9", "iconv"),
+    ],
+)
+def test_other_members_are_named(tmp_path: Path, member: str, data: bytes, way: str) -> None:
+    for name in ("x.zip", "x.tar"):
+        message = refusal(tmp_path / name, ARCHIVES[name]({member: data}))
+        assert way in message
+        assert member in message
+
+
+@pytest.mark.parametrize("name", ["part-0.gz", "part-0.zst", "part-0.bz2", "part-0.xz"])
+def test_compressed_files_without_another_suffix(tmp_path: Path, name: str) -> None:
+    """tritonparse PR 207, datasets#5088, GlobalMLBuildingFootprints#61: contents under `.gz` are told by their bytes."""
+    for packing, pack in PACKINGS.items():
+        for form in ("lines", "mark", "CRLF", "indented", "UTF-16"):
+            assert texts(tmp_path / name, pack(JSON[form])) == TEXTS, (packing, form)
+        assert texts(tmp_path / name, pack(b"one\n\n[1] two\n{three}\n")) == ["one\n", "\n", "[1] two\n", "{three}\n"]
+        for data, way in ((HTML, "HTML"), (b"WARC/1.0\r\n", "web_text"), (LFS, "git lfs"), (CSV.encode(), ".csv")):
+            assert way in refusal(tmp_path / name, pack(data))
+
+
+def test_texts_under_a_compression(tmp_path: Path) -> None:
+    """`book.txt.gz` is one text, as `book.txt`; one that begins with HTML is a text too."""
+    for data in (b"Chapter one.\n\nThe end.\n", HTML):
+        for suffix, pack in (("gz", gzip.compress), ("zst", zstd), ("xz", lzma.compress), ("bz2", bz2.compress)):
+            assert texts(tmp_path / f"x.txt.{suffix}", pack(data)) == [data.decode()]
+        assert texts(tmp_path / "x.txt", data) == [data.decode()]
+
+
+def test_what_is_no_document_of_a_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """macOS writes `._NAME` beside each file of another file system; other files are counted."""
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "._a.jsonl").write_bytes(APPLE)
+    (tmp_path / "a.jsonl~").write_bytes(LINES)
+    (tmp_path / "README.md").write_text("# card")
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / "more").mkdir()
+    caplog.set_level("WARNING")
+    assert [document.text for document in read_documents(tmp_path)] == TEXTS
+    assert "3 files of the operating system or an editor" in caplog.text
+    assert "README.md" in caplog.text
+    assert "more" in caplog.text
+    with pytest.raises(DataError, match="operating system"):
+        list(read_documents(tmp_path / "._a.jsonl"))

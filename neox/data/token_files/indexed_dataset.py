@@ -23,7 +23,7 @@ from __future__ import annotations
 import glob
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -31,7 +31,10 @@ import numpy as np
 
 from neox.data.token_files.remote_blocks import RemoteTokens
 from neox.errors import DataError
+from neox.log import get_logger
 from neox.storage import RemoteIds, ids_file
+
+_log = get_logger(__name__)
 
 IndexLayout = Literal["mmap", "cached"]
 
@@ -147,6 +150,11 @@ def read_index(prefix: str | Path, *, floats: bool = False) -> TokenIndex:
     if index.dtype.kind == "f" and not floats:
         raise DataError(f"{path} holds floating-point data, not token ids")
     _check_pointers(path, index)
+    if len(index.document_index) == 1 and index.document_index[0] == 0 and len(index.sizes):
+        # gpt-neox's tools/datasets/merge_datasets.py joins the sequences, and leaves the document index at its first
+        # entry. gpt-neox trains on sequences, and its tools write one for each document.
+        _log.info("%s lists no documents, as files joined by gpt-neox: each sequence counts as one", path)
+        index = replace(index, document_index=np.arange(len(index.sizes) + 1, dtype=np.int64))
     _check_documents(path, index)
     expected_bytes = index.num_tokens * index.dtype.itemsize
     if data_bytes != expected_bytes:

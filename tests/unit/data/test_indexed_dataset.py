@@ -73,6 +73,27 @@ def test_an_interrupted_build_continues_where_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("impl", ["mmap", "cached"])
+def test_files_joined_by_gpt_neox_have_no_documents(tmp_path, impl):
+    """gpt-neox PR 855, Megatron-LM#81, NeMo Speech#9821: merge_datasets.py writes the document index [0].
+
+    gpt-neox's datasets count sequences (`indexed_dataset.sizes`), so such files train as others do.
+    """
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16, impl=impl) as builder:
+        for document in ([1, 2], [3], [4, 5, 6]):
+            builder.add_document(document)
+    index = (tmp_path / "x.idx").read_bytes()
+    place = 26 if impl == "mmap" else 48  # of the number of entries in the header
+    assert index[place : place + 8] == (4).to_bytes(8, "little")
+    (tmp_path / "x.idx").write_bytes(index[:place] + (1).to_bytes(8, "little") + index[place + 8 : -24])
+    data = IndexedDataset(tmp_path / "x")
+    assert documents(data) == [[1, 2], [3], [4, 5, 6]]
+    assert data.num_documents == 3
+    assert not data.has_sentences
+    merge_datasets([tmp_path / "x", tmp_path / "x"], tmp_path / "twice")
+    assert documents(IndexedDataset(tmp_path / "twice")) == [[1, 2], [3], [4, 5, 6]] * 2
+
+
+@pytest.mark.parametrize("impl", ["mmap", "cached"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 def test_every_layout_and_dtype_round_trips(tmp_path, impl, dtype):
     texts = [[1, 2, 3], [], [127], [5] * 10, []]
