@@ -13,7 +13,25 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+_PLACEHOLDERS = {
+    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS instead of the data: run `git lfs pull`",
+    b"/annex/objects/": "a pointer of git-annex instead of the data: run `git annex get`",
+}
 _UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
+
+
+def placeholder(head: bytes) -> str | None:
+    """Return which tool's placeholder a file is, by its first bytes, and what fetches the data; None if it is none."""
+    return next((what for mark, what in _PLACEHOLDERS.items() if head.startswith(mark)), None)
+
+
+def placeholder_at(path: Path) -> str | None:
+    """Return the same as `placeholder` for a file; None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return placeholder(file.read(64))
+    except OSError:
+        return None
 
 
 def partial_path(path: Path) -> Path:

@@ -152,7 +152,12 @@ def main() -> None:
     )
     export = result.export
     print(f"{result.output}: {export.tensors} tensors, {export.total_bytes:,} bytes in {export.files} file(s)")
-    print(f"verified: {result.check}" if result.check else "not verified (--verify compares the logits of both models)")
+    if result.check is None:
+        print("not verified (--verify compares the logits of both models)")
+    elif result.check.weakness is not None:
+        print(f"not verified: {result.check.weakness} ({result.check})")
+    else:
+        print(f"verified: {result.check}")
     if args.upload:
         print(f"uploaded to {upload(result.output, args.upload, args.revision)}")
 

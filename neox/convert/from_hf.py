@@ -14,6 +14,7 @@ The same import, started again, resumes after the finished layers.
 
 from __future__ import annotations
 
+import difflib
 import json
 import shutil
 from collections.abc import Iterable, Mapping
@@ -48,6 +49,7 @@ from neox.convert.peft_adapters import further_layers_left_out, prefixes_of_laye
 from neox.convert.verification import single_rank_plan
 from neox.errors import CheckpointError, ConfigError, ConversionError, os_errors, refusals
 from neox.families import FAMILIES, Family, ModelSettings, TensorMapping
+from neox.families.wrappers import text_network
 from neox.files import fsync_path, replace_file
 from neox.log import get_logger, progress
 from neox.ops import DTYPES
@@ -112,12 +114,16 @@ def from_hf(
     _check_format(source)
 
     # The network, from config.json. What cannot be expressed here is said before any weights are looked for.
-    hf = read_json(source / CONFIG)
-    family, architecture, settings = read_family(hf)
+    outer = read_json(source / CONFIG)
+    hf = text_network(outer) if outer.get("model_type") not in FAMILIES else None
+    is_wrapped = hf is not None
+    if hf is None:
+        hf = outer
+    family, architecture, settings = read_family(hf, outer.get("model_type"))
     _config_keys(architecture, settings)
 
     # Two things only the files know: whether a head said to be tied is one, and how many rows the embedding has.
-    weights = HFWeights(source, family)
+    weights = HFWeights(source, family, is_wrapped=is_wrapped)
     architecture = with_own_head(architecture, weights)
     stored_modules = architecture.mtp_num_layers  # of multi-token prediction
     if mtp_num_layers > stored_modules:
@@ -261,6 +267,7 @@ def _import_generation_config(source: Path, output: Path) -> dict[str, Any]:
             )
     else:
         config = read_json(source / CONFIG)
+        config = text_network(config) or config
         settings = {}
         for key in _SPECIAL_IDS:
             if config.get(key) is not None:
@@ -292,16 +299,26 @@ def _check_format(source: Path) -> None:
             )
 
 
-def read_family(hf: Mapping[str, Any]) -> tuple[Family, Architecture, ModelSettings]:
+def read_family(hf: Mapping[str, Any], outer: str | None = None) -> tuple[Family, Architecture, ModelSettings]:
     """Return the family, architecture and settings of a `config.json`.
+
+    Args:
+        hf: Its content, or that of the text network inside of it.
+        outer: `model_type` of the whole.
 
     Raises:
         ConversionError: For an unknown family or values that are not supported, with every reason.
     """
     model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
+        where = f"model_type {model_type}"
+        if outer is not None and outer != model_type:
+            where = f"model_type {outer}, around a text network of model_type {model_type}: the network"
+        near = difflib.get_close_matches(model_type, FAMILIES, n=3)
+        hint = f" (near it: {', '.join(near)})" if near else ""
         raise ConversionError(
-            f"config.json: model_type {model_type} is not supported; supported are {', '.join(FAMILIES)}"
+            f"config.json: {where} is not supported{hint}; docs/huggingface.md lists the {len(FAMILIES)} families that "
+            "are. If this model computes the same as one of them, change model_type, and compare the logits"
         )
     family = FAMILIES[model_type]
     architecture, settings = family.read_config(hf)

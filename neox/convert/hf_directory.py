@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import ConfigError, ConversionError, os_errors, refusals
-from neox.files import atomic_directory, check_writable
+from neox.files import atomic_directory, check_writable, placeholder_at
 from neox.log import get_logger
 
 CONFIG = "config.json"
@@ -45,7 +45,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; give the directory of a Hugging Face model") from error
     except (OSError, ValueError) as error:
-        raise ConversionError(f"{path}: cannot be read as JSON: {error}") from error
+        reason = placeholder_at(path) or f"cannot be read as JSON: {error}"
+        raise ConversionError(f"{path}: {reason}") from error
     if not isinstance(value, dict):
         raise ConversionError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

@@ -16,7 +16,9 @@ An export also gets the model's chat template, if it is not the tokenizer's own.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,10 +67,19 @@ _COMPANIONS = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, _ADDED_TOKENS, TEMPLATE_FIL
 TOKENIZER_FILES = (TOKENIZER_FILE, *_COMPANIONS)
 """Files of a tokenizer that an import writes."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DIFFICULT_FOR_SENTENCEPIECE = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  two blanks  inside and around  ",
+    "def mean(values):\n    return sum(values)\t# 3.14159",
+    "Größe, café, 2,50 €; 数字は同じ。 ｆｕｌｌ　ｗｉｄｔｈ ﬁ ²",
+    "emoji 😀 and \u200bzero width",
+)
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 """Entries of a token of a JSON file."""
-_OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of tokenizers that transformers can turn into a `tokenizer.json`."""
+_NO_VOCABULARIES = re.compile(
+    r"(generation_)?config\.json|.*\.index\.json|.*\.(safetensors|bin|pt|pth|md|py|lock)|LICENSE.*|\.git.*"
+)
+"""Names of files that are of no tokenizer. Which of the others is a vocabulary, transformers knows."""
 
 
 @dataclass(frozen=True)
@@ -314,17 +325,55 @@ def import_tokenizer(source: Path, output: Path) -> Path | None:
         if complete.named:
             write_json(output / TOKENIZER_CONFIG, _read_if_there(output / TOKENIZER_CONFIG) | dict(complete.named))
         return copied
-    if any((source / name).is_file() for name in _OTHER_VOCABULARIES):
+    if any(path.is_file() and not _NO_VOCABULARIES.fullmatch(path.name) for path in source.iterdir()):
         from transformers import AutoTokenizer
 
         try:
-            AutoTokenizer.from_pretrained(str(source), local_files_only=True).save_pretrained(str(output))
-        except (OSError, ValueError, ImportError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
+            if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) > 0:  # else no vocabulary was found
+                tokenizer.save_pretrained(str(output))
+        except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             _log.warning("%s: transformers cannot read the tokenizer: %s", source, error)
-        if copied.is_file():
-            return copied
+        else:
+            if copied.is_file():
+                _compare_with_sentencepiece(source, copied)
+                return copied
+            if (output / TOKENIZER_CONFIG).is_file():
+                _log.warning("%s: transformers' %s has no tokenizer.json", source, type(tokenizer).__name__)
     _log.warning("%s has no tokenizer: set tokenizer_type and vocab_file in the configuration", source)
     return None
+
+
+def _compare_with_sentencepiece(source: Path, copied: Path) -> None:
+    """Warn if the tokenizer that transformers made of a SentencePiece model cuts texts in another way than the model.
+
+    transformers' classes decide about blanks and normalization of their own; the ids of training were perhaps those
+    of sentencepiece. Pieces are compared, because classes may count ids in another way.
+    """
+    models = sorted(source.glob("*.model"))
+    if not models or importlib.util.find_spec("sentencepiece") is None:
+        return
+    import sentencepiece
+
+    for path in models:
+        try:
+            processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        except (RuntimeError, OSError):  # a vocabulary of another kind
+            continue
+        backend = tokenizer_backend(copied)
+        for text in _DIFFICULT_FOR_SENTENCEPIECE:
+            theirs = processor.encode(text, out_type=str)
+            ours = backend.encode(text, add_special_tokens=False).tokens
+            if [processor.piece_to_id(piece) for piece in theirs] != [processor.piece_to_id(piece) for piece in ours]:
+                _log.warning(
+                    "%s: transformers' tokenizer, which is taken, cuts %r into %s, and sentencepiece into %s: check "
+                    "which of them the model was trained with",
+                    path,
+                    text,
+                    ours,
+                    theirs,
+                )
+                return
 
 
 @dataclass(frozen=True)

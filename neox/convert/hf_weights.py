@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -15,11 +16,17 @@ from neox.checkpoint import load_file
 from neox.convert.hf_directory import BIN, INDEX_ENDING, SAFETENSORS, read_json
 from neox.errors import CheckpointError, ConversionError
 from neox.families import Family
+from neox.families.wrappers import text_key
+from neox.files import placeholder_at
 from neox.log import get_logger
 
 _log = get_logger(__name__)
 _MOST_NAMES = 4
 
+_SCALES = ("_scale_inv", "_scales")  # DeepSeek's, gpt-oss'
+_BLOCKS = "_blocks"
+_FP8_BLOCK = 128
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -31,17 +38,54 @@ class HFWeights:
     Args:
         directory: The directory.
         family: Family of the model, which knows other names of the same tensors.
+        is_wrapped: Whether the model is the text network of a larger one, which has other networks.
 
     Raises:
         ConversionError: If there are no files, a shard is missing or a file is broken.
     """
 
-    def __init__(self, directory: Path, family: Family) -> None:
+    def __init__(self, directory: Path, family: Family, *, is_wrapped: bool = False) -> None:
         self.directory = directory
         self.family = family
-        self._file_of = _find_files(directory)
+        files = _find_files(directory)
+        self._stored: dict[str, tuple[Path, str]] = {}  # key of the network -> its file, and its key there
+        self._scales: dict[str, tuple[Path, str]] = {}  # the same of the scales of quantized tensors
         self._open_bin: tuple[Path, Mapping[str, Tensor]] | None = None
         self._stored_as: dict[str, str] = {}
+
+        # The prefix of a text network inside of a larger model is taken off. The larger model's other networks, and
+        # what the family's class in transformers ignores, are left out.
+        left_out: Counter[str] = Counter()
+        renamed = {key: text_key(key, family.base_prefix) for key in files}
+        has_prefix = any(renamed.values())
+        heads = family.head_keys()
+        for key, path in files.items():
+            name = renamed[key] or key
+            is_head = name in heads
+            if has_prefix:
+                is_other = is_wrapped and renamed[key] is None and not is_head
+            else:
+                is_other = is_wrapped and not key.startswith(family.base_prefix) and not is_head
+            if is_other or name.startswith(family.ignored):
+                left_out[_network_of(key)] += 1
+            elif name.endswith(_SCALES):
+                self._scales[_scaled(name)] = (path, key)
+            elif _scaled(name) in self._stored:
+                raise ConversionError(f"{directory}: {key} and {self._stored[_scaled(name)][1]} are the same tensor")
+            else:
+                self._stored[_scaled(name)] = (path, key)
+        alone = sorted(self._scales.keys() - self._stored.keys())
+        if alone:
+            raise ConversionError(f"{directory}: scales without quantized tensors: {', '.join(alone[:_MOST_NAMES])}")
+        if self._scales:
+            _log.info("%s: %d quantized tensors are read as bf16", directory, len(self._scales))
+        if left_out:
+            counted = ", ".join(f"{number} of {network}" for network, number in sorted(left_out.items()))
+            _log.warning(
+                "%s: left out tensors that are not the text network's, as in AutoModelForCausalLM: %s",
+                directory,
+                counted,
+            )
 
     def rename(self, key: str, stored: str) -> None:
         """Let a key that the files lack mean a tensor that they hold under another one."""
@@ -50,12 +94,12 @@ class HFWeights:
     @property
     def files(self) -> set[Path]:
         """The files that hold the tensors."""
-        return set(self._file_of.values())
+        return {path for path, _ in (*self._stored.values(), *self._scales.values())}
 
     @cached_property
     def keys(self) -> frozenset[str]:
         """Keys of all weights, without buffers."""
-        return frozenset(key for key in self._file_of if not key.endswith(self.family.buffers))
+        return frozenset(key for key in self._stored if not key.endswith(self.family.buffers))
 
     def find(self, key: str) -> str | None:
         """Return the key under which a tensor is stored.
@@ -79,26 +123,75 @@ class HFWeights:
         Raises:
             ConversionError: If it cannot be read, or is quantized: its numbers need scales that are other tensors.
         """
-        path = self._file_of[key]
+        path, stored = self._stored[key]
+        tensor = self._read(path, stored)
+        if key in self._scales:
+            scales = self._read(*self._scales[key])
+            tensor = _from_mxfp4(tensor, scales) if stored.endswith(_BLOCKS) else _from_fp8(tensor, scales)
+        if tensor.dtype not in _PLAIN_DTYPES:
+            raise ConversionError(
+                f"{path}: {stored} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantized weights are not "
+                "supported; save the model with 16-bit or 32-bit weights first"
+            )
+        return tensor
+
+    def _read(self, path: Path, stored: str) -> Tensor:
+        """Return a tensor of a file. Raises ConversionError if it cannot be read."""
         if path.suffix == ".safetensors":
             from safetensors import SafetensorError, safe_open
 
             try:
                 with safe_open(str(path), framework="pt") as opened:
-                    tensor: Tensor = opened.get_tensor(key)
+                    tensor: Tensor = opened.get_tensor(stored)
             except (SafetensorError, OSError) as error:
-                raise ConversionError(f"{path}: {key} cannot be read: {error}") from error
+                raise ConversionError(f"{path}: {stored} cannot be read: {error}") from error
         else:
             if self._open_bin is None or self._open_bin[0] != path:
                 self._open_bin = None  # closes the file before the next one is mapped
                 self._open_bin = (path, _load_bin(path))
-            tensor = self._open_bin[1][key]
-        if tensor.dtype not in _PLAIN_DTYPES:
-            raise ConversionError(
-                f"{path}: {key} is stored as {str(tensor.dtype).removeprefix('torch.')}: quantized weights are not "
-                "supported; save the model with 16-bit or 32-bit weights first"
-            )
+            tensor = self._open_bin[1][stored]
         return tensor
+
+
+def _scaled(name: str) -> str:
+    """Return the name of a tensor in a network, without the ends that quantization adds."""
+    for ending in (*_SCALES, _BLOCKS):
+        name = name.removesuffix(ending)
+    return name
+
+
+def _from_fp8(weight: Tensor, scales: Tensor) -> Tensor:
+    """Return fp8 weights as bf16, as DeepSeek's own `fp8_cast_bf16.py`.
+
+    Args:
+        weight: Weights in float8_e4m3fn [rows, columns].
+        scales: Factor of each square block of 128 rows [rows / 128, columns / 128], rounded up, fp32.
+    """
+    if weight.dtype != torch.float8_e4m3fn or scales.dim() != weight.dim():
+        return weight  # refused by its dtype
+    factors = scales.float()
+    for dim, size in enumerate(weight.shape):
+        factors = factors.repeat_interleave(_FP8_BLOCK, dim).narrow(dim, 0, size)
+    return (weight.float() * factors).to(torch.bfloat16)
+
+
+def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the experts of gpt-oss as bf16 [experts, inputs, outputs] (OCP Microscaling Formats, 5.3: E2M1).
+
+    Args:
+        blocks: Two numbers in each byte, the first one in its low half, uint8 [experts, outputs, blocks, 16].
+        scales: Exponent of two of each block, plus 127, uint8 [experts, outputs, blocks].
+    """
+    table = torch.tensor(_E2M1, dtype=torch.bfloat16)
+    pairs = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1)  # [E, O, blocks, 16, 2]
+    values = torch.ldexp(pairs.flatten(3), scales.int()[..., None] - 127)
+    return values.flatten(2).transpose(1, 2).contiguous()
+
+
+def _network_of(key: str) -> str:
+    """Return the name of the network that a key belongs to: what stands before its layers."""
+    names = key.split(".")
+    return ".".join(names[: 2 if names[0] == "model" else 1]) + ".*"
 
 
 def with_own_head(architecture: Architecture, weights: HFWeights) -> Architecture:
@@ -208,7 +301,8 @@ def _keys_of(path: Path) -> list[str]:
         with safe_open(str(path), framework="pt") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise ConversionError(f"{path}: broken, or not a safetensors file: {error}") from error
+        reason = placeholder_at(path) or f"broken, or not a safetensors file: {error}"
+        raise ConversionError(f"{path}: {reason}") from error
 
 
 def _load_bin(path: Path) -> Mapping[str, Tensor]:
@@ -216,7 +310,8 @@ def _load_bin(path: Path) -> Mapping[str, Tensor]:
     try:
         loaded = load_file(path)
     except CheckpointError as error:
-        raise ConversionError(str(error)) from error
+        pointer = placeholder_at(path)
+        raise ConversionError(str(error) if pointer is None else f"{path}: {pointer}") from error
     if not isinstance(loaded, Mapping):
         raise ConversionError(f"{path}: expected a state dict, found {type(loaded).__name__}")
     return loaded

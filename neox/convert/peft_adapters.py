@@ -376,8 +376,9 @@ def _refuse_missing(
     """Raise ConversionError if a kind of module that has adapters misses some, or all."""
     targets = settings.get("target_modules")
     if isinstance(targets, list):
+        excluded = [module for mapping in weights for module in _modules_of(mapping) if _is_excluded(module, settings)]
         for target in targets:
-            if not any(f".{module}".endswith(f".{target}") for module in products):
+            if not any(f".{module}".endswith(f".{target}") for module in (*products, *excluded)):
                 raise ConversionError(f"{file}: target_modules: {target} has no tensors")
     in_some_block: set[str] = set()
     lacking: list[tuple[str, str]] = []  # kind of module, module
@@ -387,11 +388,19 @@ def _refuse_missing(
         for kind, module in zip(mapping.source.modules, _modules_of(mapping), strict=True):
             if module in products:
                 in_some_block.add(kind)
-            else:
+            elif not _is_excluded(module, settings):
                 lacking.append((kind, module))
     for kind, module in lacking:
         if kind in in_some_block:
             raise ConversionError(f"{file}: {_tensor_key(module, 'A')} is missing, which other blocks have")
+
+
+def _is_excluded(module: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether `exclude_modules` names a module, as in peft (`tuners_utils.check_target_module_exists`)."""
+    excluded = settings.get("exclude_modules") or ()
+    if isinstance(excluded, str):
+        return re.fullmatch(excluded, module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in excluded)
 
 
 def _join(

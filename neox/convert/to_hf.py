@@ -57,7 +57,14 @@ from neox.log import get_logger
 from neox.ops import DTYPES
 from neox.plan import Precision, RunPlan, used_vocabulary
 from neox.plan.network.export_form import exported_norm, family_refusals
-from neox.tokenizer import GENERATION_CONFIG, HFTokenizer, identify, saved_tokenizer_identity, special_token
+from neox.tokenizer import (
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    HFTokenizer,
+    identify,
+    saved_tokenizer_identity,
+    special_token,
+)
 from neox.tokenizer.chat import ChatTemplate, find_answer_form
 
 _log = get_logger(__name__)
@@ -209,6 +216,8 @@ def to_hf(
                 raise ConversionError(
                     f"the export's logits differ from the checkpoint's: {check}; the export was removed"
                 )
+            if check.weakness is not None:
+                _log.warning("%s: the comparison of logits proves nothing: %s", output, check.weakness)
         reader.note_averages()
         card = _model_card(
             name=output.name,
@@ -217,7 +226,7 @@ def to_hf(
             export=export,
             iteration=reader.iteration_or_none,
             check=check,
-            has_tokenizer=source is not None,
+            has_tokenizer=(partial / TOKENIZER_CONFIG).is_file(),
         )
         readme = partial / "README.md"
         with os_errors(ConversionError, f"{readme}: cannot be written"):
@@ -393,6 +402,8 @@ def _model_card(
         checked = (
             f"On export, this directory's logits in `transformers` were compared with the training code's: {check}."
         )
+        if check.weakness is not None:
+            checked += f" This proves nothing: {check.weakness}."
     imported = auto_class
     statements = f'model = {auto_class}.from_pretrained("{name}")'
     if has_tokenizer:

@@ -26,6 +26,10 @@ from neox.tokenizer import Tokenizer
 _KERNEL_KEYS = frozenset({"scaled_upper_triang_masked_softmax_fusion", "precision"})
 """Keys of the model section that choose between kernels of the same function."""
 
+_FEWEST_DISTINCT = 8
+_SMALLEST_SPREAD = 1e-5
+_LARGEST_SHARE = 0.3
+
 SAMPLE_TEXT = (
     "The quick brown fox jumps over the lazy dog. Whether a converted model is the same model is decided by its "
     "numbers:\n\n    def mean(values):\n        return sum(values) / len(values)\n\n"
@@ -98,6 +102,8 @@ class Verification:
         same_argmax: Fraction of positions at which both predict the same next token.
         tokens: Number of positions.
         source: Origin of the tokens.
+        distinct: Number of different ids among the tokens.
+        spread: Largest difference of one token's logit between two positions (ours).
     """
 
     difference: float
@@ -105,6 +111,26 @@ class Verification:
     same_argmax: float
     tokens: int
     source: str
+    distinct: int
+    spread: float
+
+    @property
+    def weakness(self) -> str | None:
+        """Why this comparison could not have shown a wrong export; None if it could.
+
+        A network with another norm, mask or rotary base gives logits that differ by about as much as logits of
+        different contexts do. If contexts make no difference, neither does a wrong network.
+        """
+        if self.distinct < min(_FEWEST_DISTINCT, self.tokens):
+            return f"{self.source} has only {self.distinct} different ids: give another one with --verify-text"
+        if self.spread < _SMALLEST_SPREAD:
+            return "the logits are the same at all positions: this network's outputs do not depend on its input yet"
+        if self.difference > _LARGEST_SHARE * self.spread:
+            return (
+                f"rounding moves the logits by {self.difference:.3g}, and contexts only by {self.spread:.3g}: export "
+                "with --precision fp32 to compare"
+            )
+        return None
 
     def __str__(self) -> str:
         return (
@@ -118,6 +144,9 @@ def verification_tokens(
 ) -> tuple[Tensor, str]:
     """Return tokens [1, S] to compare on, and a description of their origin.
 
+    A tokenizer may know nothing of the built-in text (words of another alphabet, notes, bases of DNA): seeded random
+    ids take its place if it has few different ids, as without a tokenizer.
+
     Args:
         tokenizer: Tokenizer of the text; None takes seeded random ids below `vocab_rows`.
         vocab_rows: Number of rows of the exported embedding.
@@ -127,13 +156,17 @@ def verification_tokens(
     Raises:
         ConversionError: If the text has no tokens.
     """
-    if tokenizer is None:
-        generator = torch.Generator().manual_seed(1234)
-        return torch.randint(0, vocab_rows, (1, length), generator=generator), "seeded random ids (no tokenizer)"
-    ids = tokenizer.encode(text or SAMPLE_TEXT)[:length]
-    if not ids:
-        raise ConversionError("--verify-text: the text is empty")
-    return torch.tensor([ids]), "the given text" if text else "a built-in text"
+    reason = "no tokenizer"
+    if tokenizer is not None:
+        ids = tokenizer.encode(text or SAMPLE_TEXT)[:length]
+        if text is not None and not ids:
+            raise ConversionError("--verify-text: the text is empty")
+        distinct = len(set(ids))
+        if text is not None or distinct >= min(_FEWEST_DISTINCT, length):
+            return torch.tensor([ids]), "the given text" if text else "a built-in text"
+        reason = f"the built-in text has only {distinct} different ids"
+    generator = torch.Generator().manual_seed(1234)
+    return torch.randint(0, vocab_rows, (1, length), generator=generator), f"seeded random ids ({reason})"
 
 
 def compare_logits(
@@ -149,6 +182,7 @@ def compare_logits(
         model = load_reference_model(reader, config)
         hidden = model.hidden(tokens)
         ours = model.logits(hidden).float()[..., : theirs.shape[-1]]  # the exported vocabulary may be trimmed
+        spread = (ours.amax(1) - ours.amin(1)).max()  # over positions
         if model.architecture.score_head:
             ours = ours[:, -1]  # [B, 1], as theirs
         difference = (ours - theirs).abs().max()
@@ -161,6 +195,8 @@ def compare_logits(
         same_argmax=(ours.argmax(-1) == theirs.argmax(-1)).float().mean().item(),
         tokens=tokens.numel(),
         source=source,
+        distinct=len(tokens.unique()),
+        spread=spread.item(),
     )
 
 

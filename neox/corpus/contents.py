@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from neox.corpus.document import CorruptInput
+from neox.files import placeholder
 
 HEAD_BYTES = 1 << 10
 """Number of first bytes that tell what a file holds."""
@@ -31,10 +32,6 @@ _ENCODINGS: Mapping[bytes, str] = {
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
-}
-_POINTERS: Mapping[bytes, str] = {
-    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS instead of the data: run `git lfs pull`",
-    b"/annex/objects/": "a pointer of git-annex instead of the data: run `git annex get`",
 }
 _OTHER_FORMATS: Mapping[bytes, str] = {
     b"PAR1": "a Parquet file: give it a name that ends with .parquet",
@@ -109,13 +106,12 @@ def check_is_data(head: bytes, *, is_text: bool = True, pages_are_text: bool = F
     Raises:
         CorruptInput: Naming what it is, and what to do.
     """
-    for mark, what in _POINTERS.items():
-        if head.startswith(mark):
-            raise CorruptInput(f"it is {what}")
+    if (pointer := placeholder(head)) is not None:
+        raise CorruptInput(f"it is {pointer}")
     start = head.removeprefix(BYTE_ORDER_MARK).lstrip()[:20].lower()
     if start.startswith(_PAGES) and not pages_are_text:
         raise CorruptInput(
-            "it is an HTML page, perhaps a server's answer instead of the data: fetch it again; pages of a crawl become "
+            "it is an HTML page, perhaps a server's answer instead of the data: fetch it again; a crawl becomes "
             "text with tools/web_text.py extract"
         )
     if start.startswith(b"<?xml") and not pages_are_text:

@@ -158,6 +158,8 @@ def separate_projections(attention: str, *, interleaved: bool = False) -> Tensor
 
 SCORE_TENSORS: Mapping[str, TensorSource] = MappingProxyType({"rm_linear": TensorSource(("score",))})
 """Our modules of a score head -> their sources, the same in every family."""
+READABLE_QUANTIZATION = ("fp8", "mxfp4")
+"""Methods of quantization whose weights an import reads as bf16: DeepSeek-V3's, of blocks, and that of gpt-oss."""
 _FURTHER_LAYER = "model.layers.{i}."
 MULTI_TOKEN_TENSORS: Mapping[str, TensorSource] = MappingProxyType(
     same_tensors(_FURTHER_LAYER, {name: name for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")})
@@ -208,6 +210,7 @@ class Family:
         base_prefix: Prefix of keys that is missing in files of the model without its head.
         key_aliases: End of a key in files of some versions of transformers -> its end as `tensors` gives it.
         buffers: Ends of keys that hold no weights (masks and tables that are computed).
+        ignored: Beginnings of keys that transformers leaves out (`_keys_to_ignore_on_load_unexpected` of `class_name`).
         other_names: Further name of an entry of `config.json` that transformers reads -> its name.
         further_layers_key: Key in `config.json` of the number of layers behind the last block, which are modules of
             multi-token prediction (DeepSeek-V3's). Empty if the family has no place for them; its exports leave them
@@ -228,6 +231,7 @@ class Family:
     block_tensors: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     score_class: str | None = None
     further_layers_key: str = ""
@@ -385,10 +389,14 @@ def _not_importable(reasons: Sequence[str]) -> ConversionError:
 
 
 def _problems_of_all(hf: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a model of any family cannot be read: it is quantized (MXFP4, fp8, int8), or has an encoder, too."""
+    """Yield why a model of any family cannot be read: it is quantized (int8, int4), or has an encoder, too."""
     given = hf.get("quantization_config")
-    if given is not None and given is not False:
-        yield f"quantization_config: {given!r}: is not supported; save the model with 16-bit or 32-bit weights first"
+    if given and (not isinstance(given, Mapping) or given.get("quant_method") not in READABLE_QUANTIZATION):
+        method = given.get("quant_method") if isinstance(given, Mapping) else given
+        yield (
+            f"quantization_config: quant_method {method!r}: is not supported ({', '.join(READABLE_QUANTIZATION)} are); "
+            "save the model with 16-bit or 32-bit weights first (transformers: `model.dequantize()`)"
+        )
     if hf.get("is_encoder_decoder"):
         yield f"is_encoder_decoder: {hf['is_encoder_decoder']!r}: models of an encoder and a decoder are not supported"
 

@@ -1,7 +1,7 @@
 """gpt-oss (`GptOssForCausalLM`): experts with biases, attention sinks, and sliding windows in every other block.
 
-Source: transformers, models/gpt_oss; arXiv:2508.10925. The published MXFP4 weights cannot be read. transformers
-converts them to bf16 (`Mxfp4Config(dequantize=True)`).
+Source: transformers, models/gpt_oss; arXiv:2508.10925. The published weights of experts are MXFP4, and are
+read as bf16, as transformers reads them (`Mxfp4Config(dequantize=True)`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from neox.families.shared_entries import Activation
 
 LINEAR: Final = "linear_attention"
 FULL: Final = "full_attention"
+MULTI_TOKEN = ("mtp.",)
+"""Beginning of the keys of multi-token prediction in published models, which transformers ignores."""
 _MIXER = "model.layers.{i}.linear_attn"
 
 

@@ -26,7 +26,7 @@ from neox.families.config_entries import (
     query_heads,
 )
 from neox.families.family import Family, TensorSource
-from neox.families.linear_attention import LinearAndFull, delta_tensors, linear_entries, linear_modules
+from neox.families.linear_attention import MULTI_TOKEN, LinearAndFull, delta_tensors, linear_entries, linear_modules
 from neox.families.llama_like import BASE_PREFIX, BUFFERS
 from neox.families.olmo2 import OLMO2
 from neox.families.shared_entries import Activation, Rotary, ending_entries
@@ -132,4 +132,5 @@ OLMO_HYBRID = Family(
         "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
     },
     buffers=BUFFERS,
+    ignored=MULTI_TOKEN,
 )

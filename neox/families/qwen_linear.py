@@ -19,6 +19,7 @@ from neox.families.expert_entries import (
 )
 from neox.families.family import Family, TensorSource
 from neox.families.linear_attention import (
+    MULTI_TOKEN,
     LinearAndFull,
     delta_tensors,
     linear_entries,
@@ -107,6 +108,7 @@ QWEN3_NEXT = Family(
     },
     base_prefix=BASE_PREFIX,
     buffers=BUFFERS,
+    ignored=MULTI_TOKEN,
 )
 
 QWEN3_5 = Family(
@@ -127,4 +129,5 @@ QWEN3_5 = Family(
     },
     base_prefix=BASE_PREFIX,
     buffers=BUFFERS,
+    ignored=MULTI_TOKEN,
 )

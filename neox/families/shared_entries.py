@@ -149,8 +149,11 @@ class Rotary(ConfigEntries):
                 yield f"{key}: {value!r}: should be a number of at least 0"
 
     def read(self, hf: Mapping[str, Any], known: Fields) -> Fields:
-        """Return the base, the number of rotated dimensions and the scaling."""
-        rope = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})} or dict(self.default_scaling)
+        """Return the base, the number of rotated dimensions and the scaling.
+
+        Of both dictionaries transformers takes `rope_scaling` alone (5.24, `convert_rope_params_to_dict`).
+        """
+        rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or self.default_scaling)
         base = _first(rope.pop("rope_theta", None), hf.get(self.base_key), self.default_base)
         fraction = _first(rope.pop("partial_rotary_factor", None), hf.get(self.fraction_key), self.default_fraction)
         if not self.fraction_key:

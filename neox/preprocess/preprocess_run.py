@@ -34,7 +34,8 @@ from neox.preprocess.settings import (
 )
 from neox.resume import ResumeLog, lock_output
 from neox.storage import is_remote, shown, size_of
-from neox.tokenizer import Tokenizer
+from neox.tokenizer import HFTokenizer, Tokenizer
+from neox.tokenizer.huggingface import WHOLE_TOKENIZER, tokens_beside
 from neox.workers import WorkerPool, read_ahead
 
 _log = get_logger(__name__)
@@ -205,7 +206,20 @@ class _PreprocessRun:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         with refusals():
-            return self.settings.tokenizer.build()
+            tokenizer = self.settings.tokenizer.build()
+            if isinstance(tokenizer, HFTokenizer) and self.settings.tokenizer.vocab_file is not None:
+                file = Path(self.settings.tokenizer.vocab_file)
+                lacking = tokens_beside(file, tokenizer.backend)
+                if lacking:
+                    _log.warning(
+                        "%s lacks %d tokens that transformers takes from the files next to it (%s), and cuts them into "
+                        "pieces; if texts or templates have them, %s",
+                        file,
+                        len(lacking),
+                        ", ".join(map(repr, lacking[:5])),
+                        WHOLE_TOKENIZER,
+                    )
+            return tokenizer
 
     @cached_property
     def description(self) -> Mapping[str, Any]:

@@ -32,12 +32,19 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from neox.errors import TokenizerError
+from neox.files import placeholder_at
 from neox.tokenizer.base import END_OF_DOCUMENT, PADDING, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+WHOLE_TOKENIZER = (
+    "let it write one file with all tokens, AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY), "
+    "and give its tokenizer.json"
+)
+"""What to do if tokens of a tokenizer stand in several files."""
 ADDED_TOKENS_DECODER = "added_tokens_decoder"
 """Key of `tokenizer_config.json`. With it, transformers does not read `special_tokens_map.json`."""
 _BERT_END = "[SEP]"
@@ -111,6 +118,13 @@ class HFTokenizer(Tokenizer):
                 self.eod_token = token
                 break
         else:
+            beside = tokens_beside(Path(origin), backend) if Path(origin).name == TOKENIZER_FILE else []
+            if set(beside) & set(eod_tokens):
+                end = next(token for token in eod_tokens if token in beside)
+                raise TokenizerError(
+                    f"{origin}: the token that ends documents, {end!r}, is not in it, but in files next to it, where "
+                    f"transformers takes it from: {WHOLE_TOKENIZER}"
+                )
             raise TokenizerError(
                 f"{origin}: the vocabulary has no token that ends a document ({' or '.join(map(repr, eod_tokens))}); "
                 f"add one (tools/train_tokenizer.py does), or name it as `eos_token` in a {TOKENIZER_CONFIG} next to a "
@@ -411,6 +425,8 @@ def _check_file(path: Path, what: str) -> None:
             f"{what} {path} {why}; set vocab_file (and merge_file for GPT2BPETokenizer) to an existing file, "
             "or make one with tools/train_tokenizer.py"
         )
+    if (pointer := placeholder_at(path)) is not None:
+        raise TokenizerError(f"{what} {path} is {pointer}")
 
 
 def tokenizer_config(vocab_file: Path) -> Mapping[str, Any]:
@@ -488,6 +504,25 @@ def special_tokens(vocab_file: Path) -> Mapping[str, str]:
             if isinstance(text, str):
                 tokens[key] = text
     return tokens
+
+
+def tokens_beside(vocab_file: Path, backend: tokenizers.Tokenizer) -> list[str]:
+    """Return tokens that files next to a `tokenizer.json` name, and it lacks; transformers adds them in this order.
+
+    Args:
+        vocab_file: Path of the `tokenizer.json`.
+        backend: Its tokenizer.
+
+    Raises:
+        TokenizerError: If a file cannot be read.
+    """
+    by_id: dict[str, int] = {}
+    for number, token in (tokenizer_config(vocab_file).get(ADDED_TOKENS_DECODER) or {}).items():
+        by_id[token["content"] if isinstance(token, dict) else str(token)] = int(number)
+    if not by_id:
+        by_id = dict(_companion(vocab_file, ADDED_TOKENS))
+    names = [*sorted(by_id, key=by_id.__getitem__), *special_tokens(vocab_file).values()]
+    return [token for token in dict.fromkeys(names) if backend.token_to_id(token) is None]
 
 
 def special_token(vocab_file: Path, key: str) -> str | None:

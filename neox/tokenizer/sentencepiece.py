@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from neox.errors import TokenizerError, needs_package
+from neox.files import placeholder
 from neox.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 
 
@@ -26,7 +27,8 @@ class SPMTokenizer(Tokenizer):
         try:
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=self._model_bytes)
         except (RuntimeError, OSError) as error:
-            raise TokenizerError(f"{path}: not a SentencePiece model ({error})") from error
+            reason = placeholder(self._model_bytes) or f"not a SentencePiece model ({error})"
+            raise TokenizerError(f"{path}: {reason}") from error
         self.vocab_size = self._processor.get_piece_size()
         if self._processor.pad_id() >= 0:
             self.pad = self._processor.pad_id()

@@ -7,20 +7,25 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from neox.checkpoint import CheckpointReader
 from neox.convert import from_hf, to_hf
+from neox.convert.verification import compare_logits
 from neox.data.token_files.sidecar import Sidecar, check_tokenizer
 from neox.errors import ConfigError, ConversionError, DataError, GenerationError, TokenizerError
 from neox.families import FAMILIES
 from neox.generation.completion import generate
 from neox.generation.request import SamplingParams
 from neox.plan import config_from_files, resolve
+from neox.preprocess.preprocess_run import check_settings
+from neox.preprocess.settings import PreprocessSettings, TokenizerSpec
 from neox.tokenizer import build_tokenizer, tokenizer_of
 from neox.tokenizer.chat import ChatRenderer, own_chat_template
+from neox.tokenizer.huggingface import tokens_beside
 from tests.errors import raises_naming
-from tests.field.hf_models import llama_tensors, write_adapter, write_json, write_llama, write_tokenizer
+from tests.field.hf_models import edit_json, llama_tensors, write_adapter, write_json, write_llama, write_tokenizer
 from tests.unit.generation.toy import ToyCodec, ToyModel, next_letter
 
 
@@ -202,6 +207,31 @@ def test_adapters_that_are_plain(tmp_path, changes):
     assert config_from_files([result.config_file]).training.lora.r == 2
 
 
+@pytest.mark.parametrize(
+    ("targets", "excluded", "stored"),
+    [
+        (["q_proj"], ["layers.0.self_attn.q_proj"], [1]),
+        (["q_proj", "v_proj"], ["v_proj"], [0, 1]),
+        (["q_proj", "k_proj"], r".*\.(0\.self_attn\.q|\d+\.self_attn\.k)_proj", [1]),
+    ],
+)
+def test_excluded_modules_have_no_adapter(tmp_path, targets, excluded, stored):
+    """peft's `exclude_modules`: ends of names, or a pattern of whole names. The other layers' adapters are imported."""
+    write_llama(tmp_path / "hf", 257)
+    adapter = write_adapter(tmp_path / "adapter", target_modules=targets, exclude_modules=excluded)
+    file = adapter / "adapter_model.safetensors"
+    state = {key: value for key, value in load_file(file).items() if int(key.split(".")[4]) in stored}
+    save_file(state, file)
+    result = from_hf(tmp_path / "hf", tmp_path / "ck", adapter_dir=adapter)
+    assert config_from_files([result.config_file]).training.lora.r == 2
+    write_json(
+        adapter / "adapter_config.json",
+        {**json.loads((adapter / "adapter_config.json").read_text()), "exclude_modules": None},
+    )
+    with raises_naming(ConversionError, "adapter_model"):
+        from_hf(tmp_path / "hf", tmp_path / "other", adapter_dir=adapter)
+
+
 def test_tokens_that_only_other_files_name(tmp_path):
     """transformers adds tokens of added_tokens.json and named special tokens, here behind the ids of tokenizer.json."""
     write_tokenizer(tmp_path / "hf", pad_token="[PAD]")
@@ -212,6 +242,27 @@ def test_tokens_that_only_other_files_name(tmp_path):
     tokenizer = tokenizer_of(config)
     assert (tokenizer.vocab_size, tokenizer.eod) == (259, 257)
     assert tokenizer.encode("<|new|>[PAD]") == [257, 258]
+
+
+def test_tokens_beside_a_tokenizer_that_is_read_alone(tmp_path, caplog):
+    """`--vocab-file` on a downloaded directory: tokens that only other files name are pieces here, and that is said."""
+    write_tokenizer(tmp_path, pad_token="[PAD]")
+    write_json(tmp_path / "added_tokens.json", {"<|two|>": 258, "<|one|>": 257})
+    spec = TokenizerSpec("HFTokenizer", str(tmp_path / "tokenizer.json"))
+    backend = spec.build().backend
+    assert tokens_beside(tmp_path / "tokenizer.json", backend) == ["<|one|>", "<|two|>", "[PAD]"]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.convert_tokens_to_ids(["<|one|>", "<|two|>", "[PAD]"]) == [257, 258, 259]
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    caplog.set_level("WARNING")
+    check_settings(PreprocessSettings((str(tmp_path / "x.jsonl"),), str(tmp_path / "x"), spec))
+    assert "lacks 3 tokens" in caplog.text
+    theirs.save_pretrained(tmp_path / "whole")
+    whole = build_tokenizer("HFTokenizer", tmp_path / "whole" / "tokenizer.json")
+    assert tokens_beside(tmp_path / "whole" / "tokenizer.json", whole.backend) == []
+    edit_json(tmp_path / "tokenizer_config.json", eos_token="<|one|>")
+    with raises_naming(TokenizerError, "<|one|>", "save_pretrained"):
+        spec.build()
 
 
 def test_named_templates_come_along(tmp_path):
@@ -367,3 +418,47 @@ def read_rope(family, entries):
     small = {"hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
     network, _ = family.read_config({**small, "head_dim": 8, "intermediate_size": 32, "vocab_size": 64, **entries})
     return network.rotary_base, network.local_rotary_base
+
+
+def word_tokenizer(directory):
+    """Write a tokenizer that knows none of the words of the built-in text, as those of DNA, music or numbers."""
+    vocab = {"<unk>": 0, **{f"w{number}": number for number in range(1, 257)}}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w256"})
+
+
+def test_a_verification_can_fail(tmp_path, monkeypatch):
+    """A comparison of equal ids would pass with any rotary base: random ids take their place, and show it."""
+    directory = write_llama(tmp_path / "hf", 257)
+    word_tokenizer(directory)
+    imported = from_hf(directory, tmp_path / "ck")
+    config = config_from_files([imported.config_file])
+    check = to_hf(tmp_path / "ck", config, tmp_path / "back").check
+    assert check.distinct > 50
+    assert check.weakness is None
+    assert check.difference < 1e-4
+
+    given = to_hf(tmp_path / "ck", config, tmp_path / "given", verify_text=" ".join(["w5"] * 40))
+    assert "different ids" in given.check.weakness
+    assert "proves nothing" in (tmp_path / "given" / "README.md").read_text()
+
+    def with_another_base(reader, config, directory, *rest):
+        edit_json(directory / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+        return compare_logits(reader, config, directory, *rest)
+
+    monkeypatch.setattr("neox.convert.to_hf.compare_logits", with_another_base)
+    with raises_naming(ConversionError, "differ"):
+        to_hf(tmp_path / "ck", config, tmp_path / "wrong")
+
+
+def test_logits_that_never_differ_verify_nothing(tmp_path):
+    """A head of zeros, as muP's at the start: equal logits of 0 are no check of a network."""
+    tensors = llama_tensors(257)
+    tensors["lm_head.weight"].zero_()
+    directory = write_llama(tmp_path / "hf", 257, tensors=tensors)
+    write_tokenizer(directory)
+    imported = from_hf(directory, tmp_path / "ck")
+    check = to_hf(tmp_path / "ck", config_from_files([imported.config_file]), tmp_path / "back").check
+    assert "same at all positions" in check.weakness

@@ -22,6 +22,7 @@ from neox.checkpoint.weights.shards import neox_shard
 from neox.checkpoint_files.manifest import is_unfetched
 from neox.checkpoint_files.names import CONFIG, ROWS, layer_file, mp_rank_file
 from neox.errors import CheckpointError, os_errors
+from neox.files import placeholder_at
 from neox.plan.run_identity import RUN_FILE, RunIdentity, identity_text
 
 WRITE_BYTES = 128 << 10
@@ -85,7 +86,7 @@ def load_file(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path}: {_unpickling_reason(error)}") from error
+        raise CheckpointError(f"{path}: {placeholder_at(path) or _unpickling_reason(error)}") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
         reason = "empty"
         if size > 0:

@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
         {"scoring_func": "softmax"},
         {"attention_bias": True},
         {"rope_interleave": False},
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"quant_method": "gptq"}},
     ],
     ids=str,
 )
