@@ -113,8 +113,15 @@ def nvidia_library(_root: Path) -> str | None:
 # -- AMD
 
 
-def amd_gpus(root: Path) -> list[tuple[Path, int | None]]:
-    """Return AMD's render nodes on a machine with `/dev/kfd`, without the graphics of processors.
+def amd_gpus(root: Path, *, with_processors: bool = True) -> list[tuple[Path, int | None]]:
+    """Return AMD's render nodes on a machine with `/dev/kfd`.
+
+    The graphics of a processor have little memory of their own, and take the host's (GTT). They are returned if there
+    is no other GPU.
+
+    Args:
+        root: Root directory of the machine.
+        with_processors: Whether the graphics of processors may be returned, as torch's builds for ROCm find them.
 
     Returns:
         The directory of each in `/sys`, and its memory in bytes if the driver shows it there.
@@ -122,28 +129,34 @@ def amd_gpus(root: Path) -> list[tuple[Path, int | None]]:
     if not (root / "dev/kfd").exists():
         return []
     gpus = []
-    for device, memory in _large_devices(root):
-        if read_text(device / "vendor") in (AMD_VENDOR, None):  # a node that `/sys` says nothing about counts
+    in_processors = []
+    for device in render_nodes(root):
+        if read_text(device / "vendor") not in (AMD_VENDOR, None):  # a node that `/sys` says nothing about counts
+            continue
+        memory = _driver_bytes(device / "mem_info_vram_total")  # partitions of a GPU have no such file
+        if memory is None or memory >= _LEAST_AMD_MEMORY:
             gpus.append((device, memory))
-    return gpus
+        else:
+            in_processors.append((device, _driver_bytes(device / "mem_info_gtt_total")))
+    return gpus or (in_processors if with_processors else [])
 
 
 def closed_amd_gpus(root: Path) -> int:
     """Count AMD's render nodes on a machine without `/dev/kfd`, which can draw only; not the graphics of processors."""
     if (root / "dev/kfd").exists():
         return 0
-    return sum(read_text(device / "vendor") == AMD_VENDOR for device, _ in _large_devices(root))
-
-
-def _large_devices(root: Path) -> list[tuple[Path, int | None]]:
-    """Return render nodes with the memory that amdgpu shows, in bytes, unless that is as small as a processor's."""
-    found = []
+    count = 0
     for device in render_nodes(root):
-        text = read_text(device / "mem_info_vram_total")  # bytes; partitions of a GPU have no such file
-        memory = int(text) if text is not None and text.isdecimal() else None
-        if memory is None or memory >= _LEAST_AMD_MEMORY:
-            found.append((device, memory))
-    return found
+        memory = _driver_bytes(device / "mem_info_vram_total")
+        is_large = memory is None or memory >= _LEAST_AMD_MEMORY
+        count += is_large and read_text(device / "vendor") == AMD_VENDOR
+    return count
+
+
+def _driver_bytes(path: Path) -> int | None:
+    """Return a number of bytes that amdgpu shows; None if it shows none."""
+    text = read_text(path)
+    return int(text) if text is not None and text.isdecimal() else None
 
 
 def amd_memory(root: Path) -> list[int]:

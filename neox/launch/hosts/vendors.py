@@ -219,16 +219,24 @@ def _count_nvidia(root: Path) -> int:
 
 
 def _count_amd(root: Path) -> int:
-    return len(amd_gpus(root))
+    return len(amd_gpus(root, with_processors="hip" in (torch_builds() or {})))
 
 
 def _count_intel(root: Path) -> int:
-    """Count Intel's render nodes, without the graphics of processors; the tiles of a card are devices of their own."""
+    """Count Intel's render nodes; the tiles of a card are devices of their own.
+
+    The graphics of a processor count where there is no card, and torch is built for them.
+    """
     count = 0
+    in_processors = 0
     for device in render_nodes(root):
-        if read_text(device / "vendor") == _INTEL and device.resolve().name != _INTEGRATED_INTEL:
+        if read_text(device / "vendor") != _INTEL:
+            continue
+        if device.resolve().name == _INTEGRATED_INTEL:
+            in_processors += 1
+        else:
             count += intel_tiles(device)
-    return count
+    return count or (in_processors if "xpu" in (torch_builds() or {}) else 0)
 
 
 def _count_ascend(root: Path) -> int:

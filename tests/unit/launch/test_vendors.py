@@ -64,6 +64,32 @@ def test_graphics_of_processors_are_no_accelerators(tmp_path: Path) -> None:
     assert present_devices(tmp_path) == (NVIDIA, 1)
 
 
+def test_graphics_of_processors_are_devices_of_a_torch_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TheRock#2535, legacy-rocm-build#5853: 512 MiB carved out and 110 GiB of GTT; torch for ROCm has one device.
+
+    Intel's processors have a device of torch for XPUs in the same way.
+    """
+    amd = machine_with(tmp_path / "amd", "kfd")
+    render_node(amd, 128, "0x1002", place="0000:c4:00.0", memory=512 * 2**20)
+    (amd / "sys/class/drm/renderD128/device/mem_info_gtt_total").write_text(f"{110 * 2**30}\n")
+    intel = tmp_path / "intel"
+    render_node(intel, 128, "0x8086", place="0000:00:02.0")
+    for build, root, vendor in (("hip", amd, AMD), ("xpu", intel, INTEL)):
+        monkeypatch.setattr(vendors, "torch_builds", dict)
+        assert present_devices(root) == (None, 0)
+        monkeypatch.setattr(vendors, "torch_builds", lambda build=build: {build: "7.2"})
+        assert present_devices(root) == (vendor, 1)
+        assert vendors.torch_problem({}, root) is None
+        assert device_variables([0], {}, root)["DS_ACCELERATOR"] == vendor.accelerator
+    assert AMD.memory(amd) == [110 * 2**30]
+    monkeypatch.setattr(vendors, "torch_builds", lambda: {"hip": "7.2"})
+    render_node(amd, 129, "0x1002", place="0000:03:00.0", memory=24 * 2**30)
+    assert present_devices(amd) == (AMD, 1)  # a card beside it
+    assert AMD.memory(amd) == [24 * 2**30]
+
+
 def test_only_gpus_that_compute_may_lack_kfd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container with `/dev/dri` alone: a processor's graphics are no reason to refuse ranks on CPUs."""
     monkeypatch.setattr(vendors, "torch_builds", lambda: {"hip": "6.4"})
