@@ -22,6 +22,8 @@ class GenerationRequest:
         stream: Whether the answer is a stream of server-sent events.
         stream_usage: Whether a stream ends with token counts.
         answers: Writer of the answer.
+        generates: Whether tokens are generated; otherwise the prompts are scored only.
+        top_logprobs: Number of most probable tokens that the answer names at each position; None without scores.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -30,6 +32,8 @@ class GenerationRequest:
     stream: bool
     stream_usage: bool
     answers: Answers
+    generates: bool = True
+    top_logprobs: int | None = None
 
 
 class Answers(Protocol):

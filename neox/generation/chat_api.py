@@ -79,7 +79,7 @@ def parse_chat_request(
         raise BadRequest("`chat_template_kwargs` must be an object", field="chat_template_kwargs")
     stream = boolean(fields, "stream")
     with_usage = stream_usage(fields, stream)
-    params = chat.ending(sampling_of(fields, limits, _longest(fields, limits)))
+    params = chat.ending(sampling_of(fields, limits, _longest(fields, limits), model.vocab_size))
     refuse_unknown(fields)
     try:
         prompt = chat.encode(messages, variables)

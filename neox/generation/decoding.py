@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +65,24 @@ class LanguageModel(Protocol):
         """
         ...
 
+    def token_scores(self, tokens: Tensor, labels: Tensor, count: int) -> TokenScores:
+        """Return log-probabilities of labels [B, S] given tokens [B, S], and the `count` most probable tokens."""
+        ...
+
+
+class TokenScores(NamedTuple):
+    """Natural logarithms of probabilities over the whole vocabulary, fp32 on the CPU.
+
+    Attributes:
+        labels: Of the labels [B, S].
+        top_ids: The most probable tokens at each position [B, S, count].
+        top: Their log-probabilities [B, S, count].
+    """
+
+    labels: Tensor
+    top_ids: Tensor
+    top: Tensor
+
 
 OnText = Callable[[int, str], None]
 """Called with (row, new text) as soon as text of a continuation is final."""
@@ -78,13 +96,22 @@ class Continuation:
         tokens: New ids, without the end token that may have ended them. Those of a stop string are among them.
         text: Their text after the prompt, without special tokens, and cut before a stop string.
         finished: Whether an end token or a stop string ended it, not the length limit.
+        end_token: The end token that ended it; None if something else did.
         logits: Logits of each token, [V] in float32, if they are wanted.
+        scores: Scores of prompt, tokens and end token from the second on, in a batch of one, if they are wanted.
     """
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finished: bool = False
+    end_token: int | None = None
     logits: list[Tensor] = field(default_factory=list)
+    scores: TokenScores | None = None
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """New ids with the end token."""
+        return self.tokens if self.end_token is None else [*self.tokens, self.end_token]
 
 
 class _GrowingRow:
@@ -128,6 +155,7 @@ class _GrowingRow:
         result = self.result
         if token in self.end_tokens:
             result.finished = True
+            result.end_token = token
             self.complete()
             return
         result.tokens.append(token)

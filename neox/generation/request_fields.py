@@ -98,17 +98,23 @@ def check_prompt(prompt: Sequence[int], params: SamplingParams, model: LanguageM
         params.token_limit(len(prompt), model.max_length)
     except GenerationError as error:
         raise BadRequest(str(error), field=field, code="context_length_exceeded") from error
-    if max(prompt) >= model.vocab_size or min(prompt) < 0:
-        raise BadRequest(f"`{field}` has token ids outside 0..{model.vocab_size - 1}", field=field)
+    check_ids(prompt, model.vocab_size, field)
 
 
-def sampling_of(fields: dict[str, Any], limits: RequestLimits, longest: int) -> SamplingParams:
+def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Raise BadRequest for ids that the model does not know."""
+    if any(not 0 <= token < vocab_size for token in ids):
+        raise BadRequest(f"`{field}` has token ids outside 0..{vocab_size - 1}", field=field)
+
+
+def sampling_of(fields: dict[str, Any], limits: RequestLimits, longest: int, vocab_size: int) -> SamplingParams:
     """Remove the sampling settings from `fields`; the temperature is 1 if it is not given.
 
     Args:
         fields: Fields of the request.
         limits: Limits of the server.
         longest: Most new tokens.
+        vocab_size: Number of ids that the model knows.
     """
     settings = {
         "max_new_tokens": longest,
@@ -120,6 +126,7 @@ def sampling_of(fields: dict[str, Any], limits: RequestLimits, longest: int) -> 
     }
     stop = _stop_strings(fields)
     stop_ids = _stop_ids(fields)
+    check_ids(stop_ids, vocab_size, "stop_token_ids")
     seed = _seed(fields)
     try:
         return SamplingParams(**settings, stop=stop, stop_ids=stop_ids, seed=seed)

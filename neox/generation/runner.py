@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from neox.architecture import ROPE_SCALINGS, Architecture, generates_by_steps
 from neox.errors import GenerationError
+from neox.generation.decoding import TokenScores
 from neox.generation.recorded_step import RecordedStep
 from neox.launch import report_progress
 from neox.model import (
@@ -142,6 +143,23 @@ class ModelRunner:
             found_ids[:, here] = largest.indices
             found[:, here] = largest.values
         return found_ids, found
+
+    @torch.inference_mode()
+    def token_scores(self, tokens: Tensor, labels: Tensor, count: int) -> TokenScores:
+        """Score tokens for a model on one rank; see `LanguageModel`. Labels have the scores of `score`."""
+        assert self.grid.tp_size == self.grid.pp_size == 1
+        self._check_ids(tokens, labels)
+        hidden = self.hidden(tokens.to(self.device))
+        assert hidden is not None
+        parts = []
+        columns = max(1, _SCORED_LOGITS // (self.vocab_size * tokens.size(0)))
+        for start in range(0, tokens.size(1), columns):
+            here = slice(start, start + columns)
+            log_probabilities = self._logits(hidden[:, here]).float().log_softmax(-1)  # [B, columns, V]
+            of_labels = log_probabilities.gather(-1, labels[:, here, None].to(self.device)).squeeze(-1)
+            top = log_probabilities.topk(count, dim=-1)
+            parts.append((of_labels.cpu(), top.indices.cpu(), top.values.cpu()))
+        return TokenScores(*(torch.cat(kind, dim=1) for kind in zip(*parts, strict=True)))
 
     @torch.inference_mode()
     def text_scores(self, tokens: Tensor, lengths: Tensor) -> Tensor:

@@ -31,12 +31,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from neox.errors import GenerationError
 from neox.generation.answers import GenerationRequest, usage_json
 from neox.generation.chat_api import parse_chat_request
 from neox.generation.chat_format import ChatFormat
 from neox.generation.completions_api import parse_request
-from neox.generation.decoding import Continuation, LanguageModel, OnText, decode
+from neox.generation.decoding import Continuation, LanguageModel, OnText, TokenScores, decode
 from neox.generation.request_fields import BadRequest, RequestLimits, error_json, refusal_json
 from neox.log import get_logger
 from neox.tokenizer import Tokenizer
@@ -119,9 +121,23 @@ class GenerationQueue:
                 return stop.is_set() or self.closing.is_set() or time.monotonic() > deadline
 
             def run() -> tuple[list[Continuation], bool]:
-                results = decode(
-                    self.model, request.prompts, request.params, self.codec, on_text=on_text, should_stop=should_stop
-                )
+                results = [Continuation() for _ in request.prompts]
+                if request.generates:
+                    results = decode(
+                        self.model,
+                        request.prompts,
+                        request.params,
+                        self.codec,
+                        on_text=on_text,
+                        should_stop=should_stop,
+                    )
+                if request.top_logprobs is not None:
+                    for prompt, result in zip(request.prompts, results, strict=True):
+                        ids = torch.tensor([[*prompt, *result.all_tokens]])
+                        result.scores = TokenScores(torch.empty(1, 0), torch.empty(1, 0, 0), torch.empty(1, 0, 0))
+                        if ids.size(1) > 1:
+                            labels = ids[:, 1:]
+                            result.scores = self.model.token_scores(ids[:, :-1], labels, request.top_logprobs)
                 return results, time.monotonic() > deadline
 
             return await asyncio.get_running_loop().run_in_executor(self.thread, run)

@@ -15,12 +15,14 @@ from neox.evaluation.harness import harness_model
 from neox.evaluation.scoring import Scorer
 from neox.generation.completion import generate
 from neox.generation.request import SamplingParams
+from neox.generation.server import make_app
 from neox.parallel import ParallelGrid
 from neox.preprocess import PreferenceSettings, PreprocessSettings, TokenizerSpec, preprocess
 from neox.tokenizer import build_tokenizer, positions
 from tests.field.hf_models import write_llama
 from tests.field.test_hf_generation import run_of
 from tests.field.text_tokenizers import FORMS, save
+from tests.unit.generation.served import served
 
 pytestmark = pytest.mark.slow
 PAIRS = [
@@ -91,6 +93,27 @@ def test_scores_are_those_of_the_harness(pair):
     for found, right in zip(ours.loglikelihood(requests(*PAIRS)), theirs.loglikelihood(requests(*PAIRS)), strict=True):
         assert found[0] == pytest.approx(right[0], rel=1e-4)
         assert found[1] == right[1]
+
+
+def test_scores_through_the_server_are_those_of_evaluation(pair):
+    """lm-evaluation-harness' `local-completions` asks for `echo` and `logprobs`, by ids, and for one new token."""
+    pytest.importorskip("tenacity", reason="the harness's clients of servers need tenacity")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    with served(make_app(pair.model, pair.tokenizer, name="model")) as address:
+        client = LocalCompletionsAPI(
+            base_url=f"{address}v1/completions",
+            model="model",
+            tokenizer=str(pair.directory),
+            tokenizer_backend="huggingface",
+            max_length=64,
+            add_bos_token=pair.form != "neox",
+        )
+        found = client.loglikelihood(requests(*PAIRS[:3]), disable_tqdm=True)
+    right = harness_model(pair.scorer).loglikelihood(requests(*PAIRS[:3]))
+    for (score, is_greedy), (expected, expected_greedy) in zip(found, right, strict=True):
+        assert score == pytest.approx(expected, rel=1e-5)
+        assert is_greedy == expected_greedy
 
 
 def test_a_text_that_ends_the_last_token_of_its_context(pair):

@@ -113,7 +113,17 @@ def test_the_seed_decides_what_is_drawn():
         ({"prompt": "a", "n": 9}, "`n` must be an integer from 1 to 8"),
         ({"prompt": ["a"] * 5, "n": 2}, "more than 8 sequences"),
         ({"prompt": "a", "best_of": 3}, "`best_of`"),
-        ({"prompt": "a", "logprobs": 2}, "`logprobs` is not supported"),
+        ({"prompt": "a", "logprobs": 2, "stream": True}, "`logprobs` of a stream"),
+        ({"prompt": "a", "logprobs": 21}, "`logprobs` must be an integer from 0 to 20"),
+        ({"prompt": [5, -1]}, "`prompt` has token ids outside 0..26"),
+        ({"prompt": [2**33]}, "`prompt` has token ids outside 0..26"),
+        ({"prompt": [[3], [2**70]]}, "`prompt` has token ids outside 0..26"),
+        ({"prompt": "a", "stop_token_ids": [-1]}, "`stop_token_ids` has token ids outside 0..26"),
+        ({"prompt": "a", "stop_token_ids": [2**70]}, "`stop_token_ids` has token ids outside 0..26"),
+        ({"prompt": "a", "max_tokens": 0}, "`max_tokens` must be an integer from 1"),
+        ({"prompt": "a", "max_tokens": 2**70}, "`max_tokens` must be an integer from 1"),
+        ({"prompt": "a", "temperature": 10**400}, "`temperature` must be a number"),
+        ({"prompt": "a", "seed": 2**70}, "`seed` must be an integer"),
         ({"prompt": "a", "frequency_penalty": 0.5}, "`frequency_penalty` is not supported"),
         ({"prompt": "a", "stop": [""]}, "empty stop string"),
         ({"prompt": "a", "stop": 3}, "`stop` must be"),
@@ -324,3 +334,41 @@ def test_models_and_the_page():
     assert "/v1/completions" in script.text
     assert script.headers["content-type"].startswith("text/javascript")
     assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_logprobs_of_prompt_and_continuation():
+    """As OpenAI's completions: none for the first token of all, one for the end token, offsets in the text."""
+    model = ToyModel(hashed)
+    body = {"prompt": "abc", "max_tokens": 2, "temperature": 0, "logprobs": 2}
+    shown = post({**body, "echo": True}, model=model).json()["choices"][0]
+    hidden = post(body, model=model).json()["choices"][0]
+    found = shown["logprobs"]
+    ids = CODEC.encode("".join(found["tokens"]))
+    assert "".join(found["tokens"]).startswith(shown["text"])
+    assert found["text_offset"] == list(range(len(ids)))
+    assert found["token_logprobs"][0] is None
+    assert found["top_logprobs"][0] is None
+    for place in range(1, len(ids)):
+        expected = hashed(ids[:place]).log_softmax(-1)
+        assert found["token_logprobs"][place] == pytest.approx(expected[ids[place]].item())
+        best = expected.topk(2)
+        named = set(map(CODEC.decode, best.indices[:, None].tolist()))
+        assert set(found["top_logprobs"][place]) == named | {found["tokens"][place]}
+    for key in ("tokens", "token_logprobs", "top_logprobs"):
+        assert hidden["logprobs"][key] == found[key][3:]
+    assert hidden["logprobs"]["text_offset"] == [0, 1]
+
+
+def test_a_prompt_is_scored_without_generation():
+    """lm-evaluation-harness reads `token_logprobs[context:-1]` of `max_tokens: 1`; others ask for 0 tokens."""
+    body = {"prompt": [[1, 2, 3], [4]], "temperature": 0, "echo": True, "logprobs": 1}
+    none = post({**body, "max_tokens": 0}).json()
+    one = post({**body, "max_tokens": 1}).json()
+    assert none["usage"]["completion_tokens"] == 0
+    for before, after in zip(none["choices"], one["choices"], strict=True):
+        assert before["text"] + after["text"][-1] == after["text"]
+        assert before["logprobs"]["token_logprobs"] == after["logprobs"]["token_logprobs"][:-1]
+    ended = post({"prompt": [[25, 26]], "temperature": 0, "echo": True, "logprobs": 1, "max_tokens": 1}).json()
+    assert len(ended["choices"][0]["logprobs"]["token_logprobs"]) == 3  # the end token is the third
+    whole = list(range(1, 27)) * 2 + list(range(1, 13))  # as long as the context
+    assert post({**body, "prompt": whole, "max_tokens": 0}).status_code == 200

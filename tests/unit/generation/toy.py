@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from neox.generation.decoding import TokenScores
 from neox.tokenizer import Tokenizer
 
 
@@ -38,6 +39,12 @@ class ToyModel:
 
     def begin(self, lengths: Sequence[int], capacity: int) -> ToyDecoding:
         return ToyDecoding(self, lengths, capacity)
+
+    def token_scores(self, tokens: Tensor, labels: Tensor, count: int) -> TokenScores:
+        rows = [[self.rule(row[: end + 1]) for end in range(len(row))] for row in tokens.tolist()]
+        scores = torch.stack([torch.stack(row) for row in rows]).log_softmax(-1)
+        top = scores.topk(count, dim=-1)
+        return TokenScores(scores.gather(-1, labels[..., None]).squeeze(-1), top.indices, top.values)
 
 
 class ToyDecoding:
